@@ -1,0 +1,47 @@
+# Every command runs in .venv, which make builds on first use and rebuilds when the versions change.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test test-all lint format clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+.venv: $(INSTALLED) ## build the virtual environment (the others do it when needed)
+
+# torch goes in first and the build is not isolated, so that compiled parts are built against it.
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt setuptools wheel torch
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED) ## learn which pixels tell digits apart, and draw them
+	$(BIN)/khot demo $(ARGS)
+
+test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of them)
+	$(BIN)/pytest $(ARGS)
+
+test-all: $(INSTALLED) ## run the slow tests too
+	$(BIN)/pytest -m "" $(ARGS)
+
+lint: $(INSTALLED) ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## put the code in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove build output and caches (.venv stays)
+	rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f src/khot/*.so khot-demo.png $(INSTALLED)
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,170 @@
+"""What users pass, checked and brought to the one layout that the kernels know: rows along the last dim.
+
+Values that are wrong raise ValueError, types and dtypes TypeError, dims IndexError. Python numbers are
+checked here. The values of tensors are not looked at before the kernel runs, which marks a row that it
+cannot solve with NaN; only then, on the CPU and in eager mode, :func:`explain_nan` says what was wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Scalar",
+    "check_dim",
+    "check_input",
+    "check_number",
+    "explain_nan",
+    "mask_rows",
+    "per_row",
+    "rows",
+    "unrows",
+    "vmap_rows",
+]
+
+Scalar = float | Tensor  # a number, or a tensor with one entry a row
+
+
+def check_input(input: Any, name: str = "input") -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, but got {type(input).__name__}")
+    if not input.is_floating_point():
+        raise TypeError(f"{name} must have a floating-point dtype, but got {input.dtype}")
+
+
+def check_dim(input: Tensor, dim: Any) -> int:
+    """dim, counted from the front. A 0-dim input has one entry, as for torch.softmax."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
+    ndim = max(input.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim must be in [{-ndim}, {ndim - 1}], but got {dim}")
+    return dim % ndim
+
+
+def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = True) -> Tensor:
+    """The scores with dim last, larger is better, and −inf where the mask is False."""
+    check_input(input)
+    dim = check_dim(input, dim)
+    x = input.movedim(dim, -1) if input.dim() else input.reshape(1)
+    if not largest:
+        x = -x
+    if mask is not None:
+        x = torch.where(mask_rows(mask, input, dim), x, -math.inf)
+    return x
+
+
+def unrows(y: Tensor, input: Tensor, dim: int) -> Tensor:
+    """The inverse of the move in :func:`rows`, for a result of the input's shape."""
+    return y.movedim(-1, dim) if input.dim() else y.reshape(())
+
+
+def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor, but got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must have dtype torch.bool, but got {mask.dtype}")
+    if not _broadcasts(mask.shape, input.shape):
+        raise ValueError(
+            f"mask must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(mask.shape)}"
+        )
+    if input.dim() == 0:
+        return mask.reshape(1)
+    return mask.expand(input.shape).movedim(dim, -1)
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    if len(shape) > len(target):
+        return False
+    return all(s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False))
+
+
+def per_row(
+    value: Any,
+    name: str,
+    x: Tensor,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    integer: bool = False,
+) -> Tensor:
+    """A number or a tensor as a floating-point tensor on x's device that broadcasts with x's batch shape.
+
+    A number must lie in [low, high], or be finite and above low where low_open.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype == torch.bool or value.is_complex():
+            raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+        if not _broadcasts(value.shape, x.shape[:-1]):
+            raise ValueError(
+                f"{name} must broadcast with the batch shape {tuple(x.shape[:-1])} (the input's shape "
+                f"without dim), but got {tuple(value.shape)}"
+            )
+        if value.device != x.device and value.dim():
+            raise ValueError(f"{name} must be on the input's device {x.device}, but got {value.device}")
+        if value.is_floating_point():
+            return value.to(x.device)
+        return value.to(x.device, torch.float64)
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a real number or tensor, but got {type(value).__name__}")
+    if low_open and not low < value < math.inf:
+        raise ValueError(f"{name} must be finite and > {low}, but got {value}")
+    if not low_open and not low <= value <= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+    if integer and value != int(value):
+        raise ValueError(f"{name} must be an integer, but got {value}")
+    return torch.full((), float(value), dtype=torch.float64, device=x.device)
+
+
+def check_number(value: Any, name: str, *, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a real number, but got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+
+
+def explain_nan(
+    result: Tensor, x: Tensor, k: Tensor, tau: Tensor | None = None, integer: bool = False
+) -> None:
+    """Raise if a row of the result is NaN because of k or tau, and not because of its scores.
+
+    Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN.
+    """
+    if type(result) is not Tensor or result.device.type != "cpu" or not bool(result.isnan().any()):
+        return
+    if tau is not None:
+        bad = ~((tau > 0) & (tau < math.inf))
+        if bool(bad.any()):
+            raise ValueError(f"tau must be finite and > 0, but got {tau[bad][0].item()}")
+    k, selectable = torch.broadcast_tensors(k, (x != -math.inf).sum(-1))
+    bad = ~((k >= 0) & (k <= selectable))
+    if bool(bad.any()):
+        raise ValueError(
+            "k must lie in [0, number of entries that may be selected], but got "
+            f"{k[bad][0].item()} for a row with {selectable[bad][0].item()}"
+        )
+    if integer and bool((k != torch.floor(k)).any()):
+        raise ValueError(f"k must be an integer, but got {k[k != torch.floor(k)][0].item()}")
+
+
+def vmap_rows(call: Any, info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Any, Any]:
+    """The vmap rule of an operator on rows: the mapped dimension becomes one more batch dim in front.
+
+    Tensors among args broadcast with the batch shape.
+    """
+    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    batch = x.dim() - 1
+
+    def align(value: Any, dim: int | None) -> Any:
+        if dim is None:
+            return value
+        value = value.movedim(dim, 0)
+        return value.reshape(value.shape[0], *(1,) * (batch - value.dim()), *value.shape[1:])
+
+    out = call(x, *(align(a, d) for a, d in zip(args, in_dims[1:], strict=True)))
+    return out, (0,) * len(out) if isinstance(out, tuple) else 0

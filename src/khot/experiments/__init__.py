@@ -1,0 +1,1 @@
+"""The `khot` command, its demo, and the papers' experiments: one file each."""

@@ -1,0 +1,400 @@
+"""Which k pixels tell the digits apart?
+
+A vector of n scores, one a pixel, is trained together with a small classifier. In between stands a relaxed
+top-k: the classifier sees image × y with y = soft_topk(scores, k, tau), weights in [0, 1] that sum to k.
+While tau falls, y turns from an even spread over all pixels into a choice of k of them. The choice is then judged
+by new classifiers, trained from scratch on the chosen pixels alone, on as many random ones, on those of highest
+variance, and on all, each with the same architecture, steps, minibatches and seed.
+
+    khot demo                        # scikit-learn's digits, 10 of 64 pixels
+    khot demo --data-dir FOLDER      # MNIST, 50 of 784 pixels
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import khot
+from khot.experiments import data
+
+__all__ = ["CDFS", "ArgumentError", "Args", "Curve", "Result", "run"]
+
+CDFS = ("logistic", "laplace", "normal", "uniform")
+
+# How tau and the scores go together. Adam moves a score by about its learning rate a step, so a travel of
+# 100 spread over the steps lets scores end a few units apart, whatever their number. tau starts at that
+# scale, where every pixel still counts, and ends far below the gaps, where only k do.
+SCORE_TRAVEL = 100.0
+TAU_START, TAU_END = 2.0, 0.05
+
+HIDDEN = 128
+BATCH = 128
+RANDOM_DRAWS = 5
+
+
+class ArgumentError(ValueError):
+    """An argument of the demo is out of range. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """What ``khot demo`` can be told. ``k`` and ``steps`` are checked here, ``k`` ≤ n once the images are there."""
+
+    data_dir: Path | None = field(
+        default=None,
+        metadata={"help": "Folder with MNIST's four gzipped IDX files. Without it: scikit-learn's digits."},
+    )
+    k: int | None = field(
+        default=None,
+        metadata={"help": "How many pixels to choose. Default: 10 of digits' 64, 50 of MNIST's 784."},
+    )
+    steps: int = field(
+        default=1000,
+        metadata={"help": "Training steps, of the choice and of each classifier that judges it."},
+    )
+    cdf: str = field(default="logistic", metadata={"help": f"What softens the choice: {', '.join(CDFS)}."})
+    device: str = field(default="cpu", metadata={"help": "Where to train: cpu, cuda, cuda:1, ..."})
+    seed: int = field(default=0, metadata={"help": "Seed of the weights, minibatches and random pixels."})
+    out: Path = field(
+        default=Path("khot-demo.png"),
+        metadata={"help": "PNG file to write, or a folder to write khot-demo.png into."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ArgumentError(f"k = {self.k}: expected at least 1")
+        if self.steps < 1:
+            raise ArgumentError(f"steps = {self.steps}: expected at least 1")
+        if self.cdf not in CDFS:
+            raise ArgumentError(f"cdf = {self.cdf!r}: expected one of {', '.join(CDFS)}")
+        if not 0 <= self.seed < 2**63:
+            raise ArgumentError(f"seed = {self.seed}: expected 0 to 2**63 - 1")
+        try:
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError, NotImplementedError):
+            raise ArgumentError(
+                f"device = {self.device!r}: expected one that torch can use here; `khot info` lists them"
+            ) from None
+        path = self.png
+        if path.suffix.lower() != ".png" or not path.parent.is_dir():
+            raise ArgumentError(
+                f"out = '{self.out}': expected a .png file in a folder that exists, or such a folder"
+            )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ArgumentError(f"out = '{self.out}': expected a place that can be written to")
+
+    @property
+    def png(self) -> Path:
+        """The file that ``out`` means."""
+        return self.out / "khot-demo.png" if self.out.is_dir() else self.out
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How the choice came about; one entry a training step.
+
+    Attributes:
+        accuracy: share of the minibatch that the classifier behind the gate gets right.
+        concentration: (sum of the k largest gate weights) / k; 1 when the choice is hard.
+        tau: the temperature.
+    """
+
+    accuracy: list[float] = field(default_factory=list)
+    concentration: list[float] = field(default_factory=list)
+    tau: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found.
+
+    Attributes:
+        accuracy: test accuracy in percent, by the name of the pixels: chosen, variance, random, all.
+        chosen, variance: k-hot masks (n,) of the chosen pixels, and of those of highest variance.
+        curve: the course of the training.
+        seconds: how long it took.
+    """
+
+    accuracy: dict[str, float]
+    chosen: Tensor
+    variance: Tensor
+    curve: Curve
+    seconds: float
+
+
+def run(args: Args) -> Result:
+    """Choose pixels, judge the choice, print the table and draw the picture.
+
+    Raises:
+        ArgumentError: ``k`` is more than the images have pixels.
+        DataError: a file of ``args.data_dir`` is missing or broken.
+    """
+    start = time.perf_counter()
+    images = data.load_mnist(args.data_dir) if args.data_dir else data.load_digits()
+    k = args.k if args.k is not None else 10 if args.data_dir is None else 50
+    if k > images.n:
+        raise ArgumentError(f"k = {k}: expected at most {images.n}, the number of pixels of {images.name}")
+
+    with one_thread(), progress_bar((4 + RANDOM_DRAWS) * args.steps) as report:
+        split = standardise(images, args.device)
+        chosen, curve = choose_pixels(split, k, args, report)
+        variance = khot.topk_mask(images.train_images.var(0), k)
+        generator = torch.Generator().manual_seed(args.seed)
+        draws = [torch.rand(images.n, generator=generator) for _ in range(RANDOM_DRAWS)]
+        candidates = {
+            "chosen": [chosen],
+            "variance": [variance],
+            "random": [khot.topk_mask(draw, k) for draw in draws],
+            "all": [torch.ones(images.n)],
+        }
+        accuracy = {
+            name: sum(judge(split, mask, name, args, report) for mask in masks) / len(masks)
+            for name, masks in candidates.items()
+        }
+    draw_picture(images, k, accuracy, chosen, variance, curve, args)
+    result = Result(accuracy, chosen, variance, curve, time.perf_counter() - start)
+    print_table(images, k, result, args)
+    return result
+
+
+# --- training -----------------------------------------------------------------------------------------------
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Standardised images on the device of the training."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def standardise(images: data.Images, device: str) -> Split:
+    """Centre every pixel and bring them to a similar scale, so that dark ones are not at a disadvantage.
+
+    A closed gate then means "the mean", not "black". The 0.2 keeps pixels that hardly ever light up small.
+    """
+    mean, scale = images.train_images.mean(0), images.train_images.std(0) + 0.2
+    return Split(
+        ((images.train_images - mean) / scale).to(device),
+        images.train_labels.to(device),
+        ((images.test_images - mean) / scale).to(device),
+        images.test_labels.to(device),
+    )
+
+
+def choose_pixels(split: Split, k: int, args: Args, report: Report) -> tuple[Tensor, Curve]:
+    """Train the gate with a classifier behind it; returns the k-hot mask (n,), on the CPU, and the curve."""
+    n = split.train_images.shape[1]
+    model = classifier(n, args)
+    scores = nn.Parameter(torch.zeros(n, device=args.device))
+    optimizer = torch.optim.Adam(
+        [
+            {"params": model.parameters(), "lr": 3e-3},
+            {"params": [scores], "lr": SCORE_TRAVEL / args.steps},
+        ]
+    )
+    curve = Curve()
+    for step, batch in enumerate(minibatches(split, args)):
+        # The last tenth of the steps settles at the final tau.
+        progress = min(step / (0.9 * args.steps), 1.0)
+        tau = TAU_START * (TAU_END / TAU_START) ** progress
+        y = khot.soft_topk(scores, k, tau=tau, cdf=args.cdf)
+        logits = model(split.train_images[batch] * y)
+        labels = split.train_labels[batch]
+        loss = F.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        curve.accuracy.append((logits.argmax(1) == labels).float().mean().item())
+        curve.concentration.append(y.detach().topk(k).values.sum().item() / k)
+        curve.tau.append(tau)
+        report(f"choosing {k} of {n} pixels, tau {tau:.2f}")
+    return khot.topk_mask(scores.detach(), k).cpu(), curve
+
+
+def judge(split: Split, mask: Tensor, name: str, args: Args, report: Report) -> float:
+    """The test accuracy, in percent, of a classifier trained from scratch on the pixels in ``mask``."""
+    pixels = mask.nonzero().squeeze(1).to(args.device)
+    train_images, test_images = split.train_images[:, pixels], split.test_images[:, pixels]
+    model = classifier(len(pixels), args)
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=args.steps)
+    for batch in minibatches(split, args):
+        loss = F.cross_entropy(model(train_images[batch]), split.train_labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        report(f"training on {LABELS[name]}")
+    with torch.no_grad():
+        right = model(test_images).argmax(1) == split.test_labels
+    return 100 * right.double().mean().item()
+
+
+def classifier(inputs: int, args: Args) -> nn.Module:
+    """A perceptron with one hidden layer, the same weights for the same seed on every device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        model = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+    return model.to(args.device)
+
+
+def minibatches(split: Split, args: Args) -> Tensor:
+    """Indices of training images, (steps, BATCH), drawn with replacement."""
+    generator = torch.Generator().manual_seed(args.seed)
+    count = len(split.train_labels)
+    return torch.randint(count, (args.steps, BATCH), generator=generator).to(args.device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one CPU thread.
+
+    Matrices this small gain nothing from a second one, lose much where another process wants the core,
+    and sum in the same order on every machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- what one sees ------------------------------------------------------------------------------------------
+
+LABELS = {
+    "chosen": "the pixels khot chose",
+    "random": "random pixels",
+    "variance": "the pixels of highest variance",
+    "all": "all pixels",
+}
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Report]:
+    """A bar on stderr; yields the function that moves it by one step and says what is going on."""
+    columns = (
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("reading images", total=total)
+        yield lambda doing: progress.update(task, advance=1, description=doing)
+        progress.update(task, description="done")
+
+
+def print_table(images: data.Images, k: int, result: Result, args: Args) -> None:
+    """The test accuracies beside each other, on stdout."""
+    table = Table(
+        title=f"Which {k} of {images.n} pixels tell the digits apart?",
+        caption=f"{images.name}: {len(images.train_labels):,} training images, "
+        f"{len(images.test_labels):,} test images",
+    )
+    table.add_column("classifier trained on")
+    table.add_column("pixels", justify="right")
+    table.add_column("test accuracy", justify="right")
+    for name, accuracy in result.accuracy.items():
+        note = f" (mean of {RANDOM_DRAWS} draws)" if name == "random" else ""
+        pixels = images.n if name == "all" else k
+        style = "bold green" if name == "chosen" else None
+        table.add_row(LABELS[name] + note, str(pixels), f"{accuracy:.1f} %", style=style)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result.seconds:.0f} s; picture: {args.png}", soft_wrap=True, markup=False, highlight=False
+    )
+
+
+def draw_picture(
+    images: data.Images,
+    k: int,
+    accuracy: dict[str, float],
+    chosen: Tensor,
+    variance: Tensor,
+    curve: Curve,
+    args: Args,
+) -> None:
+    """The chosen pixels and those of highest variance over the mean image, and the course of the training."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    blue, orange, grey = "#0b6e99", "#d9730d", "#6b6b6b"
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
+    figure.suptitle(f"Which {k} of {images.n} pixels tell the digits apart?  ({images.name})", fontsize=15)
+
+    mean = images.train_images.mean(0).view(images.shape).numpy()
+    for axes, mask, color, title in (
+        (left, chosen, blue, f"chosen by khot: {accuracy['chosen']:.1f} %"),
+        (middle, variance, orange, f"highest variance: {accuracy['variance']:.1f} %"),
+    ):
+        # The doubled range keeps the image pale behind the squares.
+        axes.imshow(mean, cmap="gray_r", vmin=0, vmax=2 * mean.max())
+        for pixel in mask.nonzero().squeeze(1).tolist():
+            row, column = divmod(pixel, images.shape[1])
+            corner = (column - 0.5, row - 0.5)
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor=color, alpha=0.35, linewidth=0))
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=1.8))
+        axes.set_title(title, color=color, fontsize=13)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for spine in axes.spines.values():
+            spine.set_color("#cccccc")
+    left.set_xlabel(
+        f"over the mean image; test accuracy with random pixels {accuracy['random']:.1f} %, "
+        f"with all {accuracy['all']:.1f} %",
+        color=grey,
+        loc="left",
+    )
+
+    steps = range(1, len(curve.tau) + 1)
+    window = max(1, len(curve.accuracy) // 50)
+    right.plot(steps, _smooth(curve.accuracy, window), color=blue, label="training accuracy")
+    right.plot(
+        steps,
+        [100 * share for share in curve.concentration],
+        color=orange,
+        label=f"weight on the {k} largest",
+    )
+    right.set_title("while the gate hardens", fontsize=13)
+    right.set_xlabel("step")
+    right.set_ylabel("%")
+    right.set_ylim(0, 103)
+    right.spines["top"].set_visible(False)
+    temperature = right.twinx()
+    temperature.plot(steps, curve.tau, color=grey, linestyle="--", label="tau (right)")
+    temperature.set_yscale("log")
+    temperature.set_ylabel("tau", color=grey)
+    temperature.spines["top"].set_visible(False)
+    handles = [*right.get_lines(), *temperature.get_lines()]
+    right.legend(handles=handles, loc="lower right", frameon=False)
+    figure.savefig(args.png, dpi=120)
+
+
+def _smooth(values: list[float], window: int) -> list[float]:
+    """Percentages, each averaged over the ``window`` steps that end there."""
+    sums = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
+    ends = torch.arange(1, len(values) + 1)
+    starts = (ends - window).clamp(min=0)
+    return (100 * (sums[ends] - sums[starts]) / (ends - starts)).tolist()

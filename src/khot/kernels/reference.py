@@ -1,0 +1,148 @@
+"""The reference kernels: plain torch, any device, float64 inside. The oracle of every faster kernel.
+
+Each reads its rows in tiles (:func:`khot.kernels.solver.tiles`), so that nothing of the input's size is
+allocated but what is returned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot.cdfs import CDF
+from khot.kernels.solver import HUGE, solve, standardize, tiles
+
+__all__ = ["soft_topk", "soft_topk_backward"]
+
+
+def soft_topk(
+    x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """F((x − t)/τ) or its logarithm, and the threshold t = hi + lo with C(t) = k.
+
+    Args:
+        x: (*batch, n).
+        k, tau: broadcast with batch.
+        cdf, shape: as for :func:`khot.cdfs.resolve`.
+        output: "y", "log", or "threshold" (the first result is then empty).
+
+    Returns:
+        (*batch, n) of x's dtype; hi and lo as :func:`solve` returns them.
+    """
+    F = cdfs.resolve(cdf, shape)
+    batch = x.shape[:-1]
+    tau = tau.double().expand(batch)
+    hi, lo = solve(x, k.double().expand(batch), tau, F)
+    if output == "threshold":
+        return x.new_empty(*batch, 0), hi, lo
+    apply = F.log_cdf if output == "log" else F.cdf
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, tile in tiles(x):
+        out[..., part] = apply(standardize(tile, hi, lo, tau))
+    return out, hi, lo
+
+
+def soft_topk_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    cdf: str,
+    shape: float,
+    output: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in x, k and τ (these two of the batch shape) from those in the output and in lo.
+
+    With u = grad·∂out/∂z, w = f/Σf and z̄ = Σwz:
+
+        dL/dx = (u − w Σu)/τ + w·grad_lo
+        dL/dk = Σ (u/f)·w − grad_lo·τ/Σf
+        dL/dτ = −Σ u (z − z̄)/τ − grad_lo·z̄
+    """
+    F = cdfs.resolve(cdf, shape)
+    tau = tau.double().expand(x.shape[:-1])
+    zero = torch.zeros_like(hi)
+    top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
+    for part, tile in tiles(x):
+        z = standardize(tile, hi, lo, tau)
+        log_f = F.log_pdf(z)
+        u, ratio, v = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
+        z = z.clamp_(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
+        new_top = torch.maximum(top, log_f.amax(-1))
+        scale = new_top.clamp(min=-HUGE)  # all f = 0 so far: exp(−inf) and not exp(NaN)
+        rescale = torch.exp(top - scale)
+        weight = torch.exp(log_f - scale.unsqueeze(-1))
+        mass = mass * rescale + weight.sum(-1)
+        wz_sum = wz_sum * rescale + (weight * z).sum(-1)
+        share = torch.exp(log_f + ratio - scale.unsqueeze(-1))
+        v_sum = v_sum * rescale + torch.where(v == 0, 0, share * v).sum(-1)
+        u_sum, uz_sum = u_sum + u.sum(-1), uz_sum + (u * z).sum(-1)
+        top = new_top
+
+    live = mass != 0
+    z_mean = (wz_sum / mass).where(live, 0)
+    grad_k = (v_sum / mass).where(live, 0)
+    through_t = torch.exp(torch.log(tau) - torch.log(mass) - top)
+    grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
+    grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
+    if output != "threshold" and not F.full_support:
+        grad_k = grad_k.where(live, _gap_grad_k(grad, x, hi, lo, output))
+
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    pull = (grad_lo - u_sum / tau).where(live, 0)
+    for part, tile in tiles(x):
+        z = standardize(tile, hi, lo, tau)
+        log_f = F.log_pdf(z)
+        u, _, _ = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
+        weight = torch.exp(log_f - top.clamp(min=-HUGE).unsqueeze(-1))
+        spread = (pull / mass.masked_fill(~live, 1)).unsqueeze(-1)
+        grad_x[..., part] = u / tau.unsqueeze(-1) + weight * spread
+    return grad_x, grad_k, grad_tau
+
+
+def _cotangent(
+    z: Tensor, log_f: Tensor, v: Tensor | None, F: CDF, output: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """u = v·∂out/∂z; the logarithm of ∂out/∂F, so that v·f·∂out/∂F = u; and v, in float64."""
+    zero = torch.zeros_like(z)
+    if v is None:
+        return zero, zero, zero
+    v = v.double()
+    if output == "y":
+        return v * torch.exp(log_f), zero, v
+    log_F = F.log_cdf(z)
+    ratio = torch.where(log_F == -math.inf, zero, -log_F)  # y = 0 exactly: nothing moves
+    v = v.where(log_F != -math.inf, 0)
+    return torch.where(v == 0, 0, v * torch.exp(log_f + ratio)), ratio, v
+
+
+def _gap_grad_k(v: Tensor, x: Tensor, hi: Tensor, lo: Tensor, output: str) -> Tensor:
+    """dL/dk for compact support where no entry has f > 0: the limit of the smooth CDFs.
+
+    ½(mean of v over the least selected entries + mean over the greatest rejected ones); log y = −inf of a
+    rejected one does not move. 0 where nothing or everything is selected.
+    """
+    up = torch.full_like(hi, math.inf)
+    down = -up
+    for _, tile in tiles(x):
+        offset = tile - hi.unsqueeze(-1)
+        above = offset > lo.unsqueeze(-1)
+        up = torch.minimum(up, offset.masked_fill(~above, math.inf).amin(-1))
+        down = torch.maximum(down, offset.masked_fill(above, -math.inf).amax(-1))
+    zero = torch.zeros_like(hi)
+    up_count, up_sum, down_count, down_sum = zero, zero, zero, zero
+    for part, tile in tiles(x):
+        offset, part_v = tile - hi.unsqueeze(-1), v[..., part].double()
+        at_up, at_down = offset == up.unsqueeze(-1), offset == down.unsqueeze(-1)
+        up_count, up_sum = up_count + at_up.sum(-1), up_sum + part_v.where(at_up, 0).sum(-1)
+        down_count = down_count + at_down.sum(-1)
+        down_sum = down_sum + part_v.where(at_down, 0).sum(-1)
+    mean = 0.5 * up_sum / up_count
+    if output == "y":
+        mean = mean + 0.5 * down_sum / down_count
+    return mean.where(hi.abs() != HUGE, 0)

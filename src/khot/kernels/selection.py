@@ -1,0 +1,193 @@
+"""Reference kernels that stand on the k-th largest entry: the hard mask, and top-k in magnitude."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot.kernels.solver import HUGE, tiles, two_sum
+
+__all__ = ["soft_topk_magnitude", "soft_topk_magnitude_backward", "topk_mask", "unpooled"]
+
+STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
+UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffice for every p >= 1.15
+
+
+def topk_mask(x: Tensor, k: Tensor) -> Tensor:
+    """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none."""
+    selectable = (x != -math.inf).sum(-1)
+    bad = x.isnan().any(-1) | ~((k >= 0) & (k <= selectable))
+    count = torch.floor(k.double() + 0.5).expand(x.shape[:-1])
+    bad = bad | ((x == math.inf).sum(-1) > count)
+    count = count.masked_fill(bad, 0).long().unsqueeze(-1)
+    value = _kth_largest(x, count)
+    above, level = x > value, x == value
+    left = count - above.sum(-1, keepdim=True)
+    chosen = (above | (level & (level.cumsum(-1, dtype=torch.int32) <= left))) & (count > 0)
+    return chosen.to(x.dtype).masked_fill_(bad.unsqueeze(-1), math.nan)
+
+
+def _kth_largest(x: Tensor, k: Tensor) -> Tensor:
+    """The k-th largest entry of each row; k is (*batch, 1), in [1, n] or clamped to it."""
+    n = x.shape[-1]
+    if n == 0 or k.numel() == 0:
+        return x.new_empty(*x.shape[:-1], 1)
+    k = k.clamp(1, n)
+    if not k.is_cuda and int(k.min()) == int(k.max()):
+        return x.kthvalue(n + 1 - int(k.min()), dim=-1, keepdim=True).values
+    return x.sort(dim=-1, descending=True).values.gather(-1, k)
+
+
+def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
+
+    A selected entry on its own has y = v(s), the root of v + τ v^(p−1) = s. Around the k-th place, entries
+    for which that would break the order are pooled at γ: they have y = Y(γ) = ((s − γ)₊/τ)^(q−1), and
+    Σ min(γ, Y) = kγ over the row makes γ. Entries with Y ≥ γ are not pooled. Where nothing is, γ is any
+    number that parts the selected v from the rejected s.
+
+    Args:
+        s: (*batch, n); −inf where an entry may not be selected.
+        k, tau: broadcast with batch; k integer valued.
+
+    Returns:
+        y, of s's shape and dtype; hi and lo (*batch) in float64, ±`HUGE` where k = 0. NaN in rows with a
+        NaN, or more than k infinite entries, or k or τ out of range.
+    """
+    batch = s.shape[:-1]
+    tau = tau.double().expand(batch)
+    k = k.double().expand(batch)
+    selectable = (s != -math.inf).sum(-1)
+    bad = s.isnan().any(-1) | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
+    bad = bad | ~((tau > 0) & (tau < math.inf)) | ((s == math.inf).sum(-1) > k)
+    k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
+    least_in = _kth_largest(s, k.long().unsqueeze(-1)).squeeze(-1).double()
+    most_out = _kth_largest(s, k.long().unsqueeze(-1) + 1).squeeze(-1).double()
+    most_out = most_out.masked_fill(k == selectable, 0)
+
+    low, high = unpooled(least_in, tau, p), most_out
+    pooled = high > low
+    hi, lo = _solve_block(s, k, tau, p, low, high, pooled)
+    hi = torch.where(pooled, hi, torch.where(low == math.inf, high + 1, 0.5 * low + 0.5 * high))
+    hi, lo = hi.masked_fill(k == 0, HUGE), lo.masked_fill(~pooled, 0).masked_fill(k == 0, HUGE)
+    hi, lo = hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan)
+
+    y = torch.empty_like(s, memory_format=torch.contiguous_format)
+    for part, tile in tiles(s):
+        block = _block(tile, hi, lo, tau, p)
+        alone = unpooled(tile, tau.unsqueeze(-1), p)
+        y[..., part] = torch.where(block.alone, alone, block.y)
+    return y, hi, lo
+
+
+def unpooled(s: Tensor, tau: Tensor, p: float) -> Tensor:
+    """v(s) ≥ 0 with v + τ v^(p−1) = s."""
+    if p == 2:
+        return s / (1 + tau)
+    e = 1 / (p - 1)
+    # in a = v^(p−1): a^e + τa = s is convex, so Newton from above its root comes down to it
+    a = torch.minimum(s / tau, s ** (p - 1))
+    for _ in range(UNPOOLED_STEPS):
+        a = a - (a**e + tau * a - s) / (e * a ** (e - 1) + tau)
+    return torch.where(s == math.inf, s, a.clamp(min=0) ** e)
+
+
+class _Block(NamedTuple):
+    w: Tensor  # (s − γ)₊/τ
+    y: Tensor  # Y = w^(q−1)
+    alone: Tensor  # Y ≥ γ: selected and not pooled
+    inside: Tensor  # 0 < Y < γ: pooled
+
+
+def _block(tile: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Block:
+    hi, lo, tau = hi.unsqueeze(-1), lo.unsqueeze(-1), tau.unsqueeze(-1)
+    w = ((tile - hi) - lo).clamp(min=0) / tau
+    y = w ** (1 / (p - 1))
+    alone = (y >= hi + lo) & (tile > 0)
+    return _Block(w, y, alone, (y > 0) & ~alone)
+
+
+def _solve_block(
+    s: Tensor, k: Tensor, tau: Tensor, p: float, low: Tensor, high: Tensor, pooled: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in [low, high] where pooled."""
+    e = 1 / (p - 1)
+    low, high = low.masked_fill(~pooled, 0), high.masked_fill(~pooled, 1)
+    hi, lo = 0.5 * low + 0.5 * high, torch.zeros_like(low)
+    low, high = low - hi, high - hi  # relative to hi from here on, as lo is
+    running = pooled
+    for _ in range(STEPS):
+        if not s.is_cuda and not bool(running.any()):
+            break
+        alone, total, slope = torch.zeros_like(hi), torch.zeros_like(hi), torch.zeros_like(hi)
+        for _, tile in tiles(s):
+            block = _block(tile, hi, lo, tau, p)
+            alone = alone + block.alone.sum(-1)
+            total = total + block.y.where(block.inside, 0).sum(-1)
+            rate = e * block.w ** (e - 1) / tau.unsqueeze(-1)
+            slope = slope + rate.where(block.inside, 0).sum(-1)
+        G = (k - alone) * (hi + lo) - total
+        low, high = torch.where(G < 0, lo, low), torch.where(G > 0, lo, high)
+        step = -G / (k - alone + slope)
+        tiny = step.abs() <= 1e-15 * hi.abs()
+        trial = lo + step
+        inside = (trial > low) & (trial < high) | tiny
+        trial = torch.where(inside, trial, 0.5 * low + 0.5 * high)
+        done = tiny | (high - low <= 1e-16 * hi.abs())
+        new_hi, new_lo = two_sum(hi, torch.where(running, trial, lo))
+        low, high = low - (new_hi - hi), high - (new_hi - hi)
+        hi, lo = new_hi, new_lo
+        running = running & ~done
+    return hi, lo
+
+
+def soft_topk_magnitude_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients in s and τ. With r = dY/ds in the block and D = dv/ds outside it:
+
+    dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
+    """
+    tau = tau.double().expand(s.shape[:-1])
+    k = k.double().expand(s.shape[:-1])
+    zero = torch.zeros_like(hi)
+    alone, mass, moment, pull, grad_tau = zero, zero, zero, grad_lo.double(), zero
+    for part, tile in tiles(s):
+        block = _block(tile, hi, lo, tau, p)
+        v, own, rate = grad[..., part].double(), *_rates(block, y[..., part].double(), tau, p)
+        alone = alone + block.alone.sum(-1)
+        mass = mass + rate.sum(-1)
+        moment = moment + (rate * block.w).sum(-1)
+        pull = pull - (rate * v).sum(-1)
+        fall = own * y[..., part].double() ** (p - 1) + rate * block.w
+        grad_tau = grad_tau - (v * fall).sum(-1)
+    pull = (pull / (k - alone + mass)).where(mass != 0, 0)
+    grad_tau = grad_tau - pull * moment
+    grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
+    for part, tile in tiles(s):
+        block = _block(tile, hi, lo, tau, p)
+        own, rate = _rates(block, y[..., part].double(), tau, p)
+        v = grad[..., part].double()
+        grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
+    return grad_s, grad_tau
+
+
+def _rates(block: _Block, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """dv/ds where alone, dY/ds where pooled, each 0 elsewhere. A NaN row stays NaN."""
+    tau = tau.unsqueeze(-1)
+    e = 1 / (p - 1)
+    own = 1 / (1 + tau * (p - 1) * y.masked_fill(~block.alone, 1) ** (p - 2))
+    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
+    nothing = torch.where(y.isnan(), y, 0)
+    return own.where(block.alone, nothing), rate.where(block.inside, nothing)

@@ -1,0 +1,463 @@
+"""The solver: the threshold t of each row with soft count C(t) = Σ_j F((x_j − t)/τ) = k.
+
+Plain torch, any device, batched over rows, in float64 whatever the input. A pass reads each row once, a
+tile of columns at a time, and reduces it to a handful of sums a row; everything between passes works on
+these. The passes of one solve, in order (`PASSES` counts them for the tests):
+
+1. statistics: counts, extremes, mean and variance;
+2. histograms, where the scores spread far wider than τ: the order statistics around rank k, to within a
+   few τ, and so a bracket for t;
+3. evaluations of C and C', each a safeguarded Newton step;
+4. in a gap so wide that both tails underflow, the same in logarithms.
+
+The threshold is a pair t = hi + lo with abs(lo) ≤ ulp(hi)/2: x − hi is exact for the entries near t, so that
+((x − hi) − lo)/τ has full relative accuracy however large x/τ is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot.cdfs import CDF, Normal
+
+__all__ = ["HUGE", "PASSES", "solve", "standardize", "tiles", "two_sum"]
+
+PASSES = {"count": 0}  # passes over the row since a test last set it to 0
+
+TILE = 1 << 18  # entries per tile: its few float64 temporaries stay in a 2 MiB cache
+WIDE = 64.0  # width of the first bracket, in τ, from which a histogram saves more passes than it costs
+FINE = 4.0  # width, in τ, at which a histogram's window is narrow enough for Newton
+HISTOGRAMS = 4
+EVALUATIONS = 24
+LOG_EVALUATIONS = 4
+# hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is then ∓inf for finite x, and ±inf, not NaN, for x = ±inf
+HUGE = torch.finfo(torch.float64).max
+TINY = 1e-290  # tails below this are taken in logarithms
+
+
+def tiles(x: Tensor, size: int = TILE) -> Iterator[tuple[slice, Tensor]]:
+    """The row in float64, as consecutive slices of the last dimension and what lies there."""
+    PASSES["count"] += 1
+    n = x.shape[-1]
+    rows = max(1, x.numel() // max(1, n))
+    if x.is_cuda:
+        size *= 64  # launches, not the cache, are what small tiles cost there
+    width = min(n, max(64, size // rows))
+    for start in range(0, n, max(1, width)):
+        part = slice(start, min(start + width, n))
+        yield part, x[..., part].double()
+
+
+def standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
+    """z = (x − t)/τ for a tile; hi, lo and tau have one entry a row."""
+    return ((x - hi.unsqueeze(-1)) - lo.unsqueeze(-1)) / tau.unsqueeze(-1)
+
+
+def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
+    """The pair (hi, lo), each of the batch shape, of thresholds t with C(t) = k.
+
+    Rows without an answer (NaN among the scores, k outside what can be selected, tau not positive) get NaN;
+    where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`HUGE`.
+
+    Args:
+        x: scores, (*batch, n). −inf is never selected, +inf always.
+        k, tau: float64, of the batch shape.
+    """
+    stats = _statistics(x)
+    k_free = k - stats.pinned  # what is left for the finite entries
+    none, every = k_free == 0, k_free == stats.free
+    bad = stats.nan | ~((k_free >= 0) & (k_free <= stats.free)) | ~((tau > 0) & (tau < math.inf))
+    live = ~(none | every | bad)
+    # rows that need no solving go through the motions with harmless numbers
+    k_safe = torch.where(live, k_free, 0.5)
+    free = torch.where(live, stats.free, 1.0)
+    tau_safe = torch.where(live, tau, 1.0)
+
+    guess, bracket = _first_guess(stats, k_safe, free, tau_safe, cdf, live)
+    wide = live & (bracket.high - bracket.low > WIDE * tau_safe)
+    if x.is_cuda or bool(wide.any()):
+        guess, bracket = _histogram_search(x, k_safe, free, tau_safe, cdf, stats, wide, guess, bracket)
+    hi, lo = _newton(x, k_safe, free, tau_safe, cdf, stats, live, guess, bracket)
+
+    infinite = torch.full_like(hi, -HUGE).masked_fill(none, HUGE)
+    hi, lo = hi.where(live, infinite), lo.where(live, infinite)
+    return hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan)
+
+
+class _Statistics(NamedTuple):
+    free: Tensor  # number of finite entries
+    pinned: Tensor  # number of +inf entries
+    nan: Tensor
+    low: Tensor  # least finite entry
+    high: Tensor
+    mean: Tensor  # of the finite entries
+    variance: Tensor
+
+
+def _statistics(x: Tensor) -> _Statistics:
+    batch = x.shape[:-1]
+    zero = x.new_zeros(batch, dtype=torch.float64)
+    free, pinned, total, squares, shift = zero, zero, zero, zero, zero
+    nan = x.new_zeros(batch, dtype=torch.bool)
+    low, high = zero + math.inf, zero - math.inf
+    for part, tile in tiles(x):
+        finite = tile.isfinite()
+        count = finite.sum(-1).double()
+        if part.start == 0:  # a shift near the data keeps the one-pass variance from cancelling
+            shift = tile.where(finite, 0).sum(-1) / count.clamp(min=1)
+        centred = (tile - shift.unsqueeze(-1)).where(finite, 0)
+        free = free + count
+        pinned = pinned + (tile == math.inf).sum(-1)
+        nan = nan | tile.isnan().any(-1)
+        low = torch.minimum(low, tile.where(finite, math.inf).amin(-1))
+        high = torch.maximum(high, tile.where(finite, -math.inf).amax(-1))
+        total = total + centred.sum(-1)
+        squares = squares + (centred * centred).sum(-1)
+    n = free.clamp(min=1)
+    mean = total / n
+    variance = (squares / n - mean * mean).clamp(min=0)
+    return _Statistics(free, pinned, nan, low, high, shift + mean, variance)
+
+
+@dataclass
+class _Bracket:
+    """t lies in [low, high]; both are moved inwards only."""
+
+    low: Tensor
+    high: Tensor
+
+    def tighten(self, low: Tensor, high: Tensor) -> None:
+        self.low = torch.fmax(self.low, low)  # fmax: a bound that is NaN says nothing
+        self.high = torch.fmin(self.high, high)
+
+
+def _order_bounds(
+    value: Tensor, rank: Tensor, k: Tensor, n: Tensor, tau: Tensor, cdf: CDF
+) -> tuple[Tensor, Tensor]:
+    """Bounds on t from one order statistic: the rank-th largest of n entries equals value.
+
+    C(b) ≥ rank·F((value − b)/τ) bounds t from below where rank > k, and
+    C(b) ≤ (rank − 1) + (n − rank + 1)·F((value − b)/τ) from above where rank − 1 < k.
+    Padded by what rounding could take; −inf and +inf where there is no bound.
+    """
+    pad = 1e-9 * tau + 1e-15 * value.abs()
+    from_below = value - tau * cdf.icdf((k / rank).clamp(TINY, 1)) - pad
+    share = (k - rank + 1) / (n - rank + 1)
+    from_above = value - tau * cdf.icdf(share.clamp(TINY, 1)) + pad
+    return (
+        torch.where((rank > k) & (rank >= 1), from_below, -math.inf),
+        torch.where((rank - 1 < k) & (rank <= n), from_above, math.inf),
+    )
+
+
+def _first_guess(
+    stats: _Statistics, k: Tensor, n: Tensor, tau: Tensor, cdf: CDF, live: Tensor
+) -> tuple[Tensor, _Bracket]:
+    """The threshold of a distribution with the moments of x + noise of law τF.
+
+    Its quantiles are F's own where the noise dominates (exact where all scores agree) and the normal
+    distribution's where the scores do.
+    """
+    low, high = torch.where(live, stats.low, 0), torch.where(live, stats.high, 0)
+    bracket = _Bracket(*_order_bounds(low, n, k, n, tau, cdf))
+    bracket.tighten(*_order_bounds(high, torch.ones_like(n), k, n, tau, cdf))
+    share = (k / n).clamp(TINY, 1 - 1e-16)
+    noise = tau * tau * cdf.variance
+    total = noise + stats.variance
+    own = (cdf.icdf(share) - cdf.mean) / math.sqrt(cdf.variance)
+    quantile = torch.lerp(torch.special.ndtri(share), own, noise / total)
+    guess = stats.mean - tau * cdf.mean - quantile * torch.sqrt(total)
+    return guess, bracket
+
+
+def _histogram_search(
+    x: Tensor,
+    k: Tensor,
+    n: Tensor,
+    tau: Tensor,
+    cdf: CDF,
+    stats: _Statistics,
+    wide: Tensor,
+    guess: Tensor,
+    bracket: _Bracket,
+) -> tuple[Tensor, _Bracket]:
+    """Narrow, in the rows marked wide, the guess and the bracket to the order statistics around rank k.
+
+    Counts the entries in equal bins of a window and zooms in on the bins of the ranks ⌈k⌉ and ⌊k⌋ + 1 (one
+    entry for a fractional k, two neighbours for an integer one), until the window is `FINE`·τ wide, holds
+    next to nothing, or has shown a gap between the two.
+    """
+    bins = 256 if x.shape[-1] <= 512 else 1024
+    rank_high, rank_low = torch.ceil(k), torch.floor(k) + 1
+    low = torch.where(wide, stats.low, 0.0)
+    high = torch.where(wide, stats.high, 1.0)
+    high = high + 1e-12 * (high - low)  # the window is half open, and the maximum belongs to it
+    searching = wide
+    for _ in range(HISTOGRAMS):
+        if not x.is_cuda and not bool(searching.any()):
+            break
+        width = (high - low) / bins
+        # bin 0 and bin `bins` + 1 hold what lies below and above the window
+        counts = x.new_zeros(*x.shape[:-1], bins + 2, dtype=torch.int32)
+        one = counts.new_ones(())
+        for _, tile in tiles(x):
+            index = (tile - low.unsqueeze(-1)).div_(width.unsqueeze(-1)).floor_()
+            index = index.nan_to_num_(nan=0.0).clamp_(-1, bins).add_(1).long()
+            counts.scatter_add_(-1, index, one.expand(index.shape))
+        above = counts.flip(-1).cumsum(-1).flip(-1).double() - stats.pinned.unsqueeze(-1)
+        bin_high = (above >= rank_high.unsqueeze(-1)).sum(-1) - 1
+        bin_low = (above >= rank_low.unsqueeze(-1)).sum(-1) - 1
+        inside = above.gather(-1, bin_low.clamp(min=0).unsqueeze(-1)) - above.gather(
+            -1, (bin_high + 1).clamp(max=bins + 1).unsqueeze(-1)
+        )
+        pad = 1e-6 * width + 1e-15 * torch.maximum(low.abs(), high.abs())
+        next_low = low + (bin_low - 1) * width - pad
+        next_high = low + bin_high * width + pad
+        low = torch.where(searching, next_low, low)
+        high = torch.where(searching, next_high, high)
+        found = (high - low <= FINE * tau) | (inside.squeeze(-1) <= 2) | (bin_high - bin_low >= 4)
+        searching = searching & ~found
+    bracket.tighten(
+        torch.where(wide, _order_bounds(low, rank_low, k, n, tau, cdf)[0], -math.inf),
+        torch.where(wide, _order_bounds(high, rank_high, k, n, tau, cdf)[1], math.inf),
+    )
+    middle = 0.5 * low + 0.5 * high - tau * cdf.median
+    return torch.where(wide, middle, guess), bracket
+
+
+class _Sums(NamedTuple):
+    """What one evaluation leaves of a row, at a threshold t."""
+
+    m: Tensor  # number of entries above: z > median
+    tail_above: Tensor  # A = Σ_above 1 − F
+    tail_below: Tensor  # B = Σ_below F
+    density_above: Tensor  # Σ_above f
+    density_below: Tensor
+    next_above: Tensor  # the least entry above, minus hi
+    next_below: Tensor  # the greatest entry below, minus hi
+
+
+def _evaluate(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF) -> _Sums:
+    zero = torch.zeros_like(hi)
+    m, A, B, fA, fB = zero, zero, zero, zero, zero
+    up, down = zero + math.inf, zero - math.inf
+    for _, tile in tiles(x):
+        offset = tile - hi.unsqueeze(-1)
+        z = (offset - lo.unsqueeze(-1)) / tau.unsqueeze(-1)
+        above = z > cdf.median
+        weight = above.double()
+        tail, density = cdf.tail(z, above), cdf.pdf(z)
+        tail_above, density_above = tail * weight, density * weight
+        m = m + weight.sum(-1)
+        A = A + tail_above.sum(-1)
+        B = B + tail.sub_(tail_above).sum(-1)  # exact: one of the two is 0
+        fA = fA + density_above.sum(-1)
+        fB = fB + density.sub_(density_above).sum(-1)
+        up = torch.minimum(up, offset.masked_fill(~above, math.inf).amin(-1))
+        down = torch.maximum(down, offset.masked_fill_(above, -math.inf).amax(-1))
+    return _Sums(m, A, B, fA, fB, up, down)
+
+
+def _log_evaluate(
+    x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log B − log A and its slope in −t/τ, where the tails themselves may underflow.
+
+    Every tail is taken relative to that of the nearest entry on its side, up or down.
+    """
+    zero = torch.zeros_like(hi)
+    A, B, fA, fB = zero, zero, zero, zero
+    z_up, z_down = (up - lo) / tau, (down - lo) / tau
+    log_up = cdf.log_tail(z_up, z_up > cdf.median).unsqueeze(-1)
+    log_down = cdf.log_tail(z_down, z_down > cdf.median).unsqueeze(-1)
+    for _, tile in tiles(x):
+        z = standardize(tile, hi, lo, tau)
+        above = z > cdf.median
+        reference = torch.where(above, log_up, log_down)
+        tail = torch.exp(cdf.log_tail(z, above) - reference)
+        density = torch.exp(cdf.log_pdf(z) - reference)
+        A = A + tail.where(above, 0).sum(-1)
+        B = B + tail.where(~above, 0).sum(-1)
+        fA = fA + density.where(above, 0).sum(-1)
+        fB = fB + density.where(~above, 0).sum(-1)
+    log_ratio = (log_down - log_up).squeeze(-1) + torch.log(B) - torch.log(A)
+    return log_ratio, fA / A + fB / B
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum and its exact error (Knuth)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def _newton(
+    x: Tensor,
+    k: Tensor,
+    n: Tensor,
+    tau: Tensor,
+    cdf: CDF,
+    stats: _Statistics,
+    live: Tensor,
+    guess: Tensor,
+    bracket: _Bracket,
+) -> tuple[Tensor, Tensor]:
+    """Safeguarded Newton from the guess. The iterate is hi + lo; all else is kept relative to hi."""
+    # a Newton step this small leaves an error below rounding; across a kink of F it need not, so there the
+    # next evaluation has to confirm it
+    settled = 1e-8 if cdf.full_support else 1e-12
+    inside = (guess >= bracket.low) & (guess <= bracket.high)
+    hi = torch.where(inside, guess, 0.5 * bracket.low + 0.5 * bracket.high)
+    hi, lo = torch.where(live, hi, 0.0), torch.zeros_like(hi)
+    bounds = _Bracket(bracket.low - hi, bracket.high - hi)
+    below, over = bounds.low - math.inf, bounds.high + math.inf  # evaluated: C > k, C < k there
+    running, deep = live, torch.zeros_like(live)
+    up, down = torch.zeros_like(hi), torch.zeros_like(hi)
+
+    for _ in range(EVALUATIONS):
+        if not x.is_cuda and not bool(running.any()):
+            break
+        s = _evaluate(x, hi, lo, tau, cdf)
+        m = s.m - stats.pinned
+        excess = m - k
+        # C − k = P − Q without cancellation: in a gap both are small
+        P = s.tail_below + excess.clamp(min=0)
+        Q = s.tail_above + (-excess).clamp(min=0)
+        miss = P - Q
+        bounds.tighten(*_order_bounds(s.next_above, m, k, n, tau, cdf))
+        bounds.tighten(*_order_bounds(s.next_below, m + 1, k, n, tau, cdf))
+        below = torch.where(miss > 0, torch.maximum(below, lo), below)
+        over = torch.where(miss < 0, torch.minimum(over, lo), over)
+
+        # The root often sits on an order bound (one undecided entry), so a step beyond goes there; a point
+        # that was evaluated before cannot be the root, so a step to or beyond one is replaced by bisection.
+        step = _newton_step(s, lo, stats.low - hi, stats.high - hi, k, n, excess, P, Q, tau, cdf)
+        trial = torch.minimum(torch.maximum(lo + step, bounds.low), bounds.high)
+        middle = 0.5 * torch.maximum(below, bounds.low) + 0.5 * torch.minimum(over, bounds.high)
+        trial = torch.where((trial > below) & (trial < over), trial, middle)
+        # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
+        trial = torch.where(step.abs() <= 1e-6 * tau, lo + step, trial)
+        done = step.abs() <= settled * tau
+
+        if cdf.full_support:
+            gap = (excess == 0) & ((s.tail_above < TINY) | (s.tail_below < TINY))
+            trial = torch.where(gap, 0.5 * (s.next_above + s.next_below), trial)
+            deep = deep | (gap & running)
+            done = done | gap
+        else:  # no entry has f > 0: any t in [next_below, next_above − τ] will do, so the middle
+            gap = (excess == 0) & (s.next_above - s.next_below >= tau)
+            trial = torch.where(gap, 0.5 * (s.next_above + s.next_below - tau), trial)
+            done = done | gap
+
+        new_lo = torch.where(running, trial, lo)
+        new_hi, new_lo = two_sum(hi, new_lo)
+        moved = new_hi - hi
+        bounds = _Bracket(bounds.low - moved, bounds.high - moved)
+        below, over = below - moved, over - moved
+        up = torch.where(running, s.next_above, up) - moved
+        down = torch.where(running, s.next_below, down) - moved
+        hi, lo = new_hi, new_lo
+        running = running & ~done
+
+    if cdf.full_support:
+        for _ in range(LOG_EVALUATIONS):
+            if not x.is_cuda and not bool(deep.any()):
+                break
+            log_ratio, slope = _log_evaluate(x, hi, lo, tau, cdf, up, down)
+            step = tau * log_ratio / slope
+            new_hi, new_lo = two_sum(hi, torch.where(deep, lo + step, lo))
+            up, down = up - (new_hi - hi), down - (new_hi - hi)
+            hi, lo = new_hi, new_lo
+            deep = deep & (step.abs() > settled * tau)
+    return hi, lo
+
+
+def _newton_step(
+    s: _Sums,
+    lo: Tensor,
+    low: Tensor,
+    high: Tensor,
+    k: Tensor,
+    n: Tensor,
+    excess: Tensor,
+    P: Tensor,
+    Q: Tensor,
+    tau: Tensor,
+    cdf: CDF,
+) -> Tensor:
+    """The step in t towards C(t) = k, that is P = Q; NaN where there is no information.
+
+    Newton needs a function of C that is nearly linear in t. Which one that is depends on how many entries
+    are undecided; Newton on C itself is right only close to the root.
+    """
+    m, density = k + excess, s.density_above + s.density_below
+    plain = (P - Q) / density
+
+    # Many: C/n is nearly a shifted F where the scores agree, and nearly normal where they spread (an F of
+    # compact support is no model of a tail). Entries on a side that is decided do not count.
+    link = cdf if cdf.full_support else Normal()
+    decided_above = (s.tail_above < 1e-3 * s.tail_below) & (excess < 0)
+    decided_below = (s.tail_below < 1e-3 * s.tail_above) & (excess > 0)
+    base = torch.where(decided_above, m, 0)
+    size = torch.where(decided_below, m, n) - base
+    z = link.icdf(((m - base + s.tail_below - s.tail_above) / size).clamp(TINY, 1 - 1e-16))
+    target = link.icdf(((k - base) / size).clamp(TINY, 1 - 1e-16))
+    many = (z - target) * link.pdf(z) * size / density
+    near = (P - Q).abs() <= 1e-4 * torch.minimum(k - base, base + size - k)
+
+    few_undecided, limit = (_tail_step, 1) if cdf.full_support else (_edge_step, 3)
+    few = few_undecided(s, lo, excess, P, Q, tau, cdf)
+    if not cdf.full_support:  # C and n − C are powers of the distance to where they vanish
+        C = k + P - Q
+        first, last = (high - lo) / tau, 1 - (low - lo) / tau
+        rise = first - first * (k / C) ** (C / (density * first))
+        fall = last * ((n - k) / (n - C)) ** ((n - C) / (density * last)) - last
+        many = torch.where((k <= n / 2) & (first < 2), rise, many)
+        many = torch.where((k > n / 2) & (last < 2), fall, many)
+    use_few = (P < limit) & (Q < limit) & few.isfinite()
+    return tau * torch.where(use_few, few, torch.where(near, plain, many))
+
+
+def _tail_step(s: _Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: Tensor, cdf: CDF) -> Tensor:
+    """Newton on F⁻¹(P/c) = F⁻¹(Q/c): linear in t for c entries like the nearest undecided one.
+
+    c = 1 for a lone entry, where this is exact; for many it tends to Newton on the logarithm.
+    """
+    like_up = s.tail_above / cdf.cdf(-(s.next_above - lo) / tau)
+    like_down = s.tail_below / cdf.cdf((s.next_below - lo) / tau)
+    c = torch.fmax(
+        torch.where(excess > 0, 1, like_down).nan_to_num(1.0),
+        torch.where(excess < 0, 1, like_up).nan_to_num(1.0),
+    )
+    zP, zQ = cdf.icdf((P / c).clamp(min=TINY)), cdf.icdf((Q / c).clamp(min=TINY))
+    return c * (zP - zQ) / (s.density_below / cdf.pdf(zP) + s.density_above / cdf.pdf(zQ))
+
+
+def _edge_step(s: _Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: Tensor, cdf: CDF) -> Tensor:
+    """For compact support: near the edge where entries start to count, tails are powers.
+
+    B ~ Δ^γ in the distance Δ of the nearest entry from the edge, and γ = Δ·B'/B; so too A. One side alone
+    is solved by its power; with both, Newton on C, from where both are under way.
+    """
+    up, down = (s.next_above - lo) / tau, (s.next_below - lo) / tau
+    rise = down * ((Q / P) ** (s.tail_below / (s.density_below * down)) - 1)
+    fall = (1 - up) * ((P / Q) ** (s.tail_above / (s.density_above * (1 - up))) - 1)
+    both = (P - Q) / (s.density_below + s.density_above)
+    # a side that has to start counting does so with its nearest entry
+    start_above = up - cdf.icdf(1 - P.clamp(max=1))
+    start_below = down - cdf.icdf(Q.clamp(max=1))
+    none_above, none_below = s.tail_above == 0, s.tail_below == 0
+    more = torch.where(none_below, fall, both).where(~none_above, start_above)  # C > k
+    less = torch.where(none_above, -rise, both).where(~none_below, start_below)
+    # m = k: at z = 1 the density jumps to its maximum, at z = 0 it may start from nothing
+    edge = cdf.pdf(torch.full_like(up, 1 - 1e-16))
+    level = both.where(~none_above, up - 1 + s.tail_below / (s.density_below + edge))
+    drained = (s.tail_above + s.density_above * down).clamp(0, 1)
+    level = level.where(~none_below, down - cdf.icdf(drained))
+    return torch.where(excess > 0, more, torch.where(excess < 0, less, level))

@@ -1,0 +1,204 @@
+"""Top-k in magnitude: the relaxed version of x·(|x| is among the k largest)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import khot.kernels  # noqa: F401  (registers torch.ops.khot)
+from khot import arguments
+from khot.arguments import Scalar
+from khot.kernels.solver import HUGE
+
+__all__ = ["soft_topk_magnitude"]
+
+
+def soft_topk_magnitude(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    p: float = 2.0,
+    rescale: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The k entries of largest magnitude, the others 0, relaxed so that it is continuous.
+
+    Maximises ⟨y, x⟩ − f*(y) − τ/p Σ|y_i|^p, where f* is half the squared k-support norm (Sander et al.
+    2023, section 4). As τ → 0, y tends to x on the k entries of largest magnitude and to 0 elsewhere. At
+    most n entries around the k-th place share one value γ of the dual; the others are closed forms: a
+    selected entry has y + τ·y^(p−1) = x (signs aside), a rejected one y = 0 exactly.
+
+    Args:
+        input: of any floating-point dtype.
+        k: an integer in [0, n]; a number or a tensor that broadcasts with the batch shape (the input's
+            shape without ``dim``). No gradient.
+        dim: the dimension to select along.
+        tau: regularisation > 0; a number or a tensor, as k. Its unit is that of the input to the power
+            2 − p.
+        p: in [1.15, 2]. p = 2 is piecewise linear, p = 4/3 continuously differentiable.
+        rescale: return y + τ·y^(p−1), which equals the input on selected entries that are not tied up
+            around the k-th place.
+        mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
+            is ignored and gets 0.
+
+    Returns:
+        Same shape and dtype as the input, with the input's signs. A row with a NaN, or with more than k
+        infinite entries, is NaN. Differentiable, exactly, in input and tau, to second order and in forward
+        mode.
+
+    Raises:
+        ValueError: k < 0, more than may be selected or not an integer; tau ≤ 0; p out of range.
+        TypeError, IndexError: as for :func:`khot.soft_topk`.
+
+    Example:
+        >>> x = torch.tensor([-3.0, 1.0, 2.0, 0.0])
+        >>> khot.soft_topk_magnitude(x, 2, tau=0.5)
+        tensor([-2.0000,  0.0000,  1.3333,  0.0000])
+        >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
+        tensor([-3.,  0.,  2.,  0.])
+    """
+    arguments.check_number(p, "p", low=1.15, high=2.0)
+    x = arguments.rows(input, dim)
+    s = x.abs()
+    if mask is not None:
+        allowed = arguments.mask_rows(mask, input, dim)
+        x, s = torch.where(allowed, x, 0), torch.where(allowed, s, -math.inf)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True).detach()
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    if torch.compiler.is_compiling():  # as in soft_count.threshold_map
+        y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, float(p))
+    else:
+        y, hi, lo = _Magnitude.apply(s, k, tau, float(p))
+    if rescale:
+        hi, lo = hi.unsqueeze(-1), lo.unsqueeze(-1)
+        pooled = y + ((s - hi) - lo).clamp(min=0).to(s.dtype)
+        y = torch.where((y >= hi + lo) & (y > 0), s, pooled)
+    return arguments.unrows(y * x.sign(), input, dim)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    s, k, tau, ctx.p = inputs
+    ctx.save_for_backward(s, output[0], k, *output[1:], tau)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_hi: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
+    s, y, k, hi, lo, tau = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        ds, dtau = _pull(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+    else:
+        ds, dtau = torch.ops.khot.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+    grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+    return ds, None, grad_tau, None
+
+
+torch.library.register_autograd("khot::soft_topk_magnitude", _backward, setup_context=_setup_context)
+
+
+class _Magnitude(torch.autograd.Function):
+    """As soft_count._ThresholdMap: y and γ = hi + lo are outputs, so backward can be differentiated."""
+
+    @staticmethod
+    def forward(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+        y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
+        arguments.explain_nan(hi, s, k, tau, integer=True)
+        return y, hi, lo
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_forward(inputs[0], output[0], inputs[1], *output[1:], inputs[2])
+
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, ds: Tensor | None, dk: None, dtau: Tensor | None, _: None) -> Any:
+        s, y, k, hi, lo, tau = ctx.saved_tensors
+        return _push(ds, dtau, s, y, k, hi, lo, tau, ctx.p)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return arguments.vmap_rows(_Magnitude.apply, info, in_dims, *args)
+
+
+@torch.library.register_vmap("khot::soft_topk_magnitude")
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return arguments.vmap_rows(torch.ops.khot.soft_topk_magnitude, info, in_dims, *args)
+
+
+class _Linear(NamedTuple):
+    """The derivative at a point, as differentiable functions of s, y, γ and τ."""
+
+    own: Tensor  # dv/ds where an entry is selected on its own
+    fall: Tensor  # −dv/dτ there
+    rate: Tensor  # r = dY/ds in the pooled block
+    w: Tensor  # (s − γ)/τ there, so that dY/dτ = −rw
+    share: Tensor  # 1/(k − #alone + Σr), 0 where nothing is pooled
+
+
+def _linearize(s: Tensor, y: Tensor, k: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
+    e = 1 / (p - 1)
+    nothing = hi.abs() == HUGE
+    tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
+    t = (hi.masked_fill(nothing, 0) + lo.masked_fill(nothing, 0)).unsqueeze(-1)
+    s, y = s.to(hi.dtype), y.to(hi.dtype)
+    infinite = s.isinf()
+    offset = s.masked_fill(infinite, 0) - hi.masked_fill(nothing, 0).unsqueeze(-1)
+    w = (offset - lo.masked_fill(nothing, 0).unsqueeze(-1)) / tau
+    idle = infinite | nothing.unsqueeze(-1)
+    alone = (s > 0) & (w.clamp(min=0) ** e >= t) & ~idle
+    inside = (w > 0) & ~alone & ~idle
+    w = w.masked_fill(~inside, 1)
+    rate = torch.where(inside, e / tau * w ** (e - 1), 0)
+    y = torch.where(alone, y, 1)
+    own = torch.where(alone, 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
+    selected = alone | (s == math.inf)
+    left = k.to(hi.dtype).expand(hi.shape) - selected.sum(-1)
+    empty = ~inside.any(-1)
+    share = torch.where(empty, 0, 1 / (left + rate.sum(-1)).masked_fill(empty, 1))
+    return _Linear(own, own * y ** (p - 1), rate, w, share)
+
+
+def _pull(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    d = _linearize(s, y, k, hi, lo, tau, p)
+    v = grad.to(hi.dtype)
+    pull = (grad_lo - (d.rate * v).sum(-1)) * d.share
+    ds = d.own * v + d.rate * (v + pull.unsqueeze(-1))
+    dtau = -(v * (d.fall + d.rate * d.w)).sum(-1) - pull * (d.rate * d.w).sum(-1)
+    return ds.to(s.dtype), dtau
+
+
+def _push(
+    ds: Tensor | None,
+    dtau: Tensor | None,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, None, Tensor]:
+    d = _linearize(s, y, k, hi, lo, tau, p)
+    ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
+    dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
+    dtau = dtau.unsqueeze(-1)
+    block = d.rate * (ds - d.w * dtau)
+    dlo = block.sum(-1) * d.share
+    dy = d.own * ds - d.fall * dtau + block - d.rate * dlo.unsqueeze(-1)
+    return dy.to(y.dtype), None, dlo

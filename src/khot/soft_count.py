@@ -1,0 +1,336 @@
+"""The soft count C(b) = Σ_j F((x_j − b)/τ): evaluate it, invert it, and differentiate the inverse.
+
+Every deterministic operator stands on this. A soft top-k is y = F((x − t)/τ) at the threshold
+t = C⁻¹(k); :func:`threshold_map` computes both, and one autograd rule serves y, log y and t.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import khot.kernels  # noqa: F401  (registers torch.ops.khot)
+from khot import arguments, cdfs
+from khot.arguments import Scalar
+from khot.cdfs import CDF
+from khot.kernels.solver import HUGE
+
+__all__ = ["inverse_soft_count", "soft_count", "threshold_map"]
+
+LEVELS_AT_ONCE = 1 << 22  # entries times levels that one backward pass of many levels may allocate
+
+
+def soft_count(
+    input: Tensor, at: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: str | CDF = "logistic"
+) -> Tensor:
+    """How many entries of each row lie above ``at``, softened: C(b) = Σ_j F((x_j − b)/τ).
+
+    As τ → 0, C(b) tends to the number of entries above b, an entry equal to b counting F(0).
+
+    Args:
+        input: scores, of any floating-point dtype; ±inf count as 1 and 0.
+        at: where to count. A number (``dim`` is dropped), or a tensor of the input's number of dims with m
+            entries along ``dim`` and otherwise broadcasting with the input.
+        dim: the dimension to count along.
+        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``).
+        cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
+            :mod:`khot.cdfs`.
+
+    Returns:
+        Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
+        Differentiable in input, at and tau.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 2.0, 0.0])
+        >>> khot.soft_count(x, 1.5, tau=0.01)
+        tensor(2.)
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    at, scalar = _levels(at, "at", input, x, dim, low=-math.inf)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, b = x.to(dtype).unsqueeze(-2), at.to(dtype).unsqueeze(-1)
+    # infinite entries are decided, and kept out of the arithmetic, whose gradient would be 0·inf
+    infinite_x, infinite_b = x.isinf(), b.isinf()
+    z = (x.masked_fill(infinite_x, 0) - b.masked_fill(infinite_b, 0)) / tau.to(dtype)[..., None, None]
+    y = torch.where(infinite_x, (x > 0).to(dtype), torch.where(infinite_b, (b < 0).to(dtype), F.cdf(z)))
+    count = y.sum(-1, dtype=torch.float64).to(input.dtype)
+    return count.squeeze(-1) if scalar else count.movedim(-1, dim)
+
+
+def inverse_soft_count(
+    input: Tensor, count: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: str | CDF = "logistic"
+) -> Tensor:
+    """The threshold above which the soft count of each row is ``count``: t with Σ_j F((x_j − t)/τ) = count.
+
+    Where C is flat in floating point (an integer count and a gap much wider than τ) t is still the exact
+    root; where it is flat indeed (compact support) t is the middle of the gap.
+
+    Args:
+        input: scores, of any floating-point dtype. −inf never counts, +inf always.
+        count: in [0, n]. A number (``dim`` is dropped), or a tensor of the input's number of dims with m
+            entries along ``dim`` and otherwise broadcasting with the input.
+        dim, tau, cdf: as for :func:`soft_count`.
+
+    Returns:
+        Thresholds of the input's dtype, with m entries along ``dim`` or without it; +inf for count = 0 and
+        −inf for count = n. Differentiable (exactly, by the implicit function theorem) in input, count and
+        tau.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 2.0, 0.0])
+        >>> khot.inverse_soft_count(x, 2, tau=0.01)
+        tensor(1.5000)
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    count, scalar = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
+    if not bool(tau.dim()):
+        tau = tau.expand(x.shape[:-1])
+    m, n = count.shape[-1], x.shape[-1]
+    if m != 1:
+        batch = torch.broadcast_shapes(x.shape[:-1], count.shape[:-1])
+        x, count, tau = x.expand(*batch, n), count.expand(*batch, m), tau.expand(batch)
+    group = max(1, LEVELS_AT_ONCE // max(1, x.numel()))
+    parts = []
+    for level in count.split(group, -1) if m else [count]:
+        # a level a row: the row itself is not copied
+        copies = x.unsqueeze(-2).expand(*x.shape[:-1], level.shape[-1], n)
+        _, hi, lo = threshold_map(copies, level, tau.unsqueeze(-1), F, "threshold")
+        parts.append((hi + lo).to(input.dtype))
+    t = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return t.squeeze(-1) if scalar else t.movedim(-1, dim)
+
+
+def _levels(
+    value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
+) -> tuple[Tensor, bool]:
+    """Levels as (*batch or 1s, m), and whether they came as one number."""
+    if isinstance(value, Tensor) and value.dim():
+        if value.dtype == torch.bool or value.is_complex():
+            raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+        if value.dim() != input.dim():
+            raise ValueError(
+                f"{name} must be a number or have the input's {input.dim()} dims, but got shape "
+                f"{tuple(value.shape)}"
+            )
+        levels = value.movedim(dim, -1).to(x.device)
+        if any(a not in (1, b) for a, b in zip(levels.shape[:-1], x.shape[:-1], strict=True)):
+            raise ValueError(
+                f"{name} must broadcast with the input's shape {tuple(input.shape)} outside dim {dim}, "
+                f"but got {tuple(value.shape)}"
+            )
+        if not levels.is_floating_point():
+            levels = levels.double()
+        return levels.expand(*x.shape[:-1], levels.shape[-1]), False
+    level = arguments.per_row(value, name, x, low=low, high=high)
+    return level.expand(*x.shape[:-1], 1), True
+
+
+def threshold_map(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, output: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y = F((x − t)/τ) with t = hi + lo solving C(t) = k: the differentiable form of the kernel.
+
+    Args:
+        x: (*batch, n).
+        k, tau: broadcast with batch.
+        output: "y", "log" for log y, "threshold" for none.
+
+    Returns:
+        The output; hi, a constant; and lo, which carries t's derivatives.
+    """
+    if torch.compiler.is_compiling():
+        # Dynamo rejects an autograd.Function that defines jvp; the operator has the same backward
+        return torch.ops.khot.soft_topk(x, k, tau, cdf.name, cdf.shape, output)
+    return _ThresholdMap.apply(x, k, tau, cdf.name, cdf.shape, output)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, k, tau, name, shape, kind = inputs
+    _, hi, lo = output
+    ctx.save_for_backward(x, tau, hi, lo)
+    ctx.k_like = k.shape, k.dtype
+    ctx.cdf, ctx.kind = cdfs.resolve(name, shape), kind
+
+
+def _backward(ctx: Any, grad: Tensor, grad_hi: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
+    x, tau, hi, lo = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        dx, dk, dtau = _pull(grad, grad_lo, x, hi, lo, tau, ctx.cdf, ctx.kind)
+    else:
+        dx, dk, dtau = torch.ops.khot.soft_topk_backward(
+            grad, grad_lo, x, hi, lo, tau, ctx.cdf.name, ctx.cdf.shape, ctx.kind
+        )
+    k_shape, k_dtype = ctx.k_like
+    grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
+    grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+    return dx, grad_k, grad_tau, None, None, None
+
+
+torch.library.register_autograd("khot::soft_topk", _backward, setup_context=_setup_context)
+
+
+class _ThresholdMap(torch.autograd.Function):
+    """The one autograd rule. Outputs include t itself (as lo), so that backward, written in torch
+    operations on x, t and τ, can be differentiated again, to any order and in either mode."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, k: Tensor, tau: Tensor, name: str, shape: float, kind: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, hi, lo = torch.ops.khot.soft_topk(x, k, tau, name, shape, kind)
+        arguments.explain_nan(hi, x, k, tau)
+        return out, hi, lo
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _setup_context(ctx, inputs, output)
+        x, _, tau = inputs[:3]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_forward(x, tau, *output[1:])
+
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dx: Tensor | None, dk: Tensor | None, dtau: Tensor | None, *_: None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        x, tau, hi, lo = ctx.saved_tensors
+        return _push(dx, dk, dtau, x, tau, hi, lo, ctx.cdf, ctx.kind)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return arguments.vmap_rows(_ThresholdMap.apply, info, in_dims, *args)
+
+
+@torch.library.register_vmap("khot::soft_topk")
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return arguments.vmap_rows(torch.ops.khot.soft_topk, info, in_dims, *args)
+
+
+class _Linear(NamedTuple):
+    """What both directions of the derivative need, as differentiable functions of x, lo and τ."""
+
+    tau: Tensor  # of the batch shape, as z_mean, log_mass and dead
+    z: Tensor  # (*batch, n), as weight, rate and k_rate
+    weight: Tensor  # w = f/Σf
+    z_mean: Tensor  # z̄ = Σwz
+    log_mass: Tensor  # log Σf
+    dead: Tensor  # no entry has f > 0
+    rate: Tensor  # g = ∂out/∂z
+    k_rate: Tensor  # ∂out/∂k
+
+
+def _linearize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, kind: str) -> _Linear:
+    """Means are taken with softmax(log f), right even where every f underflows."""
+    infinite = hi.abs() == HUGE  # nothing, or everything, is selected
+    tau = tau.to(hi.dtype).expand(hi.shape)
+    decided = x.isinf() | infinite.unsqueeze(-1)  # kept out of products such as 0·inf
+    hi_safe, lo_safe = (v.masked_fill(infinite, 0).unsqueeze(-1) for v in (hi, lo))
+    z = ((x.to(hi.dtype).masked_fill(decided, 0) - hi_safe) - lo_safe) / tau.unsqueeze(-1)
+    z = z.masked_fill(decided, 0)
+    log_f = cdf.log_pdf(z).masked_fill(decided, -math.inf)
+
+    still = log_f == -math.inf
+    dead = still.all(-1)
+    log_f_live = log_f.masked_fill(dead.unsqueeze(-1), 0)
+    log_mass = torch.logsumexp(log_f_live, -1)
+    weight = torch.softmax(log_f_live, -1).masked_fill(dead.unsqueeze(-1), 0)
+    z_mean = (weight * z).sum(-1)
+
+    gap = None if cdf.full_support else _gap_weights(x, hi, lo)
+    if kind == "log":
+        log_y = cdf.log_cdf(z).masked_fill(decided, 0)
+        still = still | (log_y == -math.inf)
+        log_y = log_y.masked_fill(still, 0)
+        # w/y through logarithms: y may underflow where w/y does not
+        log_rate = log_f.masked_fill(still, 0) - log_y
+        rate = torch.exp(log_rate).masked_fill(still, 0)
+        k_rate = torch.exp(log_rate - log_mass.unsqueeze(-1)).masked_fill(still, 0)
+        if gap is not None:
+            gap = gap * (z > 0)  # rejected entries have log y = −inf, selected ones 0
+    else:
+        rate, k_rate = torch.exp(log_f), weight
+    if gap is not None:
+        k_rate = torch.where(dead.unsqueeze(-1), gap, k_rate)
+    return _Linear(tau, z, weight, z_mean, log_mass, dead, rate, k_rate)
+
+
+def _gap_weights(x: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
+    """½ spread over the least entries above t, ½ over the greatest below; 0 where a side is empty."""
+    x, hi, lo = x.detach(), hi.detach().unsqueeze(-1), lo.detach().unsqueeze(-1)
+    offset = x - hi
+    above = offset > lo
+    up = offset.masked_fill(~above, math.inf).amin(-1, keepdim=True)
+    down = offset.masked_fill(above, -math.inf).amax(-1, keepdim=True)
+    at_up, at_down = (offset == up).to(hi.dtype), (offset == down).to(hi.dtype)
+    weights = 0.5 * at_up / at_up.sum(-1, keepdim=True) + 0.5 * at_down / at_down.sum(-1, keepdim=True)
+    return weights.masked_fill(hi.abs() == HUGE, 0)
+
+
+def _pull(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    cdf: CDF,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reverse mode: the formulas of :func:`khot.kernels.reference.soft_topk_backward`, differentiable."""
+    d = _linearize(x, hi, lo, tau, cdf, kind)
+    if kind == "threshold":
+        u, dk = torch.zeros_like(d.z), torch.zeros_like(hi)
+    else:
+        v = grad.to(hi.dtype)
+        u, dk = v * d.rate, (v * d.k_rate).sum(-1)
+    total = u.sum(-1)
+    pull = grad_lo - total / d.tau
+    dx = u / d.tau.unsqueeze(-1) + d.weight * pull.unsqueeze(-1)
+    dtau = -(u * d.z).sum(-1) / d.tau - pull * d.z_mean
+    dk = dk - _times_dt_dk(grad_lo, d)
+    return dx.to(x.dtype), dk, dtau
+
+
+def _times_dt_dk(value: Tensor, d: _Linear) -> Tensor:
+    """value·τ/Σf, and 0 where value is 0 even if Σf underflows."""
+    idle = (value == 0) | d.dead
+    rate = torch.exp(torch.log(d.tau) - d.log_mass.masked_fill(idle, 0))
+    return (value * rate).masked_fill(idle, 0)
+
+
+def _push(
+    dx: Tensor | None,
+    dk: Tensor | None,
+    dtau: Tensor | None,
+    x: Tensor,
+    tau: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    cdf: CDF,
+    kind: str,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Forward mode: the tangents of the output and of lo."""
+    d = _linearize(x, hi, lo, tau, cdf, kind)
+    dx = torch.zeros_like(d.z) if dx is None else dx.to(hi.dtype)
+    dk = torch.zeros_like(hi) if dk is None else dk.to(hi.dtype).expand(hi.shape)
+    dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
+    mean = (d.weight * dx).sum(-1)
+    along = dx - mean.unsqueeze(-1) - (d.z - d.z_mean.unsqueeze(-1)) * dtau.unsqueeze(-1)
+    out = d.rate * along / d.tau.unsqueeze(-1) + d.k_rate * dk.unsqueeze(-1)
+    dlo = mean - d.z_mean * dtau - _times_dt_dk(dk, d)
+    if kind == "threshold":
+        out = out[..., :0]
+    return out.to(x.dtype), None, dlo

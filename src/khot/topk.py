@@ -1,0 +1,274 @@
+"""Relaxed top-k masks: the soft ones, under every name the papers give them, and the hard one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot import arguments, cdfs
+from khot.arguments import Scalar
+from khot.cdfs import CDF
+from khot.soft_count import threshold_map
+
+__all__ = [
+    "laplace_topk",
+    "log_soft_topk",
+    "ot_topk",
+    "sigmoid_topk",
+    "soft_topk",
+    "sparse_topk",
+    "topk_mask",
+]
+
+
+def soft_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "logistic",
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+) -> Tensor:
+    """A k-hot mask that is differentiable: k ones, spread softly over the largest entries of each row.
+
+    y_i = F((x_i − t)/τ), where t is the number that makes Σ_i y_i = k. Equivalently the point of the capped
+    simplex {y ∈ [0, 1]ⁿ, Σy = k} that maximises ⟨y, x⟩ − τ Σ ω(y_i), with ω = ∫F⁻¹ the CDF's potential. As
+    τ → 0, y tends to the hard top-k mask; as τ → ∞, to k/n everywhere.
+
+    Args:
+        input: scores, of any floating-point dtype. −inf is never selected, +inf always.
+        k: how many, in [0, n], not necessarily an integer; a number or a tensor that broadcasts with the
+            batch shape (the input's shape without ``dim``).
+        dim: the dimension to select along.
+        tau: temperature > 0, in the units of the scores; as k, a number or a tensor.
+        cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
+            :mod:`khot.cdfs`.
+        largest: select the largest entries; if False, the smallest.
+        mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
+            is ignored, NaN and inf included.
+        hard: return the k-hot mask of :func:`topk_mask`, with the gradient of the soft one
+            (straight-through, as in ``torch.nn.functional.gumbel_softmax``).
+
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k. A row with a NaN, or with more
+        than k entries of +inf, is NaN.
+
+    The gradient in input, k and tau is exact (implicit differentiation, nothing is unrolled), also of
+    second order and in forward mode. With ``hard=True`` it is a surrogate.
+
+    Raises:
+        ValueError: k < 0 or more than may be selected, tau ≤ 0, a mask or scalar that does not broadcast, an
+            unknown cdf. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
+            NaN.)
+        TypeError: input that is not a floating-point tensor, mask that is not bool.
+        IndexError: dim out of range.
+
+    Sources: Wijk, Vinuesa, Azizpour 2025, eq. 9 (logistic); Struski et al. 2025 (Laplace); Sander et al.
+    2023 (uniform, power).
+
+    Example:
+        >>> scores = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(scores, 2, tau=0.5)
+        tensor([0.2559, 0.9496, 0.7177, 0.0768])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, mask, largest)
+    n = x.shape[-1]
+    k = arguments.per_row(k, "k", x, low=0, high=n)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    y, _, _ = threshold_map(x, k, tau, F, "y")
+    if hard:
+        y = _hard(x.detach(), k.detach()) + (y - y.detach())
+    return arguments.unrows(y, input, dim)
+
+
+def log_soft_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "logistic",
+    largest: bool = True,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The logarithm of :func:`soft_topk`, finite where y underflows.
+
+    Args:
+        input, k, dim, tau, cdf, largest, mask: as for :func:`soft_topk`.
+
+    Returns:
+        log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0, which for CDFs with
+        full support is only where an entry may not be selected or k = 0.
+
+    Differentiable and checked as :func:`soft_topk`.
+
+    Example:
+        >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1, tau=0.5)
+        tensor([   0., -100., -300.])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, mask, largest)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1])
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    y, _, _ = threshold_map(x, k, tau, F, "log")
+    return arguments.unrows(y, input, dim)
+
+
+def sigmoid_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+) -> Tensor:
+    """Sigmoid top-k: σ((x + c)/τ) with c such that the row sums to k.
+
+    :func:`soft_topk` with the logistic CDF; maximises ⟨y, x⟩ plus τ times the binary entropies of y over
+    the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). The same function as the LML
+    projection and, at τ = ε/2, as :func:`ot_topk`.
+
+    Args, returns, gradients, errors: as for :func:`soft_topk`.
+
+    Example:
+        >>> khot.sigmoid_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
+        tensor(2.)
+    """
+    return soft_topk(input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard)
+
+
+def laplace_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+) -> Tensor:
+    """LapSum top-k: :func:`soft_topk` with the Laplace CDF (Struski et al. 2025, Theorem 3.3).
+
+    Args, returns, gradients, errors: as for :func:`soft_topk`.
+
+    Example:
+        >>> khot.laplace_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
+        tensor(2.)
+    """
+    return soft_topk(input, k, dim, tau=tau, cdf="laplace", largest=largest, mask=mask, hard=hard)
+
+
+def ot_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    epsilon: Scalar = 0.1,
+    normalize: bool = False,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+) -> Tensor:
+    """SOFT top-k: the entropic optimal transport of the scores onto the anchors 0 and 1.
+
+    n times the mass that goes to the anchor 1, in the plan that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ with
+    marginals 1/n and ((n − k)/n, k/n) and cost C_ij = (x_i − a_j)² (Xie et al. 2020). That is
+    :func:`sigmoid_topk` at τ = ε/2, and computed so.
+
+    Args:
+        epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape.
+        normalize: divide the cost by the row's largest entry, as the published code does (there over the
+            whole batch and without its gradient).
+        input, k, dim, largest, mask, hard: as for :func:`soft_topk`.
+
+    Returns, gradients, errors: as for :func:`soft_topk`; also differentiable in epsilon.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
+        True
+    """
+    x = arguments.rows(input, dim, mask, largest)
+    tau = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True) / 2
+    if normalize:
+        # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
+        finite = x.nan_to_num(0.0, 0.0, 0.0).to(torch.promote_types(x.dtype, torch.float32))
+        cost = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
+        largest_cost = cost.amax(-1)
+        tau = tau * largest_cost.masked_fill(largest_cost == 0, 1)
+    y = soft_topk(x, k, tau=tau, hard=hard)
+    return arguments.unrows(y, input, dim)
+
+
+def sparse_topk(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    p: float = 2.0,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+) -> Tensor:
+    """Sparse top-k: a relaxed mask that is exactly 0 and 1 away from the threshold.
+
+    Maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex (Sander et al. 2023). p = 2 is the Euclidean
+    projection of x/τ; p = 4/3 is smooth where y leaves 0.
+
+    Args:
+        p: in [1.15, 2]; :func:`soft_topk` with ``cdf=khot.cdfs.Power(p)``.
+        input, k, dim, tau, largest, mask, hard: as for :func:`soft_topk`.
+
+    Returns, gradients, errors: as for :func:`soft_topk`.
+
+    Example:
+        >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
+        tensor([0.0000, 1.0000, 1.0000, 0.0000])
+    """
+    cdf = "uniform" if p == 2 else cdfs.Power(p)
+    return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard)
+
+
+def topk_mask(
+    input: Tensor, k: Scalar, dim: int = -1, *, largest: bool = True, mask: Tensor | None = None
+) -> Tensor:
+    """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
+
+    Ties go to the lowest index. No gradient.
+
+    Args:
+        input, k, dim, largest, mask: as for :func:`soft_topk`.
+
+    Returns:
+        Zeros and ones of the input's shape and dtype. A row with a NaN is NaN.
+
+    Raises:
+        ValueError, TypeError, IndexError: as for :func:`soft_topk`.
+
+    Example:
+        >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
+        tensor([0., 1., 1., 0.])
+    """
+    x = arguments.rows(input, dim, mask, largest).detach()
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1]).detach()
+    return arguments.unrows(_hard(x, k), input, dim)
+
+
+def _hard(x: Tensor, k: Tensor) -> Tensor:
+    y = torch.ops.khot.topk_mask(x, k)
+    arguments.explain_nan(y[..., 0] if y.shape[-1] else y, x, k)
+    return y
+
+
+@torch.library.register_vmap("khot::topk_mask")
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    return arguments.vmap_rows(torch.ops.khot.topk_mask, info, in_dims, *args)

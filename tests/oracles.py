@@ -1,0 +1,625 @@
+"""Slow, independent oracles: 50-digit root finding, convex programmes, PAV, Sinkhorn, plain sorts.
+
+Nothing here imports khot or follows its code; everything is written from the mathematics.
+One row at a time: a 1-D numpy array or CPU tensor, and Python floats for k, tau, p, epsilon.
+Results are float64 numpy arrays, rounded once from the 50-digit values where mpmath made them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mpmath
+import numpy as np
+import torch
+from scipy.optimize import brentq, minimize
+from scipy.special import logsumexp, ndtri
+
+__all__ = [
+    "ADVERSARIAL",
+    "CDFS",
+    "TAUS",
+    "MpCdf",
+    "adversarial_ks",
+    "capped_simplex_argmax",
+    "magnitude_argmin",
+    "magnitude_pav",
+    "mask_pav",
+    "mp",
+    "power",
+    "sinkhorn_topk",
+    "soft_topk",
+    "soft_topk_grad",
+    "soft_topk_grad_fd",
+    "topk_mask",
+]
+
+# A context of our own: mpmath's global precision is 15 digits and anybody may change it.
+# 10 digits beyond the 50 promised absorb the rounding of sums and of (x - t) / tau.
+mp = mpmath.MPContext()
+mp.dps = 60
+
+Mpf = Any  # mpmath has no type annotations
+Row = np.ndarray | torch.Tensor | Sequence[float]
+
+
+def _float64(x: Row) -> np.ndarray:
+    """x as a float64 array; exact for every floating dtype, bfloat16 included."""
+    if isinstance(x, torch.Tensor):
+        x = x.detach().to("cpu", torch.float64).numpy()
+    return np.array(x, dtype=np.float64)
+
+
+def _floats(values: Sequence[Mpf]) -> np.ndarray:
+    return np.array([float(v) for v in values], dtype=np.float64)
+
+
+# ------------------------------------------------------------------------------------------- CDFs
+
+
+@dataclass(frozen=True)
+class MpCdf:
+    """One CDF F in 50 digits; each field but the last takes and gives an mpf (floats also work).
+
+    `potential` is omega(y), the integral of F^-1; `compact` says that the support is (0, 1).
+    """
+
+    cdf: Callable[[Mpf], Mpf]
+    pdf: Callable[[Mpf], Mpf]
+    log_cdf: Callable[[Mpf], Mpf]
+    log_pdf: Callable[[Mpf], Mpf]
+    icdf: Callable[[Mpf], Mpf]
+    potential: Callable[[Mpf], Mpf]
+    compact: bool
+
+
+def _symmetric(
+    lower_cdf: Callable[[Mpf], Mpf],
+    lower_pdf: Callable[[Mpf], Mpf],
+    lower_icdf: Callable[[Mpf], Mpf],
+    lower_potential: Callable[[Mpf], Mpf],
+) -> MpCdf:
+    """F with F(-z) = 1 - F(z), from its lower half: z <= 0, 0 < y <= 1/2."""
+
+    def cdf(z: Mpf) -> Mpf:
+        z = mp.mpf(z)
+        return lower_cdf(z) if z <= 0 else 1 - lower_cdf(-z)
+
+    def pdf(z: Mpf) -> Mpf:
+        return lower_pdf(-abs(mp.mpf(z)))
+
+    def log_cdf(z: Mpf) -> Mpf:
+        z = mp.mpf(z)
+        return mp.log(lower_cdf(z)) if z <= 0 else mp.log1p(-lower_cdf(-z))
+
+    def log_pdf(z: Mpf) -> Mpf:
+        return mp.log(pdf(z))  # an mpf has an unbounded exponent: no density underflows
+
+    def icdf(y: Mpf) -> Mpf:
+        y = mp.mpf(y)
+        if y in (0, 1):
+            return mp.ninf if y == 0 else mp.inf
+        return lower_icdf(y) if 2 * y <= 1 else -lower_icdf(1 - y)
+
+    def potential(y: Mpf) -> Mpf:
+        y = mp.mpf(y)
+        smaller = min(y, 1 - y)
+        return lower_potential(smaller) if smaller > 0 else mp.zero
+
+    return MpCdf(cdf, pdf, log_cdf, log_pdf, icdf, potential, compact=False)
+
+
+def _normal_lower_icdf(y: Mpf) -> Mpf:
+    """Newton on log Phi. It is concave, so from the left of the root the steps rise to it."""
+    z, log_y = -mp.sqrt(-2 * mp.log(y)), mp.log(y)  # Phi(-a) <= exp(-a^2/2)/2: left of the root
+    while True:
+        step = (log_y - mp.log(mp.ncdf(z))) * mp.ncdf(z) / mp.npdf(z)
+        z += step
+        if abs(step) <= mp.mpf(10) ** (4 - mp.dps) * (1 + abs(z)):
+            return z
+
+
+def power(p: float) -> MpCdf:
+    """F(z) = clip(z, 0, 1)^(1 / (p - 1)), with potential y^p / p, for p > 1."""
+    exponent = 1 / (mp.mpf(p) - 1)
+
+    def cdf(z: Mpf) -> Mpf:
+        return min(max(mp.mpf(z), mp.zero), mp.one) ** exponent
+
+    def pdf(z: Mpf) -> Mpf:
+        z = mp.mpf(z)
+        return exponent * z ** (exponent - 1) if 0 < z < 1 else mp.zero
+
+    return MpCdf(
+        cdf,
+        pdf,
+        log_cdf=lambda z: mp.log(cdf(z)),
+        log_pdf=lambda z: mp.log(pdf(z)),
+        icdf=lambda y: mp.mpf(y) ** (1 / exponent),
+        potential=lambda y: mp.mpf(y) ** p / p,
+        compact=True,
+    )
+
+
+CDFS: dict[str, MpCdf] = {
+    "logistic": _symmetric(
+        lambda z: mp.exp(z) / (1 + mp.exp(z)),
+        lambda z: mp.exp(z) / (1 + mp.exp(z)) ** 2,
+        lambda y: mp.log(y / (1 - y)),
+        lambda y: y * mp.log(y) + (1 - y) * mp.log(1 - y),
+    ),
+    "laplace": _symmetric(
+        lambda z: mp.exp(z) / 2,
+        lambda z: mp.exp(z) / 2,
+        lambda y: mp.log(2 * y),
+        lambda y: y * mp.log(2 * y) - y,
+    ),
+    "normal": _symmetric(
+        mp.ncdf,
+        mp.npdf,
+        _normal_lower_icdf,
+        lambda y: -mp.npdf(_normal_lower_icdf(y)),
+    ),
+    "uniform": power(2.0),
+}
+
+
+def _cdf(name: str, p: float | None) -> MpCdf:
+    if (name == "power") != (p is not None):
+        raise ValueError(f"p goes with cdf='power' and with nothing else, got {name!r} and p={p}")
+    return CDFS[name] if p is None else power(p)
+
+
+# ------------------------------------------------------------------------------------- soft top-k
+
+
+def _root(f: Callable[[Mpf], Mpf], low: Mpf, high: Mpf, tolerance: Mpf) -> Mpf:
+    """Root of f between low and high: inverse quadratic steps, else bisection (Chandrupatla 1997).
+
+    Ends of equal sign: rounding hides a root that lies on one of them; the nearer one is returned.
+    """
+    b, a = low, high
+    fb, fa = f(b), f(a)
+    if fa == 0 or fb == 0 or (fa > 0) == (fb > 0):
+        return a if abs(fa) < abs(fb) else b
+    fraction = mp.mpf("0.5")
+    while True:
+        new = a + fraction * (b - a)
+        f_new = f(new)
+        if (f_new > 0) == (fa > 0):
+            c, fc = a, fa
+        else:
+            c, fc, b, fb = b, fb, a, fa
+        a, fa = new, f_new
+        if fa == 0:
+            return a
+        margin = tolerance / abs(b - a)
+        if margin >= 0.5:
+            return a if abs(fa) < abs(fb) else b
+        xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
+        fraction = mp.mpf("0.5")
+        if phi**2 < xi and (1 - phi) ** 2 < 1 - xi:
+            fraction = fa / (fb - fa) * fc / (fb - fc)
+            fraction += (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
+        fraction = min(max(fraction, margin), 1 - margin)
+
+
+def _tail(terms: Sequence[tuple[Mpf, int]], tau: Mpf, F: MpCdf, n: int) -> Mpf:
+    """sum of count * F(-distance / tau), nearest first.
+
+    What is left out is at most n times its first term, less than 1e-60 of the sum kept.
+    """
+    total = mp.zero
+    for distance, count in terms:
+        y = F.cdf(-distance / tau)
+        if n * y < total * mp.mpf("1e-60"):
+            break
+        total += count * y
+    return total
+
+
+def _threshold(x: Sequence[Mpf], counts: Sequence[int], k: Mpf, tau: Mpf, F: MpCdf) -> Mpf:
+    """t with sum_j counts_j F((x_j - t) / tau) = k; t = +inf, -inf where y is all 0, all 1.
+
+    +inf entries use up k, -inf entries are absent; nan where there are more than k of the former.
+    """
+    k = k - sum(c for v, c in zip(x, counts, strict=True) if v == mp.inf)
+    finite = sorted(((v, c) for v, c in zip(x, counts, strict=True) if mp.isfinite(v)))
+    n = sum(c for _, c in finite)
+    if k > n:
+        raise ValueError(f"k = {k} beyond the +inf entries, but only {n} are finite")
+    if k <= 0:
+        return mp.inf if k == 0 else mp.nan
+    if k == n:
+        return mp.ninf
+    values = [v for v, _ in finite]
+    not_above = [0]  # not_above[i]: the number of entries behind the i smallest values
+    for _, c in finite:
+        not_above.append(not_above[-1] + c)
+
+    if F.compact and n - k in not_above:
+        i = not_above.index(n - k)
+        if values[i] - tau >= values[i - 1]:
+            return (values[i] - tau + values[i - 1]) / 2
+
+    def excess(t: Mpf, split: int) -> Mpf:
+        """Decreasing in t, with the sign of C(t) - k; values[split:] are taken as above t."""
+        if F.compact:
+            return sum(c * F.cdf((v - t) / tau) for v, c in finite) - k
+        above = _tail([(v - t, c) for v, c in finite[split:]], tau, F, n)
+        below = _tail([(t - v, c) for v, c in reversed(finite[:split])], tau, F, n)
+        surplus = n - not_above[split] - k
+        # m - A + B > k in logs: where m = k it compares log B with log A, however small both are.
+        return mp.log(below + max(surplus, 0)) - mp.log(above + max(-surplus, 0))
+
+    # Between two knots everything is analytic; a bisection over the knots finds which two.
+    pad = (tau + max(map(abs, values))) * mp.mpf("1e-30")
+    low = values[0] - tau * F.icdf(k / n) - pad
+    high = values[-1] - tau * F.icdf(k / n) + pad
+    kinks = [v - tau for v in values] if F.compact else []
+    knots = [low, *sorted(v for v in values + kinks if low < v < high), high]
+    first, last = 0, len(knots) - 1
+    while last - first > 1:
+        middle = (first + last) // 2
+        if excess(knots[middle], bisect.bisect_right(values, knots[middle])) > 0:
+            first = middle
+        else:
+            last = middle
+    split = bisect.bisect_right(values, knots[first])
+    ends = knots[first], knots[last]
+    t = _root(lambda t: excess(t, split), *ends, tau * mp.mpf("1e-50"))
+    # A root that rounding moved off a kink would turn y = 0 into 1e-50 and log y into -115.
+    return next((knot for knot in ends if abs(t - knot) < tau * mp.mpf("1e-45")), t)
+
+
+def _scaled(x: Sequence[Mpf], t: Mpf, tau: Mpf) -> list[Mpf]:
+    """z = (x - t) / tau, with infinite x winning over infinite t."""
+    return [v if mp.isinf(v) else (v - t) / tau for v in x]
+
+
+def soft_topk(
+    x: Row,
+    k: float,
+    tau: float,
+    cdf: str,
+    p: float | None = None,
+    counts: Sequence[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """y_i = F((x_i - t) / tau) with sum y = k; returns (y, log y, t), rounded from 50 digits.
+
+    `counts`: x_i stands for counts_i equal entries, so that sum counts * y = k (equal entries are
+    cheap without it, too). In a gap of compact support t is the midpoint; k = 0, n: t = inf, -inf.
+    NaN in the row, or more than k entries of +inf: all nan.
+    """
+    F, row = _cdf(cdf, p), _float64(x)
+    weights = np.ones(len(row), dtype=np.int64) if counts is None else np.asarray(counts)
+    distinct, inverse = np.unique(row, return_inverse=True)
+    totals = np.zeros(len(distinct), dtype=np.int64)
+    np.add.at(totals, inverse, weights)
+    values = [mp.mpf(float(v)) for v in distinct]
+    if np.isnan(row).any():
+        t = mp.nan
+    else:
+        t = _threshold(values, [int(c) for c in totals], mp.mpf(k), mp.mpf(tau), F)
+    if mp.isnan(t):
+        return np.full(len(row), np.nan), np.full(len(row), np.nan), math.nan
+    z = _scaled(values, t, mp.mpf(tau))
+    y, log_y = _floats([F.cdf(v) for v in z]), _floats([F.log_cdf(v) for v in z])
+    return y[inverse], log_y[inverse], float(t)
+
+
+def soft_topk_grad(
+    x: Row, k: float, tau: float, cdf: str, v: Row, p: float | None = None
+) -> tuple[np.ndarray, float, float]:
+    """Gradients (dx, dk, dtau) of <v, y> from the implicit function theorem, in 50 digits.
+
+    Zero where y is all 0 or all 1. In a gap of compact support dx = dtau = 0, and dk is half the
+    mean of v over the ties of the k-th value plus half that over the ties of the (k+1)-th. An entry
+    exactly on a kink of compact support (z = 0 or 1) has f = 0.
+    """
+    F, scale = _cdf(cdf, p), mp.mpf(tau)
+    row = [mp.mpf(float(e)) for e in _float64(x)]
+    incoming = [mp.mpf(float(e)) for e in _float64(v)]
+    t = _threshold(row, [1] * len(row), mp.mpf(k), scale, F)
+    zeros = np.zeros(len(row))
+    if not mp.isfinite(t):
+        return zeros, 0.0, 0.0
+    finite = [i for i, e in enumerate(row) if mp.isfinite(e)]
+    z = {i: (row[i] - t) / scale for i in finite}
+    f = {i: F.pdf(z[i]) for i in finite}  # as exact as softmax(log f): an mpf never underflows
+    total = mp.fsum(f.values())
+    if total == 0:
+        lowest_in = min(e for e in row if e > t)
+        highest_out = max(row[i] for i in finite if row[i] <= t)
+        ties = [[incoming[i] for i in finite if row[i] == e] for e in (lowest_in, highest_out)]
+        return zeros, float(sum(mp.fsum(tie) / len(tie) for tie in ties) / 2), 0.0
+    v_mean = mp.fsum(f[i] * incoming[i] for i in finite) / total
+    z_mean = mp.fsum(f[i] * z[i] for i in finite) / total
+    dx = [f[i] * (incoming[i] - v_mean) / scale if i in f else mp.zero for i in range(len(row))]
+    dtau = -mp.fsum(f[i] * (z[i] - z_mean) * (incoming[i] - v_mean) for i in finite) / scale
+    return _floats(dx), float(v_mean), float(dtau)
+
+
+def soft_topk_grad_fd(
+    x: Row, k: float, tau: float, cdf: str, v: Row, p: float | None = None
+) -> tuple[np.ndarray, float, float]:
+    """soft_topk_grad by central differences of the 50-digit operator; 2n + 5 solves.
+
+    Valid away from kinks, with 0 < k < n. Errors are about 1e-30 relative to <v, y> / tau.
+    """
+    F, h = _cdf(cdf, p), mp.mpf("1e-15")
+    row, scale, mass = [mp.mpf(float(e)) for e in _float64(x)], mp.mpf(tau), mp.mpf(k)
+    incoming = [mp.mpf(float(e)) for e in _float64(v)]
+
+    def value(row: Sequence[Mpf], mass: Mpf, scale: Mpf) -> Mpf:
+        t = _threshold(row, [1] * len(row), mass, scale, F)
+        return mp.fdot(incoming, [F.cdf(z) for z in _scaled(row, t, scale)])
+
+    def slope(along: Callable[[Mpf], Mpf], step: Mpf) -> Mpf:
+        return (along(step) - along(-step)) / (2 * step)
+
+    def moved(i: int) -> Callable[[Mpf], Mpf]:
+        return lambda d: value([e + d * (i == j) for j, e in enumerate(row)], mass, scale)
+
+    step = h * scale  # what the operator sees is x / tau
+    dx = [slope(moved(i), step) if mp.isfinite(e) else mp.zero for i, e in enumerate(row)]
+    dtau = slope(lambda d: value(row, mass, scale + d), step)
+    # In a gap C' is tiny and t runs away with k: the step in k is one of h tau in t. Where C' = 0
+    # (compact support) the two sides differ, and their mean is the derivative by convention.
+    t = _threshold(row, [1] * len(row), mass, scale, F)
+    density = mp.fsum(F.pdf(z) for z in _scaled(row, t, scale) if mp.isfinite(z))
+    step = h * min(density, mp.one) if density else h
+    with mp.workdps(mp.dps + int(mp.ceil(-mp.log10(step)))):
+        dk = slope(lambda d: value(row, mass + d, scale), step)
+    return _floats(dx), float(dk), float(dtau)
+
+
+# ----------------------------------------------------------------------------- convex programmes
+
+
+def _solve_convex(objective: Any, constraints: Sequence[Any], y: Any) -> np.ndarray:
+    import cvxpy
+
+    problem = cvxpy.Problem(objective, list(constraints))
+    tight = {"tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
+    problem.solve(solver=cvxpy.CLARABEL, **tight)
+    return np.asarray(y.value, dtype=np.float64)
+
+
+def capped_simplex_argmax(x: Row, k: float, tau: float, cdf: str, p: float | None = None) -> np.ndarray:
+    """argmax <y, x> - tau sum omega(y_i) over {0 <= y <= 1, sum y = k}: the programme itself.
+
+    cvxpy (Clarabel), except for the normal CDF, whose omega is not in its vocabulary: SLSQP.
+    Finite scores, n <= 20, moderate x / tau; good to about 1e-5.
+    """
+    row = _float64(x)
+    if cdf == "normal":
+        return _normal_argmax(row, k, tau)
+    import cvxpy as cp  # here, since it takes a second to import and few tests need it
+
+    y = cp.Variable(len(row))
+    constraints = [y >= 0, y <= 1, cp.sum(y) == k]
+    if cdf == "logistic":
+        potential = -cp.sum(cp.entr(y) + cp.entr(1 - y))
+    elif cdf == "laplace":
+        # omega(y) = g(min(y, 1/2)) + g(min(1 - y, 1/2)) + 1/2 with g(a) = a log 2a - a; g falls
+        # on (0, 1/2), so minimising over a <= min(., 1/2) gives the same and is convex.
+        a, b = cp.Variable(len(row)), cp.Variable(len(row))
+        constraints += [a <= y, a <= 0.5, b <= 1 - y, b <= 0.5]
+        potential = cp.sum(-cp.entr(a) - cp.entr(b) + (math.log(2) - 1) * (a + b))
+    else:
+        p = 2.0 if cdf == "uniform" else p
+        potential, cones = _power_sum(y, p)
+        potential, constraints = potential / p, constraints + cones
+    return _solve_convex(cp.Maximize(row @ y - tau * potential), constraints, y)
+
+
+def _power_sum(y: Any, p: float) -> tuple[Any, list[Any]]:
+    """sum |y_i|^p with its cones; cvxpy.power would replace p by a fraction, and warn."""
+    import cvxpy as cp
+
+    bound = cp.Variable(y.shape)
+    return cp.sum(bound), [cp.PowCone3D(bound, np.ones(y.shape), y, 1 / p)]
+
+
+def _normal_argmax(row: np.ndarray, k: float, tau: float) -> np.ndarray:
+    """omega(y) = -phi(Phi^-1(y)), omega'(y) = Phi^-1(y)."""
+
+    def loss(y: np.ndarray) -> tuple[float, np.ndarray]:
+        z = ndtri(y)
+        omega = -np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+        return float(tau * omega.sum() - row @ y), tau * z - row
+
+    edge = 1e-12  # omega' is infinite at 0 and 1
+    result = minimize(
+        loss,
+        np.full(len(row), k / len(row)),
+        jac=True,
+        method="SLSQP",
+        bounds=[(edge, 1 - edge)] * len(row),
+        constraints={"type": "eq", "fun": lambda y: y.sum() - k, "jac": np.ones_like},
+        options={"ftol": 1e-15, "maxiter": 1000},
+    )
+    if not result.success:
+        raise RuntimeError(result.message)
+    return result.x
+
+
+def magnitude_argmin(x: Row, k: int, tau: float, p: float) -> np.ndarray:
+    """y = grad R*(x - u), u = argmin R*(x - u) + half the sum of the k largest u_i^2, by cvxpy.
+
+    R = tau/p ||.||_p^p, so R*(d) = tau/q ||d / tau||_q^q, 1/p + 1/q = 1. For n <= 8, to about 1e-4.
+    """
+    import cvxpy as cp
+
+    row, q = _float64(x), p / (p - 1)
+    u = cp.Variable(len(row))
+    power_sum, cones = _power_sum((row - u) / tau, q)
+    objective = cp.Minimize(tau / q * power_sum + cp.sum_largest(cp.square(u), k) / 2)
+    d = row - _solve_convex(objective, cones, u)
+    return np.sign(d) * (np.abs(d) / tau) ** (q - 1)
+
+
+# ----------------------------------------------------------------------------------- isotonic PAV
+
+
+def _pav(s: np.ndarray, w: np.ndarray, tau: float, p: float, phi_slope: Callable[[Any], Any]) -> list[Mpf]:
+    """r*'(s - v), v = argmin over v_1 >= ... >= v_n of sum_i r*(s_i - v_i) + w_i phi(v_i).
+
+    s and w in descending order, 0 <= w <= 1. Pool adjacent violators (Lim and Wright 2016); the
+    blocks are found in float64, and each block's value is then solved for in 50 digits, because
+    s - v loses its digits to cancellation where s is much larger than tau.
+    """
+
+    def conjugate_slope(d: Any, exponent: Any, scale: Any) -> Any:
+        return (abs(d) / scale) ** exponent * (1 if d >= 0 else -1)
+
+    def slope(v: Any, start: int, stop: int, exponent: Any, scale: Any) -> Any:
+        block = zip(s[start:stop].tolist(), w[start:stop].tolist(), strict=True)
+        return sum(b * phi_slope(v) - conjugate_slope(a - v, exponent, scale) for a, b in block)
+
+    def bracket(start: int, stop: int) -> tuple[float, float]:
+        # Left end: r*'(s_i - v) >= 1 >= w_i phi'(v) for every i. Right end: no r*' is positive.
+        return min(float(s[stop - 1]) - 2 * tau, 0.0), float(s[start])
+
+    def pooled(start: int, stop: int) -> float:
+        low, high = bracket(start, stop)
+        precision = {"xtol": 1e-17 * tau, "rtol": 4 * np.finfo(float).eps, "maxiter": 1000}
+        return brentq(slope, low, high, args=(start, stop, 1 / (p - 1), tau), **precision)
+
+    blocks: list[tuple[int, int, float]] = []
+    for i in range(len(s)):
+        blocks.append((i, i + 1, pooled(i, i + 1)))
+        while len(blocks) > 1 and blocks[-2][2] < blocks[-1][2]:
+            (start, _, _), (_, stop, _) = blocks.pop(-2), blocks.pop(-1)
+            blocks.append((start, stop, pooled(start, stop)))
+
+    y: list[Mpf] = []
+    exact = (1 / (mp.mpf(p) - 1), mp.mpf(tau))
+    for start, stop, _ in blocks:
+        low, high = map(mp.mpf, bracket(start, stop))
+        tolerance = mp.mpf(tau) * mp.mpf("1e-50")
+        v = _root(lambda v, ends=(start, stop): slope(v, *ends, *exact), low, high, tolerance)
+        y += [conjugate_slope(si - v, *exact) for si in s[start:stop].tolist()]
+    return y
+
+
+def _place_weights(n: int, k: float) -> np.ndarray:
+    """1_k; with a fraction at the next place for fractional k (P(w) stays the capped simplex)."""
+    return np.clip(k - np.arange(n), 0.0, 1.0)
+
+
+def magnitude_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
+    """Top-k in magnitude (Sander et al. 2023): phi(x) = x^2 / 2, R = tau/p ||.||_p^p, by PAV."""
+    row = _float64(x)
+    order = np.argsort(-np.abs(row), kind="stable")
+    y = np.empty(len(row))
+    weights = _place_weights(len(row), k)
+    y[order] = _floats(_pav(np.abs(row)[order], weights, tau, p, lambda v: v))
+    return np.sign(row) * y
+
+
+def mask_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
+    """Sparse top-k mask (Sander et al. 2023): phi(x) = x, R = tau/p ||.||_p^p, by PAV.
+
+    y <= 1 is nowhere imposed; it follows from y lying in the permutahedron P(1_k).
+    """
+    row = _float64(x)
+    order = np.argsort(-row, kind="stable")
+    y = np.empty(len(row))
+    y[order] = _floats(_pav(row[order], _place_weights(len(row), k), tau, p, lambda v: 1))
+    return y
+
+
+# ------------------------------------------------------------------------------ Sinkhorn, k-hot
+
+
+def sinkhorn_topk(
+    x: Row, k: float, epsilon: float, iterations_max: int = 100_000, tol: float = 1e-13
+) -> np.ndarray:
+    """SOFT top-k (Xie et al. 2020, Algorithm 1) in the log domain: n times the plan's column of 1.
+
+    Cost (x_i - a_j)^2 with anchors a = (0, 1), marginals 1/n and ((n - k)/n, k/n). Stops once a
+    sweep moves no y by more than tol; that takes long where gaps in x far exceed epsilon.
+    """
+    row = _float64(x)
+    n = len(row)
+    log_kernel = -((row[:, None] - np.array([0.0, 1.0])) ** 2) / epsilon
+    log_mu, log_nu = -math.log(n), np.log(np.array([n - k, k]) / n)
+    log_q, y = np.full(2, math.log(0.5)), np.full(n, np.nan)
+    for _ in range(iterations_max):
+        log_p = log_mu - logsumexp(log_kernel + log_q, axis=1, keepdims=True)
+        log_q = log_nu - logsumexp(log_kernel + log_p, axis=0)
+        previous, y = y, n * np.exp(log_p[:, 0] + log_kernel[:, 1] + log_q[1])
+        if np.max(np.abs(y - previous)) <= tol:
+            return y
+    raise RuntimeError(f"no convergence to {tol} in {iterations_max} sweeps")
+
+
+def topk_mask(x: Row, k: float) -> np.ndarray:
+    """Hard k-hot mask: floor(k + 1/2) ones, ties to the lowest index, -inf never selected."""
+    row = _float64(x).tolist()
+    selectable = [i for i, e in enumerate(row) if e != -math.inf]
+    chosen = sorted(selectable, key=lambda i: (-row[i], i))[: math.floor(k + 0.5)]
+    mask = np.zeros(len(row))
+    mask[chosen] = 1.0
+    return mask
+
+
+# ------------------------------------------------------------------------------ adversarial rows
+
+TAUS = (1.0, 0.01)
+
+Scores = Callable[[int, torch.Generator], torch.Tensor]
+
+
+def _normal(n: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(n, dtype=torch.float64, generator=generator)
+
+
+def _clusters(n: int, generator: torch.Generator) -> torch.Tensor:
+    side = 50.0 * (1 - 2 * (torch.randperm(n, generator=generator) % 2))
+    return side + 0.01 * _normal(n, generator)
+
+
+def _outlier(n: int, generator: torch.Generator) -> torch.Tensor:
+    x = _normal(n, generator)
+    x[int(torch.randint(n, (), generator=generator))] = 1e6
+    return x
+
+
+def _with_minus_inf(n: int, generator: torch.Generator) -> torch.Tensor:
+    x = _normal(n, generator)
+    x[torch.randperm(n, generator=generator)[: n // 10]] = -math.inf
+    return x
+
+
+def _empty(n: int) -> torch.Tensor:
+    return torch.empty(n, dtype=torch.float64)
+
+
+ADVERSARIAL: dict[str, Scores] = {
+    **{
+        f"normal_{s:g}": lambda n, generator, s=s: s * _normal(n, generator)
+        for s in (1e-6, 0.1, 1.0, 5.0, 100.0, 1e4)
+    },
+    "uniform": lambda n, generator: torch.rand(n, dtype=torch.float64, generator=generator),
+    "cauchy": lambda n, generator: _empty(n).cauchy_(generator=generator),
+    "exponential": lambda n, generator: _empty(n).exponential_(generator=generator),
+    "lognormal": lambda n, generator: _empty(n).log_normal_(0.0, 3.0, generator=generator),
+    "clusters": _clusters,
+    "outlier": _outlier,
+    "equal": lambda n, generator: torch.full((n,), 0.7, dtype=torch.float64),
+    "ties": lambda n, generator: torch.randint(-2, 3, (n,), generator=generator).double(),
+    "minus_inf": _with_minus_inf,
+}
+
+
+def adversarial_ks(n_selectable: int) -> list[float]:
+    """The design's list of k, for the number of entries that are not -inf."""
+    n = n_selectable
+    return [0.5, 1.0, n / 100, n / 10 + 0.5, n / 2, n - 1.0, n - 0.5]

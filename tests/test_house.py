@@ -1,0 +1,71 @@
+"""What people rely on besides the operators: the README, the imports, the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import khot
+from khot import cdfs
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def documented(pattern: str) -> list[str]:
+    """What ``pattern`` captures in the README's tables, sorted; what is there twice stays so."""
+    return sorted(re.findall(pattern, README, flags=re.MULTILINE))
+
+
+def test_readme_lists_every_public_operator() -> None:
+    operators = sorted(name for name in khot.__all__ if callable(getattr(khot, name)))
+    assert operators
+    assert documented(r"^\| `khot\.(\w+)` \|") == operators
+
+
+def test_readme_lists_every_cdf() -> None:
+    public = [getattr(cdfs, name) for name in cdfs.__all__]
+    choices = [c for c in public if isinstance(c, type) and issubclass(c, cdfs.CDF)]
+    assert documented(r"^\| .* \| `khot\.cdfs\.(\w+)` \|") == sorted(
+        c.__name__ for c in choices if c is not cdfs.CDF
+    )
+
+
+def test_import_loads_nothing_that_torch_does_not() -> None:
+    program = """
+import json, sys
+import torch
+before = set(sys.modules)
+import khot
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert set(json.loads(run.stdout)) - sys.stdlib_module_names - {"torch"} == {"khot"}
+
+
+def test_package_says_that_it_is_typed() -> None:
+    assert importlib.resources.files("khot").joinpath("py.typed").is_file()
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    # Without its __init__.py a folder works from a checkout and is missing from the wheel.
+    folders = {path.parent for path in (ROOT / "src" / "khot").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_version_is_stated_once() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^version = "(.+)"$', pyproject, flags=re.MULTILINE)
+    assert khot.__version__ == version == importlib.metadata.version("khot")
+
+
+def test_changelog_has_a_place_for_the_next_change() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "\n## [Unreleased]\n" in changelog
