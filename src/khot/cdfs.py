@@ -146,7 +146,10 @@ class Normal(CDF):
         return torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
     def log_cdf(self, z: Tensor) -> Tensor:
-        return torch.special.log_ndtr(z)
+        # torch.special.log_ndtr says the same, but has no batching rule (torch 2.13)
+        a = z.abs() * math.sqrt(0.5)
+        lower = torch.log(0.5 * torch.special.erfcx(a)) - a * a
+        return torch.where(z > 0, torch.log1p(-0.5 * torch.erfc(a)), lower)
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)

@@ -264,9 +264,27 @@ def topk_mask(
 
 
 def _hard(x: Tensor, k: Tensor) -> Tensor:
-    y = torch.ops.khot.topk_mask(x, k)
-    arguments.explain_nan(y[..., 0] if y.shape[-1] else y, x, k)
-    return y
+    if torch.compiler.is_compiling():  # as in soft_count.threshold_map
+        return torch.ops.khot.topk_mask(x, k)
+    return _TopkMask.apply(x, k)
+
+
+class _TopkMask(torch.autograd.Function):
+    """Without a derivative; a Function so that bad values are reported from inside vmap, too."""
+
+    @staticmethod
+    def forward(x: Tensor, k: Tensor) -> Tensor:
+        y = torch.ops.khot.topk_mask(x, k)
+        arguments.explain_nan(y[..., :1], x, k)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return arguments.vmap_rows(_TopkMask.apply, info, in_dims, *args)
 
 
 @torch.library.register_vmap("khot::topk_mask")

@@ -38,7 +38,7 @@ def _kth_largest(x: Tensor, k: Tensor) -> Tensor:
     k = k.clamp(1, n)
     if not k.is_cuda and int(k.min()) == int(k.max()):
         return x.kthvalue(n + 1 - int(k.min()), dim=-1, keepdim=True).values
-    return x.sort(dim=-1, descending=True).values.gather(-1, k)
+    return x.sort(dim=-1, descending=True).values.gather(-1, k - 1)
 
 
 def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:

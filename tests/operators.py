@@ -1,0 +1,183 @@
+"""The table of public operators: what each computes, on what domain, and who else can compute it.
+
+`test_operators.py` drives every row of it through the same checks; a public operator that is missing here
+fails there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracles
+import torch
+from torch import Tensor
+
+import khot
+from khot import cdfs
+
+Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table. ``call(x, k, tau, **options)`` is the operator with its variant fixed.
+
+    ``k`` stands for whatever the second argument is: how many, a level, a count.
+    """
+
+    id: str
+    name: str
+    call: Callable[..., Tensor]
+    oracle: Oracle
+    keeps_dim: bool = True  # the result has the input's shape
+    sums_to_k: bool = False
+    differentiable: bool = True
+    smooth_twice: bool = True
+    integer_k: bool = False
+    has_mask: bool = True
+    tolerance: float = 1e-12
+    masked: float = 0.0  # what an entry that may not be selected gets
+    k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one a row, inside the domain
+    all_infinite: bool = False
+
+
+def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
+    operator = getattr(khot, name)
+
+    def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
+        scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
+        if name == "topk_mask":
+            scale = {}
+        return operator(x, k, **scale, **fixed, **options)
+
+    return call
+
+
+def _cdf(cdf: str | cdfs.CDF) -> tuple[str, float | None]:
+    return ("power", cdf.p) if isinstance(cdf, cdfs.Power) else (str(cdf), None)
+
+
+def _soft(cdf: str | cdfs.CDF, part: int = 0) -> Oracle:
+    return lambda x, k, tau: oracles.soft_topk(x, k, tau, *_cdf(cdf))[part]
+
+
+def _count(cdf: str | cdfs.CDF) -> Oracle:
+    name, p = _cdf(cdf)
+    F = (oracles.CDFS[name] if p is None else oracles.power(p)).cdf
+
+    def oracle(x: Tensor, at: float, tau: float) -> float:
+        mp = oracles.mp
+        return float(sum(F((mp.mpf(v) - mp.mpf(at)) / mp.mpf(tau)) for v in x.double().tolist()))
+
+    return oracle
+
+
+def _ot_normalized(x: Tensor, k: float, epsilon: float) -> np.ndarray:
+    x = x.double()
+    cost = float(torch.maximum(x**2, (x - 1) ** 2).max())
+    return oracles.sinkhorn_topk(x, k, epsilon * cost)
+
+
+_CDFS: dict[str, str | cdfs.CDF] = {
+    "logistic": "logistic",
+    "laplace": "laplace",
+    "normal": "normal",
+    "uniform": "uniform",
+    "power": cdfs.Power(4 / 3),
+}
+_SMOOTH = ("logistic", "laplace", "normal")
+
+OPERATORS: list[Operator] = [
+    *(
+        Operator(f"soft_topk-{n}", "soft_topk", _variant("soft_topk", cdf=c), _soft(c), sums_to_k=True)
+        for n, c in _CDFS.items()
+    ),
+    *(
+        Operator(
+            f"log_soft_topk-{n}",
+            "log_soft_topk",
+            _variant("log_soft_topk", cdf=c),
+            _soft(c, 1),
+            masked=-float("inf"),
+        )
+        for n, c in _CDFS.items()
+    ),
+    Operator("sigmoid_topk", "sigmoid_topk", _variant("sigmoid_topk"), _soft("logistic"), sums_to_k=True),
+    Operator("laplace_topk", "laplace_topk", _variant("laplace_topk"), _soft("laplace"), sums_to_k=True),
+    Operator(
+        "ot_topk", "ot_topk", _variant("ot_topk"), oracles.sinkhorn_topk, sums_to_k=True, tolerance=1e-10
+    ),
+    Operator(
+        "ot_topk-normalize",
+        "ot_topk",
+        _variant("ot_topk", normalize=True),
+        _ot_normalized,
+        sums_to_k=True,
+        tolerance=1e-10,
+    ),
+    Operator("sparse_topk-2", "sparse_topk", _variant("sparse_topk"), _soft("uniform"), sums_to_k=True),
+    Operator(
+        "sparse_topk-4/3",
+        "sparse_topk",
+        _variant("sparse_topk", p=4 / 3),
+        _soft(cdfs.Power(4 / 3)),
+        sums_to_k=True,
+    ),
+    *(
+        Operator(
+            f"soft_topk_magnitude-{p:.2f}{'-rescale' * rescale}",
+            "soft_topk_magnitude",
+            _variant("soft_topk_magnitude", p=p, rescale=rescale),
+            lambda x, k, tau, p=p, rescale=rescale: _magnitude(x, k, tau, p, rescale),
+            integer_k=True,
+            tolerance=1e-9,
+            k=(2.0, 3.0, 5.0),
+        )
+        for p in (2.0, 4 / 3)
+        for rescale in (False, True)
+    ),
+    Operator(
+        "topk_mask",
+        "topk_mask",
+        _variant("topk_mask"),
+        lambda x, k, tau: oracles.topk_mask(x, k),
+        differentiable=False,
+    ),
+    *(
+        Operator(
+            f"soft_count-{n}",
+            "soft_count",
+            _variant("soft_count", cdf=c),
+            _count(c),
+            keeps_dim=False,
+            has_mask=False,
+            k=(-0.4, 0.1, 0.7),
+        )
+        for n, c in _CDFS.items()
+    ),
+    *(
+        Operator(
+            f"inverse_soft_count-{n}",
+            "inverse_soft_count",
+            _variant("inverse_soft_count", cdf=c),
+            _soft(c, 2),
+            keeps_dim=False,
+            has_mask=False,
+        )
+        for n, c in _CDFS.items()
+    ),
+]
+
+
+def _magnitude(x: Tensor, k: float, tau: float, p: float, rescale: bool) -> np.ndarray:
+    y = oracles.magnitude_pav(x, k, tau, p)
+    return y + tau * np.sign(y) * np.abs(y) ** (p - 1) if rescale else y
+
+
+def expected(operator: Operator, x: Tensor, k: list[float], tau: list[float]) -> Tensor:
+    """The oracle over rows along the last dim of a 2-D x."""
+    rows = [operator.oracle(row, a, b) for row, a, b in zip(x, k, tau, strict=True)]
+    return torch.tensor(np.array(rows), dtype=torch.float64)

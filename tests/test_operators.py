@@ -1,0 +1,419 @@
+"""Every public operator through every check that they share; the table is in operators.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import operators
+import pytest
+import torch
+from operators import OPERATORS, Operator
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+
+import khot
+
+ROWS, N = 3, 7
+TAU = [0.5, 1.0, 1.7]
+
+every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
+every_differentiable = pytest.mark.parametrize(
+    "op", [op for op in OPERATORS if op.differentiable], ids=lambda op: op.id
+)
+every_mask = pytest.mark.parametrize("op", [op for op in OPERATORS if op.keeps_dim], ids=lambda op: op.id)
+
+
+def scores(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    # scores of unit scale, apart from one another: no entry sits on a kink of F
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (ROWS, N)), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def arguments(op: Operator, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """x (ROWS, N), and a k and a tau a row, in the operator's domain."""
+    k = torch.tensor(op.k, dtype=dtype)
+    if op.name in ("soft_count", "inverse_soft_count"):
+        k = k.unsqueeze(-1)  # levels lie along dim
+    return scores(dtype=dtype), k, torch.tensor(TAU, dtype=dtype)
+
+
+def leaves(op: Operator) -> list[Tensor]:
+    """The arguments, requiring grad where the operator is differentiable in them."""
+    x, k, tau = arguments(op)
+    return [x.requires_grad_(), k.requires_grad_(not op.integer_k), tau.requires_grad_()]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_every_public_operator_is_in_the_table() -> None:
+    public = {name for name in khot.__all__ if callable(getattr(khot, name))}
+    assert {op.name for op in OPERATORS} == public
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+@every
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float64, 0), (torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
+    ids=str,
+)
+def test_agrees_with_its_oracle(op: Operator, dtype: torch.dtype, rounding: float) -> None:
+    x, k, tau = arguments(op, dtype)
+    y = op.call(x, k.double(), tau.double())
+    assert y.dtype == dtype
+    want = operators.expected(op, x, list(op.k), tau.double().tolist())
+    assert_close(y.flatten(1).squeeze(-1) if not op.keeps_dim else y, want, op.tolerance + 2 * rounding)
+
+
+@every
+def test_numbers_and_tensors_agree(op: Operator) -> None:
+    x, _, _ = arguments(op)
+    as_numbers = op.call(x, op.k[1], 0.8)
+    as_tensors = op.call(x, *torch.tensor([op.k[1], 0.8], dtype=torch.float64))
+    assert torch.equal(as_numbers, as_tensors)
+
+
+@every
+def test_any_dim_any_layout(op: Operator) -> None:
+    x = scores(4, 6, 5)
+    want = op.call(x, op.k[1], 0.8)
+    for dim in range(-3, 3):
+        moved = op.call(x.movedim(dim, -1).contiguous(), op.k[1], 0.8)
+        moved = moved.movedim(-1, dim) if op.keeps_dim else moved
+        assert_close(op.call(x, op.k[1], 0.8, dim=dim), moved, 1e-14)
+    layouts = {
+        "transposed": x.transpose(0, 2).contiguous().transpose(0, 2),
+        "strided": torch.stack((x, x + 9), -1).flatten(-2)[..., ::2],
+        "offset": torch.cat((x.new_zeros(1, 6, 5), x))[1:],
+    }
+    for layout in layouts.values():
+        assert_close(op.call(layout, op.k[1], 0.8), want, 1e-14)
+    expanded = x[:1].expand(4, 6, 5)
+    assert_close(op.call(expanded, op.k[1], 0.8), want[:1].expand(4, *want.shape[1:]), 1e-14)
+
+
+@every
+def test_does_not_change_its_arguments(op: Operator) -> None:
+    args = leaves(op)
+    before = [a.detach().clone() for a in args]
+    y = op.call(*args)
+    if op.differentiable:
+        y.square().nan_to_num(0, 0, 0).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+
+
+@every
+def test_empty_batch_and_zero_dims(op: Operator) -> None:
+    y = op.call(torch.empty(0, 5), op.k[1], 1.0)
+    assert y.shape == ((0, 5) if op.keeps_dim else (0,))
+    y = op.call(torch.tensor(0.3), 1 if op.name != "soft_count" else 0.0, 1.0)
+    assert y.shape == ()
+
+
+@every_mask
+def test_ends_of_k(op: Operator) -> None:
+    x = scores()
+    for k in (0, N):
+        x_k = x.clone().requires_grad_()
+        y = op.call(x_k, k, 0.8)
+        plain = op.name not in ("soft_topk_magnitude",)
+        if plain:
+            end = float(k == N)
+            want = torch.full_like(x, end)
+            assert torch.equal(y, want.log() if op.name == "log_soft_topk" else want)
+        elif k == 0:
+            assert torch.equal(y.abs(), torch.zeros_like(x))
+        if op.differentiable and plain:
+            (grad,) = torch.autograd.grad(y.nan_to_num(0, 0, 0).sum(), x_k, materialize_grads=True)
+            assert torch.equal(grad, torch.zeros_like(x))
+
+
+@every_mask
+def test_ties_share_equally(op: Operator) -> None:
+    x = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    y = op.call(x, 2, 0.7)
+    if op.name == "topk_mask":  # the hard mask cannot: lowest index first
+        assert y.tolist() == [[1, 1, 0, 0, 0]]
+    else:
+        assert y[0, 1] == y[0, 2] == y[0, 3]
+
+
+@every_mask
+def test_masked_and_infinite_entries(op: Operator) -> None:
+    k = 2.0 if op.integer_k or op.name == "topk_mask" else 1.5
+    x, hole = scores(1, 5), [1, 3]
+    keep = torch.ones(5, dtype=torch.bool)
+    keep[hole] = False
+    want = op.call(x[:, keep], k, 0.7)
+    for inside in (float("nan"), float("inf"), -float("inf"), 1e30):
+        masked = x.clone()
+        masked[:, hole] = inside
+        masked.requires_grad_(op.differentiable)
+        y = op.call(masked, k, 0.7, mask=keep)
+        assert_close(y[:, keep], want, 1e-14)
+        assert (y[:, ~keep] == op.masked).all()
+        if op.differentiable:
+            (grad,) = torch.autograd.grad(y[:, keep].square().sum(), masked)
+            assert (grad[:, ~keep] == 0).all()
+            assert grad.isfinite().all()
+    if op.name == "soft_topk_magnitude":
+        return  # −inf is of infinite magnitude there
+    y = op.call(x.masked_fill(~keep, -float("inf")), k, 0.7)
+    assert_close(y[:, keep], want, 1e-14)
+    assert (y[:, ~keep] == op.masked).all()
+    if op.name.startswith("ot_topk") and "normalize" in op.id:
+        return  # the cost of the remaining entries alone normalises; checked above
+    raised = x.clone()
+    raised[:, 1] = float("inf")
+    rest = torch.tensor([0, 2, 3, 4])
+    y = op.call(raised, k, 0.7)
+    assert_close(y[:, rest], op.call(x[:, rest], k - 1, 0.7), 1e-14)
+    assert y[0, 1] == (0 if op.name == "log_soft_topk" else 1)
+
+
+@every_mask
+def test_one_bad_row_spoils_no_other(op: Operator) -> None:
+    k = 2.0
+    x = scores()
+    want = op.call(x, k, 0.7)
+    for bad in (float("nan"), float("inf")):
+        spoiled = x.clone()
+        spoiled[1, :3] = bad  # more than k of +inf have no answer either
+        y = op.call(spoiled, k, 0.7)
+        assert y[1].isnan().all()
+        assert torch.equal(y[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
+def test_nan_row_of_counts(name: str) -> None:
+    x = scores()
+    x[1, 2] = float("nan")
+    y = getattr(khot, name)(x, 2.0)
+    assert y.isnan().tolist() == [False, True, False]
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+@every_differentiable
+def test_gradcheck_in_both_modes(op: Operator) -> None:
+    call, args = scalar_dims(op)
+    torch.autograd.gradcheck(call, args, check_forward_ad=True, check_batched_grad=True)
+
+
+@every_differentiable
+def test_gradgradcheck(op: Operator) -> None:
+    call, args = scalar_dims(op)
+    torch.autograd.gradgradcheck(call, args, check_fwd_over_rev=True)
+
+
+def scalar_dims(op: Operator) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The call with −inf replaced (log y of compact support), which finite differences cannot take."""
+    return (lambda *args: op.call(*args).masked_fill(no_slope(op, args), 0)), leaves(op)
+
+
+def no_slope(op: Operator, args: Any) -> Tensor:
+    with torch.no_grad():
+        return op.call(*(a.detach() for a in args)).isinf()
+
+
+@every_differentiable
+def test_forward_mode_equals_reverse_mode(op: Operator) -> None:
+    x, k, tau = arguments(op)
+    tangent = scores(seed=1)
+    cotangent = scores(*op.call(x, k, tau).shape, seed=2)
+    cotangent = cotangent.masked_fill(no_slope(op, (x, k, tau)), 0)
+    with dual_level(), warnings.catch_warnings():
+        dual = unpack_dual(op.call(make_dual(x, tangent), k, tau))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(op.call(x, k, tau), x, cotangent)
+    assert_close((dual.tangent * cotangent).sum(), (grad * tangent).sum(), 1e-12)
+
+
+@every_differentiable
+def test_hessian_is_symmetric_and_agrees_between_modes(op: Operator) -> None:
+    weights = scores(N, seed=3)
+
+    def f(x: Tensor) -> Tensor:
+        y = op.call(x, op.k[1], 0.8)
+        return (y.masked_fill(y.isinf(), 0) * (weights if op.keeps_dim else 1)).square().sum()
+
+    x = scores(N)
+    forward_over_reverse = torch.func.hessian(f)(x)
+    reverse_over_reverse = torch.func.jacrev(torch.func.jacrev(f))(x)
+    assert_close(forward_over_reverse, reverse_over_reverse, 1e-10)
+    assert_close(forward_over_reverse, forward_over_reverse.mT, 1e-10)
+
+
+@every_differentiable
+def test_fused_backward_equals_differentiable_backward(op: Operator) -> None:
+    args = leaves(op)
+    inputs = [a for a in args if a.requires_grad]
+    y = op.call(*args).nan_to_num(0, 0, 0)
+    cotangent = scores(*y.shape, seed=4)
+    fused = torch.autograd.grad(y, inputs, cotangent, retain_graph=True)
+    differentiable = torch.autograd.grad(y, inputs, cotangent, create_graph=True)
+    for a, b in zip(fused, differentiable, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@every_mask
+def test_hard_is_the_mask_forward_and_the_soft_gradient_backward(op: Operator) -> None:
+    if op.name in ("log_soft_topk", "soft_topk_magnitude", "topk_mask"):
+        return
+    x, k, tau = arguments(op)
+    grads = []
+    for hard in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = op.call(leaf, k, tau, hard=hard)
+        grads.append(torch.autograd.grad(y, leaf, scores(seed=5))[0])
+    assert torch.equal(y, khot.topk_mask(x, k))
+    assert torch.equal(*grads)
+
+
+@every_mask
+def test_smallest_is_largest_of_the_negative(op: Operator) -> None:
+    if op.name == "soft_topk_magnitude":
+        return
+    x = scores()
+    assert torch.equal(op.call(x, 2.0, 0.7, largest=False), op.call(-x, 2.0, 0.7))
+
+
+# --------------------------------------------------------------------------------- transforms
+
+
+@every
+def test_vmap_over_each_argument(op: Operator) -> None:
+    x, k, tau = arguments(op)
+    want = op.call(x, k, tau)
+    for dims in ((0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)):
+        args = [v if d == 0 else v[0] for v, d in zip((x, k, tau), dims, strict=True)]
+        rows = [
+            op.call(*(v[i] if d == 0 else v for v, d in zip(args, dims, strict=True))) for i in range(ROWS)
+        ]
+        got = torch.func.vmap(op.call, in_dims=dims)(*args)
+        assert_close(got, torch.stack(rows), 1e-13)
+    assert_close(torch.func.vmap(op.call)(x, k, tau), want, 1e-13)
+    across = torch.func.vmap(lambda column: op.call(column, 1.0, 0.8), in_dims=1, out_dims=-1)(x)
+    assert_close(across, op.call(x, 1.0, 0.8, dim=0), 1e-13)
+
+
+@every_differentiable
+def test_grad_under_vmap(op: Operator) -> None:
+    def loss(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        return op.call(x, k, tau).nan_to_num(0, 0, 0).square().sum()
+
+    x, k, tau = arguments(op)
+    argnums = (0, 2) if op.integer_k else (0, 1, 2)
+    got = torch.func.vmap(torch.func.grad(loss, argnums=argnums))(x, k, tau)
+    leaf = [a.clone().requires_grad_() for a in (x, k, tau)]
+    want = torch.autograd.grad(loss(*leaf), [leaf[i] for i in argnums])
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@every
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(op: Operator, dynamic: bool) -> None:
+    # aot_eager traces everything that inductor would see, and does not wait for a C++ compiler
+    torch.compiler.reset()
+    compiled = torch.compile(op.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n in (N, N + 2) if dynamic else (N,):
+        x, k, tau = scores(ROWS, n), *arguments(op)[1:]
+        eager = [a.clone().requires_grad_(op.differentiable) for a in (x, k, tau)]
+        traced = [a.clone().requires_grad_(op.differentiable) for a in (x, k, tau)]
+        if op.integer_k:
+            eager[1].requires_grad_(False), traced[1].requires_grad_(False)
+        want, got = op.call(*eager), compiled(*traced)
+        assert_close(got, want, 1e-13)
+        if op.differentiable:
+            for y in (want, got):
+                y.nan_to_num(0, 0, 0).square().sum().backward()
+            for a, b in zip(eager, traced, strict=True):
+                if a.grad is not None:
+                    assert b.grad is not None
+                    assert_close(b.grad, a.grad, 1e-12)
+
+
+def test_inductor_compiles_the_whole_graph() -> None:
+    def loss(x: Tensor, k: Tensor) -> Tensor:
+        return (khot.sigmoid_topk(x, k, tau=0.5) * x).sum()
+
+    x, k = scores().requires_grad_(), torch.tensor(op_k := [2.3, 3.0, 4.6], requires_grad=True)
+    torch.compile(loss, fullgraph=True)(x, k).backward()
+    leaf, k_leaf = scores().requires_grad_(), torch.tensor(op_k, requires_grad=True)
+    loss(leaf, k_leaf).backward()
+    assert x.grad is not None
+    assert leaf.grad is not None
+    assert_close(x.grad, leaf.grad, 1e-12)
+
+
+@pytest.mark.xfail(strict=True, reason="torch.compile of torch.func.grad ignores a custom backward")
+def test_compiled_func_grad() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return khot.sigmoid_topk(x, 2.0, tau=0.5).square().sum()
+
+    torch.compiler.reset()
+    want = torch.func.grad(loss)(scores(N))
+    got = torch.compile(torch.func.grad(loss), backend="aot_eager")(scores(N))
+    assert_close(got, want, 1e-12)
+
+
+@every
+def test_autocast_computes_in_float32_and_keeps_the_dtype(op: Operator) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, k, tau = arguments(op, dtype)
+        want = op.call(x, k.double(), tau.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = op.call(x, k.double(), tau.double())
+        assert y.dtype == dtype
+        assert torch.equal(y, want)
+
+
+# --------------------------------------------------------------------------------- dispatcher
+
+
+def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    ops = torch.ops.khot
+    x = scores()
+    k, tau = torch.tensor([1.5, 2.0, 4.0]).double(), torch.tensor(TAU).double()
+    strided, expanded = scores(N, ROWS).mT, scores(1, N).expand(ROWS, N)
+    cases: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
+    for name, shape in (("logistic", 0.0), ("power", 1.5)):
+        for kind in ("y", "log", "threshold"):
+            for layout in (x, strided, expanded):
+                args = (layout, k, tau, name, shape, kind)
+                out, hi, lo = ops.soft_topk(*args)
+                cases.append((f"soft_topk-{name}-{kind}", ops.soft_topk.default, args))
+                grad = out.new_ones(1).expand(out.shape)  # what sum() sends back: stride 0
+                backward = (grad, torch.ones_like(lo), layout, hi, lo, tau, name, shape, kind)
+                cases.append((f"backward-{name}-{kind}", ops.soft_topk_backward.default, backward))
+    whole = torch.tensor([1, 2, 4]).double()
+    cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
+    args = (x.abs(), whole, tau, 1.5)
+    y, hi, lo = ops.soft_topk_magnitude(*args)
+    cases.append(("magnitude", ops.soft_topk_magnitude.default, args))
+    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, whole, hi, lo, tau, 1.5)
+    cases.append(("magnitude-backward", ops.soft_topk_magnitude_backward.default, backward))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "op", "args"), dispatched(), ids=lambda v: v if isinstance(v, str) else "")
+def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    differentiable = "backward" not in name and name != "topk_mask"
+    if differentiable:
+        args = (args[0].clone().requires_grad_(), *args[1:])
+    torch.library.opcheck(op, args)
+
+
+def test_every_registered_operator_is_checked() -> None:
+    from khot.kernels import _OPERATORS
+
+    checked = {op._schema.name.removeprefix("khot::") for _, op, _ in dispatched()}  # type: ignore[attr-defined]
+    assert checked == set(_OPERATORS)
