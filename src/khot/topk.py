@@ -74,7 +74,7 @@ def soft_topk(
     Example:
         >>> scores = torch.tensor([1.0, 3.0, 2.0, 0.0])
         >>> khot.soft_topk(scores, 2, tau=0.5)
-        tensor([0.2559, 0.9496, 0.7177, 0.0768])
+        tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
@@ -109,8 +109,8 @@ def log_soft_topk(
     Differentiable and checked as :func:`soft_topk`.
 
     Example:
-        >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1, tau=0.5)
-        tensor([   0., -100., -300.])
+        >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
+        tensor([  -0.6931, -200.0000])
     """
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
@@ -232,7 +232,7 @@ def sparse_topk(
 
     Example:
         >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
-        tensor([0.0000, 1.0000, 1.0000, 0.0000])
+        tensor([0., 1., 1., 0.])
     """
     cdf = "uniform" if p == 2 else cdfs.Power(p)
     return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard)

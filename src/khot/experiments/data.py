@@ -1,4 +1,4 @@
-"""The images that the experiments learn from: scikit-learn's digits, which it ships, and MNIST, from a folder."""
+"""The images that the experiments learn from: scikit-learn's own digits, and MNIST, from a folder."""
 
 from __future__ import annotations
 

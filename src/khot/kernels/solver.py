@@ -31,7 +31,9 @@ __all__ = ["HUGE", "PASSES", "solve", "standardize", "tiles", "two_sum"]
 PASSES = {"count": 0}  # passes over the row since a test last set it to 0
 
 TILE = 1 << 18  # entries per tile: its few float64 temporaries stay in a 2 MiB cache
-WIDE = 64.0  # width of the first bracket, in τ, from which a histogram saves more passes than it costs
+# width of the first bracket, in τ, from which a histogram saves more passes than it costs; without
+# tails to lead it, Newton gets lost sooner
+WIDE = {True: 64.0, False: 8.0}
 FINE = 4.0  # width, in τ, at which a histogram's window is narrow enough for Newton
 HISTOGRAMS = 4
 EVALUATIONS = 24
@@ -80,7 +82,7 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
     tau_safe = torch.where(live, tau, 1.0)
 
     guess, bracket = _first_guess(stats, k_safe, free, tau_safe, cdf, live)
-    wide = live & (bracket.high - bracket.low > WIDE * tau_safe)
+    wide = live & (bracket.high - bracket.low > WIDE[cdf.full_support] * tau_safe)
     if x.is_cuda or bool(wide.any()):
         guess, bracket = _histogram_search(x, k_safe, free, tau_safe, cdf, stats, wide, guess, bracket)
     hi, lo = _newton(x, k_safe, free, tau_safe, cdf, stats, live, guess, bracket)
@@ -309,14 +311,15 @@ def _newton(
     bracket: _Bracket,
 ) -> tuple[Tensor, Tensor]:
     """Safeguarded Newton from the guess. The iterate is hi + lo; all else is kept relative to hi."""
-    # a Newton step this small leaves an error below rounding; across a kink of F it need not, so there the
-    # next evaluation has to confirm it
-    settled = 1e-8 if cdf.full_support else 1e-12
+    # A Newton step this small leaves an error of its square. Across a kink of F the error would be the step
+    # times the share of the active entries that cross it; within 1e-9 τ there is none to speak of.
+    settled = 1e-8 if cdf.full_support else 1e-9
     inside = (guess >= bracket.low) & (guess <= bracket.high)
     hi = torch.where(inside, guess, 0.5 * bracket.low + 0.5 * bracket.high)
     hi, lo = torch.where(live, hi, 0.0), torch.zeros_like(hi)
     bounds = _Bracket(bracket.low - hi, bracket.high - hi)
     below, over = bounds.low - math.inf, bounds.high + math.inf  # evaluated: C > k, C < k there
+    C_below, C_over = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)  # C − k there
     running, deep = live, torch.zeros_like(live)
     up, down = torch.zeros_like(hi), torch.zeros_like(hi)
 
@@ -332,12 +335,13 @@ def _newton(
         miss = P - Q
         bounds.tighten(*_order_bounds(s.next_above, m, k, n, tau, cdf))
         bounds.tighten(*_order_bounds(s.next_below, m + 1, k, n, tau, cdf))
-        below = torch.where(miss > 0, torch.maximum(below, lo), below)
-        over = torch.where(miss < 0, torch.minimum(over, lo), over)
+        below, C_below = torch.where(miss > 0, lo, below), torch.where(miss > 0, miss, C_below)
+        over, C_over = torch.where(miss < 0, lo, over), torch.where(miss < 0, miss, C_over)
 
         # The root often sits on an order bound (one undecided entry), so a step beyond goes there; a point
         # that was evaluated before cannot be the root, so a step to or beyond one is replaced by bisection.
-        step = _newton_step(s, lo, stats.low - hi, stats.high - hi, k, n, excess, P, Q, tau, cdf)
+        last = torch.where(miss < 0, below - lo, over - lo), torch.where(miss < 0, C_below, C_over)
+        step = _newton_step(s, lo, stats.low - hi, stats.high - hi, last, k, n, excess, P, Q, tau, cdf)
         trial = torch.minimum(torch.maximum(lo + step, bounds.low), bounds.high)
         middle = 0.5 * torch.maximum(below, bounds.low) + 0.5 * torch.minimum(over, bounds.high)
         trial = torch.where((trial > below) & (trial < over), trial, middle)
@@ -383,6 +387,7 @@ def _newton_step(
     lo: Tensor,
     low: Tensor,
     high: Tensor,
+    opposite: tuple[Tensor, Tensor],
     k: Tensor,
     n: Tensor,
     excess: Tensor,
@@ -411,16 +416,17 @@ def _newton_step(
     many = (z - target) * link.pdf(z) * size / density
     near = (P - Q).abs() <= 1e-4 * torch.minimum(k - base, base + size - k)
 
-    few_undecided, limit = (_tail_step, 1) if cdf.full_support else (_edge_step, 3)
-    few = few_undecided(s, lo, excess, P, Q, tau, cdf)
-    if not cdf.full_support:  # C and n − C are powers of the distance to where they vanish
+    if cdf.full_support:
+        limit, few = 1, _tail_step(s, lo, excess, P, Q, tau, cdf)
+    else:  # C and n − C are powers of the distance to where they vanish
+        limit, few = 3, _edge_step(s, lo, opposite, excess, P, Q, tau, cdf)
         C = k + P - Q
         first, last = (high - lo) / tau, 1 - (low - lo) / tau
         rise = first - first * (k / C) ** (C / (density * first))
         fall = last * ((n - k) / (n - C)) ** ((n - C) / (density * last)) - last
         many = torch.where((k <= n / 2) & (first < 2), rise, many)
         many = torch.where((k > n / 2) & (last < 2), fall, many)
-    use_few = (P < limit) & (Q < limit) & few.isfinite()
+    use_few = (((P < limit) & (Q < limit)) | (density == 0)) & few.isfinite()
     return tau * torch.where(use_few, few, torch.where(near, plain, many))
 
 
@@ -439,15 +445,34 @@ def _tail_step(s: _Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: 
     return c * (zP - zQ) / (s.density_below / cdf.pdf(zP) + s.density_above / cdf.pdf(zQ))
 
 
-def _edge_step(s: _Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: Tensor, cdf: CDF) -> Tensor:
+def _edge_step(
+    s: _Sums,
+    lo: Tensor,
+    opposite: tuple[Tensor, Tensor],
+    excess: Tensor,
+    P: Tensor,
+    Q: Tensor,
+    tau: Tensor,
+    cdf: CDF,
+) -> Tensor:
     """For compact support: near the edge where entries start to count, tails are powers.
 
     B ~ Δ^γ in the distance Δ of the nearest entry from the edge, and γ = Δ·B'/B; so too A. One side alone
-    is solved by its power; with both, Newton on C, from where both are under way.
+    is solved by its power; with both, Newton on C, from where both are under way. ``opposite`` is the
+    nearest point known on the other side of the root, and C − k there: far from the root, γ is taken from
+    the two points, since few of the entries that will count do so yet.
     """
     up, down = (s.next_above - lo) / tau, (s.next_below - lo) / tau
-    rise = down * ((Q / P) ** (s.tail_below / (s.density_below * down)) - 1)
-    fall = (1 - up) * ((P / Q) ** (s.tail_above / (s.density_above * (1 - up))) - 1)
+    distance, miss = opposite[0].abs() / tau, opposite[1]
+    ratio, growth = (Q / P).log(), (miss - (P - Q)).abs()
+
+    def exponent(tail: Tensor, density: Tensor, delta: Tensor) -> Tensor:
+        two_points = ((tail + growth) / tail).log() / ((delta + distance) / delta).log()
+        use = (ratio.abs() > math.log(2)) & (two_points > 0) & two_points.isfinite()
+        return torch.where(use, two_points, density * delta / tail)
+
+    rise = down * (ratio / exponent(s.tail_below, s.density_below, down)).expm1()
+    fall = (1 - up) * (-ratio / exponent(s.tail_above, s.density_above, 1 - up)).expm1()
     both = (P - Q) / (s.density_below + s.density_above)
     # a side that has to start counting does so with its nearest entry
     start_above = up - cdf.icdf(1 - P.clamp(max=1))

@@ -1,0 +1,202 @@
+"""The `khot` command: what it prints, what it refuses, and that the demo does what it promises."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import khot
+from khot.experiments import cli, demo
+from khot.experiments.data import MNIST_FILES
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def invoke(*args: str | Path, data_dir: Path | None = None) -> Result:
+    environment = {"KHOT_DATA_DIR": None if data_dir is None else str(data_dir)}
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args], env=environment)
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120)
+
+
+def accuracies(output: str) -> dict[str, float]:
+    """The table that the demo prints, by the name of the pixels."""
+    cells = dict(re.findall(r"^│ (.+?) +│ +\d+ │ +([\d.]+) % │$", output, flags=re.MULTILINE))
+    return {name: float(cells[label]) for name, label in demo.LABELS.items()}
+
+
+def test_info_prints_versions_devices_and_kernels() -> None:
+    run = python("-m", "khot", "info")
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())
+    assert list(lines) == ["khot", "torch", "python", "devices", "cpu kernels", "gpu kernels"]
+    assert lines["khot"] == khot.__version__
+    assert lines["torch"] == torch.__version__
+    assert lines["devices"].startswith("cpu")
+    assert (lines["gpu kernels"] == "none") == (not torch.cuda.is_available())
+
+
+def test_version() -> None:
+    run = invoke("--version")
+    assert (run.exit_code, run.stdout) == (0, f"khot {khot.__version__}\n")
+
+
+def test_no_command_prints_the_help() -> None:
+    run = invoke()
+    assert run.exit_code == 0
+    assert "demo" in run.stdout
+    assert "info" in run.stdout
+
+
+def test_short_demo_prints_the_table_and_draws_the_picture(tmp_path: Path) -> None:
+    run = invoke("demo", "--steps", "3", "--k", "5", "--cdf", "uniform", "--out", tmp_path)
+    assert run.exit_code == 0, run.output
+    assert all(0 <= percent <= 100 for percent in accuracies(run.stdout).values())
+    assert "Which 5 of 64 pixels" in run.stdout
+    picture = tmp_path / "khot-demo.png"
+    assert str(picture) in run.stdout
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("k", [1, 64])
+def test_demo_runs_at_both_ends(tmp_path: Path, steps: int, k: int) -> None:
+    result = demo.run(demo.Args(steps=steps, k=k, out=tmp_path))
+    assert result.chosen.sum() == k
+    assert result.variance.sum() == k
+    assert len(result.curve.tau) == steps
+
+
+def test_demo_repeats_itself_and_leaves_no_trace(tmp_path: Path) -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    first, again, other = (
+        demo.run(demo.Args(steps=10, seed=seed, out=tmp_path / "x.png")) for seed in (1, 1, 2)
+    )
+    assert first.accuracy == again.accuracy
+    assert first.curve == again.curve
+    assert torch.equal(first.chosen, again.chosen)
+    assert first.curve != other.curve
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def check_demo(run: Result, picture: Path) -> None:
+    """The chosen pixels win over both baselines, and no k pixels over all of them.
+
+    The seed is fixed, but rounding differs between machines and the choice with it. Over seeds 0 to 8 the
+    chosen pixels win over those of highest variance by @@GAP@@ on digits.
+    """
+    assert run.exit_code == 0, run.output
+    found = accuracies(run.stdout)
+    assert found["all"] > found["chosen"] > found["variance"], found
+    assert found["chosen"] > found["random"], found
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_demo_beats_the_baselines_on_digits(tmp_path: Path) -> None:
+    check_demo(invoke("demo", "--out", tmp_path / "digits.png"), tmp_path / "digits.png")
+
+
+@pytest.mark.slow
+def test_demo_beats_the_baselines_on_mnist(tmp_path: Path) -> None:
+    given = os.environ.get("KHOT_DATA_DIR")
+    if not given:
+        pytest.skip("KHOT_DATA_DIR is not set")
+    run = invoke("demo", "--out", tmp_path / "mnist.png", data_dir=Path(given))
+    check_demo(run, tmp_path / "mnist.png")
+    assert "Which 50 of 784 pixels" in run.stdout
+
+
+def refused(run: Result) -> str:
+    """The one line that a run left on stderr when it refused its arguments."""
+    assert run.exit_code == 2
+    assert run.stdout == ""
+    *lines, end = run.stderr.split("\n")
+    assert end == ""
+    assert len(lines) == 1, run.stderr
+    return lines[0]
+
+
+REFUSED = {
+    "k below 1": (["--k", "0"], "k = 0: expected at least 1"),
+    "k negative": (["--k", "-3"], "k = -3: expected at least 1"),
+    "k above n": (["--k", "65"], "k = 65: expected at most 64"),
+    "k not a number": (["--k", "ten"], "--k"),
+    "no steps": (["--steps", "0"], "steps = 0: expected at least 1"),
+    "unknown cdf": (["--cdf", "cauchy"], "logistic, laplace, normal, uniform"),
+    "no such device": (["--device", "abacus"], "device = 'abacus': expected"),
+    "device without values": (["--device", "meta"], "device = 'meta': expected"),
+    "negative seed": (["--seed", "-1"], "seed = -1: expected"),
+    "no such option": (["--pixels", "3"], "--pixels"),
+    "out in no folder": (["--out", "nowhere/x.png"], "expected a .png file in a folder that exists"),
+    "out of another kind": (["--out", "x.pdf"], "expected a .png file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_demo_refuses_in_one_line(case: str) -> None:
+    arguments, message = REFUSED[case]
+    assert message in refused(invoke("demo", *arguments))
+
+
+def test_demo_refuses_a_gpu_that_is_not_there() -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    assert f"device = '{device}': expected" in refused(invoke("demo", "--device", device))
+
+
+def test_unknown_command_is_refused_in_one_line() -> None:
+    assert "dmeo" in refused(invoke("dmeo"))
+
+
+def test_demo_names_the_files_that_it_misses(tmp_path: Path) -> None:
+    for run in (
+        invoke("demo", data_dir=tmp_path),
+        invoke("demo", "--data-dir", tmp_path),
+        invoke("demo", "--data-dir", tmp_path / "nowhere"),
+    ):
+        line = refused(run)
+        assert str(tmp_path) in line
+        assert all(name in line for name in MNIST_FILES)
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"no header"), gzip.compress(b"0" * 99)])
+def test_demo_names_the_file_that_is_broken(tmp_path: Path, content: bytes) -> None:
+    for name in MNIST_FILES:
+        (tmp_path / name).write_bytes(content)
+    line = refused(invoke("demo", data_dir=tmp_path))
+    assert str(tmp_path / MNIST_FILES[0]) in line
+    assert "expected" in line
+
+
+def test_demo_reports_in_one_line_as_a_process(tmp_path: Path) -> None:
+    run = python("-m", "khot", "demo", "--data-dir", str(tmp_path))
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.count("\n") == 1
+
+
+def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = python("-c", "import sys; sys.modules['typer'] = None; import khot.experiments.cli")
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [cli.MISSING]
+    assert "pip install khot[demo]" in cli.MISSING
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run_without = invoke("demo")
+    assert run_without.exit_code == 1
+    assert "pip install khot[demo]" in run_without.output
+
+
+def test_command_starts_without_plotting_and_learning_packages() -> None:
+    program = "import sys, khot.experiments.cli; print({'matplotlib', 'sklearn'} & set(sys.modules))"
+    run = python("-c", program)
+    assert run.stdout.strip() == "set()"
