@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import oracles
 import torch
 from torch import Tensor
 
 import khot
+import oracles
 from khot import cdfs
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]

@@ -171,6 +171,7 @@ def test_any_shape(name: str, method: str) -> None:
     torch.testing.assert_close(f(x.T), f(x).T, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(f(x[1, 2]), f(x)[1, 2], rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(f(x[:, :1].expand(3, 4)), f(x[:, :1]).expand(3, 4), rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(torch.vmap(f)(x), f(x), rtol=1e-15, atol=1e-15)
     assert f(x[:0]).shape == (0, 4) and f(x[0, 0]).shape == ()
     assert torch.equal(x, before)
 

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import operators
 import pytest
 import torch
-from operators import OPERATORS, Operator
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 import khot
+import operators
+from operators import OPERATORS, Operator
 
 ROWS, N = 3, 7
 TAU = [0.5, 1.0, 1.7]

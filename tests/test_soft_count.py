@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-import oracles
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import khot
+import oracles
 from khot import cdfs
 from khot.kernels import solver
 

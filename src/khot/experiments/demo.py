@@ -34,10 +34,11 @@ __all__ = ["CDFS", "ArgumentError", "Args", "Curve", "Result", "run"]
 CDFS = ("logistic", "laplace", "normal", "uniform")
 
 # How tau and the scores go together. Adam moves a score by about its learning rate a step, so a travel of
-# 100 spread over the steps lets scores end a few units apart, whatever their number. tau starts at that
-# scale, where every pixel still counts, and ends far below the gaps, where only k do.
+# 100 spread over the steps lets scores end a few units apart, whatever their number. The gate, whose width is
+# tau times the CDF's standard deviation, starts at that scale, where every pixel still counts, and ends far
+# below the gaps, where only k do.
 SCORE_TRAVEL = 100.0
-TAU_START, TAU_END = 2.0, 0.05
+WIDTH_START, WIDTH_END = 3.6, 0.09
 
 # Four classifiers are trained side by side: behind the gate, so that the choice does not hang on one of
 # them, and in the comparison, because one alone varies by about 1 % on the 544 test digits.
@@ -212,11 +213,12 @@ def choose_pixels(split: Split, k: int, args: Args, report: Report) -> tuple[Ten
             {"params": [scores], "lr": SCORE_TRAVEL / args.steps},
         ]
     )
+    deviation = khot.cdfs.resolve(args.cdf).variance ** 0.5
     curve = Curve()
     for step, batch in enumerate(minibatches(split, CHOICE_BATCH, args)):
         # The last tenth of the steps settles at the final tau.
         progress = min(step / (0.9 * args.steps), 1.0)
-        tau = TAU_START * (TAU_END / TAU_START) ** progress
+        tau = WIDTH_START * (WIDTH_END / WIDTH_START) ** progress / deviation
         y = khot.soft_topk(scores, k, tau=tau, cdf=args.cdf)
         logits = model(split.train_images[batch] * y)
         labels = split.train_labels[batch]

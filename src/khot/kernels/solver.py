@@ -38,7 +38,7 @@ FINE = 4.0  # width, in τ, at which a histogram's window is narrow enough for N
 HISTOGRAMS = 4
 EVALUATIONS = 24
 LOG_EVALUATIONS = 4
-# hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is then ∓inf for finite x, and ±inf, not NaN, for x = ±inf
+# hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is ∓inf for finite x, and ±inf, not NaN, for x = ±inf
 HUGE = torch.finfo(torch.float64).max
 TINY = 1e-290  # tails below this are taken in logarithms
 
@@ -311,16 +311,16 @@ def _newton(
     bracket: _Bracket,
 ) -> tuple[Tensor, Tensor]:
     """Safeguarded Newton from the guess. The iterate is hi + lo; all else is kept relative to hi."""
-    # A Newton step this small leaves an error of its square. Across a kink of F the error would be the step
-    # times the share of the active entries that cross it; within 1e-9 τ there is none to speak of.
-    settled = 1e-8 if cdf.full_support else 1e-9
     inside = (guess >= bracket.low) & (guess <= bracket.high)
     hi = torch.where(inside, guess, 0.5 * bracket.low + 0.5 * bracket.high)
     hi, lo = torch.where(live, hi, 0.0), torch.zeros_like(hi)
     bounds = _Bracket(bracket.low - hi, bracket.high - hi)
     below, over = bounds.low - math.inf, bounds.high + math.inf  # evaluated: C > k, C < k there
     C_below, C_over = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)  # C − k there
+    last_density, last_step = torch.zeros_like(hi), torch.zeros_like(hi)
     running, deep = live, torch.zeros_like(live)
+    # a Newton step leaves an error of its square
+    settled = 1e-8 if cdf.full_support else 1e-12
     up, down = torch.zeros_like(hi), torch.zeros_like(hi)
 
     for _ in range(EVALUATIONS):
@@ -348,6 +348,14 @@ def _newton(
         # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
         trial = torch.where(step.abs() <= 1e-6 * tau, lo + step, trial)
         done = step.abs() <= settled * tau
+        if not cdf.full_support:
+            # Kinks of F make C' jump. As it changed along the last step, so it may along this one, and a
+            # step that leaves an error below rounding needs no confirmation.
+            density = s.density_above + s.density_below
+            curvature = ((density - last_density).abs() + 1) / last_step
+            error = 0.5 * curvature * (step / tau) ** 2
+            done = done | (error <= 1e-13 * torch.minimum(k, n - k).clamp(min=1))
+            last_density, last_step = density, (trial - lo).abs() / tau
 
         if cdf.full_support:
             gap = (excess == 0) & ((s.tail_above < TINY) | (s.tail_below < TINY))
@@ -426,7 +434,7 @@ def _newton_step(
         fall = last * ((n - k) / (n - C)) ** ((n - C) / (density * last)) - last
         many = torch.where((k <= n / 2) & (first < 2), rise, many)
         many = torch.where((k > n / 2) & (last < 2), fall, many)
-    use_few = (((P < limit) & (Q < limit)) | (density == 0)) & few.isfinite()
+    use_few = (((limit > P) & (limit > Q)) | (density == 0)) & few.isfinite()
     return tau * torch.where(use_few, few, torch.where(near, plain, many))
 
 

@@ -1,0 +1,654 @@
+"""soft_topk_magnitude against PAV in 50 digits, its closed forms, and what the paper proves of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad, gradcheck, gradgradcheck
+
+import oracles
+from khot import soft_topk_magnitude
+from oracles import ADVERSARIAL, TAUS, magnitude_pav
+
+INF, NAN = math.inf, math.nan
+P = (2.0, 4 / 3, 1.5, 1.15, 1.9)
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+each_p = pytest.mark.parametrize("p", P, ids=[f"p{p:.3g}" for p in P])
+each_rescale = pytest.mark.parametrize("rescale", [False, True], ids=["plain", "rescale"])
+each_float = pytest.mark.parametrize("dtype", FLOATS, ids=[str(d)[6:] for d in FLOATS])
+
+
+def f64(values: Any, **options: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, **options)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def full(y: Tensor, tau: float | Tensor, p: float) -> Tensor:
+    """y + τ y^(p−1), with signs."""
+    return y + tau * y.sign() * y.abs() ** (p - 1)
+
+
+def assert_within_rounding(got: Tensor, want: np.ndarray | Tensor, scale: float) -> None:
+    """float64: 1e-12 of the largest input, and 1e-10 of itself besides; below: rounded once from float64.
+
+    1e-14 of the largest input is what an entry within rounding of γ gets instead of 0.
+    """
+    want = torch.as_tensor(want).double()
+    eps, tiny = torch.finfo(got.dtype).eps, torch.finfo(got.dtype).tiny
+    error = (got.double() - want).abs()
+    if got.dtype == torch.float64:
+        assert error.max() <= 1e-12 * scale
+        allowed = 1e-10 * want.abs() + 1e-14 * scale
+    else:
+        allowed = 0.51 * eps * want.abs() + tiny + 1e-14 * scale
+    assert (error <= allowed).all(), (got, want)
+
+
+def assert_optimal(x: Tensor, y: Tensor, k: int, tau: float, p: float, rounding: float = 1e-12) -> None:
+    """y is a subgradient of half the sum of the k largest v², at v = s − τ y^(p−1): the optimality condition.
+
+    With γ the k-th largest v: y = v where v > γ, 0 where v < γ, and where v = γ it is in [0, γ], the sum of
+    all being the share of k that is left.
+    """
+    s, y = x.double().abs(), (y.double() * x.double().sign())
+    v = s - tau * y.abs() ** (p - 1)
+    tol = rounding * s.max()
+    gamma = v.sort(descending=True).values[k - 1]
+    above, below = v > gamma + tol, v < gamma - tol
+    tied = ~above & ~below
+    assert (y >= 0).all()
+    assert (y[below] == 0).all()
+    assert ((y - v)[above].abs() <= tol).all()
+    assert (y[tied] <= gamma + tol).all()
+    assert abs(y[tied].sum() - (k - above.sum()) * gamma) <= tol * (1 + tied.sum())
+    assert int((y > 0).sum()) <= k + int(tied.sum())
+
+
+# --------------------------------------------------------------------------------------------- values
+
+
+def _rows() -> dict[str, Tensor]:
+    """All exact in float32, so that one oracle serves every dtype above half."""
+    sparse = normal(11, seed=4).float()
+    sparse[::2] = 0
+    rows = {
+        "normal": normal(12),
+        "ties": f64([2, -2, 2, 1, 1, -1, 3, 0, 0, -3, 2]),
+        "tie_at_the_kth_place": f64([5, 4, -4, 4, 4, 1]),
+        "zeros": sparse,
+        "all_zero": f64([0] * 4),
+        "all_equal": f64([0.75] * 7),
+        "tiny": 1e-6 * normal(8, seed=1),
+        "large": 1e4 * normal(8, seed=2),
+        "wide": f64([1e4, -1e-6, 3, 1e-3, 0.5, -700]),
+        "close": 1 + 1e-3 * normal(9, seed=3),
+        "one": f64([-1.5]),
+        "two": f64([1, -1.0625]),
+    }
+    return {name: row.float().double() for name, row in rows.items()}
+
+
+ROWS = _rows()
+
+
+def places(n: int) -> list[int]:
+    return sorted({1, n // 3, n - 1, n} - {0})
+
+
+@functools.cache
+def expected(name: str, k: int, tau: float, p: float) -> Tensor:
+    return torch.as_tensor(magnitude_pav(ROWS[name], k, tau, p))
+
+
+@pytest.mark.parametrize("tau", [1e-3, 0.01, 0.3, 1.0, 10.0])
+@each_p
+def test_agrees_with_pav(p: float, tau: float) -> None:
+    for name, x in ROWS.items():
+        for k in places(len(x)):
+            want, scale = expected(name, k, tau, p), float(x.abs().max())
+            y = soft_topk_magnitude(x, k, tau=tau, p=p)
+            assert_within_rounding(y, want, scale)
+            assert_optimal(x, y, k, tau, p)
+            assert_within_rounding(soft_topk_magnitude(x.float(), k, tau=tau, p=p), want, scale)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
+def test_agrees_with_pav_on_adversarial_rows(kind: str, tau: float) -> None:
+    x = ADVERSARIAL[kind](20, torch.Generator().manual_seed(0))
+    for p in (2.0, 4 / 3, 1.15):
+        for k in (1, 7, 19):
+            y = soft_topk_magnitude(x, k, tau=tau, p=p)
+            assert_within_rounding(y, magnitude_pav(x, k, tau, p), float(x.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
+@each_p
+def test_long_rows_are_optimal(p: float, kind: str) -> None:
+    n = 5_000
+    x = ADVERSARIAL[kind](n, torch.Generator().manual_seed(1))
+    for k, tau in ((1, 1.0), (200, 0.01), (n // 2, 10.0), (n - 1, 0.3)):
+        assert_optimal(x, soft_topk_magnitude(x, k, tau=tau, p=p), k, tau, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@each_p
+def test_half_precision_is_rounded_once(p: float, dtype: torch.dtype) -> None:
+    x = normal(9, seed=5).to(dtype)
+    for k, tau in ((2, 0.3), (5, 1.0), (9, 0.01)):
+        y = soft_topk_magnitude(x, k, tau=tau, p=p)
+        assert y.dtype == dtype
+        assert_within_rounding(y, magnitude_pav(x, k, tau, p), 1.0)
+
+
+@each_float
+@each_p
+def test_extreme_scales_stay_finite(p: float, dtype: torch.dtype) -> None:
+    big, small = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    for row in ([big, -big, big, 1.0], [big, small, 3.0, 0.0], [small, small / 4, 0.0, 0.0], [1.0, 2, 2, 1]):
+        x = torch.tensor(row, dtype=torch.float64).to(dtype)
+        for tau in (1e-300, 1e-30, 1.0, 1e30, 1e300):
+            for k in range(5):
+                y = soft_topk_magnitude(x, k, tau=tau, p=p)
+                assert y.isfinite().all() and (y.abs() <= x.abs()).all() and (y * x >= 0).all(), (row, tau, k)
+
+
+# ------------------------------------------------------------------------------- what the paper proves
+
+
+def test_pooled_value_in_closed_form() -> None:
+    """Section 4, example: γ = Σs / Σ(1 + τw) over the pooled block, w = 1 for its first entries."""
+    x = f64([-3, 2, -2, 1])  # v = 3/2 for the first; the second's v = 1 < 2, so {2, 2} share γ = 4/(2 + 1)
+    torch.testing.assert_close(soft_topk_magnitude(x, 2), f64([-1.5, 2 / 3, -2 / 3, 0]), rtol=0, atol=1e-15)
+    x, pooled_rows = normal(50, 12, seed=6), 0
+    for k, tau in ((3, 0.3), (6, 1.0), (9, 10.0)):
+        y = soft_topk_magnitude(x, k, tau=tau).abs()
+        s, order = x.abs().sort(descending=True)
+        y = y.gather(-1, order)
+        alone = ((y * (1 + tau) - s).abs() < 1e-13) & (y > 0)
+        pooled = (y > 0) & ~alone
+        w = (torch.arange(12) < k).double()
+        for i in range(50):
+            b = pooled[i]
+            if b.any():
+                gamma = s[i, b].sum() / (1 + tau * w[b]).sum()
+                torch.testing.assert_close((s[i, b] - tau * y[i, b]), gamma.expand(int(b.sum())))
+                pooled_rows += 1
+    assert 20 < pooled_rows < 150
+
+
+def test_error_bound_of_section_4() -> None:
+    """Sander et al. 2023, section 4 and A.6, p = 2: without ties and for τ small enough (no block of more
+    than one entry), ‖topkmag_R(x) − topkmag(x)‖∞ ≤ τ‖x‖∞. It follows from y = x/(1 + τ)."""
+    x = normal(40, 10, seed=7)
+    s = x.abs().sort(descending=True).values
+    for k in (1, 4, 9):
+        tau = (s[:, k - 1] / s[:, k] - 1) * 0.999  # as large as leaves v_k = s_k/(1 + τ) ≥ s_(k+1)
+        hard = x * (x.abs() >= s[:, k - 1 : k])
+        y = soft_topk_magnitude(x, k, tau=tau)
+        assert ((y - hard).abs().amax(-1) <= tau * s[:, 0]).all()
+        torch.testing.assert_close(y, hard / (1 + tau[:, None]), rtol=1e-14, atol=0)
+
+
+def test_subproblem_of_appendix_A6() -> None:
+    """p = 4/3: γ Σw + Σ(γ − s)³/τ³ = 0; alone, so (s − v)³ = τ³v, and the error is τ v^⅓ ≤ τ‖x‖∞^⅓."""
+    x = f64([4, -3, 2.5, 0.5, -0.1])
+    for k in (1, 2, 3):
+        tau, hard = 0.1, x * (x.abs() >= x.abs().sort(descending=True).values[k - 1])
+        y = soft_topk_magnitude(x, k, tau=tau, p=4 / 3)
+        torch.testing.assert_close(((x - y) / tau) ** 3 * (hard != 0), y, rtol=1e-12, atol=0)
+        assert (y - hard).abs().max() <= tau * x.abs().max() ** (1 / 3)
+
+
+@each_p
+def test_slope_of_gamma_is_that_of_proposition_7(p: float) -> None:
+    """Its second case with the misprint mended: dγ/ds_i = (q−1)|γ−s_i|^(q−2)/Σ[(q−1)|γ−s_j|^(q−2) + w_j]."""
+    x, k = f64([1.0, 0.98, 0.97, 0.95, 0.2], requires_grad=True), 2
+    y = soft_topk_magnitude(x, k, p=p)
+    gamma = x[0] - y[0] ** (p - 1)
+    (got,) = grad(gamma, x)
+    rate = 1 / (p - 1) * (x.detach() - gamma.detach()).clamp(min=0) ** (1 / (p - 1) - 1)
+    block = y.detach() > 0
+    assert block.tolist() == [True, True, True, True, False]
+    torch.testing.assert_close(got, torch.where(block, rate / (rate[block].sum() + k), 0))
+
+
+@each_p
+def test_sparsity(p: float) -> None:
+    """At most k entries and a pooled block are not exactly 0; without a block, k of them."""
+    x = normal(30, 50, seed=8)
+    for k in (1, 10, 49):
+        assert ((soft_topk_magnitude(x, k, tau=1e-9, p=p) != 0).sum(-1) == k).all()
+        for tau in (0.3, 10.0):
+            y = soft_topk_magnitude(x, k, tau=tau, p=p)
+            for row, out in zip(x, y, strict=True):
+                assert_optimal(row, out, k, tau, p)
+
+
+@each_p
+def test_tends_to_hard_topk(p: float) -> None:
+    x = normal(5, 9, seed=9)
+    hard = x * (x.abs() >= x.abs().sort(descending=True).values[:, 3:4])
+    torch.testing.assert_close(soft_topk_magnitude(x, 4, tau=1e-14, p=p), hard, rtol=1e-12, atol=0)
+
+
+@each_rescale
+@each_p
+def test_symmetries(p: float, rescale: bool) -> None:
+    """Odd; equivariant under permutations; homogeneous: c·y solves for (c·x, c^(2−p)·τ)."""
+    x, options = normal(4, 9, seed=10), {"p": p, "rescale": rescale}
+    y = soft_topk_magnitude(x, 3, tau=0.5, **options)
+    assert torch.equal(soft_topk_magnitude(-x, 3, tau=0.5, **options), -y)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(soft_topk_magnitude(x[:, order], 3, tau=0.5, **options), y[:, order])
+    torch.testing.assert_close(soft_topk_magnitude(8 * x, 3, tau=0.5 * 8 ** (2 - p), **options), 8 * y)
+
+
+# -------------------------------------------------------------------------------------------- rescale
+
+
+@pytest.mark.parametrize("tau", [1e-3, 0.3, 1.0, 10.0])
+@each_p
+def test_rescale(p: float, tau: float) -> None:
+    """x itself where a selected entry is on its own, y + τ y^(p−1) elsewhere."""
+    seen = 0
+    for name, x in ROWS.items():
+        for k in places(len(x)):
+            y = expected(name, k, tau, p)
+            want, scale = full(y, tau, p), float(x.abs().max())
+            alone = (y.abs() > 1e-3 * x.abs()) & ((want - x).abs() <= 1e-13 * x.abs())
+            for dtype in (torch.float64, torch.float32):
+                got = soft_topk_magnitude(x.to(dtype), k, tau=tau, p=p, rescale=True)
+                assert torch.equal(got[alone], x[alone].to(dtype)), (name, k)
+                rounding = 2 * torch.finfo(dtype).eps * want.abs() + 1e-14 * scale
+                assert ((got - want).abs() <= rounding).all(), (name, k)
+                seen += int(alone.sum())
+    assert seen > 30
+
+
+@each_float
+@each_p
+def test_rescale_near_the_edge_of_a_block(p: float, dtype: torch.dtype) -> None:
+    """v(s₁) is above s₂ by less than rounding of the dtype: nothing is pooled, so the result is (s₁, 0),
+    with gradient (1, 0), however v(s₁) rounds."""
+    tau, first = 0.3, normal(400, seed=11, dtype=torch.float32).abs().to(dtype) + 1
+    v = soft_topk_magnitude(first.double()[:, None], 1, tau=tau, p=p)[:, 0]
+    second = v.to(dtype)
+    clear = v - second.double() > 1e-10  # rounded down: at 1e-10 float64 has no doubt that v(s₁) > s₂
+    if dtype == torch.float64:
+        second, clear = v - 1e-10, torch.ones_like(clear)
+    x = torch.stack([first, second], -1)[clear].requires_grad_()
+    assert len(x) > 100
+    y = soft_topk_magnitude(x, 1, tau=tau, p=p, rescale=True)
+    assert torch.equal(y, x.detach() * torch.tensor([1, 0], dtype=dtype))
+    (got,) = grad(y.sum(), x)
+    assert torch.equal(got, torch.tensor([1, 0], dtype=dtype).expand_as(x))
+
+
+# ------------------------------------------------------------------------------- the ends, inf and NaN
+
+
+@each_rescale
+@each_p
+def test_k_zero_and_k_n(p: float, rescale: bool) -> None:
+    x = f64([[3, -1, 0.5, 2], [0.1, 0.1, -0.1, 0.1]], requires_grad=True)
+    tau = f64(0.5, requires_grad=True)
+    y = soft_topk_magnitude(x, 0, tau=tau, p=p, rescale=rescale)
+    dx, dtau = grad(y.sum(), (x, tau))
+    assert (y == 0).all() and (dx == 0).all() and dtau == 0
+    y = soft_topk_magnitude(x, 4, tau=tau, p=p, rescale=rescale)
+    torch.testing.assert_close(y if rescale else full(y, tau, p), x, rtol=1e-14, atol=0)
+    assert all(g.isfinite().all() for g in grad(y.sum(), (x, tau)))
+
+
+def test_slope_at_zero_entries() -> None:
+    """p = 2, k = n: y = x/(1 + τ), whose slope is 1/(1 + τ) at 0 as elsewhere; with rescale y = x."""
+    x = f64([3, 0, -1, 0], requires_grad=True)
+    for rescale, slope in ((False, 1 / 1.5), (True, 1.0)):
+        (got,) = grad(soft_topk_magnitude(x, 4, tau=0.5, rescale=rescale).sum(), x)
+        torch.testing.assert_close(got, torch.full_like(x, slope))
+
+
+@each_rescale
+@each_p
+def test_infinite_entries_are_the_largest(p: float, rescale: bool) -> None:
+    """±inf takes one of k and leaves the others as if it were not there, gradients included."""
+    rest = [2.0, -1.9, 0.5, 1.8]
+    x = f64([-INF, *rest], requires_grad=True)
+    finite = f64(rest, requires_grad=True)
+    for k in (1, 2, 3, 5):
+        tau, tau_finite = f64(0.7, requires_grad=True), f64(0.7, requires_grad=True)
+        y = soft_topk_magnitude(x, k, tau=tau, p=p, rescale=rescale)
+        want = soft_topk_magnitude(finite, k - 1, tau=tau_finite, p=p, rescale=rescale)
+        assert y[0] == -INF
+        torch.testing.assert_close(y[1:], want, rtol=1e-14, atol=0)
+        (dx, dtau), (dwant, dtau_want) = grad(y[1:].sum(), (x, tau)), grad(want.sum(), (finite, tau_finite))
+        torch.testing.assert_close(dx, torch.cat([f64([0]), dwant]), rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(dtau, dtau_want, rtol=1e-13, atol=1e-15)
+
+
+@each_p
+def test_backward_agrees_with_differentiable_backward(p: float) -> None:
+    """Both rules, also at infinite, zero and masked entries."""
+    x = f64([[INF, 3, 0, -2.9, 0.1, 1], [2, 1.9, 0, 0, -1.8, -0.3]], requires_grad=True)
+    tau = f64([0.4, 2.0], requires_grad=True)
+    v = normal(2, 6, seed=12)
+    mask = f64([1, 1, 1, 1, 1, 0]).bool()
+
+    def both(create_graph: bool) -> tuple[Tensor, ...]:
+        y = soft_topk_magnitude(x, f64([2, 3]), tau=tau, p=p, mask=mask)
+        return grad(y, (x, tau), v, create_graph=create_graph)
+
+    for fused, differentiable in zip(both(False), both(True), strict=True):
+        torch.testing.assert_close(fused, differentiable.detach(), rtol=1e-12, atol=1e-14)
+
+
+@each_rescale
+@each_p
+def test_bad_rows_are_nan_and_no_others(p: float, rescale: bool) -> None:
+    good = [3.0, -2.0, 1.0, 0.5]
+    x = f64([good, [1, NAN, 2, 3], [INF, -INF, INF, 1], good, [INF, -INF, 1, 2]], requires_grad=True)
+    y = soft_topk_magnitude(x, 2, tau=0.5, p=p, rescale=rescale)
+    assert y.isnan().all(-1).tolist() == y.isnan().any(-1).tolist() == [False, True, True, False, False]
+    alone = f64(good, requires_grad=True)
+    want = soft_topk_magnitude(alone, 2, tau=0.5, p=p, rescale=rescale)
+    assert torch.equal(y[0], want) and torch.equal(y[3], want)
+    assert y[4].tolist() == [INF, -INF, 0, 0]
+    (dx,) = grad(y[[0, 3]].sum(), x)
+    (dwant,) = grad(want.sum(), alone)
+    assert torch.equal(dx[0], dwant) and torch.equal(dx[3], dwant)
+    assert soft_topk_magnitude(f64([INF, 1]), 0, p=p).isnan().all()
+
+
+# ------------------------------------------------------------------------- masks, tensors, dims, layout
+
+
+@each_rescale
+@each_p
+def test_what_is_masked_is_ignored(p: float, rescale: bool) -> None:
+    kept = f64([3, -1, 2.5, 0.1], requires_grad=True)
+    mask = torch.tensor([True, False, True, False, True, False, True])
+    x = f64([3, NAN, -1, INF, 2.5, -INF, 0.1], requires_grad=True)
+    for k in range(5):
+        y = soft_topk_magnitude(x, k, tau=0.4, p=p, rescale=rescale, mask=mask)
+        want = soft_topk_magnitude(kept, k, tau=0.4, p=p, rescale=rescale)
+        assert (y[~mask] == 0).all()
+        torch.testing.assert_close(y[mask], want, rtol=1e-14, atol=0)
+        (dx,), (dwant,) = grad(y.sum(), x), grad(want.sum(), kept)
+        assert (dx[~mask] == 0).all()
+        torch.testing.assert_close(dx[mask], dwant, rtol=1e-14, atol=0)
+
+
+def test_mask_broadcasts() -> None:
+    x = normal(2, 3, 5, seed=13)
+    for shape in ((5,), (3, 1), (2, 1, 5), (1, 1, 1), ()):
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.8
+        k = int(mask.expand(2, 3, 5).sum(-1).min()) // 2
+        want = soft_topk_magnitude(x, k, mask=mask.expand(2, 3, 5).contiguous())
+        assert torch.equal(soft_topk_magnitude(x, k, mask=mask), want)
+    assert (soft_topk_magnitude(x, 0, mask=torch.tensor(False)) == 0).all()
+
+
+@pytest.mark.parametrize("k_dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+def test_k_and_tau_of_each_row(k_dtype: torch.dtype) -> None:
+    x = normal(2, 3, 6, seed=14)
+    k = torch.tensor([[0, 1, 6], [3, 2, 5]], dtype=k_dtype)
+    tau = f64([[0.1, 1, 10], [0.01, 3, 0.3]])
+    for p in (2.0, 1.5):
+        y = soft_topk_magnitude(x, k, tau=tau, p=p)
+        for i in range(2):
+            for j in range(3):
+                row = soft_topk_magnitude(x[i, j], int(k[i, j]), tau=tau[i, j].item(), p=p)
+                torch.testing.assert_close(y[i, j], row, rtol=1e-14, atol=0)
+        by_row = soft_topk_magnitude(x, k[:, :1], tau=tau[1], p=p)
+        assert torch.equal(
+            by_row, soft_topk_magnitude(x, k[:, :1].expand(2, 3), tau=tau[1].expand(2, 3), p=p)
+        )
+
+
+@each_rescale
+def test_dims_and_layouts(rescale: bool) -> None:
+    options = {"tau": 0.6, "p": 1.5, "rescale": rescale}
+    x = normal(4, 5, 6, seed=15)
+    want = soft_topk_magnitude(x, 2, **options)
+    for dim in (0, 1, 2, -1, -2, -3):
+        moved = x.movedim(-1, dim)
+        got = soft_topk_magnitude(moved, 2, dim, **options)
+        torch.testing.assert_close(got, want.movedim(-1, dim), rtol=1e-14, atol=0)
+        again = soft_topk_magnitude(moved.contiguous(), 2, dim, **options)
+        torch.testing.assert_close(again, got, rtol=1e-14, atol=0)
+    wide = normal(8, 5, 12, seed=15)
+    strided = wide[::2, :, 1::2]
+    dense = soft_topk_magnitude(strided.contiguous(), 2, **options)
+    torch.testing.assert_close(soft_topk_magnitude(strided, 2, **options), dense, rtol=1e-14, atol=0)
+    flat = f64([1.0, -3, 2]).expand(4, 3).requires_grad_()
+    out = soft_topk_magnitude(flat, 1, **options)
+    assert torch.equal(out, soft_topk_magnitude(flat.detach().clone(), 1, **options))
+    (got,) = grad(out.sum(), flat)  # a gradient of stride 0
+    (dense,) = grad(soft_topk_magnitude(flat, 1, **options), flat, torch.ones(4, 3, dtype=torch.float64))
+    assert torch.equal(got, dense)
+
+
+def test_small_shapes() -> None:
+    assert soft_topk_magnitude(f64(-3.0), 1, tau=0.5).tolist() == -2.0
+    assert soft_topk_magnitude(f64([[-3.0]] * 2), 1, tau=0.5).tolist() == [[-2.0]] * 2
+    for shape in ((0, 4), (2, 0, 4), (3, 0)):
+        assert soft_topk_magnitude(torch.zeros(shape), 0).shape == shape
+    x = torch.zeros(0, 4, requires_grad=True)
+    soft_topk_magnitude(x, 2).sum().backward()
+    assert x.grad.shape == (0, 4)
+
+
+def test_arguments_are_left_alone() -> None:
+    x, k, tau = f64([[3, NAN, -1, 2]] * 2), torch.tensor([1, 2]), f64([0.5, 0.7])
+    mask = torch.tensor([True, False, True, True])
+    before = [t.clone() for t in (x, k, tau, mask)]
+    soft_topk_magnitude(x.requires_grad_(), k, tau=tau, mask=mask, rescale=True).sum().backward()
+    for now, then in zip((x, k, tau, mask), before, strict=True):
+        torch.testing.assert_close(now.detach(), then, rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------ derivatives
+
+# Of these the first row is pooled (four entries share two places), the second in part, the third not at all.
+SMOOTH = [[1.0, -0.98, 0.97, -0.95, 0.2], [7.0, 2.0, -1.9, 0.3, 1.7], [6.0, -3.0, 0.8, 0.3, 0.1]]
+
+
+def smooth_leaves() -> tuple[Tensor, Tensor]:
+    return f64(SMOOTH, requires_grad=True), f64([1.0, 0.8, 0.6], requires_grad=True)
+
+
+@each_rescale
+@each_p
+def test_gradients(p: float, rescale: bool) -> None:
+    def f(x: Tensor, tau: Tensor) -> Tensor:
+        return soft_topk_magnitude(x, 2, tau=tau, p=p, rescale=rescale)
+
+    assert gradcheck(f, smooth_leaves(), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(f, smooth_leaves())
+
+
+@each_rescale
+@each_p
+def test_forward_mode_is_reverse_mode(p: float, rescale: bool) -> None:
+    def f(x: Tensor, tau: Tensor) -> Tensor:
+        return soft_topk_magnitude(x, 2, tau=tau, p=p, rescale=rescale)
+
+    args = tuple(a.detach() for a in smooth_leaves())
+    forward, reverse = (jac(f, (0, 1))(*args) for jac in (torch.func.jacfwd, torch.func.jacrev))
+    for a, b in zip(forward, reverse, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@each_p
+def test_gradient_is_that_of_50_digits(p: float) -> None:
+    """Central differences of PAV, whose float64 results leave 1e-9 at h = 1e-6."""
+    x, tau = smooth_leaves()
+    v, h = normal(5, seed=16), 1e-6
+    dx, dtau = grad(soft_topk_magnitude(x, 2, tau=tau, p=p), (x, tau), v.expand(3, 5))
+    for row, t, got, got_tau in zip(x.detach(), tau.tolist(), dx, dtau, strict=True):
+
+        def loss(row: Tensor, t: float) -> float:
+            return float(v.numpy() @ magnitude_pav(row, 2, t, p))
+
+        steps = h * torch.eye(5, dtype=torch.float64)
+        want = [(loss(row + d, t) - loss(row - d, t)) / (2 * h) for d in steps]
+        torch.testing.assert_close(got, f64(want), rtol=1e-7, atol=1e-8)
+        want_tau = (loss(row, t + h) - loss(row, t - h)) / (2 * h)
+        torch.testing.assert_close(got_tau, f64(want_tau), rtol=1e-7, atol=1e-8)
+
+
+@each_p
+def test_hessian(p: float) -> None:
+    """torch.func.hessian (forward over reverse) and double backward see the same symmetric matrix."""
+    x, tau = f64(SMOOTH[1]), 0.8
+
+    def loss(x: Tensor) -> Tensor:
+        return (soft_topk_magnitude(x, 2, tau=tau, p=p, rescale=True) ** 3).sum()
+
+    got = torch.func.hessian(loss)(x)
+    torch.testing.assert_close(got, got.T, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(got, torch.autograd.functional.hessian(loss, x), rtol=1e-11, atol=1e-12)
+
+
+def test_no_gradient_in_k() -> None:
+    k = f64(2.0, requires_grad=True)
+    x = f64(SMOOTH, requires_grad=True)
+    y = soft_topk_magnitude(x, k)
+    assert grad(y.sum(), (x, k), allow_unused=True)[1] is None
+    assert not soft_topk_magnitude(x.detach(), k).requires_grad
+
+
+@each_rescale
+def test_vmap(rescale: bool) -> None:
+    x, k, tau = normal(3, 4, 6, seed=17), torch.tensor([1, 2, 5]), f64([0.1, 1.0, 3.0])
+
+    def f(x: Tensor, k: Any, tau: Any) -> Tensor:
+        return soft_topk_magnitude(x, k, tau=tau, p=1.5, rescale=rescale)
+
+    def each(*dims: int | None) -> Tensor:
+        args = [(a.unbind(0) if d == 0 else [a] * 3) for a, d in zip((x, k, tau), dims, strict=True)]
+        return torch.stack([f(*a) for a in zip(*args, strict=True)])
+
+    torch.testing.assert_close(torch.vmap(f)(x, k, tau), each(0, 0, 0), rtol=1e-14, atol=0)
+    got = torch.vmap(lambda k: f(x[0], k, 0.5))(k)
+    assert torch.equal(got, torch.stack([f(x[0], int(i), 0.5) for i in k]))
+    got = torch.vmap(lambda tau: f(x[0], 2, tau))(tau)
+    torch.testing.assert_close(got, torch.stack([f(x[0], 2, t) for t in tau.tolist()]), rtol=1e-14, atol=0)
+    nested = torch.vmap(torch.vmap(f, in_dims=(None, 0, None)), in_dims=(None, None, 0))(x[0], k, tau)
+    torch.testing.assert_close(nested[1, 2], f(x[0], 5, 1.0), rtol=1e-14, atol=0)
+    by_row = torch.func.grad(lambda x, t: f(x, 2, t).square().sum())
+    rows = torch.vmap(by_row, in_dims=(0, 0))(x[:, 0], tau)
+    torch.testing.assert_close(rows, torch.stack([by_row(x[i, 0], tau[i]) for i in range(3)]))
+
+
+@each_rescale
+def test_compile(rescale: bool) -> None:
+    """aot_eager, which traces forward and backward in full and spares the C++ compiler."""
+
+    def f(x: Tensor, k: Tensor, tau: Tensor, mask: Tensor) -> Tensor:
+        return soft_topk_magnitude(x, k, tau=tau, p=4 / 3, rescale=rescale, mask=mask)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    x, tau = smooth_leaves()
+    k, mask = torch.tensor([1, 2, 3]), torch.tensor([True, True, True, False, True])
+    want, got = f(x, k, tau, mask), compiled(x, k, tau, mask)
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
+    v = normal(3, 5, seed=18)
+    for a, b in zip(grad(got, (x, tau), v), grad(want, (x, tau), v), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+    bad_k, bad_tau = torch.tensor([1, 5, 2]), f64([1.0, 1.0, -1.0])  # 5 of 4; no exception, a row of NaN
+    assert compiled(x, bad_k, bad_tau, mask).isnan().all(-1).tolist() == [False, True, True]
+
+
+@each_p
+def test_opcheck(p: float) -> None:
+    x, tau = smooth_leaves()
+    s, k = x.detach().abs().requires_grad_(), f64([2.0])
+    torch.library.opcheck(torch.ops.khot.soft_topk_magnitude.default, (s, k, tau, p))
+    y, hi, lo = torch.ops.khot.soft_topk_magnitude(s.detach(), k, tau.detach(), p)
+    saved = (s.detach(), y, k, hi, lo, tau.detach(), p)
+    backward = torch.ops.khot.soft_topk_magnitude_backward.default
+    torch.library.opcheck(backward, (normal(3, 5), normal(3), *saved))
+    torch.library.opcheck(backward, (normal(5, 3).T, torch.zeros(()).double().expand(3), *saved))
+
+
+# -------------------------------------------------------------------------------------------- bad input
+
+X = torch.tensor([3.0, -1.0, 2.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("k", "said"),
+    [
+        (2.5, "2.5"),
+        (-1, "-1"),
+        (5, "5"),
+        (NAN, "nan"),
+        (INF, "inf"),
+        (torch.tensor(2.5), "2.5"),
+        (torch.tensor(-1), "-1"),
+        (torch.tensor(5), "5"),
+        (torch.tensor(NAN), "nan"),
+        (torch.tensor([1, 2]), r"\(2,\)"),
+    ],
+)
+def test_bad_k(k: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^k must .*got.*{said}"):
+        soft_topk_magnitude(X, k)
+
+
+@pytest.mark.parametrize("k", [3, torch.tensor(3), torch.tensor([1, 3])])
+def test_k_above_what_the_mask_allows(k: Any) -> None:
+    x = X.expand(2, 4) if isinstance(k, Tensor) and k.dim() else X
+    with pytest.raises(ValueError, match=r"^k must .* 3.* row with 2"):
+        soft_topk_magnitude(x, k, mask=torch.tensor([True, False, True, False]))
+
+
+@pytest.mark.parametrize("k", [None, "2", True, 2j, [2], torch.tensor(True), torch.tensor(2j)])
+def test_k_of_wrong_type(k: Any) -> None:
+    with pytest.raises(TypeError, match=r"^k must be a real number or tensor"):
+        soft_topk_magnitude(X, k)
+
+
+@pytest.mark.parametrize("tau", [0, -0.5, NAN, INF, torch.tensor(0.0), torch.tensor(-0.5), torch.tensor(NAN)])
+def test_bad_tau(tau: Any) -> None:
+    said = tau.item() if isinstance(tau, Tensor) else tau
+    with pytest.raises(ValueError, match=rf"^tau must be finite and > 0, but got {said}"):
+        soft_topk_magnitude(X, 2, tau=tau)
+
+
+@pytest.mark.parametrize("p", [1, 1.1, 2.5, -2, NAN, INF])
+def test_p_out_of_range(p: float) -> None:
+    with pytest.raises(ValueError, match=rf"^p must lie in \[1.15, 2.0\], but got {p}"):
+        soft_topk_magnitude(X, 2, p=p)
+
+
+@pytest.mark.parametrize("p", ["2", None, True, torch.tensor(2.0)])
+def test_p_of_wrong_type(p: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^p must be a real number, but got {type(p).__name__}"):
+        soft_topk_magnitude(X, 2, p=p)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_input_that_is_not_floating_point(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"^input must have a floating-point dtype, but got {dtype}"):
+        soft_topk_magnitude(torch.ones(4, dtype=dtype), 2)
+
+
+def test_oracle_of_this_file_is_the_programme_itself() -> None:
+    """PAV and cvxpy agree on a pooled row: a guard against both sides sharing one mistake."""
+    for p in (2.0, 4 / 3):
+        want = oracles.magnitude_argmin(SMOOTH[1], 2, 0.8, p)
+        got = soft_topk_magnitude(f64(SMOOTH[1]), 2, tau=0.8, p=p)
+        np.testing.assert_allclose(got.numpy(), want, atol=1e-4)
