@@ -79,19 +79,19 @@ def assert_optimal(x: Tensor, y: Tensor, k: int, tau: float, p: float, rounding:
 
 def _rows() -> dict[str, Tensor]:
     """All exact in float32, so that one oracle serves every dtype above half."""
-    sparse = normal(11, seed=4).float()
+    sparse = normal(8, seed=4).float()
     sparse[::2] = 0
     rows = {
-        "normal": normal(12),
-        "ties": f64([2, -2, 2, 1, 1, -1, 3, 0, 0, -3, 2]),
+        "normal": normal(9),
+        "ties": f64([2, -2, 2, 1, -1, 3, 0, 0, -3]),
         "tie_at_the_kth_place": f64([5, 4, -4, 4, 4, 1]),
         "zeros": sparse,
         "all_zero": f64([0] * 4),
-        "all_equal": f64([0.75] * 7),
-        "tiny": 1e-6 * normal(8, seed=1),
-        "large": 1e4 * normal(8, seed=2),
+        "all_equal": f64([0.75] * 5),
+        "tiny": 1e-6 * normal(7, seed=1),
+        "large": 1e4 * normal(7, seed=2),
         "wide": f64([1e4, -1e-6, 3, 1e-3, 0.5, -700]),
-        "close": 1 + 1e-3 * normal(9, seed=3),
+        "close": 1 + 1e-3 * normal(7, seed=3),
         "one": f64([-1.5]),
         "two": f64([1, -1.0625]),
     }
@@ -125,19 +125,19 @@ def test_agrees_with_pav(p: float, tau: float) -> None:
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
 def test_agrees_with_pav_on_adversarial_rows(kind: str, tau: float) -> None:
-    x = ADVERSARIAL[kind](20, torch.Generator().manual_seed(0))
+    x = ADVERSARIAL[kind](16, torch.Generator().manual_seed(0))
     for p in (2.0, 4 / 3, 1.15):
-        for k in (1, 7, 19):
+        for k in (1, 6, 15):
             y = soft_topk_magnitude(x, k, tau=tau, p=p)
             assert_within_rounding(y, magnitude_pav(x, k, tau, p), float(x.abs().max()))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
-@each_p
+@pytest.mark.parametrize("kind", ["normal_1", "cauchy", "lognormal", "ties", "equal", "outlier"])
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 1.15])
 def test_long_rows_are_optimal(p: float, kind: str) -> None:
-    n = 5_000
+    n = 20_000
     x = ADVERSARIAL[kind](n, torch.Generator().manual_seed(1))
-    for k, tau in ((1, 1.0), (200, 0.01), (n // 2, 10.0), (n - 1, 0.3)):
+    for k, tau in ((200, 0.01), (n // 2, 10.0), (n - 1, 0.3)):
         assert_optimal(x, soft_topk_magnitude(x, k, tau=tau, p=p), k, tau, p)
 
 
@@ -151,14 +151,26 @@ def test_half_precision_is_rounded_once(p: float, dtype: torch.dtype) -> None:
         assert_within_rounding(y, magnitude_pav(x, k, tau, p), 1.0)
 
 
+@pytest.mark.parametrize("tau", [1e-6, 1e-9, 1e-12, 1e-14, 1e-16, 1e-30, 1e-300])
+@each_p
+def test_ties_share_equally_however_small_tau_is(p: float, tau: float) -> None:
+    """m ties for j places at s = 1 have γ = 1 − τ(jγ/m)^(p−1), so y = jγ/m is j/m to within τ."""
+    for row, places in (([1.0, 1, 1], [1, 2]), ([3, 1, 1, -1, 0.5], [2, 3])):
+        x, largest = f64(row), int(row[0] > 1)
+        for k in places:
+            y = soft_topk_magnitude(x, k, tau=tau, p=p)
+            want = torch.where(x.abs() == 1, x * (k - largest) / 3, torch.where(x > 1, x, 0))
+            torch.testing.assert_close(y, want, rtol=3 * tau + 1e-12, atol=0)
+
+
 @each_float
 @each_p
 def test_extreme_scales_stay_finite(p: float, dtype: torch.dtype) -> None:
     big, small = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     for row in ([big, -big, big, 1.0], [big, small, 3.0, 0.0], [small, small / 4, 0.0, 0.0], [1.0, 2, 2, 1]):
         x = torch.tensor(row, dtype=torch.float64).to(dtype)
-        for tau in (1e-300, 1e-30, 1.0, 1e30, 1e300):
-            for k in range(5):
+        for tau in (1e-300, 1.0, 1e300):
+            for k in (1, 2, 4):
                 y = soft_topk_magnitude(x, k, tau=tau, p=p)
                 assert y.isfinite().all() and (y.abs() <= x.abs()).all() and (y * x >= 0).all(), (row, tau, k)
 
@@ -170,7 +182,7 @@ def test_pooled_value_in_closed_form() -> None:
     """Section 4, example: γ = Σs / Σ(1 + τw) over the pooled block, w = 1 for its first entries."""
     x = f64([-3, 2, -2, 1])  # v = 3/2 for the first; the second's v = 1 < 2, so {2, 2} share γ = 4/(2 + 1)
     torch.testing.assert_close(soft_topk_magnitude(x, 2), f64([-1.5, 2 / 3, -2 / 3, 0]), rtol=0, atol=1e-15)
-    x, pooled_rows = normal(50, 12, seed=6), 0
+    x, pooled_rows = normal(30, 12, seed=6), 0
     for k, tau in ((3, 0.3), (6, 1.0), (9, 10.0)):
         y = soft_topk_magnitude(x, k, tau=tau).abs()
         s, order = x.abs().sort(descending=True)
@@ -178,13 +190,13 @@ def test_pooled_value_in_closed_form() -> None:
         alone = ((y * (1 + tau) - s).abs() < 1e-13) & (y > 0)
         pooled = (y > 0) & ~alone
         w = (torch.arange(12) < k).double()
-        for i in range(50):
+        for i in range(30):
             b = pooled[i]
             if b.any():
                 gamma = s[i, b].sum() / (1 + tau * w[b]).sum()
                 torch.testing.assert_close((s[i, b] - tau * y[i, b]), gamma.expand(int(b.sum())))
                 pooled_rows += 1
-    assert 20 < pooled_rows < 150
+    assert 20 < pooled_rows < 90
 
 
 def test_error_bound_of_section_4() -> None:

@@ -354,6 +354,14 @@ def test_inductor_compiles_the_whole_graph() -> None:
     assert_close(x.grad, leaf.grad, 1e-12)
 
 
+def test_compiled_vmap() -> None:
+    torch.compiler.reset()
+    x, k = scores(), torch.tensor([2.3, 3.0, 4.6])
+    mapped = torch.func.vmap(lambda x, k: khot.sigmoid_topk(x, k) * khot.topk_mask(x, k))
+    got = torch.compile(mapped, fullgraph=True, backend="aot_eager")(x.clone().requires_grad_(), k)
+    assert_close(got.detach(), mapped(x, k), 1e-13)
+
+
 @pytest.mark.xfail(strict=True, reason="torch.compile of torch.func.grad ignores a custom backward")
 def test_compiled_func_grad() -> None:
     def loss(x: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ __all__ = [
     "per_row",
     "rows",
     "unrows",
-    "vmap_rows",
 ]
 
 Scalar = float | Tensor  # a number, or a tensor with one entry a row
@@ -50,7 +49,9 @@ def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = Tr
     """The scores with dim last, larger is better, and −inf where the mask is False."""
     check_input(input)
     dim = check_dim(input, dim)
-    x = input.movedim(dim, -1) if input.dim() else input.reshape(1)
+    x = input
+    if dim != input.dim() - 1:
+        x = input.movedim(dim, -1) if input.dim() else input.reshape(1)
     if not largest:
         x = -x
     if mask is not None:
@@ -60,6 +61,8 @@ def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = Tr
 
 def unrows(y: Tensor, input: Tensor, dim: int) -> Tensor:
     """The inverse of the move in :func:`rows`, for a result of the input's shape."""
+    if dim in (-1, input.dim() - 1) and input.dim():
+        return y
     return y.movedim(-1, dim) if input.dim() else y.reshape(())
 
 
@@ -135,7 +138,9 @@ def explain_nan(
 
     Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN.
     """
-    if type(result) is not Tensor or result.device.type != "cpu" or not bool(result.isnan().any()):
+    if torch.compiler.is_compiling() or type(result) is not Tensor or result.device.type != "cpu":
+        return
+    if not math.isnan(result.sum().item()):  # one NaN makes the sum NaN, at half the cost of isnan().any()
         return
     if tau is not None:
         bad = ~((tau > 0) & (tau < math.inf))
@@ -150,21 +155,3 @@ def explain_nan(
         )
     if integer and bool((k != torch.floor(k)).any()):
         raise ValueError(f"k must be an integer, but got {k[k != torch.floor(k)][0].item()}")
-
-
-def vmap_rows(call: Any, info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Any, Any]:
-    """The vmap rule of an operator on rows: the mapped dimension becomes one more batch dim in front.
-
-    Tensors among args broadcast with the batch shape.
-    """
-    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-    batch = x.dim() - 1
-
-    def align(value: Any, dim: int | None) -> Any:
-        if dim is None:
-            return value
-        value = value.movedim(dim, 0)
-        return value.reshape(value.shape[0], *(1,) * (batch - value.dim()), *value.shape[1:])
-
-    out = call(x, *(align(a, d) for a, d in zip(args, in_dims[1:], strict=True)))
-    return out, (0,) * len(out) if isinstance(out, tuple) else 0

@@ -11,6 +11,7 @@ from torch import Tensor
 import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments
 from khot.arguments import Scalar
+from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
 from khot.kernels.solver import HUGE
 
 __all__ = ["soft_topk_magnitude"]
@@ -70,10 +71,7 @@ def soft_topk_magnitude(
         x, s = torch.where(allowed, x, 0), torch.where(allowed, s, -math.inf)
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True).detach()
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    if torch.compiler.is_compiling():  # as in soft_count.threshold_map
-        y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, float(p))
-    else:
-        y, hi, lo = _Magnitude.apply(s, k, tau, float(p))
+    y, hi, lo = call(_Magnitude, torch.ops.khot.soft_topk_magnitude, s, k, tau, float(p))
     if rescale:
         hi, lo = hi.unsqueeze(-1), lo.unsqueeze(-1)
         pooled = y + ((s - hi) - lo).clamp(min=0).to(s.dtype)
@@ -81,12 +79,13 @@ def soft_topk_magnitude(
     return arguments.unrows(y * x.sign(), input, dim)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     s, k, tau, ctx.p = inputs
-    ctx.save_for_backward(s, output[0], k, *output[1:], tau)
+    y, hi, lo = output
+    ctx.save_for_backward(s, y, k, hi, lo, tau)
 
 
-def _backward(ctx: Any, grad: Tensor, grad_hi: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
     s, y, k, hi, lo, tau = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         ds, dtau = _pull(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
@@ -96,23 +95,27 @@ def _backward(ctx: Any, grad: Tensor, grad_hi: Tensor, grad_lo: Tensor) -> tuple
     return ds, None, grad_tau, None
 
 
-torch.library.register_autograd("khot::soft_topk_magnitude", _backward, setup_context=_setup_context)
+register("khot::soft_topk_magnitude", _backward, _save)
 
 
+@quick_to_apply
 class _Magnitude(torch.autograd.Function):
     """As soft_count._ThresholdMap: y and γ = hi + lo are outputs, so backward can be differentiated."""
 
     @staticmethod
     def forward(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-        y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
+        with below_autograd():
+            y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
         arguments.explain_nan(hi, s, k, tau, integer=True)
         return y, hi, lo
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _setup_context(ctx, inputs, output)
+        _save(ctx, inputs, output)
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_forward(inputs[0], output[0], inputs[1], *output[1:], inputs[2])
+        s, k, tau, _ = inputs
+        y, hi, lo = output
+        ctx.save_for_forward(s, y, k, hi, lo, tau)
 
     backward = staticmethod(_backward)
 
@@ -123,12 +126,7 @@ class _Magnitude(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return arguments.vmap_rows(_Magnitude.apply, info, in_dims, *args)
-
-
-@torch.library.register_vmap("khot::soft_topk_magnitude")
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return arguments.vmap_rows(torch.ops.khot.soft_topk_magnitude, info, in_dims, *args)
+        return vmap_rows(_Magnitude.apply, info, in_dims, *args)
 
 
 class _Linear(NamedTuple):

@@ -16,6 +16,7 @@ import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
+from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
 from khot.kernels.solver import HUGE
 
 __all__ = ["inverse_soft_count", "soft_count", "threshold_map"]
@@ -150,37 +151,32 @@ def threshold_map(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, output: str) -> t
     Returns:
         The output; hi, a constant; and lo, which carries t's derivatives.
     """
-    if torch.compiler.is_compiling():
-        # Dynamo rejects an autograd.Function that defines jvp; the operator has the same backward
-        return torch.ops.khot.soft_topk(x, k, tau, cdf.name, cdf.shape, output)
-    return _ThresholdMap.apply(x, k, tau, cdf.name, cdf.shape, output)
+    return call(_ThresholdMap, torch.ops.khot.soft_topk, x, k, tau, cdf.name, cdf.shape, output)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, k, tau, name, shape, kind = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, k, tau, name, shape, ctx.kind = inputs
     _, hi, lo = output
     ctx.save_for_backward(x, tau, hi, lo)
-    ctx.k_like = k.shape, k.dtype
-    ctx.cdf, ctx.kind = cdfs.resolve(name, shape), kind
+    ctx.k_like, ctx.cdf = (k.shape, k.dtype), (name, shape)
 
 
-def _backward(ctx: Any, grad: Tensor, grad_hi: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
     x, tau, hi, lo = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        dx, dk, dtau = _pull(grad, grad_lo, x, hi, lo, tau, ctx.cdf, ctx.kind)
+        dx, dk, dtau = _pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind)
     else:
-        dx, dk, dtau = torch.ops.khot.soft_topk_backward(
-            grad, grad_lo, x, hi, lo, tau, ctx.cdf.name, ctx.cdf.shape, ctx.kind
-        )
+        dx, dk, dtau = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind)
     k_shape, k_dtype = ctx.k_like
     grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
     grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
     return dx, grad_k, grad_tau, None, None, None
 
 
-torch.library.register_autograd("khot::soft_topk", _backward, setup_context=_setup_context)
+register("khot::soft_topk", _backward, _save)
 
 
+@quick_to_apply
 class _ThresholdMap(torch.autograd.Function):
     """The one autograd rule. Outputs include t itself (as lo), so that backward, written in torch
     operations on x, t and τ, can be differentiated again, to any order and in either mode."""
@@ -189,15 +185,16 @@ class _ThresholdMap(torch.autograd.Function):
     def forward(
         x: Tensor, k: Tensor, tau: Tensor, name: str, shape: float, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, hi, lo = torch.ops.khot.soft_topk(x, k, tau, name, shape, kind)
+        with below_autograd():
+            out, hi, lo = torch.ops.khot.soft_topk(x, k, tau, name, shape, kind)
         arguments.explain_nan(hi, x, k, tau)
         return out, hi, lo
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _setup_context(ctx, inputs, output)
-        x, _, tau = inputs[:3]
+        _save(ctx, inputs, output)
         ctx.mark_non_differentiable(output[1])
+        x, _, tau = inputs[:3]
         ctx.save_for_forward(x, tau, *output[1:])
 
     backward = staticmethod(_backward)
@@ -207,16 +204,11 @@ class _ThresholdMap(torch.autograd.Function):
         ctx: Any, dx: Tensor | None, dk: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         x, tau, hi, lo = ctx.saved_tensors
-        return _push(dx, dk, dtau, x, tau, hi, lo, ctx.cdf, ctx.kind)
+        return _push(dx, dk, dtau, x, tau, hi, lo, cdfs.resolve(*ctx.cdf), ctx.kind)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return arguments.vmap_rows(_ThresholdMap.apply, info, in_dims, *args)
-
-
-@torch.library.register_vmap("khot::soft_topk")
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return arguments.vmap_rows(torch.ops.khot.soft_topk, info, in_dims, *args)
+        return vmap_rows(_ThresholdMap.apply, info, in_dims, *args)
 
 
 class _Linear(NamedTuple):

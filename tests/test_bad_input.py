@@ -1,0 +1,809 @@
+"""Bad and unusual input: the design's table, line by line and for every operator, then at random.
+
+Values that are wrong get ValueError, types and dtypes TypeError, dims IndexError, each naming the argument
+and the value. Numbers always raise; tensors raise on the CPU in eager mode and make their row NaN under
+torch.compile. Unusual input (±inf, NaN, ends of k, nothing at all) gets an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import grad
+
+import khot
+import oracles
+from khot import cdfs
+
+INF, NAN = math.inf, math.nan
+HUGE_INT = 10**400  # no float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """``family`` says what is true of its values; k and tau say what it calls these arguments."""
+
+    name: str
+    family: str
+    k: str = "k"
+    tau: str | None = "tau"
+
+    @property
+    def mask(self) -> bool:
+        return self.family != "count" and self.family != "threshold"
+
+    @property
+    def k_in_range(self) -> bool:
+        return self.family != "count"
+
+    def __call__(self, x: Any, k: Any = 2, dim: Any = -1, **options: Any) -> Tensor:
+        """The operator, with ``tau=`` under the name it has there."""
+        if "tau" in options:
+            tau = options.pop("tau")
+            if self.tau is not None:
+                options[self.tau] = tau
+        return getattr(khot, self.name)(x, k, dim, **options)
+
+
+OPERATORS = [
+    Operator("soft_topk", "mask"),
+    Operator("log_soft_topk", "log"),
+    Operator("sigmoid_topk", "mask"),
+    Operator("laplace_topk", "mask"),
+    Operator("ot_topk", "mask", tau="epsilon"),
+    Operator("sparse_topk", "mask"),
+    Operator("soft_topk_magnitude", "magnitude"),
+    Operator("topk_mask", "hard", tau=None),
+    Operator("soft_count", "count", k="at"),
+    Operator("inverse_soft_count", "threshold", k="count"),
+]
+SELECTING = ("mask", "log", "hard")  # give each entry a share of k, or its logarithm
+
+
+def each(where: Callable[[Operator], bool] = lambda op: True) -> pytest.MarkDecorator:
+    chosen = [op for op in OPERATORS if where(op)]
+    return pytest.mark.parametrize("op", chosen, ids=[op.name for op in chosen])
+
+
+def named(*names: str) -> pytest.MarkDecorator:
+    return each(lambda op: op.name in names)
+
+
+def f64(values: Any, **options: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, **options)
+
+
+def assert_raises(error: type[Exception], argument: str, said: Any, call: Callable[[], Any]) -> None:
+    """The error, with a message that starts with the argument and has the value in it."""
+    with pytest.raises(error) as info:
+        call()
+    message = str(info.value)
+    assert type(info.value) is error
+    assert message.startswith(f"{argument} must "), message
+    assert str(said) in message, message
+
+
+def test_every_public_operator_is_here() -> None:
+    public = {name for name in khot.__all__ if callable(getattr(khot, name))}
+    assert {op.name for op in OPERATORS} == public
+
+
+# ---------------------------------------------------------------------------- what raises, line by line
+
+X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
+MASK = torch.tensor([True, False, True, False])
+
+
+@pytest.mark.parametrize("k", [-1, -0.5, 5, 4.5, NAN, INF, -INF, HUGE_INT], ids=lambda k: str(k)[:6])
+@each(lambda op: op.k_in_range)
+def test_k_out_of_range(op: Operator, k: float) -> None:
+    assert_raises(ValueError, op.k, k, lambda: op(X, k))
+
+
+@pytest.mark.parametrize("k", [-1.0, -0.5, 5.0, 4.5, NAN, INF, -INF])
+@each(lambda op: op.k_in_range)
+def test_k_out_of_range_in_a_tensor(op: Operator, k: float) -> None:
+    assert_raises(ValueError, op.k, k, lambda: op(X, f64(k)))
+    one_row = f64([[2], [k]]) if op.family == "threshold" else f64([2, k])
+    assert_raises(ValueError, op.k, k, lambda: op(X, one_row))
+    assert_raises(ValueError, op.k, k, lambda: op(X.requires_grad_(False).clone().requires_grad_(), f64(k)))
+
+
+@pytest.mark.parametrize("k", [3, f64(3), torch.tensor(3), f64([1, 3])], ids=str)
+@each(lambda op: op.mask)
+def test_k_above_what_the_mask_allows(op: Operator, k: Any) -> None:
+    assert_raises(ValueError, op.k, "3", lambda: op(X, k, mask=MASK))
+    assert_raises(ValueError, op.k, "row with 2", lambda: op(X, k, mask=MASK))
+    assert_raises(ValueError, op.k, "row with 0", lambda: op(X, 1, mask=torch.tensor(False)))
+
+
+@pytest.mark.parametrize("k", [3, f64(3)], ids=["number", "tensor"])
+@each(lambda op: op.family in (*SELECTING, "threshold"))
+def test_k_above_what_is_not_minus_infinity(op: Operator, k: Any) -> None:
+    assert_raises(ValueError, op.k, "row with 2", lambda: op(torch.where(MASK, X, -INF), k))
+
+
+@pytest.mark.parametrize("k", [2.5, f64(2.5), f64([2, 0.5])], ids=str)
+@named("soft_topk_magnitude")
+def test_k_not_an_integer(op: Operator, k: Any) -> None:
+    said = 2.5 if not isinstance(k, Tensor) or not k.dim() else 0.5
+    assert_raises(ValueError, "k", said, lambda: op(X, k))
+
+
+@pytest.mark.parametrize("tau", [0, -1, 0.0, -0.5, NAN, INF, -INF, HUGE_INT], ids=lambda tau: str(tau)[:6])
+@each(lambda op: op.tau is not None)
+def test_tau_not_positive_and_finite(op: Operator, tau: float) -> None:
+    assert_raises(ValueError, str(op.tau), tau, lambda: op(X, tau=tau))
+
+
+@pytest.mark.parametrize("tau", [0.0, -0.5, NAN, INF, -INF])
+@each(lambda op: op.tau is not None)
+def test_tau_not_positive_and_finite_in_a_tensor(op: Operator, tau: float) -> None:
+    assert_raises(ValueError, str(op.tau), tau, lambda: op(X, tau=f64(tau)))
+    assert_raises(ValueError, str(op.tau), tau, lambda: op(X, tau=f64([1, tau])))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64], ids=str
+)
+@each()
+def test_input_not_floating_point(op: Operator, dtype: torch.dtype) -> None:
+    assert_raises(TypeError, "input", dtype, lambda: op(torch.ones(4, dtype=dtype)))
+
+
+@pytest.mark.parametrize("x", [None, 1.0, [1.0, 2.0], np.ones(3), "scores"], ids=lambda x: type(x).__name__)
+@each()
+def test_input_not_a_tensor(op: Operator, x: Any) -> None:
+    assert_raises(TypeError, "input", type(x).__name__, lambda: op(x, 1))
+
+
+@pytest.mark.parametrize("dim", [2, -3, 100, HUGE_INT], ids=lambda dim: str(dim)[:6])
+@each()
+def test_dim_out_of_range(op: Operator, dim: int) -> None:
+    assert_raises(IndexError, "dim", dim, lambda: op(X, dim=dim))
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+@each()
+def test_dim_out_of_range_of_a_number(op: Operator, dim: int) -> None:
+    assert_raises(IndexError, "dim", dim, lambda: op(torch.tensor(1.0), 1, dim))
+
+
+@pytest.mark.parametrize("dim", [None, 1.0, True, "0", (0, 1), torch.tensor(0)], ids=str)
+@each()
+def test_dim_of_wrong_type(op: Operator, dim: Any) -> None:
+    assert_raises(TypeError, "dim", type(dim).__name__, lambda: op(X, dim=dim))
+
+
+@pytest.mark.parametrize("cdf", ["gauss", "Logistic", "", "power"])
+@named("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count")
+def test_unknown_cdf(op: Operator, cdf: str) -> None:
+    assert_raises(ValueError, "cdf", repr(cdf), lambda: op(X, cdf=cdf))
+    assert_raises(ValueError, "cdf", "'logistic', 'laplace', 'normal', 'uniform'", lambda: op(X, cdf=cdf))
+
+
+@pytest.mark.parametrize("cdf", [None, 2.0, cdfs.Normal, torch.sigmoid], ids=str)
+@named("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count")
+def test_cdf_of_wrong_type(op: Operator, cdf: Any) -> None:
+    assert_raises(TypeError, "cdf", type(cdf).__name__, lambda: op(X, cdf=cdf))
+
+
+@pytest.mark.parametrize("p", [1, 1.1, 2.1, -2, NAN, INF, HUGE_INT], ids=lambda p: str(p)[:6])
+@named("sparse_topk", "soft_topk_magnitude")
+def test_p_out_of_range(op: Operator, p: float) -> None:
+    assert_raises(ValueError, "p", p, lambda: op(X, p=p))
+
+
+@pytest.mark.parametrize("p", [None, "2", True, 2j, torch.tensor(1.5)], ids=str)
+@named("sparse_topk", "soft_topk_magnitude")
+def test_p_of_wrong_type(op: Operator, p: Any) -> None:
+    assert_raises(TypeError, "p", type(p).__name__, lambda: op(X, p=p))
+
+
+NOT_NUMBERS = [None, "2", True, 2j, [2], (2,), np.array([2.0]), torch.tensor(True), torch.tensor(2j)]
+
+
+def typename(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=typename)
+@each()
+def test_k_and_tau_of_wrong_type(op: Operator, value: Any) -> None:
+    assert_raises(TypeError, op.k, typename(value), lambda: op(X, value))
+    if op.tau is not None:
+        assert_raises(TypeError, op.tau, typename(value), lambda: op(X, tau=value))
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (2, 1), (1, 2), (2, 2), (0,)], ids=str)
+@each()
+def test_k_and_tau_that_do_not_broadcast_with_the_batch(op: Operator, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape)
+    if op.tau is not None:
+        assert_raises(ValueError, op.tau, shape, lambda: op(X, tau=value))
+    if op.mask:
+        assert_raises(ValueError, op.k, shape, lambda: op(X, value))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 2, 1)], ids=str)
+@named("soft_count", "inverse_soft_count")
+def test_levels_of_wrong_shape(op: Operator, shape: tuple[int, ...]) -> None:
+    assert_raises(ValueError, op.k, shape, lambda: op(X, torch.ones(shape)))
+
+
+@pytest.mark.parametrize(
+    "mask", [True, [True] * 4, np.ones(4, dtype=bool), torch.ones(4), MASK.int()], ids=str
+)
+@each(lambda op: op.mask)
+def test_mask_of_wrong_type(op: Operator, mask: Any) -> None:
+    assert_raises(TypeError, "mask", typename(mask), lambda: op(X, 1, mask=mask))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 4), (1, 2, 4), (0,), (2, 3)], ids=str)
+@each(lambda op: op.mask)
+def test_mask_that_does_not_broadcast(op: Operator, shape: tuple[int, ...]) -> None:
+    mask = torch.ones(shape, dtype=torch.bool)
+    assert_raises(ValueError, "mask", shape, lambda: op(X, 1, mask=mask))
+
+
+@each()
+def test_compiled_bad_tensors_give_nan_in_their_row(op: Operator) -> None:
+    """No exception, for nothing waits for a device; and the good row as in eager mode."""
+    torch._dynamo.reset()
+    x, at_dim = X[[0, 0, 0]].double(), (3, 1) if op.family in ("count", "threshold") else (3,)
+    compiled = torch.compile(
+        lambda x, k, tau: op(x, k, tau=tau, **({"mask": MASK} if op.mask else {})),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    good, one = f64([2, 2, 2]), torch.ones(3, dtype=torch.float64)
+    want = compiled(x, good.reshape(at_dim), one)
+    assert not want.isnan().any()
+    if op.k_in_range:
+        bad = 4 + op.mask * -1  # above the two that the mask allows, or above all
+        y = compiled(x, f64([2, bad if op.mask else 5, -1]).reshape(at_dim), one)
+        assert y[1:].isnan().all() and torch.equal(y[0], want[0])
+    if op.tau is not None:
+        y = compiled(x, good.reshape(at_dim), f64([1, 0, -1]))
+        assert y[1:].isnan().all() and torch.equal(y[0], want[0])
+
+
+# ----------------------------------------------------------------- what gets an answer, line by line
+
+ROW = [3.0, -1.0, 2.0, 0.5]
+
+
+def shares(op: Operator, y: Tensor) -> Tensor:
+    return y.exp() if op.family == "log" else y
+
+
+def slopes(y: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """Of the sum of what is finite; zeros where a leaf has no part in it."""
+    if not y.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    total = torch.where(y.isfinite(), y, 0).sum()
+    return [
+        torch.zeros_like(leaf) if g is None else g
+        for leaf, g in zip(leaves, grad(total, leaves, allow_unused=True), strict=True)
+    ]
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "soft_topk": [
+        *({"cdf": c} for c in ("logistic", "laplace", "normal", "uniform", cdfs.Power(1.5))),
+        {"hard": True},
+        {"largest": False},
+    ],
+    "log_soft_topk": [{"cdf": c} for c in ("logistic", "laplace", "normal", "uniform", cdfs.Power(1.5))],
+    "ot_topk": [{}, {"normalize": True}],
+    "sparse_topk": [{}, {"p": 4 / 3}],
+    "soft_topk_magnitude": [{"p": p, "rescale": r} for p in (2.0, 1.5) for r in (False, True)],
+    "inverse_soft_count": [{"cdf": c} for c in ("logistic", "laplace", "normal", "uniform")],
+    "soft_count": [{"cdf": c} for c in ("logistic", "laplace", "normal", "uniform")],
+}
+
+
+def variants(where: Callable[[Operator], bool] = lambda op: True) -> pytest.MarkDecorator:
+    cases = [(op, options) for op in OPERATORS if where(op) for options in OPTIONS.get(op.name, [{}])]
+    ids = [f"{op.name}-{'-'.join(map(str, options.values()))}" for op, options in cases]
+    return pytest.mark.parametrize(("op", "options"), cases, ids=ids)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+@variants(lambda op: op.k_in_range)
+def test_k_zero_and_k_n(op: Operator, options: dict[str, Any], as_tensor: bool) -> None:
+    """All 0, all 1; zero gradients; no NaN. Also where the whole mask, or all but −inf, is asked for."""
+    for row, mask in ((ROW, None), ([*ROW, -7.0], f64([1, 1, 1, 1, 0]).bool())):
+        if mask is not None and not op.mask:
+            continue
+        masked = {} if mask is None else {"mask": mask}
+        for k, share in ((0.0, 0.0), (4.0, 1.0)):
+            x, tau = f64([row, row], requires_grad=True), f64(0.5, requires_grad=True)
+            k_leaf = f64(k, requires_grad=True)
+            y = op(x, k_leaf if as_tensor else k, tau=tau, **masked, **options)
+            assert not y.isnan().any()
+            gradients = slopes(y, x, tau, k_leaf)
+            assert not any(g.isnan().any() for g in gradients)
+            if op.family == "threshold":
+                assert (y == (INF if k == 0 else -INF)).all()
+            elif op.family == "magnitude":
+                assert (y[:, 4:] == 0).all() and ((y[:, :4] == 0) == (k == 0)).all()
+            else:
+                want = torch.full((2, 4), share, dtype=torch.float64)
+                want = torch.cat([want, torch.zeros(2, len(row) - 4)], -1)
+                assert torch.equal(y, want.log() if op.family == "log" else want)
+            if op.family != "magnitude" or k == 0:
+                assert all((g == 0).all() for g in gradients)
+
+
+@variants(lambda op: op.mask)
+def test_masked_entries(op: Operator, options: dict[str, Any]) -> None:
+    """0 and a zero gradient there, whatever lies under the mask; the others as if these were not there."""
+    kept, tau = f64(ROW, requires_grad=True), f64(0.5, requires_grad=True)
+    x = f64([3, NAN, -1, INF, 2, -INF, 0.5, 1e308], requires_grad=True)
+    mask = f64([1, 0, 1, 0, 1, 0, 1, 0]).bool()
+    normalized = options.get("normalize", False)
+    for k in (1, 2, 3):
+        want, y = op(kept, k, tau=tau, **options), op(x, k, tau=tau, mask=mask, **options)
+        assert (shares(op, y)[~mask] == 0).all()
+        torch.testing.assert_close(y[mask], want, rtol=1e-13, atol=1e-15)
+        (dx, dtau), (dkept, dtau_kept) = slopes(y, x, tau), slopes(want, kept, tau)
+        assert (dx[~mask] == 0).all()
+        torch.testing.assert_close(dx[mask], dkept, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(dtau, dtau_kept, rtol=1e-12, atol=1e-14)
+    assert not normalized or x.grad is None
+
+
+@variants(lambda op: op.family in SELECTING)
+def test_minus_infinity_is_never_selected(op: Operator, options: dict[str, Any]) -> None:
+    worst = INF if options.get("largest") is False else -INF
+    kept, x = f64(ROW, requires_grad=True), f64([worst, *ROW, worst], requires_grad=True)
+    for k in (1, 2.0, 3):
+        want, y = op(kept, k, tau=0.5, **options), op(x, k, tau=0.5, **options)
+        torch.testing.assert_close(y[1:-1], want, rtol=1e-13, atol=1e-15)
+        assert (shares(op, y)[[0, -1]] == 0).all()
+        ((dx,), (dkept,)) = slopes(y, x), slopes(want, kept)
+        assert (dx[[0, -1]] == 0).all()
+        torch.testing.assert_close(dx[1:-1], dkept, rtol=1e-12, atol=1e-14)
+
+
+@variants(lambda op: op.family in SELECTING)
+def test_plus_infinity_is_always_selected(op: Operator, options: dict[str, Any]) -> None:
+    """1 each and a zero gradient; the others share the rest of k; more than k of them: that row is NaN."""
+    best = -INF if options.get("largest") is False else INF
+    kept = f64(ROW, requires_grad=True)
+    x = f64([[best, *ROW, best], [best, best, *ROW]], requires_grad=True)
+    for k in (2, 3, 5, 6):
+        want, y = op(kept, k - 2, tau=0.5, **options), op(x, k, tau=0.5, **options)
+        rest = y[0, 1:-1]
+        torch.testing.assert_close(rest, want, rtol=1e-13, atol=1e-15)
+        assert (shares(op, y)[[0, 0, 1, 1], [0, 5, 0, 1]] == 1).all()
+        ((dx,), (dkept,)) = slopes(y[0], x), slopes(want, kept)
+        assert (dx[0, [0, -1]] == 0).all() and (dx[1] == 0).all()
+        torch.testing.assert_close(dx[0, 1:-1], dkept, rtol=1e-12, atol=1e-14)
+    x = torch.stack([x.detach()[0], f64([best, *ROW, 0.0])])
+    y = op(x, 1, tau=0.5, **options)
+    assert y[0].isnan().all() and not y[1].isnan().any()
+
+
+@variants(lambda op: op.family in ("threshold", "count"))
+def test_infinite_entries_and_levels(op: Operator, options: dict[str, Any]) -> None:
+    """+inf counts as 1, −inf as 0; above −inf lies everything, above +inf nothing."""
+    kept, x = f64(ROW), f64([INF, *ROW, -INF, INF])
+    if op.family == "count":
+        for at in (0.3, 2.0, 1e300, -1e300):
+            torch.testing.assert_close(op(x, at, tau=0.5, **options), op(kept, at, tau=0.5, **options) + 2)
+        assert op(kept, INF, **options) == 0 and op(kept, -INF, **options) == 4
+        assert op(kept, f64(INF), **options) == 0 and op(kept, f64([-INF]), **options).tolist() == [4]
+        return
+    for count in (0.5, 1, 3.5):
+        got, want = op(x, count + 2, tau=0.5, **options), op(kept, count, tau=0.5, **options)
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
+    assert op(x, 2, **options) == INF and op(x, 6, **options) == -INF
+    assert op(x, 1, **options).isnan()
+
+
+@variants()
+def test_nan_spoils_its_row_and_no_other(op: Operator, options: dict[str, Any]) -> None:
+    x = f64([ROW, [0.3, NAN, 0.1, 0.7], ROW], requires_grad=True)
+    tau = f64([0.5, 0.5, 0.5], requires_grad=True)
+    alone = f64(ROW, requires_grad=True)
+    y, want = op(x, 2, tau=tau, **options), op(alone, 2, tau=0.5, **options)
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[[0, 2]], torch.stack([want, want]), rtol=1e-14, atol=0)
+    dx, dtau = slopes(y[[0, 2]], x, tau)
+    (dwant,) = slopes(want, alone)
+    torch.testing.assert_close(dx[[0, 2]], torch.stack([dwant, dwant]), rtol=1e-13, atol=1e-15)
+    assert dtau[[0, 2]].isfinite().all()
+
+
+@variants()
+def test_one_entry(op: Operator, options: dict[str, Any]) -> None:
+    """n = 1, as a row, as a column, and as a tensor without dims."""
+    for k in (0, 1) if op.family in ("magnitude", "hard") else (0, 0.25, 1):
+        want = op(f64([-0.3]), k, tau=0.5, **options)
+        assert not want.isnan().any()
+        lone = op(f64(-0.3), k, tau=0.5, **options)
+        assert lone.shape == () and torch.equal(lone, want.reshape(()))
+        column = op(f64([[-0.3], [-0.3]]), k, tau=0.5, **options)
+        assert torch.equal(column.reshape(2), want.reshape(1).expand(2))
+        if op.family == "mask" and not options.get("hard"):
+            assert want.item() == pytest.approx(k, abs=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 1), (0, 0), (3, 0), (0,)], ids=str)
+@variants()
+def test_nothing_at_all(op: Operator, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """An empty batch and empty rows give empty results, and gradients of the input's shape."""
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y = op(x, 0, **options)
+    assert y.shape == (shape[:-1] if op.family in ("count", "threshold") else shape)
+    assert y.dtype == x.dtype
+    if y.requires_grad and op.family != "threshold":
+        y.sum().backward()
+        assert x.grad.shape == shape and not x.grad.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@variants(lambda op: op.family == "mask")
+def test_finite_numbers_that_stand_for_minus_infinity(
+    op: Operator, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Scores masked by −1e4, −1e9, −1e30 or finfo.min: any scores, any sum of k."""
+    half = torch.finfo(dtype).bits == 16
+    exact = 1e-12 if dtype == torch.float64 else 1e-6
+    least = max(torch.finfo(dtype).min, -1e307)  # float64's own end has a test below
+    rows = ([0.0, 1.0, 2.0], [45.75, 45.75], [0.25, -0.5, 0.125, 1.0, 1.5, -2.0])
+    sign = -1 if options.get("largest") is False else 1
+    for fill in (-1e4, -1e9, -1e30, least):
+        if fill < least or options.get("normalize"):
+            continue
+        for row in rows:
+            x = sign * torch.tensor([*row, fill, fill], dtype=torch.float64).to(dtype)
+            for k in (1, 1.5, len(row) - 0.25, len(row)):
+                for tau in (0.01, 1.0, 10.0):
+                    y = op(x, k, tau=tau, **options).double()
+                    asked = math.floor(k + 0.5) if options.get("hard") else k
+                    rounding = len(x) * torch.finfo(dtype).eps / 2 if half else 0
+                    assert abs(y.sum() - asked) <= exact * max(1, k) + rounding, (fill, row, k, tau, y)
+                    assert (y[-2:] <= 0.02 if fill == -1e4 else y[-2:] == 0).all(), (fill, row, k, tau, y)
+
+
+CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(4 / 3), cdfs.Power(1.15)]
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e150, 1e300, 1.7e308])
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_every_finite_row_has_an_answer(cdf: Any, scale: float) -> None:
+    for row in ([1, -1, 0.5, 1], [1, 1, 1], [1, -1], [1, 1e-5, -1e-5, 0], [-1]):
+        x = scale * f64(row)
+        for k in (0.3, 1, len(row) - 0.5):
+            for tau in (1e-3, 1.0, 10.0):
+                y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+                assert abs(y.sum() - min(k, len(row))) <= 1e-12 if k <= len(row) else True, (row, k, tau, y)
+
+
+@pytest.mark.parametrize("tau", [1e-300, 1e-100, 1e-30, 1e30, 1e100, 1e300])
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_every_tau_has_an_answer(cdf: Any, tau: float) -> None:
+    """Of any size, not only of the scores'; also in the soft count, which computes float32 in float32."""
+    rows = [[1, 2, 2, -1], [1.0, 1, 1], [0, 0.5], [1 + 2**-52, -0.75, -0.75], [1e4, 2**-1074, -1e4]]
+    for row in rows:
+        for k in (0.3, 1, 1.75, len(row) - 0.5):
+            y = khot.soft_topk(f64(row), k, tau=tau, cdf=cdf)
+            assert abs(y.sum() - k) <= 1e-12, (row, k, y)
+            assert not khot.log_soft_topk(f64(row), k, tau=tau, cdf=cdf).isnan().any(), (row, k)
+        for dtype in (torch.float64, torch.float32):
+            x = f64(row).to(dtype)
+            for at in (x[0].item(), 0.0, 3e38, -3e38):
+                count = khot.soft_count(x, at, tau=tau, cdf=cdf)
+                assert 0 <= count <= len(row), (row, at, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_ot_topk_normalizes_by_any_cost(dtype: torch.dtype) -> None:
+    """(1e30)² overflows float32 and 1e200² float64; the scores are still good ones."""
+    big = 1e200 if dtype == torch.float64 else 1e30
+    y = khot.ot_topk(torch.tensor([big, 0, 1.0], dtype=torch.float64).to(dtype), 1, normalize=True)
+    assert y.double().sum() == pytest.approx(1, abs=1e-12 if dtype == torch.float64 else 4e-3)
+
+
+@pytest.mark.parametrize("epsilon", [5e-324, torch.tensor(6e-8, dtype=torch.float16)], ids=["number", "half"])
+def test_ot_topk_of_the_least_epsilon(epsilon: Any) -> None:
+    """Half of it is 0 in its own dtype, and no tau that was passed is."""
+    y = khot.ot_topk(f64([3, 1, 2]), 1, epsilon=epsilon)
+    torch.testing.assert_close(y, f64([1, 0, 0]))
+
+
+# -------------------------------------------------------------------------------------------- at random
+
+GOOD_VALUES = [0.0, 1.0, -1.0, 0.5, 2.0, 3.25, -2.5, 0.1, 17.0]
+ODD_VALUES = [INF, -INF, NAN, 1e308, -1e308, 5e-324, 1e-40, 1e4, -1e4, 1e30, -1e30]
+SHAPES = [(), (1,), (3,), (5,), (9,), (2, 4), (3, 1), (1, 6), (2, 2, 3), (0,), (0, 4), (2, 0)]
+DTYPES = [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16, torch.float16] * 2
+BAD_DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex128]
+NOT_SCALARS = [None, "2", True, 2j, [1.0], np.int64(1), np.float32(1), np.float64(1), HUGE_INT]
+
+
+def odds(draw: Any, one_in: int) -> bool:
+    return draw(st.integers(1, one_in)) == 1
+
+
+def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float], bad: list[float]) -> Any:
+    """A number or a tensor: mostly one that will do."""
+    if odds(draw, 12):
+        return draw(st.sampled_from(NOT_SCALARS))
+    value = st.sampled_from(bad) if odds(draw, 12) else st.sampled_from(good)
+    if not odds(draw, 3):
+        return draw(value)
+    dtype = draw(st.sampled_from([torch.float64] * 4 + [torch.float32, torch.int64, torch.bool]))
+    shape = draw(st.sampled_from([(), batch, batch, batch, (1,) * len(batch), (2,), (*batch, 1)]))
+    values = [draw(value) for _ in range(math.prod(shape))]
+    tensor = f64(values).reshape(shape)
+    return tensor if dtype == torch.int64 and not tensor.isfinite().all() else tensor.to(dtype)
+
+
+@dataclass
+class Call:
+    op: Operator
+    x: Tensor
+    k: Any
+    dim: Any
+    options: dict[str, Any]
+
+
+@st.composite
+def calls(draw: Any) -> Call:
+    op = draw(st.sampled_from(OPERATORS))
+    shape = draw(st.sampled_from(SHAPES))
+    dtype = draw(st.sampled_from(BAD_DTYPES if odds(draw, 15) else DTYPES))
+    pool = st.sampled_from(GOOD_VALUES if not odds(draw, 3) else GOOD_VALUES + ODD_VALUES)
+    x = f64([draw(pool) for _ in range(math.prod(shape))]).reshape(shape)
+    if dtype in (torch.float32, torch.bfloat16, torch.float16):  # a large number stays finite
+        x = torch.where(x.isfinite(), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max), x)
+    x = x.to(dtype) if dtype.is_floating_point else x.nan_to_num(0, 0, 0).clamp(0, 100).to(dtype)
+    dim = draw(st.sampled_from([-1] * 9 + [0, 0, 1, -2, 3, -4, True, 1.0, None]))
+    known = isinstance(dim, int) and -max(1, len(shape)) <= dim < max(1, len(shape))
+    axis = dim % max(1, len(shape)) if known else -1
+    batch = tuple(s for i, s in enumerate(shape) if i != axis % max(1, len(shape)))
+    n = (shape or (1,))[axis]
+    places = [0.0, 1.0, float(n), n / 2, n // 2, n - 0.5, 0.25, 1e-300]
+    if op.family == "magnitude":
+        places = [float(round(k)) for k in places]
+    good = [k for k in places if 0 <= k <= n]
+    options: dict[str, Any] = {}
+    if op.family == "count":
+        good = [0.0, 1.0, -3.5, 1e308, INF, -INF]
+    k = draw_scalar(draw, batch, good, [-1.0, n + 1.0, NAN, INF, -INF, n + 0.5, 0.5])
+    if op.family in ("count", "threshold") and isinstance(k, Tensor) and k.dim() and not odds(draw, 6):
+        k = k.reshape(-1)[0].reshape((1,) * len(shape)) if k.numel() else k
+    if op.tau is not None and not odds(draw, 4):
+        tau = [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e300]
+        options["tau"] = draw_scalar(draw, batch, tau, [0.0, -1.0, NAN, INF, -INF, -1e-300])
+    if op.mask and odds(draw, 3):
+        masked = draw(st.sampled_from([shape, shape, shape[-1:], (), (7,), (2, *shape)]))
+        p = draw(st.sampled_from([1, 2, 4]))  # one in p is left out; all at p = 1
+        mask = torch.tensor([not odds(draw, p) for _ in range(math.prod(masked))]).reshape(masked)
+        options["mask"] = draw(st.sampled_from([mask.bool()] * 8 + [mask.float(), mask.tolist()]))
+    if op.family in ("mask", "log", "hard") and odds(draw, 4):
+        options["largest"] = False
+    if op.family == "mask" and odds(draw, 6):
+        options["hard"] = True
+    if op.name in ("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count"):
+        options["cdf"] = draw(st.sampled_from([*CDFS, *CDFS, "gumbel", None]))
+    if op.name in ("sparse_topk", "soft_topk_magnitude"):
+        options["p"] = draw(st.sampled_from([2.0, 1.5, 1.15, 2, 4 / 3, 1.9, 1.0, 3.0, NAN, "2"]))
+    if op.family == "magnitude" and odds(draw, 3):
+        options["rescale"] = True
+    return Call(op, x, k, dim, options)
+
+
+Fault = tuple[type[Exception], str]
+
+
+def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    return len(shape) <= len(target) and all(
+        s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def scalar_faults(value: Any, name: str, batch: tuple[int, ...]) -> list[Fault]:
+    """Those that its type and shape show."""
+    if isinstance(value, Tensor):
+        if value.dtype == torch.bool or value.is_complex():
+            return [(TypeError, name)]
+        return [] if broadcasts(value.shape, batch) else [(ValueError, name)]
+    return [] if isinstance(value, (int, float)) and not isinstance(value, bool) else [(TypeError, name)]
+
+
+def choice_faults(options: dict[str, Any]) -> list[Fault]:
+    found: list[Fault] = []
+    if options.get("cdf", "logistic") is None:
+        found.append((TypeError, "cdf"))
+    elif options.get("cdf") == "gumbel":
+        found.append((ValueError, "cdf"))
+    p = options.get("p", 2.0)
+    if isinstance(p, str):
+        found.append((TypeError, "p"))
+    elif not 1.15 <= p <= 2:
+        found.append((ValueError, "p"))
+    return found
+
+
+def scores(call: Call) -> Tensor:
+    """Rows along the last dim, larger is better, −inf where the mask is False; float64."""
+    x = call.x.double()
+    if call.op.family == "magnitude":
+        x = x.abs()
+    if call.options.get("largest") is False:
+        x = -x
+    if call.options.get("mask") is not None:
+        x = torch.where(call.options["mask"], x, -INF)
+    return x.movedim(call.dim, -1) if x.dim() else x.reshape(1)
+
+
+def has_levels(name: str, value: Any) -> bool:
+    """The counting operators take a tensor with m levels along dim."""
+    return name in ("at", "count") and isinstance(value, Tensor) and value.dim() > 0
+
+
+def values_of(value: Any, s: Tensor, levels_dim: int | None = None) -> Tensor:
+    """k or tau of each row, (*batch, 1), or its levels, (*batch, m)."""
+    if not isinstance(value, Tensor):
+        return torch.full((*s.shape[:-1], 1), float(value), dtype=torch.float64)
+    if levels_dim is not None:
+        value = value.movedim(levels_dim, -1)
+        return value.double().expand(*s.shape[:-1], value.shape[-1])
+    return value.double().expand(s.shape[:-1]).unsqueeze(-1)
+
+
+def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], list[Fault]]:
+    """What types, dtypes and shapes alone show to be wrong; and what may be taken for it."""
+    x, must, may = call.x, [], []
+    batch = tuple(x.movedim(call.dim, -1).shape[:-1]) if x.dim() else ()
+    mask = call.options.get("mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+        must.append((TypeError, "mask"))
+    elif mask is not None and not broadcasts(mask.shape, tuple(x.shape)):
+        must.append((ValueError, "mask"))
+    for name, value in arguments.items():
+        if has_levels(name, value) and value.dtype != torch.bool:
+            if value.dim() != x.dim() or not broadcasts(value.movedim(call.dim, -1).shape[:-1], batch):
+                must.append((ValueError, name))
+        elif isinstance(value, (np.int64, np.float32)):  # neither a number nor a tensor; a kind one would do
+            may.append((TypeError, name))
+        else:
+            must += scalar_faults(value, name, batch)
+    return must, may
+
+
+def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[Fault]]:
+    s, number, wrong = scores(call), not isinstance(value, Tensor), [(ValueError, name)]
+    if number and value is HUGE_INT:
+        return wrong, []
+    v = values_of(value, s, call.dim if has_levels(name, value) else None)
+    if name == "at":
+        return (wrong if number and math.isnan(value) else []), []
+    if name in ("tau", "epsilon"):
+        bad, bad_number = ~((v > 0) & (v < INF)), number and not 0 < value < INF
+    else:
+        bad = ~((v >= 0) & (v <= (s != -INF).sum(-1, keepdim=True)))
+        bad_number = number and not 0 <= value <= s.shape[-1]
+        if call.op.family == "magnitude":
+            bad = bad | (v != v.floor())
+            bad_number = bad_number or (number and value != math.floor(value))
+    if bad_number or (bad.any() and s.shape[-1]):
+        return wrong, []
+    return [], wrong  # without rows, or entries in them, there may be nobody to look at a tensor
+
+
+def faults(call: Call) -> tuple[list[Fault], list[Fault]]:
+    """What must raise, and what may: the model of the documented checks, written from the documentation."""
+    op, x, must = call.op, call.x, choice_faults(call.options)
+    if not x.is_floating_point():
+        must.append((TypeError, "input"))
+    if isinstance(call.dim, bool) or not isinstance(call.dim, int):
+        return [*must, (TypeError, "dim")], []
+    if not -max(1, x.dim()) <= call.dim < max(1, x.dim()):
+        return [*must, (IndexError, "dim")], []
+    arguments = {op.k: call.k}
+    if op.tau is not None and "tau" in call.options:
+        arguments[op.tau] = call.options["tau"]
+    by_shape, may = shape_faults(call, arguments)
+    must += by_shape
+    if not by_shape and x.is_floating_point():
+        for name, value in arguments.items():
+            more, perhaps = value_faults(call, name, value)
+            must += more
+            may += perhaps if call.x.numel() == 0 else []
+    return must, may
+
+
+def assert_answer(call: Call, y: Tensor) -> None:
+    op, s = call.op, scores(call)
+    levels = has_levels(op.k, call.k)
+    k = values_of(call.k, s, call.dim if levels else None)
+    assert y.dtype == call.x.dtype
+    y = y.double()
+    if op.family in ("count", "threshold"):
+        y = y.movedim(call.dim, -1) if levels else y.unsqueeze(-1)
+        assert y.shape == k.shape
+        y = y.unsqueeze(-1)
+    else:
+        assert y.shape == call.x.shape
+        y = (y.movedim(call.dim, -1) if y.dim() else y.reshape(1)).unsqueeze(-2)
+    if s.numel() and k.numel():
+        rows = (a.flatten(0, -d) if a.dim() >= d else a[None] for a, d in ((s, 2), (k, 2), (y, 3)))
+        for row, places, outs in zip(*rows, strict=True):
+            for place, out in zip(places.tolist(), outs, strict=True):
+                assert_row(call, row, place, out)
+
+
+def assert_row(call: Call, s: Tensor, k: float, y: Tensor) -> None:
+    family, n, dtype = call.op.family, len(s), call.x.dtype
+    pinned, selectable = int((s == INF).sum()), int((s != -INF).sum())
+    if family == "count":
+        assert bool(y.isnan()) == (bool(s.isnan().any()) or math.isnan(k))
+        assert y.isnan() or 0 <= y <= n
+        return
+    if family == "hard" and k < pinned <= math.floor(k + 0.5):
+        return  # the table's "more than k" says NaN, the rounded k that there is room
+    if s.isnan().any() or pinned > k:
+        assert y.isnan().all()
+        return
+    assert not y.isnan().any()
+    if family == "threshold":
+        assert (y == INF) if k == pinned else (y == -INF) if k == selectable else True
+    elif family == "magnitude":
+        assert (y[s == -INF] == 0).all() and (y.abs() <= s).all() if selectable == n else True
+        assert y[s.isfinite()].isfinite().all()
+    else:
+        share = y.exp() if family == "log" else y
+        assert (share >= 0).all() and (share <= 1).all()
+        assert (share[s == -INF] == 0).all() and (share[s == INF] == 1).all()
+        total = math.floor(k + 0.5) if family == "hard" or call.options.get("hard") else k
+        exact = 1e-12 if dtype == torch.float64 else 1e-6
+        eps = torch.finfo(dtype).eps * (1 if family == "log" else 0.5)  # |y log y| < 0.37, with a last exp
+        assert abs(share.sum() - total) <= exact * max(1, min(k, n - k)) + n * eps
+
+
+@settings(
+    max_examples=1000,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(calls())
+def test_any_call_ends_in_its_exception_or_a_valid_answer(call: Call) -> None:
+    must, may = faults(call)
+    try:
+        y = call.op(call.x, call.k, call.dim, **call.options)
+    except (ValueError, TypeError, IndexError) as error:
+        got = type(error), str(error).split(" ")[0]
+        if got not in [*must, *may]:
+            raise
+    else:
+        assert not must
+        if not may:
+            assert_answer(call, y)
+
+
+def test_row_sums_of_this_file_agree_with_the_oracle() -> None:
+    """One row in 50 digits, so that a sum is not all that speaks for the stand-ins of −inf."""
+    x = torch.tensor([0.0, 1.0, 2.0, torch.finfo(torch.float32).min])
+    for cdf in ("logistic", "laplace", "normal", "uniform"):
+        for k, tau in ((1, 1.0), (1.5, 0.01), (2.5, 10.0)):
+            want, _, _ = oracles.soft_topk(x, k, tau, cdf)
+            got = khot.soft_topk(x, k, tau=tau, cdf=cdf).double().numpy()
+            np.testing.assert_allclose(got, want, atol=5e-7, rtol=0)
