@@ -540,13 +540,17 @@ def odds(draw: Any, one_in: int) -> bool:
 
 def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float], bad: list[float]) -> Any:
     """A number or a tensor: mostly one that will do."""
-    if odds(draw, 12):
+    if odds(draw, 25):
         return draw(st.sampled_from(NOT_SCALARS))
-    value = st.sampled_from(bad) if odds(draw, 12) else st.sampled_from(good)
+    value = st.sampled_from(bad) if odds(draw, 20) else st.sampled_from(good)
     if not odds(draw, 3):
         return draw(value)
     dtype = draw(st.sampled_from([torch.float64] * 4 + [torch.float32, torch.int64, torch.bool]))
-    shape = draw(st.sampled_from([(), batch, batch, batch, (1,) * len(batch), (2,), (*batch, 1)]))
+    shape = draw(
+        st.sampled_from(
+            [(), batch, batch, batch, (1,) * len(batch), (2,), (*batch, 1)] if odds(draw, 5) else [(), batch]
+        )
+    )
     values = [draw(value) for _ in range(math.prod(shape))]
     tensor = f64(values).reshape(shape)
     return tensor if dtype == torch.int64 and not tensor.isfinite().all() else tensor.to(dtype)
@@ -571,10 +575,11 @@ def calls(draw: Any) -> Call:
     if dtype in (torch.float32, torch.bfloat16, torch.float16):  # a large number stays finite
         x = torch.where(x.isfinite(), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max), x)
     x = x.to(dtype) if dtype.is_floating_point else x.nan_to_num(0, 0, 0).clamp(0, 100).to(dtype)
-    dim = draw(st.sampled_from([-1] * 9 + [0, 0, 1, -2, 3, -4, True, 1.0, None]))
-    known = isinstance(dim, int) and -max(1, len(shape)) <= dim < max(1, len(shape))
-    axis = dim % max(1, len(shape)) if known else -1
-    batch = tuple(s for i, s in enumerate(shape) if i != axis % max(1, len(shape)))
+    ndim = max(1, len(shape))
+    known = not odds(draw, 15)
+    dim = draw(st.integers(-ndim, ndim - 1) if known else st.sampled_from([ndim, -ndim - 1, True, 1.0, None]))
+    axis = dim % ndim if known else -1
+    batch = tuple(s for i, s in enumerate(shape) if i != axis % ndim)
     n = (shape or (1,))[axis]
     places = [0.0, 1.0, float(n), n / 2, n // 2, n - 0.5, 0.25, 1e-300]
     if op.family == "magnitude":
@@ -590,18 +595,18 @@ def calls(draw: Any) -> Call:
         tau = [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e300]
         options["tau"] = draw_scalar(draw, batch, tau, [0.0, -1.0, NAN, INF, -INF, -1e-300])
     if op.mask and odds(draw, 3):
-        masked = draw(st.sampled_from([shape, shape, shape[-1:], (), (7,), (2, *shape)]))
+        masked = draw(st.sampled_from([shape, shape, shape, shape[-1:], shape[-1:], (), (7,), (2, *shape)]))
         p = draw(st.sampled_from([1, 2, 4]))  # one in p is left out; all at p = 1
         mask = torch.tensor([not odds(draw, p) for _ in range(math.prod(masked))]).reshape(masked)
-        options["mask"] = draw(st.sampled_from([mask.bool()] * 8 + [mask.float(), mask.tolist()]))
+        options["mask"] = draw(st.sampled_from([mask.bool()] * 20 + [mask.float(), mask.tolist()]))
     if op.family in ("mask", "log", "hard") and odds(draw, 4):
         options["largest"] = False
     if op.family == "mask" and odds(draw, 6):
         options["hard"] = True
     if op.name in ("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count"):
-        options["cdf"] = draw(st.sampled_from([*CDFS, *CDFS, "gumbel", None]))
+        options["cdf"] = draw(st.sampled_from([*CDFS * 4, "gumbel", None]))
     if op.name in ("sparse_topk", "soft_topk_magnitude"):
-        options["p"] = draw(st.sampled_from([2.0, 1.5, 1.15, 2, 4 / 3, 1.9, 1.0, 3.0, NAN, "2"]))
+        options["p"] = draw(st.sampled_from([*[2.0, 1.5, 1.15, 2, 4 / 3, 1.9] * 4, 1.0, 3.0, NAN, "2"]))
     if op.family == "magnitude" and odds(draw, 3):
         options["rescale"] = True
     return Call(op, x, k, dim, options)
@@ -720,8 +725,9 @@ def faults(call: Call) -> tuple[list[Fault], list[Fault]]:
         arguments[op.tau] = call.options["tau"]
     by_shape, may = shape_faults(call, arguments)
     must += by_shape
-    if not by_shape and x.is_floating_point():
-        for name, value in arguments.items():
+    seen = {name for _, name in by_shape}
+    for name, value in arguments.items():
+        if x.is_floating_point() and not seen & {name, "mask"}:
             more, perhaps = value_faults(call, name, value)
             must += more
             may += perhaps if call.x.numel() == 0 else []

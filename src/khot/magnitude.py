@@ -11,7 +11,7 @@ from torch import Tensor
 import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments
 from khot.arguments import Scalar
-from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
+from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.solver import HUGE
 
 __all__ = ["soft_topk_magnitude"]
@@ -90,7 +90,9 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         ds, dtau = _pull(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
     else:
-        ds, dtau = torch.ops.khot.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+        ds, dtau = torch.ops.khot.soft_topk_magnitude_backward.default(
+            grad, grad_lo, s, y, k, hi, lo, tau, ctx.p
+        )
     grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
     return ds, None, grad_tau, None
 
@@ -98,14 +100,13 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, 
 register("khot::soft_topk_magnitude", _backward, _save)
 
 
-@quick_to_apply
 class _Magnitude(torch.autograd.Function):
     """As soft_count._ThresholdMap: y and γ = hi + lo are outputs, so backward can be differentiated."""
 
     @staticmethod
     def forward(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
-            y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
+            y, hi, lo = torch.ops.khot.soft_topk_magnitude.default(s, k, tau, p)
         arguments.explain_nan(hi, s, k, tau, integer=True)
         return y, hi, lo
 

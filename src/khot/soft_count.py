@@ -16,7 +16,7 @@ import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
-from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
+from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.solver import HUGE
 
 __all__ = ["inverse_soft_count", "soft_count", "threshold_map"]
@@ -166,7 +166,9 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         dx, dk, dtau = _pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind)
     else:
-        dx, dk, dtau = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind)
+        dx, dk, dtau = torch.ops.khot.soft_topk_backward.default(
+            grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind
+        )
     k_shape, k_dtype = ctx.k_like
     grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
     grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
@@ -176,7 +178,6 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, 
 register("khot::soft_topk", _backward, _save)
 
 
-@quick_to_apply
 class _ThresholdMap(torch.autograd.Function):
     """The one autograd rule. Outputs include t itself (as lo), so that backward, written in torch
     operations on x, t and τ, can be differentiated again, to any order and in either mode."""
@@ -186,7 +187,7 @@ class _ThresholdMap(torch.autograd.Function):
         x: Tensor, k: Tensor, tau: Tensor, name: str, shape: float, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
-            out, hi, lo = torch.ops.khot.soft_topk(x, k, tau, name, shape, kind)
+            out, hi, lo = torch.ops.khot.soft_topk.default(x, k, tau, name, shape, kind)
         arguments.explain_nan(hi, x, k, tau)
         return out, hi, lo
 

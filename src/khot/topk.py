@@ -10,7 +10,7 @@ from torch import Tensor
 from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
-from khot.dispatch import below_autograd, call, quick_to_apply, register, vmap_rows
+from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.soft_count import threshold_map
 
 __all__ = [
@@ -271,14 +271,13 @@ def _hard(x: Tensor, k: Tensor) -> Tensor:
 register("khot::topk_mask")
 
 
-@quick_to_apply
 class _TopkMask(torch.autograd.Function):
     """Without a derivative; a Function so that bad values are reported from inside vmap, too."""
 
     @staticmethod
     def forward(x: Tensor, k: Tensor) -> Tensor:
         with below_autograd():
-            y: Tensor = torch.ops.khot.topk_mask(x, k)
+            y: Tensor = torch.ops.khot.topk_mask.default(x, k)
         arguments.explain_nan(y[..., :1], x, k)
         return y
 
