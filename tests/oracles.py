@@ -149,8 +149,8 @@ CDFS: dict[str, MpCdf] = {
     "logistic": _symmetric(
         lambda z: mp.exp(z) / (1 + mp.exp(z)),
         lambda z: mp.exp(z) / (1 + mp.exp(z)) ** 2,
-        lambda y: mp.log(y / (1 - y)),
-        lambda y: y * mp.log(y) + (1 - y) * mp.log(1 - y),
+        lambda y: mp.log(y) - mp.log1p(-y),
+        lambda y: y * mp.log(y) + (1 - y) * mp.log1p(-y),
     ),
     "laplace": _symmetric(
         lambda z: mp.exp(z) / 2,

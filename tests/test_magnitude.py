@@ -102,7 +102,7 @@ ROWS = _rows()
 
 
 def places(n: int) -> list[int]:
-    return sorted({1, n // 3, n - 1, n} - {0})
+    return sorted({max(1, n // 3), max(1, n - 1), n})
 
 
 @functools.cache
@@ -125,9 +125,9 @@ def test_agrees_with_pav(p: float, tau: float) -> None:
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
 def test_agrees_with_pav_on_adversarial_rows(kind: str, tau: float) -> None:
-    x = ADVERSARIAL[kind](16, torch.Generator().manual_seed(0))
+    x = ADVERSARIAL[kind](12, torch.Generator().manual_seed(0))
     for p in (2.0, 4 / 3, 1.15):
-        for k in (1, 6, 15):
+        for k in (1, 5, 11):
             y = soft_topk_magnitude(x, k, tau=tau, p=p)
             assert_within_rounding(y, magnitude_pav(x, k, tau, p), float(x.abs().max()))
 
@@ -172,7 +172,8 @@ def test_extreme_scales_stay_finite(p: float, dtype: torch.dtype) -> None:
         for tau in (1e-300, 1.0, 1e300):
             for k in (1, 2, 4):
                 y = soft_topk_magnitude(x, k, tau=tau, p=p)
-                assert y.isfinite().all() and (y.abs() <= x.abs()).all() and (y * x >= 0).all(), (row, tau, k)
+                assert y.isfinite().all() and (y.sign() * x.sign() >= 0).all(), (row, tau, k)
+                assert (y.double().abs() <= x.double().abs() * (1 + 1e-14)).all(), (row, tau, k)
 
 
 # ------------------------------------------------------------------------------- what the paper proves

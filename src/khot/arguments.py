@@ -18,6 +18,7 @@ __all__ = [
     "check_dim",
     "check_input",
     "check_number",
+    "check_values",
     "explain_nan",
     "mask_rows",
     "per_row",
@@ -110,18 +111,55 @@ def per_row(
             )
         if value.device != x.device and value.dim():
             raise ValueError(f"{name} must be on the input's device {x.device}, but got {value.device}")
-        if value.is_floating_point():
-            return value.to(x.device)
-        return value.to(x.device, torch.float64)
+        value = value.to(x.device)
+        return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a real number or tensor, but got {type(value).__name__}")
-    if low_open and not low < value < math.inf:
-        raise ValueError(f"{name} must be finite and > {low}, but got {value}")
-    if not low_open and not low <= value <= high:
-        raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
-    if integer and value != int(value):
-        raise ValueError(f"{name} must be an integer, but got {value}")
-    return torch.full((), float(value), dtype=torch.float64, device=x.device)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    inside_number = low < number < math.inf if low_open else low <= number <= high
+    if not inside_number or (integer and number != math.floor(number)):
+        raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {value}")
+    return torch.full((), number, dtype=torch.float64, device=x.device)
+
+
+def check_values(
+    value: Tensor,
+    name: str,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    integer: bool = False,
+) -> Tensor:
+    """The tensor in a floating-point dtype, its values checked where looking at them waits for nothing."""
+    if not value.is_floating_point():
+        value = value.to(torch.float64)
+    if _readable(value):
+        inside = (value > low) & (value < math.inf) if low_open else (value >= low) & (value <= high)
+        inside = inside & (value == torch.floor(value)) if integer else inside
+        if not bool(inside.all()):
+            bad = value.detach()[~inside][0].item()
+            raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {bad}")
+    return value
+
+
+def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
+    if low_open:
+        return f"be finite and > {low}"
+    return f"be an integer in [{low}, {high}]" if integer else f"lie in [{low}, {high}]"
+
+
+def _readable(value: Tensor) -> bool:
+    """Whether looking at the values waits for nothing: on the CPU, and not under a transform or a trace."""
+    return (
+        value.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def check_number(value: Any, name: str, *, low: float, high: float) -> None:
@@ -132,15 +170,19 @@ def check_number(value: Any, name: str, *, low: float, high: float) -> None:
 
 
 def explain_nan(
-    result: Tensor, x: Tensor, k: Tensor, tau: Tensor | None = None, integer: bool = False
+    result: Tensor,
+    x: Tensor,
+    k: Tensor,
+    tau: Tensor | None = None,
+    name: str = "k",
+    integer: bool = False,
 ) -> None:
     """Raise if a row of the result is NaN because of k or tau, and not because of its scores.
 
     Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN.
     """
-    if torch.compiler.is_compiling() or type(result) is not Tensor or result.device.type != "cpu":
-        return
-    if not math.isnan(result.sum().item()):  # one NaN makes the sum NaN, at half the cost of isnan().any()
+    # one NaN makes the sum NaN, at half the cost of isnan().any()
+    if not _readable(result) or not math.isnan(result.sum().item()):
         return
     if tau is not None:
         bad = ~((tau > 0) & (tau < math.inf))
@@ -150,8 +192,8 @@ def explain_nan(
     bad = ~((k >= 0) & (k <= selectable))
     if bool(bad.any()):
         raise ValueError(
-            "k must lie in [0, number of entries that may be selected], but got "
+            f"{name} must lie in [0, number of entries that may be selected], but got "
             f"{k[bad][0].item()} for a row with {selectable[bad][0].item()}"
         )
     if integer and bool((k != torch.floor(k)).any()):
-        raise ValueError(f"k must be an integer, but got {k[k != torch.floor(k)][0].item()}")
+        raise ValueError(f"{name} must be an integer, but got {k[k != torch.floor(k)][0].item()}")

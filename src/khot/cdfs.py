@@ -84,21 +84,19 @@ class Logistic(CDF):
         return torch.sigmoid(z)
 
     def pdf(self, z: Tensor) -> Tensor:
-        s = torch.sigmoid(-z.abs())
-        return s * (1 - s)
+        return torch.sigmoid(z) * torch.sigmoid(-z)
 
     def log_cdf(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z)
 
     def log_pdf(self, z: Tensor) -> Tensor:
-        a = z.abs()
-        return -a - 2 * torch.log1p(torch.exp(-a))
+        return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
 
     def icdf(self, y: Tensor) -> Tensor:
         return torch.log(y) - torch.log1p(-y)
 
     def potential(self, y: Tensor) -> Tensor:
-        return torch.xlogy(y, y) + torch.xlogy(1 - y, 1 - y)
+        return torch.xlogy(y, y) + torch.special.xlog1py(1 - y, -y)
 
 
 @dataclass(frozen=True)
@@ -108,27 +106,25 @@ class Laplace(CDF):
     name: ClassVar[str] = "laplace"
     variance = 2.0
 
+    # Each half is clamped to its own side: abs() would have no slope at 0, where F has one.
     def cdf(self, z: Tensor) -> Tensor:
-        h = 0.5 * torch.exp(-z.abs())
-        return torch.where(z > 0, 1 - h, h)
+        return torch.where(z > 0, 1 - 0.5 * torch.exp(-z.clamp(min=0)), 0.5 * torch.exp(z.clamp(max=0)))
 
     def pdf(self, z: Tensor) -> Tensor:
         return 0.5 * torch.exp(-z.abs())
 
     def log_cdf(self, z: Tensor) -> Tensor:
-        upper = torch.log1p(-0.5 * torch.exp(-z.abs()))
-        return torch.where(z > 0, upper, z - math.log(2))
+        return torch.where(z > 0, torch.log1p(-0.5 * torch.exp(-z.clamp(min=0))), z - math.log(2))
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -z.abs() - math.log(2)
 
     def icdf(self, y: Tensor) -> Tensor:
-        # the distance to the nearer end serves both halves: one logarithm, no branch whose gradient is NaN
-        magnitude = -torch.log(2 * torch.minimum(y, 1 - y))
-        return torch.where(y > 0.5, magnitude, -magnitude)
+        w = torch.where(y > 0.5, 1 - y, y)
+        return torch.where(y > 0.5, -torch.log(2 * w), torch.log(2 * w))
 
     def potential(self, y: Tensor) -> Tensor:
-        w = torch.minimum(y, 1 - y)
+        w = torch.where(y > 0.5, 1 - y, y)
         return torch.xlogy(w, 2 * w) - w
 
 
@@ -147,18 +143,26 @@ class Normal(CDF):
 
     def log_cdf(self, z: Tensor) -> Tensor:
         # torch.special.log_ndtr says the same, but has no batching rule (torch 2.13)
-        a = z.abs() * math.sqrt(0.5)
-        lower = torch.log(0.5 * torch.special.erfcx(a)) - a * a
-        return torch.where(z > 0, torch.log1p(-0.5 * torch.erfc(a)), lower)
+        z, dtype = _at_least_float32(z)
+        below, above = z.clamp(max=0) * math.sqrt(0.5), z.clamp(min=0) * math.sqrt(0.5)
+        lower = torch.log(0.5 * torch.special.erfcx(-below)) - below * below
+        return torch.where(z > 0, torch.log1p(-0.5 * torch.erfc(above)), lower).to(dtype)
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
 
     def icdf(self, y: Tensor) -> Tensor:
-        return torch.special.ndtri(y)
+        y, dtype = _at_least_float32(y)
+        return torch.special.ndtri(y).to(dtype)
 
     def potential(self, y: Tensor) -> Tensor:
-        return -self.pdf(torch.special.ndtri(y))
+        y, dtype = _at_least_float32(y)
+        return -self.pdf(torch.special.ndtri(y)).to(dtype)
+
+
+def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
+    """For functions that torch does not have in half precision; and the dtype to go back to."""
+    return z.to(torch.promote_types(z.dtype, torch.float32)), z.dtype
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,8 @@ class Power(CDF):
 
     def pdf(self, z: Tensor) -> Tensor:
         outside, base = self._split(z)
-        return torch.where(outside, 0, self.exponent * base ** (self.exponent - 1))
+        f = torch.where(outside, 0, self.exponent * base ** (self.exponent - 1))
+        return torch.where(z.isnan(), z, f)  # NaN to the power 0 is 1
 
     def log_cdf(self, z: Tensor) -> Tensor:
         outside, base = self._split(z)
@@ -219,7 +224,7 @@ class Power(CDF):
     def log_pdf(self, z: Tensor) -> Tensor:
         outside, base = self._split(z)
         log_f = math.log(self.exponent) + (self.exponent - 1) * torch.log(base)
-        return torch.where(outside, -math.inf, log_f)
+        return torch.where(z.isnan(), z, torch.where(outside, -math.inf, log_f))
 
     def icdf(self, y: Tensor) -> Tensor:
         return y ** (self.p - 1)

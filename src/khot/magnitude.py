@@ -65,18 +65,31 @@ def soft_topk_magnitude(
     """
     arguments.check_number(p, "p", low=1.15, high=2.0)
     x = arguments.rows(input, dim)
-    s = x.abs()
+    sign = torch.where(x < 0, -1, 1).to(x.dtype)  # with a slope at 0, which abs() has not
+    s = x * sign
     if mask is not None:
-        allowed = arguments.mask_rows(mask, input, dim)
-        x, s = torch.where(allowed, x, 0), torch.where(allowed, s, -math.inf)
+        s = torch.where(arguments.mask_rows(mask, input, dim), s, -math.inf)
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True).detach()
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     y, hi, lo = call(_Magnitude, torch.ops.khot.soft_topk_magnitude, s, k, tau, float(p))
     if rescale:
-        hi, lo = hi.unsqueeze(-1), lo.unsqueeze(-1)
-        pooled = y + ((s - hi) - lo).clamp(min=0).to(s.dtype)
-        y = torch.where((y >= hi + lo) & (y > 0), s, pooled)
-    return arguments.unrows(y * x.sign(), input, dim)
+        y = _rescaled(s, hi, lo, tau, p)
+    return arguments.unrows(y * sign, input, dim)
+
+
+def _rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> Tensor:
+    """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ where it is."""
+    nothing = (hi.abs() == HUGE).unsqueeze(-1)
+    hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau.to(hi.dtype).expand(hi.shape)))
+    # infinities stay out of arithmetic whose gradient would be 0·inf
+    finite = s.to(hi.dtype).masked_fill(s.isinf() | nothing, 0)
+    w = ((finite - hi.masked_fill(nothing, 0)) - lo.masked_fill(nothing, 0)) / tau
+    outside = (w <= 0) | s.isinf() | nothing
+    w = w.masked_fill(outside, 1)
+    Y = w ** (1 / (p - 1))
+    alone = ((hi + lo <= Y) & ~outside) | (s == math.inf) | ((hi == 0) & (s == 0))
+    pooled = (Y + tau * w).masked_fill(outside, 0).to(s.dtype)
+    return torch.where(alone, s, pooled).masked_fill(hi.isnan(), math.nan)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -150,17 +163,18 @@ def _linearize(s: Tensor, y: Tensor, k: Tensor, hi: Tensor, lo: Tensor, tau: Ten
     offset = s.masked_fill(infinite, 0) - hi.masked_fill(nothing, 0).unsqueeze(-1)
     w = (offset - lo.masked_fill(nothing, 0).unsqueeze(-1)) / tau
     idle = infinite | nothing.unsqueeze(-1)
-    alone = (s > 0) & (w.clamp(min=0) ** e >= t) & ~idle
+    alone = (s >= 0) & (w.clamp(min=0) ** e >= t) & ~idle
     inside = (w > 0) & ~alone & ~idle
     w = w.masked_fill(~inside, 1)
     rate = torch.where(inside, e / tau * w ** (e - 1), 0)
-    y = torch.where(alone, y, 1)
-    own = torch.where(alone, 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
+    y = torch.where(alone & (y > 0), y, 1)
+    own = torch.where(alone & ((s > 0) | (p == 2)), 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
+    fall = own * torch.where(s > 0, y ** (p - 1), 0)
     selected = alone | (s == math.inf)
     left = k.to(hi.dtype).expand(hi.shape) - selected.sum(-1)
     empty = ~inside.any(-1)
     share = torch.where(empty, 0, 1 / (left + rate.sum(-1)).masked_fill(empty, 1))
-    return _Linear(own, own * y ** (p - 1), rate, w, share)
+    return _Linear(own, fall, rate, w, share)
 
 
 def _pull(

@@ -57,13 +57,14 @@ def soft_count(
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     at, scalar = _levels(at, "at", input, x, dim, low=-math.inf)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x, b = x.to(dtype).unsqueeze(-2), at.to(dtype).unsqueeze(-1)
+    # what is no temperature is checked where it can be read, and makes its row NaN elsewhere
+    tau = tau.double().masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
+    x, b = x.double().unsqueeze(-2), at.double().unsqueeze(-1)
     # infinite entries are decided, and kept out of the arithmetic, whose gradient would be 0·inf
     infinite_x, infinite_b = x.isinf(), b.isinf()
-    z = (x.masked_fill(infinite_x, 0) - b.masked_fill(infinite_b, 0)) / tau.to(dtype)[..., None, None]
-    y = torch.where(infinite_x, (x > 0).to(dtype), torch.where(infinite_b, (b < 0).to(dtype), F.cdf(z)))
-    count = y.sum(-1, dtype=torch.float64).to(input.dtype)
+    z = (x.masked_fill(infinite_x, 0) - b.masked_fill(infinite_b, 0)) / tau[..., None, None]
+    y = torch.where(infinite_b & ~x.isnan(), (b < 0).double(), F.cdf(z))
+    count = torch.where(infinite_x, (x > 0).double(), y).sum(-1).to(input.dtype)
     return count.squeeze(-1) if scalar else count.movedim(-1, dim)
 
 
@@ -133,8 +134,7 @@ def _levels(
                 f"{name} must broadcast with the input's shape {tuple(input.shape)} outside dim {dim}, "
                 f"but got {tuple(value.shape)}"
             )
-        if not levels.is_floating_point():
-            levels = levels.double()
+        levels = arguments.check_values(levels, name, low=low, high=high)
         return levels.expand(*x.shape[:-1], levels.shape[-1]), False
     level = arguments.per_row(value, name, x, low=low, high=high)
     return level.expand(*x.shape[:-1], 1), True
@@ -188,7 +188,7 @@ class _ThresholdMap(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
             out, hi, lo = torch.ops.khot.soft_topk.default(x, k, tau, name, shape, kind)
-        arguments.explain_nan(hi, x, k, tau)
+        arguments.explain_nan(hi, x, k, tau, name="count" if kind == "threshold" else "k")
         return out, hi, lo
 
     @staticmethod

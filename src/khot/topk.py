@@ -13,6 +13,8 @@ from khot.cdfs import CDF
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.soft_count import threshold_map
 
+TINIEST, LARGEST = 1e-300, 1e300  # of the temperatures that normalisation can come to
+
 __all__ = [
     "laplace_topk",
     "log_soft_topk",
@@ -198,13 +200,14 @@ def ot_topk(
         True
     """
     x = arguments.rows(input, dim, mask, largest)
-    tau = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True) / 2
-    if normalize:
+    # in float64, where neither half an epsilon nor a squared score leaves the range
+    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
+    tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
+    if normalize and x.shape[-1]:
         # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
-        finite = x.nan_to_num(0.0, 0.0, 0.0).to(torch.promote_types(x.dtype, torch.float32))
-        cost = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
-        largest_cost = cost.amax(-1)
-        tau = tau * largest_cost.masked_fill(largest_cost == 0, 1)
+        finite = x.double().nan_to_num(0.0, 0.0, 0.0)
+        cost = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0).amax(-1)
+        tau = (tau * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
     y = soft_topk(x, k, tau=tau, hard=hard)
     return arguments.unrows(y, input, dim)
 

@@ -68,31 +68,33 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
     most_out = _kth_largest(s, k.long().unsqueeze(-1) + 1).squeeze(-1).double()
     most_out = most_out.masked_fill(k == selectable, 0)
 
-    low, high = unpooled(least_in, tau, p), most_out
-    pooled = high > low
-    hi, lo = _solve_block(s, k, tau, p, low, high, pooled)
-    hi = torch.where(pooled, hi, torch.where(low == math.inf, high + 1, 0.5 * low + 0.5 * high))
-    hi, lo = hi.masked_fill(k == 0, HUGE), lo.masked_fill(~pooled, 0).masked_fill(k == 0, HUGE)
-    hi, lo = hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan)
+    alone, drop = unpooled(least_in, tau, p)
+    gap = least_in - most_out
+    pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
+    hi, lo = _solve_block(s, k, tau, p, least_in, drop, gap, pooled)
+    parting = torch.where(alone == math.inf, most_out + 1, 0.5 * alone + 0.5 * most_out)
+    hi = torch.where(pooled, hi, parting).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
+    lo = lo.masked_fill(~pooled, 0).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
 
     y = torch.empty_like(s, memory_format=torch.contiguous_format)
     for part, tile in tiles(s):
         block = _block(tile, hi, lo, tau, p)
-        alone = unpooled(tile, tau.unsqueeze(-1), p)
-        y[..., part] = torch.where(block.alone, alone, block.y)
+        y[..., part] = torch.where(block.alone, unpooled(tile, tau.unsqueeze(-1), p)[0], block.y)
     return y, hi, lo
 
 
-def unpooled(s: Tensor, tau: Tensor, p: float) -> Tensor:
-    """v(s) ≥ 0 with v + τ v^(p−1) = s."""
+def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """v(s) ≥ 0 with v + τ v^(p−1) = s, and the difference s − v, with full relative accuracy."""
     if p == 2:
-        return s / (1 + tau)
+        return s / (1 + tau), s * (tau / (1 + tau))
     e = 1 / (p - 1)
-    # in a = v^(p−1): a^e + τa = s is convex, so Newton from above its root comes down to it
-    a = torch.minimum(s / tau, s ** (p - 1))
+    # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
+    c = (tau * s.clamp(min=0) ** (p - 2)).clamp(max=1e300)
+    b = (1 / c).clamp(max=1)
     for _ in range(UNPOOLED_STEPS):
-        a = a - (a**e + tau * a - s) / (e * a ** (e - 1) + tau)
-    return torch.where(s == math.inf, s, a.clamp(min=0) ** e)
+        b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
+    b = b.clamp(0, 1)
+    return s * b**e, s * (c * b).clamp(max=1)
 
 
 class _Block(NamedTuple):
@@ -106,18 +108,26 @@ def _block(tile: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Bloc
     hi, lo, tau = hi.unsqueeze(-1), lo.unsqueeze(-1), tau.unsqueeze(-1)
     w = ((tile - hi) - lo).clamp(min=0) / tau
     y = w ** (1 / (p - 1))
-    alone = (y >= hi + lo) & (tile > 0)
-    return _Block(w, y, alone, (y > 0) & ~alone)
+    alone = (y >= hi + lo) & (tile >= 0)
+    inside = (y > 0) & ~alone
+    return _Block(w.where(inside | w.isnan(), 0), y, alone, inside)
 
 
 def _solve_block(
-    s: Tensor, k: Tensor, tau: Tensor, p: float, low: Tensor, high: Tensor, pooled: Tensor
+    s: Tensor,
+    k: Tensor,
+    tau: Tensor,
+    p: float,
+    anchor: Tensor,
+    drop: Tensor,
+    gap: Tensor,
+    pooled: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in [low, high] where pooled."""
+    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor − [gap, drop] where pooled."""
     e = 1 / (p - 1)
-    low, high = low.masked_fill(~pooled, 0), high.masked_fill(~pooled, 1)
-    hi, lo = 0.5 * low + 0.5 * high, torch.zeros_like(low)
-    low, high = low - hi, high - hi  # relative to hi from here on, as lo is
+    hi, drop = anchor.masked_fill(~pooled, 0), drop.masked_fill(~pooled, 1)
+    low, high = -drop, -gap.masked_fill(~pooled, 0)  # relative to hi, as lo is
+    lo = 0.5 * low + 0.5 * high
     running = pooled
     for _ in range(STEPS):
         if not s.is_cuda and not bool(running.any()):
@@ -132,11 +142,10 @@ def _solve_block(
         G = (k - alone) * (hi + lo) - total
         low, high = torch.where(G < 0, lo, low), torch.where(G > 0, lo, high)
         step = -G / (k - alone + slope)
-        tiny = step.abs() <= 1e-15 * hi.abs()
+        tiny = step.abs() <= 1e-15 * drop
         trial = lo + step
-        inside = (trial > low) & (trial < high) | tiny
-        trial = torch.where(inside, trial, 0.5 * low + 0.5 * high)
-        done = tiny | (high - low <= 1e-16 * hi.abs())
+        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
+        done = tiny | (high - low <= 1e-16 * drop)
         new_hi, new_lo = two_sum(hi, torch.where(running, trial, lo))
         low, high = low - (new_hi - hi), high - (new_hi - hi)
         hi, lo = new_hi, new_lo
@@ -164,30 +173,31 @@ def soft_topk_magnitude_backward(
     zero = torch.zeros_like(hi)
     alone, mass, moment, pull, grad_tau = zero, zero, zero, grad_lo.double(), zero
     for part, tile in tiles(s):
-        block = _block(tile, hi, lo, tau, p)
-        v, own, rate = grad[..., part].double(), *_rates(block, y[..., part].double(), tau, p)
+        block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()
+        own, fall, rate = _rates(block, tile, y[..., part].double(), tau, p)
         alone = alone + block.alone.sum(-1)
         mass = mass + rate.sum(-1)
         moment = moment + (rate * block.w).sum(-1)
         pull = pull - (rate * v).sum(-1)
-        fall = own * y[..., part].double() ** (p - 1) + rate * block.w
-        grad_tau = grad_tau - (v * fall).sum(-1)
+        grad_tau = grad_tau - (v * (fall + rate * block.w)).sum(-1)
     pull = (pull / (k - alone + mass)).where(mass != 0, 0)
     grad_tau = grad_tau - pull * moment
     grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
     for part, tile in tiles(s):
-        block = _block(tile, hi, lo, tau, p)
-        own, rate = _rates(block, y[..., part].double(), tau, p)
-        v = grad[..., part].double()
+        block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()
+        own, _, rate = _rates(block, tile, y[..., part].double(), tau, p)
         grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
     return grad_s, grad_tau
 
 
-def _rates(block: _Block, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """dv/ds where alone, dY/ds where pooled, each 0 elsewhere. A NaN row stays NaN."""
+def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dv/ds and −dv/dτ where an entry is alone, dY/ds where it is pooled, 0 elsewhere; NaN rows stay NaN."""
     tau = tau.unsqueeze(-1)
     e = 1 / (p - 1)
-    own = 1 / (1 + tau * (p - 1) * y.masked_fill(~block.alone, 1) ** (p - 2))
-    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
     nothing = torch.where(y.isnan(), y, 0)
-    return own.where(block.alone, nothing), rate.where(block.inside, nothing)
+    alone = block.alone & (s < math.inf) & ((y > 0) | (p == 2))
+    y = y.masked_fill(~alone | (y == 0), 1)
+    own = (1 / (1 + tau * (p - 1) * y ** (p - 2))).where(alone, nothing)
+    fall = own * torch.where(s > 0, y ** (p - 1), 0)
+    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
+    return own, fall, rate.where(block.inside, nothing)

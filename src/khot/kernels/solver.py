@@ -35,7 +35,8 @@ TILE = 1 << 18  # entries per tile: its few float64 temporaries stay in a 2 MiB 
 # tails to lead it, Newton gets lost sooner
 WIDE = {True: 64.0, False: 8.0}
 FINE = 4.0  # width, in τ, at which a histogram's window is narrow enough for Newton
-HISTOGRAMS = 4
+FAR = 1e12  # width, in τ, that histograms of equal bins would take too long to get through
+HISTOGRAMS = 5
 EVALUATIONS = 24
 LOG_EVALUATIONS = 4
 # hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is ∓inf for finite x, and ±inf, not NaN, for x = ±inf
@@ -193,23 +194,40 @@ def _histogram_search(
 
     Counts the entries in equal bins of a window and zooms in on the bins of the ranks ⌈k⌉ and ⌊k⌋ + 1 (one
     entry for a fractional k, two neighbours for an integer one), until the window is `FINE`·τ wide, holds
-    next to nothing, or has shown a gap between the two.
+    next to nothing, or has shown a gap between the two. A window with stand-ins for −inf in it, or tails
+    as far, is first cut into bins of equal ratio of abs(x), down to τ.
     """
     bins = 256 if x.shape[-1] <= 512 else 1024
     rank_high, rank_low = torch.ceil(k), torch.floor(k) + 1
+    log_tau = torch.log(tau)
+
+    def fold(v: Tensor, log_tau: Tensor) -> Tensor:
+        return torch.sign(v) * (torch.log(v.abs()) - log_tau).clamp(min=0)
+
+    def unfold(v: Tensor) -> Tensor:
+        return torch.sign(v) * torch.exp(v.abs() + log_tau).clamp(max=HUGE)
+
     low = torch.where(wide, stats.low, 0.0)
     high = torch.where(wide, stats.high, 1.0)
-    high = high + 1e-12 * (high - low)  # the window is half open, and the maximum belongs to it
     searching = wide
     for _ in range(HISTOGRAMS):
         if not x.is_cuda and not bool(searching.any()):
             break
-        width = (high - low) / bins
+        folded = searching & (high - low > FAR * tau)
+        bottom, top = (
+            torch.where(folded, fold(low, log_tau), low),
+            torch.where(folded, fold(high, log_tau), high),
+        )
+        top = top + 1e-12 * (top - bottom)  # the window is half open, and the maximum belongs to it
+        width = (top - bottom) / bins
         # bin 0 and bin `bins` + 1 hold what lies below and above the window
         counts = x.new_zeros(*x.shape[:-1], bins + 2, dtype=torch.int32)
         one = counts.new_ones(())
+        any_folded = x.is_cuda or bool(folded.any())
         for _, tile in tiles(x):
-            index = (tile - low.unsqueeze(-1)).div_(width.unsqueeze(-1)).floor_()
+            if any_folded:
+                tile = torch.where(folded.unsqueeze(-1), fold(tile, log_tau.unsqueeze(-1)), tile)
+            index = (tile - bottom.unsqueeze(-1)).div_(width.unsqueeze(-1)).floor_()
             index = index.nan_to_num_(nan=0.0).clamp_(-1, bins).add_(1).long()
             counts.scatter_add_(-1, index, one.expand(index.shape))
         above = counts.flip(-1).cumsum(-1).flip(-1).double() - stats.pinned.unsqueeze(-1)
@@ -218,11 +236,13 @@ def _histogram_search(
         inside = above.gather(-1, bin_low.clamp(min=0).unsqueeze(-1)) - above.gather(
             -1, (bin_high + 1).clamp(max=bins + 1).unsqueeze(-1)
         )
-        pad = 1e-6 * width + 1e-15 * torch.maximum(low.abs(), high.abs())
-        next_low = low + (bin_low - 1) * width - pad
-        next_high = low + bin_high * width + pad
-        low = torch.where(searching, next_low, low)
-        high = torch.where(searching, next_high, high)
+        pad = 1e-6 * width + 1e-15 * torch.maximum(bottom.abs(), top.abs())
+        bottom, top = bottom + (bin_low - 1) * width - pad, bottom + bin_high * width + pad
+        # folding makes one of all that lies within τ of 0
+        next_low = torch.where(folded, unfold(bottom) - tau, bottom)
+        next_high = torch.where(folded, unfold(top) + tau, top)
+        low = torch.where(searching, torch.maximum(next_low, low), low)
+        high = torch.where(searching, torch.minimum(next_high, high), high)
         found = (high - low <= FINE * tau) | (inside.squeeze(-1) <= 2) | (bin_high - bin_low >= 4)
         searching = searching & ~found
     bracket.tighten(
@@ -354,17 +374,21 @@ def _newton(
             density = s.density_above + s.density_below
             curvature = ((density - last_density).abs() + 1) / last_step
             error = 0.5 * curvature * (step / tau) ** 2
-            done = done | (error <= 1e-13 * torch.minimum(k, n - k).clamp(min=1))
+            sure = (
+                (error <= 1e-13 * torch.minimum(k, n - k).clamp(min=1)) & (density > 0) & (last_density > 0)
+            )
+            done = done | sure
             last_density, last_step = density, (trial - lo).abs() / tau
 
+        middle = 0.5 * (s.next_above.clamp(max=HUGE / 4) + s.next_below.clamp(min=-HUGE / 4))
         if cdf.full_support:
             gap = (excess == 0) & ((s.tail_above < TINY) | (s.tail_below < TINY))
-            trial = torch.where(gap, 0.5 * (s.next_above + s.next_below), trial)
+            trial = torch.where(gap, middle, trial)
             deep = deep | (gap & running)
             done = done | gap
         else:  # no entry has f > 0: any t in [next_below, next_above − τ] will do, so the middle
             gap = (excess == 0) & (s.next_above - s.next_below >= tau)
-            trial = torch.where(gap, 0.5 * (s.next_above + s.next_below - tau), trial)
+            trial = torch.where(gap, middle - 0.5 * tau, trial)
             done = done | gap
 
         new_lo = torch.where(running, trial, lo)
@@ -382,7 +406,8 @@ def _newton(
             if not x.is_cuda and not bool(deep.any()):
                 break
             log_ratio, slope = _log_evaluate(x, hi, lo, tau, cdf, up, down)
-            step = tau * log_ratio / slope
+            # beyond the exponents of float64 the middle of the gap is as near as anybody can tell
+            step = (tau * log_ratio / slope).nan_to_num(0.0, 0.0, 0.0)
             new_hi, new_lo = two_sum(hi, torch.where(deep, lo + step, lo))
             up, down = up - (new_hi - hi), down - (new_hi - hi)
             hi, lo = new_hi, new_lo
