@@ -96,17 +96,15 @@ def assert_accurate(
     """
     eps, tiny = torch.finfo(got.dtype).eps, torch.finfo(got.dtype).tiny
     for a, value in zip(at.tolist(), got.tolist(), strict=True):
-        # the oracles write 1 − y: to see y = 1e-300 beside the 1, as many digits more
-        with mp.workdps(mp.dps + (max(0, -int(mp.log10(abs(a)))) if a and math.isfinite(a) else 0)):
-            want = f(mp.mpf(a))
-            if not mp.isfinite(want):
-                assert value == float(want), (name, method, a)
-                continue
-            moved = mp.zero
-            if a and math.isfinite(a) and (method not in OF_Y or 0 < a < 1):
-                moved = a * (slopes(f, a, abs(mp.mpf(a)) * mp.mpf("1e-25"))[0] or 0)
-            allowed = units * eps * (abs(want) + abs(moved) + intrinsic(name, method, a, want)) + tiny
-            assert abs(value - want) <= allowed, (name, method, a, value, float(want), float(allowed))
+        want = f(mp.mpf(a))
+        if not mp.isfinite(want):
+            assert value == float(want), (name, method, a)
+            continue
+        moved = mp.zero
+        if a and math.isfinite(a) and (method not in OF_Y or 0 < a < 1):
+            moved = a * (slopes(f, a, abs(mp.mpf(a)) * mp.mpf("1e-25"))[0] or 0)
+        allowed = units * eps * (abs(want) + abs(moved) + intrinsic(name, method, a, want)) + tiny
+        assert abs(value - want) <= allowed, (name, method, a, value, float(want), float(allowed))
 
 
 @each_float
@@ -208,8 +206,8 @@ def test_cdf_inverts_icdf(name: str) -> None:
 # ----------------------------------------------------------------------------------------- derivatives
 
 SMOOTH_Z = {
-    False: [-30.0, -2.3, -0.4, 0.3, 1.7, 20.0],
-    True: [-3.0, -0.5, 0.1, 0.4, 0.6, 0.95, 1.4, 5.0],
+    False: [-30.0, -2.3, 0.3, 1.7],
+    True: [-0.5, 0.1, 0.4, 0.95, 1.4],
 }
 SMOOTH_Y = [0.07, 0.2, 0.43, 0.61, 0.88]
 

@@ -79,19 +79,19 @@ def assert_optimal(x: Tensor, y: Tensor, k: int, tau: float, p: float, rounding:
 
 def _rows() -> dict[str, Tensor]:
     """All exact in float32, so that one oracle serves every dtype above half."""
-    sparse = normal(8, seed=4).float()
+    sparse = normal(6, seed=4).float()
     sparse[::2] = 0
     rows = {
-        "normal": normal(9),
-        "ties": f64([2, -2, 2, 1, -1, 3, 0, 0, -3]),
+        "normal": normal(7),
+        "ties": f64([2, -2, 2, 1, 3, 0, -3]),
         "tie_at_the_kth_place": f64([5, 4, -4, 4, 4, 1]),
         "zeros": sparse,
         "all_zero": f64([0] * 4),
         "all_equal": f64([0.75] * 5),
-        "tiny": 1e-6 * normal(7, seed=1),
-        "large": 1e4 * normal(7, seed=2),
+        "tiny": 1e-6 * normal(5, seed=1),
+        "large": 1e4 * normal(6, seed=2),
         "wide": f64([1e4, -1e-6, 3, 1e-3, 0.5, -700]),
-        "close": 1 + 1e-3 * normal(7, seed=3),
+        "close": 1 + 1e-3 * normal(6, seed=3),
         "one": f64([-1.5]),
         "two": f64([1, -1.0625]),
     }
@@ -102,7 +102,8 @@ ROWS = _rows()
 
 
 def places(n: int) -> list[int]:
-    return sorted({max(1, n // 3), max(1, n - 1), n})
+    """k; the adversarial and the long rows have 1 and n − 1."""
+    return sorted({max(1, n // 3), n})
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def test_agrees_with_pav(p: float, tau: float) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in ADVERSARIAL if kind != "minus_inf"])
 def test_agrees_with_pav_on_adversarial_rows(kind: str, tau: float) -> None:
     x = ADVERSARIAL[kind](12, torch.Generator().manual_seed(0))
-    for p in (2.0, 4 / 3, 1.15):
+    for p in (2.0, 1.15):
         for k in (1, 5, 11):
             y = soft_topk_magnitude(x, k, tau=tau, p=p)
             assert_within_rounding(y, magnitude_pav(x, k, tau, p), float(x.abs().max()))
@@ -286,7 +287,7 @@ def test_rescale(p: float, tau: float) -> None:
                 rounding = 2 * torch.finfo(dtype).eps * want.abs() + 1e-14 * scale
                 assert ((got - want).abs() <= rounding).all(), (name, k)
                 seen += int(alone.sum())
-    assert seen > 30
+    assert seen > 20
 
 
 @each_float
@@ -487,7 +488,7 @@ def test_gradients(p: float, rescale: bool) -> None:
     def f(x: Tensor, tau: Tensor) -> Tensor:
         return soft_topk_magnitude(x, 2, tau=tau, p=p, rescale=rescale)
 
-    assert gradcheck(f, smooth_leaves(), check_forward_ad=True, check_batched_grad=True)
+    assert gradcheck(f, smooth_leaves(), check_forward_ad=True)
     assert gradgradcheck(f, smooth_leaves())
 
 
