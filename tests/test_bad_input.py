@@ -444,6 +444,14 @@ def test_one_entry(op: Operator, options: dict[str, Any]) -> None:
             assert want.item() == pytest.approx(k, abs=1e-15)
 
 
+@variants()
+def test_zero_has_no_sign(op: Operator, options: dict[str, Any]) -> None:
+    for k in (1, 2, 4):
+        x = f64([2.0, 0.0, -1.0, 0.0])
+        got, want = op(x * f64([1, -1, 1, 1]), k, tau=0.5, **options), op(x, k, tau=0.5, **options)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 1), (0, 0), (3, 0), (0,)], ids=str)
 @variants()
 def test_nothing_at_all(op: Operator, options: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -553,7 +561,7 @@ def test_ot_topk_of_the_least_epsilon(epsilon: Any) -> None:
 
 # -------------------------------------------------------------------------------------------- at random
 
-GOOD_VALUES = [0.0, 1.0, -1.0, 0.5, 2.0, 3.25, -2.5, 0.1, 17.0]
+GOOD_VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.25, -2.5, 0.1, 17.0]
 ODD_VALUES = [INF, -INF, NAN, 1e308, -1e308, 5e-324, 1e-40, 1e4, -1e4, 1e30, -1e30]
 SHAPES = [(), (1,), (3,), (5,), (9,), (2, 4), (3, 1), (1, 6), (2, 2, 3), (0,), (0, 4), (2, 0)]
 DTYPES = [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16, torch.float16] * 2
@@ -717,8 +725,8 @@ def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], li
 
 def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[Fault]]:
     s, number, wrong = scores(call), not isinstance(value, Tensor), [(ValueError, name)]
-    if number and value is HUGE_INT:
-        return wrong, []
+    if number and value is HUGE_INT:  # which a level may be: so may inf
+        return ([], wrong) if name == "at" else (wrong, [])
     v = values_of(value, s, call.dim if has_levels(name, value) else None)
     if name == "at":  # a NaN level in a tensor may also make a NaN count
         nan = bool(v.isnan().any())

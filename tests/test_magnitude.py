@@ -86,7 +86,8 @@ def _rows() -> dict[str, Tensor]:
         "ties": f64([2, -2, 2, 1, 3, 0, -3]),
         "tie_at_the_kth_place": f64([5, 4, -4, 4, 4, 1]),
         "zeros": sparse,
-        "all_zero": f64([0] * 4),
+        "signed_zeros": f64([0.0, -0.0, 2, -0.0, -3]),
+        "all_zero": f64([0.0, -0.0, 0.0]),
         "all_equal": f64([0.75] * 5),
         "tiny": 1e-6 * normal(5, seed=1),
         "large": 1e4 * normal(6, seed=2),
@@ -327,7 +328,7 @@ def test_k_zero_and_k_n(p: float, rescale: bool) -> None:
 
 def test_slope_at_zero_entries() -> None:
     """p = 2, k = n: y = x/(1 + τ), whose slope is 1/(1 + τ) at 0 as elsewhere; with rescale y = x."""
-    x = f64([3, 0, -1, 0], requires_grad=True)
+    x = f64([3, 0.0, -1, -0.0], requires_grad=True)
     for rescale, slope in ((False, 1 / 1.5), (True, 1.0)):
         (got,) = grad(soft_topk_magnitude(x, 4, tau=0.5, rescale=rescale).sum(), x)
         torch.testing.assert_close(got, torch.full_like(x, slope))
@@ -370,7 +371,7 @@ def test_backward_agrees_with_differentiable_backward(p: float) -> None:
 @each_rescale
 @each_p
 def test_bad_rows_are_nan_and_no_others(p: float, rescale: bool) -> None:
-    good = [3.0, -2.0, 1.0, 0.5]
+    good = [3.0, -2.0, 1.0, -0.0]
     x = f64([good, [1, NAN, 2, 3], [INF, -INF, INF, 1], good, [INF, -INF, 1, 2]], requires_grad=True)
     y = soft_topk_magnitude(x, 2, tau=0.5, p=p, rescale=rescale)
     assert y.isnan().all(-1).tolist() == y.isnan().any(-1).tolist() == [False, True, True, False, False]

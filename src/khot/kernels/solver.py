@@ -394,8 +394,9 @@ def _newton(
             if not x.is_cuda and not bool(deep.any()):
                 break
             log_ratio, slope = _log_evaluate(x, hi, lo, tau, cdf, up, down)
-            # beyond the exponents of float64 the middle of the gap is as near as anybody can tell
-            step = (tau * log_ratio / slope).nan_to_num(0.0, 0.0, 0.0)
+            # where even the logarithms have lost their digits, the middle of the gap is the best guess
+            step = tau * log_ratio / slope
+            step = torch.where((lo + step > down) & (lo + step < up), step, 0.0)
             new_hi, new_lo = two_sum(hi, torch.where(deep, lo + step, lo))
             up, down = up - (new_hi - hi), down - (new_hi - hi)
             hi, lo = new_hi, new_lo
