@@ -89,7 +89,7 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
         return s / (1 + tau), s * (tau / (1 + tau))
     e = 1 / (p - 1)
     # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
-    c = (tau * s.clamp(min=0) ** (p - 2)).clamp(max=1e300)
+    c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=1e300)  # abs: −0 to a negative power is −inf
     b = (1 / c).clamp(max=1)
     for _ in range(UNPOOLED_STEPS):
         b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
