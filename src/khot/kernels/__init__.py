@@ -1,7 +1,7 @@
 """The registered operators and the kernels under them.
 
 `torch.ops.khot.*` is what every caller calls; a faster kernel is registered under the same name for its
-device, and the reference serves all others.
+device (:mod:`khot.kernels.cpu`), and the reference serves all others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import reference, selection
+from khot.kernels import cpu, reference, selection
 
 __all__ = ["active"]
 
@@ -92,6 +92,12 @@ def _(
     return s.new_empty(s.shape), hi.new_empty(hi.shape)
 
 
+_CPU = cpu.load()
+
+
 def active() -> dict[str, str]:
     """Which kernels serve each kind of device, in the words of ``khot info``."""
-    return {"cpu": "reference", "gpu": "reference" if torch.cuda.is_available() else "none"}
+    return {
+        "cpu": f"compiled ({_CPU})" if _CPU else "reference",
+        "gpu": "reference" if torch.cuda.is_available() else "none",
+    }

@@ -1,0 +1,244 @@
+// The five CDFs F with density f: khot/cdfs.py in vectors, for the passes over a row, and in double scalars,
+// for what happens once a row.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+template <class R>
+struct TailDensity {
+  Vec<R> tail;     // min(F, 1 - F)
+  Vec<R> density;  // f
+};
+
+// The standard normal quantile. Abramowitz and Stegun 26.2.23 is within 5e-4 in both tails, and each of
+// Halley's steps takes the error to its third power.
+inline double normal_quantile(double y) {
+  if (y > 0.5) return -normal_quantile(1 - y);
+  if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
+  const double t = std::sqrt(-2 * std::log(y));
+  double z = (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
+  for (int i = 0; i < 2; ++i) {
+    const double density = std::exp(-0.5 * z * z) * 0.39894228040143267794;
+    const double miss = (0.5 * std::erfc(-z * 0.70710678118654752440) - y) / density;
+    z -= miss / (1 + 0.5 * z * miss);
+  }
+  return z;
+}
+
+// Symmetric around 0, with f > 0 everywhere. F is a child with tail_density, log_tail and log_pdf of abs(z).
+template <class F>
+struct FullSupport {
+  static constexpr bool full_support = true;
+  static constexpr double median = 0, mean = 0;
+
+  template <class R>
+  KHOT_INLINE TailDensity<R> split(Vec<R> z, Int<R> /*above*/) const {
+    return F::template tail_density<R>(abs<R>(z));
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> value(Vec<R> z) const {
+    const Vec<R> tail = F::template tail_density<R>(abs<R>(z)).tail;
+    return z > 0 ? 1 - tail : tail;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> density(Vec<R> z) const {
+    return F::template tail_density<R>(abs<R>(z)).density;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
+    const Vec<R> a = abs<R>(z);
+    return z > 0 ? log1p<R>(-F::template tail_density<R>(a).tail) : F::template log_lower<R>(a);
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_density(Vec<R> z) const {
+    return F::template log_pdf<R>(abs<R>(z));
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> /*above*/) const {
+    return F::template log_lower<R>(abs<R>(z));
+  }
+};
+
+struct Logistic : FullSupport<Logistic> {
+  static constexpr double variance = 3.28986813369645287294;  // pi^2/3
+
+  template <class R>
+  static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
+    const Vec<R> e = exp_minus<R>(a);
+    const Vec<R> tail = divide<R>(e, 1 + e);
+    return {tail, tail - tail * tail};
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
+    return -a - log1p<R>(exp_minus<R>(a));
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_pdf(Vec<R> a) {
+    return -a - 2 * log1p<R>(exp_minus<R>(a));
+  }
+
+  double cdf(double z) const { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
+  double pdf(double z) const {
+    const double e = std::exp(-std::fabs(z));
+    return e / ((1 + e) * (1 + e));
+  }
+  double icdf(double y) const { return std::log(y) - std::log1p(-y); }
+};
+
+struct Laplace : FullSupport<Laplace> {
+  static constexpr double variance = 2;
+  static constexpr double kLog2 = 0.69314718055994530942;
+
+  template <class R>
+  static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
+    const Vec<R> half = exp_minus<R>(a) / 2;
+    return {half, half};
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
+    return -a - static_cast<R>(kLog2);
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_pdf(Vec<R> a) {
+    return -a - static_cast<R>(kLog2);
+  }
+
+  double cdf(double z) const { return z > 0 ? 1 - std::exp(-z) / 2 : std::exp(z) / 2; }
+  double pdf(double z) const { return std::exp(-std::fabs(z)) / 2; }
+  double icdf(double y) const { return y > 0.5 ? -std::log(2 * (1 - y)) : std::log(2 * y); }
+};
+
+struct Normal : FullSupport<Normal> {
+  static constexpr double variance = 1;
+
+  // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + c) M(a) is nearly a polynomial in q = (a - s)/(a + s);
+  // these interpolate it at Chebyshev's nodes, relative errors 3e-8 (c = 1, s = 3), 2e-16 (c = 3/2, s = 5).
+  template <class R>
+  static KHOT_INLINE Vec<R> mills(Vec<R> a) {
+    a = clamp_above<R>(a, R(1e15));  // inf/inf
+    if constexpr (sizeof(R) == 4) {
+      constexpr float kTerms[] = {1.218361195f,     -0.24195664f,     -0.04118972079f,   0.1132077697f,
+                                  -0.05696752677f,  0.00291853079f,   0.007502594445f,   -0.0009167958418f,
+                                  -0.001206409498f, 9.006732262e-5f, 0.0001569636814f};
+      return divide<R>(polynomial(divide<R>(a - 3, a + 3), kTerms), a + 1);
+    } else {
+      constexpr double kTerms[] = {
+          1.25325268064955247,      -0.409284920369224052,   0.223252281706877402,    -0.076300727553944753,
+          -0.00619981121507899012,  0.0321600733379138351,   -0.0267575805615791184,  0.0133667921538693192,
+          -0.00392612428285258843,  0.000187820804079843275, 0.000381309303757019339, -0.000133165801535498686,
+          -0.000016478337378783385, 0.0000211082468259921145, -1.02220349159413379e-6, -2.95587908946676958e-6,
+          4.16708492249091452e-7,   4.24463342572372312e-7,  -7.9084546577124268e-8,  -5.73779755061995461e-8,
+          1.09914657439360064e-8,   4.98911271683873154e-9,  -8.8859206852651427e-10};
+      return polynomial((a - 5) / (a + 5), kTerms) / (a + 1.5);
+    }
+  }
+  template <class R>
+  static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
+    const Vec<R> density = exp_minus<R>(a * a / 2) * static_cast<R>(0.39894228040143267794);
+    return {density * mills<R>(a), density};
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_pdf(Vec<R> a) {
+    return -a * a / 2 - static_cast<R>(0.91893853320467274178);
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
+    return log_pdf<R>(a) + log<R>(mills<R>(a));
+  }
+
+  double cdf(double z) const { return 0.5 * std::erfc(-z * 0.70710678118654752440); }
+  double pdf(double z) const { return std::exp(-0.5 * z * z) * 0.39894228040143267794; }
+  double icdf(double y) const { return normal_quantile(y); }
+};
+
+// F(z) = clip(z, 0, 1)^e, e = 1/(p - 1).
+template <bool kUniform>
+struct ClippedPower {
+  static constexpr bool full_support = false;
+  double e = 1, median = 0.5, mean = 0.5, variance = 1.0 / 12;
+  int whole = 1;  // e where that is an integer, else 0
+
+  explicit ClippedPower(double p) {
+    if constexpr (!kUniform) {
+      e = 1 / (p - 1);
+      median = std::pow(0.5, p - 1);
+      mean = e / (e + 1);
+      variance = e / (e + 2) - mean * mean;
+      const double nearest = std::round(e);
+      whole = std::fabs(e - nearest) < 1e-14 * e ? static_cast<int>(nearest) : 0;
+    }
+  }
+
+  template <class R>
+  KHOT_INLINE TailDensity<R> split(Vec<R> z, Int<R> above) const {
+    Vec<R> F, f;
+    both<R>(z, F, f);
+    return {above ? 1 - F : F, f};
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> value(Vec<R> z) const {
+    Vec<R> F, f;
+    both<R>(z, F, f);
+    return F;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> density(Vec<R> z) const {
+    Vec<R> F, f;
+    both<R>(z, F, f);
+    return f;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
+    const Vec<R> inside = clamp_above<R>(clamp_below<R>(z, R(0)), R(1));
+    const Vec<R> value = static_cast<R>(e) * log<R>(inside);
+    return inside == 1 ? Vec<R>{} : value;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_density(Vec<R> z) const {
+    const Int<R> outside = (z <= 0) | (z >= 1);
+    const Vec<R> base = outside ? splat<R>(1) : z;
+    const Vec<R> value = static_cast<R>(e - 1) * log<R>(base) + static_cast<R>(std::log(e));
+    return outside ? splat<R>(-kInf<R>) : value;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> above) const {
+    return log<R>(split<R>(z, above).tail);
+  }
+
+  double cdf(double z) const { return z <= 0 ? 0 : z >= 1 ? 1 : std::pow(z, e); }
+  double pdf(double z) const { return z <= 0 || z >= 1 ? 0 : e * std::pow(z, e - 1); }
+  double icdf(double y) const { return std::pow(y, 1 / e); }
+
+ private:
+  template <class R>
+  KHOT_INLINE void both(Vec<R> z, Vec<R>& F, Vec<R>& f) const {
+    const Vec<R> inside = clamp_above<R>(clamp_below<R>(z, R(0)), R(1));
+    const Int<R> outside = (z <= 0) | (z >= 1);
+    if constexpr (kUniform) {
+      F = inside;
+      f = outside ? Vec<R>{} : splat<R>(1);
+    } else {
+      Vec<R> lower = splat<R>(1);  // z^(e-1)
+      if (whole != 0) {
+        for (int i = 1; i < whole; ++i) lower *= inside;
+      } else {
+        lower = exp_minus<R>(static_cast<R>(1 - e) * log<R>(inside));
+      }
+      F = outside ? inside : lower * inside;
+      f = outside ? Vec<R>{} : static_cast<R>(e) * lower;
+    }
+  }
+};
+
+using Uniform = ClippedPower<true>;
+using Power = ClippedPower<false>;
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,260 @@
+// Ordinary rows: many undecided entries, so that log(C/(n - C)) is nearly linear in t, and a few steps of
+// Halley's kind from a good guess end the search. Rows that are not so are left to the general solver.
+//
+// All in float, C - k as a count plus tails, so that rounding is relative to the tails and not to n.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "solver.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr int64_t kSampleFrom = 16384;  // rows at least this long are guessed from a sample
+constexpr int kSampleBlocks = 16;
+constexpr int kSampleMax = 16384;
+
+struct FastSums {
+  double m = 0;     // entries above
+  double D = 0;     // sum of F below and of F - 1 above, so that C = m + D
+  double S1 = 0;    // sum of f
+  double S2 = 0;    // sum of f', where it is of use
+  double S3 = 0;    // sum of f'', for the logistic
+  void operator+=(const FastSums& o) { m += o.m, D += o.D, S1 += o.S1, S2 += o.S2, S3 += o.S3; }
+};
+
+// f'(z) from what is at hand.
+template <class C>
+KHOT_INLINE VecF slope(VecF z, IntF above, VecF y, VecF f) {
+  if constexpr (std::is_same_v<C, Logistic>) return f - 2 * f * y;
+  if constexpr (std::is_same_v<C, Laplace>) return above ? -f : f;
+  if constexpr (std::is_same_v<C, Normal>) return -clamp_above<float>(clamp_below<float>(z, -1e3f), 1e3f) * f;
+  return VecF{};
+}
+
+template <class C>
+class FastSolver {
+ public:
+  static constexpr bool logistic = std::is_same_v<C, Logistic>;
+
+  // out: where y may be kept between passes (logistic only), else null.
+  FastSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside, float* out)
+      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside), out_(logistic ? out : nullptr) {}
+
+  // Whether the row was ordinary; then t is the threshold, and out, where given, holds y.
+  bool solve(double k, Goal& goal, Threshold& t) const {
+    if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return false;
+    double guess = kNan;
+    if (n_ >= kSampleFrom) guess = from_sample(k, goal);
+    if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
+    if (!(std::fabs(guess) < 1e30)) return false;
+    if constexpr (logistic) {
+      if (out_ != nullptr) return solve_storing(guess, k, t);
+    }
+    return solve_reading(guess, k, t);
+  }
+
+ private:
+  static constexpr int kPasses = 8;
+  // From a step h (in tau) on, the error left by it is below 1e-7: h^4/24 with three derivatives, about
+  // h^3/5 with two. Across the kinks of compact support only a step of no length is safe.
+  static constexpr double kLast = logistic ? 0.06 : C::full_support ? 0.008 : 2e-7;
+
+  static Threshold split(double t) {
+    const double hi = static_cast<double>(static_cast<float>(t));
+    return {hi, t - hi};
+  }
+
+  bool solve_reading(double t, double k, Threshold& result) const {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const double h = step(evaluate<false>(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
+      if (!(std::fabs(h) < 50)) return false;
+      t += h * tau_;
+      if (std::fabs(h) <= kLast) {
+        result = split(t);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // y is stored by the first pass, and moved along with t by the later ones: exact, and cheaper than exp.
+  bool solve_storing(double t, double k, Threshold& result) const {
+    const double n = static_cast<double>(n_);
+    bool stored = false;
+    double h = 0;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const FastSums sums = stored ? shift<true>(h) : evaluate<true>(row_, n_, inside_, split(t));
+      h = step(sums, k, n);
+      if (!(std::fabs(h) < 50)) return false;
+      if (stored && !(sums.S1 * 50 > sums.m)) return false;  // 1 - y has lost digits that matter
+      t += h * tau_;
+      stored = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
+      if (std::fabs(h) <= kLast) {
+        if (std::fabs(h) > 1e-8) shift<false>(h);
+        result = split(t);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  double from_moments(const Row& row, int64_t n, double k, Goal& goal) const {
+    double count = static_cast<double>(n), mean, variance;
+    if (!moments(row, n, mean, variance)) {
+      const Statistics stats = statistics<float>(row, n, inside_);
+      k -= stats.pinned, count = stats.free;
+      if (stats.nan || !(k > 0 && k < count)) return kNan;
+      mean = stats.mean, variance = stats.variance;
+    }
+    goal.set(k, count, F_);
+    return goal.guess(mean, variance, tau_, F_);
+  }
+
+  struct Moments {
+    double first = 0, second = 0;
+    void operator+=(const Moments& o) { first += o.first, second += o.second; }
+  };
+
+  // False where an entry is not finite.
+  bool moments(const Row& row, int64_t n, double& mean, double& variance) const {
+    float start;
+    const float origin = *fetch(row, 0, 1, &start);
+    const Moments sums = reduce<float, Moments>(row, n, inside_, [origin](Moments& s, const float* p, int count, int64_t) {
+      VecF first{}, second{};
+      vectors<float>(p, count, origin, [&](VecF x, int, int) {
+        const VecF d = x - origin;
+        first += d;
+        second += d * d;
+      });
+      s.first += sum<float>(first), s.second += sum<float>(second);
+    });
+    const double count = static_cast<double>(n), off = sums.first / count;
+    mean = origin + off;
+    variance = std::max(sums.second / count - off * off, 0.0);
+    return std::fabs(sums.first) + sums.second < kInfinity;
+  }
+
+  // The threshold of evenly spaced blocks of the row; NaN where they do not tell.
+  double from_sample(double k, Goal& goal) const {
+    float sample[kSampleMax];
+    const int size = n_ >= 8 * kSampleMax ? kSampleMax : kSampleMax / 4, block = size / kSampleBlocks;
+    for (int i = 0; i < kSampleBlocks; ++i) {
+      float* target = sample + i * block;
+      const float* p = fetch(row_, (n_ - block) / (kSampleBlocks - 1) * i, block, target);
+      if (p != target) std::memcpy(target, p, block * sizeof(float));
+    }
+    const double share = static_cast<double>(size) / static_cast<double>(n_), sample_k = k * share;
+    if (!(sample_k >= 8 && sample_k <= size - 8)) return kNan;
+    const Row row{sample, Dtype::kFloat, 1};
+    double t = from_moments(row, size, sample_k, goal);
+    for (int pass = 0; pass < 4; ++pass) {
+      const double h = step(evaluate<false>(row, size, nullptr, split(t)), sample_k, size);
+      if (!(std::fabs(h) < 50)) return kNan;
+      t += h * tau_;
+      if (std::fabs(h) <= 0.1) break;
+    }
+    return t;
+  }
+
+  template <bool kStore>
+  FastSums evaluate(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
+    const float median = static_cast<float>(F_.median);
+    const C F = F_;
+    float* const out = out_;
+    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t at) {
+      IntF m{};
+      VecF D{}, S1{}, S2{}, S3{};
+      vectors<float>(p, count, -kInf<float>, [&](VecF x, int i, int lanes) {
+        const VecF z = ((x - hi) - lo) * scale;
+        const IntF above = z > median;
+        const TailDensity<float> v = F.template split<float>(z, above);
+        const VecF d = above ? -v.tail : v.tail;
+        const VecF y = above ? 1 - v.tail : v.tail;
+        m -= above;
+        D += d;
+        S1 += v.density;
+        S2 += slope<C>(z, above, y, v.density);
+        if constexpr (logistic) S3 += v.density * v.density;
+        if constexpr (kStore) {
+          if (lanes == kWidth<float>) {
+            store(out + at + i, y);
+          } else {
+            store_part(out + at + i, lanes, y);
+          }
+        }
+      });
+      add(s, m, D, S1, S2, S3);
+    });
+  }
+
+  static KHOT_INLINE void add(FastSums& s, IntF m, VecF D, VecF S1, VecF S2, VecF S3) {
+    int32_t count = 0;
+    for (int i = 0; i < kWidth<float>; ++i) count += m[i];
+    const double density = sum<float>(S1);
+    s.m += count;
+    s.D += sum<float>(D);
+    s.S1 += density;
+    s.S2 += sum<float>(S2);
+    s.S3 += density - 6 * sum<float>(S3);  // f'' = f - 6 f^2
+  }
+
+  // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h). With sums or without.
+  template <bool kSums>
+  FastSums shift(double h) const {
+    const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
+    float* const out = out_;
+    auto moved = [=](VecF y) { return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f); };
+    const Row row{out, Dtype::kFloat, 1};
+    return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
+      IntF m{};
+      VecF D{}, S1{}, S2{}, S3{};
+      vectors<float>(p, count, 0.0f, [&](VecF before, int i, int lanes) {
+        const VecF y = moved(before);
+        if (lanes == kWidth<float>) {
+          store(out + at + i, y);
+        } else {
+          store_part(out + at + i, lanes, y);
+        }
+        if constexpr (kSums) {
+          const IntF above = y > 0.5f;
+          const VecF f = y - y * y;
+          m -= above;
+          D += above ? y - 1 : y;
+          S1 += f;
+          S2 += f - 2 * f * y;
+          S3 += f * f;
+        }
+      });
+      if constexpr (kSums) add(s, m, D, S1, S2, S3);
+    });
+  }
+
+  // The step in t/tau to C = k; NaN where the row is not ordinary.
+  static double step(const FastSums& s, double k, double n) {
+    const double count = s.m + s.D, miss = (s.m - k) + s.D;
+    if (!(count > 0 && count < n && s.S1 > 1e-2 * std::min({k, n - k, 1.0}))) return kNan;
+    const double g = std::log1p(n * miss / (k * (n - count)));  // log(C/(n - C)) - log(k/(n - k))
+    const double newton = g * count * (n - count) / (n * s.S1);
+    if (!C::full_support) return newton;
+    const double bend = (1 / (n - count) - 1 / count) * s.S1 + s.S2 / s.S1;
+    double h = newton / std::max(1 - 0.5 * newton * bend, 0.5);
+    if (logistic && std::fabs(h) < 0.5) {  // now the Taylor polynomial of C is the better model
+      for (int i = 0; i < 3; ++i) {
+        h += (miss - h * (s.S1 - h * (s.S2 / 2 - h * s.S3 / 6))) / (s.S1 - h * (s.S2 - h * s.S3 / 2));
+      }
+    }
+    return h;
+  }
+
+  Row row_;
+  int64_t n_;
+  double tau_;
+  C F_;
+  const Parallel* inside_;
+  float* out_;
+};
+
+}  // namespace khot::KHOT_ISA

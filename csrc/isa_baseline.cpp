@@ -1,0 +1,21 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+// What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
+#define KHOT_ISA baseline
+#define KHOT_VECTOR_BYTES 16
+#include "rows.h"
+
+namespace khot {
+
+const Kernels& baseline_kernels() {
+  static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward};
+  return kernels;
+}
+
+}  // namespace khot

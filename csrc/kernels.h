@@ -1,0 +1,71 @@
+// What the operators (library.cpp) and the rows' kernels (one copy an instruction set) know of each other.
+#pragma once
+
+#include <cstdint>
+
+namespace khot {
+
+enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
+enum class Cdf { kLogistic, kLaplace, kNormal, kUniform, kPower };
+enum class Output { kValue, kLog, kThreshold };
+
+// Runs body(context, i) for every i < count, in any order and perhaps at once.
+struct Parallel {
+  void (*run)(int64_t count, void* context, void (*body)(void* context, int64_t i));
+};
+
+// A row of a tensor; step 0 repeats its first entry.
+struct Row {
+  const void* data;
+  Dtype dtype;
+  int64_t step;
+};
+
+struct Spec {
+  Cdf cdf;
+  double power;  // p of kPower
+  Output output;
+  int64_t n;
+  const Parallel* inside;  // parallel work inside a row; null where rows already run in parallel
+};
+
+struct Threshold {
+  double hi, lo;
+};
+
+// One call serves the consecutive rows [begin, end), which the getters below describe.
+struct ForwardRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual double k(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual void* out(int64_t row) const = 0;  // of x's dtype
+  virtual void put(int64_t row, Threshold t) const = 0;
+
+ protected:
+  ~ForwardRows() = default;
+};
+
+struct BackwardRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual Row grad(int64_t row) const = 0;
+  virtual double grad_lo(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual Threshold threshold(int64_t row) const = 0;
+  virtual void* grad_x(int64_t row) const = 0;  // of x's dtype
+  virtual void put(int64_t row, double grad_k, double grad_tau) const = 0;
+
+ protected:
+  ~BackwardRows() = default;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
+  void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
+};
+
+const Kernels& baseline_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+
+}  // namespace khot

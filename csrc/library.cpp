@@ -1,0 +1,295 @@
+// khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
+// threads. The schemas are defined in khot/kernels/__init__.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace khot {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kGrain = 1 << 14;      // entries that are worth waking a thread for
+constexpr int64_t kGrainInside = 1 << 17;  // the same where they belong to one row
+
+const Kernels& choose_kernels() {
+#if defined(__x86_64__)
+  const char* wanted = std::getenv("KHOT_KERNELS");
+  const std::string most = wanted == nullptr ? "" : wanted;
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  if (avx2 && avx512 && most != "avx2" && most != "baseline") return avx512_kernels();
+  if (avx2 && most != "baseline") return avx2_kernels();
+#endif
+  return baseline_kernels();
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose_kernels();
+  return chosen;
+}
+
+Dtype to_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return Dtype::kFloat;
+    case ScalarType::Double:
+      return Dtype::kDouble;
+    case ScalarType::Half:
+      return Dtype::kHalf;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, "khot: scores must have dtype float64, float32, float16 or bfloat16");
+  }
+}
+
+int64_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2; }
+
+Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
+  Spec spec{Cdf::kLogistic, shape, Output::kValue, n, nullptr};
+  if (cdf == "laplace") {
+    spec.cdf = Cdf::kLaplace;
+  } else if (cdf == "normal") {
+    spec.cdf = Cdf::kNormal;
+  } else if (cdf == "uniform") {
+    spec.cdf = Cdf::kUniform;
+  } else if (cdf == "power") {
+    spec.cdf = Cdf::kPower;
+  } else {
+    STD_TORCH_CHECK(cdf == "logistic", "khot: unknown cdf ", cdf);
+  }
+  if (output == "log") {
+    spec.output = Output::kLog;
+  } else if (output == "threshold") {
+    spec.output = Output::kThreshold;
+  } else {
+    STD_TORCH_CHECK(output == "y", "khot: unknown output ", output);
+  }
+  return spec;
+}
+
+// Where the entries of a batch of the given sizes lie in a tensor that broadcasts with it.
+class Offsets {
+ public:
+  Offsets(const Tensor& t, const std::vector<int64_t>& batch, int64_t trailing) : batch_(batch) {
+    const int64_t own = t.dim() - trailing;
+    STD_TORCH_CHECK(own <= static_cast<int64_t>(batch.size()), "khot: too many dimensions to broadcast");
+    strides_.assign(batch.size(), 0);
+    for (int64_t i = 0; i < own; ++i) {
+      const size_t to = batch.size() - own + i;
+      STD_TORCH_CHECK(t.size(i) == 1 || t.size(i) == batch[to], "khot: shapes that do not broadcast");
+      strides_[to] = t.size(i) == 1 ? 0 : t.stride(i);
+    }
+    // one stride for all rows where that is possible, as it mostly is
+    int64_t expected = 0;
+    bool first = true;
+    for (size_t i = batch.size(); i-- > 0;) {
+      if (batch[i] == 1) continue;
+      if (first) {
+        expected = stride_ = strides_[i];
+        first = false;
+      }
+      even_ = even_ && strides_[i] == expected;
+      expected = strides_[i] * batch[i];
+    }
+  }
+
+  int64_t operator()(int64_t row) const {
+    if (even_) return row * stride_;
+    int64_t offset = 0;
+    for (size_t i = batch_.size(); i-- > 0;) {
+      offset += row % batch_[i] * strides_[i];
+      row /= batch_[i];
+    }
+    return offset;
+  }
+
+ private:
+  std::vector<int64_t> batch_, strides_;
+  int64_t stride_ = 0;
+  bool even_ = true;
+};
+
+std::vector<int64_t> batch_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  STD_TORCH_CHECK(sizes.size() > 0, "khot: scores need a dimension");
+  return {sizes.begin(), sizes.end() - 1};
+}
+
+// The rows of a tensor (*batch, n), whatever its strides.
+class Rows {
+ public:
+  Rows(const Tensor& x, const std::vector<int64_t>& batch)
+      : tensor_(usable(x) ? x : torch::stable::contiguous(x)),
+        dtype_(to_dtype(x.scalar_type())),
+        step_(tensor_.size(tensor_.dim() - 1) == 1 || tensor_.stride(tensor_.dim() - 1) == 1 ? 1 : 0),
+        offsets_(tensor_, batch, 1),
+        data_(static_cast<const char*>(tensor_.const_data_ptr())),
+        size_(size_of(dtype_)) {}
+
+  Row operator()(int64_t row) const { return {data_ + offsets_(row) * size_, dtype_, step_}; }
+  Dtype dtype() const { return dtype_; }
+
+ private:
+  static bool usable(const Tensor& x) {
+    const int64_t stride = x.stride(x.dim() - 1);
+    return stride == 0 || stride == 1 || x.size(x.dim() - 1) <= 1;
+  }
+
+  Tensor tensor_;
+  Dtype dtype_;
+  int64_t step_;
+  Offsets offsets_;
+  const char* data_;
+  int64_t size_;
+};
+
+// A number a row, of any floating-point dtype, broadcast with the batch.
+class Numbers {
+ public:
+  Numbers(const Tensor& t, const std::vector<int64_t>& batch)
+      : tensor_(t.scalar_type() == ScalarType::Double ? t : torch::stable::to(t, ScalarType::Double)),
+        offsets_(tensor_, batch, 0),
+        data_(tensor_.const_data_ptr<double>()) {}
+
+  double operator()(int64_t row) const { return data_[offsets_(row)]; }
+
+ private:
+  Tensor tensor_;
+  Offsets offsets_;
+  const double* data_;
+};
+
+int64_t product(const std::vector<int64_t>& sizes) {
+  int64_t result = 1;
+  for (int64_t size : sizes) result *= size;
+  return result;
+}
+
+constexpr Parallel kInside{[](int64_t count, void* context, void (*body)(void*, int64_t)) {
+  torch::stable::parallel_for(0, count, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(context, i);
+  });
+}};
+
+// serve(spec, begin, end) for all rows: rows in parallel where there are enough, else each inside itself.
+template <class Serve>
+void share(Spec spec, int64_t rows, const Serve& serve) {
+  if (rows == 0) return;
+  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kGrainInside) {
+    spec.inside = &kInside;
+    serve(spec, 0, rows);
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, spec.n));
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { serve(spec, begin, end); });
+}
+
+struct Forward final : ForwardRows {
+  Rows scores;
+  Numbers ks, taus;
+  char* out_data = nullptr;
+  int64_t row_bytes = 0;
+  double *hi, *lo;
+
+  Forward(const Tensor& x, const Tensor& k, const Tensor& tau, const std::vector<int64_t>& batch, double* hi,
+          double* lo)
+      : scores(x, batch), ks(k, batch), taus(tau, batch), hi(hi), lo(lo) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t row) const override { return ks(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  void* out(int64_t row) const override { return out_data + row * row_bytes; }
+  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
+};
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std::string cdf, double shape,
+                                             std::string output) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  const Spec spec = to_spec(cdf, shape, output, n);
+  std::vector<int64_t> out_sizes = batch;
+  out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
+  Tensor out = torch::stable::new_empty(x, out_sizes);
+  Tensor hi = torch::stable::new_empty(x, batch, ScalarType::Double);
+  Tensor lo = torch::stable::new_empty(x, batch, ScalarType::Double);
+
+  Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+  rows.out_data = static_cast<char*>(out.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  share(spec, product(batch), [&](const Spec& spec, int64_t begin, int64_t end) {
+    kernels().forward(spec, rows, begin, end);
+  });
+  return {out, hi, lo};
+}
+
+struct Backward final : BackwardRows {
+  Rows scores, incoming;
+  Numbers incoming_lo, taus, his, los;
+  char* out_data;
+  int64_t row_bytes;
+  double *dk, *dtau;
+
+  Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
+           const Tensor& tau, const std::vector<int64_t>& batch)
+      : scores(x, batch),
+        incoming(grad, batch),
+        incoming_lo(grad_lo, batch),
+        taus(tau, batch),
+        his(hi, batch),
+        los(lo, batch) {}
+  Row x(int64_t row) const override { return scores(row); }
+  Row grad(int64_t row) const override { return incoming(row); }
+  double grad_lo(int64_t row) const override { return incoming_lo(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
+  void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
+  void put(int64_t row, double grad_k, double grad_tau) const override {
+    dk[row] = grad_k, dtau[row] = grad_tau;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo,
+                                                      Tensor tau, std::string cdf, double shape,
+                                                      std::string output) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  const Spec spec = to_spec(cdf, shape, output, n);
+  Tensor grad_x = torch::stable::new_empty(x, x.sizes());
+  Tensor grad_k = torch::stable::new_empty(hi, batch);
+  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+
+  Backward rows(grad, grad_lo, x, hi, lo, tau, batch);
+  rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
+  share(spec, product(batch), [&](const Spec& spec, int64_t begin, int64_t end) {
+    kernels().backward(spec, rows, begin, end);
+  });
+  return {grad_x, grad_k, grad_tau};
+}
+
+}  // namespace
+}  // namespace khot
+
+// The instruction set in use, in words.
+extern "C" __attribute__((visibility("default"))) const char* khot_isa() { return khot::kernels().isa; }
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("soft_topk", TORCH_BOX(&khot::soft_topk));
+  m.impl("soft_topk_backward", TORCH_BOX(&khot::soft_topk_backward));
+}

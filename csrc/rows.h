@@ -1,0 +1,298 @@
+// Forward and backward of a range of rows: khot/kernels/reference.py for one instruction set.
+#pragma once
+
+#include <cmath>
+
+#include "fast.h"
+#include "solver.h"
+
+namespace khot::KHOT_ISA {
+
+template <class R, class C>
+void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, double value, double at_infinity,
+                   double infinity) {
+  map<R>(x, spec.n, spec.inside, out, dtype, [=](Vec<R> v, int64_t, int) {
+    return v == static_cast<R>(infinity) ? splat(static_cast<R>(at_infinity)) : splat(static_cast<R>(value));
+  });
+}
+
+template <class R, class C>
+void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, void* out) {
+  const bool log = spec.output == Output::kLog;
+  if (std::isnan(t.hi)) return fill_constant<R, C>(spec, out, x.dtype, x, kNan, kNan, 0);
+  const double none = log ? -kInfinity : 0, every = log ? 0 : 1;
+  if (t.hi == kHuge) return fill_constant<R, C>(spec, out, x.dtype, x, none, every, kInfinity);
+  if (t.hi == -kHuge) return fill_constant<R, C>(spec, out, x.dtype, x, every, none, -kInfinity);
+  const R hi = static_cast<R>(t.hi), lo = static_cast<R>(t.lo), scale = static_cast<R>(1 / tau);
+  auto z = [=](Vec<R> v) { return ((v - hi) - lo) * scale; };
+  if (log) {
+    map<R>(x, spec.n, spec.inside, out, x.dtype, [=](Vec<R> v, int64_t, int) { return F.template log_value<R>(z(v)); });
+  } else {
+    map<R>(x, spec.n, spec.inside, out, x.dtype, [=](Vec<R> v, int64_t, int) { return F.template value<R>(z(v)); });
+  }
+}
+
+// Whether float carries the row: neither the temperature nor the scores beyond what its exponent holds.
+inline bool fits_float(Dtype dtype, double tau) { return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25; }
+
+template <class C>
+void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
+                 Threshold& t) {
+  const bool wanted = spec.output != Output::kThreshold;
+  if (!(tau > 0 && tau < kInfinity)) {
+    t = {kNan, kNan};
+  } else if (fits_float(x.dtype, tau)) {
+    const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat && x.step == 1;
+    float* const kept = in_place ? static_cast<float*>(out) : nullptr;
+    const FastSolver<C> fast(x, spec.n, tau, F, spec.inside, kept);
+    if (fast.solve(k, goal, t)) {
+      if (fast.logistic && kept != nullptr) return;
+    } else {
+      t = Solver<float, C>(x, spec.n, tau, F, spec.inside).solve(k);
+    }
+    if (wanted) apply<float>(spec, F, x, t, tau, out);
+    return;
+  } else {
+    t = Solver<double, C>(x, spec.n, tau, F, spec.inside).solve(k);
+  }
+  if (wanted) apply<double>(spec, F, x, t, tau, out);
+}
+
+struct GradientSums {
+  double f = 0, fz = 0, fv = 0, fzv = 0;
+  void operator+=(const GradientSums& o) { f += o.f, fz += o.fz, fv += o.fv, fzv += o.fzv; }
+};
+
+// The gradients of y in float; false where the densities are too small for it.
+template <class C>
+bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+                   Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+  using R = float;
+  const R hi = static_cast<R>(t.hi), lo = static_cast<R>(t.lo), scale = static_cast<R>(1 / tau);
+  // f is kept in the result between the passes, if the row is short enough to be in the cache still
+  const bool keep = x.dtype == Dtype::kFloat && spec.n <= (1 << 18);
+  R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
+  const GradientSums s = reduce<R, GradientSums>(
+      x, spec.n, spec.inside, [=](GradientSums& sums, const R* p, int count, int64_t at) {
+        R buffer[kBlock];
+        const R* g = fetch(grad, at, count, buffer);
+        VecF f_sum{}, fz_sum{}, fv_sum{}, fzv_sum{};
+        vectors<R>(p, count, -kInf<R>, [&](VecF v, int i, int lanes) {
+          const bool whole = lanes == kWidth<R>;
+          const VecF z = ((v - hi) - lo) * scale, f = F.template density<R>(z);
+          const VecF fz = f * clamp_above<R>(clamp_below<R>(z, -1e30f), 1e30f);
+          const VecF incoming = whole ? load(g + i) : load_part(g + i, lanes, R(0));
+          f_sum += f;
+          fz_sum += fz;
+          fv_sum += f * incoming;
+          fzv_sum += fz * incoming;
+          if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
+        });
+        sums.f += sum<R>(f_sum), sums.fz += sum<R>(fz_sum);
+        sums.fv += sum<R>(fv_sum), sums.fzv += sum<R>(fzv_sum);
+      });
+  if (!(s.f > 1e-20)) return false;
+  const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
+  grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
+  grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
+  // dL/dx = f (v - mean)/tau + f grad_lo/sum f
+  const R offset = static_cast<R>(v_mean - grad_lo * tau / s.f);
+  const Row source = keep ? Row{grad_x, Dtype::kFloat, 1} : x;
+  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
+    R from[kBlock], incoming[kBlock], results[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const R* p = fetch(source, at, count, from);
+      const R* g = fetch(grad, at, count, incoming);
+      const bool own = x.dtype == Dtype::kFloat;
+      R* const target = own ? static_cast<R*>(grad_x) + at : results;
+      vectors<R>(p, count, R(0), [&](VecF v, int i, int lanes) {
+        const bool whole = lanes == kWidth<R>;
+        const VecF f = keep ? v : F.template density<R>(((v - hi) - lo) * scale);
+        const VecF value = f * scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
+        whole ? store(target + i, value) : store_part(target + i, lanes, value);
+      });
+      if (!own) put(grad_x, x.dtype, at, count, results);
+    }
+  });
+  return true;
+}
+
+struct Top {
+  double log_f = -kInfinity;
+  void operator+=(const Top& o) { log_f = std::max(log_f, o.log_f); }
+};
+
+struct CarefulSums {
+  double mass = 0, wz = 0, v = 0, u = 0, uz = 0;
+  void operator+=(const CarefulSums& o) { mass += o.mass, wz += o.wz, v += o.v, u += o.u, uz += o.uz; }
+};
+
+struct Edges {  // of the gap around t, minus hi
+  double up = kInfinity, down = -kInfinity;
+  void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
+};
+
+struct EdgeSums {
+  double up_count = 0, up = 0, down_count = 0, down = 0;
+  void operator+=(const EdgeSums& o) {
+    up_count += o.up_count, up += o.up, down_count += o.down_count, down += o.down;
+  }
+};
+
+// dL/dk for compact support where no entry has f > 0, as _gap_grad_k of the reference.
+inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
+  const Edges edges = reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
+    for (int i = 0; i < count; ++i) {
+      const double offset = p[i] - t.hi;
+      if (offset > t.lo) {
+        e.up = std::min(e.up, offset);
+      } else {
+        e.down = std::max(e.down, offset);
+      }
+    }
+  });
+  const EdgeSums s = reduce<double, EdgeSums>(x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
+    double buffer[kBlock];
+    const double* v = fetch(grad, at, count, buffer);
+    for (int i = 0; i < count; ++i) {
+      const double offset = p[i] - t.hi;
+      if (offset == edges.up) ++e.up_count, e.up += v[i];
+      if (offset == edges.down) ++e.down_count, e.down += v[i];
+    }
+  });
+  const double mean = 0.5 * s.up / s.up_count;
+  return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
+}
+
+// The gradients of any output, in double, with weights relative to the largest density.
+template <class C>
+void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+                      Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+  using R = double;
+  auto standardize = [=](VecD v) { return ((v - t.hi) - t.lo) / tau; };
+  const Output output = spec.output;
+
+  // the cotangent u = v dout/dz, and v weighted by dout/dF, for weights relative to exp(top)
+  struct Cotangent {
+    VecD u, share;
+  };
+  auto cotangent = [=](VecD z, VecD log_f, VecD weight, VecD v, double top) -> Cotangent {
+    if (output == Output::kThreshold) return {VecD{}, VecD{}};
+    if (output == Output::kValue) return {v * exp<R>(log_f), v * weight};
+    const VecD log_F = F.template log_value<R>(z);
+    const IntD still = (log_F == -kInfinity) | (v == 0);  // y = 0 exactly: nothing moves
+    const VecD rate = still ? VecD{} : -log_F;
+    const VecD u = v * exp<R>(log_f + rate), share = v * exp<R>(log_f + rate - top);
+    return {still ? VecD{} : u, still ? VecD{} : share};
+  };
+  auto load_grad = [](const double* g, int i, int lanes) {
+    return lanes == kWidth<R> ? load(g + i) : load_part(g + i, lanes, 0.0);
+  };
+
+  const double top = reduce<R, Top>(x, spec.n, spec.inside, [=](Top& s, const R* p, int count, int64_t) {
+                       VecD most = splat(-kInfinity);
+                       vectors<R>(p, count, -kInfinity, [&](VecD v, int, int) {
+                         const VecD log_f = F.template log_density<R>(standardize(v));
+                         most = log_f > most ? log_f : most;
+                       });
+                       s.log_f = std::max(s.log_f, maximum<R>(most));
+                     }).log_f;
+  const double base = std::max(top, -kHuge);
+  const CarefulSums s = reduce<R, CarefulSums>(x, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, int count, int64_t at) {
+    double buffer[kBlock];
+    const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, buffer);
+    VecD mass{}, wz{}, v_sum{}, u_sum{}, uz{};
+    vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+      const VecD z = standardize(v), log_f = F.template log_density<R>(z);
+      const VecD bounded = clamp_above<R>(clamp_below<R>(z, -1e300), 1e300);
+      const VecD weight = exp<R>(log_f - base);
+      const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+      mass += weight;
+      wz += weight * bounded;
+      v_sum += c.share;
+      u_sum += c.u;
+      uz += c.u * bounded;
+    });
+    sums.mass += sum<R>(mass), sums.wz += sum<R>(wz), sums.v += sum<R>(v_sum);
+    sums.u += sum<R>(u_sum), sums.uz += sum<R>(uz);
+  });
+
+  const bool live = s.mass != 0;
+  const double z_mean = live ? s.wz / s.mass : 0;
+  grad_k = live ? s.v / s.mass : 0;
+  if (live && grad_lo != 0) grad_k -= grad_lo * std::exp(std::log(tau) - std::log(s.mass) - top);
+  grad_tau = (s.u * z_mean - s.uz) / tau - grad_lo * z_mean;
+  if (!C::full_support && !live && output != Output::kThreshold) grad_k = gap_gradient(spec, x, grad, t);
+
+  const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;
+  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
+    double from[kBlock], incoming[kBlock], results[kBlock + kWidth<R>];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const double* p = fetch(x, at, count, from);
+      const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, incoming);
+      vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+        const VecD z = standardize(v), log_f = F.template log_density<R>(z);
+        const VecD weight = exp<R>(log_f - base);
+        const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+        store(results + i, c.u / tau + weight * spread);
+      });
+      put(grad_x, x.dtype, at, count, results);
+    }
+  });
+}
+
+template <class C>
+void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+                  Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+  grad_k = grad_tau = 0;
+  if (!(std::fabs(t.hi) < kHuge)) {  // nothing selected, or everything; or NaN
+    const double value = std::isnan(t.hi) ? kNan : 0;
+    grad_k = grad_tau = value;
+    return fill_constant<double, C>(spec, grad_x, x.dtype, x, value, value, 0);
+  }
+  const bool fast = spec.output == Output::kValue && fits_float(x.dtype, tau);
+  if (fast && backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) return;
+  backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
+}
+
+template <class Call>
+void with_cdf(const Spec& spec, Call call) {
+  switch (spec.cdf) {
+    case Cdf::kLogistic:
+      return call(Logistic());
+    case Cdf::kLaplace:
+      return call(Laplace());
+    case Cdf::kNormal:
+      return call(Normal());
+    case Cdf::kUniform:
+      return call(Uniform(2));
+    case Cdf::kPower:
+      return call(Power(spec.power));
+  }
+}
+
+inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    Goal goal;
+    for (int64_t i = begin; i < end; ++i) {
+      Threshold t;
+      forward_row(spec, F, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, t);
+      rows.put(i, t);
+    }
+  });
+}
+
+inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    for (int64_t i = begin; i < end; ++i) {
+      double grad_k, grad_tau;
+      backward_row(spec, F, rows.x(i), rows.grad(i), rows.grad_lo(i), rows.tau(i), rows.threshold(i),
+                   rows.grad_x(i), grad_k, grad_tau);
+      rows.put(i, grad_k, grad_tau);
+    }
+  });
+}
+
+}  // namespace khot::KHOT_ISA

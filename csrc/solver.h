@@ -1,0 +1,433 @@
+// The threshold t of a row: soft count C(t) = sum F((x_j - t)/tau) = k.
+//
+// The algorithm of khot/kernels/solver.py, one row at a time, its passes over the row in R and all that
+// happens between them in double. t = hi + lo with hi a number of type R, so that (x - hi) - lo is exact
+// near t. Reasons are given there and not repeated here.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cdfs.h"
+#include "passes.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr double kHuge = std::numeric_limits<double>::max();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kTiny = 1e-290;
+
+template <class R>
+struct Precision;
+
+template <>
+struct Precision<double> {
+  static constexpr double tail_tiny = 1e-290;     // tails below are taken in logarithms
+  static constexpr double settled = 1e-8;         // the error after a step in tau is its square
+  static constexpr double settled_kinked = 1e-12;  // unless a kink lies within the step
+  static constexpr double noise = 1e-6;           // a step so small may be wrong in sign
+  static constexpr double pad = 1e-9;             // what rounding takes from a bound, in tau
+};
+
+template <>
+struct Precision<float> {
+  static constexpr double tail_tiny = 1e-30;
+  static constexpr double settled = 2e-5;
+  static constexpr double settled_kinked = 2e-7;
+  static constexpr double noise = 2e-6;
+  static constexpr double pad = 1e-6;
+};
+
+struct Statistics {
+  double free = 0;    // number of finite entries
+  double pinned = 0;  // number of +inf
+  bool nan = false;
+  double low = kInfinity, high = -kInfinity;
+  double mean = 0, variance = 0;  // of the finite entries; before finish(), sums around the shift
+  void operator+=(const Statistics& o) {
+    free += o.free, pinned += o.pinned, nan |= o.nan;
+    low = std::min(low, o.low), high = std::max(high, o.high);
+    mean += o.mean, variance += o.variance;
+  }
+  void finish(double shift) {
+    const double n = std::max(free, 1.0), off = mean / n;
+    variance = std::max(variance / n - off * off, 0.0);
+    mean = shift + off;
+  }
+};
+
+// A shift near the scores keeps the one-pass variance from cancelling.
+template <class R>
+R finite_entry(const Row& row, int64_t n) {
+  R buffer[kBlock];
+  const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
+  const R* p = fetch(row, 0, count, buffer);
+  for (int i = 0; i < count; ++i) {
+    if (std::isfinite(p[i])) return p[i];
+  }
+  return 0;
+}
+
+template <class R>
+Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
+  const R shift = finite_entry<R>(row, n);
+  Statistics stats = reduce<R, Statistics>(
+      row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
+        Int<R> finite_count{}, pinned_count{}, nan{};
+        Vec<R> low = splat(kInf<R>), high = -low, total{}, squares{};
+        vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
+          const Int<R> finite = abs<R>(x) < kInf<R>;
+          const Vec<R> centred = finite ? x - shift : Vec<R>{};
+          finite_count -= finite;
+          pinned_count -= (x == kInf<R>);
+          nan |= (x != x);
+          low = (finite & (x < low)) ? x : low;
+          high = (finite & (x > high)) ? x : high;
+          total += centred;
+          squares += centred * centred;
+        });
+        for (int i = 0; i < kWidth<R>; ++i) {
+          sums.free += static_cast<double>(finite_count[i]);
+          sums.pinned += static_cast<double>(pinned_count[i]);
+          sums.nan |= nan[i] != 0;
+        }
+        sums.low = std::min<double>(sums.low, minimum<R>(low));
+        sums.high = std::max<double>(sums.high, maximum<R>(high));
+        sums.mean += sum<R>(total);
+        sums.variance += sum<R>(squares);
+      });
+  stats.finish(shift);
+  return stats;
+}
+
+// k out of n and the quantiles that it stands for, kept from one row to the next.
+struct Goal {
+  double k = -1, n = -1;
+  double own = 0, normal = 0;  // F^-1(k/n) and Phi^-1(k/n), both standardized
+
+  template <class C>
+  void set(double new_k, double new_n, const C& F) {
+    if (new_k == k && new_n == n) return;
+    k = new_k, n = new_n;
+    const double share = std::min(std::max(k / n, kTiny), 1 - 1e-16);
+    own = (F.icdf(share) - F.mean) / std::sqrt(F.variance);
+    normal = normal_quantile(share);
+  }
+  // The threshold of a distribution with the moments of x + noise of law tau F.
+  template <class C>
+  double guess(double mean, double variance, double tau, const C& F) const {
+    const double noise = tau * tau * F.variance, total = noise + variance;
+    const double quantile = normal + (own - normal) * (noise / total);
+    return mean - tau * F.mean - quantile * std::sqrt(total);
+  }
+};
+
+struct Bracket {
+  double low = -kInfinity, high = kInfinity;
+  void tighten(Bracket o) {  // a bound that is NaN says nothing
+    low = std::fmax(low, o.low);
+    high = std::fmin(high, o.high);
+  }
+  void shift(double by) { low -= by, high -= by; }
+};
+
+struct Sums {
+  double m = 0;                            // number of entries above: z > median
+  double tail_above = 0, tail_below = 0;   // sums of 1 - F and of F
+  double density_above = 0, density_below = 0;
+  double next_above = kInfinity, next_below = -kInfinity;  // the nearest entries, minus hi
+  void operator+=(const Sums& o) {
+    m += o.m, tail_above += o.tail_above, tail_below += o.tail_below;
+    density_above += o.density_above, density_below += o.density_below;
+    next_above = std::min(next_above, o.next_above), next_below = std::max(next_below, o.next_below);
+  }
+};
+
+struct LogSums {
+  double A = 0, B = 0, fA = 0, fB = 0;
+  void operator+=(const LogSums& o) { A += o.A, B += o.B, fA += o.fA, fB += o.fB; }
+};
+
+template <class R, class C>
+class Solver {
+ public:
+  Solver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
+      : row_(row), size_(n), tau_(tau), F_(F), inside_(inside) {}
+
+  Threshold solve(double k) {
+    const Statistics stats = statistics<R>(row_, size_, inside_);
+    const double k_free = k - stats.pinned;
+    if (stats.nan || !(k_free >= 0 && k_free <= stats.free)) return {kNan, kNan};
+    if (k_free == 0) return {kHuge, kHuge};
+    if (k_free == stats.free) return {-kHuge, -kHuge};
+    k_ = k_free, n_ = stats.free, pinned_ = stats.pinned, low_ = stats.low, high_ = stats.high;
+    goal_.set(k_, n_, F_);
+    double guess = goal_.guess(stats.mean, stats.variance, tau_, F_);
+    Bracket bracket = order_bounds(low_, n_);
+    bracket.tighten(order_bounds(high_, 1));
+    if (bracket.high - bracket.low > 64 * tau_) guess = histogram_search(bracket);
+    if (!(guess >= bracket.low && guess <= bracket.high)) guess = 0.5 * bracket.low + 0.5 * bracket.high;
+    return newton(guess, bracket);
+  }
+
+ private:
+  static constexpr int kHistograms = 4, kBins = 1024, kEvaluations = 24, kLogEvaluations = 4;
+  using P = Precision<R>;
+
+  Bracket order_bounds(double value, double rank) const {
+    const double pad = P::pad * tau_ + std::numeric_limits<R>::epsilon() * 4 * std::fabs(value);
+    Bracket b;
+    if (rank > k_ && rank >= 1) b.low = value - tau_ * F_.icdf(std::max(k_ / rank, kTiny)) - pad;
+    if (rank - 1 < k_ && rank <= n_) {
+      const double share = (k_ - rank + 1) / (n_ - rank + 1);
+      b.high = value - tau_ * F_.icdf(std::min(std::max(share, kTiny), 1.0)) + pad;
+    }
+    return b;
+  }
+
+  struct Counts {
+    int32_t bins[kBins + 2] = {};
+    void operator+=(const Counts& o) {
+      for (int i = 0; i < kBins + 2; ++i) bins[i] += o.bins[i];
+    }
+  };
+
+  double histogram_search(Bracket& bracket) const {
+    const double rank_high = std::ceil(k_), rank_low = std::floor(k_) + 1;
+    double low = low_, high = high_ + 1e-12 * (high_ - low_);
+    for (int step = 0; step < kHistograms; ++step) {
+      const double width = (high - low) / kBins, inverse = 1 / width;
+      if (!(inverse < kInfinity)) break;
+      const Counts counts = reduce<double, Counts>(
+          row_, size_, inside_, [low, inverse](Counts& c, const double* p, int count, int64_t) {
+            int32_t bin[kBlock];
+            // inf lands in the outer bins
+            for (int i = 0; i < count; ++i) {
+              double at = (p[i] - low) * inverse + 1;
+              at = at > 0 ? at : 0;
+              at = at < kBins + 1 ? at : kBins + 1;
+              bin[i] = static_cast<int32_t>(at);
+            }
+            for (int i = 0; i < count; ++i) ++c.bins[bin[i]];
+          });
+      double above = -pinned_, above_low = 0;
+      int bin_high = -1, bin_low = -1;
+      double after_high = 0;
+      for (int i = kBins + 1; i >= 0; --i) {
+        const double before = above;
+        above += counts.bins[i];
+        if (bin_high < 0 && above >= rank_high) bin_high = i, after_high = before;
+        if (bin_low < 0 && above >= rank_low) bin_low = i, above_low = above;
+        if (bin_low >= 0 && bin_high >= 0) break;
+      }
+      const double pad = 1e-6 * width + 1e-15 * std::max(std::fabs(low), std::fabs(high));
+      const double next_low = low + (bin_low - 1) * width - pad;
+      high = low + bin_high * width + pad;
+      low = next_low;
+      if (high - low <= 4 * tau_ || above_low - after_high <= 2 || bin_high - bin_low >= 4) break;
+    }
+    bracket.low = std::fmax(bracket.low, order_bounds(low, rank_low).low);
+    bracket.high = std::fmin(bracket.high, order_bounds(high, rank_high).high);
+    return 0.5 * low + 0.5 * high - tau_ * F_.median;
+  }
+
+  Sums evaluate(double hi_in, double lo_in) const {
+    const R hi = static_cast<R>(hi_in), lo = static_cast<R>(lo_in), scale = static_cast<R>(1 / tau_);
+    const R median = static_cast<R>(F_.median);
+    const C F = F_;
+    return reduce<R, Sums>(row_, size_, inside_, [=](Sums& sums, const R* p, int count, int64_t) {
+      Int<R> m{};
+      Vec<R> A{}, B{}, fA{}, fB{}, up = splat(kInf<R>), down = -up;
+      vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
+        const Vec<R> offset = x - hi, z = (offset - lo) * scale;
+        const Int<R> above = z > median;
+        const TailDensity<R> v = F.template split<R>(z, above);
+        const Vec<R> zero{};
+        m -= above;
+        A += above ? v.tail : zero;
+        B += above ? zero : v.tail;
+        fA += above ? v.density : zero;
+        fB += above ? zero : v.density;
+        up = (above & (offset < up)) ? offset : up;
+        down = (~above & (offset > down)) ? offset : down;
+      });
+      for (int i = 0; i < kWidth<R>; ++i) sums.m += static_cast<double>(m[i]);
+      sums.tail_above += sum<R>(A), sums.tail_below += sum<R>(B);
+      sums.density_above += sum<R>(fA), sums.density_below += sum<R>(fB);
+      sums.next_above = std::min<double>(sums.next_above, minimum<R>(up));
+      sums.next_below = std::max<double>(sums.next_below, maximum<R>(down));
+    });
+  }
+
+  // log B - log A and its slope, tails relative to those of the nearest entries, which lie at up and down.
+  void log_evaluate(double hi, double lo, double up, double down, double& log_ratio, double& slope) const {
+    const C F = F_;
+    const double tau = tau_;
+    auto log_tail = [&](double z) {
+      const VecD v = splat(z);
+      return F.template log_tail<double>(v, v > F.median)[0];
+    };
+    const double log_up = log_tail((up - lo) / tau_), log_down = log_tail((down - lo) / tau_);
+    const LogSums s = reduce<double, LogSums>(row_, size_, inside_, [=](LogSums& sums, const double* p, int count, int64_t) {
+      VecD A{}, B{}, fA{}, fB{};
+      vectors<double>(p, count, -kInfinity, [&](VecD x, int, int) {
+        const VecD z = ((x - hi) - lo) / tau;
+        const IntD above = z > F.median;
+        const VecD reference = above ? splat(log_up) : splat(log_down);
+        const VecD tail = exp<double>(F.template log_tail<double>(z, above) - reference);
+        const VecD density = exp<double>(F.template log_density<double>(z) - reference);
+        const VecD zero{};
+        A += above ? tail : zero;
+        B += above ? zero : tail;
+        fA += above ? density : zero;
+        fB += above ? zero : density;
+      });
+      sums.A += sum<double>(A), sums.B += sum<double>(B);
+      sums.fA += sum<double>(fA), sums.fB += sum<double>(fB);
+    });
+    log_ratio = log_down - log_up + std::log(s.B) - std::log(s.A);
+    slope = s.fA / s.A + s.fB / s.B;
+  }
+
+  // hi + lo becomes hi + new_lo, with hi a number of type R; gives by how much hi moved.
+  static double move(double& hi, double& lo, double new_lo) {
+    const double s = hi + new_lo, t = s - hi, error = (hi - (s - t)) + (new_lo - t);
+    const double new_hi = static_cast<double>(static_cast<R>(s)), moved = new_hi - hi;
+    hi = new_hi;
+    lo = (s - new_hi) + error;
+    return moved;
+  }
+
+  Threshold newton(double guess, Bracket bounds) const {
+    double hi = static_cast<double>(static_cast<R>(guess)), lo = guess - hi;
+    bounds.shift(hi);
+    Bracket seen;  // evaluated: C > k at low, C < k at high
+    bool deep = false;
+    double up = 0, down = 0;
+    const double settled = C::full_support ? P::settled : P::settled_kinked;
+
+    for (int i = 0; i < kEvaluations; ++i) {
+      Sums s = evaluate(hi, lo);
+      const double m = s.m - pinned_, excess = m - k_;
+      const double Pk = s.tail_below + std::max(excess, 0.0), Qk = s.tail_above + std::max(-excess, 0.0);
+      bounds.tighten(order_bounds_at(s.next_above, hi, m));
+      bounds.tighten(order_bounds_at(s.next_below, hi, m + 1));
+      if (Pk > Qk) seen.low = std::max(seen.low, lo);
+      if (Pk < Qk) seen.high = std::min(seen.high, lo);
+
+      const double step = newton_step(s, hi, lo, excess, Pk, Qk);
+      const bool known = std::fabs(step) < kInfinity;
+      double trial = known ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
+      if (!(trial > seen.low && trial < seen.high)) {
+        trial = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
+      }
+      if (std::fabs(step) <= P::noise * tau_) trial = lo + step;
+      bool done = std::fabs(step) <= settled * tau_;
+      if constexpr (C::full_support) {
+        if (excess == 0 && (s.tail_above < P::tail_tiny || s.tail_below < P::tail_tiny)) {
+          trial = 0.5 * (s.next_above + s.next_below);
+          deep = done = true;
+        }
+      } else if (excess == 0 && s.next_above - s.next_below >= tau_) {
+        trial = 0.5 * (s.next_above + s.next_below - tau_);
+        done = true;
+      }
+      const double moved = move(hi, lo, trial);
+      bounds.shift(moved), seen.shift(moved);
+      up = s.next_above - moved, down = s.next_below - moved;
+      if (done) break;
+    }
+    for (int i = 0; C::full_support && deep && i < kLogEvaluations; ++i) {
+      double log_ratio, slope;
+      log_evaluate(hi, lo, up, down, log_ratio, slope);
+      const double step = tau_ * log_ratio / slope;
+      const double moved = move(hi, lo, lo + step);
+      up -= moved, down -= moved;
+      deep = std::fabs(step) > 1e-8 * tau_;
+    }
+    return {hi, lo};
+  }
+
+  // The bounds of order_bounds for an entry at hi + offset, minus hi.
+  Bracket order_bounds_at(double offset, double hi, double rank) const {
+    if (!(std::fabs(offset) < kInfinity)) return {};
+    Bracket b = order_bounds(offset, rank);
+    const double pad = std::numeric_limits<double>::epsilon() * 4 * std::fabs(hi);
+    return {b.low - pad, b.high + pad};
+  }
+
+  double newton_step(const Sums& s, double hi, double lo, double excess, double Pk, double Qk) const {
+    const double m = k_ + excess, density = s.density_above + s.density_below;
+    const double plain = (Pk - Qk) / density;
+    const double few_limit = C::full_support ? 1 : 3;
+    if (Pk < few_limit && Qk < few_limit) {
+      const double few = C::full_support ? tail_step(s, lo, excess, Pk, Qk) : edge_step(s, lo, excess, Pk, Qk);
+      if (std::fabs(few) < kInfinity) return tau_ * few;
+    }
+    const bool decided_above = s.tail_above < 1e-3 * s.tail_below && excess < 0;
+    const bool decided_below = s.tail_below < 1e-3 * s.tail_above && excess > 0;
+    const double base = decided_above ? m : 0, size = (decided_below ? m : n_) - base;
+    if (std::fabs(Pk - Qk) <= 1e-4 * std::min(k_ - base, base + size - k_)) return tau_ * plain;
+    return tau_ * many_step(s, hi, lo, m, base, size, density, Pk - Qk);
+  }
+
+  double many_step(const Sums& s, double hi, double lo, double m, double base, double size, double density,
+                   double miss) const {
+    auto clamped = [](double share) { return std::min(std::max(share, kTiny), 1 - 1e-16); };
+    const double share = clamped((m - base + s.tail_below - s.tail_above) / size);
+    const double target = clamped((k_ - base) / size);
+    if constexpr (C::full_support) {
+      const double z = F_.icdf(share);
+      return (z - F_.icdf(target)) * F_.pdf(z) * size / density;
+    } else {
+      const double count = k_ + miss;
+      const double first = ((high_ - hi) - lo) / tau_, last = 1 - ((low_ - hi) - lo) / tau_;
+      if (k_ <= n_ / 2 && first < 2) return first - first * std::pow(k_ / count, count / (density * first));
+      if (k_ > n_ / 2 && last < 2) {
+        return last * std::pow((n_ - k_) / (n_ - count), (n_ - count) / (density * last)) - last;
+      }
+      const Normal link;
+      const double z = link.icdf(share);
+      return (z - link.icdf(target)) * link.pdf(z) * size / density;
+    }
+  }
+
+  double tail_step(const Sums& s, double lo, double excess, double Pk, double Qk) const {
+    auto known = [](double c) { return std::isnan(c) ? 1.0 : std::min(c, kHuge); };
+    const double like_up = s.tail_above / F_.cdf(-(s.next_above - lo) / tau_);
+    const double like_down = s.tail_below / F_.cdf((s.next_below - lo) / tau_);
+    const double c = std::fmax(excess > 0 ? 1 : known(like_down), excess < 0 ? 1 : known(like_up));
+    const double zP = F_.icdf(std::max(Pk / c, kTiny)), zQ = F_.icdf(std::max(Qk / c, kTiny));
+    return c * (zP - zQ) / (s.density_below / F_.pdf(zP) + s.density_above / F_.pdf(zQ));
+  }
+
+  double edge_step(const Sums& s, double lo, double excess, double Pk, double Qk) const {
+    const double up = (s.next_above - lo) / tau_, down = (s.next_below - lo) / tau_;
+    const double both = (Pk - Qk) / (s.density_below + s.density_above);
+    const bool none_above = s.tail_above == 0, none_below = s.tail_below == 0;
+    if (excess > 0) {
+      if (none_above) return up - F_.icdf(1 - std::min(Pk, 1.0));
+      if (!none_below) return both;
+      return (1 - up) * (std::pow(Pk / Qk, s.tail_above / (s.density_above * (1 - up))) - 1);
+    }
+    if (excess < 0) {
+      if (none_below) return down - F_.icdf(std::min(Qk, 1.0));
+      if (!none_above) return both;
+      return -down * (std::pow(Qk / Pk, s.tail_below / (s.density_below * down)) - 1);
+    }
+    if (none_below) return down - F_.icdf(std::min(std::max(s.tail_above + s.density_above * down, 0.0), 1.0));
+    if (none_above) return up - 1 + s.tail_below / (s.density_below + F_.pdf(1 - 1e-16));
+    return both;
+  }
+
+  Row row_;
+  int64_t size_;
+  double tau_;
+  C F_;
+  const Parallel* inside_;
+  Goal goal_;
+  double k_ = 0, n_ = 0, pinned_ = 0, low_ = 0, high_ = 0;
+};
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,210 @@
+// Vectors of the instruction set that this translation unit is compiled for, and exp, log and sums on them.
+//
+// Included by isa_*.cpp only, inside their choice of instruction set: KHOT_ISA names the namespace, so that
+// the copies do not meet in the linker, and KHOT_VECTOR_BYTES is the width of a register. GCC's vector types
+// compile to NEON, SSE or AVX alike.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#define KHOT_INLINE inline __attribute__((always_inline))
+
+namespace khot::KHOT_ISA {
+
+using VecF = float __attribute__((vector_size(KHOT_VECTOR_BYTES)));
+using VecD = double __attribute__((vector_size(KHOT_VECTOR_BYTES)));
+using IntF = int32_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
+using IntD = int64_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
+
+template <class R>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+  using V = VecF;
+  using I = IntF;  // also what comparisons give: -1 or 0 in each lane
+  static constexpr int32_t kAbs = 0x7fffffff, kSqrtHalf = 0x3f3504f3, kOne = 0x3f800000;
+  static constexpr int kMantissa = 23;
+  static constexpr float kRound = 0x1.8p23f;         // adding it rounds to an integer in the low bits
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  static constexpr float kExpEnd = 87;               // exp(-87) is the last that is not subnormal
+};
+
+template <>
+struct Lanes<double> {
+  using V = VecD;
+  using I = IntD;
+  static constexpr int64_t kAbs = 0x7fffffffffffffff, kSqrtHalf = 0x3fe6a09e667f3bcd, kOne = 0x3ff0000000000000;
+  static constexpr int kMantissa = 52;
+  static constexpr double kRound = 0x1.8p52;
+  static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
+  static constexpr double kExpEnd = 708;
+};
+
+template <class R>
+using Vec = typename Lanes<R>::V;
+template <class R>
+using Int = typename Lanes<R>::I;
+template <class R>
+constexpr int kWidth = KHOT_VECTOR_BYTES / sizeof(R);
+template <class R>
+constexpr R kInf = std::numeric_limits<R>::infinity();
+
+template <class R>
+KHOT_INLINE Vec<R> splat(R value) {
+  return value - Vec<R>{};
+}
+
+template <class R>
+KHOT_INLINE Vec<R> load(const R* p) {
+  Vec<R> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <class R>
+KHOT_INLINE void store(R* p, Vec<R> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// The first count lanes from memory, pad in the others.
+template <class R>
+KHOT_INLINE Vec<R> load_part(const R* p, int count, R pad) {
+  R lanes[kWidth<R>];
+  for (int i = 0; i < kWidth<R>; ++i) lanes[i] = pad;
+  std::memcpy(lanes, p, count * sizeof(R));
+  return load(lanes);
+}
+
+template <class R>
+KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
+  R lanes[kWidth<R>];
+  store(lanes, v);
+  std::memcpy(p, lanes, count * sizeof(R));
+}
+
+template <class R>
+KHOT_INLINE Vec<R> abs(Vec<R> v) {
+  return (Vec<R>)((Int<R>)v & Lanes<R>::kAbs);
+}
+
+// These keep a NaN in v: every comparison with it is false.
+template <class R>
+KHOT_INLINE Vec<R> clamp_below(Vec<R> v, R low) {
+  return v < low ? splat(low) : v;
+}
+
+template <class R>
+KHOT_INLINE Vec<R> clamp_above(Vec<R> v, R high) {
+  return v > high ? splat(high) : v;
+}
+
+// Lanes are added pairwise, halving the vector.
+template <class R>
+KHOT_INLINE R sum(Vec<R> v) {
+  R lanes[kWidth<R>];
+  store(lanes, v);
+  for (int half = kWidth<R> / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+template <class R>
+KHOT_INLINE R minimum(Vec<R> v) {
+  R least = v[0];
+  for (int i = 1; i < kWidth<R>; ++i) least = v[i] < least ? v[i] : least;
+  return least;
+}
+
+template <class R>
+KHOT_INLINE R maximum(Vec<R> v) {
+  return -minimum<R>(-v);
+}
+
+// a/b for finite b that is not 0, to within an ulp, and exactly 1 where a = b.
+template <class R>
+KHOT_INLINE Vec<R> divide(Vec<R> a, Vec<R> b) {
+#if KHOT_VECTOR_BYTES == 64
+  if constexpr (sizeof(R) == 4) {
+    // from 14 bits by one step each of Newton and of correction: a third of what a division takes
+    Vec<R> r = (Vec<R>)_mm512_maskz_rcp14_ps(0xffff, (__m512)b);
+    r = r * (2 - b * r);
+    const Vec<R> q = a * r;
+    return q + r * (a - q * b);
+  }
+#endif
+  return a / b;
+}
+
+template <class V, class R, size_t N>
+KHOT_INLINE V polynomial(V x, const R (&coefficients)[N]) {
+  V p = coefficients[N - 1] - V{};
+  for (int i = static_cast<int>(N) - 2; i >= 0; --i) p = p * x + coefficients[i];
+  return p;
+}
+
+// exp(r), where abs(r) <= log(2)/2. Single precision: Cephes' minimax; double: Taylor, cut at 4e-18.
+KHOT_INLINE VecF exp_core(VecF r) {
+  constexpr float kTerms[] = {0.5000000120f,     0.16666665459f,    4.1665795894e-2f,
+                              8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
+  return polynomial(r, kTerms) * (r * r) + r + 1;
+}
+
+KHOT_INLINE VecD exp_core(VecD r) {
+  constexpr double kTerms[] = {1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,
+                               1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
+                               1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+  return polynomial(r, kTerms) * (r * r) + r + 1;
+}
+
+// exp(-a) for a >= 0; 0 where it would be subnormal, NaN for NaN.
+template <class R>
+KHOT_INLINE Vec<R> exp_minus(Vec<R> a) {
+  using L = Lanes<R>;
+  const Vec<R> x = -clamp_above<R>(a, L::kExpEnd);
+  const Vec<R> rounded = x * static_cast<R>(1.44269504088896340736) + L::kRound;
+  const Vec<R> whole = rounded - L::kRound;
+  const Vec<R> r = (x - whole * L::kLn2High) - whole * L::kLn2Low;
+  const Vec<R> scale = (Vec<R>)(((Int<R>)rounded << L::kMantissa) + L::kOne);
+  return a > L::kExpEnd ? Vec<R>{} : exp_core(r) * scale;
+}
+
+template <class R>
+KHOT_INLINE Vec<R> exp(Vec<R> x) {
+  const Vec<R> e = exp_minus<R>(abs<R>(x));
+  return x > 0 ? 1 / e : e;
+}
+
+// log((1 + s)/(1 - s)) = 2 artanh(s), for s^2 <= 1/9.
+template <class R>
+KHOT_INLINE Vec<R> twice_artanh(Vec<R> s) {
+  constexpr int kTerms = sizeof(R) == 4 ? 7 : 16;
+  const Vec<R> square = s * s;
+  Vec<R> p = splat<R>(R(2) / (2 * kTerms + 1));
+  for (int i = kTerms - 1; i > 0; --i) p = p * square + R(2) / (2 * i + 1);
+  return p * square * s + 2 * s;
+}
+
+// log(1 + x), for -1/2 <= x <= 1, with full relative accuracy.
+template <class R>
+KHOT_INLINE Vec<R> log1p(Vec<R> x) {
+  return twice_artanh<R>(x / (2 + x));
+}
+
+// log(x) for x >= 0, not subnormal; -inf for 0.
+template <class R>
+KHOT_INLINE Vec<R> log(Vec<R> x) {
+  using L = Lanes<R>;
+  const Int<R> exponent = ((Int<R>)x - L::kSqrtHalf) >> L::kMantissa;
+  const Vec<R> mantissa = (Vec<R>)((Int<R>)x - (exponent << L::kMantissa));
+  const Vec<R> e = __builtin_convertvector(exponent, Vec<R>);
+  const Vec<R> core = twice_artanh<R>((mantissa - 1) / (mantissa + 1));
+  const Vec<R> value = e * L::kLn2High + (e * L::kLn2Low + core);
+  return x > 0 ? value : (x < 0) | (x != x) ? splat<R>(std::numeric_limits<R>::quiet_NaN()) : splat<R>(-kInf<R>);
+}
+
+}  // namespace khot::KHOT_ISA
