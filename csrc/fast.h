@@ -119,7 +119,7 @@ class FastSolver {
 
   // False where an entry is not finite.
   bool moments(const Row& row, int64_t n, double& mean, double& variance) const {
-    float start;
+    float start = 0;
     const float origin = *fetch(row, 0, 1, &start);
     const Moments sums = reduce<float, Moments>(row, n, inside_, [origin](Moments& s, const float* p, int count, int64_t) {
       VecF first{}, second{};

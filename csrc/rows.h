@@ -32,8 +32,14 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
   }
 }
 
-// Whether float carries the row: neither the temperature nor the scores beyond what its exponent holds.
-inline bool fits_float(Dtype dtype, double tau) { return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25; }
+// Whether float carries the row. Not temperatures at the ends of its exponent, and not log y where its error
+// is not that of z: near where F leaves 0, and where log y goes as the square of z.
+template <class C>
+bool fits_float(const Spec& spec, Dtype dtype, double tau) {
+  const bool keeps_logarithms = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
+  return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&
+         (spec.output != Output::kLog || keeps_logarithms);
+}
 
 template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
@@ -41,7 +47,7 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   const bool wanted = spec.output != Output::kThreshold;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (fits_float(x.dtype, tau)) {
+  } else if (fits_float<C>(spec, x.dtype, tau)) {
     const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat && x.step == 1;
     float* const kept = in_place ? static_cast<float*>(out) : nullptr;
     const FastSolver<C> fast(x, spec.n, tau, F, spec.inside, kept);
@@ -252,7 +258,7 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, d
     grad_k = grad_tau = value;
     return fill_constant<double, C>(spec, grad_x, x.dtype, x, value, value, 0);
   }
-  const bool fast = spec.output == Output::kValue && fits_float(x.dtype, tau);
+  const bool fast = spec.output == Output::kValue && fits_float<C>(spec, x.dtype, tau);
   if (fast && backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) return;
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
