@@ -1,7 +1,7 @@
 // Ordinary rows: many undecided entries, so that log(C/(n - C)) is nearly linear in t, and a few steps of
 // Halley's kind from a good guess end the search. Rows that are not so are left to the general solver.
 //
-// All in float, C - k as a count plus tails, so that rounding is relative to the tails and not to n.
+// All in float.
 #pragma once
 
 #include <algorithm>
@@ -11,23 +11,21 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr int64_t kSampleFrom = 16384;  // rows at least this long are guessed from a sample
+constexpr int64_t kSampleFrom = 65536;  // rows at least this long are guessed from a sample
 constexpr int kSampleBlocks = 16;
 constexpr int kSampleMax = 16384;
 
 struct FastSums {
-  double m = 0;     // entries above
-  double D = 0;     // sum of F below and of F - 1 above, so that C = m + D
-  double S1 = 0;    // sum of f
-  double S2 = 0;    // sum of f', where it is of use
-  double S3 = 0;    // sum of f'', for the logistic
-  void operator+=(const FastSums& o) { m += o.m, D += o.D, S1 += o.S1, S2 += o.S2, S3 += o.S3; }
+  double m = 0, C = 0;  // the count is m + C: entries above, and tails F or F - 1; or all in C
+  double S1 = 0;        // sum of f
+  double S2 = 0;        // sum of f', where it is of use
+  double S3 = 0;        // sum of f'', for the logistic
+  void operator+=(const FastSums& o) { m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3; }
 };
 
 // f'(z) from what is at hand.
 template <class C>
-KHOT_INLINE VecF slope(VecF z, IntF above, VecF y, VecF f) {
-  if constexpr (std::is_same_v<C, Logistic>) return f - 2 * f * y;
+KHOT_INLINE VecF slope(VecF z, IntF above, VecF f) {
   if constexpr (std::is_same_v<C, Laplace>) return above ? -f : f;
   if constexpr (std::is_same_v<C, Normal>) return -clamp_above<float>(clamp_below<float>(z, -1e3f), 1e3f) * f;
   return VecF{};
@@ -85,14 +83,13 @@ class FastSolver {
     bool stored = false;
     double h = 0;
     for (int pass = 0; pass < kPasses; ++pass) {
-      const FastSums sums = stored ? shift<true>(h) : evaluate<true>(row_, n_, inside_, split(t));
+      const FastSums sums = stored ? shift(h) : evaluate<true>(row_, n_, inside_, split(t));
       h = step(sums, k, n);
       if (!(std::fabs(h) < 50)) return false;
-      if (stored && !(sums.S1 * 50 > sums.m)) return false;  // 1 - y has lost digits that matter
       t += h * tau_;
       stored = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
       if (std::fabs(h) <= kLast) {
-        if (std::fabs(h) > 1e-8) shift<false>(h);
+        if (std::fabs(h) > 1e-8) shift(h);
         result = split(t);
         return true;
       }
@@ -158,26 +155,39 @@ class FastSolver {
     return t;
   }
 
+  // The sums at t. For the logistic from y itself, which is quickest and can be stored; for others from tails.
   template <bool kStore>
   FastSums evaluate(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
-    const float median = static_cast<float>(F_.median);
-    const C F = F_;
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo);
+    if constexpr (logistic) {
+      const float scale = static_cast<float>(1.44269504088896340736 / tau_);  // 1/log(2)
+      return sum_logistic<kStore>(row, n, inside, -kInf<float>, [=](VecF x) {
+        return inverse_1p_exp2(((hi - x) + lo) * scale);
+      });
+    } else {
+      return sum_tails(row, n, inside, hi, lo);
+    }
+  }
+
+  // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h).
+  FastSums shift(double h) const {
+    const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
+    return sum_logistic<true>(Row{out_, Dtype::kFloat, 1}, n_, inside_, 0.0f, [=](VecF y) {
+      return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
+    });
+  }
+
+  template <bool kStore, class Value>
+  FastSums sum_logistic(const Row& row, int64_t n, const Parallel* inside, float pad, Value value) const {
     float* const out = out_;
     return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t at) {
-      IntF m{};
-      VecF D{}, S1{}, S2{}, S3{};
-      vectors<float>(p, count, -kInf<float>, [&](VecF x, int i, int lanes) {
-        const VecF z = ((x - hi) - lo) * scale;
-        const IntF above = z > median;
-        const TailDensity<float> v = F.template split<float>(z, above);
-        const VecF d = above ? -v.tail : v.tail;
-        const VecF y = above ? 1 - v.tail : v.tail;
-        m -= above;
-        D += d;
-        S1 += v.density;
-        S2 += slope<C>(z, above, y, v.density);
-        if constexpr (logistic) S3 += v.density * v.density;
+      VecF total{}, f1{}, fy{}, ff{};
+      vectors<float>(p, count, pad, [&](VecF x, int i, int lanes) {
+        const VecF y = value(x), f = y - y * y;
+        total += y;
+        f1 += f;
+        fy += f * y;
+        ff += f * f;
         if constexpr (kStore) {
           if (lanes == kWidth<float>) {
             store(out + at + i, y);
@@ -186,56 +196,43 @@ class FastSolver {
           }
         }
       });
-      add(s, m, D, S1, S2, S3);
+      const double density = sum<float>(f1);
+      s.C += sum<float>(total);
+      s.S1 += density;
+      s.S2 += density - 2 * sum<float>(fy);  // f' = f (1 - 2y)
+      s.S3 += density - 6 * sum<float>(ff);  // f'' = f (1 - 6f)
     });
   }
 
-  static KHOT_INLINE void add(FastSums& s, IntF m, VecF D, VecF S1, VecF S2, VecF S3) {
-    int32_t count = 0;
-    for (int i = 0; i < kWidth<float>; ++i) count += m[i];
-    const double density = sum<float>(S1);
-    s.m += count;
-    s.D += sum<float>(D);
-    s.S1 += density;
-    s.S2 += sum<float>(S2);
-    s.S3 += density - 6 * sum<float>(S3);  // f'' = f - 6 f^2
-  }
-
-  // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h). With sums or without.
-  template <bool kSums>
-  FastSums shift(double h) const {
-    const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
-    float* const out = out_;
-    auto moved = [=](VecF y) { return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f); };
-    const Row row{out, Dtype::kFloat, 1};
-    return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
+  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, float hi, float lo) const {
+    const float scale = static_cast<float>(1 / tau_), median = static_cast<float>(F_.median);
+    const C F = F_;
+    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
       IntF m{};
-      VecF D{}, S1{}, S2{}, S3{};
-      vectors<float>(p, count, 0.0f, [&](VecF before, int i, int lanes) {
-        const VecF y = moved(before);
-        if (lanes == kWidth<float>) {
-          store(out + at + i, y);
-        } else {
-          store_part(out + at + i, lanes, y);
-        }
-        if constexpr (kSums) {
-          const IntF above = y > 0.5f;
-          const VecF f = y - y * y;
-          m -= above;
-          D += above ? y - 1 : y;
-          S1 += f;
-          S2 += f - 2 * f * y;
-          S3 += f * f;
-        }
+      VecF D{}, S1{}, S2{};
+      vectors<float>(p, count, -kInf<float>, [&](VecF x, int, int) {
+        const VecF z = ((x - hi) - lo) * scale;
+        const IntF above = z > median;
+        const TailDensity<float> v = F.template split<float>(z, above);
+        m -= above;
+        D += above ? -v.tail : v.tail;
+        S1 += v.density;
+        S2 += slope<C>(z, above, v.density);
       });
-      if constexpr (kSums) add(s, m, D, S1, S2, S3);
+      int32_t above_count = 0;
+      for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
+      s.m += above_count;
+      s.C += sum<float>(D);
+      s.S1 += sum<float>(S1);
+      s.S2 += sum<float>(S2);
     });
   }
 
   // The step in t/tau to C = k; NaN where the row is not ordinary.
   static double step(const FastSums& s, double k, double n) {
-    const double count = s.m + s.D, miss = (s.m - k) + s.D;
+    const double count = s.m + s.C, miss = (s.m - k) + s.C;
     if (!(count > 0 && count < n && s.S1 > 1e-2 * std::min({k, n - k, 1.0}))) return kNan;
+    if (logistic && !(s.S1 * 50 > count)) return kNan;  // 1 - y has lost digits that matter
     const double g = std::log1p(n * miss / (k * (n - count)));  // log(C/(n - C)) - log(k/(n - k))
     const double newton = g * count * (n - count) / (n * s.S1);
     if (!C::full_support) return newton;

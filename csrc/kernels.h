@@ -9,6 +9,10 @@ enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
 enum class Cdf { kLogistic, kLaplace, kNormal, kUniform, kPower };
 enum class Output { kValue, kLog, kThreshold };
 
+// Rows up to this length are solved several at once, in groups that begin at a multiple of kLanesMost.
+constexpr int64_t kShort = 256;
+constexpr int64_t kLanesMost = 16;
+
 // Runs body(context, i) for every i < count, in any order and perhaps at once.
 struct Parallel {
   void (*run)(int64_t count, void* context, void (*body)(void* context, int64_t i));

@@ -196,8 +196,12 @@ void share(Spec spec, int64_t rows, const Serve& serve) {
     serve(spec, 0, rows);
     return;
   }
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, spec.n));
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { serve(spec, begin, end); });
+  // groups of rows that do not depend on the number of threads, since short rows are solved in company
+  const int64_t together = spec.n <= kShort ? kLanesMost : 1, units = (rows + together - 1) / together;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (together * std::max<int64_t>(1, spec.n)));
+  torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+    serve(spec, begin * together, std::min(rows, end * together));
+  });
 }
 
 struct Forward final : ForwardRows {

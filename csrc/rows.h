@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "fast.h"
+#include "lanes.h"
 #include "solver.h"
 
 namespace khot::KHOT_ISA {
@@ -281,12 +282,27 @@ void with_cdf(const Spec& spec, Call call) {
 
 inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
+    using C = decltype(F);
     Goal goal;
-    for (int64_t i = begin; i < end; ++i) {
+    auto one = [&](int64_t i) {
       Threshold t;
       forward_row(spec, F, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, t);
       rows.put(i, t);
+    };
+    int64_t i = begin;
+    constexpr int width = LaneSolver<C>::width;
+    if (spec.n > 0 && spec.n <= kShort && spec.output != Output::kLog && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble) {
+      LaneSolver<C> lanes(spec, F);
+      bool ordinary[width];
+      for (; i + width <= end; i += width) {
+        lanes.solve(rows, i, goal, ordinary);
+        for (int j = 0; j < width; ++j) {
+          if (!ordinary[j]) one(i + j);
+        }
+      }
     }
+    for (; i < end; ++i) one(i);
   });
 }
 

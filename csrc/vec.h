@@ -93,11 +93,17 @@ KHOT_INLINE Vec<R> abs(Vec<R> v) {
 // These keep a NaN in v: every comparison with it is false.
 template <class R>
 KHOT_INLINE Vec<R> clamp_below(Vec<R> v, R low) {
+#if KHOT_VECTOR_BYTES == 64  // one instruction, which gives the second of two where either is NaN
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_max_ps((__m512)splat(low), (__m512)v);
+#endif
   return v < low ? splat(low) : v;
 }
 
 template <class R>
 KHOT_INLINE Vec<R> clamp_above(Vec<R> v, R high) {
+#if KHOT_VECTOR_BYTES == 64
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_min_ps((__m512)splat(high), (__m512)v);
+#endif
   return v > high ? splat(high) : v;
 }
 
@@ -171,6 +177,26 @@ KHOT_INLINE Vec<R> exp_minus(Vec<R> a) {
   const Vec<R> r = (x - whole * L::kLn2High) - whole * L::kLn2Low;
   const Vec<R> scale = (Vec<R>)(((Int<R>)rounded << L::kMantissa) + L::kOne);
   return a > L::kExpEnd ? Vec<R>{} : exp_core(r) * scale;
+}
+
+// 1/(1 + 2^v) with an absolute error of 1e-7 and a relative one of 2e-7: 0 from v = 126 on, NaN for NaN.
+KHOT_INLINE VecF inverse_1p_exp2(VecF v) {
+  using L = Lanes<float>;
+  // 2^r for abs(r) <= 1/2, interpolated at Chebyshev's nodes
+  constexpr float kTerms[] = {1.000000075f,    0.693147188f,    0.2402210749f,
+                              0.05550357114f, 0.009676031918f, 0.001339086336f};
+  const VecF x = clamp_above<float>(clamp_below<float>(v, -126), 126);
+  const VecF rounded = x + L::kRound;
+  const VecF r = x - (rounded - L::kRound);
+  const VecF scale = (VecF)(((IntF)rounded << L::kMantissa) + L::kOne);
+  const VecF below = polynomial(r, kTerms) * scale + 1;
+#if KHOT_VECTOR_BYTES == 64
+  const VecF start = (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)below);
+  const VecF y = start * (2 - below * start);
+#else
+  const VecF y = 1 / below;
+#endif
+  return v >= 126 ? VecF{} : y;
 }
 
 template <class R>

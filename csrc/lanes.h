@@ -1,0 +1,244 @@
+// Short rows, as of MoE routers: as many at once as a vector of floats has lanes, one row a lane.
+//
+// Row by row, sums across lanes and the scalar steps between passes would take longer than the passes.
+// Transposed, a pass is a plain loop and a step is taken for all rows together. The method is that of fast.h;
+// rows that are not ordinary are given back.
+#pragma once
+
+#include <cmath>
+
+#include "fast.h"
+
+namespace khot::KHOT_ISA {
+
+// columns[i * width + j] = rows[j][i] for 4 rows j and count entries i; with kBack the other way.
+template <bool kBack, class In>
+KHOT_INLINE void transpose4(In* const* rows, float* columns, int count) {
+  using V4 = float __attribute__((vector_size(16)));
+  using I4 = int32_t __attribute__((vector_size(16)));
+  constexpr int step = kWidth<float>;
+  int i = 0;
+  for (; i + 4 <= count; i += 4) {
+    V4 a, b, c, d;
+    auto at = [&](int j) { return kBack ? columns + (i + j) * step : const_cast<float*>(rows[j]) + i; };
+    auto to = [&](int j) { return kBack ? const_cast<float*>(rows[j]) + i : columns + (i + j) * step; };
+    std::memcpy(&a, at(0), 16), std::memcpy(&b, at(1), 16), std::memcpy(&c, at(2), 16), std::memcpy(&d, at(3), 16);
+    const V4 ab = __builtin_shuffle(a, b, I4{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, I4{0, 4, 1, 5});
+    const V4 AB = __builtin_shuffle(a, b, I4{2, 6, 3, 7}), CD = __builtin_shuffle(c, d, I4{2, 6, 3, 7});
+    a = __builtin_shuffle(ab, cd, I4{0, 1, 4, 5}), b = __builtin_shuffle(ab, cd, I4{2, 3, 6, 7});
+    c = __builtin_shuffle(AB, CD, I4{0, 1, 4, 5}), d = __builtin_shuffle(AB, CD, I4{2, 3, 6, 7});
+    std::memcpy(to(0), &a, 16), std::memcpy(to(1), &b, 16), std::memcpy(to(2), &c, 16), std::memcpy(to(3), &d, 16);
+  }
+  for (; i < count; ++i) {
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (kBack) {
+        rows[j][i] = columns[i * step + j];
+      } else {
+        columns[i * step + j] = rows[j][i];
+      }
+    }
+  }
+}
+
+template <class C>
+class LaneSolver {
+ public:
+  static constexpr int width = kWidth<float>;
+  static constexpr bool logistic = std::is_same_v<C, Logistic>;
+
+  LaneSolver(const Spec& spec, const C& F) : spec_(spec), F_(F), n_(static_cast<int>(spec.n)) {}
+
+  // Solves and writes the rows from `first` on, `width` of them; ordinary[i] says whether row first + i was.
+  void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
+    gather(rows, first);
+    guess(goal);
+    VecF h{};
+    bool stored = false;
+    IntF pending{};
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const LaneSums sums = stored ? shift(h) : evaluate();
+      h = step(sums);
+      const VecF before = hi_, moved = lo_ + h * tau_;
+      hi_ = before + moved;
+      lo_ = (before - hi_) + moved;
+      pending = good_ & (abs<float>(h) > kLast);
+      stored = logistic && !any(good_ & (abs<float>(h) >= 1));
+      if (!any(pending)) break;
+    }
+    good_ &= ~pending;
+    if (spec_.output == Output::kValue) {
+      if (stored) {
+        shift(h);
+      } else {
+        values();
+      }
+    }
+    scatter(rows, first, ordinary);
+  }
+
+ private:
+  static constexpr int kPasses = 6;
+  static constexpr float kLast = logistic ? 0.06f : C::full_support ? 0.008f : 2e-7f;
+
+  struct LaneSums {
+    VecF count{}, S1{}, S2{}, S3{};
+  };
+
+  static KHOT_INLINE bool any(IntF mask) {
+    int32_t seen = 0;
+    for (int i = 0; i < width; ++i) seen |= mask[i];
+    return seen != 0;
+  }
+
+  VecF* column(float* tile, int i) const { return reinterpret_cast<VecF*>(tile + i * width); }
+
+  void gather(const ForwardRows& rows, int64_t first) {
+    for (int j = 0; j < width; j += 4) {
+      const float* p[4];
+      for (int r = 0; r < 4; ++r) p[r] = fetch(rows.x(first + j + r), 0, n_, rows_ + (j + r) * kShort);
+      transpose4<false>(p, x_ + j, n_);
+    }
+    const float n = static_cast<float>(n_);
+    for (int j = 0; j < width; ++j) {
+      k_all_[j] = rows.k(first + j), tau_all_[j] = rows.tau(first + j);
+      k_[j] = static_cast<float>(k_all_[j]), tau_[j] = static_cast<float>(tau_all_[j]);
+    }
+    good_ = (k_ > 0) & (k_ < n) & (tau_ > 1e-25f) & (tau_ < 1e25f);
+    scale_ = 1 / tau_;
+  }
+
+  void guess(Goal& goal) {
+    const VecF origin = *column(x_, 0);
+    VecF first{}, second{};
+    for (int i = 0; i < n_; ++i) {
+      const VecF d = *column(x_, i) - origin;
+      first += d;
+      second += d * d;
+    }
+    const VecF off = first / static_cast<float>(n_), variance = second / static_cast<float>(n_) - off * off;
+    good_ &= abs<float>(first) + second < kInf<float>;  // else an entry is not finite, and NaN below
+    for (int j = 0; j < width; ++j) {
+      if (!good_[j]) continue;
+      goal.set(k_all_[j], n_, F_);
+      const double mean = static_cast<double>(origin[j]) + off[j];
+      hi_[j] = static_cast<float>(goal.guess(mean, std::max(0.0f, variance[j]), tau_all_[j], F_));
+    }
+    lo_ = VecF{};
+  }
+
+  LaneSums evaluate() {
+    LaneSums s;
+    if constexpr (logistic) {
+      const VecF scale = scale_ * 1.44269504f, hi = hi_, lo = lo_;  // 1/log(2)
+      VecF count{}, f1{}, fy{}, ff{};
+      for (int i = 0; i < n_; ++i) {
+        const VecF y = inverse_1p_exp2(((hi - *column(x_, i)) + lo) * scale);
+        *column(y_, i) = y;
+        add(y, count, f1, fy, ff);
+      }
+      s = {count, f1, f1 - 2 * fy, f1 - 6 * ff};
+    } else {
+      const VecF scale = scale_, hi = hi_, lo = lo_;
+      const float median = static_cast<float>(F_.median);
+      const C F = F_;
+      IntF m{};
+      VecF D{}, S1{}, S2{};
+      for (int i = 0; i < n_; ++i) {
+        const VecF z = ((*column(x_, i) - hi) - lo) * scale;
+        const IntF above = z > median;
+        const TailDensity<float> v = F.template split<float>(z, above);
+        m -= above;
+        D += above ? -v.tail : v.tail;
+        S1 += v.density;
+        S2 += slope<C>(z, above, v.density);
+      }
+      s = {__builtin_convertvector(m, VecF) + D, S1, S2, VecF{}};
+    }
+    return s;
+  }
+
+  static KHOT_INLINE void add(VecF y, VecF& count, VecF& f1, VecF& fy, VecF& ff) {
+    const VecF f = y - y * y;
+    count += y;
+    f1 += f;
+    fy += f * y;
+    ff += f * f;
+  }
+
+  // As FastSolver::shift.
+  LaneSums shift(VecF h) {
+    const VecF factor = exp<float>(-h), rest = 1 - factor;
+    VecF count{}, f1{}, fy{}, ff{};
+    for (int i = 0; i < n_; ++i) {
+      const VecF y = *column(y_, i);
+      const VecF moved = clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
+      *column(y_, i) = moved;
+      add(moved, count, f1, fy, ff);
+    }
+    return {count, f1, f1 - 2 * fy, f1 - 6 * ff};
+  }
+
+  void values() {
+    const VecF scale = scale_, hi = hi_, lo = lo_;
+    const C F = F_;
+    for (int i = 0; i < n_; ++i) *column(y_, i) = F.template value<float>(((*column(x_, i) - hi) - lo) * scale);
+  }
+
+  // As FastSolver::step; lanes that are not ordinary leave good_ and do not move.
+  VecF step(const LaneSums& s) {
+    const float n = static_cast<float>(n_);
+    const VecF miss = s.count - k_, rest = n - s.count, left = n - k_;
+    const VecF few = k_ < left ? k_ : left;
+    good_ &= (s.count > 0) & (s.count < n) & (s.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
+    if (logistic) good_ &= s.S1 * 50 > s.count;
+    const VecF ratio = n * miss / (k_ * rest);
+    const IntF small = abs<float>(ratio) < 0.5f;
+    const VecF g = small ? log1p<float>(small ? ratio : VecF{}) : log<float>(1 + ratio);
+    const VecF newton = g * s.count * rest / (n * s.S1);
+    VecF h = newton;
+    if constexpr (C::full_support) {
+      const VecF bend = (1 / rest - 1 / s.count) * s.S1 + s.S2 / s.S1;
+      h = newton / clamp_below<float>(1 - 0.5f * newton * bend, 0.5f);
+    }
+    if constexpr (logistic) {
+      VecF fine = h;
+      for (int i = 0; i < 3; ++i) {
+        fine += (miss - fine * (s.S1 - fine * (s.S2 / 2 - fine * s.S3 / 6))) /
+                (s.S1 - fine * (s.S2 - fine * s.S3 / 2));
+      }
+      h = abs<float>(h) < 0.5f ? fine : h;
+    }
+    good_ &= abs<float>(h) < 50;
+    return good_ ? h : VecF{};
+  }
+
+  void scatter(const ForwardRows& rows, int64_t first, bool* ordinary) {
+    for (int j = 0; j < width; ++j) {
+      ordinary[j] = good_[j] != 0;
+      if (ordinary[j]) rows.put(first + j, {hi_[j], lo_[j]});
+    }
+    if (spec_.output != Output::kValue) return;
+    for (int j = 0; j < width; j += 4) {
+      float* p[4];
+      for (int r = 0; r < 4; ++r) {
+        const bool direct = rows.x(first + j + r).dtype == Dtype::kFloat;
+        p[r] = direct ? static_cast<float*>(rows.out(first + j + r)) : rows_ + (j + r) * kShort;
+      }
+      transpose4<true>(p, y_ + j, n_);
+      for (int r = 0; r < 4; ++r) {
+        const Dtype dtype = rows.x(first + j + r).dtype;
+        if (dtype != Dtype::kFloat) put(rows.out(first + j + r), dtype, 0, n_, p[r]);
+      }
+    }
+  }
+
+  Spec spec_;
+  C F_;
+  int n_;
+  double k_all_[width], tau_all_[width];
+  VecF k_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  IntF good_{};
+  alignas(KHOT_VECTOR_BYTES) float x_[kShort * width], y_[kShort * width], rows_[kShort * width];
+};
+
+}  // namespace khot::KHOT_ISA
