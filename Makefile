@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-all lint format clean
+.PHONY: help .venv demo test test-all bench lint format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -17,7 +17,7 @@ help: ## list these commands
 .venv: $(INSTALLED) ## build the virtual environment (the others do it when needed)
 
 # torch goes in first and the build is not isolated, so that compiled parts are built against it.
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py)
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
@@ -31,6 +31,9 @@ test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of the
 
 test-all: $(INSTALLED) ## run the slow tests too
 	$(BIN)/pytest -m "" $(ARGS)
+
+bench: $(INSTALLED) ## time the operators beside torch.softmax
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check .

@@ -25,7 +25,9 @@ struct FastSums {
 
 // f'(z) from what is at hand.
 template <class C>
-KHOT_INLINE VecF slope(VecF z, IntF above, VecF f) {
+KHOT_INLINE VecF slope(VecF z, IntF above, TailDensity<float> v) {
+  const VecF f = v.density;
+  if constexpr (std::is_same_v<C, Logistic>) return above ? 2 * f * v.tail - f : f - 2 * f * v.tail;
   if constexpr (std::is_same_v<C, Laplace>) return above ? -f : f;
   if constexpr (std::is_same_v<C, Normal>) return -clamp_above<float>(clamp_below<float>(z, -1e3f), 1e3f) * f;
   return VecF{};
@@ -36,28 +38,31 @@ class FastSolver {
  public:
   static constexpr bool logistic = std::is_same_v<C, Logistic>;
 
+  // From a step h (in tau) on, the error left by it is below 1e-7: h^4/24 with three derivatives, about
+  // h^3/5 with two, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
+  static constexpr double kLastStoring = 0.06;
+  static constexpr double kLast = !C::full_support ? 1e-7 : std::is_same_v<C, Laplace> ? 3e-4 : 0.008;
+
   // out: where y may be kept between passes (logistic only), else null.
   FastSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside, float* out)
       : row_(row), n_(n), tau_(tau), F_(F), inside_(inside), out_(logistic ? out : nullptr) {}
 
-  // Whether the row was ordinary; then t is the threshold, and out, where given, holds y.
-  bool solve(double k, Goal& goal, Threshold& t) const {
+  // Whether the row was ordinary; then t is the threshold, and `written` says whether out holds y.
+  bool solve(double k, Goal& goal, Threshold& t, bool& written) const {
     if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return false;
     double guess = kNan;
     if (n_ >= kSampleFrom) guess = from_sample(k, goal);
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
     if (!(std::fabs(guess) < 1e30)) return false;
     if constexpr (logistic) {
-      if (out_ != nullptr) return solve_storing(guess, k, t);
+      written = out_ != nullptr && solve_storing(guess, k, t);
+      if (written) return true;
     }
     return solve_reading(guess, k, t);
   }
 
  private:
   static constexpr int kPasses = 8;
-  // From a step h (in tau) on, the error left by it is below 1e-7: h^4/24 with three derivatives, about
-  // h^3/5 with two. Across the kinks of compact support only a step of no length is safe.
-  static constexpr double kLast = logistic ? 0.06 : C::full_support ? 0.008 : 2e-7;
 
   static Threshold split(double t) {
     const double hi = static_cast<double>(static_cast<float>(t));
@@ -66,7 +71,7 @@ class FastSolver {
 
   bool solve_reading(double t, double k, Threshold& result) const {
     for (int pass = 0; pass < kPasses; ++pass) {
-      const double h = step(evaluate<false>(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
+      const double h = step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
       if (std::fabs(h) <= kLast) {
@@ -83,12 +88,13 @@ class FastSolver {
     bool stored = false;
     double h = 0;
     for (int pass = 0; pass < kPasses; ++pass) {
-      const FastSums sums = stored ? shift(h) : evaluate<true>(row_, n_, inside_, split(t));
-      h = step(sums, k, n);
+      const FastSums sums = stored ? shift(h) : evaluate(split(t));
+      // a float sum of y has lost digits that matter where few entries are undecided
+      h = sums.S1 * 16 > sums.C ? refined_step(sums, k, n) : kNan;
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
       stored = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
-      if (std::fabs(h) <= kLast) {
+      if (std::fabs(h) <= kLastStoring) {
         if (std::fabs(h) > 1e-8) shift(h);
         result = split(t);
         return true;
@@ -147,7 +153,7 @@ class FastSolver {
     const Row row{sample, Dtype::kFloat, 1};
     double t = from_moments(row, size, sample_k, goal);
     for (int pass = 0; pass < 4; ++pass) {
-      const double h = step(evaluate<false>(row, size, nullptr, split(t)), sample_k, size);
+      const double h = step(sum_tails(row, size, nullptr, split(t)), sample_k, size);
       if (!(std::fabs(h) < 50)) return kNan;
       t += h * tau_;
       if (std::fabs(h) <= 0.1) break;
@@ -155,32 +161,25 @@ class FastSolver {
     return t;
   }
 
-  // The sums at t. For the logistic from y itself, which is quickest and can be stored; for others from tails.
-  template <bool kStore>
-  FastSums evaluate(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
+  // y at t, stored, and its sums.
+  FastSums evaluate(Threshold t) const {
     const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo);
-    if constexpr (logistic) {
-      const float scale = static_cast<float>(1.44269504088896340736 / tau_);  // 1/log(2)
-      return sum_logistic<kStore>(row, n, inside, -kInf<float>, [=](VecF x) {
-        return inverse_1p_exp2(((hi - x) + lo) * scale);
-      });
-    } else {
-      return sum_tails(row, n, inside, hi, lo);
-    }
+    const float scale = static_cast<float>(1.44269504088896340736 / tau_);  // 1/log(2)
+    return sum_values(row_, -kInf<float>, [=](VecF x) { return inverse_1p_exp2(((hi - x) + lo) * scale); });
   }
 
   // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h).
   FastSums shift(double h) const {
     const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
-    return sum_logistic<true>(Row{out_, Dtype::kFloat, 1}, n_, inside_, 0.0f, [=](VecF y) {
+    return sum_values(Row{out_, Dtype::kFloat, 1}, 0.0f, [=](VecF y) {
       return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
     });
   }
 
-  template <bool kStore, class Value>
-  FastSums sum_logistic(const Row& row, int64_t n, const Parallel* inside, float pad, Value value) const {
+  template <class Value>
+  FastSums sum_values(const Row& row, float pad, Value value) const {
     float* const out = out_;
-    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t at) {
+    return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
       VecF total{}, f1{}, fy{}, ff{};
       vectors<float>(p, count, pad, [&](VecF x, int i, int lanes) {
         const VecF y = value(x), f = y - y * y;
@@ -188,12 +187,10 @@ class FastSolver {
         f1 += f;
         fy += f * y;
         ff += f * f;
-        if constexpr (kStore) {
-          if (lanes == kWidth<float>) {
-            store(out + at + i, y);
-          } else {
-            store_part(out + at + i, lanes, y);
-          }
+        if (lanes == kWidth<float>) {
+          store(out + at + i, y);
+        } else {
+          store_part(out + at + i, lanes, y);
         }
       });
       const double density = sum<float>(f1);
@@ -204,8 +201,9 @@ class FastSolver {
     });
   }
 
-  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, float hi, float lo) const {
-    const float scale = static_cast<float>(1 / tau_), median = static_cast<float>(F_.median);
+  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
+    const float median = static_cast<float>(F_.median);
     const C F = F_;
     return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
       IntF m{};
@@ -217,7 +215,7 @@ class FastSolver {
         m -= above;
         D += above ? -v.tail : v.tail;
         S1 += v.density;
-        S2 += slope<C>(z, above, v.density);
+        S2 += slope<C>(z, above, v);
       });
       int32_t above_count = 0;
       for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
@@ -232,16 +230,22 @@ class FastSolver {
   static double step(const FastSums& s, double k, double n) {
     const double count = s.m + s.C, miss = (s.m - k) + s.C;
     if (!(count > 0 && count < n && s.S1 > 1e-2 * std::min({k, n - k, 1.0}))) return kNan;
-    if (logistic && !(s.S1 * 50 > count)) return kNan;  // 1 - y has lost digits that matter
     const double g = std::log1p(n * miss / (k * (n - count)));  // log(C/(n - C)) - log(k/(n - k))
     const double newton = g * count * (n - count) / (n * s.S1);
-    if (!C::full_support) return newton;
+    if (!C::full_support) {  // y = z^e: small errors in z are large ones in the sum where y is small
+      const bool off = std::fabs(miss) > 3e-7 * std::max(1.0, std::min(k, n - k));
+      return off && std::fabs(newton) <= kLast ? kNan : newton;
+    }
     const double bend = (1 / (n - count) - 1 / count) * s.S1 + s.S2 / s.S1;
-    double h = newton / std::max(1 - 0.5 * newton * bend, 0.5);
-    if (logistic && std::fabs(h) < 0.5) {  // now the Taylor polynomial of C is the better model
-      for (int i = 0; i < 3; ++i) {
-        h += (miss - h * (s.S1 - h * (s.S2 / 2 - h * s.S3 / 6))) / (s.S1 - h * (s.S2 - h * s.S3 / 2));
-      }
+    return newton / std::max(1 - 0.5 * newton * bend, 0.5);
+  }
+
+  // With the third derivative at hand, the Taylor polynomial of C is the better model nearby.
+  static double refined_step(const FastSums& s, double k, double n) {
+    double h = step(s, k, n);
+    if (!(std::fabs(h) < 0.5)) return h;
+    for (int i = 0; i < 3; ++i) {
+      h += (s.C - k - h * (s.S1 - h * (s.S2 / 2 - h * s.S3 / 6))) / (s.S1 - h * (s.S2 - h * s.S3 / 2));
     }
     return h;
   }

@@ -70,7 +70,7 @@ class LaneSolver {
       if (stored) {
         shift(h);
       } else {
-        values();
+        write();
       }
     }
     scatter(rows, first, ordinary);
@@ -78,10 +78,10 @@ class LaneSolver {
 
  private:
   static constexpr int kPasses = 6;
-  static constexpr float kLast = logistic ? 0.06f : C::full_support ? 0.008f : 2e-7f;
+  static constexpr float kLast = logistic ? FastSolver<C>::kLastStoring : FastSolver<C>::kLast;
 
-  struct LaneSums {
-    VecF count{}, S1{}, S2{}, S3{};
+  struct LaneSums {  // as FastSums
+    VecF m{}, tails{}, S1{}, S2{}, S3{};
   };
 
   static KHOT_INLINE bool any(IntF mask) {
@@ -130,13 +130,13 @@ class LaneSolver {
     LaneSums s;
     if constexpr (logistic) {
       const VecF scale = scale_ * 1.44269504f, hi = hi_, lo = lo_;  // 1/log(2)
-      VecF count{}, f1{}, fy{}, ff{};
+      ValueSums values;
       for (int i = 0; i < n_; ++i) {
         const VecF y = inverse_1p_exp2(((hi - *column(x_, i)) + lo) * scale);
         *column(y_, i) = y;
-        add(y, count, f1, fy, ff);
+        values.add(y);
       }
-      s = {count, f1, f1 - 2 * fy, f1 - 6 * ff};
+      s = values.sums();
     } else {
       const VecF scale = scale_, hi = hi_, lo = lo_;
       const float median = static_cast<float>(F_.median);
@@ -150,35 +150,45 @@ class LaneSolver {
         m -= above;
         D += above ? -v.tail : v.tail;
         S1 += v.density;
-        S2 += slope<C>(z, above, v.density);
+        S2 += slope<C>(z, above, v);
       }
-      s = {__builtin_convertvector(m, VecF) + D, S1, S2, VecF{}};
+      s = {__builtin_convertvector(m, VecF), D, S1, S2, VecF{}};
     }
     return s;
   }
 
-  static KHOT_INLINE void add(VecF y, VecF& count, VecF& f1, VecF& fy, VecF& ff) {
-    const VecF f = y - y * y;
-    count += y;
-    f1 += f;
-    fy += f * y;
-    ff += f * f;
-  }
+  // Sums over stored y, with y and y - 1 apart: a float sum of up to 256 y would lose digits.
+  struct ValueSums {
+    IntF m{};
+    VecF tails{}, f1{}, fy{}, ff{};
+    KHOT_INLINE void add(VecF y) {
+      const VecF f = y - y * y;
+      const IntF above = y > 0.5f;
+      m -= above;
+      tails += above ? y - 1 : y;
+      f1 += f;
+      fy += f * y;
+      ff += f * f;
+    }
+    KHOT_INLINE LaneSums sums() const {
+      return {__builtin_convertvector(m, VecF), tails, f1, f1 - 2 * fy, f1 - 6 * ff};
+    }
+  };
 
   // As FastSolver::shift.
   LaneSums shift(VecF h) {
     const VecF factor = exp<float>(-h), rest = 1 - factor;
-    VecF count{}, f1{}, fy{}, ff{};
+    ValueSums values;
     for (int i = 0; i < n_; ++i) {
       const VecF y = *column(y_, i);
       const VecF moved = clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
       *column(y_, i) = moved;
-      add(moved, count, f1, fy, ff);
+      values.add(moved);
     }
-    return {count, f1, f1 - 2 * fy, f1 - 6 * ff};
+    return values.sums();
   }
 
-  void values() {
+  void write() {
     const VecF scale = scale_, hi = hi_, lo = lo_;
     const C F = F_;
     for (int i = 0; i < n_; ++i) *column(y_, i) = F.template value<float>(((*column(x_, i) - hi) - lo) * scale);
@@ -187,18 +197,20 @@ class LaneSolver {
   // As FastSolver::step; lanes that are not ordinary leave good_ and do not move.
   VecF step(const LaneSums& s) {
     const float n = static_cast<float>(n_);
-    const VecF miss = s.count - k_, rest = n - s.count, left = n - k_;
+    const VecF count = s.m + s.tails, miss = (s.m - k_) + s.tails, rest = n - count, left = n - k_;
     const VecF few = k_ < left ? k_ : left;
-    good_ &= (s.count > 0) & (s.count < n) & (s.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
-    if (logistic) good_ &= s.S1 * 50 > s.count;
+    good_ &= (count > 0) & (count < n) & (s.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
+    if (logistic) good_ &= s.S1 * 20 > s.m;  // y near 1 have lost digits that matter
     const VecF ratio = n * miss / (k_ * rest);
     const IntF small = abs<float>(ratio) < 0.5f;
     const VecF g = small ? log1p<float>(small ? ratio : VecF{}) : log<float>(1 + ratio);
-    const VecF newton = g * s.count * rest / (n * s.S1);
+    const VecF newton = g * count * rest / (n * s.S1);
     VecF h = newton;
     if constexpr (C::full_support) {
-      const VecF bend = (1 / rest - 1 / s.count) * s.S1 + s.S2 / s.S1;
+      const VecF bend = (1 / rest - 1 / count) * s.S1 + s.S2 / s.S1;
       h = newton / clamp_below<float>(1 - 0.5f * newton * bend, 0.5f);
+    } else {
+      good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few, 1.0f)) | (abs<float>(newton) > kLast);
     }
     if constexpr (logistic) {
       VecF fine = h;

@@ -24,7 +24,7 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
   const double none = log ? -kInfinity : 0, every = log ? 0 : 1;
   if (t.hi == kHuge) return fill_constant<R, C>(spec, out, x.dtype, x, none, every, kInfinity);
   if (t.hi == -kHuge) return fill_constant<R, C>(spec, out, x.dtype, x, every, none, -kInfinity);
-  const R hi = static_cast<R>(t.hi), lo = static_cast<R>(t.lo), scale = static_cast<R>(1 / tau);
+  const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo), scale = static_cast<R>(1 / tau);
   auto z = [=](Vec<R> v) { return ((v - hi) - lo) * scale; };
   if (log) {
     map<R>(x, spec.n, spec.inside, out, x.dtype, [=](Vec<R> v, int64_t, int) { return F.template log_value<R>(z(v)); });
@@ -34,11 +34,13 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
 }
 
 // Whether float carries the row. Not temperatures at the ends of its exponent, and not log y where its error
-// is not that of z: near where F leaves 0, and where log y goes as the square of z.
+// is not that of z: near where F leaves 0, and where log y goes as the square of z. Nor where t itself is wanted,
+// which is less certain than y where C is flat.
 template <class C>
 bool fits_float(const Spec& spec, Dtype dtype, double tau) {
+  if (std::is_same_v<C, Power>) return false;  // the exponent multiplies relative errors
   const bool keeps_logarithms = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
-  return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&
+  return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
          (spec.output != Output::kLog || keeps_logarithms);
 }
 
@@ -49,18 +51,19 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (fits_float<C>(spec, x.dtype, tau)) {
-    const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat && x.step == 1;
+    const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat;
     float* const kept = in_place ? static_cast<float*>(out) : nullptr;
     const FastSolver<C> fast(x, spec.n, tau, F, spec.inside, kept);
-    if (fast.solve(k, goal, t)) {
-      if (fast.logistic && kept != nullptr) return;
+    bool written = false;
+    if (fast.solve(k, goal, t, written)) {
+      if (written) return;
     } else {
-      t = Solver<float, C>(x, spec.n, tau, F, spec.inside).solve(k);
+      t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
     }
     if (wanted) apply<float>(spec, F, x, t, tau, out);
     return;
   } else {
-    t = Solver<double, C>(x, spec.n, tau, F, spec.inside).solve(k);
+    t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   }
   if (wanted) apply<double>(spec, F, x, t, tau, out);
 }
@@ -75,7 +78,7 @@ template <class C>
 bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                    Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   using R = float;
-  const R hi = static_cast<R>(t.hi), lo = static_cast<R>(t.lo), scale = static_cast<R>(1 / tau);
+  const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo), scale = static_cast<R>(1 / tau);
   // f is kept in the result between the passes, if the row is short enough to be in the cache still
   const bool keep = x.dtype == Dtype::kFloat && spec.n <= (1 << 18);
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
@@ -291,8 +294,8 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     };
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
-    if (spec.n > 0 && spec.n <= kShort && spec.output != Output::kLog && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble) {
+    if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
       LaneSolver<C> lanes(spec, F);
       bool ordinary[width];
       for (; i + width <= end; i += width) {

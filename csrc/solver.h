@@ -1,8 +1,7 @@
 // The threshold t of a row: soft count C(t) = sum F((x_j - t)/tau) = k.
 //
-// The algorithm of khot/kernels/solver.py, one row at a time, its passes over the row in R and all that
-// happens between them in double. t = hi + lo with hi a number of type R, so that (x - hi) - lo is exact
-// near t. Reasons are given there and not repeated here.
+// The algorithm of khot/kernels/solver.py, one row at a time, in double. Reasons are given there and not
+// repeated here.
 #pragma once
 
 #include <algorithm>
@@ -16,28 +15,7 @@ namespace khot::KHOT_ISA {
 
 constexpr double kHuge = std::numeric_limits<double>::max();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kTiny = 1e-290;
-
-template <class R>
-struct Precision;
-
-template <>
-struct Precision<double> {
-  static constexpr double tail_tiny = 1e-290;     // tails below are taken in logarithms
-  static constexpr double settled = 1e-8;         // the error after a step in tau is its square
-  static constexpr double settled_kinked = 1e-12;  // unless a kink lies within the step
-  static constexpr double noise = 1e-6;           // a step so small may be wrong in sign
-  static constexpr double pad = 1e-9;             // what rounding takes from a bound, in tau
-};
-
-template <>
-struct Precision<float> {
-  static constexpr double tail_tiny = 1e-30;
-  static constexpr double settled = 2e-5;
-  static constexpr double settled_kinked = 2e-7;
-  static constexpr double noise = 2e-6;
-  static constexpr double pad = 1e-6;
-};
+constexpr double kTiny = 1e-290;  // tails below are taken in logarithms
 
 struct Statistics {
   double free = 0;    // number of finite entries
@@ -149,14 +127,14 @@ struct LogSums {
   void operator+=(const LogSums& o) { A += o.A, B += o.B, fA += o.fA, fB += o.fB; }
 };
 
-template <class R, class C>
+template <class C>
 class Solver {
  public:
   Solver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
       : row_(row), size_(n), tau_(tau), F_(F), inside_(inside) {}
 
   Threshold solve(double k) {
-    const Statistics stats = statistics<R>(row_, size_, inside_);
+    const Statistics stats = statistics<double>(row_, size_, inside_);
     const double k_free = k - stats.pinned;
     if (stats.nan || !(k_free >= 0 && k_free <= stats.free)) return {kNan, kNan};
     if (k_free == 0) return {kHuge, kHuge};
@@ -173,10 +151,9 @@ class Solver {
 
  private:
   static constexpr int kHistograms = 4, kBins = 1024, kEvaluations = 24, kLogEvaluations = 4;
-  using P = Precision<R>;
 
   Bracket order_bounds(double value, double rank) const {
-    const double pad = P::pad * tau_ + std::numeric_limits<R>::epsilon() * 4 * std::fabs(value);
+    const double pad = 1e-9 * tau_ + 1e-15 * std::fabs(value);
     Bracket b;
     if (rank > k_ && rank >= 1) b.low = value - tau_ * F_.icdf(std::max(k_ / rank, kTiny)) - pad;
     if (rank - 1 < k_ && rank <= n_) {
@@ -232,18 +209,17 @@ class Solver {
     return 0.5 * low + 0.5 * high - tau_ * F_.median;
   }
 
-  Sums evaluate(double hi_in, double lo_in) const {
-    const R hi = static_cast<R>(hi_in), lo = static_cast<R>(lo_in), scale = static_cast<R>(1 / tau_);
-    const R median = static_cast<R>(F_.median);
+  Sums evaluate(double hi, double lo) const {
+    const double median = F_.median, tau = tau_;
     const C F = F_;
-    return reduce<R, Sums>(row_, size_, inside_, [=](Sums& sums, const R* p, int count, int64_t) {
-      Int<R> m{};
-      Vec<R> A{}, B{}, fA{}, fB{}, up = splat(kInf<R>), down = -up;
-      vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
-        const Vec<R> offset = x - hi, z = (offset - lo) * scale;
-        const Int<R> above = z > median;
-        const TailDensity<R> v = F.template split<R>(z, above);
-        const Vec<R> zero{};
+    return reduce<double, Sums>(row_, size_, inside_, [=](Sums& sums, const double* p, int count, int64_t) {
+      IntD m{};
+      VecD A{}, B{}, fA{}, fB{}, up = splat(kInf<double>), down = -up;
+      vectors<double>(p, count, -kInf<double>, [&](VecD x, int, int) {
+        const VecD offset = x - hi, z = (offset - lo) / tau;
+        const IntD above = z > median;
+        const TailDensity<double> v = F.template split<double>(z, above);
+        const VecD zero{};
         m -= above;
         A += above ? v.tail : zero;
         B += above ? zero : v.tail;
@@ -252,11 +228,11 @@ class Solver {
         up = (above & (offset < up)) ? offset : up;
         down = (~above & (offset > down)) ? offset : down;
       });
-      for (int i = 0; i < kWidth<R>; ++i) sums.m += static_cast<double>(m[i]);
-      sums.tail_above += sum<R>(A), sums.tail_below += sum<R>(B);
-      sums.density_above += sum<R>(fA), sums.density_below += sum<R>(fB);
-      sums.next_above = std::min<double>(sums.next_above, minimum<R>(up));
-      sums.next_below = std::max<double>(sums.next_below, maximum<R>(down));
+      for (int i = 0; i < kWidth<double>; ++i) sums.m += static_cast<double>(m[i]);
+      sums.tail_above += sum<double>(A), sums.tail_below += sum<double>(B);
+      sums.density_above += sum<double>(fA), sums.density_below += sum<double>(fB);
+      sums.next_above = std::min<double>(sums.next_above, minimum<double>(up));
+      sums.next_below = std::max<double>(sums.next_below, maximum<double>(down));
     });
   }
 
@@ -290,29 +266,28 @@ class Solver {
     slope = s.fA / s.A + s.fB / s.B;
   }
 
-  // hi + lo becomes hi + new_lo, with hi a number of type R; gives by how much hi moved.
+  // hi + lo becomes hi + new_lo, lo but the rounding error of hi; gives by how much hi moved.
   static double move(double& hi, double& lo, double new_lo) {
-    const double s = hi + new_lo, t = s - hi, error = (hi - (s - t)) + (new_lo - t);
-    const double new_hi = static_cast<double>(static_cast<R>(s)), moved = new_hi - hi;
-    hi = new_hi;
-    lo = (s - new_hi) + error;
+    const double s = hi + new_lo, moved = s - hi;
+    lo = (hi - (s - moved)) + (new_lo - moved);
+    hi = s;
     return moved;
   }
 
   Threshold newton(double guess, Bracket bounds) const {
-    double hi = static_cast<double>(static_cast<R>(guess)), lo = guess - hi;
+    double hi = guess, lo = 0;
     bounds.shift(hi);
     Bracket seen;  // evaluated: C > k at low, C < k at high
     bool deep = false;
     double up = 0, down = 0;
-    const double settled = C::full_support ? P::settled : P::settled_kinked;
+    const double settled = C::full_support ? 1e-8 : 1e-12;
 
     for (int i = 0; i < kEvaluations; ++i) {
       Sums s = evaluate(hi, lo);
       const double m = s.m - pinned_, excess = m - k_;
       const double Pk = s.tail_below + std::max(excess, 0.0), Qk = s.tail_above + std::max(-excess, 0.0);
-      bounds.tighten(order_bounds_at(s.next_above, hi, m));
-      bounds.tighten(order_bounds_at(s.next_below, hi, m + 1));
+      if (s.next_above < kInfinity) bounds.tighten(order_bounds(s.next_above, m));
+      if (s.next_below > -kInfinity) bounds.tighten(order_bounds(s.next_below, m + 1));
       if (Pk > Qk) seen.low = std::max(seen.low, lo);
       if (Pk < Qk) seen.high = std::min(seen.high, lo);
 
@@ -322,10 +297,10 @@ class Solver {
       if (!(trial > seen.low && trial < seen.high)) {
         trial = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
       }
-      if (std::fabs(step) <= P::noise * tau_) trial = lo + step;
+      if (std::fabs(step) <= 1e-6 * tau_) trial = lo + step;
       bool done = std::fabs(step) <= settled * tau_;
       if constexpr (C::full_support) {
-        if (excess == 0 && (s.tail_above < P::tail_tiny || s.tail_below < P::tail_tiny)) {
+        if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {
           trial = 0.5 * (s.next_above + s.next_below);
           deep = done = true;
         }
@@ -347,14 +322,6 @@ class Solver {
       deep = std::fabs(step) > 1e-8 * tau_;
     }
     return {hi, lo};
-  }
-
-  // The bounds of order_bounds for an entry at hi + offset, minus hi.
-  Bracket order_bounds_at(double offset, double hi, double rank) const {
-    if (!(std::fabs(offset) < kInfinity)) return {};
-    Bracket b = order_bounds(offset, rank);
-    const double pad = std::numeric_limits<double>::epsilon() * 4 * std::fabs(hi);
-    return {b.low - pad, b.high + pad};
   }
 
   double newton_step(const Sums& s, double hi, double lo, double excess, double Pk, double Qk) const {

@@ -1,0 +1,296 @@
+"""The compiled CPU kernels against the reference kernels, and what else they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+from khot import kernels
+from khot.kernels import reference
+
+compiled = kernels.active()["cpu"] != "reference"
+needs_extension = pytest.mark.skipif(not compiled, reason="the compiled kernels are not in use")
+
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-7}
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def forward(x: Tensor, k: Tensor | float, tau: float, cdf: str, output: str = "y") -> tuple[Tensor, ...]:
+    k, t = torch.as_tensor(k, dtype=torch.float64), torch.tensor(tau, dtype=torch.float64)
+    return torch.ops.khot.soft_topk(x, k, t, cdf, CDFS[cdf], output)
+
+
+def expected(x: Tensor, k: Tensor | float, tau: float, cdf: str, output: str = "y") -> tuple[Tensor, ...]:
+    k, t = torch.as_tensor(k, dtype=torch.float64), torch.tensor(tau, dtype=torch.float64)
+    return reference.soft_topk(x.double(), k, t, cdf, CDFS[cdf], output)
+
+
+def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows of every kind with every k."""
+    rows, ks = [], []
+    for scores in oracles.ADVERSARIAL.values():
+        x = scores(n, torch.Generator().manual_seed(n)).to(dtype)
+        selectable = int((x > -torch.inf).sum())
+        for k in oracles.adversarial_ks(selectable):
+            rows.append(x)
+            ks.append(min(max(k, 0.0), selectable))
+    return torch.stack(rows), torch.tensor(ks, dtype=torch.float64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference; inf where one is NaN or infinite and the other is not."""
+    difference = (got.double() - want.double()).abs()
+    same = (got == want) | (got.isnan() & want.isnan())
+    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).amax().item()
+
+
+def test_the_extension_is_there_where_it_must_be() -> None:
+    wanted = os.environ.get("CI") == "true" and os.environ.get("KHOT_KERNELS") != "reference"
+    assert compiled or not wanted, "khot was installed without its compiled kernels"
+
+
+@needs_extension
+@every_dtype
+@every_cdf
+@pytest.mark.parametrize("n", [1, 2, 33, 256, 257, 3_000])
+def test_adversarial_rows_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
+    x, k = adversarial(n, dtype)
+    for tau in oracles.TAUS:
+        y, hi, lo = forward(x, k, tau, cdf)
+        assert error(y, expected(x, k, tau, cdf)[0]) <= TOLERANCE[dtype]
+        assert (y.nan_to_num() >= 0).all() and (y.nan_to_num() <= 1).all()
+        assert hi.dtype == lo.dtype == torch.float64
+
+        _, hi, lo = forward(x, k, tau, cdf, "threshold")
+        _, want_hi, want_lo = expected(x, k, tau, cdf, "threshold")
+        t, want = hi + lo, want_hi + want_lo
+        assert ((t - want).abs() <= 1e-9 * tau + 1e-14 * want.abs()).logical_or(t == want).all()
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_log_as_the_reference(cdf: str, dtype: torch.dtype) -> None:
+    x, k = adversarial(200, dtype)
+    for tau in oracles.TAUS:
+        got, want = forward(x, k, tau, cdf, "log")[0], expected(x, k, tau, cdf, "log")[0]
+        want = want.to(dtype)
+        relative = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+        if cdf in ("uniform", "power"):  # where z is as small as its error, so is the logarithm's accuracy
+            seen = want > -20
+            got, want = got[seen], want[seen]
+            relative *= 10
+        close = (got - want).abs() <= relative * want.abs() + 1e-30
+        assert (close | (got == want)).all()
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float_rounded(cdf: str, dtype: torch.dtype) -> None:
+    for n in (40, 700):
+        x, k = adversarial(n, torch.float64)
+        x = x.clamp(-60_000, 60_000).to(dtype)
+        k = torch.minimum(k, (x > -torch.inf).sum(-1))
+        y, want = forward(x, k, 1.0, cdf)[0], expected(x, k, 1.0, cdf)[0]
+        ulp = torch.finfo(dtype).eps * want.abs() + torch.finfo(dtype).tiny
+        assert ((y.double() - want).abs() <= 0.51 * ulp + 5e-7).all()
+
+
+@needs_extension
+@every_dtype
+@every_cdf
+@pytest.mark.parametrize("output", ["y", "log", "threshold"])
+def test_gradients_as_the_reference(cdf: str, dtype: torch.dtype, output: str) -> None:
+    for n in (7, 64, 1_500):
+        x = torch.randn(12, n, generator=torch.Generator().manual_seed(n)).to(dtype) * 2
+        k = torch.linspace(0.5, n - 0.5, 12, dtype=torch.float64)
+        grad = torch.randn(x.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        grad_lo = torch.linspace(-1, 1, 12, dtype=torch.float64)
+        if output == "threshold":
+            grad = grad[..., :0]
+        for tau in (1.0, 0.05):
+            t = torch.tensor(tau, dtype=torch.float64)
+            _, hi, lo = expected(x, k, tau, cdf)
+            rest = (hi, lo, t, cdf, CDFS[cdf], output)
+            got = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, *rest)
+            want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *rest)
+            for a, b in zip(got, want, strict=True):
+                scale = b.abs().amax().item() + 1 / tau
+                assert error(a, b) <= {torch.float64: 1e-10, torch.float32: 2e-5}[dtype] * scale
+
+
+@needs_extension
+@every_cdf
+def test_gaps_and_ends_have_the_reference_gradients(cdf: str) -> None:
+    x = torch.tensor([[5.0, 3.0, 3.0, 0.0, -2.0]] * 6, dtype=torch.float64)
+    k = torch.tensor([0.0, 1.0, 3.0, 4.0, 5.0, 2.5], dtype=torch.float64)
+    grad = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    t = torch.tensor(0.05, dtype=torch.float64)
+    for output in ("y", "log"):
+        _, hi, lo = forward(x, k, 0.05, cdf)
+        rest = (torch.zeros_like(hi), x, hi, lo, t, cdf, CDFS[cdf], output)
+        got = torch.ops.khot.soft_topk_backward(grad, *rest)
+        want = reference.soft_topk_backward(grad, *rest)
+        for a, b in zip(got, want, strict=True):
+            assert error(a, b) <= 1e-9 * (1 + b.abs().nan_to_num().amax().item())
+
+
+@needs_extension
+@every_dtype
+def test_every_length(dtype: torch.dtype) -> None:
+    for n in range(1, 71):
+        x = torch.randn(17, n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        assert (
+            error(forward(x, n / 3, 0.3, "logistic")[0], expected(x, n / 3, 0.3, "logistic")[0])
+            <= (TOLERANCE[dtype])
+        )
+
+
+@needs_extension
+@every_dtype
+def test_strides_offsets_and_alignment(dtype: torch.dtype) -> None:
+    base = torch.randn(40, 90, generator=torch.Generator().manual_seed(0)).to(dtype)
+    views = {
+        "transposed": base.T,
+        "every second": base[:, ::2],
+        "rows apart": base[::3],
+        "one row": base[:1].expand(5, 90),
+        "one entry": base[:, :1].expand(40, 33),
+        "reversed batch": base.view(8, 5, 90).transpose(0, 1),
+        **{f"offset {i}": base[:, i : i + 50] for i in range(1, 18)},
+    }
+    for name, x in views.items():
+        k = x.shape[-1] / 4
+        y, hi, lo = forward(x, k, 0.5, "logistic")
+        want = forward(x.contiguous(), k, 0.5, "logistic")
+        assert torch.equal(y, want[0]) and torch.equal(hi, want[1]), name
+        assert y.is_contiguous()
+        grad = torch.ones((), dtype=dtype).expand(x.shape)
+        rest = (torch.zeros_like(hi), x, hi, lo, torch.tensor(0.5).double(), "logistic", 0.0, "y")
+        for a, b in zip(
+            torch.ops.khot.soft_topk_backward(grad, *rest),
+            torch.ops.khot.soft_topk_backward(grad.contiguous(), *rest),
+            strict=True,
+        ):
+            assert torch.equal(a, b), name
+
+
+@needs_extension
+@every_dtype
+@every_cdf
+def test_rows_that_are_not_numbers(cdf: str, dtype: torch.dtype) -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [
+        [1.0, nan, 0.0, 2.0],
+        [inf, 1.0, 0.0, -inf],
+        [inf, inf, inf, 0.0],  # more than k of them
+        [inf, inf, 1.0, 0.0],  # as many as k
+        [-inf, -inf, 1.0, 0.0],  # as many left as k
+        [-inf, -inf, -inf, 0.0],  # fewer
+        [-inf, -inf, -inf, -inf],
+        [3.0, 2.0, 1.0, 0.0],
+    ] * 5  # alone and in company
+    for x in (torch.tensor(rows, dtype=dtype), torch.tensor(rows[:8], dtype=dtype)):
+        for output in ("y", "log", "threshold"):
+            got, want = forward(x, 2.0, 0.7, cdf, output), expected(x, 2.0, 0.7, cdf, output)
+            for a, b in zip(got[:1] + (got[1] + got[2],), want[:1] + (want[1] + want[2],), strict=True):
+                if a.numel():
+                    assert error(a, b) <= 1e-5
+
+
+@needs_extension
+def test_empty_batches_and_broadcast_numbers() -> None:
+    assert forward(torch.empty(0, 5), 1.0, 1.0, "logistic")[0].shape == (0, 5)
+    assert forward(torch.empty(3, 0), 0.0, 1.0, "logistic")[0].shape == (3, 0)
+    x = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(0))
+    k = torch.arange(1.0, 5.0).view(4, 1)
+    tau = torch.tensor([0.5, 1.0, 2.0])
+    y = torch.ops.khot.soft_topk(x, k, tau, "logistic", 0.0, "y")[0]
+    want = reference.soft_topk(x.double(), k, tau, "logistic", 0.0, "y")[0]
+    assert error(y, want) <= 5e-7
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("shape", [(37, 64), (5, 1_000), (1, 400_000), (3, 200_000)])
+def test_threads_do_not_change_a_bit(cdf: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            y, hi, lo = forward(x, shape[1] / 10, 1.0, cdf)
+            rest = (torch.ones_like(hi), x, hi, lo, torch.tensor(1.0).double(), cdf, CDFS[cdf], "y")
+            results.append((y, hi, lo, *torch.ops.khot.soft_topk_backward(y, *rest)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_extension
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_one_openmp_runtime() -> None:
+    khot.sigmoid_topk(torch.randn(64, 4_096), 10)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    files = {Path(line.split()[-1]) for line in maps.splitlines() if "/" in line}
+    runtimes = {f for f in files if f.name.startswith(("libgomp", "libiomp", "libomp"))}
+    assert len({f for f in runtimes if "torch" in str(f)} or runtimes) == 1
+
+
+@needs_extension
+def test_random_small_rows() -> None:
+    g = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        n = int(torch.randint(1, 40, (), generator=g))
+        x = torch.randn(200, n, generator=g) * torch.empty(200, 1).log_normal_(0, 2, generator=g)
+        x = torch.where(torch.rand(200, n, generator=g) < 0.2, x.round(), x)
+        k = torch.rand(200, generator=g, dtype=torch.float64) * n
+        k = torch.where(torch.rand(200, generator=g) < 0.5, k.round(), k)
+        for cdf in CDFS:
+            assert error(forward(x, k, 0.5, cdf)[0], expected(x, k, 0.5, cdf)[0]) <= 5e-7, (n, cdf)
+
+
+@pytest.mark.parametrize("choice", ["reference", "baseline", "avx2"])
+def test_the_choice_of_kernels(choice: str) -> None:
+    program = (
+        "import khot, torch; from khot import kernels; print(kernels.active()['cpu'])\n"
+        "print(khot.sigmoid_topk(torch.arange(300.0) / 50, 30).sum().item())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "KHOT_KERNELS": choice},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    active, total = run.stdout.split("\n")[:2]
+    if choice == "reference" or not compiled:
+        assert active == "reference"
+    elif choice == "baseline":
+        assert active == "compiled (baseline)"
+    assert abs(float(total) - 30) <= 1e-4
+
+
+def test_an_unknown_choice_is_an_error() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "import khot"],
+        env={**os.environ, "KHOT_KERNELS": "fast"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode != 0 and "KHOT_KERNELS must be one of" in run.stderr
