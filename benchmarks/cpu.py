@@ -51,7 +51,7 @@ def medians(
     calls: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
+    for call in calls.values():
         call()
     for _ in range(repeats):
         for name, call in calls.items():

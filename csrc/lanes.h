@@ -102,6 +102,7 @@ class LaneSolver {
     for (int j = 0; j < width; ++j) {
       k_all_[j] = rows.k(first + j), tau_all_[j] = rows.tau(first + j);
       k_[j] = static_cast<float>(k_all_[j]), tau_[j] = static_cast<float>(tau_all_[j]);
+      k_low_[j] = static_cast<float>(k_all_[j] - k_[j]);
     }
     good_ = (k_ > 0) & (k_ < n) & (tau_ > 1e-25f) & (tau_ < 1e25f);
     scale_ = 1 / tau_;
@@ -197,7 +198,7 @@ class LaneSolver {
   // As FastSolver::step; lanes that are not ordinary leave good_ and do not move.
   VecF step(const LaneSums& s) {
     const float n = static_cast<float>(n_);
-    const VecF count = s.m + s.tails, miss = (s.m - k_) + s.tails, rest = n - count, left = n - k_;
+    const VecF count = s.m + s.tails, miss = ((s.m - k_) - k_low_) + s.tails, rest = n - count, left = n - k_;
     const VecF few = k_ < left ? k_ : left;
     good_ &= (count > 0) & (count < n) & (s.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
     if (logistic) good_ &= s.S1 * 20 > s.m;  // y near 1 have lost digits that matter
@@ -248,7 +249,7 @@ class LaneSolver {
   C F_;
   int n_;
   double k_all_[width], tau_all_[width];
-  VecF k_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  VecF k_{}, k_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShort * width], y_[kShort * width], rows_[kShort * width];
 };
