@@ -135,7 +135,7 @@ class LaneSolver {
       for (int i = 0; i < n_; ++i) {
         const VecF y = inverse_1p_exp2(((hi - *column(x_, i)) + lo) * scale);
         *column(y_, i) = y;
-        values.add(y);
+        values.add(y, i);
       }
       s = values.sums();
     } else {
@@ -143,36 +143,48 @@ class LaneSolver {
       const float median = static_cast<float>(F_.median);
       const C F = F_;
       IntF m{};
-      VecF D{}, S1{}, S2{};
+      BlockSum D;
+      VecF S1{}, S2{};
       for (int i = 0; i < n_; ++i) {
         const VecF z = ((*column(x_, i) - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D += above ? -v.tail : v.tail;
+        D.add(above ? -v.tail : v.tail, i);
         S1 += v.density;
         S2 += slope<C>(z, above, v);
       }
-      s = {__builtin_convertvector(m, VecF), D, S1, S2, VecF{}};
+      s = {__builtin_convertvector(m, VecF), D.sum(), S1, S2, VecF{}};
     }
     return s;
   }
 
-  // Sums over stored y, with y and y - 1 apart: a float sum of up to 256 y would lose digits.
+  // A float sum of up to 256 terms loses digits; of sums of 16 terms it does not.
+  struct BlockSum {
+    VecF whole{}, block{};
+    KHOT_INLINE void add(VecF v, int i) {
+      block += v;
+      if (i % 16 == 15) whole += block, block = VecF{};
+    }
+    KHOT_INLINE VecF sum() const { return whole + block; }
+  };
+
+  // Sums over stored y; y - 1 near 1, as y would be most of the sum and nothing of C - k.
   struct ValueSums {
     IntF m{};
-    VecF tails{}, f1{}, fy{}, ff{};
-    KHOT_INLINE void add(VecF y) {
+    BlockSum tails;
+    VecF f1{}, fy{}, ff{};
+    KHOT_INLINE void add(VecF y, int i) {
       const VecF f = y - y * y;
       const IntF above = y > 0.5f;
       m -= above;
-      tails += above ? y - 1 : y;
+      tails.add(above ? y - 1 : y, i);
       f1 += f;
       fy += f * y;
       ff += f * f;
     }
     KHOT_INLINE LaneSums sums() const {
-      return {__builtin_convertvector(m, VecF), tails, f1, f1 - 2 * fy, f1 - 6 * ff};
+      return {__builtin_convertvector(m, VecF), tails.sum(), f1, f1 - 2 * fy, f1 - 6 * ff};
     }
   };
 
@@ -184,7 +196,7 @@ class LaneSolver {
       const VecF y = *column(y_, i);
       const VecF moved = clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
       *column(y_, i) = moved;
-      values.add(moved);
+      values.add(moved, i);
     }
     return values.sums();
   }

@@ -144,13 +144,13 @@ class Solver {
     double guess = goal_.guess(stats.mean, stats.variance, tau_, F_);
     Bracket bracket = order_bounds(low_, n_);
     bracket.tighten(order_bounds(high_, 1));
-    if (bracket.high - bracket.low > 64 * tau_) guess = histogram_search(bracket);
+    if (bracket.high - bracket.low > (C::full_support ? 64 : 8) * tau_) guess = histogram_search(bracket);
     if (!(guess >= bracket.low && guess <= bracket.high)) guess = 0.5 * bracket.low + 0.5 * bracket.high;
     return newton(guess, bracket);
   }
 
  private:
-  static constexpr int kHistograms = 4, kBins = 1024, kEvaluations = 24, kLogEvaluations = 4;
+  static constexpr int kHistograms = 4, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
   Bracket order_bounds(double value, double rank) const {
     const double pad = 1e-9 * tau_ + 1e-15 * std::fabs(value);
@@ -294,11 +294,13 @@ class Solver {
       const double step = newton_step(s, hi, lo, excess, Pk, Qk);
       const bool known = std::fabs(step) < kInfinity;
       double trial = known ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
-      if (!(trial > seen.low && trial < seen.high)) {
-        trial = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
-      }
-      if (std::fabs(step) <= 1e-6 * tau_) trial = lo + step;
-      bool done = std::fabs(step) <= settled * tau_;
+      const double middle = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
+      if (!(trial > seen.low && trial < seen.high)) trial = middle;
+      // a step may also be small because the model of C knows nothing: then C is not near k, and bisection is left
+      const bool close = std::fabs(Pk - Qk) <= 1e-5 * std::max(1.0, std::min(k_, n_ - k_));
+      if (close && std::fabs(step) <= 1e-6 * tau_) trial = lo + step;
+      if (!close && std::fabs(step) <= 1e-6 * tau_) trial = middle;
+      bool done = close && std::fabs(step) <= settled * tau_;
       if constexpr (C::full_support) {
         if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {
           trial = 0.5 * (s.next_above + s.next_below);
@@ -328,7 +330,7 @@ class Solver {
     const double m = k_ + excess, density = s.density_above + s.density_below;
     const double plain = (Pk - Qk) / density;
     const double few_limit = C::full_support ? 1 : 3;
-    if (Pk < few_limit && Qk < few_limit) {
+    if ((Pk < few_limit && Qk < few_limit) || (!C::full_support && density == 0)) {
       const double few = C::full_support ? tail_step(s, lo, excess, Pk, Qk) : edge_step(s, lo, excess, Pk, Qk);
       if (std::fabs(few) < kInfinity) return tau_ * few;
     }
