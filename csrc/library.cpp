@@ -7,7 +7,9 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -232,6 +234,12 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
   Tensor hi = torch::stable::new_empty(x, batch, ScalarType::Double);
   Tensor lo = torch::stable::new_empty(x, batch, ScalarType::Double);
 
+  if (n == 0) {  // nothing to select from: k = 0 is all that can be asked for
+    const Numbers ks(k, batch);
+    double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
+    for (int64_t row = 0; row < product(batch); ++row) h[row] = l[row] = ks(row) == 0 ? std::numeric_limits<double>::max() : std::nan("");
+    return {out, hi, lo};
+  }
   Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
   rows.out_data = static_cast<char*>(out.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
@@ -277,6 +285,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   Tensor grad_k = torch::stable::new_empty(hi, batch);
   Tensor grad_tau = torch::stable::new_empty(hi, batch);
 
+  if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
   Backward rows(grad, grad_lo, x, hi, lo, tau, batch);
   rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());

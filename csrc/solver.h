@@ -150,7 +150,8 @@ class Solver {
   }
 
  private:
-  static constexpr int kHistograms = 4, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
+  static constexpr double kFar = 1e12;  // width in tau that bins of equal width take too long to get through
+  static constexpr int kHistograms = 5, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
   Bracket order_bounds(double value, double rank) const {
     const double pad = 1e-9 * tau_ + 1e-15 * std::fabs(value);
@@ -171,17 +172,27 @@ class Solver {
   };
 
   double histogram_search(Bracket& bracket) const {
-    const double rank_high = std::ceil(k_), rank_low = std::floor(k_) + 1;
-    double low = low_, high = high_ + 1e-12 * (high_ - low_);
+    const double rank_high = std::ceil(k_), rank_low = std::floor(k_) + 1, log_tau = std::log(tau_);
+    // A window with stand-ins for -inf in it, or tails as far, is cut into bins of equal ratio of |x|, down to tau.
+    auto fold = [log_tau](double v) {
+      return v == 0 ? 0 : std::copysign(std::max(0.0, std::log(std::fabs(v)) - log_tau), v);
+    };
+    auto unfold = [log_tau](double v) {
+      return v == 0 ? 0 : std::copysign(std::min(std::exp(std::fabs(v) + log_tau), kHuge), v);
+    };
+    double low = low_, high = high_;
     for (int step = 0; step < kHistograms; ++step) {
-      const double width = (high - low) / kBins, inverse = 1 / width;
+      const bool folded = !(high - low <= kFar * tau_);
+      double bottom = folded ? fold(low) : low, top = folded ? fold(high) : high;
+      top += 1e-12 * (top - bottom);  // the window is half open, and the maximum belongs to it
+      const double width = (top - bottom) / kBins, inverse = 1 / width;
       if (!(inverse < kInfinity)) break;
       const Counts counts = reduce<double, Counts>(
-          row_, size_, inside_, [low, inverse](Counts& c, const double* p, int count, int64_t) {
+          row_, size_, inside_, [=](Counts& c, const double* p, int count, int64_t) {
             int32_t bin[kBlock];
             // inf lands in the outer bins
             for (int i = 0; i < count; ++i) {
-              double at = (p[i] - low) * inverse + 1;
+              double at = ((folded ? fold(p[i]) : p[i]) - bottom) * inverse + 1;
               at = at > 0 ? at : 0;
               at = at < kBins + 1 ? at : kBins + 1;
               bin[i] = static_cast<int32_t>(at);
@@ -198,10 +209,11 @@ class Solver {
         if (bin_low < 0 && above >= rank_low) bin_low = i, above_low = above;
         if (bin_low >= 0 && bin_high >= 0) break;
       }
-      const double pad = 1e-6 * width + 1e-15 * std::max(std::fabs(low), std::fabs(high));
-      const double next_low = low + (bin_low - 1) * width - pad;
-      high = low + bin_high * width + pad;
-      low = next_low;
+      const double pad = 1e-6 * width + 1e-15 * std::max(std::fabs(bottom), std::fabs(top));
+      top = bottom + bin_high * width + pad, bottom = bottom + (bin_low - 1) * width - pad;
+      // folding makes one of all that lies within tau of 0
+      low = std::max(low, folded ? unfold(bottom) - tau_ : bottom);
+      high = std::min(high, folded ? unfold(top) + tau_ : top);
       if (high - low <= 4 * tau_ || above_low - after_high <= 2 || bin_high - bin_low >= 4) break;
     }
     bracket.low = std::fmax(bracket.low, order_bounds(low, rank_low).low);
@@ -301,13 +313,14 @@ class Solver {
       if (close && std::fabs(step) <= 1e-6 * tau_) trial = lo + step;
       if (!close && std::fabs(step) <= 1e-6 * tau_) trial = middle;
       bool done = close && std::fabs(step) <= settled * tau_;
+      const double gap_middle = 0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
       if constexpr (C::full_support) {
         if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {
-          trial = 0.5 * (s.next_above + s.next_below);
+          trial = gap_middle;
           deep = done = true;
         }
       } else if (excess == 0 && s.next_above - s.next_below >= tau_) {
-        trial = 0.5 * (s.next_above + s.next_below - tau_);
+        trial = gap_middle - 0.5 * tau_;
         done = true;
       }
       const double moved = move(hi, lo, trial);
@@ -319,6 +332,8 @@ class Solver {
       double log_ratio, slope;
       log_evaluate(hi, lo, up, down, log_ratio, slope);
       const double step = tau_ * log_ratio / slope;
+      // where even the logarithms have lost their digits, the middle of the gap is as near as anybody can tell
+      if (!(lo + step > down && lo + step < up)) break;
       const double moved = move(hi, lo, lo + step);
       up -= moved, down -= moved;
       deep = std::fabs(step) > 1e-8 * tau_;
