@@ -55,7 +55,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def test_the_extension_is_there_where_it_must_be() -> None:
-    wanted = os.environ.get("CI") == "true" and os.environ.get("KHOT_KERNELS") != "reference"
+    wanted = os.environ.get("CI") == "true" and os.environ.get("KHOT_KERNELS") == "compiled"
     assert compiled or not wanted, "khot was installed without its compiled kernels"
 
 
@@ -278,7 +278,8 @@ def test_the_choice_of_kernels(choice: str) -> None:
         timeout=120,
     )
     active, total = run.stdout.split("\n")[:2]
-    if choice == "reference" or not compiled:
+    built = any(Path(khot.__file__).parent.glob("_C.*"))
+    if choice == "reference" or not built:
         assert active == "reference"
     elif choice == "baseline":
         assert active == "compiled (baseline)"
