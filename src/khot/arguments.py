@@ -185,9 +185,7 @@ def explain_nan(
     if not _readable(result) or not math.isnan(result.sum().item()):
         return
     if tau is not None:
-        bad = ~((tau > 0) & (tau < math.inf))
-        if bool(bad.any()):
-            raise ValueError(f"tau must be finite and > 0, but got {tau[bad][0].item()}")
+        check_values(tau, "tau", low=0, low_open=True)
     k, selectable = torch.broadcast_tensors(k, (x != -math.inf).sum(-1))
     bad = ~((k >= 0) & (k <= selectable))
     if bool(bad.any()):
@@ -195,5 +193,5 @@ def explain_nan(
             f"{name} must lie in [0, number of entries that may be selected], but got "
             f"{k[bad][0].item()} for a row with {selectable[bad][0].item()}"
         )
-    if integer and bool((k != torch.floor(k)).any()):
-        raise ValueError(f"{name} must be an integer, but got {k[k != torch.floor(k)][0].item()}")
+    if integer:
+        check_values(k, name, low=0, integer=True)

@@ -99,17 +99,11 @@ def inverse_soft_count(
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     count, scalar = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
-    if not bool(tau.dim()):
-        tau = tau.expand(x.shape[:-1])
-    m, n = count.shape[-1], x.shape[-1]
-    if m != 1:
-        batch = torch.broadcast_shapes(x.shape[:-1], count.shape[:-1])
-        x, count, tau = x.expand(*batch, n), count.expand(*batch, m), tau.expand(batch)
     group = max(1, LEVELS_AT_ONCE // max(1, x.numel()))
     parts = []
-    for level in count.split(group, -1) if m else [count]:
+    for level in count.split(group, -1):
         # a level a row: the row itself is not copied
-        copies = x.unsqueeze(-2).expand(*x.shape[:-1], level.shape[-1], n)
+        copies = x.unsqueeze(-2).expand(*level.shape, x.shape[-1])
         _, hi, lo = threshold_map(copies, level, tau.unsqueeze(-1), F, "threshold")
         parts.append((hi + lo).to(input.dtype))
     t = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -119,7 +113,7 @@ def inverse_soft_count(
 def _levels(
     value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
 ) -> tuple[Tensor, bool]:
-    """Levels as (*batch or 1s, m), and whether they came as one number."""
+    """Levels as (*batch, m), and whether they came as one number."""
     if isinstance(value, Tensor) and value.dim():
         if value.dtype == torch.bool or value.is_complex():
             raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")

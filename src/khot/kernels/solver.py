@@ -368,15 +368,15 @@ def _newton(
             done = done | sure
             last_density, last_step = density, (trial - lo).abs() / tau
 
-        middle = 0.5 * (s.next_above.clamp(max=HUGE / 4) + s.next_below.clamp(min=-HUGE / 4))
+        gap_middle = 0.5 * (s.next_above.clamp(max=HUGE / 4) + s.next_below.clamp(min=-HUGE / 4))
         if cdf.full_support:
             gap = (excess == 0) & ((s.tail_above < TINY) | (s.tail_below < TINY))
-            trial = torch.where(gap, middle, trial)
+            trial = torch.where(gap, gap_middle, trial)
             deep = deep | (gap & running)
             done = done | gap
         else:  # no entry has f > 0: any t in [next_below, next_above − τ] will do, so the middle
             gap = (excess == 0) & (s.next_above - s.next_below >= tau)
-            trial = torch.where(gap, middle - 0.5 * tau, trial)
+            trial = torch.where(gap, gap_middle - 0.5 * tau, trial)
             done = done | gap
 
         new_lo = torch.where(running, trial, lo)
