@@ -271,6 +271,30 @@ def test_slope_of_potential_is_icdf(name: str) -> None:
 # ------------------------------------------------------------------------------------ what a CDF says
 
 
+@each_float
+@each_cdf
+def test_conjugate_is_that_of_the_potential(name: str, dtype: torch.dtype) -> None:
+    F, exact = TABLE[name]
+    z = points("cdf", dtype)
+    z = z[z.abs() < 1e3]
+    # yz − ω(y) at its maximum, y = F(z), in 50 digits; where y rounds to 1 the maximum is z − ω(1)
+    y = [exact.cdf(mp.mpf(v)) for v in z.tolist()]
+    want = [float(b * mp.mpf(v) - exact.potential(b)) for v, b in zip(z.tolist(), y, strict=True)]
+    got, want = F.conjugate(z), torch.tensor(want, dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=4 * eps, atol=4 * eps)
+    ends = F.conjugate(torch.tensor([-math.inf, math.inf], dtype=dtype))
+    assert ends.tolist() == [0, math.inf]
+
+
+@each_cdf
+def test_slope_of_conjugate_is_cdf(name: str) -> None:
+    z = smooth_points(name, "cdf")
+    assert gradcheck(TABLE[name][0].conjugate, z.requires_grad_())
+    (slope,) = grad(TABLE[name][0].conjugate(z).sum(), z)
+    torch.testing.assert_close(slope, TABLE[name][0].cdf(z), rtol=1e-14, atol=1e-14)
+
+
 @each_cdf
 def test_moments(name: str) -> None:
     F, oracle = TABLE[name]

@@ -64,6 +64,10 @@ class CDF:
         """ω(y) = ∫ F⁻¹, the regulariser whose capped-simplex argmax is the soft top-k of this CDF."""
         raise NotImplementedError
 
+    def conjugate(self, z: Tensor) -> Tensor:
+        """ω*(z) = ∫ F from −∞ to z, the convex conjugate of the potential: ω(y) + ω*(z) ≥ yz."""
+        raise NotImplementedError
+
     def tail(self, z: Tensor, above: Tensor) -> Tensor:
         """min(F, 1 − F): 1 − F(z) where ``above`` (z > median), else F(z); never by cancellation."""
         return self.cdf(-z.abs())
@@ -98,6 +102,9 @@ class Logistic(CDF):
     def potential(self, y: Tensor) -> Tensor:
         return torch.xlogy(y, y) + torch.special.xlog1py(1 - y, -y)
 
+    def conjugate(self, z: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(z)
+
 
 @dataclass(frozen=True)
 class Laplace(CDF):
@@ -126,6 +133,10 @@ class Laplace(CDF):
     def potential(self, y: Tensor) -> Tensor:
         w = torch.where(y > 0.5, 1 - y, y)
         return torch.xlogy(w, 2 * w) - w
+
+    def conjugate(self, z: Tensor) -> Tensor:
+        above = z.clamp(min=0)
+        return torch.where(z > 0, above + 0.5 * torch.exp(-above), 0.5 * torch.exp(z.clamp(max=0)))
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,10 @@ class Normal(CDF):
     def potential(self, y: Tensor) -> Tensor:
         y, dtype = _at_least_float32(y)
         return -self.pdf(torch.special.ndtri(y)).to(dtype)
+
+    def conjugate(self, z: Tensor) -> Tensor:
+        # −inf·0 has no place in a tail that is 0 below −40
+        return torch.where(z < -40, 0, z.clamp(min=-40) * self.cdf(z) + self.pdf(z))
 
 
 def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -231,6 +246,11 @@ class Power(CDF):
 
     def potential(self, y: Tensor) -> Tensor:
         return y**self.p / self.p
+
+    def conjugate(self, z: Tensor) -> Tensor:
+        outside, base = self._split(z)
+        q = self.exponent + 1
+        return torch.where(outside, (z - 1 / self.p).clamp(min=0) * (z > 0), base**q / q)
 
     def tail(self, z: Tensor, above: Tensor) -> Tensor:
         F = self.cdf(z)

@@ -1,0 +1,269 @@
+"""The losses: their values against independent ones, their gradients, what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import khot
+import oracles
+from khot import cdfs
+from khot.losses import FenchelYoungTopKLoss, TopKCrossEntropyLoss
+
+ALL = {
+    "logistic": cdfs.Logistic(),
+    "laplace": cdfs.Laplace(),
+    "normal": cdfs.Normal(),
+    "uniform": cdfs.Uniform(),
+    "power": cdfs.Power(4 / 3),
+}
+each_cdf = pytest.mark.parametrize("name", ALL)
+each_full_cdf = pytest.mark.parametrize("name", ["logistic", "laplace", "normal"])
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def labels(rows: int, n: int, m: int, seed: int = 1) -> Tensor:
+    """m labels in each row."""
+    return khot.topk_mask(scores(rows, n, seed=seed), m)
+
+
+# ------------------------------------------------------------------------------ Fenchel-Young
+
+
+@each_cdf
+def test_fenchel_young_is_the_gap_of_the_maximum(name: str) -> None:
+    # the maximum from a general solver of 50 digits: ⟨y, x⟩ − τΣω(y) at its y
+    x, T, tau = scores(4, 7), labels(4, 7, 3), 0.7
+    F = ALL[name]
+    oracle = ("power", F.p) if name == "power" else (name, None)
+    loss = FenchelYoungTopKLoss(3, tau=tau, cdf=F, reduction="none")(x, T)
+    for row, target, got in zip(x, T, loss, strict=True):
+        y = torch.from_numpy(oracles.soft_topk(row, 3, tau, *oracle)[0])
+
+        def regularised(v: Tensor, row: Tensor = row) -> Tensor:
+            return v @ row - tau * F.potential(v).sum()
+
+        assert abs(regularised(y) - regularised(target) - got) < 1e-12
+
+
+@each_cdf
+def test_no_point_of_the_capped_simplex_does_better(name: str) -> None:
+    x, T = scores(1, 6), labels(1, 6, 2)
+    F, tau = ALL[name], 0.5
+    at_optimum = FenchelYoungTopKLoss(2, tau=tau, cdf=F)(x, T) - tau * F.potential(T).sum() + (x * T).sum()
+    others = khot.soft_topk(scores(2000, 6, seed=3) * 3, 2)
+    values = others @ x[0] - tau * F.potential(others).sum(-1)
+    assert (values <= at_optimum + 1e-12).all()
+
+
+@each_cdf
+@pytest.mark.parametrize("m", [3, 5])
+def test_fenchel_young_gradients_are_the_closed_forms(name: str, m: int) -> None:
+    x, tau, k = scores(4, 7).requires_grad_(), torch.tensor(0.7, dtype=torch.float64, requires_grad=True), 3
+    T = labels(4, 7, m)
+    FenchelYoungTopKLoss(k, tau=tau, cdf=ALL[name], reduction="sum")(x, T).backward()
+    y, share = khot.soft_topk(x.detach(), k, tau=0.7, cdf=ALL[name]), T * k / m
+    assert x.grad is not None
+    assert tau.grad is not None
+    torch.testing.assert_close(x.grad, y - share, rtol=0, atol=1e-12)
+    want = (ALL[name].potential(share) - ALL[name].potential(y)).sum()
+    torch.testing.assert_close(tau.grad, want, rtol=0, atol=1e-11)
+
+
+@each_cdf
+def test_fenchel_young_gradcheck(name: str) -> None:
+    T = labels(3, 6, 2)
+
+    def loss(x: Tensor, tau: Tensor) -> Tensor:
+        return FenchelYoungTopKLoss(2, tau=tau, cdf=ALL[name], reduction="none")(x, T)
+
+    tau = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64, requires_grad=True)
+    x = scores(3, 6).requires_grad_()
+    torch.autograd.gradcheck(loss, (x, tau), check_forward_ad=True)
+    torch.autograd.gradgradcheck(loss, (x, tau))
+
+
+def test_fenchel_young_is_zero_where_the_target_is_met() -> None:
+    y = khot.soft_topk(scores(3, 6), 2)
+    loss = FenchelYoungTopKLoss(2, reduction="none")
+    torch.testing.assert_close(loss(scores(3, 6), y), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-14)
+    assert (loss(scores(3, 6, seed=9), y) > 0.01).all()
+
+
+def test_fenchel_young_with_compact_support_is_exactly_zero_beyond_a_margin() -> None:
+    loss = FenchelYoungTopKLoss(2, cdf="uniform")
+    assert loss(torch.tensor([[3.0, 0.0, 2.0, -1.0]]), torch.tensor([[1, 0, 1, 0]])) == 0
+
+
+def test_infinite_scores_are_free_where_right_and_infinitely_dear_where_wrong() -> None:
+    x = torch.tensor([[-math.inf, 1.0, math.inf, 0.0], [1.0, -math.inf, 2.0, 0.0]], requires_grad=True)
+    T = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    loss = FenchelYoungTopKLoss(2, reduction="none")(x, T)
+    assert loss[0] == FenchelYoungTopKLoss(1)(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    assert loss[1] == math.inf
+    (grad,) = torch.autograd.grad(loss[0], x)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_nothing_or_everything_is_no_choice(k: int) -> None:
+    x = scores(2, 5).requires_grad_()
+    loss = FenchelYoungTopKLoss(k)(x, torch.full((2, 5), k / 5))
+    loss.backward()
+    assert loss == 0
+    assert x.grad is not None
+    assert (x.grad == 0).all()
+
+
+def test_a_nan_row_is_alone() -> None:
+    x = scores(3, 5)
+    x[1, 2] = math.nan
+    loss = FenchelYoungTopKLoss(2, reduction="none")(x, labels(3, 5, 2))
+    assert loss.isnan().tolist() == [False, True, False]
+
+
+def test_a_target_with_too_little_mass_is_refused() -> None:
+    # one label and k = 3: adding a constant to all scores lowers the loss without end
+    with pytest.raises(ValueError, match="in units of k"):
+        FenchelYoungTopKLoss(3)(scores(2, 5), labels(2, 5, 1))
+    with pytest.raises(ValueError, match="target must lie"):
+        FenchelYoungTopKLoss(3)(scores(2, 5), 4 * labels(2, 5, 1))
+    with pytest.raises(ValueError, match="shape"):
+        FenchelYoungTopKLoss(3)(scores(2, 5), labels(2, 4, 3))
+    with pytest.raises(TypeError, match="target"):
+        FenchelYoungTopKLoss(3)(scores(2, 5), [1, 0])  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------- cross-entropy
+
+
+def by_hand(row: Tensor, label: int, p: list[float], tau: float, name: str) -> float:
+    logs = [oracles.soft_topk(row, i + 1, tau, name, None)[1][label] for i in range(len(p))]
+    terms = [math.log(q) + v for q, v in zip(p, logs, strict=True) if q]
+    return -float(np.logaddexp.reduce(terms))
+
+
+@each_full_cdf
+@pytest.mark.parametrize("p", [[1.0], [0.5, 0, 0.5], [0.1, 0.2, 0.3, 0.4]], ids=str)
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+def test_cross_entropy_is_the_mixture(name: str, p: list[float], tau: float) -> None:
+    x, label = scores(5, 6), torch.tensor([0, 1, 2, 5, 3])
+    got = TopKCrossEntropyLoss(p, tau=tau, cdf=name, reduction="none")(x, label)
+    want = [by_hand(row, int(i), p, tau, name) for row, i in zip(x, label, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-11, atol=1e-11)
+
+
+@each_full_cdf
+def test_cross_entropy_gradcheck(name: str) -> None:
+    label = torch.tensor([0, 4, 2])
+
+    def loss(x: Tensor, tau: Tensor) -> Tensor:
+        return TopKCrossEntropyLoss([0.5, 0.2, 0.3], tau=tau, cdf=name, reduction="none")(x, label)
+
+    args = scores(3, 6).requires_grad_(), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(loss, args, check_forward_ad=True)
+    torch.autograd.gradgradcheck(loss, args)
+
+
+def test_k_as_large_as_the_number_of_classes() -> None:
+    x, tau = scores(2, 3).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+    loss = TopKCrossEntropyLoss([0, 0, 1.0], tau=tau)(x, torch.tensor([0, 1]))
+    loss.backward()
+    assert loss == 0
+    assert x.grad is not None
+    assert tau.grad is not None
+    assert (x.grad == 0).all() and tau.grad == 0
+
+
+def test_cross_entropy_trains_top_k_accuracy() -> None:
+    # two labels are equally likely for each input: top-1 cannot pass 1/2, top-2 can reach 1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 8, generator=generator)
+    group = x[:, :4].argmax(-1)
+    label = 2 * group + torch.randint(2, group.shape, generator=generator)
+    weight = torch.zeros(8, 8, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    loss = TopKCrossEntropyLoss([0, 1.0])
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss(x @ weight, label).backward()
+        optimizer.step()
+    hit = (x @ weight).topk(2).indices.eq(label.unsqueeze(-1)).any(-1)
+    assert hit.double().mean() > 0.95
+
+
+def test_cross_entropy_refuses() -> None:
+    with pytest.raises(ValueError, match="sum to 1"):
+        TopKCrossEntropyLoss([0.5, 0.2])
+    with pytest.raises(ValueError, match="full support"):
+        TopKCrossEntropyLoss([1.0], cdf="uniform")
+    with pytest.raises(ValueError, match="reduction"):
+        TopKCrossEntropyLoss([1.0], reduction="avg")
+    with pytest.raises(ValueError, match="at most as many"):
+        TopKCrossEntropyLoss([0, 0, 1.0])(scores(1, 2), torch.tensor([0]))
+    with pytest.raises(ValueError, match="label"):
+        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([2]))
+    with pytest.raises(ValueError, match="label"):
+        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match="int64"):
+        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([0.0]))
+
+
+# ------------------------------------------------------------------------------------ both
+
+MODULES: dict[str, tuple[nn.Module, Tensor]] = {
+    "FenchelYoungTopKLoss": (FenchelYoungTopKLoss(2, tau=0.5), labels(4, 6, 2)),
+    "TopKCrossEntropyLoss": (TopKCrossEntropyLoss([0.5, 0.5], tau=0.5), torch.tensor([1, 2, 3, 0])),
+}
+each_module = pytest.mark.parametrize("name", MODULES)
+
+
+def test_every_loss_is_in_the_table() -> None:
+    classes = {name for name in khot.losses.__all__ if isinstance(getattr(khot.losses, name), type)}
+    assert classes == set(MODULES)
+
+
+@each_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_keeps_the_dtype(name: str, dtype: torch.dtype) -> None:
+    loss, target = MODULES[name]
+    x = scores(4, 6).to(dtype)
+    got = loss(x, target)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got.double(), loss(x.double(), target), rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
+
+
+@each_module
+def test_compiles_whole(name: str) -> None:
+    loss, target = MODULES[name]
+    torch.compiler.reset()
+    eager, traced = scores(4, 6).requires_grad_(), scores(4, 6).requires_grad_()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    want, got = loss(eager, target), compiled(traced, target)
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(traced.grad, eager.grad)
+
+
+@each_module
+def test_any_dim_and_reduction(name: str) -> None:
+    loss, target = MODULES[name]
+    x = scores(4, 6)
+    rows = loss.__class__(loss.p if name.startswith("TopK") else 2, tau=0.5, reduction="none")(x, target)
+    across = target.movedim(-1, 0) if target.dim() == 2 else target
+    arguments = {"tau": 0.5, "reduction": "sum"}
+    moved = loss.__class__(loss.p if name.startswith("TopK") else 2, 0, **arguments)(x.T, across)
+    torch.testing.assert_close(rows.mean(), loss(x, target))
+    torch.testing.assert_close(rows.sum(), moved)
+    assert "tau=0.5" in repr(loss)
