@@ -1,0 +1,434 @@
+"""The relaxed top-k operators that came before, each as published, to compare with.
+
+Each has defects that its docstring names and that khot's own operators do not have. None treats what no
+source does: there are no masks, an infinite score may give NaN, k has no gradient (but in
+:func:`rescaled_sigmoid_topk`), and :func:`torch.compile` and :func:`torch.func.vmap` are not supported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from khot import arguments
+from khot.arguments import Scalar
+
+__all__ = ["dykstra_topk", "pav_topk", "rescaled_sigmoid_topk", "sequential_softmax_topk", "sinkhorn_topk"]
+
+
+def sequential_softmax_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """k softmaxes, one after the other, each over what the earlier ones have left.
+
+    y = p¹ + … + pᵏ with pʲ = softmax(αʲ/τ), α¹ = x, αʲ⁺¹ = αʲ + log(1 − pʲ).
+
+    Defects: entries exceed 1 (for n = k = 2 all but equal ones do); their order may differ from that of the
+    scores; k is an integer; O(nk) time, and O(nk) memory for the gradient.
+
+    Args:
+        input: scores, of any floating-point dtype.
+        k: an integer in [0, n]; a number or a tensor that broadcasts with the batch shape (the input's
+            shape without ``dim``).
+        dim: the dimension to select along.
+        tau: temperature > 0; a number or a tensor, as k.
+
+    Returns:
+        Same shape and dtype as the input, in [0, k], each row summing to k. Differentiable in input and tau,
+        by unrolling.
+
+    Raises:
+        ValueError: k out of range or not an integer; tau ≤ 0.
+        TypeError, IndexError: as for :func:`khot.soft_topk`.
+
+    Source: Xie and Ermon 2019, Algorithm 2; Plötz and Roth 2018. log(1 − p) is kept finite as in their code.
+
+    Example:
+        >>> khot.baselines.sequential_softmax_topk(torch.tensor([0.2, 0.0]), 2)
+        tensor([1.0498, 0.9502])
+    """
+    x, k, tau = _prepare(input, k, dim, tau, integer=True)
+    y, p = torch.zeros_like(x), torch.zeros_like(x)
+    tiny = torch.finfo(x.dtype).tiny
+    for step in range(int(k.max()) if k.numel() else 0):
+        x = x + torch.log(torch.clamp(1 - p, min=tiny))
+        p = torch.softmax(x / tau, -1)
+        y = y + (p if k.numel() == 1 else torch.where(step < k, p, 0))
+    return arguments.unrows(y.to(input.dtype), input, dim)
+
+
+def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """Sigmoids, scaled linearly so that they sum to k (NCPSS).
+
+    With s = σ(x/τ): s·k/Σs where Σs ≥ k, else 1 − (1 − s)(n − k)/(n − Σs).
+
+    Defects: adding a constant to the scores changes the result, and where they all have one sign even
+    τ → 0 gives k/n everywhere and not the top k; saturated sigmoids stop learning though the sum is off.
+
+    Args:
+        input, dim, tau: as for :func:`sequential_softmax_topk`.
+        k: how many, in [0, n], not necessarily an integer; a number or a tensor that broadcasts with the
+            batch shape.
+
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k. Differentiable, exactly, in
+        input, k and tau.
+
+    Raises:
+        ValueError, TypeError, IndexError: as for :func:`khot.soft_topk`.
+
+    Source: Pervez, Lippe, Gavves 2023.
+
+    Example:
+        >>> x = torch.tensor([1.0, -1.0, 0.0])
+        >>> khot.baselines.rescaled_sigmoid_topk(x, 1)
+        tensor([0.4874, 0.1793, 0.3333])
+        >>> khot.baselines.rescaled_sigmoid_topk(x + 9, 1)
+        tensor([0.3334, 0.3333, 0.3333])
+    """
+    x, k, tau = _prepare(input, k, dim, tau)
+    n = x.shape[-1]
+    s, rest = torch.sigmoid(x / tau), torch.sigmoid(-x / tau)
+    total, left = s.sum(-1, keepdim=True), rest.sum(-1, keepdim=True)
+    shrink = total >= k
+    # neither branch may divide by 0, not even where the other is taken: the gradient would be NaN
+    down = k / torch.where(shrink & (total > 0), total, 1)
+    up = (n - k) / torch.where(shrink, 1, left)
+    y = torch.where(shrink, s * down, 1 - rest * up)
+    return arguments.unrows(y.to(input.dtype), input, dim)
+
+
+def sinkhorn_topk(
+    input: Tensor, k: Scalar, dim: int = -1, *, epsilon: Scalar = 0.1, iterations: int = 200
+) -> Tensor:
+    """SOFT top-k by a fixed number of Sinkhorn's iterations.
+
+    n times the mass that goes to the anchor 1 in the entropic optimal transport of the scores onto 0 and 1,
+    with cost C_ij = (x_i − a_j)² divided by its maximum over the whole batch. Converged, it is
+    :func:`khot.ot_topk` at epsilon·max C. For ε ≤ 0.01, and after a NaN, the iterations are done in logs.
+
+    Defects: a row's result depends on the other rows through the maximum, so that one NaN makes the whole
+    batch NaN and one +inf makes k/n of all other rows; stopped early, as it is for small ε, entries exceed
+    1, and the gradient is that of a fixed point that was not reached; the maximum has no gradient; for
+    k = 0 and k = n the gradient is NaN.
+
+    Args:
+        input: scores, of any floating-point dtype. −inf stands for a score as far below the batch's least
+            as this is below its greatest.
+        k: as for :func:`rescaled_sigmoid_topk`.
+        dim: the dimension to select along.
+        epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape. No gradient.
+        iterations: at least 1.
+
+    Returns:
+        Same shape and dtype as the input, each row summing to k, in [0, 1] if converged. Differentiable in
+        input, to first order, by the implicit function theorem at the last iterate.
+
+    Raises:
+        ValueError, TypeError, IndexError: as for :func:`khot.ot_topk`; iterations < 1.
+
+    Source: Xie et al. 2020, Algorithm 1 and appendix H.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+        >>> khot.baselines.sinkhorn_topk(x, 2)
+        tensor([[0.2477, 0.9656, 0.7523, 0.0344]])
+        >>> khot.baselines.sinkhorn_topk(torch.cat((x, x * 5)), 2)[:1]
+        tensor([[0.4889, 0.5333, 0.5111, 0.4667]])
+    """
+    _check_iterations(iterations)
+    x, k, epsilon = _prepare(input, k, dim, epsilon, tau_name="epsilon")
+    if not x.numel():
+        return torch.zeros_like(input)
+    finite = x.detach().masked_fill(x == -math.inf, math.inf)
+    x = x.masked_fill(x == -math.inf, finite.amin() - (x.detach().amax() - finite.amin()))
+    cost = (x.unsqueeze(-1) - torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device)) ** 2
+    cost = cost / cost.detach().max()
+    share = (k / x.shape[-1]).detach()
+    nu = torch.stack((share, 1 - share), -1)
+    plan = _Sinkhorn.apply(cost, nu, epsilon.detach().unsqueeze(-1), iterations)
+    return arguments.unrows((x.shape[-1] * plan[..., 0]).to(input.dtype), input, dim)
+
+
+class _Sinkhorn(Function):
+    """The plan (*batch, n, 2) with row sums 1/n and column sums nu (*batch, 1, 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, cost: Tensor, nu: Tensor, epsilon: Tensor, iterations: int) -> Tensor:
+        n = cost.shape[-2]
+        plan = _scale(torch.exp(-cost / epsilon), nu, iterations) if bool((epsilon > 1e-2).all()) else None
+        if plan is None or bool(plan.isnan().any()):
+            g = torch.zeros_like(nu)
+            for _ in range(iterations):
+                f = -math.log(n) - torch.logsumexp(g - cost / epsilon, -1, keepdim=True)
+                g = torch.log(nu) - torch.logsumexp(f - cost / epsilon, -2, keepdim=True)
+            plan = torch.exp(f + g - cost / epsilon)
+        ctx.save_for_backward(plan, nu, epsilon)
+        return plan
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Appendix H, for two anchors: the dual of the second is fixed, so K is a number a row."""
+        plan, nu, epsilon = ctx.saved_tensors
+        first = plan.shape[-2] * plan[..., :1]  # Γ̄/μ
+        kappa = nu[..., :1] - (first * plan[..., :1]).sum(-2, keepdim=True)
+        pulled = grad * plan
+        by_row = plan.shape[-2] * pulled.sum(-1, keepdim=True)
+        by_column = pulled[..., :1].sum(-2, keepdim=True)
+        # of the duals: ζ of the first anchor, and ξ of each entry
+        zeta = (by_column - (by_row * plan[..., :1]).sum(-2, keepdim=True)) / kappa
+        xi = by_row - first * zeta
+        zeta = torch.cat((zeta, torch.zeros_like(zeta)), -1)
+        return plan * (xi + zeta - grad) / epsilon, None, None, None
+
+
+def _scale(kernel: Tensor, nu: Tensor, iterations: int) -> Tensor:
+    q = torch.full_like(nu, 0.5)
+    for _ in range(iterations):
+        p = 1 / (kernel.shape[-2] * (kernel * q).sum(-1, keepdim=True))
+        q = nu / (kernel * p).sum(-2, keepdim=True)
+    return p * kernel * q
+
+
+def pav_topk(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    p: float = 2.0,
+    magnitude: bool = False,
+) -> Tensor:
+    """The sparse top-k, mask or in magnitude, by isotonic regression: pool adjacent violators.
+
+    Converges to :func:`khot.sparse_topk`, or for magnitude to :func:`khot.soft_topk_magnitude`. Sorts, then
+    finds v_1 ≥ … ≥ v_n that minimises Σ r*(s_i − v_i) + w_i φ(v_i), with w = 1_k, R = τ/p ‖·‖_p^p and φ(v) =
+    v or ½v²; y = r*'(s − v). With these w violators can only be pooled around the k-th place: the pool takes
+    in, in turn, all that violate to its left and all to its right, in every row at once. One sort, and O(n)
+    for each turn; up to 5 were seen.
+
+    Defects: y is taken from the difference s − v, so that where scores are much larger than τ nothing is
+    left of it, and it exceeds 1; an infinite score gives NaN; k is an integer and p is 2 or 4/3; O(n log n).
+
+    Args:
+        input: scores, of any floating-point dtype.
+        k: an integer in [0, n]; a number or a tensor that broadcasts with the batch shape (the input's
+            shape without ``dim``). No gradient.
+        dim: the dimension to select along.
+        tau: regularisation > 0; a number or a tensor, as k.
+        p: 2 or 4/3.
+        magnitude: select by magnitude, and return values instead of a mask.
+
+    Returns:
+        Same shape and dtype as the input; the mask sums to k in each row. Differentiable in input and tau,
+        to first order, by the closed form of the Jacobian.
+
+    Raises:
+        ValueError: k out of range or not an integer; tau ≤ 0; another p.
+        TypeError, IndexError: as for :func:`khot.soft_topk`.
+
+    Source: Sander et al. 2023, Algorithm 1 of appendix B.2 and Proposition 7 (whose denominator for
+    magnitude is Σ[(q−1)|γ−s_j|^(q−2) + w_j]).
+
+    Example:
+        >>> khot.baselines.pav_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1)
+        tensor([0.0000, 0.7500, 0.2500, 0.0000])
+    """
+    if p not in (2, 4 / 3):
+        raise ValueError(f"p must be 2 or 4/3, but got {p}")
+    return _isotonic_topk(input, k, dim, tau, round(1 / (p - 1)), magnitude, None)
+
+
+def dykstra_topk(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    magnitude: bool = False,
+    iterations: int = 100,
+) -> Tensor:
+    """The sparse top-k with p = 2, mask or in magnitude, by Dykstra's alternating projections.
+
+    Solves the isotonic regression of :func:`pav_topk` by projecting in turn onto {v_1 ≥ v_2, v_3 ≥ v_4, …}
+    and {v_2 ≥ v_3, v_4 ≥ v_5, …}, with corrections.
+
+    Defects: stopped early, equal scores get unequal values and the gradient is that of another problem; m
+    entries between 0 and 1 take of the order of m² iterations; what comes out within √eps of its neighbour
+    counts as pooled with it, so that tied scores that are rejected get gradients; and all the defects of
+    :func:`pav_topk`.
+
+    Args:
+        input, k, dim, tau, magnitude: as for :func:`pav_topk`.
+        iterations: of two projections each; at least 1.
+
+    Returns, raises: as for :func:`pav_topk`; ValueError also for iterations < 1.
+
+    Source: Sander et al. 2023, Algorithm 1 and Proposition 7; Boyle and Dykstra 1986. φ enters the point
+    that is projected, once, and not each projection as printed.
+
+    Example:
+        >>> khot.baselines.dykstra_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1)
+        tensor([0.0000, 0.7500, 0.2500, 0.0000])
+    """
+    _check_iterations(iterations)
+    return _isotonic_topk(input, k, dim, tau, 1, magnitude, iterations)
+
+
+def _isotonic_topk(
+    input: Tensor, k: Any, dim: int, tau: Scalar, power: int, magnitude: bool, iterations: int | None
+) -> Tensor:
+    """In units of τ: z = s/τ, and h_i' = w_i(c v + 1 − [magnitude]) − (z − v)^(q−1) with c = τ or 0."""
+    x, k, tau = _prepare(input, k, dim, tau, integer=True)
+    if not x.numel():
+        return torch.zeros_like(input)
+    sign = torch.where(x < 0, -1, 1).to(x.dtype) if magnitude else 1
+    z, order = torch.sort(x * sign / tau, -1, descending=True)
+    c = tau if magnitude else torch.zeros_like(tau)
+    v = _Isotonic.apply(z, c, k.long(), power, 0.0 if magnitude else 1.0, iterations)
+    y = torch.zeros_like(z).scatter(-1, order, (z - v) ** power) * sign
+    return arguments.unrows(y.to(input.dtype), input, dim)
+
+
+class _Isotonic(Function):
+    """v_1 ≥ … ≥ v_n that minimises Σ h_i(v_i), h_i' = w_i(c v + e) − (z_i − v)^power, w = 1_k."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, c: Tensor, k: Tensor, power: int, e: float, iterations: int | None
+    ) -> Tensor:
+        selected = torch.arange(z.shape[-1], device=z.device) < k
+        if iterations is None:
+            v, block = _pool(z, c, k, selected, power, e)
+        else:
+            v, block = _dykstra(z, c, selected, e, iterations)
+        ctx.save_for_backward(z, c, v, selected, block)
+        ctx.power = power
+        return v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, c, v, selected, block = ctx.saved_tensors
+        slope = ctx.power * (z - v) ** (ctx.power - 1)  # of (z − v)^power, an odd one
+
+        def pooled(value: Tensor) -> Tensor:
+            return torch.zeros_like(z).scatter_add(-1, block, value).gather(-1, block)
+
+        curvature = pooled(slope + c * selected)
+        # no curvature: a rejected entry on its own, whose y is flat there
+        share = pooled(grad) / curvature.masked_fill(curvature == 0, 1)
+        grad_c = -(share * v * selected).sum_to_size(c.shape)
+        return slope * share, grad_c, None, None, None, None
+
+
+def _pool(z: Tensor, c: Tensor, k: Tensor, selected: Tensor, power: int, e: float) -> tuple[Tensor, Tensor]:
+    """Pool adjacent violators; v, and for each entry the first index of its block.
+
+    Whether γ_B > v, that is whether h'_B(v) < 0, is told by the block's power sums, taken from the k-th
+    place outwards so that those of near entries owe nothing to far ones.
+    """
+    n, index = z.shape[-1], torch.arange(z.shape[-1], device=z.device)
+    k = k.expand(*z.shape[:-1], 1)
+    z = z.double()
+    alone = torch.where(selected, _alone(z, c.double(), power, e), z)
+    last, first = (k - 1).clamp(min=0), k.clamp(max=n - 1)
+    centre = z.gather(-1, last)
+    powers = torch.stack([(z - centre) ** r for r in range(power + 1)])
+    above = torch.where(selected, powers, 0).flip(-1).cumsum(-1).flip(-1)
+    below = torch.where(selected, 0, powers).cumsum(-1)
+
+    def at(sums: Tensor, place: Tensor) -> Tensor:
+        return sums.gather(-1, place.expand(power + 1, *place.shape))
+
+    def slope(v: Tensor, count: Tensor, sums: Tensor) -> Tensor:
+        """Σ h_i'(v) of a block that holds `count` of the selected."""
+        u = v - centre
+        spread = sum(math.comb(power, r) * sums[r] * (-u) ** (power - r) for r in range(power + 1))
+        return count * (c * v + e) - spread
+
+    violated = (alone.gather(-1, last) < alone.gather(-1, first)) & (k > 0) & (k < n)
+    start, stop = k - violated.long(), k + violated.long()  # nothing in between: no block
+    while True:
+        left = selected & violated & (slope(alone, k - index, above + at(below, (stop - 1).clamp(min=0))) < 0)
+        new_start = torch.minimum(start, torch.where(left, index, n).amin(-1, keepdim=True))
+        sums = below + at(above, new_start.clamp(max=n - 1))
+        right = ~selected & violated & (slope(alone, k - new_start, sums) > 0)
+        new_stop = torch.maximum(stop, torch.where(right, index + 1, 0).amax(-1, keepdim=True))
+        if torch.equal(new_start, start) and torch.equal(new_stop, stop):
+            break
+        start, stop = new_start, new_stop
+    inside = (index >= start) & (index < stop)
+    v = torch.where(inside, _pooled_value(z, c, inside, selected, power, e), alone)
+    return v.to(c.dtype), torch.where(inside, start, index)
+
+
+def _alone(z: Tensor, c: Tensor, power: int, e: float) -> Tensor:
+    """What a selected entry has if no other binds it: h_i'(v) = 0."""
+    return (z - e) / (1 + c) if power == 1 else z - _cubic_root(c, e + c * z)
+
+
+def _pooled_value(z: Tensor, c: Tensor, inside: Tensor, selected: Tensor, power: int, e: float) -> Tensor:
+    """γ with Σ_inside h_i'(γ) = 0."""
+
+    def total(value: Tensor) -> Tensor:
+        return torch.where(inside, value, 0).sum(-1, keepdim=True)
+
+    size, chosen = inside.sum(-1, keepdim=True).clamp(min=1), (inside & selected).sum(-1, keepdim=True)
+    mean = total(z) / size
+    if power == 1:
+        return (size * mean - chosen * e) / (size + chosen * c)
+    d = z - mean
+    linear = (3 * total(d**2) + chosen * c) / size
+    return mean + _cubic_root(linear, (total(d**3) - chosen * (e + c * mean)) / size)
+
+
+def _cubic_root(a: Tensor, b: Tensor) -> Tensor:
+    """The real g with g³ + a g = b, for a ≥ 0."""
+    scale = torch.sqrt(a.masked_fill(a == 0, 1) / 3)
+    g = 2 * scale * torch.sinh(torch.asinh(b / (2 * scale**3)) / 3)
+    return torch.where(a == 0, b.sign() * b.abs() ** (1 / 3), g)
+
+
+def _dykstra(z: Tensor, c: Tensor, selected: Tensor, e: float, iterations: int) -> tuple[Tensor, Tensor]:
+    """The projection onto the monotone cone, weighted by 1 + c w; v, and a number for each tied block."""
+    weight = 1 + c * selected
+    v = (z - e * selected) / weight
+    corrections = [torch.zeros_like(v), torch.zeros_like(v)]
+    for _ in range(iterations):
+        for first in (0, 1):
+            point = v + corrections[first]
+            v = _project_pairs(point, weight, first)
+            corrections[first] = point - v
+    apart = v.diff(dim=-1).abs() > math.sqrt(torch.finfo(v.dtype).eps)
+    return v, torch.nn.functional.pad(apart.cumsum(-1), (1, 0))
+
+
+def _project_pairs(v: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Each pair (first + 2i, first + 2i + 1) that ascends is replaced by its mean."""
+    stop = first + (v.shape[-1] - first) // 2 * 2
+    pair, share = (t[..., first:stop].unflatten(-1, (-1, 2)) for t in (v, weight))
+    mean = (pair * share).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
+    pair = torch.where(pair[..., :1] < pair[..., 1:], mean, pair)
+    return torch.cat((v[..., :first], pair.flatten(-2), v[..., stop:]), -1)
+
+
+def _prepare(
+    input: Tensor, k: Any, dim: int, scale: Any, *, integer: bool = False, tau_name: str = "tau"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in float32 or float64, and k and the scale in the same dtype with an axis for the entries."""
+    x = arguments.rows(input, dim)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=integer)
+    scale = arguments.per_row(scale, tau_name, x, low=0, low_open=True)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype), k.to(dtype).unsqueeze(-1), scale.to(dtype).unsqueeze(-1)
+
+
+def _check_iterations(iterations: Any) -> None:
+    if isinstance(iterations, bool) or not isinstance(iterations, int):
+        raise TypeError(f"iterations must be an int, but got {type(iterations).__name__}")
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, but got {iterations}")

@@ -1,0 +1,389 @@
+"""The published baselines: each is what was published, and has the defects that it is said to have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+from khot import baselines
+
+INF, NAN = float("inf"), float("nan")
+ROWS, N = 3, 7
+TAU = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "sequential_softmax": baselines.sequential_softmax_topk,
+    "rescaled_sigmoid": baselines.rescaled_sigmoid_topk,
+    "sinkhorn": baselines.sinkhorn_topk,
+    "pav": baselines.pav_topk,
+    "pav-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, **o),
+    "pav-magnitude": lambda *a, **o: baselines.pav_topk(*a, magnitude=True, **o),
+    "pav-magnitude-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, magnitude=True, **o),
+    "dykstra": baselines.dykstra_topk,
+    "dykstra-magnitude": lambda *a, **o: baselines.dykstra_topk(*a, magnitude=True, **o),
+}
+every = pytest.mark.parametrize("name", CALLS)
+
+
+def call(name: str, x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
+    scale = "epsilon" if name == "sinkhorn" else "tau"
+    return CALLS[name](x, k, **{scale: tau}, **options)
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (ROWS, N)), generator=generator, dtype=torch.float64)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def value_and_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, scores(*y.shape, seed=9))]
+
+
+# -------------------------------------------------------------------------- agreement with khot
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+@pytest.mark.parametrize("p", [2, 4 / 3])
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize("n", [10, 300])
+def test_pav_agrees_with_khot(n: int, p: float, magnitude: bool, k: int) -> None:
+    x = scores(6, n) * torch.linspace(0.1, 5, 6).double()[:, None]
+    tau = torch.tensor([0.5, 1, 1.7, 0.1, 0.3, 3], dtype=torch.float64)
+    reference = khot.soft_topk_magnitude if magnitude else khot.sparse_topk
+    got = value_and_gradients(lambda x, t: baselines.pav_topk(x, k, tau=t, p=p, magnitude=magnitude), x, tau)
+    want = value_and_gradients(lambda x, t: reference(x, k, tau=t, p=p), x, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 3, 19])
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_dykstra_agrees_with_khot_once_converged(magnitude: bool, k: int) -> None:
+    x = scores(6, 20) * torch.linspace(0.1, 5, 6).double()[:, None]
+    tau = torch.tensor([0.5, 1, 1.7, 0.1, 0.3, 3], dtype=torch.float64)
+    reference = khot.soft_topk_magnitude if magnitude else khot.sparse_topk
+    got = value_and_gradients(
+        lambda x, t: baselines.dykstra_topk(x, k, tau=t, magnitude=magnitude, iterations=2000), x, tau
+    )
+    want = value_and_gradients(lambda x, t: reference(x, k, tau=t), x, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("p", [2, 4 / 3])
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_pav_agrees_with_pooling_pair_by_pair(magnitude: bool, p: float) -> None:
+    oracle = oracles.magnitude_pav if magnitude else oracles.mask_pav
+    x = torch.cat((scores(3, 8), torch.tensor([[2.0, 1, 1, 1, 0, 0, -1, -1]])))  # ties, too
+    for k in (0, 2, 8):
+        want = torch.tensor(np.array([oracle(row, k, 0.8, p) for row in x]))
+        assert_close(baselines.pav_topk(x, k, tau=0.8, p=p, magnitude=magnitude), want, 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.005])  # in numbers, and in logs
+def test_sinkhorn_agrees_with_khot_once_converged(epsilon: float) -> None:
+    x = scores(4, 9)
+    largest = torch.maximum(x**2, (x - 1) ** 2).max()
+    k = torch.tensor([0.5, 3.5, 5.5, 8.5]).double()  # whole ones take far more iterations
+    got = value_and_gradients(
+        lambda x: baselines.sinkhorn_topk(
+            x, k, epsilon=epsilon, iterations=20_000 if epsilon < 0.01 else 2000
+        ),
+        x,
+    )
+    want = value_and_gradients(lambda x: khot.ot_topk(x, k, epsilon=epsilon * largest), x)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+def test_rescaled_sigmoid_is_the_formula() -> None:
+    for k in (1, 6):  # less and more than the sigmoids' sum
+        x, s = scores(N), torch.sigmoid(scores(N) / 0.7)
+        want = s * k / s.sum() if s.sum() >= k else 1 - (1 - s) * (N - k) / (N - s.sum())
+        assert_close(baselines.rescaled_sigmoid_topk(x, k, tau=0.7), want, 1e-14)
+    assert (s.sum() < 6) and (s.sum() > 1)
+
+
+def test_sequential_softmax_is_one_softmax_for_k_1() -> None:
+    x = scores()
+    assert_close(baselines.sequential_softmax_topk(x, 1, tau=0.7), torch.softmax(x / 0.7, -1), 1e-14)
+
+
+def test_sequential_softmax_is_drawing_without_replacement_by_mean_field() -> None:
+    alpha, y = list(scores(N)), torch.zeros(N).double()
+    for _ in range(3):
+        weights = [torch.exp(a / 0.7) for a in alpha]
+        p = [w / sum(weights) for w in weights]
+        alpha = [a + torch.log(1 - q) for a, q in zip(alpha, p, strict=True)]
+        y = y + torch.stack(p)
+    assert_close(baselines.sequential_softmax_topk(scores(N), 3, tau=0.7), y, 1e-13)
+
+
+# ------------------------------------------------------------------------------ the house's rules
+
+
+def with_largest_cost_held(x: Tensor) -> Tensor:
+    """A last row that has SOFT's maximum, which has no gradient."""
+    return torch.cat((x, torch.full_like(x[:1], 4)))
+
+
+@every
+def test_gradcheck(name: str) -> None:
+    options = {"iterations": 300} if name in ("sinkhorn", "dykstra", "dykstra-magnitude") else {}
+
+    def function(x: Tensor, tau: Tensor) -> Tensor:
+        if name == "sinkhorn":
+            return call(name, with_largest_cost_held(x), 3, 0.1, **options)
+        return call(name, x, 3, tau, **options)
+
+    x, tau = scores().requires_grad_(), TAU.clone().requires_grad_(name != "sinkhorn")
+    torch.autograd.gradcheck(function, (x, tau), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "pav", "dykstra"])
+def test_closed_form_gradients_are_not_differentiated_again(name: str) -> None:
+    x = scores().requires_grad_()
+    (grad,) = torch.autograd.grad(call(name, x, 3, 0.8).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_rescaled_sigmoid_is_differentiable_in_k() -> None:
+    k = torch.tensor([1.0, 3.3, 6.0]).double().requires_grad_()
+    torch.autograd.gradcheck(lambda k: baselines.rescaled_sigmoid_topk(scores(), k), (k,))
+
+
+@every
+def test_k_and_tau_may_differ_between_rows(name: str) -> None:
+    x, k, tau = scores(), torch.tensor([1, 3, 6]), TAU
+    for i in range(ROWS):
+        row = x[i : i + 1].expand(ROWS, N)  # the same batch maximum for SOFT
+        together, alone = call(name, row, k, tau)[i], call(name, row, int(k[i]), TAU[i].item())[i]
+        assert_close(together, alone, 1e-12)
+
+
+@every
+def test_sums_to_k_and_its_ends(name: str) -> None:
+    if "magnitude" in name:
+        assert torch.equal(call(name, scores(), 0, 0.8), torch.zeros(ROWS, N).double())
+        return
+    for k in range(N + 1):
+        if (name, k) == ("sequential_softmax", 0):
+            continue  # no softmax, and nothing that depends on x
+        x = scores().requires_grad_()
+        y = call(name, x, k, 0.8)
+        assert_close(y.sum(-1), torch.full((ROWS,), k).double(), 1e-12)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        # SOFT's K is 0 where all or nothing is selected
+        assert grad.isfinite().all() != (name == "sinkhorn" and k in (0, N))
+
+
+@every
+def test_any_dim_and_dtype(name: str) -> None:
+    x = scores(4, N, 2)
+    want = call(name, x.movedim(1, -1).contiguous(), 3, 0.8).movedim(-1, 1)
+    assert_close(call(name, x, 3, 0.8, dim=1), want, 1e-14)
+    for dtype, rounding in ((torch.float32, 1e-4), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        low = x.to(dtype)
+        y = call(name, low, 3, 0.8, dim=1)
+        assert y.dtype == dtype
+        assert_close(y.double(), call(name, low.double(), 3, 0.8, dim=1), 2 * rounding)
+
+
+@every
+def test_does_not_change_its_arguments_and_takes_empty_batches(name: str) -> None:
+    x, k, tau = scores().requires_grad_(), torch.tensor([1, 3, 6]), TAU
+    before = [v.detach().clone() for v in (x, k, tau)]
+    call(name, x, k, tau).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip((x, k, tau), before, strict=True))
+    assert call(name, torch.empty(0, 5), 2, 0.8).shape == (0, 5)
+    assert call(name, torch.tensor(0.3), 1, 0.8).shape == ()
+
+
+@every
+def test_bad_input(name: str) -> None:
+    x = scores()
+    for k in (-1, N + 1, torch.tensor([1, 2, N + 1])):
+        with pytest.raises(ValueError, match=r"^k must .* but got"):
+            call(name, x, k, 0.8)
+    for tau in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match=r"^(tau|epsilon) must .* but got"):
+            call(name, x, 2, tau)
+    with pytest.raises(TypeError, match=r"^input must have a floating-point dtype"):
+        call(name, x.long(), 2, 0.8)
+    with pytest.raises(IndexError, match=r"^dim must be in"):
+        call(name, x, 2, 0.8, dim=2)
+    if name not in ("rescaled_sigmoid", "sinkhorn"):
+        with pytest.raises(ValueError, match=r"^k must .* integer .* but got 1.5"):
+            call(name, x, 1.5, 0.8)
+    if name in ("sinkhorn", "dykstra"):
+        with pytest.raises(ValueError, match=r"^iterations must be at least 1, but got 0"):
+            call(name, x, 2, 0.8, iterations=0)
+        with pytest.raises(TypeError, match=r"^iterations must be an int, but got float"):
+            call(name, x, 2, 0.8, iterations=2.0)
+
+
+def test_pav_takes_two_powers() -> None:
+    with pytest.raises(ValueError, match=r"p must be 2 or 4/3, but got 1\.5"):
+        baselines.pav_topk(scores(), 2, p=1.5)
+
+
+# ----------------------------------------------------------------------------------------- defects
+# What khot's operators do on the same input stands beside each.
+
+
+def test_sequential_softmax_exceeds_1() -> None:
+    # for n = k = 2 the second softmax is uniform whatever the first was
+    y = baselines.sequential_softmax_topk(torch.tensor([0.2, 0.0]), 2)
+    assert y[0] > 1.04
+    assert khot.sigmoid_topk(torch.tensor([0.2, 0.0]), 2).tolist() == [1, 1]
+
+
+def test_sequential_softmax_loses_the_order() -> None:
+    x = torch.tensor([0.0, 4.0, 4.1])
+    y = baselines.sequential_softmax_topk(x, 2, tau=0.1)
+    assert y[1] > y[2] + 0.5
+    assert khot.sigmoid_topk(x, 2, tau=0.1).diff().min() >= 0
+
+
+def test_sequential_softmax_keeps_every_step_for_its_gradient() -> None:
+    saved: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t.numel())
+        return t
+
+    sizes = []
+    for k in (10, 100):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            baselines.sequential_softmax_topk(scores(1000).requires_grad_(), k)
+        sizes.append(sum(saved))
+    assert sizes[1] > 9 * sizes[0]
+
+
+def test_rescaled_sigmoid_changes_with_a_shift() -> None:
+    x = torch.tensor([1.0, -1.0, 0.0])
+    moved = baselines.rescaled_sigmoid_topk(x + 9, 1) - baselines.rescaled_sigmoid_topk(x, 1)
+    assert moved.abs().max() > 0.1
+    assert_close(khot.sigmoid_topk(x + 9, 1), khot.sigmoid_topk(x, 1), 1e-6)
+
+
+def test_rescaled_sigmoid_does_not_become_the_top_k() -> None:
+    x = torch.tensor([3.0, 2.0, 1.0, 4.0])
+    assert_close(baselines.rescaled_sigmoid_topk(x, 2, tau=1e-3), torch.full((4,), 0.5), 1e-6)
+    assert khot.sigmoid_topk(x, 2, tau=1e-3).tolist() == [1, 0, 0, 1]
+
+
+def test_rescaled_sigmoid_stops_learning_where_it_saturates() -> None:
+    x = torch.full((4,), 200.0, requires_grad=True)
+    (grad,) = torch.autograd.grad(baselines.rescaled_sigmoid_topk(x, 2)[0], x)
+    assert not grad.any()
+    (grad,) = torch.autograd.grad(khot.sigmoid_topk(x, 2)[0], x)
+    assert grad[0] > 0.1
+
+
+def test_sinkhorn_couples_the_rows_of_a_batch() -> None:
+    x = scores(1, N)
+    alone, beside = baselines.sinkhorn_topk(x, 2), baselines.sinkhorn_topk(torch.cat((x, x * 5)), 2)[:1]
+    assert (alone - beside).abs().max() > 0.1
+    assert torch.equal(
+        khot.ot_topk(x, 2, normalize=True), khot.ot_topk(torch.cat((x, x * 5)), 2, normalize=True)[:1]
+    )
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_one_bad_entry_poisons_the_batch_of_sinkhorn(bad: float) -> None:
+    x = scores()
+    x[1, 2] = bad
+    y = baselines.sinkhorn_topk(x, 2)
+    assert y[1].isnan().all()
+    assert y.isnan().all() if math.isnan(bad) else ((y[[0, 2]] - 2 / N).abs() < 1e-12).all()
+    assert khot.ot_topk(x, 2, normalize=True)[[0, 2]].isfinite().all()
+
+
+def test_sinkhorn_stopped_early_exceeds_1() -> None:
+    x = torch.tensor([[0.9, 0.8, 0.2, 0.1, 0.0, -0.1]])
+    y = baselines.sinkhorn_topk(x, 4, epsilon=0.02, iterations=5)
+    assert y.max() > 1.5
+    assert_close(y.sum(-1), torch.tensor([4.0]), 1e-6)
+    assert khot.ot_topk(x, 4, epsilon=0.02).max() <= 1
+
+
+def test_sinkhorn_stopped_early_has_another_gradient() -> None:
+    def function(x: Tensor) -> Tensor:
+        return baselines.sinkhorn_topk(with_largest_cost_held(x), 2, iterations=2)
+
+    assert not torch.autograd.gradcheck(function, (scores().requires_grad_(),), raise_exception=False)
+
+
+def test_sinkhorn_ignores_the_gradient_of_the_maximum() -> None:
+    x = torch.tensor([[3.0, 1.0, 0.2]], dtype=torch.float64, requires_grad=True)
+    assert not torch.autograd.gradcheck(lambda x: baselines.sinkhorn_topk(x, 1), (x,), raise_exception=False)
+
+
+def test_sinkhorn_puts_minus_infinity_at_a_finite_score() -> None:
+    x = torch.tensor([[0.5, 0.4, -INF]])
+    assert baselines.sinkhorn_topk(x, 1)[0, 2] > 1e-3
+    assert khot.ot_topk(x, 1, normalize=True)[0, 2] == 0
+
+
+def test_pav_loses_large_scores_and_exceeds_1() -> None:
+    x = (1e4 * scores(4, 100)).float()
+    y = baselines.pav_topk(x, 10, tau=1e-3)
+    assert y.max() > 1.5
+    assert (y.sum(-1) - 10).abs().max() >= 1
+    khots = khot.sparse_topk(x, 10, tau=1e-3)
+    assert khots.max() <= 1
+    assert_close(khots.sum(-1), torch.full((4,), 10.0), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["pav", "dykstra"])
+def test_isotonic_regression_makes_nan_of_infinite_scores(name: str) -> None:
+    x = torch.tensor([1.0, 2.0, -INF])
+    assert call(name, x, 1, 0.8).isnan().any()
+    assert khot.sparse_topk(x, 1, tau=0.8).isfinite().all()
+
+
+def test_dykstra_stopped_early_splits_ties() -> None:
+    x = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    y = baselines.dykstra_topk(x, 2, iterations=2)
+    assert y[:4].max() - y[:4].min() > 0.4
+    assert y.sum() == 2
+    assert khot.sparse_topk(x, 2).tolist() == [0.5, 0.5, 0.5, 0.5, 0]
+
+
+def test_dykstra_needs_many_iterations_where_many_are_undecided() -> None:
+    x = scores(1, 2000)
+    error = [
+        (baselines.dykstra_topk(x, 200, iterations=i) - khot.sparse_topk(x, 200)).abs().max()
+        for i in (100, 400)
+    ]
+    assert error[1] > 0.1
+    assert error[0] > error[1]
+
+
+def test_dykstra_gives_rejected_ties_a_gradient() -> None:
+    x = torch.tensor([5.0, 4.0, 0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+    grads = [
+        torch.autograd.grad((function(x, 2) * weights).sum(), x)[0]
+        for function in (baselines.dykstra_topk, baselines.pav_topk, khot.sparse_topk)
+    ]
+    assert grads[0].abs().max() > 0.5
+    assert not grads[1].any()
+    assert not grads[2].any()
