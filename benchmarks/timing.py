@@ -41,21 +41,23 @@ def medians(
 
     Args:
         calls: what to time, by name.
-        seconds: of time for each call; one that has used them up sits out the later rounds. Each has one
-            round after its first, untimed call, however long that takes.
+        seconds: of time for each call; one that has used them up sits out the later rounds. The first call
+            of each does not count, unless it takes ten times as long, and repeating it nearly doubles that.
         rounds: at most.
         clock: see :func:`clock`.
     """
-    for call in calls.values():
+
+    def spent(call: Call) -> float:
+        start = clock()
         call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+        return clock() - start
+
+    times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
             if sum(times[name]) < seconds:
-                start = clock()
-                call()
-                times[name].append(clock() - start)
-    return {name: statistics.median(spent) for name, spent in times.items()}
+                times[name].append(spent(call))
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
@@ -64,14 +66,13 @@ def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
     Inputs of floating-point dtype are copied and get gradients.
     """
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    wanted = [x for x in leaves if x.requires_grad]
     with torch.no_grad():
         y = function(*leaves)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
 
-    def call() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        function(*leaves).backward(grad)
+    def call() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*leaves), wanted, grad)
 
     return call
 
@@ -79,8 +80,9 @@ def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
 def peak_memory(call: Call) -> int | None:
     """Bytes by which the process grows at most while the call runs, results included; None off Linux.
 
-    Good to about 0.1 MB. From then on every tensor is mapped and unmapped on its own, so that no hole in the
-    heap hides or doubles one: that takes time, so measure times first.
+    Good to about 0.1 MB. Meanwhile every tensor is mapped and unmapped on its own, so that no hole in the
+    heap hides or doubles one. The allocator's threshold for that stays fixed afterwards, so measure times
+    first.
     """
     if not CLEAR_REFS.exists():
         return None
@@ -94,6 +96,7 @@ def peak_memory(call: Call) -> int | None:
     result = call()
     peak = _status("VmHWM")
     del result
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # where glibc's own, growing threshold ends
     return max(0, peak - before)
 
 

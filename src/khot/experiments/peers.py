@@ -222,7 +222,7 @@ PEERS: dict[str, Peer] = {
     "difftopk": Peer(
         _difftopk,
         "package difftopk, bitonic network",
-        fits=lambda rows, n, k: n & (n - 1) == 0 and rows * n * n <= 20_000_000,
+        fits=lambda rows, n, k: n & (n - 1) == 0 and rows * n**3 <= 2_000_000_000,
         needs="difftopk:DiffTopkNet",
     ),
     "torchsort": Peer(

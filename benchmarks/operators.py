@@ -1,0 +1,159 @@
+"""The operators that are timed, each with the float64 answer that it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import khot
+from khot import cdfs
+from khot.kernels import reference, selection
+
+__all__ = ["CDFS", "ELSEWHERE", "OPERATORS", "Operator", "disagreement"]
+
+EPS = torch.finfo(torch.float32).eps
+ROWS_CHECKED = 4
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One thing to time, with the float64 answer that it is held to.
+
+    Attributes:
+        public: the name in khot.
+        call: of x, k and tau=.
+        exact: the same in float64, by the reference kernels.
+        relative: the error allowed, as a share of the answer, on top of 5e-7.
+        sums: whether the result sums to k.
+        smooth: the CDF whose gradient is compared, too; empty where it has kinks, at which neither side is
+            wrong.
+    """
+
+    public: str
+    call: Callable[..., Tensor]
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor]
+    relative: float = 0.0
+    sums: bool = True
+    smooth: str = ""
+
+
+def _soft(cdf: str, shape: float = 0.0, output: str = "y") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def exact(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        out, hi, lo = reference.soft_topk(x, k, tau, cdf, shape, output)
+        return hi + lo if output == "threshold" else out
+
+    return exact
+
+
+def _magnitude(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
+    return selection.soft_topk_magnitude(x.abs(), k, tau, p)[0] * x.sign()
+
+
+CDFS = {
+    "logistic": Operator("soft_topk", partial(khot.soft_topk), _soft("logistic"), smooth="logistic"),
+    "laplace": Operator(
+        "soft_topk", partial(khot.soft_topk, cdf="laplace"), _soft("laplace"), smooth="laplace"
+    ),
+    "normal": Operator("soft_topk", partial(khot.soft_topk, cdf="normal"), _soft("normal"), smooth="normal"),
+    "uniform": Operator("soft_topk", partial(khot.soft_topk, cdf="uniform"), _soft("uniform")),
+    "power 4/3": Operator("soft_topk", partial(khot.soft_topk, cdf=cdfs.Power(4 / 3)), _soft("power", 4 / 3)),
+}
+OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} | {
+    "sigmoid_topk": Operator("sigmoid_topk", partial(khot.sigmoid_topk), _soft("logistic")),
+    "laplace_topk": Operator("laplace_topk", partial(khot.laplace_topk), _soft("laplace")),
+    "sparse_topk": Operator("sparse_topk", partial(khot.sparse_topk), _soft("uniform")),
+    "ot_topk": Operator(
+        "ot_topk", lambda x, k, *, tau: khot.ot_topk(x, k, epsilon=2 * tau), _soft("logistic")
+    ),
+    "log_soft_topk": Operator(
+        "log_soft_topk",
+        partial(khot.log_soft_topk),
+        _soft("logistic", output="log"),
+        relative=1e-5,
+        sums=False,
+    ),
+    "soft_topk_magnitude, p = 2": Operator(
+        "soft_topk_magnitude",
+        partial(khot.soft_topk_magnitude),
+        partial(_magnitude, p=2.0),
+        relative=5e-7,
+        sums=False,
+    ),
+    "soft_topk_magnitude, p = 4/3": Operator(
+        "soft_topk_magnitude",
+        partial(khot.soft_topk_magnitude, p=4 / 3),
+        partial(_magnitude, p=4 / 3),
+        relative=5e-7,
+        sums=False,
+    ),
+    "topk_mask": Operator(
+        "topk_mask",
+        lambda x, k, *, tau: khot.topk_mask(x, k),
+        lambda x, k, tau: selection.topk_mask(x, k),
+    ),
+    "soft_count": Operator(
+        "soft_count",
+        lambda x, k, *, tau: khot.soft_count(x, 0.0, tau=tau),
+        lambda x, k, tau: torch.sigmoid(x / tau[:, None]).sum(-1),
+        relative=1e-6,
+        sums=False,
+    ),
+    "inverse_soft_count": Operator(
+        "inverse_soft_count",
+        partial(khot.inverse_soft_count),
+        _soft("logistic", output="threshold"),
+        relative=1e-6,
+        sums=False,
+    ),
+}
+# Public operators whose benchmarks are their own.
+ELSEWHERE = {
+    "soft_rank": "benchmarks.ranking",
+    "soft_sort": "benchmarks.ranking",
+    "soft_permutation": "benchmarks.ranking",
+    "log_soft_permutation": "benchmarks.ranking",
+    "soft_quantile": "benchmarks.ranking",
+    "soft_median": "benchmarks.ranking",
+    "sorted_soft_topk": "benchmarks.transport",
+    "sample_khot": "benchmarks.sampling",
+}
+
+
+def disagreement(operator: Operator, x: Tensor, k: int, tau: float) -> str | None:
+    """How the operator misses the accuracy that the design states for float32, or None.
+
+    Sums are looked at in every row, values in a few, and gradients there where the operator is smooth.
+    """
+    n = x.shape[-1]
+    if operator.sums:
+        allowed = 1e-6 * max(1, min(k, n - k)) + n * EPS / 2
+        off = (operator.call(x, k, tau=tau).double().sum(-1) - k).abs().max().item()
+        if not off <= allowed:
+            return f"sums are off by {off:.1e}, allowed is {allowed:.1e}"
+    part = x[:: max(1, len(x) // ROWS_CHECKED)][:ROWS_CHECKED].clone().requires_grad_(bool(operator.smooth))
+    y = operator.call(part, k, tau=tau)
+    one = torch.ones(len(part), dtype=torch.float64)
+    want = operator.exact(part.detach().double(), k * one, tau * one)
+    if (miss := _miss(y.detach(), want, 5e-7, operator.relative)) > 1:
+        return f"values are off by {miss:.1f} times what is allowed"
+    if operator.smooth:
+        v = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+        (grad,) = torch.autograd.grad(y, part, v)
+        args = (part.detach().double(), k * one, tau * one, operator.smooth, 0.0, "y")
+        _, hi, lo = reference.soft_topk(*args)
+        want, _, _ = reference.soft_topk_backward(
+            v.double(), torch.zeros_like(lo), args[0], hi, lo, *args[2:]
+        )
+        if (miss := _miss(grad, want, 1e-5 / tau, 0.0)) > 1:
+            return f"gradients are off by {miss:.1f} times what is allowed"
+    return None
+
+
+def _miss(got: Tensor, want: Tensor, absolute: float, relative: float) -> float:
+    """The largest error, in units of the allowed one; inf where only one is NaN or infinite."""
+    error = (got.double() - want).abs() / (absolute + relative * want.abs())
+    return error.masked_fill(got.double() == want, 0).nan_to_num(nan=torch.inf).max().item()

@@ -1,0 +1,198 @@
+"""The benchmarks: that they time what they say, refuse what is wrong, and survive a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import cpu, operators, report, timing
+from benchmarks.operators import ELSEWHERE, OPERATORS
+from torch import Tensor
+
+import khot
+
+
+class FakeClock:
+    """Time that passes only when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_medians_take_turns_within_their_seconds() -> None:
+    clock, order = FakeClock(), []
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        clock.wait(seconds)
+
+    calls = {
+        name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0.25), ("slow", 2.0), ("huge", 20.0))
+    }
+    found = timing.medians(calls, seconds=1.0, clock=clock)
+    assert found == {"quick": 0.25, "slow": 2.0, "huge": 20.0}
+    # the first calls do not count, but for one that takes ten times its seconds
+    assert order == ["quick", "slow", "huge", "quick", "slow", "quick", "quick", "quick"]
+
+
+def test_medians_ignore_the_odd_slow_call() -> None:
+    clock = FakeClock()
+    waits = iter([5, 1, 1, 9, 1, 1])
+    assert timing.medians({"a": lambda: clock.wait(next(waits))}, seconds=99, rounds=5, clock=clock) == {
+        "a": 1
+    }
+
+
+def test_forward_backward_gives_fresh_gradients() -> None:
+    x, order = torch.randn(3, 4), torch.arange(3)
+    call = timing.forward_backward(lambda x, i: (x * x)[i], x, order)
+    (first,), (second,) = call(), call()
+    assert torch.equal(first, second)
+    v = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(first, 2 * x * v)
+    assert not x.requires_grad
+
+
+def test_peak_memory_sees_what_is_freed_again() -> None:
+    x = torch.zeros(1_000_000)  # 4 MB
+    results = [timing.peak_memory(f) for f in (lambda: x + 1, lambda: ((x + 1) * 2).sum(), lambda: x.sum())]
+    if results[0] is None:
+        pytest.skip("only on Linux")
+    assert [round((bytes or 0) / 4e6) for bytes in results] == [1, 2, 0]
+
+
+def test_results_go_on_where_they_stopped(tmp_path: Path) -> None:
+    path, setting = tmp_path / "new" / "cpu.json", {"processor": "one"}
+    results = report.resume(path, setting)
+    assert results["cases"] == {}
+    results["cases"]["a"] = {"seconds": [1.0]}
+    report.save(path, results)
+    assert report.resume(path, setting) == results
+    assert report.resume(path, {"processor": "another"})["cases"] == {}
+    assert [p.name for p in path.parent.iterdir()] == ["cpu.json"]
+
+
+def test_machine_names_what_figures_depend_on_and_no_host() -> None:
+    import socket
+
+    found = report.machine(cpu_time=True)
+    assert {"processor", "threads", "kernels", "khot", "torch", "python"} <= set(found)
+    assert socket.gethostname() not in " ".join(found.values()).split()
+
+
+def test_tables() -> None:
+    assert report.table(["", "b"], [["x", "1"]]) == "|  | b |\n| --- | ---: |\n| x | 1 |\n"
+    assert [report.ratio(v) for v in (1.2345, 9.999, 12.345, 1234.5)] == ["1.23", "10.0", "12.3", "1,234"]
+
+
+def test_every_public_operator_is_timed() -> None:
+    public = {name for name in khot.__all__ if callable(getattr(khot, name))}
+    assert public <= {operator.public for operator in OPERATORS.values()} | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_agree_with_their_oracles(name: str) -> None:
+    x = cpu.spread_normal(5, 200, torch.Generator().manual_seed(0))
+    assert operators.disagreement(OPERATORS[name], x, 20, 0.8) is None
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_wrong_operator_is_found(name: str) -> None:
+    def wrong(x: Tensor, k: int, *, tau: float) -> Tensor:
+        y = OPERATORS[name].call(x, k, tau=tau)
+        return y + 1e-4 * y.abs().clamp(min=0.1)
+
+    x = cpu.spread_normal(5, 200, torch.Generator().manual_seed(0))
+    assert operators.disagreement(dataclasses.replace(OPERATORS[name], call=wrong), x, 20, 0.8)
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    right = OPERATORS["soft_topk, logistic"]
+
+    def wrong(x: Tensor, k: int, *, tau: float) -> Tensor:
+        y = right.call(x, k, tau=tau)
+        return y.detach() + 1.01 * (y - y.detach())
+
+    x = cpu.spread_normal(5, 200, torch.Generator().manual_seed(0))
+    found = operators.disagreement(dataclasses.replace(right, call=wrong), x, 20, 0.8)
+    assert found is not None and "gradients" in found
+
+
+def test_nan_is_a_disagreement() -> None:
+    operator = dataclasses.replace(
+        OPERATORS["log_soft_topk"], call=lambda x, k, *, tau: torch.full_like(x, torch.nan)
+    )
+    assert operators.disagreement(operator, torch.randn(2, 9), 3, 1.0)
+
+
+@pytest.mark.parametrize("family", cpu.FAMILIES)
+def test_scores_are_what_they_are_called(family: str) -> None:
+    x = cpu.FAMILIES[family].draw(50, 400, torch.Generator().manual_seed(0))
+    assert x.shape == (50, 400) and x.dtype == torch.float32 and x.isfinite().all()
+    assert x.unique().numel() > 5000
+
+
+def test_student_t3_has_its_quartile() -> None:
+    x = cpu.FAMILIES["Student t, 3 degrees"].draw(100, 10_000, torch.Generator().manual_seed(0))
+    # 0.7649 is the upper quartile; 1e6 draws give it within 5 standard errors of 0.0018
+    assert x.flatten().kthvalue(750_000).values.item() == pytest.approx(0.7649, abs=0.009)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_cases_are_told_apart_and_memory_comes_last(quick: bool) -> None:
+    found = cpu.cases(quick)
+    assert len({case.id for case in found}) == len(found)
+    sections = list(dict.fromkeys(case.section for case in found))
+    assert sections == ["operators", "scores", "peers", "growth", "memory"]
+    assert {(c.rows, c.n): c.k for c in found if c.section == "operators"}[128, 1000] == 100
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"bisection": cpu.PEERS["bisection"], "pav": cpu.PEERS["pav"], "lml": cpu.PEERS["lml"]}
+    monkeypatch.setattr(cpu, "PEERS", small)
+    monkeypatch.setattr(cpu, "SHAPES", {(3, 50): (5, 1.0, 1.0)})
+    monkeypatch.setattr(cpu, "SCORES_AT", ((3, 50),))
+    monkeypatch.setattr(cpu, "GROWTH_N", [16, 64])
+    monkeypatch.setattr(cpu, "FAMILIES", {n: cpu.FAMILIES[n] for n in ("N(0, s²)", "Cauchy")})
+    threads = torch.get_num_threads()
+    try:
+        cpu.main(["--out", str(tmp_path), "--cpu-time"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "medians", lambda calls, **_: {name: 1.0 + len(name) for name in calls})
+    run(tmp_path, monkeypatch)
+    text = (tmp_path / "cpu.md").read_text(encoding="utf-8")
+    assert text in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cpu.json", "cpu.md", "cpu.png"]
+    # len("sigmoid_topk") + 1 over len("softmax") + 1
+    assert "| `sigmoid_topk` | 1.62 / 1.62 |" in text
+    assert "| `topk_mask` | 1.25 / – |" in text
+    assert "| Cauchy, (3, 50) | 4x | 1.12 / 1.12 |" in text
+    assert "not installed" in text or "lml | " in text
+
+    before = (tmp_path / "cpu.json").read_bytes()
+    monkeypatch.setattr(cpu, "measure", None)  # nothing is measured twice
+    run(tmp_path, monkeypatch)
+    assert (tmp_path / "cpu.json").read_bytes() == before
+
+
+def test_a_run_refuses_to_report_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = dataclasses.replace(
+        OPERATORS["sparse_topk"], call=lambda x, k, *, tau: khot.sparse_topk(x, k, tau=tau) * 1.001
+    )
+    monkeypatch.setitem(cpu.OPERATORS, "sparse_topk", wrong)
+    with pytest.raises(SystemExit, match=r"sparse_topk.*Nothing is reported"):
+        run(tmp_path, monkeypatch)
+    assert not (tmp_path / "cpu.md").exists()
