@@ -11,6 +11,7 @@ machine it goes on. Reports nothing once an operator disagrees with the referenc
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -167,6 +168,8 @@ def call_peer(name: str, x: Tensor, *, k: int, tau: float) -> Tensor:
 def errors(name: str, x: Tensor, k: int, tau: float) -> dict[str, float]:
     """Of a peer: by how much its sums are off, its values exceed 1, and differ from khot's in float64."""
     peer = PEERS[name]
+    if peer.ranks:
+        return {}
     y = peer.call(x, k, tau).double()
     found = {"sum": (y.sum(-1) - k).abs().max().item(), "above 1": max(0.0, y.max().item() - 1)}
     if peer.equals:
@@ -245,9 +248,10 @@ def peer_cell(result: dict[str, Any], name: str, to: str) -> str:
 
 def error_cell(result: dict[str, Any], name: str) -> str:
     found = result["errors"].get(name)
-    if found is None:
+    if not found:
         return "–"
-    return ", ".join(f"{found[key]:.0e}" if key in found else "–" for key in ("sum", "above 1", "value"))
+    values = (found.get(key) for key in ("sum", "above 1", "value"))
+    return ", ".join("–" if v is None else f"{v:.0e}" if v else "0" for v in values)
 
 
 def write(path: Path, results: report.Results) -> None:
@@ -255,8 +259,8 @@ def write(path: Path, results: report.Results) -> None:
     report.save(path.with_suffix(".json"), results)
     setting = ["- " + f"{key}: {value}" for key, value in results["setting"].items()]
     parts = [f"## {title}\n\n{table}" for title, table in sections(results)]
-    text = ["# CPU benchmark", "\n".join(["Command: `make bench`", "", *setting]), *parts]
-    path.with_suffix(".md").write_text("\n\n".join(text), encoding="utf-8")
+    text = "\n\n".join(["# CPU benchmark", "\n".join(setting), *parts])
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for n in GROWTH_N:
         timed = results["cases"].get(Case("growth", GROWTH_ROWS, n).id)
@@ -268,12 +272,27 @@ def write(path: Path, results: report.Results) -> None:
             for name, value in (values or {}).items():
                 panels.setdefault(title, {}).setdefault(name, []).append((n, (value or 0) / unit))
     if panels:
-        caption = "; ".join(f"{key}: {value}" for key, value in results["setting"].items() if key != "quick")
+        caption = "; ".join(
+            f"{key}: {value}" for key, value in results["setting"].items() if key != "packages"
+        )
         x_label = f"n ({GROWTH_ROWS} rows, k = n/10)"
         report.loglog(path.with_suffix(".png"), panels, x_label, ["softmax", *OURS], caption)
 
 
 # -------------------------------------------------------------------------------------------- main
+
+
+def options(args: argparse.Namespace) -> list[str]:
+    """What the figures depend on."""
+    return [f"--{name.replace('_', '-')}" for name in ("quick", "cpu_time") if getattr(args, name)]
+
+
+def packages() -> Iterator[str]:
+    """Of the peers that are here, with their versions."""
+    for peer in PEERS.values():
+        if peer.needs and not missing(peer):
+            module = peer.needs.partition(":")[0]
+            yield f"{module} {importlib.metadata.version(module)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -293,7 +312,11 @@ def main(arguments: list[str] | None = None) -> None:
     clock = timing.clock(args.cpu_time)
 
     path = args.out / ("cpu-quick" if args.quick else "cpu")
-    setting = report.machine(cpu_time=args.cpu_time)
+    setting = {
+        "command": " ".join(["python -m benchmarks.cpu", *options(args)]),
+        **report.machine(cpu_time=args.cpu_time),
+        "packages": ", ".join(packages()),
+    }
     results = report.resume(path.with_suffix(".json"), setting)
     todo = cases(args.quick)
     console = Console(stderr=True)

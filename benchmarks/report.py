@@ -113,11 +113,11 @@ def loglog(
                 *zip(*points, strict=True),
                 label=name,
                 color="black" if i == 0 else colours[(2 * i - 2) % 20 + (2 * i - 2) // 20],
-                linewidth=2.2 if lead else 1.1,
+                linewidth=1.5 + len(first) - i if lead else 1.1,  # curves that coincide still show
                 linestyle="-" if lead else "--",
-                marker="o" if lead else ".",
-                markersize=4,
-                zorder=3 if lead else 2,
+                marker=".",
+                markersize=0 if lead else 4,
+                zorder=3 + i if lead else 2,
             )
         axis.set_title(title, loc="left")
         axis.set_xlabel(x_label)

@@ -35,6 +35,7 @@ class Peer:
         equals: khot's operator for the same function, which a fixed number of iterations only approaches;
             None if it has no counterpart.
         fits: whether rows, n and k leave it within about 10 GB and 20 s.
+        ranks: it gives soft ranks, not a top-k, and is here for what a sort costs.
         needs: the module and its attribute that ``call`` imports, as "module:attribute"; empty for none.
     """
 
@@ -42,6 +43,7 @@ class Peer:
     source: str
     equals: TopK | None = None
     fits: Callable[[int, int, int], bool] = lambda rows, n, k: True
+    ranks: bool = False
     needs: str = ""
 
 
@@ -225,7 +227,5 @@ PEERS: dict[str, Peer] = {
         fits=lambda rows, n, k: n & (n - 1) == 0 and rows * n**3 <= 2_000_000_000,
         needs="difftopk:DiffTopkNet",
     ),
-    "torchsort": Peer(
-        _torchsort, "package torchsort, soft_rank: ranks, for what a sort costs", needs="torchsort:soft_rank"
-    ),
+    "torchsort": Peer(_torchsort, "package torchsort, soft_rank", ranks=True, needs="torchsort:soft_rank"),
 }
