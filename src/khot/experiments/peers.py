@@ -34,7 +34,7 @@ class Peer:
         source: who described it, or the package.
         equals: khot's operator for the same function, which a fixed number of iterations only approaches;
             None if it has no counterpart.
-        fits: whether rows, n and k leave it within about 10 GB and 20 s.
+        fits: whether rows, n and k leave it within about 10 GB and a minute.
         ranks: it gives soft ranks, not a top-k, and is here for what a sort costs.
         needs: the module and its attribute that ``call`` imports, as "module:attribute"; empty for none.
     """
