@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from khot import baselines as baselines
 from khot import cdfs as cdfs
 from khot import losses as losses
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
@@ -17,6 +18,7 @@ from khot.topk import topk_mask as topk_mask
 
 __version__ = _version("khot")
 __all__ = [
+    "baselines",
     "cdfs",
     "inverse_soft_count",
     "laplace_topk",
