@@ -1,0 +1,53 @@
+"""The table of designs: every way to draw a k-hot vector with given inclusion probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot.sampling import pareto
+
+__all__ = ["Design", "designs", "resolve"]
+
+
+@dataclass(frozen=True)
+class Design:
+    """A distribution over k-hot vectors, given by its inclusion probabilities.
+
+    All functions take probs (*batch, n) in float64, each row summing to an integer k up to rounding. Units of
+    probability 0 and 1 are certain.
+
+    Attributes:
+        description: what it is, in a line.
+        exact: whether the inclusion probabilities are the given ones, up to rounding.
+        draw: (probs, sample_shape, generator) -> bool, sample_shape + (*batch, n), with k True in each row.
+        log_prob: (value, probs) -> log p(value), (*batch); None where it is not tractable.
+        joint: probs -> P(i and j are both selected), (*batch, n, n); None where it is not tractable.
+        marginals: probs -> the true inclusion probabilities; None where they are the given ones.
+    """
+
+    description: str
+    exact: bool
+    draw: Callable[[Tensor, torch.Size, torch.Generator | None], Tensor]
+    log_prob: Callable[[Tensor, Tensor], Tensor] | None = None
+    joint: Callable[[Tensor], Tensor] | None = None
+    marginals: Callable[[Tensor], Tensor] | None = None
+
+
+designs: Mapping[str, Design] = MappingProxyType(
+    {
+        "pareto": Design("order sampling: one top-k of adjusted Pareto variables", False, pareto.draw),
+    }
+)
+
+
+def resolve(design: Any) -> Design:
+    """The design of that name."""
+    if not isinstance(design, str) or design not in designs:
+        raise ValueError(f"design must be one of {', '.join(map(repr, designs))}, but got {design!r}")
+    return designs[design]
