@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot.sampling import pareto
+from khot.sampling import brewer, pareto, pivotal, systematic
 
 __all__ = ["Design", "designs", "resolve"]
 
@@ -42,6 +42,15 @@ class Design:
 designs: Mapping[str, Design] = MappingProxyType(
     {
         "pareto": Design("order sampling: one top-k of adjusted Pareto variables", False, pareto.draw),
+        "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
+        "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
+        "random_pivotal": Design("pivotal, shuffled for every draw", True, pivotal.draw_random_order),
+        "systematic": Design(
+            "one uniform for all units; the order matters, low entropy",
+            True,
+            systematic.draw,
+            joint=systematic.joint,
+        ),
     }
 )
 
