@@ -11,16 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot.sampling.phantom import size
+from khot.sampling.phantom import distinct, size
 
 __all__ = ["draw", "draw_exact"]
 
 
-def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    return _rank(adjusted(probs), size(probs), sample_shape, generator)
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    rows = distinct(probs)
+    return _rank(adjusted(rows), size(rows), probs.shape, generator)
 
 
-def draw_exact(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     raise NotImplementedError
 
 
@@ -31,8 +32,7 @@ def adjusted(probs: Tensor) -> Tensor:
     return torch.logit(probs) - variance * (probs - 0.5) / d.clamp(min=1e-300) ** 2
 
 
-def _rank(theta: Tensor, k: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    shape = sample_shape + theta.shape
+def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     uniform = torch.rand(shape, dtype=torch.float64, device=theta.device, generator=generator)
     return smallest(torch.logit(uniform) - theta, k)
 

@@ -1,0 +1,198 @@
+"""The logits of the conditional Poisson design with prescribed inclusion probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from khot import arguments
+from khot.cdfs import Logistic
+from khot.sampling.tilting import covariance_product, inclusion, tilt_rows
+from khot.soft_count import threshold_map
+
+__all__ = ["calibrate"]
+
+DEPTH = 3  # how many differences Anderson's step combines
+ITERATIONS = 40
+CONJUGATE_GRADIENTS = 200
+ROUNDING = 1e-15
+
+COUNT = {"iterations": 0}  # of the fixed point since a test last set it to 0
+
+
+def calibrate(probs: Tensor) -> Tensor:
+    """The logits θ whose :func:`marginals` are probs: with k = Σ probs, π(θ) = probs.
+
+    They are unique up to a constant, which is chosen so that Σσ(θ) = k. The fixed point
+    θ ← θ + logit probs − logit π(θ) is iterated with Anderson's acceleration.
+
+    Args:
+        probs: (*batch, n) in [0, 1], with integer sums (to within n·eps).
+
+    Returns:
+        θ, (*batch, n), of probs' dtype; −inf and +inf for units of probability 0 and 1. Differentiable in probs
+        along changes that keep their sum, exactly and to any order: the derivative is a solution of
+        Cov(θ) dθ = dprobs.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed.
+
+    Source:
+        Chen, Dempster, Liu (1994), section 3; Anderson (1965).
+
+    Example:
+        >>> logits = calibrate(torch.tensor([0.9, 0.6, 0.5, 0.0]))
+        >>> marginals(logits, 2)
+        tensor([0.9000, 0.6000, 0.5000, 0.0000])
+    """
+    arguments.check_input(probs, "probs")
+    if not probs.dim():
+        raise ValueError("probs must have the units along their last dim, but got a 0-dim tensor")
+    arguments.check_values(probs, "probs", low=0, high=1)
+    pi = probs.double()
+    size = pi.detach().sum(-1)
+    slack = probs.shape[-1] * torch.finfo(probs.dtype).eps
+    arguments.check_values(
+        (size - size.round()).abs(), "the distance of probs' sum from an integer", low=0, high=slack
+    )
+    k = size.round()
+    theta = _Calibrate.apply(pi, k)
+    _, hi, lo = threshold_map(theta, k, theta.new_ones(()), Logistic(), "threshold")
+    decided = hi.abs() == torch.finfo(hi.dtype).max  # no unit is free
+    shift = (hi + lo).masked_fill(decided, 0)
+    return (theta - shift.unsqueeze(-1)).to(probs.dtype)
+
+
+def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
+    certain = (probs <= 0) | (probs >= 1)
+    target = torch.logit(probs)
+    # the nearest that sum to k exactly: what rounding left is not to be chased
+    nearest = tilt_rows(target, k)
+    scale = nearest.p * nearest.q
+    target = nearest.z
+    theta = target
+    steps: list[Tensor] = []
+    turns: list[Tensor] = []  # of the residual, a step each
+    for _ in range(ITERATIONS):
+        COUNT["iterations"] += 1
+        _, pi, out = inclusion(tilt_rows(theta, k))
+        error = (pi - nearest.p).abs().amax(-1, keepdim=True)
+        active = error > ROUNDING
+        TRACE.append(error.max().item())
+        if not bool(active.any()):
+            break
+        residual = (target - (pi.log() - out.log())).masked_fill(certain, 0)
+        step = residual
+        if steps:
+            turns[-1] = residual - turns[-1]
+            F, X = torch.stack(turns[-DEPTH:], -1), torch.stack(steps[-DEPTH:], -1)
+            weighted = F * scale.unsqueeze(-1)
+            gram = F.mT @ weighted
+            ridge = 1e-13 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-300
+            gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
+            gamma = torch.linalg.solve(gram, weighted.mT @ residual.unsqueeze(-1))
+            step = residual - ((X + F) @ gamma).squeeze(-1)
+        step = step.where(active, 0)
+        theta = theta + step
+        steps.append(step)
+        turns.append(residual)
+    return theta
+
+
+TRACE = []
+
+
+class _Calibrate(Function):
+    """θ with π(θ) = probs, up to a constant."""
+
+    @staticmethod
+    def forward(probs: Tensor, k: Tensor) -> Tensor:
+        return _fixed_point(probs, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        theta, k = ctx.saved_tensors
+        return _Solve.apply(theta, k, grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        theta, k = ctx.saved_tensors
+        return _Solve.apply(theta, k, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _Calibrate.apply(*_in_front(info, in_dims, args)), 0
+
+
+class _Solve(Function):
+    """u with Cov(θ)u = v, for v whose sum is 0; u is unique up to a constant."""
+
+    @staticmethod
+    def forward(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _conjugate_gradients(theta, k, v)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        theta, k, u = ctx.saved_tensors
+        w = _Solve.apply(theta, k, grad)
+        _, pull = torch.func.vjp(lambda theta: (w * covariance_product(tilt_rows(theta, k))(u)).sum(), theta)
+        return -pull(torch.ones_like(grad[..., 0].sum()))[0], None, w
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _Solve.apply(*_in_front(info, in_dims, args)), 0
+
+
+def _in_front(info: Any, in_dims: tuple[Any, ...], args: tuple[Tensor, ...]) -> list[Tensor]:
+    return [
+        arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
+        for arg, dim in zip(args, in_dims, strict=True)
+    ]
+
+
+def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Preconditioned by the variances, next to which the covariances are small where there are many."""
+    trials = tilt_rows(theta, k)
+    product = covariance_product(trials)
+    _, pi, out = inclusion(trials)
+    variance = pi * out
+    free = (variance > 0) & theta.isfinite()
+    variance = variance.masked_fill(~free, 1)
+
+    def precondition(r: Tensor) -> Tensor:
+        """Without the constant, which Cov does not see and rounding would let grow."""
+        u = (r / variance).masked_fill(~free, 0)
+        mean = (u * variance).sum(-1, keepdim=True) / variance.where(free, 0).sum(-1, keepdim=True).clamp(
+            1e-300
+        )
+        return (u - mean).masked_fill(~free, 0)
+
+    r = v.masked_fill(~free, 0)
+    u = torch.zeros_like(r)
+    d = precondition(r)
+    rho = (r * d).sum(-1, keepdim=True)
+    least = 1e-30 * rho
+    for _ in range(CONJUGATE_GRADIENTS):
+        active = rho > least
+        if not bool(active.any()):
+            break
+        image = product(d)
+        alpha = (rho / (d * image).sum(-1, keepdim=True)).where(active, 0)
+        u, r = u + alpha * d, r - alpha * image
+        z = precondition(r)
+        rho, before = (r * z).sum(-1, keepdim=True), rho
+        d = z + (rho / before).where(active, 0) * d
+    return u

@@ -1,0 +1,67 @@
+"""Sampford's design: k of n with exactly the inclusion probabilities asked for, and no calibration.
+
+P(S) ∝ Σ_{i∈S} (1 − π_i) Π_{j∈S} π_j/(1 − π_j) (Sampford 1967): one unit is drawn, then, from the others, a
+conditional Poisson design of size k − 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot.sampling import conditional_poisson
+from khot.sampling.halving import draw_rows
+from khot.sampling.tilting import inclusion, mixture, tilt_rows
+
+__all__ = ["design_joint", "design_log_prob", "draw"]
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
+    odds, k = _log_odds(probs), _size(probs)
+    # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
+    first = (1 - probs) * inclusion(tilt_rows(odds, k))[1]
+    total = first.cumsum(-1)
+    u = torch.rand((*k.shape, 1), dtype=probs.dtype, device=probs.device, generator=generator)
+    unit = torch.searchsorted(total, u * total[..., -1:], right=True)
+    # nothing is left to chance where every unit is certain
+    drawn_first = (total[..., -1:] > 0) & (torch.arange(probs.shape[-1], device=probs.device) == unit)
+    rest = odds.masked_fill(drawn_first, -math.inf)
+    return drawn_first | draw_rows(rest, k - drawn_first.sum(-1), generator)
+
+
+def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
+    """log P(S), of the broadcast batch shape, −inf where S cannot be drawn; differentiable in probs."""
+    odds, k = _log_odds(probs), _size(probs)
+    left = 1 - probs
+    chosen = value.bool()
+    mean = (left * conditional_poisson.marginals(odds, k)).sum(-1)
+    certain = mean == 0
+    share = left.where(chosen, 0).sum(-1).masked_fill(certain, 1) / mean.masked_fill(certain, 1)
+    return share.log() + conditional_poisson.log_prob(value, odds, k)
+
+
+def design_joint(probs: Tensor) -> Tensor:
+    """P(i ∈ S and j ∈ S), (*batch, n, n), with probs on the diagonal."""
+    trials = tilt_rows(_log_odds(probs), _size(probs))
+    weight, ratio = mixture(trials)
+    left = 1 - probs
+    # E[x_i x_j Σ_l d_l x_l] of independent trials r is r_i r_j (Σ_l d_l r_l) + d_i r_i (1 − r_i) r_j + the same with i, j exchanged
+    total = (ratio * left.unsqueeze(-2)).sum(-1)
+    spread = ratio * (1 - ratio) * left.unsqueeze(-2)
+    mixed = ((weight * total).unsqueeze(-1) * ratio).mT @ ratio
+    cross = (weight.unsqueeze(-1) * spread).mT @ ratio
+    mean = (weight * total).sum(-1).real[..., None, None]
+    joint = ((mixed + cross + cross.mT).real / mean).clamp(0, 1)
+    diagonal = torch.eye(probs.shape[-1], dtype=torch.bool, device=probs.device)
+    return torch.where(diagonal, probs.unsqueeze(-1), joint)
+
+
+def _log_odds(probs: Tensor) -> Tensor:
+    return torch.logit(probs)
+
+
+def _size(probs: Tensor) -> Tensor:
+    return probs.detach().sum(-1).round()
