@@ -41,7 +41,13 @@ class Design:
 
 designs: Mapping[str, Design] = MappingProxyType(
     {
-        "pareto": Design("order sampling: one top-k of adjusted Pareto variables", False, pareto.draw),
+        "pareto": Design(
+            "order sampling: one top-k of adjusted Pareto variables",
+            False,
+            pareto.draw,
+            joint=pareto.joint,
+            marginals=pareto.marginals,
+        ),
         "conditional_poisson": Design(
             "independent trials, given their sum; maximum entropy",
             True,
