@@ -10,15 +10,15 @@ from khot.sampling.phantom import size
 __all__ = ["draw"]
 
 
-def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """With r draws left and D the sum of π over the units left, the next is i ∝ π_i (D − π_i)/(D − r π_i).
 
     D = r + C, where C is the sum of 1 − π over the units drawn: so the weights are computed without
     subtracting numbers that are nearly equal. Certain units, whose weight is infinite, are drawn beforehand.
     """
-    shape = sample_shape + probs.shape
-    chosen = (probs == 1).expand(shape).clone()
-    left = (size(probs) - (probs == 1).sum(-1)).expand(shape[:-1])
+    shape = probs.shape
+    chosen = probs == 1
+    left = size(probs) - chosen.sum(-1)
     rejected = torch.zeros(shape[:-1], dtype=torch.float64, device=probs.device)  # C
     weight = torch.empty(shape, dtype=torch.float64, device=probs.device)
     for _ in range(int(left.max()) if left.numel() else 0):
@@ -30,6 +30,6 @@ def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | N
         unit = torch.searchsorted(edges, uniform * edges[..., -1:], right=True)
         unit = unit.clamp_(max=shape[-1] - 1)
         chosen.scatter_(-1, unit, chosen.gather(-1, unit) | (r > 0))
-        rejected = rejected + (1 - probs.expand(shape).gather(-1, unit)).squeeze(-1)
+        rejected = rejected + (1 - probs.gather(-1, unit)).squeeze(-1)
         left = left - 1
     return chosen

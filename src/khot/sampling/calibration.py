@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from khot.cdfs import Logistic
 from khot.sampling.tilting import covariance_product, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "fixed_point"]
 
 DEPTH = 3  # how many differences Anderson's step combines
 ITERATIONS = 40
@@ -67,7 +67,13 @@ def calibrate(probs: Tensor) -> Tensor:
     return (theta - shift.unsqueeze(-1)).to(probs.dtype)
 
 
-def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
+def fixed_point(
+    probs: Tensor,
+    k: Tensor,
+    marginals: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    accuracy: float,
+) -> Tensor:
+    """θ for which marginals(θ, k), which are π and 1 − π, are within accuracy of probs."""
     certain = (probs <= 0) | (probs >= 1)
     target = torch.logit(probs)
     # the nearest that sum to k exactly: what rounding left is not to be chased
@@ -79,9 +85,9 @@ def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
     turns: list[Tensor] = []  # of the residual, a step each
     for _ in range(ITERATIONS):
         COUNT["iterations"] += 1
-        _, pi, out = inclusion(tilt_rows(theta, k))
+        pi, out = marginals(theta, k)
         error = (pi - nearest.p).abs().amax(-1, keepdim=True)
-        active = error > ROUNDING
+        active = error > accuracy
         TRACE.append(error.max().item())
         if not bool(active.any()):
             break
@@ -106,12 +112,17 @@ def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
 TRACE = []
 
 
+def _marginals(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    _, pi, out = inclusion(tilt_rows(theta, k))
+    return pi, out
+
+
 class _Calibrate(Function):
     """θ with π(θ) = probs, up to a constant."""
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        return _fixed_point(probs, k)
+        return fixed_point(probs, k, _marginals, ROUNDING)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

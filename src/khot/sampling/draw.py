@@ -62,7 +62,7 @@ def sample(
     pi, valid = _checked(probs)
     shape = torch.Size(sample_shape)
     draw = pareto.draw_exact if adjust == "exact" else chosen.draw
-    x = draw(pi, shape, generator)[..., : probs.shape[-1] if probs.dim() else 1]
+    x = draw(pi.expand(shape + pi.shape), generator)[..., : probs.shape[-1] if probs.dim() else 1]
     return _marked(x.to(probs.dtype), valid).reshape(shape + probs.shape)
 
 

@@ -11,28 +11,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot.sampling.phantom import size
+from khot.sampling import order
+from khot.sampling.phantom import distinct, size
 
-__all__ = ["draw", "draw_exact"]
+__all__ = ["draw", "draw_exact", "joint", "marginals"]
 
-
-def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    return _rank(adjusted(probs), size(probs), sample_shape, generator)
-
-
-def draw_exact(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    raise NotImplementedError
+LEAST = 2.5  # of d, for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it puts .01 above .99
 
 
-def adjusted(probs: Tensor) -> Tensor:
-    """The parameters θ (*batch, n); ±inf for the certain units."""
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    rows = distinct(probs)
+    return _rank(parameters(rows), size(rows), probs.shape, generator)
+
+
+def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """As :func:`draw`, with the parameters whose inclusion probabilities are probs."""
+    rows = distinct(probs)
+    k = size(rows)
+    return _rank(order.calibrate(rows, k.double()), k, probs.shape, generator)
+
+
+def marginals(probs: Tensor) -> Tensor:
+    """The inclusion probabilities of :func:`draw`."""
+    return order.inclusion(parameters(probs), size(probs).double())[0]
+
+
+def joint(probs: Tensor) -> Tensor:
+    """The joint inclusion probabilities of :func:`draw`."""
+    return order.joint(parameters(probs), size(probs).double())
+
+
+def parameters(probs: Tensor) -> Tensor:
+    """θ (*batch, n): adjusted by the formula, or calibrated where that is not enough; ±inf if certain."""
     variance = probs * (1 - probs)
     d = variance.sum(-1, keepdim=True)
-    return torch.logit(probs) - variance * (probs - 0.5) / d.clamp(min=1e-300) ** 2
+    theta = torch.logit(probs) - variance * (probs - 0.5) / d.clamp(min=LEAST) ** 2
+    few = d.squeeze(-1) < LEAST
+    if bool(few.any()):
+        rows = probs[few]
+        theta[few] = order.calibrate(rows, size(rows).double())
+    return theta
 
 
-def _rank(theta: Tensor, k: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    shape = sample_shape + theta.shape
+def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     uniform = torch.rand(shape, dtype=torch.float64, device=theta.device, generator=generator)
     return smallest(torch.logit(uniform) - theta, k)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["append", "size"]
+__all__ = ["append", "distinct", "size"]
 
 
 def append(probs: Tensor, tolerance: float) -> Tensor:
@@ -28,3 +28,8 @@ def append(probs: Tensor, tolerance: float) -> Tensor:
 def size(probs: Tensor) -> Tensor:
     """How many units each row (*batch, n) selects, (*batch), int64: the integer that it sums to."""
     return probs.sum(-1).round_().long()
+
+
+def distinct(probs: Tensor) -> Tensor:
+    """probs without the rows that expand() repeats: what depends on probs alone is computed for them once."""
+    return probs[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in probs.stride()[:-1])]

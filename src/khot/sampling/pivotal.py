@@ -13,15 +13,14 @@ from torch import Tensor
 __all__ = ["draw", "draw_random_order"]
 
 
-def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    return _tournament(probs.expand(sample_shape + probs.shape), generator)
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    return _tournament(probs, generator)
 
 
-def draw_random_order(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+def draw_random_order(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """As :func:`draw`, with the units shuffled for every draw: more entropy, and no order that matters."""
-    shape = sample_shape + probs.shape
-    order = torch.rand(shape, dtype=torch.float64, device=probs.device, generator=generator).argsort(-1)
-    chosen = _tournament(probs.expand(shape).gather(-1, order), generator)
+    order = torch.rand(probs.shape, dtype=torch.float64, device=probs.device, generator=generator).argsort(-1)
+    chosen = _tournament(probs.gather(-1, order), generator)
     return torch.empty_like(chosen).scatter_(-1, order, chosen)
 
 

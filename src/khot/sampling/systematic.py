@@ -5,26 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot.sampling.phantom import size
+from khot.sampling.phantom import distinct, size
 
 __all__ = ["draw", "joint"]
 
 
-def draw(probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A unit is selected if its interval, of length π, has one of the ticks u, u + 1, ..., u + k − 1 in it.
 
     In integers of 1/``scale``: sums of floats round, so that a unit could get two ticks, and a GPU's are not
     even monotone. With integers only the end of the line can be short of k, or beyond it, by rounding.
     """
-    n = probs.shape[-1]
+    n, rows = probs.shape[-1], probs.shape[:-1]
+    probs = distinct(probs)
     bits = 62 - n.bit_length()  # n·2^bits is an int64
     scale = 2**bits
     uncertain = (probs > 0) & (probs < 1)
     k = (size(probs) - (probs == 1).sum(-1)).unsqueeze(-1)
     line = (probs * scale).round_().long().mul_(uncertain).cumsum_(-1)
-    uniform = torch.randint(
-        scale, (*sample_shape, *probs.shape[:-1], 1), device=probs.device, generator=generator
-    )
+    uniform = torch.randint(scale, (*rows, 1), device=probs.device, generator=generator)
     ticks = torch.minimum((line + (scale - 1 - uniform)) >> bits, k)
     places = uncertain.cumsum(-1)
     ticks = torch.maximum(ticks, k - (places[..., -1:] - places))

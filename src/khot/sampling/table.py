@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot.sampling import brewer, pareto, pivotal, systematic
+from khot.sampling import brewer, conditional_poisson, pareto, pivotal, sampford, systematic
 
 __all__ = ["Design", "designs", "resolve"]
 
@@ -25,7 +25,7 @@ class Design:
     Attributes:
         description: what it is, in a line.
         exact: whether the inclusion probabilities are the given ones, up to rounding.
-        draw: (probs, sample_shape, generator) -> bool, sample_shape + (*batch, n), with k True in each row.
+        draw: (probs, generator) -> bool (*batch, n), k True in each row; expand() may have repeated rows.
         log_prob: (value, probs) -> log p(value), (*batch); None where it is not tractable.
         joint: probs -> P(i and j are both selected), (*batch, n, n); None where it is not tractable.
         marginals: probs -> the true inclusion probabilities; None where they are the given ones.
@@ -33,7 +33,7 @@ class Design:
 
     description: str
     exact: bool
-    draw: Callable[[Tensor, torch.Size, torch.Generator | None], Tensor]
+    draw: Callable[[Tensor, torch.Generator | None], Tensor]
     log_prob: Callable[[Tensor, Tensor], Tensor] | None = None
     joint: Callable[[Tensor], Tensor] | None = None
     marginals: Callable[[Tensor], Tensor] | None = None
@@ -41,7 +41,27 @@ class Design:
 
 designs: Mapping[str, Design] = MappingProxyType(
     {
-        "pareto": Design("order sampling: one top-k of adjusted Pareto variables", False, pareto.draw),
+        "pareto": Design(
+            "order sampling: one top-k of adjusted Pareto variables",
+            False,
+            pareto.draw,
+            joint=pareto.joint,
+            marginals=pareto.marginals,
+        ),
+        "conditional_poisson": Design(
+            "independent trials, given their sum; maximum entropy",
+            True,
+            conditional_poisson.draw,
+            conditional_poisson.design_log_prob,
+            conditional_poisson.design_joint,
+        ),
+        "sampford": Design(
+            "one unit, then conditional Poisson for the others; no calibration",
+            True,
+            sampford.draw,
+            sampford.design_log_prob,
+            sampford.design_joint,
+        ),
         "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
         "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
         "random_pivotal": Design("pivotal, shuffled for every draw", True, pivotal.draw_random_order),
