@@ -137,7 +137,7 @@ def test_extreme_logits_and_ends_of_k(name: str) -> None:
         (grad,) = torch.autograd.grad((x * torch.arange(4)).sum(), logits)
         assert grad.isfinite().all()
         if k == 3:  # all that may be drawn
-            assert (grad == 0).all()
+            assert grad.abs().max() <= 1e-12
     x = sample_khot(logits[1:], 0, estimator=name)
     assert (x == 0).all()
     assert (torch.autograd.grad((x * torch.arange(4)).sum(), logits)[0] == 0).all()

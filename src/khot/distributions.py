@@ -253,26 +253,33 @@ class KHot(_KHotVectors):
 
     def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
         with torch.no_grad():
-            probs = self.probs
-            if probs.dtype.itemsize < 4:  # rounded to half precision, they do not sum to k
-                probs = sigmoid_topk(self.logits.float(), self.k)
-            return sampling.sample(probs, self.design, sample_shape).to(self.probs.dtype)
+            return sampling.sample(self._summed_probs, self.design, sample_shape).to(self.probs.dtype)
 
     def log_prob(self, value: Tensor) -> Tensor:
         tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
         self._require("log_prob", tractable)
         if self._validate_args:
             self._validate_sample(value)
-        return tractable[self.design](value, self.probs.double()).to(self.probs.dtype)
+        return tractable[self.design](value, self._summed_probs).to(self.probs.dtype)
 
     def entropy(self) -> Tensor:
-        return self._natural("entropy").entropy()
+        return self._natural("entropy").entropy().to(self.probs.dtype)
 
     def _natural(self, what: str) -> ConditionalPoisson:
         """This distribution by its natural parameters, if it has them."""
         self._require(what, ("conditional_poisson",))
-        logits = conditional_poisson.calibrate(self.probs)
+        logits = conditional_poisson.calibrate(self._summed_probs)
         return ConditionalPoisson(self.k, logits, validate_args=False)
+
+    @property
+    def _summed_probs(self) -> Tensor:
+        """The inclusion probabilities in float64, where rounding keeps them from summing to k no more."""
+        if self.probs.dtype == torch.float64:
+            return self.probs
+        probs = self.probs.double()
+        g = (probs * (1 - probs)).detach()
+        share = g / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
+        return (probs - share * (probs.sum(-1) - self.k).unsqueeze(-1)).clamp(0, 1)
 
     def _require(self, what: str, designs: Iterable[str]) -> None:
         if self.design not in designs:
