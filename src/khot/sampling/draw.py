@@ -132,7 +132,9 @@ def _checked(probs: Tensor) -> tuple[Tensor, Tensor | None]:
     pi = pi.double() if pi.dim() else pi.double().reshape(1)
     valid = None
     if pi.device.type == "cpu":
-        arguments.check_values(pi, "probs", low=0, high=1)
+        low, high = probs.aminmax() if pi.numel() else (0, 1)
+        if not (low >= 0 and high <= 1):  # NaN is neither
+            arguments.check_values(pi, "probs", low=0, high=1)
     else:
         valid = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
         pi = torch.where(valid, pi, 0)

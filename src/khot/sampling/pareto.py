@@ -43,9 +43,9 @@ def joint(probs: Tensor) -> Tensor:
 
 def parameters(probs: Tensor) -> Tensor:
     """θ (*batch, n): adjusted by the formula, or calibrated where that is not enough; ±inf if certain."""
-    variance = probs * (1 - probs)
+    variance = torch.addcmul(probs, probs, probs, value=-1)
     d = variance.sum(-1, keepdim=True)
-    theta = torch.logit(probs) - variance * (probs - 0.5) / d.clamp(min=LEAST) ** 2
+    theta = torch.logit(probs).addcmul_(variance.mul_(0.5 - probs), d.clamp(min=LEAST) ** -2)
     few = d.squeeze(-1) < LEAST
     if bool(few.any()):
         rows = probs[few]
@@ -55,7 +55,7 @@ def parameters(probs: Tensor) -> Tensor:
 
 def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     uniform = torch.rand(shape, dtype=torch.float64, device=theta.device, generator=generator)
-    return smallest(torch.logit(uniform) - theta, k)
+    return smallest(uniform.logit_().sub_(theta), k)
 
 
 def smallest(keys: Tensor, k: Tensor) -> Tensor:

@@ -35,7 +35,12 @@ def _tournament(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     # both ways at once: the first goes on with probability a/(a + b), or (1 − a)/(2 − a − b) if over
     one = over.to(probs.dtype)
     uniform = torch.rand(a.shape, dtype=torch.float64, device=probs.device, generator=generator)
-    first = uniform.mul_((total - 2 * one).abs_()) < (a - one).abs_()
+    first = uniform.mul_(torch.sub(total, one, alpha=2).abs_()) < (a - one).abs_()
     goes_on = _tournament(total.sub_(one), generator)
-    x = torch.where(first, goes_on, over), torch.where(first, over, goes_on)
-    return torch.stack(x, -1).flatten(-2)[..., :n]
+    # the one that goes on gets what is left for it, the other is over: in bits, for torch.where costs far more
+    differ = goes_on.bitwise_xor_(over)
+    x = torch.empty((*a.shape, 2), dtype=torch.bool, device=probs.device)
+    torch.bitwise_and(differ, first, out=first).bitwise_xor_(over)
+    x[..., 0] = first
+    x[..., 1] = first.bitwise_xor_(differ)
+    return x.flatten(-2)[..., :n]
