@@ -23,14 +23,14 @@ UNBIASED = 6.0  # standard errors in which an unbiased estimator stays (1e-6, an
 
 HEAD = f"""# Gradient estimators: bias and spread
 
-One sample of {K} of {N}, logits drawn from N(0, 1), against the exact gradient of E f(x), by enumeration, for
-the distribution that the estimator draws from. Bias: ‖mean − exact‖ / ‖exact‖, with its standard error, which is
-what an unbiased estimator shows. Spread: √(trace of the covariance) / ‖exact‖; the mean of S samples has 1/√S
-of it.
+One sample of {K} of {N}, logits drawn from N(0, 1), against the exact gradient of E f(x), by enumeration,
+for the distribution that the estimator draws from. Bias: ‖mean − exact‖ / ‖exact‖, with its standard error,
+which is what an unbiased estimator shows. Spread: √(trace of the covariance) / ‖exact‖; the mean of S samples
+has 1/√S of it.
 """
 FOOT = f"""
-`straight_through` and `second_order` draw from `conditional_poisson`. The spread of `leave_one_out`, which ran
-in groups of {LEAVE_OUT}, is that of one of them.
+`straight_through` and `second_order` draw from `conditional_poisson`. The spread of `leave_one_out`, which
+ran in groups of {LEAVE_OUT}, is that of one of them.
 """
 
 Loss = Callable[[Tensor], Tensor]

@@ -15,6 +15,7 @@ validation. As torch's they draw from the global random state.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
@@ -159,11 +160,9 @@ class _KHotVectors(_ChoiceOfK):
         n, k = self.event_shape[0], int(self.k.max()) if self.k.numel() else 0
         if self.k.numel() and int(self.k.min()) != k:
             raise NotImplementedError("enumerate_support needs the same k in every row")
-        device = self._param.device
-        # torch.combinations knows no empty ones
-        chosen = torch.combinations(torch.arange(n, device=device), k) if k else torch.empty(1, 0).long()
-        values = torch.zeros(len(chosen), n, dtype=self._param.dtype, device=device)
-        values.scatter_(-1, chosen.to(device), 1.0)
+        chosen = torch.tensor(list(itertools.combinations(range(n), k)), dtype=torch.long)
+        values = torch.zeros(len(chosen), n, dtype=self._param.dtype).scatter_(-1, chosen, 1.0)
+        values = values.to(self._param.device)
         values = values.reshape(-1, *(1,) * len(self.batch_shape), n)
         return values.expand(-1, *self.batch_shape, n) if expand else values
 
@@ -432,13 +431,15 @@ class RelaxedKHot(_ChoiceOfK):
         if self._validate_args:
             self._validate_sample(value)
         n = self.event_shape[0]
-        y = clamp_probs(value)
+        dtype = torch.promote_types(value.dtype, self.logits.dtype)
+        y = clamp_probs(value.to(torch.promote_types(dtype, torch.float32)))
         log_y, log_rest = y.log(), torch.log1p(-y)
         log_h = log_y + log_rest
         a = self.temperature.unsqueeze(-1) * (log_y - log_rest) - self.logits
         log_jacobian = (n - 1) * self.temperature.log() + log_h.logsumexp(-1) - log_h.sum(-1)
         log_gumbel = math.lgamma(n) - a.sum(-1) - n * (-a).logsumexp(-1)
-        return (log_jacobian + log_gumbel).masked_fill((self.k == 0) | (self.k == n), math.nan)
+        log_prob = (log_jacobian + log_gumbel).to(dtype)
+        return log_prob.masked_fill((self.k == 0) | (self.k == n), math.nan)
 
 
 @register_kl(ConditionalPoisson, ConditionalPoisson)

@@ -65,15 +65,15 @@ def sample_khot(
         dim: the dimension to draw along.
         estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
 
-            ====================  ==================  =======  =====  ===========
-            estimator             design              tau      hard   k
-            ====================  ==================  =======  =====  ===========
-            ``straight_through``  any                 –        –      any or None
-            ``second_order``      any                 yes      –      any or None
-            ``gumbel``            –                   yes      yes    any
-            ``simple``            conditional_poisson –        –      an integer
-            ``imle``              –                   yes      –      any
-            ====================  ==================  =======  =====  ===========
+            ====================  ===================  =======  =====  ===========
+            estimator             design               tau      hard   k
+            ====================  ===================  =======  =====  ===========
+            ``straight_through``  any                  –        –      any or None
+            ``second_order``      any                  yes      –      any or None
+            ``gumbel``            –                    yes      yes    any
+            ``simple``            conditional_poisson  –        –      an integer
+            ``imle``              –                    yes      –      any
+            ====================  ===================  =======  =====  ===========
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
         tau: temperature > 0; see the estimator.
