@@ -63,7 +63,7 @@ def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
     theta = logits.double().masked_fill(~(finite & selected), 0).sum(-1)
     excess = trials.k - selected.sum(-1)
     theta = theta.detach() + excess * trials.hi + excess * trials.lo
-    return (theta + _softness(trials) + _log_partition_change(trials)).to(logits.dtype)
+    return (theta + _softness(trials) + log_size_prob(trials)).to(logits.dtype)
 
 
 def marginals(logits: Tensor, k: Scalar) -> Tensor:
@@ -135,7 +135,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
     # Σ_S z − Σ_{z>0} z: nothing large is subtracted
     against = trials.z.abs().where(chosen != (trials.z > 0), 0).sum(-1)
     along = trials.change.where(chosen, 0).sum(-1)
-    result = along - against - _softness(trials) - _log_partition_change(trials)
+    result = along - against - _softness(trials) - log_size_prob(trials)
     impossible = (chosen.sum(-1) != trials.k) & ~result.isnan()
     return result.masked_fill(impossible, -math.inf).to(logits.dtype)
 
@@ -158,11 +158,8 @@ def entropy(logits: Tensor, k: Scalar) -> Tensor:
     """
     trials = tilt(logits, k)
     log_size, pi, out = inclusion(trials)
-    certain = trials.z.isinf()
-    z = trials.z.masked_fill(certain, 0)
-    against = torch.where(z > 0, out, -pi) * z
-    moved = (pi * trials.change).sum(-1)
-    return (log_size + _softness(trials) + against.sum(-1) - moved).to(logits.dtype)
+    against = _against(pi, out, trials.z.masked_fill(trials.z.isinf(), 0)) - pi * trials.change
+    return (log_size + _softness(trials) + against.sum(-1)).to(logits.dtype)
 
 
 def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
@@ -207,7 +204,7 @@ def sample(
 
     Returns:
         (*sample_shape, *batch, n) of 0 and 1, of the logits' dtype, k ones in each row; rows with NaN among
-        the logits are NaN. Not differentiable.
+        the logits, or more than k of them +inf, are NaN. Not differentiable.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
@@ -220,8 +217,9 @@ def sample(
     theta = logits.detach()
     k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
     theta = theta.double().expand(*sample_shape, *theta.shape)
-    drawn = draw_rows(theta, k.expand(theta.shape[:-1]), generator).to(logits.dtype)
-    return drawn.masked_fill(theta.isnan().any(-1, keepdim=True), math.nan)
+    k = k.expand(theta.shape[:-1])
+    drawn = draw_rows(theta, k, generator)
+    return drawn.to(logits.dtype).masked_fill((drawn.sum(-1) != k).unsqueeze(-1), math.nan)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -250,10 +248,6 @@ def design_entropy(probs: Tensor) -> Tensor:
 def _softness(trials: Tilted) -> Tensor:
     """Σ softplus(−|z|), (*batch): what log Π(1 + e^z) has beyond Σ_{z>0} z."""
     return torch.log1p(torch.exp(-trials.z.abs())).sum(-1)
-
-
-def _log_partition_change(trials: Tilted) -> Tensor:
-    return log_size_prob(trials)
 
 
 def _against(pi: Tensor, out: Tensor, z: Tensor) -> Tensor:
