@@ -14,12 +14,15 @@ from khot.cdfs import Logistic
 from khot.sampling.tilting import covariance_product, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
-__all__ = ["calibrate", "fixed_point"]
+__all__ = ["calibrate", "fixed_point", "solve"]
 
-DEPTH = 3  # how many differences Anderson's step combines
-ITERATIONS = 40
+DEPTH = 3  # how many earlier steps Anderson's combines; more gained nothing
+ITERATIONS = 40  # 11 were the most that 1e-12 took, over the tests' hard cases
+NEAR = 1e-13  # errors of probabilities from which one more step leads down to rounding
+CLOSE = 1e-3  # errors of logits, as well
+RIDGE = 1e-13  # of the trace: what is lost below it is lost to rounding anyway
+TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
-ROUNDING = 1e-15
 
 COUNT = {"iterations": 0}  # of the fixed point since a test last set it to 0
 
@@ -31,7 +34,7 @@ def calibrate(probs: Tensor) -> Tensor:
     θ ← θ + logit probs − logit π(θ) is iterated with Anderson's acceleration.
 
     Args:
-        probs: (*batch, n) in [0, 1], with integer sums (to within n·eps).
+        probs: (*batch, n) in [0, 1], with integer sums (to within 8n·eps).
 
     Returns:
         θ, (*batch, n), of probs' dtype; −inf and +inf for units of probability 0 and 1. Differentiable in probs
@@ -55,61 +58,65 @@ def calibrate(probs: Tensor) -> Tensor:
     arguments.check_values(probs, "probs", low=0, high=1)
     pi = probs.double()
     size = pi.detach().sum(-1)
-    slack = probs.shape[-1] * torch.finfo(probs.dtype).eps
+    slack = 8 * probs.shape[-1] * torch.finfo(probs.dtype).eps
     arguments.check_values(
         (size - size.round()).abs(), "the distance of probs' sum from an integer", low=0, high=slack
     )
-    k = size.round()
-    theta = _Calibrate.apply(pi, k)
+    return solve(pi).to(probs.dtype)
+
+
+def solve(probs: Tensor) -> Tensor:
+    """:func:`calibrate` for float64 rows, which sum to integers up to what their first dtype rounded."""
+    k = probs.detach().sum(-1).round()
+    theta = _Calibrate.apply(probs, k)
     _, hi, lo = threshold_map(theta, k, theta.new_ones(()), Logistic(), "threshold")
     decided = hi.abs() == torch.finfo(hi.dtype).max  # no unit is free
     shift = (hi + lo).masked_fill(decided, 0)
-    return (theta - shift.unsqueeze(-1)).to(probs.dtype)
+    return theta - shift.unsqueeze(-1)
 
 
 def fixed_point(
     probs: Tensor,
     k: Tensor,
     marginals: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    accuracy: float,
+    near: float = NEAR,
 ) -> Tensor:
-    """θ for which marginals(θ, k), which are π and 1 − π, are within accuracy of probs."""
-    certain = (probs <= 0) | (probs >= 1)
-    target = torch.logit(probs)
-    # the nearest that sum to k exactly: what rounding left is not to be chased
-    nearest = tilt_rows(target, k)
-    scale = nearest.p * nearest.q
-    target = nearest.z
-    theta = target
-    steps: list[Tensor] = []
-    turns: list[Tensor] = []  # of the residual, a step each
+    """θ for which marginals(θ, k), which are π and 1 − π, are probs; one step after they are within ``near``.
+
+    θ ← θ + logit probs − logit π(θ), with Anderson's acceleration (type II) in the metric of the variances.
+    """
+    # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
+    goal = tilt_rows(torch.logit(probs), k)
+    certain = goal.z.isinf()
+    variance = goal.p * goal.q
+    theta, active = goal.z, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
+    moves: list[Tensor] = []  # of θ, and of the residual with it
+    turns: list[Tensor] = []
     for _ in range(ITERATIONS):
         COUNT["iterations"] += 1
         pi, out = marginals(theta, k)
-        error = (pi - nearest.p).abs().amax(-1, keepdim=True)
-        active = error > accuracy
-        TRACE.append(error.max().item())
+        residual = (goal.z - (pi.log() - out.log())).masked_fill(certain, 0)
+        move = residual
+        if moves:
+            turns[-1] = residual - turns[-1]
+            moves, turns = moves[-DEPTH:], turns[-DEPTH:]
+            F, X = torch.stack(turns, -1), torch.stack(moves, -1)
+            weighted = F * variance.unsqueeze(-1)
+            gram = F.mT @ weighted
+            ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] + TINY
+            gram = gram + ridge * torch.eye(len(turns), dtype=gram.dtype, device=gram.device)
+            gamma = torch.linalg.solve(gram, weighted.mT @ residual.unsqueeze(-1))
+            move = residual - ((X + F) @ gamma).squeeze(-1)
+        move = move.where(active, 0)  # a row that has arrived stays
+        theta = theta + move
+        # of small probabilities the relative error counts, too: one more step from afar can lead anywhere
+        far = ((pi - goal.p).abs() > near) | (residual.abs() > CLOSE)
+        active = active & far.any(-1, keepdim=True)
         if not bool(active.any()):
             break
-        residual = (target - (pi.log() - out.log())).masked_fill(certain, 0)
-        step = residual
-        if steps:
-            turns[-1] = residual - turns[-1]
-            F, X = torch.stack(turns[-DEPTH:], -1), torch.stack(steps[-DEPTH:], -1)
-            weighted = F * scale.unsqueeze(-1)
-            gram = F.mT @ weighted
-            ridge = 1e-13 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-300
-            gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
-            gamma = torch.linalg.solve(gram, weighted.mT @ residual.unsqueeze(-1))
-            step = residual - ((X + F) @ gamma).squeeze(-1)
-        step = step.where(active, 0)
-        theta = theta + step
-        steps.append(step)
+        moves.append(move)
         turns.append(residual)
     return theta
-
-
-TRACE = []
 
 
 def _marginals(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +129,7 @@ class _Calibrate(Function):
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        return fixed_point(probs, k, _marginals, ROUNDING)
+        return fixed_point(probs, k, _marginals)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from khot import arguments
 from khot.arguments import Scalar
-from khot.sampling.calibration import calibrate
+from khot.sampling.calibration import calibrate, solve
 from khot.sampling.halving import draw_rows
+from khot.sampling.phantom import distinct
 from khot.sampling.tilting import Tilted, inclusion, log_size_prob, mixture, tilt
 
 __all__ = [
@@ -63,7 +64,7 @@ def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
     theta = logits.double().masked_fill(~(finite & selected), 0).sum(-1)
     excess = trials.k - selected.sum(-1)
     theta = theta.detach() + excess * trials.hi + excess * trials.lo
-    return (theta + _softness(trials) + _log_partition_change(trials)).to(logits.dtype)
+    return (theta + _softness(trials) + log_size_prob(trials)).to(logits.dtype)
 
 
 def marginals(logits: Tensor, k: Scalar) -> Tensor:
@@ -135,7 +136,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
     # Σ_S z − Σ_{z>0} z: nothing large is subtracted
     against = trials.z.abs().where(chosen != (trials.z > 0), 0).sum(-1)
     along = trials.change.where(chosen, 0).sum(-1)
-    result = along - against - _softness(trials) - _log_partition_change(trials)
+    result = along - against - _softness(trials) - log_size_prob(trials)
     impossible = (chosen.sum(-1) != trials.k) & ~result.isnan()
     return result.masked_fill(impossible, -math.inf).to(logits.dtype)
 
@@ -158,11 +159,8 @@ def entropy(logits: Tensor, k: Scalar) -> Tensor:
     """
     trials = tilt(logits, k)
     log_size, pi, out = inclusion(trials)
-    certain = trials.z.isinf()
-    z = trials.z.masked_fill(certain, 0)
-    against = torch.where(z > 0, out, -pi) * z
-    moved = (pi * trials.change).sum(-1)
-    return (log_size + _softness(trials) + against.sum(-1) - moved).to(logits.dtype)
+    against = _against(pi, out, trials.z.masked_fill(trials.z.isinf(), 0)) - pi * trials.change
+    return (log_size + _softness(trials) + against.sum(-1)).to(logits.dtype)
 
 
 def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
@@ -207,7 +205,7 @@ def sample(
 
     Returns:
         (*sample_shape, *batch, n) of 0 and 1, of the logits' dtype, k ones in each row; rows with NaN among
-        the logits are NaN. Not differentiable.
+        the logits, or more than k of them +inf, are NaN. Not differentiable.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
@@ -220,40 +218,35 @@ def sample(
     theta = logits.detach()
     k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
     theta = theta.double().expand(*sample_shape, *theta.shape)
-    drawn = draw_rows(theta, k.expand(theta.shape[:-1]), generator).to(logits.dtype)
-    return drawn.masked_fill(theta.isnan().any(-1, keepdim=True), math.nan)
+    k = k.expand(theta.shape[:-1])
+    drawn = draw_rows(theta, k, generator)
+    return drawn.to(logits.dtype).masked_fill((drawn.sum(-1) != k).unsqueeze(-1), math.nan)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    # rows that expand() repeats are calibrated once
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in probs.stride()[:-1])
-    logits = calibrate(probs[once]).expand(probs.shape)
+    logits = solve(distinct(probs)).expand(probs.shape)
     return draw_rows(logits, probs.sum(-1).round(), generator)
 
 
 def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
     """:func:`log_prob` under the design of these inclusion probabilities."""
-    return log_prob(value, calibrate(probs), probs.detach().sum(-1).round())
+    return log_prob(value, solve(probs), probs.detach().sum(-1).round())
 
 
 def design_joint(probs: Tensor) -> Tensor:
     """:func:`joint_marginals` of the design of these inclusion probabilities."""
-    return joint_marginals(calibrate(probs), probs.detach().sum(-1).round())
+    return joint_marginals(solve(probs), probs.detach().sum(-1).round())
 
 
 def design_entropy(probs: Tensor) -> Tensor:
     """:func:`entropy` of the design of these inclusion probabilities."""
-    return entropy(calibrate(probs), probs.detach().sum(-1).round())
+    return entropy(solve(probs), probs.detach().sum(-1).round())
 
 
 def _softness(trials: Tilted) -> Tensor:
     """Σ softplus(−|z|), (*batch): what log Π(1 + e^z) has beyond Σ_{z>0} z."""
     return torch.log1p(torch.exp(-trials.z.abs())).sum(-1)
-
-
-def _log_partition_change(trials: Tilted) -> Tensor:
-    return log_size_prob(trials)
 
 
 def _against(pi: Tensor, out: Tensor, z: Tensor) -> Tensor:

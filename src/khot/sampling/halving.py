@@ -1,70 +1,86 @@
-"""Exact draws from the conditional Poisson design, by halves."""
+"""Exact draws of k-subsets with P(S) ∝ exp(Σ_{i∈S} θ_i), by halves, in O(n log n).
+
+Tilted so that independent trials make k on average, one half A of the units is drawn as such trials and kept
+with probability P(S_B = k − S_A)/max P(S_B): as often as the other half B can make up the rest. Then B is
+drawn the same way, for what is left. About √2 tries a half, where rejecting whole draws of the wrong
+size takes √(2πV).
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from khot.sampling import poisson_binomial
-from khot.sampling.poisson_binomial import characteristic, frequencies, pmf
+from khot.sampling.poisson_binomial import Frequencies, characteristic, frequencies, pmf
 from khot.sampling.tilting import tilt_rows
 
 __all__ = ["draw_rows"]
 
-# variance at which rows are drawn whole and kept if their size is right: one in five is
-WHOLE = 4.0
+WHOLE = 4.0  # variance up to which whole draws are tried: one in five, or more, has the right size
+
+Acceptance = Callable[[Tensor, Tensor], Tensor]  # sizes, and the rows they belong to → probabilities
 
 
 def draw_rows(theta: Tensor, k: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Bool (*batch, n) with k True in each row, for float64 logits and k of the batch shape."""
-    shape = theta.shape
-    theta, order = theta.reshape(-1, shape[-1]).sort(-1)
-    drawn = torch.zeros_like(theta, dtype=torch.bool)
-    k = k.reshape(-1).clone()
-    k.masked_fill_(theta.isnan().any(-1), 0)
-    theta = theta.nan_to_num(0.0, torch.inf, -torch.inf)
-    # every second unit in the order of θ: both halves have nearly the same variance, under any tilt
+    """Bool (*batch, n) with k True in each row.
+
+    Args:
+        theta: float64 logits (*batch, n).
+        k: of the batch shape. Rows that it does not suit (NaN, too many certain units) stay empty.
+    """
+    n = theta.shape[-1]
+    # every second unit in the order of θ: whatever the tilt, both halves have nearly the same variance
+    rows, order = theta.reshape(math.prod(theta.shape[:-1]), n).sort(-1)
+    drawn = torch.zeros_like(rows, dtype=torch.bool)
+    left = k.reshape(-1)
     stride = 1
-    while shape[-1]:
-        rest = theta[:, ::stride]
-        trials = tilt_rows(rest, k)
+    while n:
+        trials = tilt_rows(rows[:, ::stride], left)
         p, q = trials.p, trials.q
-        whole = not bool(((p * q).sum(-1) > WHOLE).any())
-        if whole:
-            _accept(drawn[:, ::stride], p, lambda size, rows: size == k[rows], generator)
+        pending = (~trials.hi.isnan()).nonzero().squeeze(-1)
+        if not bool(((p * q).sum(-1) > WHOLE).any()):
+            _draw_trials(drawn[:, ::stride], p, pending, _right_size(left), generator)
             break
-        _accept(drawn[:, stride :: 2 * stride], p[:, 1::2], _completion(p[:, ::2], q[:, ::2], k), generator)
-        k = k - drawn[:, stride :: 2 * stride].sum(-1)
+        half = drawn[:, stride :: 2 * stride]
+        _draw_trials(half, p[:, 1::2], pending, _completion(p[:, ::2], q[:, ::2], left), generator)
+        left = left - half.sum(-1)
         stride *= 2
-    return torch.zeros_like(drawn).scatter_(-1, order, drawn).reshape(shape)
+    return torch.zeros_like(drawn).scatter_(-1, order, drawn).reshape(theta.shape)
 
 
-def _completion(p, q, k):
-    """Accept with the probability that the rest completes, over its maximum."""
-    mean, variance, n = p.sum(-1), (p * q).sum(-1), p.shape[-1]
-    at = frequencies(variance, n)
+def _right_size(k: Tensor) -> Acceptance:
+    return lambda size, rows: (size == k[rows]).double()
+
+
+def _completion(p: Tensor, q: Tensor, k: Tensor) -> Acceptance:
+    """P(these trials make k − size), over its maximum."""
+    mean, n = p.sum(-1), p.shape[-1]
+    at = frequencies((p * q).sum(-1), n)
     re, im = characteristic(q, p, at)
-    # the mode is one of the two integers around the mean (Darroch 1964)
+    # the mode is next to the mean (Darroch 1964)
     mode = torch.maximum(pmf(re, im, mean.floor(), at), pmf(re, im, mean.ceil(), at))
 
-    def accept(size, rows):
-        missing = k[rows] - size
-        here = poisson_binomial.Frequencies(at.period[rows], at.order, at.weight[rows])
-        prob = pmf(re[rows], im[rows], missing, here)
-        inside = (missing >= 0) & (missing <= n) & ((missing - mean[rows]).abs() < at.period[rows] / 2)
+    def accept(size: Tensor, rows: Tensor) -> Tensor:
+        rest = k[rows] - size
+        period = at.period[rows]
+        prob = pmf(re[rows], im[rows], rest, Frequencies(period, at.order, at.weight[rows]))
+        # beyond half a period lie aliases, of what has a probability below rounding
+        inside = (rest >= 0) & (rest <= n) & ((rest - mean[rows]).abs() < period / 2)
         return prob.where(inside, 0) / mode[rows]
 
     return accept
 
 
-def _accept(drawn, p, probability, generator):
-    rows = torch.arange(p.shape[0], device=p.device)
-    while rows.numel():
-        here = (
-            torch.rand((rows.numel(), p.shape[-1]), dtype=p.dtype, device=p.device, generator=generator)
-            < p[rows]
-        )
-        u = torch.rand(rows.shape, dtype=p.dtype, device=p.device, generator=generator)
-        kept = u < probability(here.sum(-1), rows)
-        drawn[rows[kept]] = here[kept]
-        rows = rows[~kept]
+def _draw_trials(
+    drawn: Tensor, p: Tensor, pending: Tensor, accept: Acceptance, generator: torch.Generator | None
+) -> None:
+    """Fill the pending rows of drawn with trials of probabilities p, again until they are accepted."""
+    options = {"dtype": p.dtype, "device": p.device, "generator": generator}
+    while pending.numel():
+        trial = torch.rand((len(pending), p.shape[-1]), **options) < p[pending]
+        kept = torch.rand(len(pending), **options) < accept(trial.sum(-1), pending)
+        drawn[pending[kept]] = trial[kept]
+        pending = pending[~kept]

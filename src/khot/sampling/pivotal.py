@@ -37,7 +37,7 @@ def _tournament(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     uniform = torch.rand(a.shape, dtype=torch.float64, device=probs.device, generator=generator)
     first = uniform.mul_(torch.sub(total, one, alpha=2).abs_()) < (a - one).abs_()
     goes_on = _tournament(total.sub_(one), generator)
-    # the one that goes on gets what is left for it, the other is over: in bits, for torch.where costs far more
+    # whichever goes on gets that result, the other gets `over`; in bits, as torch.where costs far more
     differ = goes_on.bitwise_xor_(over)
     x = torch.empty((*a.shape, 2), dtype=torch.bool, device=probs.device)
     torch.bitwise_and(differ, first, out=first).bitwise_xor_(over)

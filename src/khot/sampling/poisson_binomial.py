@@ -11,6 +11,7 @@ arguments, the derivatives by them being what the other trials make, P(S − X_j
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,12 +61,12 @@ def characteristic(q: Tensor, p: Tensor, at: Frequencies) -> tuple[Tensor, Tenso
     """
     n = q.shape[-1]
     block = min(BLOCK, 1 << max(0, n - 1).bit_length())
-    short = -n % block
-    sums = torch.stack((pad(q, (0, short), value=1.0), pad(p, (0, short))), -2)
-    while sums.shape[-2] <= block:
-        sums = _convolve(*sums.chunk(2, -1))
+    short = -n % block if n else block
+    sums = [pad(q, (0, short), value=1.0), pad(p, (0, short))]  # P(a block makes 0), P(it makes 1), ...
+    while len(sums) <= block:
+        sums = _convolve(*zip(*(mass.chunk(2, -1) for mass in sums), strict=True))
     angle = at.angle(torch.arange(block + 1, dtype=q.dtype, device=q.device))
-    re, im = (torch.cat((angle.cos(), angle.sin()), -2) @ sums).chunk(2, -2)
+    re, im = (torch.cat((angle.cos(), angle.sin()), -2) @ torch.stack(sums, -2)).chunk(2, -2)
     while (blocks := re.shape[-1]) > 1:
         if blocks % 2:
             re, im = pad(re, (0, 1), value=1.0), pad(im, (0, 1))
@@ -74,13 +75,17 @@ def characteristic(q: Tensor, p: Tensor, at: Frequencies) -> tuple[Tensor, Tenso
     return re.squeeze(-1), im.squeeze(-1)
 
 
-def _convolve(a: Tensor, b: Tensor) -> Tensor:
-    """The convolution along dim −2 of (*, m + 1, blocks) with the same: (*, 2m + 1, blocks)."""
-    size = a.shape[-2]
-    products = pad(a.unsqueeze(-2) * b.unsqueeze(-3), (0, 0, 0, size))
-    # rows of 2·size, read as rows of one less: each slips by one more than that above it
-    rows = products.flatten(-3, -2)[..., : size * (2 * size - 1), :]
-    return rows.unflatten(-2, (size, 2 * size - 1)).sum(-3)
+def _convolve(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_i a_i b_(s−i) for all s."""
+    size = len(a)
+    result = []
+    for s in range(2 * size - 1):
+        first, *others = range(max(0, s - size + 1), min(size, s + 1))
+        total = a[first] * b[s - first]
+        for i in others:
+            total = torch.addcmul(total, a[i], b[s - i])
+        result.append(total)
+    return result
 
 
 def pmf(re: Tensor, im: Tensor, k: Tensor, at: Frequencies) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from khot.sampling import conditional_poisson
 from khot.sampling.halving import draw_rows
+from khot.sampling.phantom import distinct
 from khot.sampling.tilting import inclusion, mixture, tilt_rows
 
 __all__ = ["design_joint", "design_log_prob", "draw"]
@@ -20,11 +21,12 @@ __all__ = ["design_joint", "design_log_prob", "draw"]
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    odds, k = _log_odds(probs), _size(probs)
+    rows = distinct(probs)
+    odds, k = _log_odds(rows), _size(rows)
     # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
-    first = (1 - probs) * inclusion(tilt_rows(odds, k))[1]
-    total = first.cumsum(-1)
-    u = torch.rand((*k.shape, 1), dtype=probs.dtype, device=probs.device, generator=generator)
+    first = (1 - rows) * inclusion(tilt_rows(odds, k))[1]
+    total = first.cumsum(-1).expand(probs.shape).contiguous()
+    u = torch.rand((*probs.shape[:-1], 1), dtype=probs.dtype, device=probs.device, generator=generator)
     unit = torch.searchsorted(total, u * total[..., -1:], right=True)
     # nothing is left to chance where every unit is certain
     drawn_first = (total[..., -1:] > 0) & (torch.arange(probs.shape[-1], device=probs.device) == unit)
@@ -44,23 +46,29 @@ def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
 
 
 def design_joint(probs: Tensor) -> Tensor:
-    """P(i ∈ S and j ∈ S), (*batch, n, n), with probs on the diagonal."""
+    """P(i ∈ S and j ∈ S), (*batch, n, n), with probs on the diagonal; differentiable in probs.
+
+    It is E[x_i x_j w]/E[w] under the conditional Poisson design with these odds, w = Σ_l (1 − π_l) x_l. Of
+    independent trials with probabilities r, which that design is a mixture of,
+    E[x_i x_j w] = r_i r_j Σ_l d_l r_l + d_i r_i (1 − r_i) r_j + r_i d_j r_j (1 − r_j), where d = 1 − π.
+    """
     trials = tilt_rows(_log_odds(probs), _size(probs))
-    weight, ratio = mixture(trials)
-    left = 1 - probs
-    # E[x_i x_j Σ_l d_l x_l] of independent trials r is r_i r_j (Σ_l d_l r_l) + d_i r_i (1 − r_i) r_j + the same with i, j exchanged
-    total = (ratio * left.unsqueeze(-2)).sum(-1)
-    spread = ratio * (1 - ratio) * left.unsqueeze(-2)
-    mixed = ((weight * total).unsqueeze(-1) * ratio).mT @ ratio
-    cross = (weight.unsqueeze(-1) * spread).mT @ ratio
-    mean = (weight * total).sum(-1).real[..., None, None]
-    joint = ((mixed + cross + cross.mT).real / mean).clamp(0, 1)
+    weight, r = mixture(trials)
+    d = (1 - probs).unsqueeze(-2)
+    w = (r * d).sum(-1)
+    cross = (weight.unsqueeze(-1) * d * r * (1 - r)).mT @ r
+    joint = ((weight * w).unsqueeze(-1) * r).mT @ r + cross + cross.mT
+    mean = (weight * w).sum(-1).real[..., None, None]
+    product = probs.unsqueeze(-1) * probs.unsqueeze(-2)  # right where every unit is certain
+    joint = torch.where(mean == 0, product, joint.real / mean.masked_fill(mean == 0, 1)).clamp(0, 1)
     diagonal = torch.eye(probs.shape[-1], dtype=torch.bool, device=probs.device)
     return torch.where(diagonal, probs.unsqueeze(-1), joint)
 
 
 def _log_odds(probs: Tensor) -> Tensor:
-    return torch.logit(probs)
+    certain = (probs <= 0) | (probs >= 1)
+    odds = torch.logit(probs.masked_fill(certain, 0.5))  # kept out of the gradient, which would be 0·inf
+    return torch.where(certain, torch.where(probs > 0.5, math.inf, -math.inf), odds)
 
 
 def _size(probs: Tensor) -> Tensor:
