@@ -31,7 +31,7 @@ TRACTABLE = ("conditional_poisson", "sampford")
 EXAMPLES: dict[type[Distribution], list[dict[str, Any]]] = {
     cls: [
         {"k": 2, "logits": ONE},
-        {"k": 3, "probs": PROBS},
+        {"k": 3, "probs": PROBS, "design": "systematic"},
         {"k": K, "logits": BATCH, "design": "conditional_poisson"},
         {"k": K, "logits": ONE, "design": "sampford"},
         {"k": 3, "probs": PROBS, "design": "pivotal"},

@@ -95,8 +95,9 @@ def assert_frequencies(x: Tensor, support: Tensor, probs: Tensor) -> None:
 def test_samples_are_k_hot_along_dim_and_carry_a_gradient(name: str, dtype: torch.dtype) -> None:
     logits = torch.randn(4, 9, 3, generator=generator()).to(dtype).requires_grad_()
     k = torch.tensor([[2, 3, 4]]).expand(4, 3)
+    design = "pivotal" if name in LEARN_SIZE else None  # for few units pareto is calibrated, which takes time
     for dim, size in ((1, k), (-2, 5), (-1, 1)):
-        x = sample_khot(logits, size, dim, estimator=name, generator=generator())
+        x = sample_khot(logits, size, dim, estimator=name, design=design, generator=generator())
         assert x.shape == logits.shape and x.dtype == dtype
         assert ((x == 0) | (x == 1)).all()
         assert (x.double().sum(dim) == size).all()
@@ -110,10 +111,10 @@ def test_samples_are_k_hot_along_dim_and_carry_a_gradient(name: str, dtype: torc
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generator_decides_the_draw_and_nothing_else_does(name: str) -> None:
-    logits = torch.randn(50, 9, generator=generator())
+    logits = torch.randn(50, 30, generator=generator())
 
     def draw(seed: int) -> Tensor:
-        return sample_khot(logits, 3, estimator=name, generator=generator(seed))
+        return sample_khot(logits, 10, estimator=name, generator=generator(seed))
 
     state = torch.get_rng_state()
     first = draw(1)
@@ -121,9 +122,9 @@ def test_generator_decides_the_draw_and_nothing_else_does(name: str) -> None:
     assert torch.equal(first, draw(1))
     assert not torch.equal(first, draw(2))
     torch.manual_seed(3)
-    default = sample_khot(logits, 3, estimator=name)
+    default = sample_khot(logits, 10, estimator=name)
     torch.manual_seed(3)
-    assert torch.equal(default, sample_khot(logits, 3, estimator=name))
+    assert torch.equal(default, sample_khot(logits, 10, estimator=name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,9 +236,9 @@ def test_second_order_is_algorithm_5(k: float | None, tau: float) -> None:
 
 
 def test_second_order_draws_as_straight_through() -> None:
-    for k in (3, None):
+    for k in (12, None):
         draws = [
-            sample_khot(torch.linspace(-2, 2, 9), k, estimator=name, generator=generator())
+            sample_khot(torch.linspace(-2, 2, 30), k, estimator=name, generator=generator())
             for name in LEARN_SIZE
         ]
         assert torch.equal(*draws)
