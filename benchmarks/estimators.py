@@ -110,7 +110,7 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--samples", type=int, default=20_000, help="Samples of each estimator. Default: 20000."
+        "--samples", type=int, default=5_000, help="Samples of each estimator. Default: 5000."
     )
     args = parser.parse_args()
     theta = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
