@@ -53,6 +53,7 @@ def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import log_normalizer
         >>> log_normalizer(torch.zeros(4), 2).exp()
         tensor(6.)
     """
@@ -80,6 +81,7 @@ def marginals(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import marginals
         >>> marginals(torch.tensor([0.0, 0.0, 0.0, torch.inf]), 2)
         tensor([0.3333, 0.3333, 0.3333, 1.0000])
     """
@@ -99,6 +101,7 @@ def joint_marginals(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import joint_marginals
         >>> joint_marginals(torch.zeros(3), 2)
         tensor([[0.6667, 0.3333, 0.3333],
                 [0.3333, 0.6667, 0.3333],
@@ -127,6 +130,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import log_prob
         >>> log_prob(torch.tensor([1.0, 1.0, 0.0]), torch.zeros(3), 2).exp()
         tensor(0.3333)
     """
@@ -147,12 +151,14 @@ def entropy(logits: Tensor, k: Scalar) -> Tensor:
         logits, k: as for :func:`log_normalizer`.
 
     Returns:
-        (*batch) in [0, log C(n, k)], of the logits' dtype. Differentiable in logits, exactly and to any order.
+        (*batch) in [0, log C(n, k)], of the logits' dtype. Differentiable in logits, exactly and to any
+        order.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import entropy
         >>> entropy(torch.zeros(4), 2).exp()
         tensor(6.)
     """
@@ -176,15 +182,16 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import kl
         >>> kl(torch.zeros(4), torch.zeros(4), 2)
         tensor(0.)
     """
     p, q = tilt(p_logits, k), tilt(q_logits, k)
     log_size, pi, out = inclusion(p)
-    certain = p.z.isinf() & q.z.isinf()
-    p_z, q_z = p.z.masked_fill(p.z.isinf(), 0), q.z.masked_fill(certain, 0)
-    cross = _against(pi, out, q_z) - (pi * q.change).where(q_z.isfinite(), 0)
-    own = _against(pi, out, p_z) - pi * p.change
+    # infinite only where p has what q cannot draw
+    harmless = q.z.isinf() & (torch.where(q.z > 0, out, pi) == 0)
+    own = _against(pi, out, p.z.masked_fill(p.z.isinf(), 0)) - pi * p.change
+    cross = _against(pi, out, q.z.masked_fill(harmless, 0)) - pi * q.change
     result = log_size_prob(q) - log_size + _softness(q) - _softness(p) + (cross - own).sum(-1)
     return result.to(p_logits.dtype)
 
@@ -210,16 +217,17 @@ def sample(
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import sample
         >>> sample(torch.tensor([0.0, torch.inf, -torch.inf, torch.inf]), 2)
         tensor([0., 1., 0., 1.])
     """
     arguments.check_input(logits, "logits")
-    theta = logits.detach()
+    theta = logits.detach().double()
     k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
-    theta = theta.double().expand(*sample_shape, *theta.shape)
-    k = k.expand(theta.shape[:-1])
-    drawn = draw_rows(theta, k, generator)
-    return drawn.to(logits.dtype).masked_fill((drawn.sum(-1) != k).unsqueeze(-1), math.nan)
+    unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
+    theta = theta.expand(*sample_shape, *theta.shape)
+    drawn = draw_rows(theta, k.expand(theta.shape[:-1]), generator).to(logits.dtype)
+    return drawn.masked_fill(unsuited.unsqueeze(-1), math.nan)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -251,5 +259,5 @@ def _softness(trials: Tilted) -> Tensor:
 
 
 def _against(pi: Tensor, out: Tensor, z: Tensor) -> Tensor:
-    """Σ over outcomes of their probability times |z| where they go against z's sign."""
-    return torch.where(z > 0, out * z, torch.where(pi == 0, 0, -pi * z))
+    """|z| times the probability of the outcome that z's sign speaks against."""
+    return torch.where(z > 0, out, pi) * z.abs()

@@ -78,9 +78,12 @@ def _draw_trials(
     drawn: Tensor, p: Tensor, pending: Tensor, accept: Acceptance, generator: torch.Generator | None
 ) -> None:
     """Fill the pending rows of drawn with trials of probabilities p, again until they are accepted."""
-    options = {"dtype": p.dtype, "device": p.device, "generator": generator}
+
+    def uniforms(*size: int) -> Tensor:
+        return torch.rand(size, dtype=torch.float64, device=p.device, generator=generator)
+
     while pending.numel():
-        trial = torch.rand((len(pending), p.shape[-1]), **options) < p[pending]
-        kept = torch.rand(len(pending), **options) < accept(trial.sum(-1), pending)
+        trial = uniforms(len(pending), p.shape[-1]) < p[pending]
+        kept = uniforms(len(pending)) < accept(trial.sum(-1), pending)
         drawn[pending[kept]] = trial[kept]
         pending = pending[~kept]

@@ -1,4 +1,4 @@
-"""Conditional Poisson sampling, P(S) ∝ exp(Σ_{i∈S} θ_i) on the k-subsets, as independent trials given their sum.
+"""The design P(S) ∝ exp(Σ_{i∈S} θ_i) on k-subsets, as independent trials given that their sum is k.
 
 The trials' logits are z = θ − t, with t from the sigmoid top-k: σ(z) sums to k, so that their sum is k as
 often as can be. What follows does not depend on t, which is a constant in every derivative.
@@ -72,7 +72,7 @@ def inclusion(trials: Tilted) -> tuple[Tensor, Tensor, Tensor]:
     π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
     """
     q, p = trials.q, trials.p
-    log_prob, pull = torch.func.vjp(lambda q, p: _log_size_prob(q, p, trials.k, trials.at), q, p)
+    log_prob, pull = torch.func.vjp(lambda q, p: _log_size_prob(q, p, trials.k, trials.at), q, p)[:2]
     by_q, by_p = pull(torch.ones_like(log_prob))
     # rounding may leave −1e-17 of an entry that is 0
     return log_prob, (p * by_p).clamp(0, 1), (q * by_q).clamp(0, 1)
