@@ -17,11 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-from khot import arguments
 from khot.arguments import Scalar
 from khot.sampling.calibration import calibrate
-from khot.sampling.halving import draw_rows
-from khot.sampling.tilting import Tilted, inclusion, log_size_prob, mixture, tilt
+from khot.sampling.halving import distinct, draw_rows
+from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
 
 __all__ = [
     "calibrate",
@@ -221,21 +220,18 @@ def sample(
         >>> sample(torch.tensor([0.0, torch.inf, -torch.inf, torch.inf]), 2)
         tensor([0., 1., 0., 1.])
     """
-    arguments.check_input(logits, "logits")
-    theta = logits.detach().double()
-    k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
+    theta, k = check_design(logits.detach(), k)
     unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
-    theta = theta.expand(*sample_shape, *theta.shape)
-    drawn = draw_rows(theta, k.expand(theta.shape[:-1]), generator).to(logits.dtype)
-    return drawn.masked_fill(unsuited.unsqueeze(-1), math.nan)
+    n, batch = theta.shape[-1], theta.shape[:-1]
+    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand(*sample_shape, *batch)
+    drawn = draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
+    return drawn.to(logits.dtype).masked_fill(unsuited.unsqueeze(-1), math.nan)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    # rows that expand() repeats are calibrated once
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in probs.stride()[:-1])
-    logits = calibrate(probs[once]).expand(probs.shape)
-    return draw_rows(logits, probs.sum(-1).round(), generator)
+    rows, which = distinct(probs)
+    return draw_rows(calibrate(rows), rows.sum(-1).round(), which, generator)
 
 
 def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ from khot.sampling import poisson_binomial
 from khot.sampling.poisson_binomial import Frequencies
 from khot.soft_count import threshold_map
 
-__all__ = ["Tilted", "covariance_product", "inclusion", "log_size_prob", "mixture", "tilt", "tilt_rows"]
+__all__ = [
+    "Tilted",
+    "check_design",
+    "covariance_product",
+    "inclusion",
+    "log_size_prob",
+    "mixture",
+    "tilt",
+    "tilt_rows",
+]
 
 
 class Tilted(NamedTuple):
@@ -37,12 +46,17 @@ class Tilted(NamedTuple):
 
 def tilt(logits: Tensor, k: Scalar) -> Tilted:
     """The trials for logits (*batch, n) and integers k that broadcast with batch."""
+    return tilt_rows(*check_design(logits, k))
+
+
+def check_design(logits: Tensor, k: Scalar) -> tuple[Tensor, Tensor]:
+    """θ, and k in its batch shape, in float64."""
     arguments.check_input(logits, "logits")
     if not logits.dim():
         raise ValueError("logits must have the units along their last dim, but got a 0-dim tensor")
     n = logits.shape[-1]
     k = arguments.per_row(k, "k", logits, low=0, high=float(n), integer=True).double()
-    return tilt_rows(logits.double(), k.expand(logits.shape[:-1]))
+    return logits.double(), k.expand(logits.shape[:-1])
 
 
 def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
