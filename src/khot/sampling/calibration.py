@@ -37,17 +37,18 @@ def calibrate(probs: Tensor) -> Tensor:
         probs: (*batch, n) in [0, 1], with integer sums (to within 8n·eps).
 
     Returns:
-        θ, (*batch, n), of probs' dtype; −inf and +inf for units of probability 0 and 1. Differentiable in probs
-        along changes that keep their sum, exactly and to any order: the derivative is a solution of
+        θ, (*batch, n), of probs' dtype; −inf and +inf for units of probability 0 and 1. Differentiable in
+        probs along changes that keep their sum, exactly and to any order: the derivative solves
         Cov(θ) dθ = dprobs.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Source:
-        Chen, Dempster, Liu (1994), section 3; Anderson (1965).
+        Chen, Dempster, Liu (1994) for the design; Anderson (1965) for the acceleration.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import calibrate, marginals
         >>> logits = calibrate(torch.tensor([0.9, 0.6, 0.5, 0.0]))
         >>> marginals(logits, 2)
         tensor([0.9000, 0.6000, 0.5000, 0.0000])
@@ -83,7 +84,7 @@ def fixed_point(
 ) -> Tensor:
     """θ for which marginals(θ, k), which are π and 1 − π, are probs; one step after they are within ``near``.
 
-    θ ← θ + logit probs − logit π(θ), with Anderson's acceleration (type II) in the metric of the variances.
+    θ ← θ + logit probs − logit π(θ), with Anderson's acceleration in the metric of the variances.
     """
     # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
     goal = tilt_rows(torch.logit(probs), k)
@@ -166,8 +167,8 @@ class _Solve(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         theta, k, u = ctx.saved_tensors
         w = _Solve.apply(theta, k, grad)
-        _, pull = torch.func.vjp(lambda theta: (w * covariance_product(tilt_rows(theta, k))(u)).sum(), theta)
-        return -pull(torch.ones_like(grad[..., 0].sum()))[0], None, w
+        pull = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k))(u), theta)[1]
+        return -pull(w)[0], None, w
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
@@ -189,13 +190,12 @@ def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
     variance = pi * out
     free = (variance > 0) & theta.isfinite()
     variance = variance.masked_fill(~free, 1)
+    total = variance.where(free, 0).sum(-1, keepdim=True).clamp(TINY)
 
     def precondition(r: Tensor) -> Tensor:
         """Without the constant, which Cov does not see and rounding would let grow."""
         u = (r / variance).masked_fill(~free, 0)
-        mean = (u * variance).sum(-1, keepdim=True) / variance.where(free, 0).sum(-1, keepdim=True).clamp(
-            1e-300
-        )
+        mean = (u * variance).sum(-1, keepdim=True) / total
         return (u - mean).masked_fill(~free, 0)
 
     r = v.masked_fill(~free, 0)

@@ -17,12 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-from khot import arguments
 from khot.arguments import Scalar
 from khot.sampling.calibration import calibrate, solve
-from khot.sampling.halving import draw_rows
-from khot.sampling.phantom import distinct
-from khot.sampling.tilting import Tilted, inclusion, log_size_prob, mixture, tilt
+from khot.sampling.halving import distinct, draw_rows
+from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
 
 __all__ = [
     "calibrate",
@@ -54,6 +52,7 @@ def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import log_normalizer
         >>> log_normalizer(torch.zeros(4), 2).exp()
         tensor(6.)
     """
@@ -81,6 +80,7 @@ def marginals(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import marginals
         >>> marginals(torch.tensor([0.0, 0.0, 0.0, torch.inf]), 2)
         tensor([0.3333, 0.3333, 0.3333, 1.0000])
     """
@@ -100,6 +100,7 @@ def joint_marginals(logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import joint_marginals
         >>> joint_marginals(torch.zeros(3), 2)
         tensor([[0.6667, 0.3333, 0.3333],
                 [0.3333, 0.6667, 0.3333],
@@ -128,6 +129,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import log_prob
         >>> log_prob(torch.tensor([1.0, 1.0, 0.0]), torch.zeros(3), 2).exp()
         tensor(0.3333)
     """
@@ -148,12 +150,14 @@ def entropy(logits: Tensor, k: Scalar) -> Tensor:
         logits, k: as for :func:`log_normalizer`.
 
     Returns:
-        (*batch) in [0, log C(n, k)], of the logits' dtype. Differentiable in logits, exactly and to any order.
+        (*batch) in [0, log C(n, k)], of the logits' dtype. Differentiable in logits, exactly and to any
+        order.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import entropy
         >>> entropy(torch.zeros(4), 2).exp()
         tensor(6.)
     """
@@ -177,15 +181,16 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import kl
         >>> kl(torch.zeros(4), torch.zeros(4), 2)
         tensor(0.)
     """
     p, q = tilt(p_logits, k), tilt(q_logits, k)
     log_size, pi, out = inclusion(p)
-    certain = p.z.isinf() & q.z.isinf()
-    p_z, q_z = p.z.masked_fill(p.z.isinf(), 0), q.z.masked_fill(certain, 0)
-    cross = _against(pi, out, q_z) - (pi * q.change).where(q_z.isfinite(), 0)
-    own = _against(pi, out, p_z) - pi * p.change
+    # infinite only where p has what q cannot draw
+    harmless = q.z.isinf() & (torch.where(q.z > 0, out, pi) == 0)
+    own = _against(pi, out, p.z.masked_fill(p.z.isinf(), 0)) - pi * p.change
+    cross = _against(pi, out, q.z.masked_fill(harmless, 0)) - pi * q.change
     result = log_size_prob(q) - log_size + _softness(q) - _softness(p) + (cross - own).sum(-1)
     return result.to(p_logits.dtype)
 
@@ -211,22 +216,22 @@ def sample(
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
     Example:
+        >>> from khot.sampling.conditional_poisson import sample
         >>> sample(torch.tensor([0.0, torch.inf, -torch.inf, torch.inf]), 2)
         tensor([0., 1., 0., 1.])
     """
-    arguments.check_input(logits, "logits")
-    theta = logits.detach()
-    k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
-    theta = theta.double().expand(*sample_shape, *theta.shape)
-    k = k.expand(theta.shape[:-1])
-    drawn = draw_rows(theta, k, generator)
-    return drawn.to(logits.dtype).masked_fill((drawn.sum(-1) != k).unsqueeze(-1), math.nan)
+    theta, k = check_design(logits.detach(), k)
+    unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
+    n, batch = theta.shape[-1], theta.shape[:-1]
+    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand(*sample_shape, *batch)
+    drawn = draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
+    return drawn.to(logits.dtype).masked_fill(unsuited.unsqueeze(-1), math.nan)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    logits = solve(distinct(probs)).expand(probs.shape)
-    return draw_rows(logits, probs.sum(-1).round(), generator)
+    rows, which = distinct(probs)
+    return draw_rows(solve(rows), rows.sum(-1).round(), which, generator)
 
 
 def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
@@ -250,5 +255,5 @@ def _softness(trials: Tilted) -> Tensor:
 
 
 def _against(pi: Tensor, out: Tensor, z: Tensor) -> Tensor:
-    """Σ over outcomes of their probability times |z| where they go against z's sign."""
-    return torch.where(z > 0, out * z, torch.where(pi == 0, 0, -pi * z))
+    """|z| times the probability of the outcome that z's sign speaks against."""
+    return torch.where(z > 0, out, pi) * z.abs()

@@ -61,6 +61,8 @@ def sample(
         )
     pi, valid = _checked(probs)
     shape = torch.Size(sample_shape)
+    if not pi.numel():
+        return probs.new_zeros(shape + probs.shape)
     draw = pareto.draw_exact if adjust == "exact" else chosen.draw
     x = draw(pi.expand(shape + pi.shape), generator)[..., : probs.shape[-1] if probs.dim() else 1]
     return _marked(x.to(probs.dtype), valid).reshape(shape + probs.shape)
@@ -84,7 +86,7 @@ def inclusion_probs(probs: Tensor, design: str = "pareto") -> Tensor:
     """
     marginals = resolve(design).marginals
     pi, valid = _checked(probs)
-    if marginals is None:
+    if marginals is None or not pi.numel():
         return _marked(probs.detach().clone(), valid)
     true = marginals(pi)[..., : probs.shape[-1] if probs.dim() else 1]
     return _marked(true.to(probs.dtype), valid).reshape(probs.shape)
@@ -117,6 +119,8 @@ def joint_inclusion_probs(probs: Tensor, design: str) -> Tensor:
         )
     pi, valid = _checked(probs)
     n = probs.shape[-1] if probs.dim() else 1
+    if not pi.numel():
+        return probs.new_zeros((*probs.shape, n))
     both = joint(pi)[..., :n, :n].to(probs.dtype)
     if valid is not None:
         both = both.masked_fill(~valid.unsqueeze(-1), math.nan)
@@ -132,7 +136,7 @@ def _checked(probs: Tensor) -> tuple[Tensor, Tensor | None]:
     pi = pi.double() if pi.dim() else pi.double().reshape(1)
     valid = None
     if pi.device.type == "cpu":
-        low, high = probs.aminmax() if pi.numel() else (0, 1)
+        low, high = probs.aminmax() if probs.numel() else (0, 1)
         if not (low >= 0 and high <= 1):  # NaN is neither
             arguments.check_values(pi, "probs", low=0, high=1)
     else:

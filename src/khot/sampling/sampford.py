@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from khot.sampling import conditional_poisson
-from khot.sampling.halving import draw_rows
-from khot.sampling.phantom import distinct
+from khot.sampling.halving import distinct, draw_rows
 from khot.sampling.tilting import inclusion, mixture, tilt_rows
 
 __all__ = ["design_joint", "design_log_prob", "draw"]
@@ -21,17 +20,26 @@ __all__ = ["design_joint", "design_log_prob", "draw"]
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    rows = distinct(probs)
-    odds, k = _log_odds(rows), _size(rows)
+    rows, which = distinct(probs)
+    odds, k, n = _log_odds(rows), _size(rows), rows.shape[-1]
     # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
-    first = (1 - rows) * inclusion(tilt_rows(odds, k))[1]
-    total = first.cumsum(-1).expand(probs.shape).contiguous()
-    u = torch.rand((*probs.shape[:-1], 1), dtype=probs.dtype, device=probs.device, generator=generator)
-    unit = torch.searchsorted(total, u * total[..., -1:], right=True)
-    # nothing is left to chance where every unit is certain
-    drawn_first = (total[..., -1:] > 0) & (torch.arange(probs.shape[-1], device=probs.device) == unit)
-    rest = odds.masked_fill(drawn_first, -math.inf)
-    return drawn_first | draw_rows(rest, k - drawn_first.sum(-1), generator)
+    chance = ((1 - rows) * inclusion(tilt_rows(odds, k))[1]).cumsum(-1)
+    total = chance[:, -1:]
+    u = torch.rand((*which.shape, 1), dtype=rows.dtype, device=rows.device, generator=generator)
+    unit = torch.searchsorted(chance[which], u * total[which], right=True)
+    random = total > 0  # else every unit is certain, and none is drawn first
+    units = torch.arange(n, device=rows.device)
+    first = random[which] & (units == unit)
+    if which.numel() <= n * len(rows):
+        rest = torch.where(first, -math.inf, odds[which]).reshape(-1, n)
+        size = (k - random.squeeze(-1).to(k))[which].reshape(-1)
+        which = torch.arange(len(rest), device=rows.device).reshape(which.shape)
+    else:  # many draws of few designs: the design of the rest, for every first unit, is found once
+        taken = random.unsqueeze(-1) & (units == units.unsqueeze(-1))
+        rest = torch.where(taken, -math.inf, odds.unsqueeze(-2)).reshape(-1, n)
+        size = (k - random.squeeze(-1).to(k)).repeat_interleave(n)
+        which = which * n + unit.squeeze(-1).clamp(max=n - 1)
+    return first | draw_rows(rest, size, which, generator)
 
 
 def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Conditional Poisson sampling, P(S) ∝ exp(Σ_{i∈S} θ_i) on the k-subsets, as independent trials given their sum.
+"""The design P(S) ∝ exp(Σ_{i∈S} θ_i) on k-subsets, as independent trials given that their sum is k.
 
 The trials' logits are z = θ − t, with t from the sigmoid top-k: σ(z) sums to k, so that their sum is k as
 often as can be. What follows does not depend on t, which is a constant in every derivative.
@@ -19,7 +19,16 @@ from khot.sampling import poisson_binomial
 from khot.sampling.poisson_binomial import Frequencies
 from khot.soft_count import threshold_map
 
-__all__ = ["Tilted", "covariance_product", "inclusion", "log_size_prob", "mixture", "tilt", "tilt_rows"]
+__all__ = [
+    "Tilted",
+    "check_design",
+    "covariance_product",
+    "inclusion",
+    "log_size_prob",
+    "mixture",
+    "tilt",
+    "tilt_rows",
+]
 
 
 class Tilted(NamedTuple):
@@ -37,12 +46,17 @@ class Tilted(NamedTuple):
 
 def tilt(logits: Tensor, k: Scalar) -> Tilted:
     """The trials for logits (*batch, n) and integers k that broadcast with batch."""
+    return tilt_rows(*check_design(logits, k))
+
+
+def check_design(logits: Tensor, k: Scalar) -> tuple[Tensor, Tensor]:
+    """θ, and k in its batch shape, in float64."""
     arguments.check_input(logits, "logits")
     if not logits.dim():
         raise ValueError("logits must have the units along their last dim, but got a 0-dim tensor")
     n = logits.shape[-1]
     k = arguments.per_row(k, "k", logits, low=0, high=float(n), integer=True).double()
-    return tilt_rows(logits.double(), k.expand(logits.shape[:-1]))
+    return logits.double(), k.expand(logits.shape[:-1])
 
 
 def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
@@ -72,7 +86,7 @@ def inclusion(trials: Tilted) -> tuple[Tensor, Tensor, Tensor]:
     π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
     """
     q, p = trials.q, trials.p
-    log_prob, pull = torch.func.vjp(lambda q, p: _log_size_prob(q, p, trials.k, trials.at), q, p)
+    log_prob, pull = torch.func.vjp(lambda q, p: _log_size_prob(q, p, trials.k, trials.at), q, p)[:2]
     by_q, by_p = pull(torch.ones_like(log_prob))
     # rounding may leave −1e-17 of an entry that is 0
     return log_prob, (p * by_p).clamp(0, 1), (q * by_q).clamp(0, 1)
