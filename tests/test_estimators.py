@@ -155,6 +155,24 @@ def test_nan_stays_in_its_row(name: str) -> None:
     assert grad[1].isfinite().all() and grad[1].abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["gumbel", "imle"])
+def test_estimators_without_a_design_compile_and_map(name: str) -> None:
+    """The others draw by designs, whose branches look at values."""
+    logits = torch.randn(4, 8, generator=generator(), requires_grad=True)
+    v = torch.arange(8.0)
+
+    def draw(logits: Tensor) -> Tensor:
+        return sample_khot(logits, 3, estimator=name)
+
+    compiled = torch.compile(draw, fullgraph=True, backend="aot_eager")
+    mapped = torch.func.vmap(draw, randomness="different")
+    for call in (compiled, mapped):
+        x = call(logits)
+        assert ((x == 0) | (x == 1)).all() and (x.sum(-1) == 3).all()
+        (grad,) = torch.autograd.grad((x * v).sum(), logits)
+        assert grad.isfinite().all() and grad.abs().sum() > 0
+
+
 def test_every_public_estimator_is_tested_here() -> None:
     others = {"sample_khot", "score_function"}
     assert set(estimators.__all__) == {*NAMES, *others}

@@ -229,8 +229,8 @@ def gumbel(
         hard: whether the sample is k-hot, or relaxed.
 
     Returns:
-        Numbers in [0, 1] of the logits' shape and dtype, each row summing to k; differentiable in logits, k
-        and tau.
+        Numbers in [0, 1] of the logits' shape and dtype, each row summing to k (with ``hard=True`` to ⌊k + ½⌋);
+        differentiable in logits, k and tau.
 
     Errors: as for :func:`sample_khot`.
 
@@ -305,24 +305,29 @@ def imle(
     if not step > 0:
         raise ValueError(f"step must be > 0, but got {step}")
     x = _rows(logits, dim)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1])
     scale = arguments.per_row(tau, "tau", x, low=0, low_open=True).detach().to(x.dtype).unsqueeze(-1)
     perturbed = x + scale * gumbel_noise(x, generator=generator)
     return _unrows(_PerturbAndMap.apply(perturbed, k, step), logits, dim)
 
 
 class _PerturbAndMap(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, perturbed: Tensor, k: Scalar, step: float) -> Tensor:
-        sample = topk_mask(perturbed, k)
-        ctx.save_for_backward(perturbed, sample)
-        ctx.k, ctx.step = k, step
-        return sample
+    def forward(perturbed: Tensor, k: Tensor, step: float) -> Tensor:
+        return topk_mask(perturbed, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2], output)
+        ctx.step = inputs[2]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        perturbed, sample = ctx.saved_tensors
-        wanted = topk_mask(perturbed - ctx.step * grad, ctx.k)
+        perturbed, k, sample = ctx.saved_tensors
+        wanted = topk_mask(perturbed - ctx.step * grad, k)
         return (sample - wanted) / ctx.step, None, None
 
 
