@@ -229,7 +229,7 @@ def gumbel(
         hard: whether the sample is k-hot, or relaxed.
 
     Returns:
-        Numbers in [0, 1] of the logits' shape and dtype, each row summing to k (with ``hard=True`` to ⌊k + ½⌋);
+        Numbers in [0, 1] of the logits' shape and dtype, each row summing to k (hard: to ⌊k + ½⌋);
         differentiable in logits, k and tau.
 
     Errors: as for :func:`sample_khot`.
