@@ -1,0 +1,141 @@
+"""The number of successes of independent trials: P(S = k) for S = Σ_j Bernoulli(p_j), in O(n).
+
+P(S = k) = (1/N) Σ_l e^(−iω_l k) Φ(ω_l) with Φ(ω) = Π_j (q_j + p_j e^(iω)) and ω_l = 2πl/N. Only P(S = k ± N)
+aliases, so that N need only exceed some 18 standard deviations; and |Φ(ω)| ≤ exp(−V(1 − cos ω)) with
+V = Σpq, so that of N frequencies at most 26 count, whatever n.
+
+P is a polynomial, linear in each p_j and in each q_j, and is treated as one: q_j and p_j are independent
+arguments, the derivatives by them being what the other trials make, P(S − X_j = k) and P(S − X_j = k − 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["Frequencies", "characteristic", "frequencies", "pmf", "pmf_of_others"]
+
+# V = 21 needs N = 51, so all of ω_0, ..., ω_25; for every other V, V(1 − cos ω_26) > 42 or N < 53
+FREQUENCIES = 26
+BLOCK = 16  # trials whose sums' distribution is made by convolution, before the transform; by timing
+
+
+class Frequencies(NamedTuple):
+    """ω_l = 2πl/N for l = 0, 1, ...; those of −l are conjugate."""
+
+    period: Tensor  # N, of the batch shape
+    order: Tensor  # l
+    weight: (
+        Tensor  # (*batch, l): of ω_l and ω_−l in the mean over all N; 0 where these are others' duplicates
+    )
+
+    def angle(self, count: Tensor) -> Tensor:
+        """ω_l·count modulo 2π, (*batch, l, *), for integers (*batch, *): exact before its one rounding."""
+        period = self.period[..., None, None]
+        turns = self.order.unsqueeze(-1) * count.unsqueeze(-2)
+        return (2 * math.pi) * (torch.remainder(turns, period) / period)
+
+
+def frequencies(variance: Tensor, n: int) -> Frequencies:
+    """Those that P(S = k) needs, for n trials of this total variance, at any k within 4.5 deviations.
+
+    9√V + 8 is the width of a window around the mean beyond which less than a rounding error of S lies.
+    """
+    all_of_them = 2 * ((n + 1) // 2) + 1  # odd: at ω = π a factor can be 0
+    period = (2 * torch.ceil((9 * variance.sqrt() + 8).ceil() / 2) + 1).clamp(max=all_of_them)
+    order = torch.arange(min(FREQUENCIES, all_of_them // 2 + 1), dtype=variance.dtype, device=variance.device)
+    copies = 2.0 - (order == 0).to(variance.dtype)
+    within = 2 * order < period.unsqueeze(-1)
+    return Frequencies(period, order, within * copies / period.unsqueeze(-1))
+
+
+def characteristic(q: Tensor, p: Tensor, at: Frequencies) -> tuple[Tensor, Tensor]:
+    """Π_j (q_j + p_j e^(iω)): its real and imaginary part, (*batch, l)."""
+    re, im = _product_tree(q, p, at).values[-1]
+    return re.squeeze(-1), im.squeeze(-1)
+
+
+def pmf(re: Tensor, im: Tensor, k: Tensor, at: Frequencies) -> Tensor:
+    """P(S = k) from Φ, for k of the batch shape."""
+    angle = at.angle(k.unsqueeze(-1)).squeeze(-1)
+    return (at.weight * (re * angle.cos() + im * angle.sin())).sum(-1)
+
+
+def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor, Tensor]:
+    """P(S = k), (*batch), and P(S − X_j = k) and P(S − X_j = k − 1), (*batch, n).
+
+    They are its derivatives by q_j and by p_j. The tree of products from its root down: what is beside a
+    node, and the sibling of its child, make what is beside that child.
+    """
+    tree = _product_tree(q, p, at)
+    re, im = (value.squeeze(-1) for value in tree.values[-1])
+    angle = at.angle(k.unsqueeze(-1))
+    g, h = at.weight.unsqueeze(-1) * angle.cos(), at.weight.unsqueeze(-1) * angle.sin()
+    for below in reversed(tree.values[:-1]):
+        (a, b), (c, d) = (value.chunk(2, -1) for value in below)
+        g, h = (value[..., : a.shape[-1]] for value in (g, h))  # without what made them an even number
+        g, h = torch.cat((g * b + h * d, g * a + h * c), -1), torch.cat((h * b - g * d, h * a - g * c), -1)
+    g, h = (value[..., : tree.masses[-1][0].shape[-1]] for value in (g, h))
+    beside = list((tree.transform.mT @ torch.cat((g, h), -2)).unbind(-2))
+    for masses in reversed(tree.masses[:-1]):
+        left, right = zip(*(mass.chunk(2, -1) for mass in masses), strict=True)
+        halves = zip(_correlate(beside, right), _correlate(beside, left), strict=True)
+        beside = [torch.cat(both, -1) for both in halves]
+    n = q.shape[-1]
+    return pmf(re, im, k, at), beside[0][..., :n], beside[1][..., :n]
+
+
+class _Tree(NamedTuple):
+    """Products over ever more trials. A level has half the nodes of that before it."""
+
+    masses: list[list[Tensor]]  # P(a node's trials make 0), P(they make 1), ..., each (*batch, nodes)
+    transform: Tensor  # (*batch, 2l, counts): cos ωm above sin ωm
+    values: list[tuple[Tensor, Tensor]]  # Φ of each node, (*batch, l, nodes); last of all of them
+
+
+def _product_tree(q: Tensor, p: Tensor, at: Frequencies) -> _Tree:
+    """Convolutions first, in blocks of trials: a frequency then costs but one product a block."""
+    n = q.shape[-1]
+    block = min(BLOCK, 1 << max(0, n - 1).bit_length())
+    short = block * max(1, -(-n // block)) - n  # made up by trials that always fail
+    masses = [[pad(q, (0, short), value=1.0), pad(p, (0, short))]]
+    while len(masses[-1]) <= block:
+        masses.append(_convolve(*zip(*(mass.chunk(2, -1) for mass in masses[-1]), strict=True)))
+    angle = at.angle(torch.arange(block + 1, dtype=q.dtype, device=q.device))
+    transform = torch.cat((angle.cos(), angle.sin()), -2)
+    re, im = (transform @ torch.stack(masses[-1], -2)).chunk(2, -2)
+    values = [(re, im)]
+    while (blocks := re.shape[-1]) > 1:
+        if blocks % 2:
+            re, im = pad(re, (0, 1), value=1.0), pad(im, (0, 1))
+            values[-1] = re, im
+        (a, b), (c, d) = re.chunk(2, -1), im.chunk(2, -1)
+        re, im = a * b - c * d, a * d + b * c
+        values.append((re, im))
+    return _Tree(masses, transform, values)
+
+
+def _convolve(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_i a_i b_(s−i) for all s."""
+    size = len(a)
+    return [
+        _dot(a[max(0, s - size + 1) : s + 1], b[max(0, s - size + 1) : s + 1][::-1])
+        for s in range(2 * size - 1)
+    ]
+
+
+def _correlate(g: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_j g_(i+j) b_j for all i."""
+    return [_dot(g[i : i + len(b)], b) for i in range(len(b))]
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = torch.addcmul(total, x, y)
+    return total
