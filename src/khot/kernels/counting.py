@@ -1,0 +1,121 @@
+"""Reference kernels of the soft count at many levels: n entries times m levels, a group of levels at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot.cdfs import CDF
+
+__all__ = ["pull_count", "push_count", "soft_count", "soft_count_backward"]
+
+AT_ONCE = 1 << 20  # entries times levels: 8 MB a temporary
+
+
+def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in float64.
+
+    Args:
+        x: (*batch, n).
+        at: (*batch, m).
+        tau: broadcasts with batch.
+        cdf, shape: as for :func:`khot.cdfs.resolve`.
+        centred: take F(z + F⁻¹(½)) for F, by which an entry counts itself as ½ where b is an infinite score,
+            too; else +inf always counts, and −inf never.
+
+    Returns:
+        (*batch, m); NaN where a row has a NaN or its τ is not positive.
+    """
+    F = cdfs.resolve(cdf, shape)
+    parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
+    return torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=torch.float64)
+
+
+def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
+    size = max(1, AT_ONCE // max(1, x.numel()))
+    return (slice(i, i + size) for i in range(0, at.shape[-1], size))
+
+
+def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
+    """z (*batch, m, n), 0 where an infinite entry or level has decided; and where."""
+    x, b = x.double().unsqueeze(-2), at.double().unsqueeze(-1)
+    decided = x.isinf() | b.isinf()
+    z = x.masked_fill(x.isinf(), 0) - b.masked_fill(b.isinf(), 0)
+    z = z / _valid(tau, x)[..., None, None]
+    return (z + F.median if centred else z).masked_fill(decided & ~z.isnan(), 0), decided
+
+
+def _valid(tau: Tensor, x: Tensor) -> Tensor:
+    tau = tau.double().expand(x.shape[:-2])
+    return tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
+
+
+def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
+    z, decided = _standardize(x, at, tau, F, centred)
+    x, b = x.unsqueeze(-2), at.unsqueeze(-1)
+    outcome = torch.where(x.isinf(), x > 0, b < 0).double()
+    if centred:
+        outcome = torch.where(x == b, 0.5, outcome)
+    return torch.where(decided & ~z.isnan(), outcome, F.cdf(z)).sum(-1)
+
+
+def soft_count_backward(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in x, the levels and τ (batch)."""
+    return pull_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+
+
+def pull_count(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reverse mode, in differentiable operations: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ."""
+    grad, scale = grad.double(), tau.double().expand(x.shape[:-1])
+    dx = torch.zeros_like(x, dtype=torch.float64)
+    dtau = torch.zeros_like(scale)
+    dat = [torch.empty_like(at[..., :0], dtype=torch.float64)]
+    for part in _groups(x, at):
+        v = grad[..., part].unsqueeze(-1)
+        f, fz = _density(x, at[..., part], tau, F, centred)
+        dx = dx + (v * f).sum(-2) / scale.unsqueeze(-1)
+        dat.append(-(v * f).sum(-1) / scale.unsqueeze(-1))
+        dtau = dtau - (v * fz).sum((-1, -2)) / scale
+    return dx.to(x.dtype), torch.cat(dat, -1).to(at.dtype), dtau
+
+
+def push_count(
+    dx: Tensor | None,
+    dat: Tensor | None,
+    dtau: Tensor | None,
+    x: Tensor,
+    at: Tensor,
+    tau: Tensor,
+    F: CDF,
+    centred: bool,
+) -> Tensor:
+    """Forward mode."""
+    scale = tau.double().expand(x.shape[:-1]).unsqueeze(-1)
+    out = [torch.empty_like(at[..., :0], dtype=torch.float64)]
+    for part in _groups(x, at):
+        f, fz = _density(x, at[..., part], tau, F, centred)
+        total = torch.zeros_like(at[..., part], dtype=torch.float64)
+        if dx is not None:
+            total = total + (f * dx.double().unsqueeze(-2)).sum(-1)
+        if dat is not None:
+            total = total - f.sum(-1) * dat[..., part].double()
+        if dtau is not None:
+            total = total - fz.sum(-1) * dtau.double().expand(x.shape[:-1]).unsqueeze(-1)
+        out.append(total / scale)
+    return torch.cat(out, -1)
+
+
+def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
+    """f and f·(x − b)/τ, 0 where an infinite entry or level has decided."""
+    z, decided = _standardize(x, at, tau, F, centred)
+    z = z.clamp(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
+    f = F.pdf(z).masked_fill(decided, 0)
+    return f, f * (z - F.median if centred else z)
