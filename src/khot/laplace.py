@@ -1,4 +1,4 @@
-"""The Laplace count of a whole row at once, differentiable: ranks, and the thresholds of many levels.
+"""The Laplace count of a whole row at once, differentiable: ranks, sorting, thresholds of many levels.
 
 By one sort and scans, in O(n log n) time and O(n) memory in either direction (Struski et al. 2025, section
 4, evaluates so too; its backward of the rank does not). :mod:`khot.kernels.scans` has the formulas.
@@ -16,7 +16,7 @@ import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels import scans
 
-__all__ = ["laplace_rank", "laplace_thresholds"]
+__all__ = ["laplace_rank", "laplace_sort", "laplace_thresholds"]
 
 
 def laplace_rank(x: Tensor, tau: Tensor) -> Tensor:
@@ -28,6 +28,15 @@ def laplace_rank(x: Tensor, tau: Tensor) -> Tensor:
     """
     rank: Tensor = call(_Rank, torch.ops.khot.laplace_rank, x, tau)[0]
     return rank
+
+
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool) -> Tensor:
+    """The thresholds of the levels i − ½ in x's dtype: the differentiable form of the kernel.
+
+    As :func:`laplace_thresholds` without what it keeps of each threshold: nothing but x and its order.
+    """
+    t: Tensor = call(_Sort, torch.ops.khot.laplace_sort, x, tau, descending)[0]
+    return t
 
 
 def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,3 +184,56 @@ class _Thresholds(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return vmap_rows(_Thresholds.apply, info, in_dims, *args)
+
+
+def _save_sort(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, tau, ctx.descending = inputs
+    ctx.save_for_backward(x, output[1], tau)
+
+
+def _sort_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
+    x, order, tau = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        found = _thresholds_again(x, tau)
+        v = (grad if ctx.descending else grad.flip(-1)).double()
+        dx, _, dtau = scans.pull_thresholds(v, x, *found, tau, _scan)
+    else:
+        dx, dtau = torch.ops.khot.laplace_sort_backward.default(
+            grad, x, order, tau, ctx.descending, ctx.needs_input_grad[1]
+        )
+    return dx, _like(dtau, tau), None
+
+
+def _thresholds_again(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, hi, lo and place, where lo has derivatives, too."""
+    hi, lo, order, place = call(_Thresholds, torch.ops.khot.laplace_thresholds, x, scans.half_levels(x), tau)
+    return order, hi, lo, place
+
+
+register("khot::laplace_sort", _sort_backward, _save_sort)
+
+
+class _Sort(Function):
+    @staticmethod
+    def forward(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            return torch.ops.khot.laplace_sort.default(x, tau, descending)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _save_sort(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_forward(inputs[0], output[1], inputs[1])
+
+    backward = staticmethod(_sort_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None, _: None) -> tuple[Tensor, None]:
+        x, _, tau = ctx.saved_tensors
+        found = _thresholds_again(x, tau)
+        out = scans.push_thresholds(dx, None, dtau, x, *found, tau, _scan).to(x.dtype)
+        return out if ctx.descending else out.flip(-1), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return vmap_rows(_Sort.apply, info, in_dims, *args)

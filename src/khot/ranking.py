@@ -15,8 +15,9 @@ from torch import Tensor
 from khot import arguments, cdfs, soft_count
 from khot.arguments import Scalar
 from khot.cdfs import CDF
+from khot.kernels.scans import half_levels
 from khot.kernels.solver import HUGE
-from khot.laplace import laplace_rank, laplace_thresholds
+from khot.laplace import laplace_rank, laplace_sort, laplace_thresholds
 
 __all__ = [
     "log_shares",
@@ -111,10 +112,13 @@ def soft_sort(
         tensor([10., 20., 30.])
     """
     F = cdfs.resolve(cdf)
+    if isinstance(F, cdfs.Laplace):  # symmetric: ascending is descending from the other end
+        x = arguments.rows(input, dim)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        return arguments.unrows(laplace_sort(x, tau, descending), input, dim)
     x = arguments.rows(input, dim, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    levels = torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) + 0.5
-    t = _quantiles(x, levels, tau, F)
+    t = _quantiles(x, half_levels(x), tau, F)
     return arguments.unrows(t if descending else -t, input, dim)
 
 
@@ -176,8 +180,8 @@ def log_soft_permutation(
         input, dim, tau, cdf, descending: as for :func:`soft_permutation`.
 
     Returns:
-        log P in [−inf, 0], of its shape and dtype; −inf where P is exactly 0, which for CDFs with full support
-        is only between infinite entries and others.
+        log P in [−inf, 0], of its shape and dtype; −inf where P is exactly 0: for CDFs with full support,
+        only between infinite entries and others.
 
     Differentiable and checked as :func:`soft_permutation`.
 
@@ -208,7 +212,7 @@ def soft_quantile(
     """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
 
     As τ → 0 it tends to the entry nearest to the position q(n − 1) in the sorted row, where
-    ``torch.quantile`` interpolates linearly; to the middle of the two neighbours where q(n − 1) lies half-way.
+    ``torch.quantile`` interpolates linearly; to the middle of two where q(n − 1) lies half-way.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones come last or first.

@@ -50,6 +50,12 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor grad, Tensor x, Tensor order, Tensor tau) -> (Tensor, Tensor)",
         scans.laplace_rank_backward,
     ),
+    "laplace_sort": ("(Tensor x, Tensor tau, bool descending) -> (Tensor, Tensor)", scans.laplace_sort),
+    "laplace_sort_backward": (
+        "(Tensor grad, Tensor x, Tensor order, Tensor tau, bool descending, bool want_tau) "
+        "-> (Tensor, Tensor)",
+        scans.laplace_sort_backward,
+    ),
     "laplace_thresholds": (
         "(Tensor x, Tensor levels, Tensor tau) -> (Tensor, Tensor, Tensor, Tensor)",
         scans.laplace_thresholds,
@@ -140,6 +146,18 @@ def _(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("khot::laplace_rank_backward")
 def _(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::laplace_sort")
+def _(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("khot::laplace_sort_backward")
+def _(
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, descending: bool, want_tau: bool
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
 
 

@@ -23,8 +23,11 @@ __all__ = [
     "ahead",
     "behind",
     "decay_scan",
+    "half_levels",
     "laplace_rank",
     "laplace_rank_backward",
+    "laplace_sort",
+    "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "pull_rank",
@@ -140,7 +143,7 @@ def _sorted(x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> _Sorted:
     y = x.double().gather(-1, order)
     tau = tau.double().expand(x.shape[:-1])
     gap = _gaps(y, tau)
-    free = y.isfinite()
+    free = ~y.isinf()  # a NaN spreads over its row
     one = torch.ones_like(y)
     return _Sorted(
         order, y.masked_fill(~free, 0), free, tau, gap, scan(one, gap, False), scan(one, gap, True)
@@ -235,6 +238,30 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     hi = hi.masked_fill(every, -HUGE).masked_fill(none, HUGE).masked_fill(bad, math.nan)
     lo = lo.masked_fill(every, -HUGE).masked_fill(none, HUGE).masked_fill(bad, math.nan)
     return hi, lo, order.int(), place.int()
+
+
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+    """The thresholds of the levels i − ½, in x's dtype, largest or smallest first; and what sorts x, descending.
+
+    Infinite entries stay.
+    """
+    hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau)
+    t = (hi + lo).to(x.dtype)
+    return t if descending else t.flip(-1), order
+
+
+def half_levels(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) + 0.5
+
+
+def laplace_sort_backward(
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, descending: bool, want_tau: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
+    hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau)
+    v = (grad if descending else grad.flip(-1)).double()
+    dx, _, dtau = pull_thresholds(v, x, order, hi, lo, place, tau, decay_scan)
+    return dx, dtau if want_tau else torch.zeros_like(dtau)
 
 
 def laplace_thresholds_backward(
