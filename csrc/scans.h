@@ -423,7 +423,7 @@ double thresholds_backward_row(const double* grad, const R* x, const int32_t* or
     const double top = std::max(log_a, log_b);
     double share_above = std::exp(log_a - top), share_below = std::exp(log_b - top);
     const double mass = share_above + share_below, v = grad[i] / mass;
-    dlevel[i] = -2 * tau * v * std::exp(-top);
+    dlevel[i] = -grad[i] * std::exp(std::log(2 * tau / mass) - top);
     if (has_above) up[j - 1] += v * share_above / a;
     if (has_below) down[j] += v * share_below / b;
     dtau += v * (share_below * beta - share_above * alpha);

@@ -42,7 +42,7 @@ def soft_rank(
 
     F is the CDF, shifted to the median 0. As τ → 0, r tends to the rank of each entry, counted from 1 for the
     smallest (the largest if ``descending``), equal entries sharing the mean of their ranks; as τ → ∞, to
-    (n + 1)/2. A row sums to n(n + 1)/2 for every τ.
+    (n + 1)/2. Where F is symmetric (all but Power(p), p < 2) a row sums to n(n + 1)/2 for every τ.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones come last or first, and share ranks.
@@ -132,7 +132,7 @@ def soft_permutation(
 ) -> Tensor:
     """The matrix that sorts a row, softened to a doubly stochastic one.
 
-    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i: how much of the
+    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i: how much of
     entry j is in the soft top-i and not yet in the top-(i − 1). That is the descending order; the ascending
     one is that of −input. As τ → 0, P tends to the permutation matrix with P @ input sorted.
 
@@ -297,8 +297,9 @@ def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor,
     if x.shape[-1] == 0:
         nan = torch.full((*x.shape[:-1], levels.shape[-1]), math.nan, dtype=torch.float64, device=x.device)
         return nan, nan
-    levels = torch.minimum(torch.maximum(levels, first), last)
-    return soft_count.thresholds(x, levels, tau, F)
+    hi, lo = soft_count.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
+    beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
+    return hi.masked_fill(beyond, -HUGE), lo.masked_fill(beyond, -HUGE)
 
 
 def _quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:

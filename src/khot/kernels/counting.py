@@ -1,4 +1,4 @@
-"""Reference kernels of the soft count at many levels: n entries times m levels, a group of levels at a time."""
+"""Reference kernels of the soft count at many levels: n entries times m levels, a few levels at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from khot.cdfs import CDF
 
 __all__ = ["pull_count", "push_count", "soft_count", "soft_count_backward"]
 
-AT_ONCE = 1 << 20  # entries times levels: 8 MB a temporary
+AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
+FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 
 
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
@@ -40,27 +41,25 @@ def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, at.shape[-1], size))
 
 
-def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
-    """z (*batch, m, n), 0 where an infinite entry or level has decided; and where."""
-    x, b = x.double().unsqueeze(-2), at.double().unsqueeze(-1)
-    decided = x.isinf() | b.isinf()
-    z = x.masked_fill(x.isinf(), 0) - b.masked_fill(b.isinf(), 0)
-    z = z / _valid(tau, x)[..., None, None]
-    return (z + F.median if centred else z).masked_fill(decided & ~z.isnan(), 0), decided
-
-
-def _valid(tau: Tensor, x: Tensor) -> Tensor:
-    tau = tau.double().expand(x.shape[:-2])
-    return tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
+def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
+    """z (*batch, m, n). Infinite scores are far away; infinite levels count as 0 and are for the caller."""
+    infinite = x.isinf()
+    b = at.double().masked_fill(at.isinf(), 0)
+    tau = tau.double().expand(x.shape[:-1])
+    tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)[..., None, None]
+    # not in the difference, whose gradient would be 0·inf
+    z = (x.double().masked_fill(infinite, 0).unsqueeze(-2) - b.unsqueeze(-1)) / tau
+    z = torch.where(infinite.unsqueeze(-2) & ~tau.isnan(), FAR * x.sign().double().unsqueeze(-2), z)
+    return z + F.median if centred and F.median else z
 
 
 def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
-    z, decided = _standardize(x, at, tau, F, centred)
-    x, b = x.unsqueeze(-2), at.unsqueeze(-1)
-    outcome = torch.where(x.isinf(), x > 0, b < 0).double()
-    if centred:
-        outcome = torch.where(x == b, 0.5, outcome)
-    return torch.where(decided & ~z.isnan(), outcome, F.cdf(z)).sum(-1)
+    count = F.cdf(_standardize(x, at, tau, F, centred)).sum(-1)
+    own = 0.5 if centred else 0.0
+    first = (x == math.inf).sum(-1, keepdim=True) * (1 - own)  # at an infinite level
+    last = x.shape[-1] - (x == -math.inf).sum(-1, keepdim=True) * (1 - own)
+    at_infinity = torch.where(at > 0, first, last).double()
+    return torch.where(at.isinf() & ~count.isnan(), at_infinity, count)
 
 
 def soft_count_backward(
@@ -73,13 +72,13 @@ def soft_count_backward(
 def pull_count(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reverse mode, in differentiable operations: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ."""
+    """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
     grad, scale = grad.double(), tau.double().expand(x.shape[:-1])
     dx = torch.zeros_like(x, dtype=torch.float64)
     dtau = torch.zeros_like(scale)
     dat = [torch.empty_like(at[..., :0], dtype=torch.float64)]
     for part in _groups(x, at):
-        v = grad[..., part].unsqueeze(-1)
+        v = _at_rest(grad[..., part], at[..., part]).unsqueeze(-1)
         f, fz = _density(x, at[..., part], tau, F, centred)
         dx = dx + (v * f).sum(-2) / scale.unsqueeze(-1)
         dat.append(-(v * f).sum(-1) / scale.unsqueeze(-1))
@@ -109,13 +108,19 @@ def push_count(
             total = total - f.sum(-1) * dat[..., part].double()
         if dtau is not None:
             total = total - fz.sum(-1) * dtau.double().expand(x.shape[:-1]).unsqueeze(-1)
-        out.append(total / scale)
+        out.append(_at_rest(total, at[..., part]) / scale)
     return torch.cat(out, -1)
 
 
 def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
-    """f and f·(x − b)/τ, 0 where an infinite entry or level has decided."""
-    z, decided = _standardize(x, at, tau, F, centred)
-    z = z.clamp(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
-    f = F.pdf(z).masked_fill(decided, 0)
-    return f, f * (z - F.median if centred else z)
+    """f and f·(x − b)/τ, 0 where either is infinite."""
+    z = _standardize(x, at, tau, F, centred).clamp(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
+    f = F.pdf(z)
+    if centred and F.median:
+        z = z - F.median
+    return f, f * z
+
+
+def _at_rest(v: Tensor, at: Tensor) -> Tensor:
+    """0 for infinite levels, which do not move and feel nothing move."""
+    return v.masked_fill(at.isinf(), 0)

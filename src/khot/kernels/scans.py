@@ -52,7 +52,7 @@ def ahead(v: Tensor) -> Tensor:
 
 
 def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
-    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)) with out_0 = 0; reverse, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)).
+    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), out_0 = 0; reverse, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)).
 
     Args:
         w, g: (*batch, n), or what broadcasts to it, in float64. g ≥ 0 is the gap before each entry; the first
@@ -241,7 +241,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
 
 
 def laplace_sort(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
-    """The thresholds of the levels i − ½, in x's dtype, largest or smallest first; and what sorts x, descending.
+    """The thresholds of the levels i − ½, in x's dtype, in either order; and what sorts x, descending.
 
     Infinite entries stay.
     """
@@ -312,7 +312,7 @@ def push_thresholds(
 
 
 class _Linear(NamedTuple):
-    """At each threshold: everything that lies above counts through the entry next to t, and below likewise."""
+    """At each threshold: all that lies above counts through the entry next to t, and below likewise."""
 
     live: Tensor  # t is finite
     above: Tensor  # where the entry next above t stands; any, where there is none
