@@ -62,6 +62,7 @@ template <class R>
 struct Workspace {
   std::vector<Item<R>> items, spare;
   std::vector<double> numbers;
+  std::vector<int32_t> places;
   int64_t taken = 0, stride;
 
   // arrays of up to `length` numbers, padded for whole vectors
@@ -216,7 +217,20 @@ struct Finite {
   int64_t clamp(int64_t p) const { return std::min(std::max(p, first), last); }
 };
 
-// How many entries lie above t, for levels that ascend by about one, as they mostly do.
+// How many entries lie above each threshold of the levels i + 1/2. An entry with the count C does from i =
+// C - 1/2 on: counted and summed up, since a search would guess every other branch wrong.
+inline void half_places(const double* above, const double* below, int64_t n, int32_t* places) {
+  std::fill(places, places + n + 1, 0);
+  for (int64_t p = 0; p < n; ++p) {
+    const double from = static_cast<double>(p) + 0.5 * (below[p] - above[p]);  // in [-1/2, n)
+    const int64_t i = static_cast<int64_t>(from + 1) - 1;
+    ++places[i + (static_cast<double>(i) < from)];
+  }
+  int32_t total = 0;
+  for (int64_t i = 0; i < n; ++i) places[i] = total += places[i];
+}
+
+// The same for any levels, which mostly ascend by about one.
 class Place {
  public:
   Place(const double* above, const double* below, int64_t n) : above_(above), below_(below), n_(n) {}
@@ -259,13 +273,14 @@ struct Segment {
         lack(static_cast<double>(j) - level),
         root(std::sqrt(lack * lack + a * b * decay[j])),
         big(std::fabs(lack) + root) {}
-  // of the exponential of (t - neighbour)/tau, for the nearer neighbour
-  double ratio() const { return lack > 0 ? big / a : lack < 0 ? b / big : b / a; }
+  // exp((t - neighbour)/tau) for the nearer neighbour, where there is one
+  double ratio() const { return (lack > 0 ? big : b) / (lack > 0 ? a : big); }
 };
 
 // The thresholds of the levels i + 1/2, none of which is an integer.
 template <class R>
-void sort_row(const R* x, int64_t n, double tau, bool descending, Workspace<R>& work, R* out, int32_t* order) {
+void sort_row(const R* x, int64_t n, double tau, bool descending, Workspace<R>& work,
+              R* out, int32_t* order) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
   double *ratio = work.take(), *near = work.take();
@@ -276,16 +291,16 @@ void sort_row(const R* x, int64_t n, double tau, bool descending, Workspace<R>& 
   }
   decays(y, n, tau, decay);
   masses(decay, n, above, below);
+  work.places.resize(n + 1);
+  int32_t* places = work.places.data();
+  half_places(above, below, n, places);
   const Finite finite(y, n);
-  Place place(above, below, n);
   std::fill(ratio, ratio + n + kLanes, 1.0);
-  for (int64_t i = 0; i < n; ++i) {
-    const double level = static_cast<double>(i) + 0.5;
-    const int64_t j = finite.clamp(place(level));
-    near[i] = y[i];  // infinite entries stay
-    if (i < finite.first || i >= finite.last) continue;
-    const Segment s(j, level, finite, above, below, decay);
-    ratio[i] = s.ratio(), near[i] = s.lack > 0 ? y[j - 1] : y[j];
+  std::copy(y, y + n, near);  // infinite entries stay
+  for (int64_t i = finite.first; i < finite.last; ++i) {
+    const int64_t j = finite.clamp(places[i]);
+    const Segment s(j, static_cast<double>(i) + 0.5, finite, above, below, decay);
+    ratio[i] = s.ratio(), near[i] = y[j - (s.lack > 0)];
   }
   each_log(ratio, n);
   for (int64_t i = 0; i < n; ++i) out[descending ? i : n - 1 - i] = static_cast<R>(near[i] + tau * ratio[i]);
@@ -331,29 +346,30 @@ double sort_backward_row(const R* grad, const R* x, const int32_t* order, int64_
   }
   decays(y, n, tau, decay);
   masses(decay, n, above, below);
+  work.places.resize(n + 1);
+  int32_t* places = work.places.data();
+  half_places(above, below, n, places);
   const Finite finite(y, n);
-  Place place(above, below, n);
-  // what each threshold sends to the entry next above, and next below
-  double *up = work.take(), *down = work.take();
-  std::fill(up, up + n, 0.0), std::fill(down, down + n, 0.0);
+  // what each threshold sends to the entry next below, and next above, with a place for one that is not there
+  double* sent[2] = {work.take(), work.take() + 1};
+  std::fill(sent[0], sent[0] + n + 1, 0.0), std::fill(sent[1] - 1, sent[1] + n, 0.0);
   double dtau = 0;
   for (int64_t i = finite.first; i < finite.last; ++i) {
-    const double level = static_cast<double>(i) + 0.5;
-    const int64_t j = finite.clamp(place(level));
-    const Segment s(j, level, finite, above, below, decay);
-    // a e^(-alpha) + b e^(-beta) = 2 root, and their product is a b e^(-gap)
-    const double v = grad[descending ? i : n - 1 - i] / (2 * s.root), far = v * decay[j] / s.big;
-    const double to_above = s.lack > 0 ? v * s.big / s.a : far * s.b;
-    const double to_below = s.lack > 0 ? far * s.a : v * s.big / s.b;
-    if (j > finite.first) up[j - 1] += to_above;
-    if (j < finite.last) down[j] += to_below;
+    const int64_t j = finite.clamp(places[i]);
+    const Segment s(j, static_cast<double>(i) + 0.5, finite, above, below, decay);
+    // a e^(-alpha) + b e^(-beta) = 2 root, and their product is a b e^(-gap), 0 where either neighbour is missing
+    const double mass[2] = {s.b, s.a}, v = grad[descending ? i : n - 1 - i] / (2 * s.root);
+    const int near = s.lack > 0;  // is the one above; indices, since a branch could not be foreseen
+    const double to_near = v * s.big / mass[near], to_far = v * decay[j] * mass[near] / s.big;
+    sent[near][j - near] += to_near;
+    sent[1 - near][j - (1 - near)] += to_far;
     if (want_tau) {
-      const double offset = std::log(s.ratio());  // (t - nearer neighbour)/tau
-      const double gap = j > finite.first && j < finite.last ? (y[j - 1] - y[j]) / tau : 0;
-      if (s.a > 0) dtau -= to_above * s.a * (s.lack > 0 ? -offset : gap - offset);
-      if (s.b > 0) dtau += to_below * s.b * (s.lack > 0 ? gap + offset : offset);
+      const double sign = near ? 1 : -1, distance = -sign * std::log(s.ratio());
+      const double gap = to_far != 0 ? (y[j - 1] - y[j]) / tau : 0;
+      dtau -= sign * (to_near * mass[near] * distance - to_far * mass[1 - near] * (gap - distance));
     }
   }
+  const double *up = sent[1], *down = sent[0];
   return dtau + collect(up, down, y, decay, order, n, tau, want_tau, above, dx);
 }
 
@@ -375,7 +391,8 @@ void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, doub
   for (int64_t i = 0; i < m; ++i) {
     const int64_t j = finite.clamp(place(levels[i]));
     places[i] = static_cast<int32_t>(j);
-    ratio[i] = Segment(j, levels[i], finite, above, below, decay).ratio();
+    const Segment s(j, levels[i], finite, above, below, decay);
+    ratio[i] = s.lack != 0 ? s.ratio() : s.b / s.a;
   }
   each_log(ratio, m);
   for (int64_t i = 0; i < m; ++i) {

@@ -131,7 +131,8 @@ class _Rank(Function):
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
-        return scans.push_rank(dx, dtau, *ctx.saved_tensors, _scan), None
+        x, order, tau = ctx.saved_tensors
+        return scans.push_rank(dx, dtau, x, order, tau, _scan), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -179,7 +180,9 @@ class _Thresholds(Function):
     def jvp(
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None
     ) -> tuple[None, Tensor, None, None]:
-        return None, scans.push_thresholds(dx, dlevels, dtau, *ctx.saved_tensors, _scan), None, None
+        x, order, hi, lo, place, tau = ctx.saved_tensors
+        dlo = scans.push_thresholds(dx, dlevels, dtau, x, order, hi, lo, place, tau, _scan)
+        return None, dlo, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

@@ -181,7 +181,8 @@ class _CountAbove(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
-        return push_count(dx, dat, dtau, *ctx.saved_tensors, cdfs.resolve(*ctx.cdf), ctx.centred)
+        x, at, tau = ctx.saved_tensors
+        return push_count(dx, dat, dtau, x, at, tau, cdfs.resolve(*ctx.cdf), ctx.centred)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
