@@ -66,7 +66,8 @@ def soft_count_backward(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels and τ (batch)."""
-    return pull_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+    dx, dat, dtau = pull_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+    return dx.contiguous(), dat.contiguous(), dtau
 
 
 def pull_count(
