@@ -92,7 +92,7 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         (*batch, n) of x's dtype; and the int32 indices that sort x, descending. Rows with a NaN, or whose τ
         is not positive, are NaN.
     """
-    y, order = torch.sort(x.double(), dim=-1, descending=True, stable=True)
+    y, order = torch.sort(x.double().contiguous(), dim=-1, descending=True, stable=True)
     tau = tau.double().expand(x.shape[:-1])
     gap = _gaps(y, tau)
     one = torch.ones_like(y)
@@ -208,7 +208,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     """
     batch, n = x.shape[:-1], x.shape[-1]
     levels = levels.expand(*batch, levels.shape[-1]).contiguous()
-    y, order = torch.sort(x.double(), dim=-1, descending=True, stable=True)
+    y, order = torch.sort(x.double().contiguous(), dim=-1, descending=True, stable=True)
     bad = (_bad(x, tau.expand(batch)) | (n == 0)).unsqueeze(-1) | levels.isnan()
     if n == 0:
         nan = torch.full_like(levels, math.nan)
