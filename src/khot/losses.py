@@ -61,7 +61,7 @@ def permutation_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', but got {reduction!r}")
     index = _check_target(target, input, x, dim)
-    loss = -ranking.log_shares(x, index, tau, F)
+    loss = 0.0 - ranking.log_shares(x, index, tau, F)  # 0 has no sign
     if reduction == "none":
         return arguments.unrows(loss, input, dim)
     return loss.mean() if reduction == "mean" else loss.sum()

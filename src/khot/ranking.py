@@ -153,9 +153,9 @@ def soft_permutation(
 
     Example:
         >>> khot.soft_permutation(torch.tensor([1.0, 3.0, 2.0]), tau=0.5)
-        tensor([[0.7985, 0.0370, 0.1645],
-                [0.1645, 0.1645, 0.6710],
-                [0.0370, 0.7985, 0.1645]])
+        tensor([[0.8040, 0.0234, 0.1726],
+                [0.1726, 0.1726, 0.6547],
+                [0.0234, 0.8040, 0.1726]])
     """
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, largest=descending)
@@ -197,7 +197,8 @@ def log_soft_permutation(
     z = _standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
     share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1))
     log_p = _log_difference(z[..., :-1, :], z[..., 1:, :], F)
-    return _matrix(torch.where(x.isinf().unsqueeze(-2), share.log(), log_p), x, tau, input, dim)
+    log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
+    return _matrix(log_p, x, tau, input, dim) + 0.0  # 0 has no sign
 
 
 def soft_quantile(
