@@ -113,13 +113,7 @@ def loglog(
                 *zip(*points, strict=True),
                 label=name,
                 color="black" if i == 0 else colours[(2 * i - 2) % 20 + (2 * i - 2) // 20],
-<<<<<<< HEAD
-                linewidth=1.5 + 0.8 * (len(first) - 1 - i)
-                if lead
-                else 1.1,  # curves that coincide still show
-=======
                 linewidth=1.5 + len(first) - i if lead else 1.1,  # curves that coincide still show
->>>>>>> 82f2ba30b7e2f603bdb0ee0a1d36a9f3681ff912
                 linestyle="-" if lead else "--",
                 marker=".",
                 markersize=0 if lead else 4,

@@ -25,14 +25,16 @@ Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 class Operator:
     """One row of the table. ``call(x, k, tau, **options)`` is the operator with its variant fixed.
 
-    ``k`` stands for whatever the second argument is: how many, a level, a count.
+    ``k`` stands for whatever the second argument is: how many, a level, a count; an operator that has none
+    ignores it.
     """
 
     id: str
     name: str
     call: Callable[..., Tensor]
     oracle: Oracle
-    keeps_dim: bool = True  # the result has the input's shape
+    out_dims: int = 1  # how many dims, of the input's length, stand in the result where dim stood
+    selects: bool = True  # a share of k, or its logarithm, for each entry
     sums_to_k: bool = False
     differentiable: bool = True
     smooth_twice: bool = True
@@ -42,6 +44,10 @@ class Operator:
     masked: float = 0.0  # what an entry that may not be selected gets
     k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one a row, inside the domain
     all_infinite: bool = False
+
+    @property
+    def keeps_dim(self) -> bool:
+        return self.out_dims == 1
 
 
 def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
@@ -54,6 +60,27 @@ def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
         return operator(x, k, **scale, **fixed, **options)
 
     return call
+
+
+def _ranking(name: str, **fixed: Any) -> Callable[..., Tensor]:
+    """The operators without a k; a quantile's q is fixed, since a tensor of them makes a dim of its own."""
+    operator = getattr(khot, name)
+    first = (fixed.pop("q"),) if "q" in fixed else ()
+    return lambda x, k, tau, **options: operator(x, *first, tau=tau, **fixed, **options)
+
+
+def _ranking_oracle(name: str, cdf: str | cdfs.CDF, descending: bool = False, q: float = 0.5) -> Oracle:
+    def oracle(x: Tensor, k: float, tau: float) -> np.ndarray | float:
+        n, sign = len(x), 1 if descending else -1
+        if name == "soft_rank":
+            return oracles.soft_rank(sign * x, tau, *_cdf(cdf))
+        if name == "soft_sort":
+            return sign * oracles.soft_levels(sign * x, np.arange(n) + 0.5, tau, *_cdf(cdf))
+        if name in ("soft_quantile", "soft_median"):
+            return float(oracles.soft_levels(x, [0.5 + (1 - q) * (n - 1)], tau, *_cdf(cdf))[0])
+        return oracles.soft_permutation(sign * x, tau, *_cdf(cdf))[name.startswith("log")]
+
+    return oracle
 
 
 def _cdf(cdf: str | cdfs.CDF) -> tuple[str, float | None]:
@@ -152,7 +179,8 @@ OPERATORS: list[Operator] = [
             "soft_count",
             _variant("soft_count", cdf=c),
             _count(c),
-            keeps_dim=False,
+            out_dims=0,
+            selects=False,
             has_mask=False,
             k=(-0.4, 0.1, 0.7),
         )
@@ -164,11 +192,40 @@ OPERATORS: list[Operator] = [
             "inverse_soft_count",
             _variant("inverse_soft_count", cdf=c),
             _soft(c, 2),
-            keeps_dim=False,
+            out_dims=0,
+            selects=False,
             has_mask=False,
         )
         for n, c in _CDFS.items()
     ),
+]
+
+
+OPERATORS += [
+    Operator(
+        f"{name}-{n}{'-descending' * options.get('descending', False)}",
+        name,
+        _ranking(name, cdf=c, **options),
+        _ranking_oracle(name, c, **options),
+        out_dims={"soft_quantile": 0, "soft_median": 0, "soft_rank": 1, "soft_sort": 1}.get(name, 2),
+        selects=False,
+        has_mask=False,
+        integer_k=True,
+    )
+    for n, c in _CDFS.items()
+    for name, options in [
+        ("soft_rank", {}),
+        ("soft_sort", {}),
+        ("soft_permutation", {}),
+        ("log_soft_permutation", {}),
+        ("soft_quantile", {"q": 0.3}),
+        *([("soft_median", {})] if n == "laplace" else []),
+        *(
+            [(f"soft_{what}", {"descending": True}) for what in ("rank", "sort")]
+            if n in ("laplace", "power")
+            else []
+        ),
+    ]
 ]
 
 

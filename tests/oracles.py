@@ -32,6 +32,9 @@ __all__ = [
     "mp",
     "power",
     "sinkhorn_topk",
+    "soft_levels",
+    "soft_permutation",
+    "soft_rank",
     "soft_topk",
     "soft_topk_grad",
     "soft_topk_grad_fd",
@@ -310,6 +313,81 @@ def soft_topk(
     z = _scaled(values, t, mp.mpf(tau))
     y, log_y = _floats([F.cdf(v) for v in z]), _floats([F.log_cdf(v) for v in z])
     return y[inverse], log_y[inverse], float(t)
+
+
+def _centred_sum(x: Sequence[Mpf], at: Mpf, tau: Mpf, F: MpCdf) -> Mpf:
+    """sum_j F((x_j - at) / tau + F^-1(1/2)), an entry equal to an infinite `at` counting 1/2."""
+    shift, total = F.icdf(mp.mpf("0.5")), mp.zero
+    for v in x:
+        if mp.isinf(v) or mp.isinf(at):
+            total += mp.mpf("0.5") if v == at else int(v > at)
+        else:
+            total += F.cdf((v - at) / tau + shift)
+    return total
+
+
+def soft_rank(x: Row, tau: float, cdf: str, p: float | None = None) -> np.ndarray:
+    """Descending ranks 1/2 + C(x_i), with C the soft count of F shifted to the median 0: plain sums."""
+    F, row = _cdf(cdf, p), _float64(x)
+    if np.isnan(row).any():
+        return np.full(len(row), np.nan)
+    values = [mp.mpf(float(v)) for v in row]
+    return _floats([_centred_sum(values, v, mp.mpf(tau), F) + mp.mpf("0.5") for v in values])
+
+
+def soft_levels(x: Row, levels: Sequence[float], tau: float, cdf: str, p: float | None = None) -> np.ndarray:
+    """t with C(t) = level, C as for `soft_rank`: the soft sort at the levels i - 1/2.
+
+    Levels among infinite entries have these for t.
+    """
+    F, row = _cdf(cdf, p), _float64(x)
+    if np.isnan(row).any() or not len(row):
+        return np.full(len(levels), np.nan)
+    return _floats([_level(row, level, mp.mpf(tau), F) for level in levels]) + 0.0
+
+
+def _level(row: np.ndarray, level: float, tau: Mpf, F: MpCdf) -> Mpf:
+    """t + tau F^-1(1/2) for the soft top-`level`'s threshold t."""
+    first, last = int((row == np.inf).sum()), int((row > -np.inf).sum())
+    if level <= first or level >= last:
+        return mp.inf if level <= first else mp.ninf
+    distinct, totals = np.unique(row, return_counts=True)
+    values = [mp.mpf(float(v)) for v in distinct]
+    t = _threshold(values, [int(c) for c in totals], mp.mpf(level), tau, F)
+    return t + tau * F.icdf(mp.mpf("0.5"))
+
+
+def soft_permutation(x: Row, tau: float, cdf: str, p: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """P and log P in descending order: differences of soft top-i and soft top-(i - 1).
+
+    Infinite entries share their places equally.
+    """
+    F, row, tau = _cdf(cdf, p), _float64(x), mp.mpf(tau)
+    n = len(row)
+    if np.isnan(row).any():
+        return np.full((n, n), np.nan), np.full((n, n), np.nan)
+    first, last = int((row == np.inf).sum()), int((row > -np.inf).sum())
+    shift = tau * F.icdf(mp.mpf("0.5"))
+
+    def standardized(i: int) -> list[Mpf]:
+        t = mp.inf if i == 0 else mp.ninf if i == n else _level(row, i, tau, F) - shift
+        return [
+            mp.ninf if t == mp.inf else mp.inf if t == mp.ninf else (mp.mpf(float(v)) - t) / tau for v in row
+        ]
+
+    def share(v: float, i: int, before: Mpf, after: Mpf) -> Mpf:
+        if v == np.inf:
+            return mp.mpf(int(i < first)) / first
+        if v == -np.inf:
+            return mp.mpf(int(i >= last)) / (n - last)
+        if before > 0 and not F.compact:  # 1 - F has more digits there
+            return F.cdf(-before) - F.cdf(-after)
+        return F.cdf(after) - F.cdf(before)
+
+    z = [standardized(i) for i in range(n + 1)]
+    P = [[share(*v) for v in zip(row, [i] * n, z[i], z[i + 1], strict=True)] for i in range(n)]
+    log_P = [[mp.log(v) if v > 0 else mp.ninf for v in r] for r in P]
+    return np.array([_floats(r) for r in P]), np.array([_floats(r) for r in log_P])
 
 
 def soft_topk_grad(

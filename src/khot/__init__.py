@@ -4,9 +4,18 @@ from importlib.metadata import version as _version
 
 from khot import baselines as baselines
 from khot import cdfs as cdfs
+from khot import distributions as distributions
+from khot import estimators as estimators
 from khot import losses as losses
 from khot import sampling as sampling
+from khot.estimators import sample_khot as sample_khot
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
+from khot.ranking import log_soft_permutation as log_soft_permutation
+from khot.ranking import soft_median as soft_median
+from khot.ranking import soft_permutation as soft_permutation
+from khot.ranking import soft_quantile as soft_quantile
+from khot.ranking import soft_rank as soft_rank
+from khot.ranking import soft_sort as soft_sort
 from khot.soft_count import inverse_soft_count as inverse_soft_count
 from khot.soft_count import soft_count as soft_count
 from khot.topk import laplace_topk as laplace_topk
@@ -21,14 +30,23 @@ __version__ = _version("khot")
 __all__ = [
     "baselines",
     "cdfs",
+    "distributions",
+    "estimators",
     "inverse_soft_count",
     "laplace_topk",
+    "log_soft_permutation",
     "log_soft_topk",
     "losses",
     "ot_topk",
+    "sample_khot",
     "sampling",
     "sigmoid_topk",
     "soft_count",
+    "soft_median",
+    "soft_permutation",
+    "soft_quantile",
+    "soft_rank",
+    "soft_sort",
     "soft_topk",
     "soft_topk_magnitude",
     "sparse_topk",

@@ -17,9 +17,10 @@ from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
 from khot.dispatch import below_autograd, call, register, vmap_rows
+from khot.kernels.counting import pull_count, push_count
 from khot.kernels.solver import HUGE
 
-__all__ = ["inverse_soft_count", "soft_count", "threshold_map"]
+__all__ = ["count_above", "inverse_soft_count", "soft_count", "threshold_map", "thresholds"]
 
 LEVELS_AT_ONCE = 1 << 22  # entries times levels that one backward pass of many levels may allocate
 
@@ -43,7 +44,8 @@ def soft_count(
 
     Returns:
         Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
-        Differentiable in input, at and tau.
+        Differentiable (exactly, to any order and in either mode) in input, at and tau. Memory is linear in
+        n + m, but where the backward pass is itself recorded.
 
     Raises:
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
@@ -57,14 +59,7 @@ def soft_count(
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     at, scalar = _levels(at, "at", input, x, dim, low=-math.inf)
-    # what is no temperature is checked where it can be read, and makes its row NaN elsewhere
-    tau = tau.double().masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
-    x, b = x.double().unsqueeze(-2), at.double().unsqueeze(-1)
-    # infinite entries are decided, and kept out of the arithmetic, whose gradient would be 0·inf
-    infinite_x, infinite_b = x.isinf(), b.isinf()
-    z = (x.masked_fill(infinite_x, 0) - b.masked_fill(infinite_b, 0)) / tau[..., None, None]
-    y = torch.where(infinite_b & ~x.isnan(), (b < 0).double(), F.cdf(z))
-    count = torch.where(infinite_x, (x > 0).double(), y).sum(-1).to(input.dtype)
+    count = count_above(x, at, tau, F).to(input.dtype)
     return count.squeeze(-1) if scalar else count.movedim(-1, dim)
 
 
@@ -99,15 +94,20 @@ def inverse_soft_count(
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     count, scalar = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
+    hi, lo = thresholds(x, count, tau, F)
+    t = (hi + lo).to(input.dtype)
+    return t.squeeze(-1) if scalar else t.movedim(-1, dim)
+
+
+def thresholds(x: Tensor, levels: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
+    """The pairs (hi, lo) of t with C(t) = level, for levels (*batch, m): lo carries the derivatives."""
     group = max(1, LEVELS_AT_ONCE // max(1, x.numel()))
     parts = []
-    for level in count.split(group, -1):
+    for level in levels.split(group, -1):
         # a level a row: the row itself is not copied
         copies = x.unsqueeze(-2).expand(*level.shape, x.shape[-1])
-        _, hi, lo = threshold_map(copies, level, tau.unsqueeze(-1), F, "threshold")
-        parts.append((hi + lo).to(input.dtype))
-    t = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return t.squeeze(-1) if scalar else t.movedim(-1, dim)
+        parts.append(threshold_map(copies, level, tau.unsqueeze(-1), cdf, "threshold")[1:])
+    return torch.cat([hi for hi, _ in parts], -1), torch.cat([lo for _, lo in parts], -1)
 
 
 def _levels(
@@ -132,6 +132,61 @@ def _levels(
         return levels.expand(*x.shape[:-1], levels.shape[-1]), False
     level = arguments.per_row(value, name, x, low=low, high=high)
     return level.expand(*x.shape[:-1], 1), True
+
+
+def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False) -> Tensor:
+    """C(b) at every level of a row, in float64: the differentiable form of the kernel.
+
+    Args:
+        x: (*batch, n).
+        at: (*batch, m).
+        tau: broadcasts with batch.
+        centred: shift F to the median 0; a score counts itself as ½ then, infinite ones too.
+    """
+    return call(_CountAbove, torch.ops.khot.soft_count, x, at, tau, cdf.name, cdf.shape, centred)
+
+
+def _save_count(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, at, tau, name, shape, ctx.centred = inputs
+    ctx.save_for_backward(x, at, tau)
+    ctx.cdf = name, shape
+
+
+def _count_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, at, tau = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        dx, dat, dtau = pull_count(grad, x, at, tau, cdfs.resolve(*ctx.cdf), ctx.centred)
+    else:
+        dx, dat, dtau = torch.ops.khot.soft_count_backward.default(grad, x, at, tau, *ctx.cdf, ctx.centred)
+    return dx, dat, dtau.sum_to_size(tau.shape).to(tau.dtype), None, None, None
+
+
+register("khot::soft_count", _count_backward, _save_count)
+
+
+class _CountAbove(torch.autograd.Function):
+    """Recomputes the entries of each level, a group of levels at a time, in either direction."""
+
+    @staticmethod
+    def forward(x: Tensor, at: Tensor, tau: Tensor, name: str, shape: float, centred: bool) -> Tensor:
+        with below_autograd():
+            return torch.ops.khot.soft_count.default(x, at, tau, name, shape, centred)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save_count(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
+
+    backward = staticmethod(_count_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
+        x, at, tau = ctx.saved_tensors
+        return push_count(dx, dat, dtau, x, at, tau, cdfs.resolve(*ctx.cdf), ctx.centred)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return vmap_rows(_CountAbove.apply, info, in_dims, *args)
 
 
 def threshold_map(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, output: str) -> tuple[Tensor, Tensor, Tensor]:

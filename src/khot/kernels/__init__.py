@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import cpu, reference, selection
+from khot.kernels import counting, cpu, reference, scans, selection
 
 __all__ = ["active"]
 
@@ -34,6 +34,36 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, "
         "float p) -> (Tensor, Tensor)",
         selection.soft_topk_magnitude_backward,
+    ),
+    "soft_count": (
+        "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor",
+        counting.soft_count,
+    ),
+    "soft_count_backward": (
+        "(Tensor grad, Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) "
+        "-> (Tensor, Tensor, Tensor)",
+        counting.soft_count_backward,
+    ),
+    "decay_scan": ("(Tensor w, Tensor g, bool reverse) -> Tensor", scans.decay_scan),
+    "laplace_rank": ("(Tensor x, Tensor tau) -> (Tensor, Tensor)", scans.laplace_rank),
+    "laplace_rank_backward": (
+        "(Tensor grad, Tensor x, Tensor order, Tensor tau) -> (Tensor, Tensor)",
+        scans.laplace_rank_backward,
+    ),
+    "laplace_sort": ("(Tensor x, Tensor tau, bool descending) -> (Tensor, Tensor)", scans.laplace_sort),
+    "laplace_sort_backward": (
+        "(Tensor grad, Tensor x, Tensor order, Tensor tau, bool descending, bool want_tau) "
+        "-> (Tensor, Tensor)",
+        scans.laplace_sort_backward,
+    ),
+    "laplace_thresholds": (
+        "(Tensor x, Tensor levels, Tensor tau) -> (Tensor, Tensor, Tensor, Tensor)",
+        scans.laplace_thresholds,
+    ),
+    "laplace_thresholds_backward": (
+        "(Tensor grad, Tensor x, Tensor order, Tensor hi, Tensor lo, Tensor place, Tensor tau) "
+        "-> (Tensor, Tensor, Tensor)",
+        scans.laplace_thresholds_backward,
     ),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
@@ -90,6 +120,59 @@ def _(
     p: float,
 ) -> tuple[Tensor, Tensor]:
     return s.new_empty(s.shape), hi.new_empty(hi.shape)
+
+
+@torch.library.register_fake("khot::soft_count")
+def _(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+    return x.new_empty(at.shape, dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::soft_count_backward")
+def _(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::decay_scan")
+def _(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
+    return w.new_empty(torch.broadcast_shapes(w.shape, g.shape))
+
+
+@torch.library.register_fake("khot::laplace_rank")
+def _(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("khot::laplace_rank_backward")
+def _(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::laplace_sort")
+def _(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("khot::laplace_sort_backward")
+def _(
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, descending: bool, want_tau: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::laplace_thresholds")
+def _(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hi = levels.new_empty((*x.shape[:-1], levels.shape[-1]))
+    order, place = x.new_empty(x.shape, dtype=torch.int32), hi.new_empty(hi.shape, dtype=torch.int32)
+    return hi, torch.empty_like(hi), order, place
+
+
+@torch.library.register_fake("khot::laplace_thresholds_backward")
+def _(
+    grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape[:-1])
 
 
 _CPU = cpu.load()

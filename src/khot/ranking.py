@@ -1,0 +1,388 @@
+"""Soft ranks, sorting, permutations and quantiles: the soft count of a row at, and inverted for, n levels.
+
+All of them use the CDF with its median moved to 0, so that an entry counts itself as ½, and count from the
+largest; ascending order is that of the negative scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot import arguments, cdfs, soft_count
+from khot.arguments import Scalar
+from khot.cdfs import CDF
+from khot.kernels.scans import half_levels
+from khot.kernels.solver import HUGE
+from khot.laplace import laplace_rank, laplace_sort, laplace_thresholds
+
+__all__ = [
+    "log_shares",
+    "log_soft_permutation",
+    "soft_median",
+    "soft_permutation",
+    "soft_quantile",
+    "soft_rank",
+    "soft_sort",
+]
+
+
+def soft_rank(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+    descending: bool = False,
+) -> Tensor:
+    """The place of each entry in its sorted row, softened: r_i = ½ + Σ_j F((x_i − x_j)/τ).
+
+    F is the CDF, shifted to the median 0. As τ → 0, r tends to the rank of each entry, counted from 1 for the
+    smallest (the largest if ``descending``), equal entries sharing the mean of their ranks; as τ → ∞, to
+    (n + 1)/2. Where F is symmetric (all but Power(p), p < 2) a row sums to n(n + 1)/2 for every τ.
+
+    Args:
+        input: scores, of any floating-point dtype. Infinite ones come last or first, and share ranks.
+        dim: the dimension to rank along.
+        tau: temperature > 0, in the units of the scores; a number or a tensor that broadcasts with the batch
+            shape (the input's shape without ``dim``).
+        cdf: ``"laplace"``, in O(n log n) time; ``"logistic"``, ``"normal"``, ``"uniform"``, or an object of
+            :mod:`khot.cdfs`, in O(n²).
+        descending: give rank 1 to the largest: the ranks of −input.
+
+    Returns:
+        Same shape and dtype as the input, in [1, n]. A row with a NaN is NaN.
+
+    The gradient in input and tau is exact, to any order and in either mode. Memory is O(n), but where the
+    backward pass of a CDF other than Laplace's is itself recorded.
+
+    Raises:
+        ValueError: tau ≤ 0, or of a shape that does not broadcast; an unknown cdf. (The values of tensors are
+            checked on the CPU in eager mode; elsewhere that row is NaN.)
+        TypeError: input that is not a floating-point tensor.
+        IndexError: dim out of range.
+
+    Source: Struski et al. 2025, section 3.2 and Theorem 3.2.
+
+    Example:
+        >>> khot.soft_rank(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
+        tensor([1., 3., 2.])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    if isinstance(F, cdfs.Laplace):
+        rank = laplace_rank(x, tau)
+    else:
+        rank = (soft_count.count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+    return arguments.unrows(rank, input, dim)
+
+
+def soft_sort(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+    descending: bool = False,
+) -> Tensor:
+    """The sorted row, softened: the i-th value is where the soft count from below is i − ½.
+
+    s_i solves Σ_j F((s_i − x_j)/τ) = i − ½ with F the CDF shifted to the median 0: the inverse of
+    :func:`soft_rank`. As τ → 0, s tends to the sorted row. For larger τ it spreads beyond the scores.
+
+    Args:
+        input: scores, of any floating-point dtype. Infinite ones stay as they are.
+        dim: the dimension to sort along.
+        tau, cdf: as for :func:`soft_rank`.
+        descending: the largest first: minus the soft sort of −input.
+
+    Returns:
+        Same shape and dtype as the input, in ascending (or descending) order. A row with a NaN is NaN.
+
+    Gradients, memory, errors: as for :func:`soft_rank`.
+
+    Source: Struski et al. 2025, section 3.2; for Laplace in closed form between neighbours (Proposition 4.2).
+
+    Example:
+        >>> khot.soft_sort(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
+        tensor([10., 20., 30.])
+    """
+    F = cdfs.resolve(cdf)
+    if isinstance(F, cdfs.Laplace):  # symmetric: ascending is descending from the other end
+        x = arguments.rows(input, dim)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        return arguments.unrows(laplace_sort(x, tau, descending), input, dim)
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    t = _quantiles(x, half_levels(x), tau, F)
+    return arguments.unrows(t if descending else -t, input, dim)
+
+
+def soft_permutation(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+    descending: bool = False,
+) -> Tensor:
+    """The matrix that sorts a row, softened to a doubly stochastic one.
+
+    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i: how much of
+    entry j is in the soft top-i and not yet in the top-(i − 1). That is the descending order; the ascending
+    one is that of −input. As τ → 0, P tends to the permutation matrix with P @ input sorted.
+
+    Args:
+        input: scores, of any floating-point dtype. Infinite ones share the first or last places equally.
+        dim: the dimension to sort along.
+        tau: as for :func:`soft_rank`.
+        cdf: as for :func:`soft_rank`; Laplace's thresholds take O(n log n) time, the others' O(n²).
+        descending: the first row stands for the largest entry, not for the smallest.
+
+    Returns:
+        ``dim`` replaced by two dims (n, n), places by entries; the input's dtype, in [0, 1], rows and columns
+        summing to 1. A row of scores with a NaN makes a matrix of NaN.
+
+    The gradient in input and tau is exact, to any order and in either mode. Errors: as for :func:`soft_rank`.
+
+    Source: Struski et al. 2025, Definition 3.5 and Theorem 3.6.
+
+    Example:
+        >>> khot.soft_permutation(torch.tensor([1.0, 3.0, 2.0]), tau=0.5)
+        tensor([[0.8040, 0.0234, 0.1726],
+                [0.1726, 0.1726, 0.6547],
+                [0.0234, 0.8040, 0.1726]])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    hi, lo = _boundaries(x, tau, F)
+    y = F.cdf(_standardize(x.unsqueeze(-2), hi.unsqueeze(-1), lo.unsqueeze(-1), tau[..., None, None]))
+    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1))
+    return _matrix(torch.where(x.isinf().unsqueeze(-2), share, y.diff(dim=-2)), x, tau, input, dim)
+
+
+def log_soft_permutation(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+    descending: bool = False,
+) -> Tensor:
+    """The logarithm of :func:`soft_permutation`, finite where the entry itself underflows.
+
+    Args:
+        input, dim, tau, cdf, descending: as for :func:`soft_permutation`.
+
+    Returns:
+        log P in [−inf, 0], of its shape and dtype; −inf where P is exactly 0: for CDFs with full support,
+        only between infinite entries and others.
+
+    Differentiable and checked as :func:`soft_permutation`.
+
+    Example:
+        >>> khot.log_soft_permutation(torch.tensor([200.0, 0.0]), tau=0.5)
+        tensor([[-200.6931,    0.0000],
+                [   0.0000, -200.6931]])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    hi, lo = (v.unsqueeze(-1) for v in _boundaries(x, tau, F))
+    z = _standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
+    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1))
+    log_p = _log_difference(z[..., :-1, :], z[..., 1:, :], F)
+    log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
+    return _matrix(log_p, x, tau, input, dim) + 0.0  # 0 has no sign
+
+
+def soft_quantile(
+    input: Tensor,
+    q: Scalar,
+    dim: int = -1,
+    keepdim: bool = False,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+) -> Tensor:
+    """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
+
+    As τ → 0 it tends to the entry nearest to the position q(n − 1) in the sorted row, where
+    ``torch.quantile`` interpolates linearly; to the middle of two where q(n − 1) lies half-way.
+
+    Args:
+        input: scores, of any floating-point dtype. Infinite ones come last or first.
+        q: in [0, 1]; a number or a tensor of at most one dim.
+        dim: the dimension to reduce.
+        keepdim: keep it, with one entry.
+        tau, cdf: as for :func:`soft_rank`.
+
+    Returns:
+        Of the input's dtype and, as from ``torch.quantile``, of its shape without ``dim``, behind a first dim
+        of q's length if q has one. A row with a NaN, or without entries, is NaN.
+
+    The gradient in input, q and tau is exact, to any order and in either mode.
+
+    Raises:
+        ValueError: q outside [0, 1] or with more than one dim; tau and cdf as for :func:`soft_rank`.
+        TypeError, IndexError: as for :func:`soft_rank`.
+
+    Source: after Struski et al. 2025, section 3.2.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 4.0, 1.5, 9.0])
+        >>> khot.soft_quantile(x, torch.tensor([0.0, 0.25, 1.0]), tau=0.01)
+        tensor([1.0000, 1.5000, 9.0000])
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    q = _check_q(q, x)
+    levels = 0.5 + (1 - q.double()) * (x.shape[-1] - 1)
+    t = _quantiles(x, levels.reshape(-1).expand(*x.shape[:-1], -1), tau, F)
+    t = t.movedim(-1, 0)
+    if keepdim:
+        t = t.unsqueeze(arguments.check_dim(input, dim) + 1) if input.dim() else t
+    return t if q.dim() else t.squeeze(0)
+
+
+def soft_median(
+    input: Tensor,
+    dim: int = -1,
+    keepdim: bool = False,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "laplace",
+) -> Tensor:
+    """The median of each row, softened: :func:`soft_quantile` at q = ½, half the entries on either side.
+
+    As τ → 0 it tends to the middle entry, and to the middle of the two for even n.
+
+    Args:
+        input, dim, keepdim, tau, cdf: as for :func:`soft_quantile`.
+
+    Returns, gradients, errors: as for :func:`soft_quantile`.
+
+    Example:
+        >>> khot.soft_median(torch.tensor([3.0, 1.0, 4.0, 9.0]), tau=0.01)
+        tensor(3.5000)
+    """
+    return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf)
+
+
+def _check_q(q: Any, x: Tensor) -> Tensor:
+    if not isinstance(q, Tensor):
+        arguments.check_number(q, "q", low=0, high=1)
+        return torch.full((), q, dtype=torch.float64, device=x.device)
+    if q.dtype == torch.bool or q.is_complex():
+        raise TypeError(f"q must be a real number or tensor, but got dtype {q.dtype}")
+    if q.dim() > 1:
+        raise ValueError(f"q must be a number or have at most one dim, but got shape {tuple(q.shape)}")
+    return arguments.check_values(q.to(x.device), "q", low=0, high=1)
+
+
+# --------------------------------------------------------------------------------------- thresholds
+
+
+def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
+    """The pairs of C⁻¹(level) for the CDF as it is: ±inf for levels among the infinite entries."""
+    if isinstance(F, cdfs.Laplace):
+        return laplace_thresholds(x, levels, tau)
+    first = (x == math.inf).sum(-1, keepdim=True).double()
+    last = (x != -math.inf).sum(-1, keepdim=True).double()
+    if x.shape[-1] == 0:
+        nan = torch.full((*x.shape[:-1], levels.shape[-1]), math.nan, dtype=torch.float64, device=x.device)
+        return nan, nan
+    hi, lo = soft_count.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
+    beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
+    return hi.masked_fill(beyond, -HUGE), lo.masked_fill(beyond, -HUGE)
+
+
+def _quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:
+    """C⁻¹(level) for the centred CDF, in x's dtype."""
+    hi, lo = _thresholds(x, levels, tau, F)
+    if F.median:
+        shift = F.median * tau.double().unsqueeze(-1)
+        lo = torch.where(hi.abs() == HUGE, lo, lo + shift)
+    return (hi + lo).to(x.dtype)
+
+
+def _boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
+    """t_0 = +inf, t_1, …, t_n = −inf, as pairs (*batch, n + 1)."""
+    n = x.shape[-1]
+    levels = torch.arange(1, max(n, 1), dtype=torch.float64, device=x.device)
+    hi, lo = _thresholds(x, levels, tau, F)
+    end = torch.full_like(hi[..., :1], HUGE) if n > 1 else hi.new_full((*x.shape[:-1], 1), HUGE)
+    return torch.cat((end, hi, -end), -1), torch.cat((end, lo, -end), -1)
+
+
+def _standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
+    """(x − t)/τ in float64, for what broadcasts; without a gradient where t, or x, is infinite."""
+    infinite = hi.abs() == HUGE
+    x = x.double().masked_fill(x.isinf(), 0)
+    z = ((x - hi.masked_fill(infinite, 0)) - lo.masked_fill(infinite, 0)) / tau.double()
+    return torch.where(infinite, -math.inf * hi.sign(), z)
+
+
+# ------------------------------------------------------------------------------------- permutations
+
+
+def log_shares(x: Tensor, index: Tensor, tau: Tensor, F: CDF) -> Tensor:
+    """log P_(i, index_i) for the descending order and each place i, without the other entries of P.
+
+    Args:
+        x, index: (*batch, n).
+        tau: broadcasts with batch.
+    """
+    hi, lo = _boundaries(x, tau, F)
+    chosen, tau = x.gather(-1, index), tau.unsqueeze(-1)
+    before = _standardize(chosen, hi[..., :-1], lo[..., :-1], tau)
+    after = _standardize(chosen, hi[..., 1:], lo[..., 1:], tau)
+    share = _infinite_shares(chosen, x, _places(x))
+    log_p = torch.where(chosen.isinf(), share.log(), _log_difference(before, after, F))
+    return log_p.masked_fill(_bad(x, tau.squeeze(-1)), math.nan).to(x.dtype)
+
+
+def _log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
+    """log(F(b) − F(a)) for a ≤ b, taken in the lower of the two tails."""
+    if not F.full_support:
+        p = F.cdf(b) - F.cdf(a)
+        return torch.where(p > 0, torch.log(torch.where(p > 0, p, 1)), -math.inf)
+    upper = a + b > 0
+    a, b = torch.where(upper, -b, a), torch.where(upper, -a, b)
+    nothing, all_below, everything = b == -math.inf, a == -math.inf, b == math.inf
+    log_b = F.log_cdf(torch.where(nothing | everything, 0, b)).masked_fill(everything, 0)
+    log_a = F.log_cdf(torch.where(all_below, 0, a))
+    # distinct thresholds stay apart; what rounding makes of them far out in the tail must not be −inf
+    apart = (log_b - log_a).masked_fill(all_below, 1).clamp(min=torch.finfo(a.dtype).tiny)
+    difference = log_b + torch.log(-torch.expm1(-apart)).masked_fill(all_below, 0)
+    return difference.masked_fill(nothing, -math.inf)
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(1, x.shape[-1] + 1, device=x.device)
+
+
+def _infinite_shares(value: Tensor, x: Tensor, place: Tensor) -> Tensor:
+    """What an entry of this value, if it is infinite, has of a place: each kind shares its places equally."""
+    first = (x == math.inf).sum(-1).reshape(*x.shape[:-1], *(1,) * (value.dim() - x.dim() + 1))
+    last = (x == -math.inf).sum(-1).reshape(first.shape)
+    at_top = (place <= first) / first.clamp(min=1)
+    at_bottom = (place > x.shape[-1] - last) / last.clamp(min=1)
+    return torch.where(value > 0, at_top, at_bottom).double()
+
+
+def _bad(x: Tensor, tau: Tensor) -> Tensor:
+    tau = tau.expand(x.shape[:-1])
+    return (x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))).unsqueeze(-1)
+
+
+def _matrix(p: Tensor, x: Tensor, tau: Tensor, input: Tensor, dim: int) -> Tensor:
+    p = p.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan).to(x.dtype)
+    dim = arguments.check_dim(input, dim)
+    return p if dim == max(input.dim(), 1) - 1 else p.movedim((-2, -1), (dim, dim + 1))

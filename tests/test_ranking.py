@@ -1,0 +1,588 @@
+"""Ranks, sorting, permutations, quantiles: accuracy, hard limits, memory, what unusual and bad input gets.
+
+What they share with every operator (gradients, transforms, layouts) is in test_operators.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+from khot import cdfs, kernels
+from khot.kernels import scans
+from khot.laplace import laplace_thresholds
+
+INF, NAN = math.inf, math.nan
+EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
+CDFS: dict[str, tuple[str | cdfs.CDF, float | None]] = {
+    "logistic": ("logistic", None),
+    "laplace": ("laplace", None),
+    "normal": ("normal", None),
+    "uniform": ("uniform", None),
+    "power": (cdfs.Power(4 / 3), 4 / 3),
+}
+SYMMETRIC = ["logistic", "laplace", "normal", "uniform"]
+every_cdf = pytest.mark.parametrize("name", CDFS)
+full_support = pytest.mark.parametrize("name", ["logistic", "laplace", "normal"])
+every_row = pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
+either_order = pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])
+ON_COMPILED = kernels.active()["cpu"] != "reference"
+
+
+def row(scores: str, n: int, seed: int = 0) -> Tensor:
+    return oracles.ADVERSARIAL[scores](n, torch.Generator().manual_seed(seed))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------------------- accuracy
+
+
+@every_cdf
+@every_row
+def test_within_rounding_of_50_digits_on_the_adversarial_list(name: str, scores: str) -> None:
+    cdf, p = CDFS[name]
+    n = 12
+    for dtype, absolute in ((torch.float64, 1e-12), (torch.float32, 5e-7)):
+        x = row(scores, n).to(dtype)
+        for tau in oracles.TAUS:
+            options: dict[str, Any] = {"tau": tau, "cdf": cdf, "descending": True}
+            rank = khot.soft_rank(x, **options).double().numpy()
+            assert np.abs(rank - oracles.soft_rank(x, tau, name, p)).max() <= absolute * n / 2, tau
+
+            sort, want = khot.soft_sort(x, **options).double().numpy(), levels(x, tau, name, p)
+            finite = np.isfinite(want)
+            assert (sort[~finite] == want[~finite]).all()
+            allowed = 4 * EPS[dtype] * (np.abs(want) + tau) + 1e-12 * tau
+            assert (np.abs(sort[finite] - want[finite]) <= allowed[finite]).all(), tau
+
+
+@every_cdf
+@pytest.mark.parametrize("scores", ["normal_1", "normal_10000", "cauchy", "clusters", "ties", "minus_inf"])
+def test_permutations_within_rounding_of_50_digits(
+    name: str, scores: str, request: pytest.FixtureRequest
+) -> None:
+    cdf, p = CDFS[name]
+    if scores == "ties" and cdfs.resolve(cdf).median and not ON_COMPILED:
+        reason = "the reference solver gives up on soft_topk([2, 2, 2, 1, 1, 1, 1, 0, 0, -2], 6) at tau = 1"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    x64 = row(scores, 10)
+    for dtype, absolute, relative in ((torch.float64, 1e-12, 1e-11), (torch.float32, 5e-7, 1e-5)):
+        x = x64.to(dtype)
+        for tau in oracles.TAUS:
+            want, log_want = oracles.soft_permutation(x, tau, name, p)
+            P = khot.soft_permutation(x, tau=tau, cdf=cdf, descending=True).double().numpy()
+            assert np.abs(P - want).max() <= absolute, tau
+            if cdfs.resolve(cdf).full_support:  # elsewhere log P is singular at the edge
+                log_p = khot.log_soft_permutation(x, tau=tau, cdf=cdf, descending=True).double().numpy()
+                np.testing.assert_allclose(log_p, log_want, rtol=relative, atol=absolute, err_msg=str(tau))
+
+
+@every_row
+def test_laplace_within_rounding_of_plain_sums_at_300_entries(scores: str) -> None:
+    x = row(scores, 300, seed=1)
+    for tau in oracles.TAUS:
+        z = ((x - x.unsqueeze(-1)) / tau).nan_to_num(0, 2e3, -2e3)  # x_j − x_i; equal infinite ones
+        want = cdfs.Laplace().cdf(z).sum(-1) + 0.5
+        torch.testing.assert_close(
+            khot.soft_rank(x, tau=tau, descending=True), want, rtol=0, atol=300 * 1e-13
+        )
+        # the inverse: C at the soft sort is i − ½
+        t = khot.soft_sort(x, tau=tau, descending=True)
+        finite = t.isfinite()
+        hi, lo = laplace_thresholds(x, scans.half_levels(x), f64(tau))
+        z = ((x - hi.unsqueeze(-1)) - lo.unsqueeze(-1)) / tau
+        counts = cdfs.Laplace().cdf(z).sum(-1)
+        torch.testing.assert_close(counts[finite], scans.half_levels(x)[finite], rtol=0, atol=300 * 1e-13)
+        torch.testing.assert_close(hi[finite] + lo[finite], t[finite], rtol=1e-15, atol=1e-15 * tau)
+
+
+def levels(x: Tensor, tau: float, name: str, p: float | None) -> np.ndarray:
+    return oracles.soft_levels(x, np.arange(len(x)) + 0.5, tau, name, p)
+
+
+def test_scores_of_ten_thousand_at_a_tau_of_one_ten_thousandth() -> None:
+    # x/τ reaches 1e8, where sums of e^(±x/τ) overflow, and float64 keeps 8 digits behind the point
+    x, tau = 1e4 * randn(40), 1e-4
+    x[20:] = x[:20] + tau * (1 + randn(20, seed=1).abs())  # pairs that do overlap
+    want = oracles.soft_rank(x, tau, "laplace")
+    assert np.abs(khot.soft_rank(x, tau=tau, descending=True).numpy() - want).max() <= 1e-12
+    hi, lo = laplace_thresholds(x, scans.half_levels(x), f64(tau))
+    exact = levels(x, tau, "laplace", None)
+    # as pairs, the thresholds have the digits that their sum has lost
+    assert np.abs((hi + lo).numpy() - exact).max() <= 2.0**-52 * np.abs(exact).max()
+    z = ((x - hi.unsqueeze(-1)) - lo.unsqueeze(-1)) / tau
+    counts = cdfs.Laplace().cdf(z).sum(-1)
+    torch.testing.assert_close(counts, scans.half_levels(x), rtol=0, atol=1e-12)
+    P, log_p = oracles.soft_permutation(x[15:25], tau, "laplace")
+    options: dict[str, Any] = {"tau": tau, "descending": True}
+    assert np.abs(khot.soft_permutation(x[15:25], **options).numpy() - P).max() <= 1e-12
+    np.testing.assert_allclose(khot.log_soft_permutation(x[15:25], **options).numpy(), log_p, rtol=1e-12)
+
+
+@full_support
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_finite_at_scores_of_ten_thousand(name: str, dtype: torch.dtype) -> None:
+    cdf = CDFS[name][0]
+    x = (1e4 * randn(3, 60)).to(dtype)
+    x[:, 30] = x[:, 31]
+    operators: list[Callable[..., Tensor]] = [
+        khot.soft_rank,
+        khot.soft_sort,
+        khot.soft_permutation,
+        khot.log_soft_permutation,
+        khot.soft_median,
+        lambda x, **options: khot.losses.permutation_cross_entropy(x, x.argsort(-1), **options),
+    ]
+    for operator in operators:
+        for create_graph in (False, True):
+            leaf, tau = (
+                x.clone().requires_grad_(),
+                torch.tensor(1e-4, dtype=torch.float64, requires_grad=True),
+            )
+            y = operator(leaf, tau=tau, cdf=cdf)
+            assert y.isfinite().all()
+            for g in torch.autograd.grad(y.sum(), (leaf, tau), create_graph=create_graph):
+                assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    for scores in oracles.ADVERSARIAL:
+        x = row(scores, 100).clamp(-6e4, 6e4).to(dtype)
+        for operator in (khot.soft_rank, khot.soft_sort, khot.soft_median):
+            y, exact = operator(x, tau=0.1), operator(x.double(), tau=0.1)
+            assert y.dtype == dtype
+            ulp = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).smallest_normal
+            assert ((y.double() - exact).abs() <= 0.501 * ulp)[y.isfinite()].all()
+
+
+@pytest.mark.skipif(not ON_COMPILED, reason="the reference serves")
+@every_row
+@pytest.mark.parametrize("n", [1, 2, 5, 300])
+def test_compiled_kernels_agree_with_the_reference(scores: str, n: int) -> None:
+    ops, levels = torch.ops.khot, torch.linspace(0, n, 2 * n + 1).double()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.stack([row(scores, n), -row(scores, n, seed=1)]).to(dtype)
+        v = randn(2, n, seed=2).to(dtype)
+        tight = {"rtol": 4 * torch.finfo(dtype).eps, "atol": n * 1e-13}
+        for tau in (f64([1.0, 0.1]), f64([1e-2, 1e-4])):
+            scale = tau.unsqueeze(-1)
+            rank, order = scans.laplace_rank(x, tau)
+            torch.testing.assert_close(ops.laplace_rank(x, tau)[0], rank, **tight)
+            want = scans.laplace_rank_backward(v, x, order, tau)
+            got = ops.laplace_rank_backward(v, x, order, tau)
+            torch.testing.assert_close(got[0] * scale, want[0] * scale, **tight)
+            torch.testing.assert_close(got[1] * tau, want[1] * tau, rtol=1e-11, atol=n * 1e-12)
+            for descending in (False, True):
+                t, _ = scans.laplace_sort(x, tau, descending)
+                torch.testing.assert_close(ops.laplace_sort(x, tau, descending)[0], t, **tight)
+                want = scans.laplace_sort_backward(v, x, order, tau, descending, True)
+                got = ops.laplace_sort_backward(v, x, order, tau, descending, True)
+                torch.testing.assert_close(got[0], want[0], **tight)
+                torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=n * 1e-12)
+            hi, lo, order, place = scans.laplace_thresholds(x, levels, tau)
+            found = ops.laplace_thresholds(x, levels, tau)
+            torch.testing.assert_close((found[0] + found[1]), (hi + lo), rtol=1e-15, atol=n * 1e-14)
+            w = randn(2, 2 * n + 1, seed=3)
+            want = scans.laplace_thresholds_backward(w, x, order, hi, lo, place, tau)
+            got = ops.laplace_thresholds_backward(w, x, order, hi, lo, place, tau)
+            torch.testing.assert_close(got[0], want[0], **tight)
+            torch.testing.assert_close(got[1], want[1], rtol=1e-9, atol=0)
+            torch.testing.assert_close(got[2], want[2], rtol=1e-8, atol=n * 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 7, 192, 193, 5_000])
+def test_order_sorts(dtype: torch.dtype, n: int) -> None:
+    # both sides of where counting digits begins; ties, zeros of both signs, infinities, subnormals
+    x = randn(4, n) * f64([1e-320, 1.0, 1e30, 0.0]).unsqueeze(-1)
+    x[1] = x[1].round()
+    x[2, ::3], x[2, 1::3] = INF, -INF
+    x[3, ::2] = -0.0
+    x = x.to(dtype)
+    one = torch.ones((), dtype=torch.float64)
+    for order in (torch.ops.khot.laplace_rank(x, one)[1], torch.ops.khot.laplace_sort(x, one, True)[1]):
+        order = order.long()
+        assert torch.equal(order.sort().values, torch.arange(n).expand(4, n))
+        assert torch.equal(x.gather(-1, order), x.sort(descending=True).values)
+
+
+# -------------------------------------------------------------------------------- hard limits
+
+
+@every_cdf
+@either_order
+def test_small_tau_gives_the_hard_answer_for_every_order_of_five(name: str, descending: bool) -> None:
+    cdf, n = CDFS[name][0], 5
+    values = f64([-2.0, -0.5, 0.25, 3.0, 7.0])
+    x = torch.stack([values[list(order)] for order in itertools.permutations(range(n))])
+    options: dict[str, Any] = {"tau": 1e-4, "cdf": cdf, "descending": descending}
+    by_size = x.argsort(-1, descending=descending)
+    torch.testing.assert_close(
+        khot.soft_rank(x, **options), by_size.argsort(-1).double() + 1, rtol=0, atol=1e-12
+    )
+    P = khot.soft_permutation(x, **options)
+    torch.testing.assert_close(P, torch.eye(n, dtype=torch.float64)[by_size], rtol=0, atol=1e-12)
+    # the extremes lie ln(2n)·τ or so beyond the scores
+    want = x.sort(-1, descending=descending).values
+    torch.testing.assert_close(khot.soft_sort(x, **options), want, rtol=0, atol=4e-4)
+    torch.testing.assert_close((P @ x.unsqueeze(-1)).squeeze(-1), want, rtol=0, atol=1e-10)
+    q = f64([0.0, 0.25, 0.5, 0.75, 1.0])
+    quantiles = khot.soft_quantile(x, q, tau=1e-4, cdf=cdf)
+    torch.testing.assert_close(quantiles, values.unsqueeze(-1).expand_as(quantiles), rtol=0, atol=4e-4)
+
+
+@every_cdf
+def test_quantiles_between_entries_go_to_the_nearest_one(name: str) -> None:
+    x = f64([0.0, 1.0, 4.0, 10.0])
+    q = (f64([0.2, 0.8, 1.4, 1.5, 2.3, 2.9])) / 3
+    want = f64([0.0, 1.0, 1.0, 2.5, 4.0, 10.0])  # and to the middle half-way
+    got = khot.soft_quantile(x, q, tau=1e-5, cdf=CDFS[name][0])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert abs(khot.soft_median(x, tau=1e-5, cdf=CDFS[name][0]).item() - 2.5) <= 1e-4
+
+
+@every_cdf
+def test_theorem_3_2_the_soft_rank_tends_to_the_hard_one(name: str) -> None:
+    x = randn(6)
+    for descending in (False, True):
+        hard = x.argsort(descending=descending).argsort().double() + 1
+        errors = [
+            (khot.soft_rank(x, tau=tau, cdf=CDFS[name][0], descending=descending) - hard).abs().max().item()
+            for tau in (1.0, 0.1, 0.01, 1e-3)
+        ]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] <= 1e-12
+
+
+@every_cdf
+@pytest.mark.parametrize("scores", ["normal_1", "normal_1e-06", "ties", "cauchy", "equal"])
+def test_theorem_3_6_the_soft_permutation_is_doubly_stochastic(name: str, scores: str) -> None:
+    x = torch.stack([row(scores, 40), row(scores, 40, seed=1)])
+    for tau in (10.0, 1.0, 0.01):
+        P = khot.soft_permutation(x, tau=tau, cdf=CDFS[name][0])
+        assert (P >= 0).all()
+        one = torch.ones(2, 40, dtype=torch.float64)
+        torch.testing.assert_close(P.sum(-1), one, rtol=0, atol=2e-12 * 20)
+        torch.testing.assert_close(P.sum(-2), one, rtol=0, atol=1e-13)
+
+
+@every_cdf
+def test_theorem_3_6_the_soft_permutation_tends_to_the_hard_one(name: str) -> None:
+    x = randn(6, seed=4)
+    hard = torch.eye(6, dtype=torch.float64)[x.argsort()]
+    errors = [
+        (khot.soft_permutation(x, tau=tau, cdf=CDFS[name][0]) - hard).abs().max().item()
+        for tau in (1.0, 0.1, 0.01, 1e-3)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] <= 1e-12
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+@every_row
+@either_order
+def test_ranks_sum_to_what_hard_ones_do(name: str, scores: str, descending: bool) -> None:
+    n = 50
+    for tau in (100.0, 1.0, 0.01):
+        r = khot.soft_rank(row(scores, n), tau=tau, cdf=CDFS[name][0], descending=descending)
+        assert abs(math.fsum(r.tolist()) - n * (n + 1) / 2) <= 1e-12 * n * n
+        assert r.min() >= 0.5 and r.max() <= n + 0.5
+
+
+# -------------------------------------------------------------------------------- what holds
+
+
+@every_cdf
+def test_ascending_is_descending_of_the_negative(name: str) -> None:
+    cdf, x = CDFS[name][0], randn(3, 9)
+    same: dict[str, Any] = {"rtol": 1e-14, "atol": 1e-13}
+    for operator, sign in (
+        (khot.soft_rank, 1),
+        (khot.soft_sort, -1),
+        (khot.soft_permutation, 1),
+        (khot.log_soft_permutation, 1),
+    ):
+        torch.testing.assert_close(
+            operator(x, cdf=cdf), sign * operator(-x, cdf=cdf, descending=True), **same
+        )
+
+
+@every_cdf
+def test_sort_inverts_rank(name: str) -> None:
+    x, cdf = randn(2, 9), CDFS[name][0]
+    t = khot.soft_sort(x, tau=0.7, cdf=cdf, descending=True)
+    assert (t.diff() < 0).all()
+    F = cdfs.resolve(cdf)
+    counts = F.cdf((x.unsqueeze(-2) - t.unsqueeze(-1)) / 0.7 + F.median).sum(-1)
+    torch.testing.assert_close(counts, scans.half_levels(x).expand(2, 9), rtol=0, atol=1e-12)
+    ends = khot.soft_quantile(x, f64([1.0, 0.0]), tau=0.7, cdf=cdf)
+    torch.testing.assert_close(ends, torch.stack((t[:, 0], t[:, -1])), rtol=0, atol=1e-13)
+
+
+@every_cdf
+def test_exp_of_the_logarithm(name: str) -> None:
+    x = randn(2, 8)
+    P = khot.soft_permutation(x, tau=0.6, cdf=CDFS[name][0])
+    log_p = khot.log_soft_permutation(x, tau=0.6, cdf=CDFS[name][0])
+    torch.testing.assert_close(log_p.exp(), P, rtol=0, atol=1e-14)
+
+
+def test_permutations_replace_dim_by_two() -> None:
+    x = randn(2, 5, 3)
+    P = khot.soft_permutation(x, 1)
+    assert P.shape == (2, 5, 5, 3)
+    for i in range(3):
+        torch.testing.assert_close(P[..., i], khot.soft_permutation(x[..., i]))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("q", [0.3, f64(0.3), f64([0.1]), f64([0.1, 0.5, 0.5]), f64([])], ids=str)
+def test_quantiles_have_the_shapes_of_torch(dim: int, keepdim: bool, q: Any) -> None:
+    x = randn(2, 5, 3)
+    if isinstance(q, Tensor) and q.numel() == 0:
+        assert khot.soft_quantile(x, q, dim, keepdim).shape == (0, *x.sum(dim, keepdim=keepdim).shape)
+        return
+    want = torch.quantile(x, q, dim, keepdim)
+    got = khot.soft_quantile(x, q, dim, keepdim, tau=1e-3)
+    assert got.shape == want.shape
+    assert khot.soft_median(x, dim, keepdim).shape == x.median(dim, keepdim).values.shape
+
+
+def test_gradient_in_q() -> None:
+    x, tau = randn(2, 6).requires_grad_(), f64([2.0, 3.0]).requires_grad_()
+    q = f64([0.1, 0.37, 0.8]).requires_grad_()
+    for name in CDFS:
+
+        def call(x: Tensor, q: Tensor, tau: Tensor, name: str = name) -> Tensor:
+            return khot.soft_quantile(x, q, tau=tau, cdf=CDFS[name][0])
+
+        torch.autograd.gradcheck(call, (x, q, tau), check_forward_ad=True)
+        torch.autograd.gradgradcheck(call, (x, q, tau), check_fwd_over_rev=True)
+
+
+def test_vmap_over_q() -> None:
+    x, q = randn(4, 6), f64([0.1, 0.37, 0.8, 1.0])
+    got = torch.func.vmap(khot.soft_quantile)(x, q)
+    want = torch.stack([khot.soft_quantile(a, b) for a, b in zip(x, q, strict=True)])
+    torch.testing.assert_close(got, want)
+    got = torch.func.vmap(khot.soft_quantile, in_dims=(None, 0))(x, q.reshape(2, 2))
+    torch.testing.assert_close(got[1], khot.soft_quantile(x, q[2:]))
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def test_ranks_of_a_million() -> None:
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    leaf = x.clone().requires_grad_()
+    rank = khot.soft_rank(leaf, tau=0.1)
+    assert abs(rank.detach().double().sum().item() / (1e6 * (1e6 + 1) / 2) - 1) <= 1e-7
+    (grad,) = torch.autograd.grad(rank, leaf, x)
+    # homogeneous of degree 0 in (x, τ), invariant under shifts
+    assert abs(grad.double().sum().item()) <= 1e-6 * grad.double().abs().sum().item()
+    at = torch.tensor([0, 10, 999_999])
+    want = (
+        0.5 + torch.stack([cdfs.Laplace().cdf((x[i].double() - x.double()) / 0.1).sum() for i in at])
+    ).float()
+    torch.testing.assert_close(rank[at].detach(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("n", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_memory_is_linear(n: int) -> None:
+    from test_soft_count import PeakMemory
+
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    square = 8 * n * n
+    for cdf, part in (("logistic", n / 1_000), ("laplace", n / 40)):
+        with PeakMemory() as forward:
+            rank = khot.soft_rank(x, cdf=cdf)
+        assert forward.peak <= square / part
+        with PeakMemory() as backward:
+            torch.autograd.grad(rank, x, torch.ones_like(x))
+        assert backward.peak <= square / part
+    with PeakMemory() as sort:
+        torch.autograd.grad(khot.soft_sort(x), x, torch.ones_like(x))
+    assert sort.peak <= square * 40 / n
+
+
+# ------------------------------------------------------------------------------- unusual input
+
+
+@every_cdf
+def test_infinite_entries_stand_at_the_ends(name: str) -> None:
+    options: dict[str, Any] = {"tau": 0.5, "cdf": CDFS[name][0]}
+    x = f64([0.3, INF, -INF, -0.7, INF, 1.1, -INF]).requires_grad_()
+    finite = [0, 3, 5]
+    inner = x.detach()[finite]
+    rank = khot.soft_rank(x, **options)
+    assert rank[[1, 4]].tolist() == [6.5, 6.5] and rank[[2, 6]].tolist() == [1.5, 1.5]
+    torch.testing.assert_close(rank[finite].detach(), khot.soft_rank(inner, **options) + 2)
+    sort = khot.soft_sort(x, **options)
+    assert sort[:2].tolist() == [-INF, -INF] and sort[5:].tolist() == [INF, INF]
+    torch.testing.assert_close(sort[2:5].detach(), khot.soft_sort(inner, **options))
+    P = khot.soft_permutation(x, **options)
+    assert (P[:2, [2, 6]] == 0.5).all() and (P[5:, [1, 4]] == 0.5).all()
+    torch.testing.assert_close(P[2:5, finite].detach(), khot.soft_permutation(inner, **options))
+    torch.testing.assert_close(P.sum(-1), torch.ones(7).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(P.sum(-2), torch.ones(7).double(), rtol=0, atol=1e-12)
+    log_p = khot.log_soft_permutation(x, **options)
+    torch.testing.assert_close(log_p.exp(), P, rtol=0, atol=1e-13)
+    quantiles = khot.soft_quantile(x, f64([0.0, 0.5, 1.0]), **options)
+    assert quantiles[0] == -INF and quantiles[2] == INF and quantiles[1].isfinite()
+    for y in (rank, sort, P, log_p, quantiles):
+        for create_graph in (False, True):
+            total = torch.where(y.isfinite(), y, 0).square().sum()
+            (grad,) = torch.autograd.grad(total, x, retain_graph=True, create_graph=create_graph)
+            assert grad.isfinite().all() and (grad[[1, 2, 4, 6]] == 0).all()
+
+
+@every_cdf
+@pytest.mark.parametrize("value", [INF, -INF, 0.25])
+def test_all_equal(name: str, value: float) -> None:
+    x = torch.full((4,), value, dtype=torch.float64)
+    options: dict[str, Any] = {"cdf": CDFS[name][0]}
+    assert khot.soft_rank(x, **options).tolist() == pytest.approx([2.5] * 4)
+    P = khot.soft_permutation(x, **options)
+    torch.testing.assert_close(P, torch.full_like(P, 0.25), rtol=0, atol=1e-12)
+    if math.isinf(value):
+        assert torch.equal(khot.soft_sort(x, **options), x)
+
+
+@every_cdf
+def test_nan_spoils_its_row_and_no_other(name: str) -> None:
+    options: dict[str, Any] = {"cdf": CDFS[name][0]}
+    x = randn(3, 5)
+    spoiled = x.clone()
+    spoiled[1, 2] = NAN
+    single = f64([[0.1], [NAN]])
+    for operator in (
+        khot.soft_rank,
+        khot.soft_sort,
+        khot.soft_permutation,
+        khot.log_soft_permutation,
+        khot.soft_median,
+    ):
+        y, want = operator(spoiled, **options), operator(x, **options)
+        assert y[1].isnan().all()
+        torch.testing.assert_close(y[[0, 2]], want[[0, 2]], rtol=0, atol=0)
+        y = operator(single, **options)
+        assert y[1].isnan().all() and y[0].isfinite().all()
+        leaf = spoiled.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(operator(leaf, **options)[[0, 2]].sum(), leaf)
+        assert grad[[0, 2]].isfinite().all()
+
+
+@every_cdf
+def test_one_entry_and_none(name: str) -> None:
+    options: dict[str, Any] = {"tau": 0.5, "cdf": CDFS[name][0]}
+    x = f64([0.7])
+    assert khot.soft_rank(x, **options).tolist() == [1]
+    assert khot.soft_sort(x, **options).item() == pytest.approx(0.7, abs=1e-15)
+    assert khot.soft_permutation(x, **options).tolist() == [[1]]
+    assert khot.log_soft_permutation(x, **options).tolist() == [[0]]
+    assert khot.soft_median(x, **options).item() == pytest.approx(0.7, abs=1e-15)
+    for shape in ((0,), (2, 0), (0, 3)):
+        empty = torch.empty(shape)
+        assert khot.soft_rank(empty, **options).shape == shape
+        assert khot.soft_sort(empty, **options).shape == shape
+        assert khot.soft_permutation(empty, **options).shape == (*shape, shape[-1])
+        assert khot.log_soft_permutation(empty, **options).shape == (*shape, shape[-1])
+    assert khot.soft_median(torch.empty(2, 0), **options).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["laplace", "logistic"])
+def test_values_that_stand_for_infinity(name: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        low = torch.finfo(dtype).min if name == "laplace" else -3e38
+        x = torch.tensor([0.3, low, 1.0, low, -1e30, 2.0], dtype=dtype).requires_grad_()
+        r = khot.soft_rank(x, cdf=name)
+        torch.testing.assert_close(
+            r.detach()[[1, 3, 4]], torch.tensor([1.5, 1.5, 3.0], dtype=dtype), rtol=0, atol=1e-6
+        )
+        for y in (r, khot.soft_sort(x, cdf=name), khot.soft_permutation(x, cdf=name)):
+            (grad,) = torch.autograd.grad(y.clamp(-9, 9).sum(), x)
+            assert y.isfinite().all() and grad.isfinite().all()
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+OPERATORS: list[Callable[..., Tensor]] = [
+    khot.soft_rank,
+    khot.soft_sort,
+    khot.soft_permutation,
+    khot.log_soft_permutation,
+    khot.soft_median,
+    lambda x, *args, **options: khot.soft_quantile(x, 0.3, *args, **options),
+    lambda x, *args, **options: khot.losses.permutation_cross_entropy(x, X.argsort(-1), *args, **options),
+]
+X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_bad_arguments(operator: Callable[..., Tensor]) -> None:
+    for tau in (0, -1.0, NAN, INF, f64([1.0, 0.0]), f64(-1.0)):
+        with pytest.raises(ValueError, match=r"^tau must be finite and > 0, but got"):
+            operator(X, tau=tau)
+    with pytest.raises(ValueError, match=r"^tau must broadcast"):
+        operator(X, tau=torch.ones(3))
+    with pytest.raises(TypeError, match=r"^tau must be a real number"):
+        operator(X, tau="1")
+    with pytest.raises(ValueError, match=r"^cdf must be one of"):
+        operator(X, cdf="gauss")
+    with pytest.raises(TypeError, match=r"^cdf must be a name"):
+        operator(X, cdf=3)
+    with pytest.raises(TypeError, match=r"^input must have a floating-point dtype"):
+        operator(X.long())
+    with pytest.raises(TypeError, match=r"^input must be a torch\.Tensor"):
+        operator([1.0])
+    with pytest.raises(IndexError, match=r"^dim must be in \[-2, 1\], but got 2"):
+        operator(X, 2)
+
+
+@pytest.mark.parametrize(
+    ("q", "error", "said"),
+    [
+        (-0.1, ValueError, "q must lie in"),
+        (1.5, ValueError, "q must lie in"),
+        (NAN, ValueError, "q must lie in"),
+        (f64([0.1, 1.1]), ValueError, "q must lie in"),
+        (f64([[0.1]]), ValueError, "q must be a number or have at most one dim"),
+        ("a", TypeError, "q must be a real number"),
+        (torch.tensor([True]), TypeError, "q must be a real number"),
+    ],
+)
+def test_bad_q(q: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"^{said}"):
+        khot.soft_quantile(X, q)
+
+
+@pytest.mark.parametrize("name", ["laplace", "logistic"])
+def test_compiled_bad_tau_gives_nan_in_its_row(name: str) -> None:
+    torch.compiler.reset()
+    tau = f64([1.0, 0.0])
+    for operator in (khot.soft_rank, khot.soft_sort, khot.soft_permutation, khot.soft_median):
+
+        def call(x: Tensor, tau: Tensor, operator: Callable[..., Tensor] = operator) -> Tensor:
+            return operator(x, tau=tau, cdf=name)
+
+        y = torch.compile(call, fullgraph=True, backend="aot_eager")(X, tau)
+        assert y[1].isnan().all()
+        torch.testing.assert_close(y[0], operator(X, cdf=name)[0])
