@@ -49,12 +49,9 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
                  Threshold& t) {
   const bool wanted = spec.output != Output::kThreshold;
   if (fits_float<C>(spec, x.dtype, tau)) {
-    const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat;
-    float* const kept = in_place ? static_cast<float*>(out) : nullptr;
-    const FastSolver<C> fast(x, spec.n, tau, F, spec.inside, kept);
-    bool written = false;
-    if (fast.solve(k, goal, t, written)) {
-      if (wanted && !written) apply<float>(spec, F, x, t, tau, out);
+    const bool log = spec.output == Output::kLog;
+    if (FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) {
+      if (log) apply<float>(spec, F, x, t, tau, out);
       return;
     }
   }
