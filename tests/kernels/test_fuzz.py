@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot import kernels
-from khot.kernels import reference
+from khot.kernels import reference, selection
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
 DTYPES = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -189,11 +189,48 @@ def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     return found
 
 
+def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """The same of what stands on the k-th largest entry: the hard mask, and top-k in magnitude."""
+    x, k, tau, cdf, _ = case
+    found = {}
+    mask, want = torch.ops.khot.topk_mask(x, k), selection.topk_mask(x, k)
+    found["mask"] = far(mask, want).amax(-1) * INF
+
+    s = torch.where(x == -INF, x, x.abs())
+    k = torch.minimum(torch.floor(k), (s > -INF).sum(-1))
+    p = {"logistic": 2.0, "laplace": 2.0, "normal": 1.5, "uniform": 4 / 3, "power": 1.15}[cdf]
+    y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
+    want, want_hi, want_lo = selection.soft_topk_magnitude(s.double(), k, tau, p)
+    eps = torch.finfo(x.dtype).eps
+    size = want.abs().nan_to_num(0, 0, 0)
+    # Y goes as the power 1/(p − 1) of the distance from γ
+    allowed = (
+        (0.51 * eps + 1e-11 / (p - 1)) * size + torch.finfo(x.dtype).tiny * eps + 1e-13 * size.amax(-1, True)
+    )
+    found["magnitude"] = (far(y, _overflow(want, x.dtype)) / allowed).nan_to_num(nan=0.0).amax(-1)
+    gamma, want_gamma = hi + lo, want_hi + want_lo
+    found["γ"] = far(gamma, want_gamma) / (1e-11 * want_gamma.abs().clamp(max=1e300) + 1e-300)
+
+    grad = torch.randn(x.shape, generator=g).to(x.dtype)
+    rest = (k, want_hi, want_lo, tau, p)
+    given = want.to(x.dtype)
+    got = torch.ops.khot.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    true = selection.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    for name, a, b in zip(("ds", "dtau of magnitude"), got, true, strict=True):
+        size = b.double().abs().nan_to_num(0, 0, 0)
+        size = (
+            size.amax(-1, True) if name == "ds" else size + true[0].double().abs().nan_to_num(0, 0, 0).sum(-1)
+        )
+        excess = far(a, b) / ((1e-9 + 2 * eps) * size + torch.finfo(x.dtype).tiny)
+        found[name] = excess.amax(-1) if name == "ds" else excess
+    return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
+
+
 def failures(rows: int, seed: int) -> list[str]:
     g = Generator().manual_seed(seed)
     found = []
     for number, case in enumerate(cases(rows, seed)):
-        for name, excess in excesses(case, g).items():
+        for name, excess in (excesses(case, g) | selection_excesses(case, g)).items():
             for i in (excess > 1).nonzero().flatten().tolist():
                 found.append(
                     f"{name} is off by {excess[i]:.3g} times the limit: case {number}, row {i}, {case.cdf}, "
