@@ -73,9 +73,9 @@ class FastSolver {
     return {hi, t - hi};
   }
 
-  // Half of what is promised: sums of floats are not exact either.
+  // Half of what is promised: sums of floats are not exact either. And y that are all small round by less.
   bool reaches(double total, double k) const {
-    return std::fabs(total - k) <= 5e-7 * std::max(1.0, few_) + static_cast<double>(n_) * 0x1p-25;
+    return std::fabs(total - k) <= 5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k * 0x1p-23);
   }
 
   bool solve_reading(double t, double k, double last, Threshold& result) const {
