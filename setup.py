@@ -6,10 +6,19 @@ Everything else about the package stands in pyproject.toml.
 from __future__ import annotations
 
 import glob
+import os
 import sys
 from typing import Any
 
 from setuptools import setup
+
+# tests/kernels/sanitize asks for these
+SANITIZE = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-O1",
+]
 
 
 def extension() -> dict[str, Any]:
@@ -27,6 +36,7 @@ def extension() -> dict[str, Any]:
             except Exception as error:
                 print(f"khot: the CPU kernels were not built: {error}", file=sys.stderr)
 
+    sanitize = SANITIZE if os.environ.get("KHOT_SANITIZE") == "1" else []
     kernels = CppExtension(
         "khot._C",
         sorted(glob.glob("csrc/*.cpp")),
@@ -35,7 +45,15 @@ def extension() -> dict[str, Any]:
         # the stable ABI of torch 2.10, so that one build serves every later torch
         define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
         # fp-contract: fused multiply-adds, which a strict language standard would switch off
-        extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=fast", "-fvisibility=hidden", "-Wno-psabi"],
+        extra_compile_args=[
+            "-O3",
+            "-std=c++17",
+            "-ffp-contract=fast",
+            "-fvisibility=hidden",
+            "-Wno-psabi",
+            *sanitize,
+        ],
+        extra_link_args=sanitize,
         optional=True,
     )
     return {

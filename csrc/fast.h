@@ -43,22 +43,26 @@ class FastSolver {
   static constexpr double kLastStoring = 0.06;
   static constexpr double kLast = !C::full_support ? 1e-7 : std::is_same_v<C, Laplace> ? 3e-4 : 0.008;
 
-  // out: where y may be kept between passes (logistic only), else null.
-  FastSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside, float* out)
-      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside), out_(logistic ? out : nullptr) {}
+  // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
+  static constexpr double kLastUnseen = std::min(kLast, 1e-4);
 
-  // Whether the row was ordinary; then t is the threshold, and `written` says whether out holds y.
-  bool solve(double k, Goal& goal, Threshold& t, bool& written) const {
+  FastSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
+      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside) {}
+
+  // Whether the row was ordinary. Then t is the threshold, and out, unless null, holds y, whose sum is as near
+  // to k as promised.
+  bool solve(double k, Goal& goal, Threshold& t, void* out) {
     if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return false;
+    few_ = std::min(k, static_cast<double>(n_) - k);
     double guess = kNan;
     if (n_ >= kSampleFrom) guess = from_sample(k, goal);
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
     if (!(std::fabs(guess) < 1e30)) return false;
+    if (out == nullptr) return solve_reading(guess, k, kLastUnseen, t);
     if constexpr (logistic) {
-      written = out_ != nullptr && solve_storing(guess, k, t);
-      if (written) return true;
+      if (row_.dtype == Dtype::kFloat) return solve_storing(guess, k, static_cast<float*>(out), t);
     }
-    return solve_reading(guess, k, t);
+    return solve_reading(guess, k, kLast, t) && reaches(write(t, out), k);
   }
 
  private:
@@ -69,12 +73,17 @@ class FastSolver {
     return {hi, t - hi};
   }
 
-  bool solve_reading(double t, double k, Threshold& result) const {
+  // Half of what is promised: sums of floats are not exact either. And y that are all small round by less.
+  bool reaches(double total, double k) const {
+    return std::fabs(total - k) <= 5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k * 0x1p-23);
+  }
+
+  bool solve_reading(double t, double k, double last, Threshold& result) const {
     for (int pass = 0; pass < kPasses; ++pass) {
       const double h = step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
-      if (std::fabs(h) <= kLast) {
+      if (std::fabs(h) <= last) {
         result = split(t);
         return true;
       }
@@ -83,27 +92,24 @@ class FastSolver {
   }
 
   // y is stored by the first pass, and moved along with t by the later ones: exact, and cheaper than exp.
-  bool solve_storing(double t, double k, Threshold& result) const {
-    const double n = static_cast<double>(n_);
-    bool stored = false;
-    double h = 0;
+  bool solve_storing(double t, double k, float* out, Threshold& result) const {
+    FastSums sums = evaluate(split(t), out);
     for (int pass = 0; pass < kPasses; ++pass) {
-      const FastSums sums = stored ? shift(h) : evaluate(split(t));
       // a float sum of y has lost digits that matter where few entries are undecided
-      h = sums.S1 * 16 > sums.C ? refined_step(sums, k, n) : kNan;
+      const double h = sums.S1 * 16 > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
-      stored = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
+      const bool near = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
+      if (std::fabs(h) > 1e-8) sums = near ? shift(h, out) : evaluate(split(t), out);
       if (std::fabs(h) <= kLastStoring) {
-        if (std::fabs(h) > 1e-8) shift(h);
         result = split(t);
-        return true;
+        return reaches(sums.C, k);
       }
     }
     return false;
   }
 
-  double from_moments(const Row& row, int64_t n, double k, Goal& goal) const {
+  double from_moments(const Row& row, int64_t n, double k, Goal& goal) {
     double count = static_cast<double>(n), mean, variance;
     if (!moments(row, n, mean, variance)) {
       const Statistics stats = statistics<float>(row, n, inside_);
@@ -111,6 +117,7 @@ class FastSolver {
       if (stats.nan || !(k > 0 && k < count)) return kNan;
       mean = stats.mean, variance = stats.variance;
     }
+    if (n == n_) few_ = std::min(k, count - k);
     goal.set(k, count, F_);
     return goal.guess(mean, variance, tau_, F_);
   }
@@ -140,7 +147,7 @@ class FastSolver {
   }
 
   // The threshold of evenly spaced blocks of the row; NaN where they do not tell.
-  double from_sample(double k, Goal& goal) const {
+  double from_sample(double k, Goal& goal) {
     float sample[kSampleMax];
     const int size = n_ >= 8 * kSampleMax ? kSampleMax : kSampleMax / 4, block = size / kSampleBlocks;
     for (int i = 0; i < kSampleBlocks; ++i) {
@@ -162,28 +169,28 @@ class FastSolver {
   }
 
   // y at t, stored, and its sums.
-  FastSums evaluate(Threshold t) const {
+  FastSums evaluate(Threshold t, float* out) const {
     const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo);
     const float scale = static_cast<float>(1.44269504088896340736 / tau_);  // 1/log(2)
-    return sum_values(row_, -kInf<float>, [=](VecF x) { return inverse_1p_exp2(((hi - x) + lo) * scale); });
+    return sum_values(row_, out, -kInf<float>, [=](VecF x) { return inverse_1p_exp2(((hi - x) + lo) * scale); });
   }
 
   // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h).
-  FastSums shift(double h) const {
+  FastSums shift(double h, float* out) const {
     const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
-    return sum_values(Row{out_, Dtype::kFloat, 1}, 0.0f, [=](VecF y) {
+    return sum_values(Row{out, Dtype::kFloat, 1}, out, 0.0f, [=](VecF y) {
       return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
     });
   }
 
   template <class Value>
-  FastSums sum_values(const Row& row, float pad, Value value) const {
-    float* const out = out_;
+  FastSums sum_values(const Row& row, float* out, float pad, Value value) const {
     return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
-      VecF total{}, f1{}, fy{}, ff{};
-      vectors<float>(p, count, pad, [&](VecF x, int i, int lanes) {
+      LongSum total;
+      VecF f1{}, fy{}, ff{};
+      auto add = [&](VecF x, int i, int lanes) {
         const VecF y = value(x), f = y - y * y;
-        total += y;
+        total.add(y);
         f1 += f;
         fy += f * y;
         ff += f * f;
@@ -192,13 +199,39 @@ class FastSolver {
         } else {
           store_part(out + at + i, lanes, y);
         }
-      });
+      };
+      vectors<float>(p, count, pad, add, [&] { total.flush(); });
       const double density = sum<float>(f1);
-      s.C += sum<float>(total);
+      s.C += sum<double>(total.total);
       s.S1 += density;
       s.S2 += density - 2 * sum<float>(fy);  // f' = f (1 - 2y)
       s.S3 += density - 6 * sum<float>(ff);  // f'' = f (1 - 6f)
     });
+  }
+
+  // y at t, written in the row's dtype; the sum before any rounding to half precision.
+  double write(Threshold t, void* out) const {
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
+    const C F = F_;
+    const bool own = row_.dtype == Dtype::kFloat;
+    const Dtype dtype = row_.dtype;
+    struct Total {
+      double sum = 0;
+      void operator+=(const Total& o) { sum += o.sum; }
+    };
+    return reduce<float, Total>(row_, n_, inside_, [=](Total& s, const float* p, int count, int64_t at) {
+      float results[kBlock];
+      float* const target = own ? static_cast<float*>(out) + at : results;
+      LongSum total;
+      auto add = [&](VecF x, int i, int lanes) {
+        const VecF y = F.template value<float>(((x - hi) - lo) * scale);
+        total.add(y);
+        lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+      };
+      vectors<float>(p, count, -kInf<float>, add, [&] { total.flush(); });
+      s.sum += sum<double>(total.total);
+      if (!own) put(out, dtype, at, count, results);
+    }).sum;
   }
 
   FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
@@ -207,20 +240,22 @@ class FastSolver {
     const C F = F_;
     return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
       IntF m{};
-      VecF D{}, S1{}, S2{};
-      vectors<float>(p, count, -kInf<float>, [&](VecF x, int, int) {
+      LongSum D;
+      VecF S1{}, S2{};
+      auto add = [&](VecF x, int, int) {
         const VecF z = ((x - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D += above ? -v.tail : v.tail;
+        D.add(above ? -v.tail : v.tail);
         S1 += v.density;
         S2 += slope<C>(z, above, v);
-      });
+      };
+      vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
       int32_t above_count = 0;
       for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
       s.m += above_count;
-      s.C += sum<float>(D);
+      s.C += sum<double>(D.total);
       s.S1 += sum<float>(S1);
       s.S2 += sum<float>(S2);
     });
@@ -255,7 +290,7 @@ class FastSolver {
   double tau_;
   C F_;
   const Parallel* inside_;
-  float* out_;
+  double few_ = 0;  // min(k, n - k), of what may be selected
 };
 
 }  // namespace khot::KHOT_ISA

@@ -17,11 +17,13 @@
 #define KHOT_ISA avx2
 #define KHOT_VECTOR_BYTES 32
 #include "rows.h"
+#include "selection.h"
 
 namespace khot {
 
 const Kernels& avx2_kernels() {
-  static constexpr Kernels kernels{"AVX2", avx2::forward, avx2::backward};
+  static constexpr Kernels kernels{"AVX2", avx2::forward, avx2::backward,
+                                    avx2::topk_mask, avx2::magnitude, avx2::magnitude_backward};
   return kernels;
 }
 

@@ -17,11 +17,13 @@
 #define KHOT_ISA avx512
 #define KHOT_VECTOR_BYTES 64
 #include "rows.h"
+#include "selection.h"
 
 namespace khot {
 
 const Kernels& avx512_kernels() {
-  static constexpr Kernels kernels{"AVX-512", avx512::forward, avx512::backward};
+  static constexpr Kernels kernels{"AVX-512", avx512::forward, avx512::backward,
+                                    avx512::topk_mask, avx512::magnitude, avx512::magnitude_backward};
   return kernels;
 }
 

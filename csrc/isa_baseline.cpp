@@ -10,11 +10,13 @@
 #define KHOT_ISA baseline
 #define KHOT_VECTOR_BYTES 16
 #include "rows.h"
+#include "selection.h"
 
 namespace khot {
 
 const Kernels& baseline_kernels() {
-  static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward};
+  static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward,
+                                    baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward};
   return kernels;
 }
 

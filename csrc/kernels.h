@@ -62,10 +62,21 @@ struct BackwardRows {
   ~BackwardRows() = default;
 };
 
+// Top-k in magnitude of s >= 0; see khot/kernels/selection.py.
+struct Magnitude {
+  double k, tau, p;
+  Threshold gamma;  // the value of the pooled block
+};
+
 struct Kernels {
   const char* isa;
   void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
+  // One row each; out, y and grad_s are of the dtype of the scores.
+  void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
+  void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
+  double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                               const Magnitude& problem, void* grad_s);  // the gradient in tau
 };
 
 const Kernels& baseline_kernels();

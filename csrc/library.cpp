@@ -1,29 +1,15 @@
 // khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/kernels/__init__.py.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <string>
 #include <tuple>
-#include <vector>
 
-#include "kernels.h"
+#include "tensors.h"
 
 namespace khot {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-constexpr int64_t kGrain = 1 << 14;      // entries that are worth waking a thread for
-constexpr int64_t kGrainInside = 1 << 17;  // the same where they belong to one row
 
 const Kernels& choose_kernels() {
 #if defined(__x86_64__)
@@ -40,27 +26,16 @@ const Kernels& choose_kernels() {
   return baseline_kernels();
 }
 
+}  // namespace
+
 const Kernels& kernels() {
   static const Kernels& chosen = choose_kernels();
   return chosen;
 }
 
-Dtype to_dtype(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return Dtype::kFloat;
-    case ScalarType::Double:
-      return Dtype::kDouble;
-    case ScalarType::Half:
-      return Dtype::kHalf;
-    case ScalarType::BFloat16:
-      return Dtype::kBFloat16;
-    default:
-      STD_TORCH_CHECK(false, "khot: scores must have dtype float64, float32, float16 or bfloat16");
-  }
-}
+namespace {
 
-int64_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2; }
+constexpr int64_t kGrainInside = 1 << 17;  // as kGrain, where the entries belong to one row
 
 Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
   Spec spec{Cdf::kLogistic, shape, Output::kValue, n, nullptr};
@@ -83,104 +58,6 @@ Spec to_spec(const std::string& cdf, double shape, const std::string& output, in
     STD_TORCH_CHECK(output == "y", "khot: unknown output ", output);
   }
   return spec;
-}
-
-// Where the entries of a batch of the given sizes lie in a tensor that broadcasts with it.
-class Offsets {
- public:
-  Offsets(const Tensor& t, const std::vector<int64_t>& batch, int64_t trailing) : batch_(batch) {
-    const int64_t own = t.dim() - trailing;
-    STD_TORCH_CHECK(own <= static_cast<int64_t>(batch.size()), "khot: too many dimensions to broadcast");
-    strides_.assign(batch.size(), 0);
-    for (int64_t i = 0; i < own; ++i) {
-      const size_t to = batch.size() - own + i;
-      STD_TORCH_CHECK(t.size(i) == 1 || t.size(i) == batch[to], "khot: shapes that do not broadcast");
-      strides_[to] = t.size(i) == 1 ? 0 : t.stride(i);
-    }
-    // one stride for all rows where that is possible, as it mostly is
-    int64_t expected = 0;
-    bool first = true;
-    for (size_t i = batch.size(); i-- > 0;) {
-      if (batch[i] == 1) continue;
-      if (first) {
-        expected = stride_ = strides_[i];
-        first = false;
-      }
-      even_ = even_ && strides_[i] == expected;
-      expected = strides_[i] * batch[i];
-    }
-  }
-
-  int64_t operator()(int64_t row) const {
-    if (even_) return row * stride_;
-    int64_t offset = 0;
-    for (size_t i = batch_.size(); i-- > 0;) {
-      offset += row % batch_[i] * strides_[i];
-      row /= batch_[i];
-    }
-    return offset;
-  }
-
- private:
-  std::vector<int64_t> batch_, strides_;
-  int64_t stride_ = 0;
-  bool even_ = true;
-};
-
-std::vector<int64_t> batch_of(const Tensor& x) {
-  const auto sizes = x.sizes();
-  STD_TORCH_CHECK(sizes.size() > 0, "khot: scores need a dimension");
-  return {sizes.begin(), sizes.end() - 1};
-}
-
-// The rows of a tensor (*batch, n), whatever its strides.
-class Rows {
- public:
-  Rows(const Tensor& x, const std::vector<int64_t>& batch)
-      : tensor_(usable(x) ? x : torch::stable::contiguous(x)),
-        dtype_(to_dtype(x.scalar_type())),
-        step_(tensor_.size(tensor_.dim() - 1) == 1 || tensor_.stride(tensor_.dim() - 1) == 1 ? 1 : 0),
-        offsets_(tensor_, batch, 1),
-        data_(static_cast<const char*>(tensor_.const_data_ptr())),
-        size_(size_of(dtype_)) {}
-
-  Row operator()(int64_t row) const { return {data_ + offsets_(row) * size_, dtype_, step_}; }
-  Dtype dtype() const { return dtype_; }
-
- private:
-  static bool usable(const Tensor& x) {
-    const int64_t stride = x.stride(x.dim() - 1);
-    return stride == 0 || stride == 1 || x.size(x.dim() - 1) <= 1;
-  }
-
-  Tensor tensor_;
-  Dtype dtype_;
-  int64_t step_;
-  Offsets offsets_;
-  const char* data_;
-  int64_t size_;
-};
-
-// A number a row, of any floating-point dtype, broadcast with the batch.
-class Numbers {
- public:
-  Numbers(const Tensor& t, const std::vector<int64_t>& batch)
-      : tensor_(t.scalar_type() == ScalarType::Double ? t : torch::stable::to(t, ScalarType::Double)),
-        offsets_(tensor_, batch, 0),
-        data_(tensor_.const_data_ptr<double>()) {}
-
-  double operator()(int64_t row) const { return data_[offsets_(row)]; }
-
- private:
-  Tensor tensor_;
-  Offsets offsets_;
-  const double* data_;
-};
-
-int64_t product(const std::vector<int64_t>& sizes) {
-  int64_t result = 1;
-  for (int64_t size : sizes) result *= size;
-  return result;
 }
 
 constexpr Parallel kInside{[](int64_t count, void* context, void (*body)(void*, int64_t)) {

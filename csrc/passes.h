@@ -130,6 +130,22 @@ KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
   if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
 }
 
+// The same, and flush() at least every kGroup vectors and at the end.
+constexpr int kGroup = 4;
+template <class R, class Body, class Flush>
+KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
+  constexpr int width = kWidth<R>;
+  int i = 0;
+  for (; i + kGroup * width <= count; i += kGroup * width) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kGroup; ++j) body(load(p + i + j * width), i + j * width, width);
+    flush();
+  }
+  for (; i + width <= count; i += width) body(load(p + i), i, width);
+  if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
+  flush();
+}
+
 // body(begin, end, chunk) for each chunk of n entries.
 template <class Body>
 void chunks(int64_t n, const Parallel* inside, Body body) {

@@ -48,23 +48,14 @@ template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
                  Threshold& t) {
   const bool wanted = spec.output != Output::kThreshold;
-  if (!(tau > 0 && tau < kInfinity)) {
-    t = {kNan, kNan};
-  } else if (fits_float<C>(spec, x.dtype, tau)) {
-    const bool in_place = spec.output == Output::kValue && x.dtype == Dtype::kFloat;
-    float* const kept = in_place ? static_cast<float*>(out) : nullptr;
-    const FastSolver<C> fast(x, spec.n, tau, F, spec.inside, kept);
-    bool written = false;
-    if (fast.solve(k, goal, t, written)) {
-      if (written) return;
-    } else {
-      t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
+  if (fits_float<C>(spec, x.dtype, tau)) {
+    const bool log = spec.output == Output::kLog;
+    if (FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) {
+      if (log) apply<float>(spec, F, x, t, tau, out);
+      return;
     }
-    if (wanted) apply<float>(spec, F, x, t, tau, out);
-    return;
-  } else {
-    t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   }
+  t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   if (wanted) apply<double>(spec, F, x, t, tau, out);
 }
 

@@ -291,7 +291,7 @@ class Solver {
     bounds.shift(hi);
     Bracket seen;  // evaluated: C > k at low, C < k at high
     bool deep = false;
-    double up = 0, down = 0;
+    double up = 0, down = 0, misses[2] = {kInfinity, kInfinity};
     const double settled = C::full_support ? 1e-8 : 1e-12;
 
     for (int i = 0; i < kEvaluations; ++i) {
@@ -304,15 +304,15 @@ class Solver {
       if (Pk < Qk) seen.high = std::min(seen.high, lo);
 
       const double step = newton_step(s, hi, lo, excess, Pk, Qk);
-      const bool known = std::fabs(step) < kInfinity;
-      double trial = known ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
+      double trial = std::fabs(step) < kInfinity ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
       const double middle = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
-      if (!(trial > seen.low && trial < seen.high)) trial = middle;
-      // a step may also be small because the model of C knows nothing: then C is not near k, and bisection is left
-      const bool close = std::fabs(Pk - Qk) <= 1e-5 * std::max(1.0, std::min(k_, n_ - k_));
-      if (close && std::fabs(step) <= 1e-6 * tau_) trial = lo + step;
-      if (!close && std::fabs(step) <= 1e-6 * tau_) trial = middle;
-      bool done = close && std::fabs(step) <= settled * tau_;
+      const bool stuck = std::fabs(std::fabs(Pk - Qk) - misses[0]) < 0.1 * misses[0] && seen.high - seen.low < kInfinity;
+      misses[0] = misses[1], misses[1] = std::fabs(Pk - Qk);
+      if (!(trial > seen.low && trial < seen.high) || stuck) trial = middle;
+      const double density = s.density_above + s.density_below, noise = 1e-12 * std::max(1.0, std::min(k_, n_ - k_));
+      const bool informed = std::fabs(Pk - Qk) <= 8 * density * std::fabs(step) / tau_ + noise;
+      if (std::fabs(step) <= 1e-6 * tau_) trial = informed ? lo + step : middle;
+      bool done = informed && std::fabs(step) <= settled * tau_;
       const double gap_middle = 0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
       if constexpr (C::full_support) {
         if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {

@@ -119,6 +119,21 @@ KHOT_INLINE R sum(Vec<R> v) {
   return lanes[0];
 }
 
+// A sum of floats that loses nothing that counts: a few terms at a time (flush) are added to a double.
+struct LongSum {
+  VecD total{};
+  VecF part{};
+  KHOT_INLINE void add(VecF v) { part += v; }
+  KHOT_INLINE void flush() {
+    using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
+    Half low, high;
+    std::memcpy(&low, &part, sizeof(low));
+    std::memcpy(&high, reinterpret_cast<const char*>(&part) + sizeof(low), sizeof(high));
+    total += __builtin_convertvector(low, VecD) + __builtin_convertvector(high, VecD);
+    part = VecF{};
+  }
+};
+
 template <class R>
 KHOT_INLINE R minimum(Vec<R> v) {
   R least = v[0];

@@ -55,8 +55,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def test_the_extension_is_there_where_it_must_be() -> None:
-    wanted = os.environ.get("CI") == "true" and os.environ.get("KHOT_KERNELS") == "compiled"
-    assert compiled or not wanted, "khot was installed without its compiled kernels"
+    if os.environ.get("KHOT_REQUIRE_COMPILED") == "1":
+        assert compiled, "KHOT_REQUIRE_COMPILED=1, but the reference kernels serve the CPU"
 
 
 @needs_extension
@@ -263,7 +263,7 @@ def test_random_small_rows() -> None:
             assert error(forward(x, k, 0.5, cdf)[0], expected(x, k, 0.5, cdf)[0]) <= 5e-7, (n, cdf)
 
 
-@pytest.mark.parametrize("choice", ["reference", "baseline", "avx2"])
+@pytest.mark.parametrize("choice", ["", "reference", "baseline", "avx2"])
 def test_the_choice_of_kernels(choice: str) -> None:
     program = (
         "import khot, torch; from khot import kernels; print(kernels.active()['cpu'])\n"
@@ -281,8 +281,8 @@ def test_the_choice_of_kernels(choice: str) -> None:
     built = any(Path(khot.__file__).parent.glob("_C.*"))
     if choice == "reference" or not built:
         assert active == "reference"
-    elif choice == "baseline":
-        assert active == "compiled (baseline)"
+    else:
+        assert active.startswith("compiled (baseline" if choice == "baseline" else "compiled (")
     assert abs(float(total) - 30) <= 1e-4
 
 

@@ -325,7 +325,7 @@ def _newton(
     bounds = _Bracket(bracket.low - hi, bracket.high - hi)
     below, over = bounds.low - math.inf, bounds.high + math.inf  # evaluated: C > k, C < k there
     C_below, C_over = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)  # C − k there
-    last_density, last_step = torch.zeros_like(hi), torch.zeros_like(hi)
+    misses = torch.full_like(hi, math.inf), torch.full_like(hi, math.inf)  # of the last two evaluations
     running, deep = live, torch.zeros_like(live)
     # a Newton step leaves an error of its square
     settled = 1e-8 if cdf.full_support else 1e-12
@@ -352,21 +352,18 @@ def _newton(
         step = newton_step(s, lo, stats.low - hi, stats.high - hi, last, k, n, excess, P, Q, tau, cdf)
         trial = torch.minimum(torch.maximum(lo + step, bounds.low), bounds.high)
         middle = 0.5 * torch.maximum(below, bounds.low) + 0.5 * torch.minimum(over, bounds.high)
-        trial = torch.where((trial > below) & (trial < over), trial, middle)
-        # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
-        trial = torch.where(step.abs() <= 1e-6 * tau, lo + step, trial)
-        done = step.abs() <= settled * tau
-        if not cdf.full_support:
-            # Kinks of F make C' jump. As it changed along the last step, so it may along this one, and a
-            # step that leaves an error below rounding needs no confirmation.
-            density = s.density_above + s.density_below
-            curvature = ((density - last_density).abs() + 1) / last_step
-            error = 0.5 * curvature * (step / tau) ** 2
-            sure = (
-                (error <= 1e-13 * torch.minimum(k, n - k).clamp(min=1)) & (density > 0) & (last_density > 0)
-            )
-            done = done | sure
-            last_density, last_step = density, (trial - lo).abs() / tau
+        # a miss that is back after two steps is a cycle
+        stuck = ((miss.abs() - misses[0]).abs() < 0.1 * misses[0]) & ((over - below) < math.inf)
+        misses = misses[1], miss.abs()
+        trial = torch.where((trial > below) & (trial < over) & ~stuck, trial, middle)
+        # Close to the root the sign of miss is rounding, and no bracket may overrule the last steps. But a
+        # step too small for what is missing knows nothing, and then bisection is left.
+        density = s.density_above + s.density_below
+        noise = 1e-12 * torch.minimum(k, n - k).clamp(min=1)
+        known = miss.abs() <= 8 * density * step.abs() / tau + noise
+        tiny = step.abs() <= 1e-6 * tau
+        trial = torch.where(tiny, torch.where(known, lo + step, middle), trial)
+        done = known & (step.abs() <= settled * tau)
 
         gap_middle = 0.5 * (s.next_above.clamp(max=HUGE / 4) + s.next_below.clamp(min=-HUGE / 4))
         if cdf.full_support:

@@ -113,7 +113,7 @@ def _edge_step(
 
     def exponent(tail: Tensor, density: Tensor, delta: Tensor) -> Tensor:
         two_points = ((tail + growth) / tail).log() / ((delta + distance) / delta).log()
-        use = (ratio.abs() > math.log(2)) & (two_points > 0) & two_points.isfinite()
+        use = (ratio.abs() > math.log(3)) & (two_points > 0) & two_points.isfinite()
         return torch.where(use, two_points, density * delta / tail)
 
     rise = down * (ratio / exponent(s.tail_below, s.density_below, down)).expm1()

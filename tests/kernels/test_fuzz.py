@@ -1,0 +1,262 @@
+"""Random small rows of every kind through the kernels in use, against the reference kernels in float64.
+
+`python tests/kernels/test_fuzz.py ROWS SEED` goes on where the test stops, and prints what fails.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from khot import kernels
+from khot.kernels import reference, selection
+
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+DTYPES = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INF = math.inf
+
+
+def _clusters(shape: tuple[int, int], g: Generator) -> Tensor:
+    return torch.randn(shape, generator=g) + 50 * torch.randint(-1, 2, shape, generator=g)
+
+
+def _outlier(shape: tuple[int, int], g: Generator) -> Tensor:
+    x = torch.randn(shape, generator=g)
+    x[:, 0] = 1e6
+    return x
+
+
+SCORES: dict[str, Callable[[tuple[int, int], Generator], Tensor]] = {
+    "normal": lambda shape, g: torch.randn(shape, generator=g),
+    "uniform": lambda shape, g: torch.rand(shape, generator=g),
+    "exponential": lambda shape, g: torch.empty(shape).exponential_(generator=g),
+    "cauchy": lambda shape, g: torch.empty(shape).cauchy_(generator=g).clamp(-1e30, 1e30),
+    "log-normal": lambda shape, g: torch.empty(shape).log_normal_(0, 3, generator=g),
+    "ties": lambda shape, g: torch.randint(0, 4, shape, generator=g).float(),
+    "relu": lambda shape, g: torch.randn(shape, generator=g).relu(),
+    "equal": lambda shape, g: torch.full(shape, 0.3),
+    "clusters": _clusters,
+    "outlier": _outlier,
+    "masked": lambda shape, g: torch.randn(shape, generator=g).masked_fill(
+        torch.rand(shape, generator=g) < 0.3, -INF
+    ),
+    "certain": lambda shape, g: torch.randn(shape, generator=g).masked_fill(
+        torch.rand(shape, generator=g) < 0.02, INF
+    ),
+}
+
+
+class Case(NamedTuple):
+    x: Tensor
+    k: Tensor
+    tau: Tensor
+    cdf: str
+    kinds: list[str]
+
+
+def cases(rows: int, seed: int) -> Iterator[Case]:
+    """About so many rows, 8 to 48 of each length, dtype and CDF together."""
+    g = Generator().manual_seed(seed)
+
+    def pick(options: int) -> int:
+        return int(torch.randint(options, (), generator=g))
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=g))
+
+    while rows > 0:
+        n = int(math.exp(uniform(0, math.log(2_001))))
+        dtype, cdf = DTYPES[pick(len(DTYPES))], list(CDFS)[pick(len(CDFS))]
+        tau_all = 10 ** uniform(-3, 3)
+        count = (8, 32, 48)[pick(3)]
+        x, k, tau, kinds = [], [], [], []
+        for _ in range(count // 8):  # blocks of a kind: lanes hold two of them
+            kind = list(SCORES)[pick(len(SCORES))]
+            scale = (1.0, 1.0, 10 ** uniform(-3, 3))[pick(3)]
+            block = (SCORES[kind]((8, n), g) * scale).to(dtype)
+            if dtype == torch.float16:
+                block = (
+                    torch.where(block.isinf(), torch.tensor(60_000.0, dtype=dtype), block)
+                    if (kind not in ("masked", "certain"))
+                    else block
+                )
+            for row in block:
+                pinned, free = int((row == INF).sum()), int((row > -INF).sum())
+                span = free - pinned
+                inside = (
+                    pick(span + 1),
+                    uniform(0, span),
+                    min(span, 1 + pick(3)),
+                    max(0, span - 1 - pick(2)),
+                    min(span, 0.5),
+                    max(0, span - 0.5),
+                    uniform(0, min(span, 1e-2)),
+                    span // 10,
+                    min(span, n // 2 + 0.5),
+                )
+                k.append(pinned + inside[pick(len(inside))])
+                tau.append(tau_all if pick(4) else 10 ** uniform(-3, 3))
+            x.append(block)
+            kinds += [kind] * 8
+        yield Case(
+            torch.cat(x),
+            torch.tensor(k, dtype=torch.float64),
+            torch.tensor(tau, dtype=torch.float64),
+            cdf,
+            kinds,
+        )
+        rows -= count
+
+
+def far(got: Tensor, want: Tensor) -> Tensor:
+    """abs(got − want), 0 where both are the same infinity or NaN, inf where one of them alone is."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    return (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
+
+
+def _overflow(want: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = want.to(dtype)
+    return want.where(~rounded.isinf(), rounded.double())
+
+
+def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """By result, each row's error in units of what is allowed."""
+    x, k, tau, cdf, _ = case
+    x64, dtype, rest = x.double(), x.dtype, (cdf, CDFS[cdf])
+    single = dtype != torch.float64
+    half = dtype in (torch.float16, torch.bfloat16)
+    eps = torch.finfo(dtype).eps
+    compact = cdf in ("uniform", "power")
+
+    y, hi, lo = torch.ops.khot.soft_topk(x, k, tau, *rest, "y")
+    want = reference.soft_topk(x64, k, tau, *rest, "y")[0]
+    absolute = 5e-7 if single else 1e-12
+    tiny = torch.finfo(dtype).tiny * eps
+    if half:
+        rounding = 0.51 * eps * want.abs() + tiny
+        found = {"y": (far(y, want) / (absolute + rounding)).amax(-1)}
+    else:
+        found = {"y": far(y, want).amax(-1) / absolute}
+        selectable = (x > -INF).sum(-1)
+        goal = (1e-6 if single else 1e-12) * torch.minimum(k, selectable - k).clamp(min=1)
+        found["sum"] = far(y.double().sum(-1), k) / (goal + x.shape[-1] * eps / 2)
+    found["range"] = ((y < 0) | (y > 1)).any(-1) * INF
+    found["range"] = found["range"].nan_to_num(nan=0.0)
+
+    log_y = torch.ops.khot.soft_topk(x, k, tau, *rest, "log")[0]
+    log_want = reference.soft_topk(x64, k, tau, *rest, "log")[0]
+    size = log_want.abs().masked_fill(log_want == -INF, 0)
+    scale = (1e-5 if single else 1e-12) * size + 1e-30
+    if compact:  # log y = log(z)/(p − 1)
+        slope = 1.0 if cdf == "uniform" else 1 / (CDFS[cdf] - 1)
+        scale = scale + 10 * absolute * slope * torch.exp(size / slope)
+    if half:
+        scale = scale + 0.51 * eps * size + tiny
+    found["log y"] = (far(log_y, _overflow(log_want, dtype)) / scale).amax(-1)
+
+    _, t_hi, t_lo = torch.ops.khot.soft_topk(x, k, tau, *rest, "threshold")
+    _, want_t_hi, want_t_lo = reference.soft_topk(x64, k, tau, *rest, "threshold")
+    t, t_want = t_hi + t_lo, want_t_hi + want_t_lo
+    found["t"] = far(t, t_want) / (1e-9 * tau + 1e-14 * t_want.abs().clamp(max=1e300))
+
+    z = reference.standardize(x64, hi, lo, tau)
+    edge = torch.minimum(z.abs(), (z - 1).abs()).amin(-1) < (1e-6 if single else 1e-14)
+    grad = torch.randn(x.shape, generator=g).to(dtype)
+    grad_lo = torch.zeros_like(k)
+    for output in ("y", "log"):
+        got = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, *rest, output)
+        true = reference.soft_topk_backward(grad.double(), grad_lo, x64, hi, lo, tau, *rest, output)
+        # f/F is the exponential of a difference of two logarithms
+        lost = 2e-14 * size.amax(-1) if output == "log" else torch.zeros_like(k)
+        unclear = (lost > 1e-3) | (edge if compact else lost.isnan())
+        terms = (true[0] * (1 + z.abs())).abs().nan_to_num(0, 0, 0).sum(-1)
+        for name, a, b in zip(("dx", "dk", "dtau"), got, true, strict=True):
+            unit = 1 + b.abs().nan_to_num(0, 0, 0) if name == "dk" else 1 / tau + terms
+            allowed = ((2e-5 if single else 1e-10) + lost) * unit
+            if name == "dx":
+                error = far(a, _overflow(b, dtype))
+                rounding = eps * b.abs().nan_to_num(0, 0, 0) + tiny if half else 0
+                excess = (error / (allowed.unsqueeze(-1) + rounding)).amax(-1)
+            else:
+                excess = far(a, b) / allowed
+            found[f"{name} of {output}"] = excess.masked_fill(unclear, 0)
+    return found
+
+
+def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """The same of what stands on the k-th largest entry: the hard mask, and top-k in magnitude."""
+    x, k, tau, cdf, _ = case
+    found = {}
+    mask, want = torch.ops.khot.topk_mask(x, k), selection.topk_mask(x, k)
+    found["mask"] = far(mask, want).amax(-1) * INF
+
+    s = torch.where(x == -INF, x, x.abs())
+    k = torch.minimum(torch.floor(k), (s > -INF).sum(-1))
+    p = {"logistic": 2.0, "laplace": 2.0, "normal": 1.5, "uniform": 4 / 3, "power": 1.15}[cdf]
+    y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
+    want, want_hi, want_lo = selection.soft_topk_magnitude(s.double(), k, tau, p)
+    eps = torch.finfo(x.dtype).eps
+    size = want.abs().nan_to_num(0, 0, 0)
+    # Y goes as the power 1/(p − 1) of the distance from γ
+    allowed = (
+        (0.51 * eps + 1e-11 / (p - 1)) * size + torch.finfo(x.dtype).tiny * eps + 1e-13 * size.amax(-1, True)
+    )
+    found["magnitude"] = (far(y, _overflow(want, x.dtype)) / allowed).nan_to_num(nan=0.0).amax(-1)
+    gamma, want_gamma = hi + lo, want_hi + want_lo
+    found["γ"] = far(gamma, want_gamma) / (1e-11 * want_gamma.abs().clamp(max=1e300) + 1e-300)
+
+    grad = torch.randn(x.shape, generator=g).to(x.dtype)
+    rest = (k, want_hi, want_lo, tau, p)
+    given = want.to(x.dtype)
+    got = torch.ops.khot.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    true = selection.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    for name, a, b in zip(("ds", "dtau of magnitude"), got, true, strict=True):
+        size = b.double().abs().nan_to_num(0, 0, 0)
+        size = (
+            size.amax(-1, True) if name == "ds" else size + true[0].double().abs().nan_to_num(0, 0, 0).sum(-1)
+        )
+        excess = far(a, b) / ((1e-9 + 2 * eps) * size + torch.finfo(x.dtype).tiny)
+        found[name] = excess.amax(-1) if name == "ds" else excess
+    return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
+
+
+def failures(rows: int, seed: int) -> list[str]:
+    g = Generator().manual_seed(seed)
+    found = []
+    for number, case in enumerate(cases(rows, seed)):
+        for name, excess in (excesses(case, g) | selection_excesses(case, g)).items():
+            for i in (excess > 1).nonzero().flatten().tolist():
+                found.append(
+                    f"{name} is off by {excess[i]:.3g} times the limit: case {number}, row {i}, {case.cdf}, "
+                    f"{case.x.dtype}, {case.kinds[i]}, n={case.x.shape[-1]}, k={case.k[i]:.17g}, "
+                    f"tau={case.tau[i]:.17g}"
+                )
+    return found
+
+
+needs_extension = pytest.mark.skipif(
+    kernels.active()["cpu"] == "reference", reason="the compiled kernels are not in use"
+)
+
+
+@needs_extension
+def test_random_rows_as_the_reference() -> None:
+    assert failures(2_500, seed=0) == []
+
+
+@needs_extension
+@pytest.mark.slow
+def test_a_hundred_thousand_random_rows_as_the_reference() -> None:
+    assert failures(100_000, seed=1) == []
+
+
+if __name__ == "__main__":
+    found = failures(int(sys.argv[1]), int(sys.argv[2]))
+    print("\n".join(found[:400]) or "no row fails", f"\n{len(found)} failures")
+    sys.exit(bool(found))
