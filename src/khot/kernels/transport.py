@@ -214,7 +214,7 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
         gram = factor * (tail @ tail.mT) * factor.mT + head @ head.mT
         return sums, gram, ((sums - target).abs() / size).amax(-1)
 
-    shift = _sweep(shift, evaluate(shift)[0], target)
+    shift = _first_step(shift, *evaluate(shift)[:2], target)
     sums, gram, error = evaluate(shift)
     damping, live = torch.zeros_like(error), error > GOAL
     for _ in range(STEPS):
@@ -243,6 +243,24 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
         rows = _Frame._make([*(part[left] for part in frame[:5]), frame.above])
         shift[left] = _sinkhorn(rows, shift[left], target[left])
     return shift
+
+
+def _first_step(shift: Tensor, sums: Tensor, gram: Tensor, target: Tensor) -> Tensor:
+    """A Sinkhorn sweep that leaves out the entries which are the last anchor's anyway.
+
+    They hide how much the others have to move. m others, shared alike, would give the first k anchors
+    C = mp and their potentials the leverage C' = mp(1 − p): so m = C²/(C − C'), which is n for equal scores.
+    """
+    k = shift.shape[-1]
+    free = sums[:, :k].where(target[:, :k] == 1, 0)  # the others belong to entries of +inf
+    total, wanted = free.sum(-1), (target[:, :k] == 1).sum(-1)
+    leverage = gram[:, :k, k].sum(-1)
+    others = total**2 / (total - leverage)
+    good = (leverage > 0) & (others > wanted)
+    sums, target = sums.clone(), target.clone()
+    sums[:, k] = (others - total).where(good, sums[:, k])
+    target[:, k] = (others - wanted).where(good, target[:, k])
+    return _sweep(shift, sums, target)
 
 
 def _sinkhorn(frame: _Frame, shift: Tensor, target: Tensor) -> Tensor:
