@@ -24,7 +24,7 @@ __all__ = ["FAR", "plan", "scale_of", "solve_laplacian", "sorted_soft_topk"]
 FARTHEST = 1e300  # scores and s are clamped to ±FARTHEST and [1/FARTHEST, FARTHEST],
 FAR = 1e305  # so that the distance between FAR and a score, times s, is as good as infinite
 STEEPEST = 1e150  # of logits: sums of k of them stay finite, and exp(−STEEPEST) = 0
-STEPS = 40  # of Newton; for k ≤ 64, n ≤ 1000 and ε from 1e-6 to 1e4 at most 10 were seen, and 6 without ties
+STEPS = 40  # of Newton; 8 were the most in 13,000 random problems, n ≤ 1000, k ≤ 64, ε from 1e-3 to 100
 SWEEPS = 20_000  # of Sinkhorn, for rows that Newton leaves
 TOLERANCE = 1e-10  # relative error of a column sum that is good enough
 GOAL = 1e-13  # and where Newton, which is quadratic, stops trying
@@ -220,8 +220,7 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
     for _ in range(STEPS):
         if not hi.is_cuda and not bool(live.any()):
             break
-        # Levenberg's term, in units of the column sums
-        K = laplacian(gram, pin + (FLOOR + damping).unsqueeze(-1) * sums[:, :k])
+        K = laplacian(gram, pin + (FLOOR + damping).unsqueeze(-1))  # Levenberg's, for sums of 1
         missing = target - sums
         step, _ = torch.linalg.solve_ex(K, missing[:, :k])
         step = torch.nn.functional.pad(step, (0, 1))
@@ -256,7 +255,7 @@ def _first_step(shift: Tensor, sums: Tensor, gram: Tensor, target: Tensor) -> Te
     total, wanted = free.sum(-1), (target[:, :k] == 1).sum(-1)
     leverage = gram[:, :k, k].sum(-1)
     others = total**2 / (total - leverage)
-    good = (leverage > 0) & (others > wanted)
+    good = (leverage > 0) & (others > wanted + 0.5)  # nearer, rounding decides
     sums, target = sums.clone(), target.clone()
     sums[:, k] = (others - total).where(good, sums[:, k])
     target[:, k] = (others - wanted).where(good, target[:, k])
