@@ -429,6 +429,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     y, hi, lo = ops.soft_topk_magnitude(*args)
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))
     backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, whole, hi, lo, tau, 1.5)
+    cases.append(("sorted_soft_topk", ops.sorted_soft_topk.default, (x, 2, tau)))
     cases.append(("magnitude-backward", ops.soft_topk_magnitude_backward.default, backward))
     return cases
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import counting, cpu, reference, scans, selection
+from khot.kernels import counting, cpu, reference, scans, selection, transport
 
 __all__ = ["active"]
 
@@ -64,6 +64,10 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor grad, Tensor x, Tensor order, Tensor hi, Tensor lo, Tensor place, Tensor tau) "
         "-> (Tensor, Tensor, Tensor)",
         scans.laplace_thresholds_backward,
+    ),
+    "sorted_soft_topk": (
+        "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+        transport.sorted_soft_topk,
     ),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
@@ -173,6 +177,13 @@ def _(
     grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape[:-1])
+
+
+@torch.library.register_fake("khot::sorted_soft_topk")
+def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *batch, n = x.shape
+    hi = x.new_empty(*batch, k, dtype=torch.float64)
+    return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
 
 
 _CPU = cpu.load()
