@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from khot import cdfs as cdfs
+from khot import sampling as sampling
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot.soft_count import inverse_soft_count as inverse_soft_count
 from khot.soft_count import soft_count as soft_count
@@ -21,6 +22,7 @@ __all__ = [
     "laplace_topk",
     "log_soft_topk",
     "ot_topk",
+    "sampling",
     "sigmoid_topk",
     "soft_count",
     "soft_topk",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from khot.cdfs import Logistic
 from khot.sampling.tilting import covariance_product, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "fixed_point", "solve"]
 
 DEPTH = 3  # how many earlier steps Anderson's combines; more gained nothing
 ITERATIONS = 40  # 11 were the most that 1e-12 took, over the tests' hard cases
 NEAR = 1e-13  # errors of probabilities from which one more step leads down to rounding
+CLOSE = 1e-3  # errors of logits, as well
 RIDGE = 1e-13  # of the trace: what is lost below it is lost to rounding anyway
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
@@ -61,16 +63,29 @@ def calibrate(probs: Tensor) -> Tensor:
     arguments.check_values(
         (size - size.round()).abs(), "the distance of probs' sum from an integer", low=0, high=slack
     )
-    k = size.round()
-    theta = _Calibrate.apply(pi, k)
+    return solve(pi).to(probs.dtype)
+
+
+def solve(probs: Tensor) -> Tensor:
+    """:func:`calibrate` for float64 rows, which sum to integers up to what their first dtype rounded."""
+    k = probs.detach().sum(-1).round()
+    theta = _Calibrate.apply(probs, k)
     _, hi, lo = threshold_map(theta, k, theta.new_ones(()), Logistic(), "threshold")
     decided = hi.abs() == torch.finfo(hi.dtype).max  # no unit is free
     shift = (hi + lo).masked_fill(decided, 0)
-    return (theta - shift.unsqueeze(-1)).to(probs.dtype)
+    return theta - shift.unsqueeze(-1)
 
 
-def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
-    """θ ← θ + logit probs − logit π(θ), with Anderson's acceleration in the metric of the variances."""
+def fixed_point(
+    probs: Tensor,
+    k: Tensor,
+    marginals: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    near: float = NEAR,
+) -> Tensor:
+    """θ for which marginals(θ, k), which are π and 1 − π, are probs; one step after they are within ``near``.
+
+    θ ← θ + logit probs − logit π(θ), with Anderson's acceleration in the metric of the variances.
+    """
     # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
     goal = tilt_rows(torch.logit(probs), k)
     certain = goal.z.isinf()
@@ -80,7 +95,7 @@ def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
     turns: list[Tensor] = []
     for _ in range(ITERATIONS):
         COUNT["iterations"] += 1
-        _, pi, out = inclusion(tilt_rows(theta, k))
+        pi, out = marginals(theta, k)
         residual = (goal.z - (pi.log() - out.log())).masked_fill(certain, 0)
         move = residual
         if moves:
@@ -95,7 +110,9 @@ def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
             move = residual - ((X + F) @ gamma).squeeze(-1)
         move = move.where(active, 0)  # a row that has arrived stays
         theta = theta + move
-        active = active & ((pi - goal.p).abs() > NEAR).any(-1, keepdim=True)
+        # of small probabilities the relative error counts, too: one more step from afar can lead anywhere
+        far = ((pi - goal.p).abs() > near) | (residual.abs() > CLOSE)
+        active = active & far.any(-1, keepdim=True)
         if not bool(active.any()):
             break
         moves.append(move)
@@ -103,12 +120,17 @@ def _fixed_point(probs: Tensor, k: Tensor) -> Tensor:
     return theta
 
 
+def _marginals(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    _, pi, out = inclusion(tilt_rows(theta, k))
+    return pi, out
+
+
 class _Calibrate(Function):
     """θ with π(θ) = probs, up to a constant."""
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        return _fixed_point(probs, k)
+        return fixed_point(probs, k, _marginals)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

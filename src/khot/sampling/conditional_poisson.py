@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from khot.arguments import Scalar
-from khot.sampling.calibration import calibrate
+from khot.sampling.calibration import calibrate, solve
 from khot.sampling.halving import distinct, draw_rows
 from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
 
@@ -231,22 +231,22 @@ def sample(
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
     rows, which = distinct(probs)
-    return draw_rows(calibrate(rows), rows.sum(-1).round(), which, generator)
+    return draw_rows(solve(rows), rows.sum(-1).round(), which, generator)
 
 
 def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
     """:func:`log_prob` under the design of these inclusion probabilities."""
-    return log_prob(value, calibrate(probs), probs.detach().sum(-1).round())
+    return log_prob(value, solve(probs), probs.detach().sum(-1).round())
 
 
 def design_joint(probs: Tensor) -> Tensor:
     """:func:`joint_marginals` of the design of these inclusion probabilities."""
-    return joint_marginals(calibrate(probs), probs.detach().sum(-1).round())
+    return joint_marginals(solve(probs), probs.detach().sum(-1).round())
 
 
 def design_entropy(probs: Tensor) -> Tensor:
     """:func:`entropy` of the design of these inclusion probabilities."""
-    return entropy(calibrate(probs), probs.detach().sum(-1).round())
+    return entropy(solve(probs), probs.detach().sum(-1).round())
 
 
 def _softness(trials: Tilted) -> Tensor:

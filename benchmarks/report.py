@@ -1,0 +1,132 @@
+"""What a benchmark leaves behind: results that survive a stop, tables in Markdown, a plot.
+
+Results are one JSON file, ``{"setting": ..., "cases": {id: ...}}``, written anew after each case. A run with
+the same setting goes on where the last one stopped; any other starts from nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import khot
+from khot import kernels
+
+__all__ = ["Results", "loglog", "machine", "ratio", "resume", "save", "table"]
+
+Results = dict[str, Any]
+
+
+def machine(*, cpu_time: bool) -> dict[str, str]:
+    """What the figures depend on, but for the name of the machine."""
+    return {
+        "processor": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "time": "CPU time of one thread" if cpu_time else "wall time",
+        "kernels": kernels.active()["cpu"],
+        "khot": f"{khot.__version__} ({_revision()})",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    cores = torch.multiprocessing.cpu_count()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {cores} cores"
+
+
+def _revision() -> str:
+    """The commit, with "-dirty" if the working tree differs from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown revision"
+
+
+def resume(path: Path, setting: Mapping[str, Any]) -> Results:
+    """The results so far, if they were made with this setting; else empty ones."""
+    if path.exists():
+        found: Results = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("setting") == setting:
+            return found
+    return {"setting": dict(setting), "cases": {}}
+
+
+def save(path: Path, results: Results) -> None:
+    """Written beside and moved into place, so that a stop leaves no half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def ratio(value: float) -> str:
+    """Three digits below 10, none behind the point from 100."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def loglog(
+    path: Path, panels: Mapping[str, Curves], x_label: str, first: Sequence[str], caption: str = ""
+) -> None:
+    """One panel for each title, one curve for each name: those in ``first`` in full, the others thin.
+
+    Names have the same colour in all panels.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    names = [*(n for n in first if n in names), *(n for n in names if n not in first)]
+    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5.2), squeeze=False)
+    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        for i, name in enumerate(names):
+            points = [(x, y) for x, y in curves.get(name, ()) if y > 0]
+            if not points:
+                continue
+            lead = name in first
+            axis.loglog(
+                *zip(*points, strict=True),
+                label=name,
+                color="black" if i == 0 else colours[(2 * i - 2) % 20 + (2 * i - 2) // 20],
+                linewidth=1.5 + len(first) - i if lead else 1.1,  # curves that coincide still show
+                linestyle="-" if lead else "--",
+                marker=".",
+                markersize=0 if lead else 4,
+                zorder=3 + i if lead else 2,
+            )
+        axis.set_title(title, loc="left")
+        axis.set_xlabel(x_label)
+        axis.grid(True, which="major", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    if caption:
+        figure.text(0.01, -0.01, caption, fontsize=8, va="top", color="0.35")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
