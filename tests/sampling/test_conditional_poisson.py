@@ -314,6 +314,16 @@ def test_vmap_and_jacobians() -> None:
     assert_close(torch.func.jacrev(through)(theta[0]), torch.func.jacfwd(through)(theta[0]), 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [log_normalizer, marginals])
+def test_compiles(f: Callable[..., Tensor]) -> None:
+    x = normal(4, 50).requires_grad_()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    weight = normal(*f(x, 20).shape, seed=1)
+    assert_close(compiled(x, 20), f(x, 20), 1e-14)
+    assert_close(*(grad((g(x, 20) * weight).sum(), x)[0] for g in (compiled, f)), 1e-14)
+
+
 # ---------------------------------------------------------------------------------------- calibration
 
 HARD = {
@@ -451,12 +461,12 @@ def test_distribution_of_draws(k: int) -> None:
     subsets.assert_frequencies(counts.numpy(), law.numpy())
 
 
-@pytest.mark.parametrize("scale, k", [(0.3, 50), (3.0, 20)])
+@pytest.mark.parametrize("scale, k", [(0.3, 50), (1.0, 40)])
 def test_distribution_of_draws_by_halves(scale: float, k: int) -> None:
     """How many of the first half are drawn, and each unit's inclusion. Each fails at a rate of 1e-6."""
     n, draws = 100, 20_000
     theta = scale * normal(n, seed=3)
-    assert (marginals(theta, k) * (1 - marginals(theta, k))).sum() > 8  # so that units are drawn by halves
+    assert (marginals(theta, k) * (1 - marginals(theta, k))).sum() > 16  # so that units are drawn by halves
     x = sample(theta, k, (draws,), generator=seeded(4))
     subsets.assert_inclusion(x.sum(0), draws, marginals(theta, k))
     first, second, whole = (subsets.dynamic_programme(t.numpy()) for t in (theta[:50], theta[50:], theta))
@@ -475,8 +485,5 @@ def test_a_million_units() -> None:
     assert x.sum() == k
     assert log_prob(x, theta, k).isfinite()
     assert abs(marginals(theta, k).sum() - k) <= 1e-6
-    assert_close(log_normalizer(torch.zeros(n, dtype=torch.float64), k), torch.tensor(_log_comb(n, k)), 1e-13)
-
-
-def _log_comb(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    count = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    assert_close(log_normalizer(torch.zeros(n, dtype=torch.float64), k), f64(count)[0], 1e-13)

@@ -1,0 +1,112 @@
+"""What conditional Poisson sampling costs: `python -m benchmarks.conditional_poisson`.
+
+log_prob beside the log-domain dynamic programme that it replaces, marginals with gradients beside log_prob,
+exact draws beside pareto's (one torch.topk), and log_prob from n = 10^3 to 10^6: all calls of a table take
+turns, medians. Nothing is reported if the two normalizers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import khot
+from benchmarks import report, timing
+from khot.sampling import conditional_poisson, sample
+
+AGAINST_PROGRAMME = {(128, 1_000): 3.0, (1, 10_000): 20.0}  # shape → the goal; k = n/2
+GRADIENT_GOAL, DRAW_GOAL = 4.0, 20.0
+DRAWS = {(128, 1_000): 100, (100, 10_000): 1_000, (1, 1_000_000): 500_000}
+SIZES = (1_000, 10_000, 100_000, 1_000_000)
+
+
+def logits(rows: int, n: int) -> Tensor:
+    """N(0, s²), s from 0.3 to 3 evenly over the rows; float64."""
+    spread = torch.linspace(0.3, 3, rows, dtype=torch.float64).unsqueeze(-1)
+    return torch.randn(rows, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * spread
+
+
+def k_hot(rows: int, n: int, k: int) -> Tensor:
+    noise = torch.rand(rows, n, generator=torch.Generator().manual_seed(1))
+    return khot.topk_mask(noise, k).double()
+
+
+def dynamic_programme(value: Tensor, theta: Tensor, k: int) -> Tensor:
+    """log_prob in O(nk): log Z_j ← logaddexp(log Z_j, log Z_(j−1) + θ), unit by unit."""
+    log_z = theta.new_full((*theta.shape[:-1], k + 1), -torch.inf)
+    log_z[..., 0] = 0
+    for unit in theta.unbind(-1):
+        grown = torch.logaddexp(log_z[..., 1:], log_z[..., :-1] + unit.unsqueeze(-1))
+        log_z = torch.cat((log_z[..., :1], grown), -1)
+    return (value * theta).sum(-1) - log_z[..., -1]
+
+
+def against_programme(shape: tuple[int, int], seconds: float, clock: timing.Clock) -> list[str]:
+    theta, k = logits(*shape), shape[1] // 2
+    value = k_hot(*shape, k)
+    new = partial(conditional_poisson.log_prob, value, theta, k)
+    old = partial(dynamic_programme, value, theta, k)
+    if not torch.allclose(new(), old(), rtol=1e-10, atol=1e-10):
+        raise SystemExit(f"the two normalizers differ at {shape}: nothing is reported")
+    gradients = timing.forward_backward(partial(conditional_poisson.marginals, k=k), theta)
+    times = timing.medians({"old": old, "new": new, "both": gradients}, seconds=seconds, clock=clock)
+    return [
+        f"{shape}, k = {k}",
+        f"{times['new'] * 1e3:.3g} ms",
+        f"{times['old'] / times['new']:.3g} (≥ {AGAINST_PROGRAMME[shape]:g})",
+        f"{times['both'] / times['new']:.2f} (≤ {GRADIENT_GOAL:g})",
+    ]
+
+
+def against_pareto(shape: tuple[int, int], seconds: float, clock: timing.Clock) -> list[str]:
+    theta, k = logits(*shape), DRAWS[shape]
+    probs = khot.sigmoid_topk(theta, k)
+    calls = {
+        "draw": partial(conditional_poisson.sample, theta, k),
+        "pareto": partial(sample, probs),
+        "topk": partial(torch.topk, theta, k),
+    }
+    times = timing.medians(calls, seconds=seconds, clock=clock)
+    return [
+        f"{shape}, k = {k}",
+        f"{times['draw'] * 1e3:.3g} ms",
+        f"{times['draw'] / times['pareto']:.1f} (≤ {DRAW_GOAL:g})",
+        f"{times['draw'] / times['topk']:.1f}",
+    ]
+
+
+def by_size(seconds: float, clock: timing.Clock) -> list[list[str]]:
+    """log_prob of one row, k = n/2: what a unit costs."""
+    calls = {
+        n: partial(conditional_poisson.log_prob, k_hot(1, n, n // 2), logits(1, n), n // 2) for n in SIZES
+    }
+    times = timing.medians({str(n): call for n, call in calls.items()}, seconds=seconds, clock=clock)
+    return [[name, f"{t * 1e3:.3g} ms", f"{t / int(name) * 1e9:.0f} ns"] for name, t in times.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="conditional Poisson sampling, on the CPU")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each call")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread and its CPU time: steadier on a machine that others use",
+    )
+    args = parser.parse_args()
+    clock = timing.clock(args.cpu_time)
+    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=args.cpu_time).items()), sep="; ")
+    print(f"load: {os.getloadavg()[0]:.1f}\n")
+    rows = [against_programme(shape, args.seconds, clock) for shape in AGAINST_PROGRAMME]
+    header = ["shape", "log_prob", "dynamic programme, in log_prob", "marginals with gradients, in log_prob"]
+    print(report.table(header, rows) + "\n")
+    rows = [against_pareto(shape, args.seconds, clock) for shape in DRAWS]
+    print(report.table(["shape", "exact draw", "in pareto", "in torch.topk"], rows) + "\n")
+    print(report.table(["n", "log_prob", "a unit"], by_size(args.seconds, clock)))
+
+
+if __name__ == "__main__":
+    main()
