@@ -20,7 +20,7 @@ from khot.sampling.tilting import Tilted, mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint"]
 
-NEAR = 1e-9  # errors of probabilities from which one more step is taken: 10^16 draws would not tell
+NEAR = 1e-7  # errors of probabilities from which one more step leads below 1e-8: 10^15 draws would not tell
 NEGLIGIBLE = 40.0  # e^−40 of the integrand's maximum is less than a rounding error of it
 # Trapezoids err by exp(−2π·π/step), the integrand's poles being π from the real line, and, where it is like a
 # normal density of variance 1/V, by exp(−2π²/(step²V)): both are 1e-15 or less.
@@ -30,7 +30,7 @@ NEWTON = 6  # the ends of the integral need not be exact, and no step of Newton'
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
-    """θ (*batch, n) with inclusion probabilities probs within `NEAR`; ±inf for certain units."""
+    """θ (*batch, n) with inclusion probabilities probs within 1e-8; ±inf for certain units."""
     return fixed_point(probs, k, inclusion, NEAR)
 
 
