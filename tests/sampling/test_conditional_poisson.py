@@ -108,18 +108,17 @@ def test_marginals_and_log_prob_by_dynamic_programme(scale: float) -> None:
     S = torch.zeros(5, n)
     for row, size in zip(S, k, strict=True):
         row[torch.randperm(n, generator=seeded(int(size)))[:size]] = 1
-    assert_close(log_prob(S, theta, k), (S.double() @ theta) - torch.from_numpy(log_z)[k], 1e-11)
+    assert_close(log_prob(S, theta.expand(5, n), k), (S.double() @ theta) - torch.from_numpy(log_z)[k], 1e-11)
 
 
 def test_equal_logits_count_subsets() -> None:
     n = 1_000
     k = torch.tensor([0, 1, 10, 500, 999, 1000])
     theta = torch.full((6, n), 7.0, dtype=torch.float64)
-    count = math.lgamma(n + 1) - torch.lgamma(k + 1.0).double() - torch.lgamma(n - k + 1.0).double()
     count = torch.tensor([math.log(math.comb(n, int(i))) for i in k], dtype=torch.float64)
     assert_close(log_normalizer(theta, k), count + 7.0 * k, 1e-13)
     assert_close(entropy(theta, k), count, 1e-12)
-    assert_close(marginals(theta, k), (k / n).double().unsqueeze(-1).expand(6, n), 1e-14)
+    assert_close(marginals(theta, k), (k.double() / n).unsqueeze(-1).expand(6, n), 1e-14)
 
 
 def test_a_constant_moves_the_normalizer_only() -> None:
@@ -252,8 +251,9 @@ def _functions(n: int, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
 def test_gradients(name: str, n: int, k: int) -> None:
     f = _functions(n, k)[name]
     x = normal(n, seed=n).requires_grad_()
-    assert gradcheck(f, x, check_forward_ad=True)
-    assert gradgradcheck(f, x)
+    fast = name in ("calibrate", "joint_marginals")  # along random directions
+    assert gradcheck(f, x, check_forward_ad=True, fast_mode=fast)
+    assert gradgradcheck(f, x, fast_mode=fast)
 
 
 def test_gradients_pass_by_certain_units() -> None:
@@ -354,11 +354,11 @@ def test_calibration_inverts_marginals() -> None:
 
 def test_calibration_of_many_rows_and_of_float32() -> None:
     k = torch.tensor([1, 2, 50, 99])
-    probs = sigmoid_topk(2 * normal(4, 100, seed=7).float(), k)
-    theta = calibrate(probs)
+    probs = sigmoid_topk(2 * normal(4, 100, seed=7), k)
+    theta = calibrate(sigmoid_topk(2 * normal(4, 100, seed=7).float(), k))
     assert theta.dtype == torch.float32
-    assert_close(marginals(theta.double(), k).float(), probs, 1e-6)
-    for row, one in zip(calibrate(probs.double()), probs.double(), strict=True):
+    assert_close(marginals(theta.double(), k), probs, 1e-6)
+    for row, one in zip(calibrate(probs), probs, strict=True):
         assert_close(row, calibrate(one), 1e-10)
 
 

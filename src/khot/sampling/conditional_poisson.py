@@ -223,7 +223,7 @@ def sample(
     theta, k = check_design(logits.detach(), k)
     unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
     n, batch = theta.shape[-1], theta.shape[:-1]
-    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand(*sample_shape, *batch)
+    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand((*sample_shape, *batch))
     drawn = draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
     return drawn.to(logits.dtype).masked_fill(unsuited.unsqueeze(-1), math.nan)
 

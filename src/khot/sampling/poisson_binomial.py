@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Frequencies", "characteristic", "frequencies", "pmf"]
+__all__ = ["Frequencies", "characteristic", "frequencies", "pmf", "pmf_of_others"]
 
 # V = 21 needs N = 51, so all of ω_0, ..., ω_25; for every other V, V(1 − cos ω_26) > 42 or N < 53
 FREQUENCIES = 26
@@ -55,40 +55,87 @@ def frequencies(variance: Tensor, n: int) -> Frequencies:
 
 
 def characteristic(q: Tensor, p: Tensor, at: Frequencies) -> tuple[Tensor, Tensor]:
-    """Π_j (q_j + p_j e^(iω)): its real and imaginary part, (*batch, l).
-
-    Convolutions first, in blocks of trials: a block's transform then costs a frequency but one product.
-    """
-    n = q.shape[-1]
-    block = min(BLOCK, 1 << max(0, n - 1).bit_length())
-    short = -n % block if n else block
-    sums = [pad(q, (0, short), value=1.0), pad(p, (0, short))]  # P(a block makes 0), P(it makes 1), ...
-    while len(sums) <= block:
-        sums = _convolve(*zip(*(mass.chunk(2, -1) for mass in sums), strict=True))
-    angle = at.angle(torch.arange(block + 1, dtype=q.dtype, device=q.device))
-    re, im = (torch.cat((angle.cos(), angle.sin()), -2) @ torch.stack(sums, -2)).chunk(2, -2)
-    while (blocks := re.shape[-1]) > 1:
-        if blocks % 2:
-            re, im = pad(re, (0, 1), value=1.0), pad(im, (0, 1))
-        (a, b), (c, d) = re.chunk(2, -1), im.chunk(2, -1)
-        re, im = a * b - c * d, a * d + b * c
+    """Π_j (q_j + p_j e^(iω)): its real and imaginary part, (*batch, l)."""
+    re, im = _product_tree(q, p, at).values[-1]
     return re.squeeze(-1), im.squeeze(-1)
-
-
-def _convolve(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Σ_i a_i b_(s−i) for all s."""
-    size = len(a)
-    result = []
-    for s in range(2 * size - 1):
-        first, *others = range(max(0, s - size + 1), min(size, s + 1))
-        total = a[first] * b[s - first]
-        for i in others:
-            total = torch.addcmul(total, a[i], b[s - i])
-        result.append(total)
-    return result
 
 
 def pmf(re: Tensor, im: Tensor, k: Tensor, at: Frequencies) -> Tensor:
     """P(S = k) from Φ, for k of the batch shape."""
     angle = at.angle(k.unsqueeze(-1)).squeeze(-1)
     return (at.weight * (re * angle.cos() + im * angle.sin())).sum(-1)
+
+
+def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor, Tensor]:
+    """P(S = k), (*batch), and P(S − X_j = k) and P(S − X_j = k − 1), (*batch, n).
+
+    They are its derivatives by q_j and by p_j. The tree of products from its root down: what is beside a
+    node, and the sibling of its child, make what is beside that child.
+    """
+    tree = _product_tree(q, p, at)
+    re, im = (value.squeeze(-1) for value in tree.values[-1])
+    angle = at.angle(k.unsqueeze(-1))
+    g, h = at.weight.unsqueeze(-1) * angle.cos(), at.weight.unsqueeze(-1) * angle.sin()
+    for below in reversed(tree.values[:-1]):
+        (a, b), (c, d) = (value.chunk(2, -1) for value in below)
+        g, h = (value[..., : a.shape[-1]] for value in (g, h))  # without what made them an even number
+        g, h = torch.cat((g * b + h * d, g * a + h * c), -1), torch.cat((h * b - g * d, h * a - g * c), -1)
+    g, h = (value[..., : tree.masses[-1][0].shape[-1]] for value in (g, h))
+    beside = list((tree.transform.mT @ torch.cat((g, h), -2)).unbind(-2))
+    for masses in reversed(tree.masses[:-1]):
+        left, right = zip(*(mass.chunk(2, -1) for mass in masses), strict=True)
+        halves = zip(_correlate(beside, right), _correlate(beside, left), strict=True)
+        beside = [torch.cat(both, -1) for both in halves]
+    n = q.shape[-1]
+    return pmf(re, im, k, at), beside[0][..., :n], beside[1][..., :n]
+
+
+class _Tree(NamedTuple):
+    """Products over ever more trials. A level has half the nodes of that before it."""
+
+    masses: list[list[Tensor]]  # P(a node's trials make 0), P(they make 1), ..., each (*batch, nodes)
+    transform: Tensor  # (*batch, 2l, counts): cos ωm above sin ωm
+    values: list[tuple[Tensor, Tensor]]  # Φ of each node, (*batch, l, nodes); last of all of them
+
+
+def _product_tree(q: Tensor, p: Tensor, at: Frequencies) -> _Tree:
+    """Convolutions first, in blocks of trials: a frequency then costs but one product a block."""
+    n = q.shape[-1]
+    block = min(BLOCK, 1 << max(0, n - 1).bit_length())
+    short = block * max(1, -(-n // block)) - n  # made up by trials that always fail
+    masses = [[pad(q, (0, short), value=1.0), pad(p, (0, short))]]
+    while len(masses[-1]) <= block:
+        masses.append(_convolve(*zip(*(mass.chunk(2, -1) for mass in masses[-1]), strict=True)))
+    angle = at.angle(torch.arange(block + 1, dtype=q.dtype, device=q.device))
+    transform = torch.cat((angle.cos(), angle.sin()), -2)
+    re, im = (transform @ torch.stack(masses[-1], -2)).chunk(2, -2)
+    values = [(re, im)]
+    while (blocks := re.shape[-1]) > 1:
+        if blocks % 2:
+            re, im = pad(re, (0, 1), value=1.0), pad(im, (0, 1))
+            values[-1] = re, im
+        (a, b), (c, d) = re.chunk(2, -1), im.chunk(2, -1)
+        re, im = a * b - c * d, a * d + b * c
+        values.append((re, im))
+    return _Tree(masses, transform, values)
+
+
+def _convolve(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_i a_i b_(s−i) for all s."""
+    size = len(a)
+    return [
+        _dot(a[max(0, s - size + 1) : s + 1], b[max(0, s - size + 1) : s + 1][::-1])
+        for s in range(2 * size - 1)
+    ]
+
+
+def _correlate(g: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Σ_j g_(i+j) b_j for all i."""
+    return [_dot(g[i : i + len(b)], b) for i in range(len(b))]
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = torch.addcmul(total, x, y)
+    return total

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments
 from khot.arguments import Scalar
-from khot.cdfs import Logistic
 from khot.sampling import poisson_binomial
 from khot.sampling.poisson_binomial import Frequencies
-from khot.soft_count import threshold_map
 
 __all__ = [
     "Tilted",
@@ -62,7 +61,9 @@ def check_design(logits: Tensor, k: Scalar) -> tuple[Tensor, Tensor]:
 def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
     """The same for float64 of matching shapes."""
     value = theta.detach()
-    _, hi, lo = threshold_map(value, k, value.new_ones(()), Logistic(), "threshold")
+    one = value.new_ones(())
+    _, hi, lo = torch.ops.khot.soft_topk.default(value, k, one, "logistic", 0.0, "threshold")
+    arguments.explain_nan(hi, value, k, integer=True)
     z = (value - hi.unsqueeze(-1)) - lo.unsqueeze(-1)
     infinite = value.isinf()
     change = theta.masked_fill(infinite, 0) - value.masked_fill(infinite, 0)
@@ -73,23 +74,22 @@ def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
 
 def log_size_prob(trials: Tilted) -> Tensor:
     """log P(size = k), of the batch shape."""
-    return _log_size_prob(trials.q, trials.p, trials.k, trials.at)
-
-
-def _log_size_prob(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> Tensor:
-    return poisson_binomial.pmf(*poisson_binomial.characteristic(q, p, at), k, at).log()
+    q, p, at = trials.q, trials.p, trials.at
+    return poisson_binomial.pmf(*poisson_binomial.characteristic(q, p, at), trials.k, at).log()
 
 
 def inclusion(trials: Tilted) -> tuple[Tensor, Tensor, Tensor]:
-    """log P(size = k), π and 1 − π, both of full relative accuracy where P(size = k) has it.
+    """log P(size = k), π and 1 − π, neither of these by subtraction.
 
     π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
     """
     q, p = trials.q, trials.p
-    log_prob, pull = torch.func.vjp(lambda q, p: _log_size_prob(q, p, trials.k, trials.at), q, p)[:2]
-    by_q, by_p = pull(torch.ones_like(log_prob))
+    prob, same, one_less = poisson_binomial.pmf_of_others(q, p, trials.k, trials.at)
+    pi, out = (value / prob.unsqueeze(-1) for value in (p * one_less, q * same))
+    certain, chosen = trials.z.isinf(), (trials.z > 0).double()
     # rounding may leave −1e-17 of an entry that is 0
-    return log_prob, (p * by_p).clamp(0, 1), (q * by_q).clamp(0, 1)
+    pi = torch.where(certain, chosen, pi.clamp(0, 1))
+    return prob.log(), pi, torch.where(certain, 1 - chosen, out.clamp(0, 1))
 
 
 def mixture(trials: Tilted) -> tuple[Tensor, Tensor]:
