@@ -43,15 +43,11 @@ def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     trials = tilt_rows(theta, k)
     c, settled = _coefficients(trials)
 
-    def prob(q: Tensor, p: Tensor) -> Tensor:
-        return poisson_binomial.pmf(*poisson_binomial.characteristic(q, p, trials.at), k, trials.at)
-
-    def by_both(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        size_prob, pull = torch.func.vjp(prob, q, p)[:2]
-        return pull(torch.ones_like(size_prob))
+    def others(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return poisson_binomial.pmf_of_others(q, p, k, trials.at)
 
     q, p = trials.q, trials.p
-    (_, by_p), (turn_q, turn_p) = torch.func.jvp(by_both, (q, p), (torch.zeros_like(q), c * p))[:2]
+    (_, _, by_p), (_, turn_q, turn_p) = torch.func.jvp(others, (q, p), (torch.zeros_like(q), c * p))[:2]
     inside, outside = (p * (c * by_p + turn_p)).clamp(min=0), (q * turn_q).clamp(min=0)
     total = (inside + outside).masked_fill(settled, 1)
     return torch.where(settled, p, inside / total), torch.where(settled, q, outside / total)
