@@ -75,14 +75,18 @@ def draws(probs: torch.Tensor, design: str, count: int, **options: object) -> to
     return sample(probs, design, (count,), generator=generator, **options)  # type: ignore[arg-type]
 
 
-def check_counts(x: torch.Tensor, want: torch.Tensor, slack: float = 0.0) -> None:
-    """How often x (count, ...) is 1 is binomial: no entry outside its two-sided quantile, all together."""
-    count = len(x)
+def check_counts(x: torch.Tensor, want: torch.Tensor) -> None:
+    """How often x (count, ...) is 1 is binomial, with probability want."""
+    check_times(x.sum(0, dtype=torch.float64), len(x), want)
+
+
+def check_times(seen: torch.Tensor, count: int, want: torch.Tensor) -> None:
+    """No entry is outside its two-sided quantile, the failure rate being that of all entries together."""
     p = want.clamp(0, 1).flatten().numpy()
-    times = x.sum(0, dtype=torch.float64).flatten().numpy()
+    times = seen.flatten().numpy()
     tail = FAILURE / (2 * max(p.size, 1))
-    low = stats.binom.ppf(tail, count, np.clip(p - slack, 0, 1)) - 1
-    high = stats.binom.isf(tail, count, np.clip(p + slack, 0, 1)) + 1
+    low = stats.binom.ppf(tail, count, p) - 1
+    high = stats.binom.isf(tail, count, p) + 1
     bad = (times < np.minimum(low, count * p)) | (times > np.maximum(high, count * p))
     assert not bad.any(), (times[bad] / count, p[bad])
     assert (times[p == 0] == 0).all() and (times[p == 1] == count).all()
@@ -175,7 +179,7 @@ def test_pareto_bias() -> None:
         rows = torch.stack([random_probs(n, k, scale, seed) for k, scale, seed in kinds])
         error = (inclusion_probs(rows) - rows).abs().amax(-1)
         enough = (rows * (1 - rows)).sum(-1) >= 2.5
-        assert (error[~enough] < 1e-9).all()
+        assert (error[~enough] < 1e-8).all()
         worst = max([worst, *error[enough].tolist()])
     assert 1e-4 < worst <= 2e-3
 
@@ -198,8 +202,8 @@ def test_pareto_calibration(case: str) -> None:
     k = khot.sampling.phantom.size(probs).double()
     theta = khot.sampling.order.calibrate(probs, k)
     pi, out = khot.sampling.order.inclusion(theta, k)
-    torch.testing.assert_close(pi, probs, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(out, 1 - probs, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(pi, probs, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(out, 1 - probs, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +245,7 @@ def test_joint(design: str, case: str) -> None:
     probs = PROBS[case]
     joint = joint_inclusion_probs(probs, design)
     x = draws(probs, design, 100_000 // probs[..., 0].numel())
-    check_counts(x.unsqueeze(-1) * x.unsqueeze(-2), joint)
+    check_times(torch.einsum("s...i,s...j->...ij", x, x), len(x), joint)
     torch.testing.assert_close(joint, joint.mT)
     torch.testing.assert_close(
         joint.diagonal(dim1=-2, dim2=-1), inclusion_probs(probs, design), atol=1e-9, rtol=0

@@ -33,8 +33,8 @@ def sample(
             :data:`khot.sampling.designs`.
         sample_shape: shape of the draws for each row.
         adjust: for ``"pareto"`` only, whose inclusion probabilities are not exactly π. None brings them
-            within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-9 by
-            calibration.
+            within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-8 by
+            calibration, which costs as much as some hundred draws.
         generator: the source of randomness, on the device of probs.
 
     Returns:

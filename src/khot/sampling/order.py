@@ -20,7 +20,7 @@ from khot.sampling.tilting import Tilted, mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint"]
 
-NEAR = 1e-9  # errors of probabilities from which one more step is taken: 10^16 draws would not tell
+NEAR = 1e-7  # errors of probabilities from which one more step leads below 1e-8: 10^15 draws would not tell
 NEGLIGIBLE = 40.0  # e^−40 of the integrand's maximum is less than a rounding error of it
 # Trapezoids err by exp(−2π·π/step), the integrand's poles being π from the real line, and, where it is like a
 # normal density of variance 1/V, by exp(−2π²/(step²V)): both are 1e-15 or less.
@@ -30,7 +30,7 @@ NEWTON = 6  # the ends of the integral need not be exact, and no step of Newton'
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
-    """θ (*batch, n) with inclusion probabilities probs within `NEAR`; ±inf for certain units."""
+    """θ (*batch, n) with inclusion probabilities probs within 1e-8; ±inf for certain units."""
     return fixed_point(probs, k, inclusion, NEAR)
 
 
@@ -43,15 +43,11 @@ def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     trials = tilt_rows(theta, k)
     c, settled = _coefficients(trials)
 
-    def prob(q: Tensor, p: Tensor) -> Tensor:
-        return poisson_binomial.pmf(*poisson_binomial.characteristic(q, p, trials.at), k, trials.at)
-
-    def by_both(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        size_prob, pull = torch.func.vjp(prob, q, p)[:2]
-        return pull(torch.ones_like(size_prob))
+    def others(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return poisson_binomial.pmf_of_others(q, p, k, trials.at)
 
     q, p = trials.q, trials.p
-    (_, by_p), (turn_q, turn_p) = torch.func.jvp(by_both, (q, p), (torch.zeros_like(q), c * p))[:2]
+    (_, _, by_p), (_, turn_q, turn_p) = torch.func.jvp(others, (q, p), (torch.zeros_like(q), c * p))[:2]
     inside, outside = (p * (c * by_p + turn_p)).clamp(min=0), (q * turn_q).clamp(min=0)
     total = (inside + outside).masked_fill(settled, 1)
     return torch.where(settled, p, inside / total), torch.where(settled, q, outside / total)
