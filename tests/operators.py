@@ -237,7 +237,8 @@ OPERATORS: list[Operator] = [
             "sorted_soft_topk",
             _sorted(normalize),
             _sorted_oracle(normalize),
-            keeps_dim=False,
+            out_dims=0,
+            selects=False,
             has_mask=False,
             tolerance=1e-9,
         )

@@ -164,15 +164,14 @@ def _pull(
     """Reverse mode: the gradients in x and ε (of the batch shape), differentiable."""
     scale, anchors, centred, w = _points(x, epsilon, hi)
     gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
-    pad = torch.nn.functional.pad
-    v = pad(grad.to(hi.dtype), (0, 0, 0, 1))
-    flow = (gamma * v) @ gamma.mT
-    grad_b = (flow - flow.mT).sum(-1)[..., :-1]
-    grad_b_shift = pad(grad_shift, (1, 0))[..., :-1] - grad_shift
+    placed, v = gamma[..., :-1, :], grad.to(hi.dtype)
+    flow = (placed * v) @ gamma.mT
+    between = flow[..., :-1]
+    grad_b = (between - between.mT).sum(-1) + flow[..., -1]
+    grad_b_shift = torch.nn.functional.pad(grad_shift, (1, 0))[..., :-1] - grad_shift
     pull = solve_laplacian(gamma @ gamma.mT, hi, grad_b + grad_b_shift)
-    v = v - pad(pull, (0, 1)).unsqueeze(-1)
-    share = gamma * (v - (gamma * v).sum(-2, keepdim=True))
-    along = (anchors.unsqueeze(-1) * share).sum(-2)
+    v = placed * (v - pull.unsqueeze(-1))
+    along = anchors[:-1] @ v - (anchors @ gamma) * v.sum(-2)
     dscale = (centred * along).sum(-1) + (w[..., :-1] * grad_b_shift).sum(-1)
     return (scale * along).to(x.dtype), -(scale.squeeze(-1) * dscale) / epsilon
 
