@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from khot import cdfs as cdfs
 from khot import losses as losses
+from khot import nn as nn
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot.soft_count import inverse_soft_count as inverse_soft_count
 from khot.soft_count import soft_count as soft_count
@@ -22,6 +23,7 @@ __all__ = [
     "laplace_topk",
     "log_soft_topk",
     "losses",
+    "nn",
     "ot_topk",
     "sigmoid_topk",
     "soft_count",
