@@ -26,3 +26,12 @@ def test_soft_topk(tmp_path: Path) -> None:
     assert result.error["soft"] < 0.7 * result.error["softmax"]
     script.draw(result, 64, tmp_path / "soft_topk.png")
     assert_picture(tmp_path / "soft_topk.png")
+
+
+def test_attention(tmp_path: Path) -> None:
+    script = example("attention")
+    errors = script.run(steps=300)
+    assert errors["topk"][32] < 0.5 * errors["softmax"][32]
+    assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
+    script.draw(errors, tmp_path / "attention.png")
+    assert_picture(tmp_path / "attention.png")

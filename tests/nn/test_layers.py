@@ -40,6 +40,11 @@ LAYERS = [
         (scores(6, 3),),
     ),
     Layer("SoftTopK-annealed", _annealed, (scores(3, 6),), owns_parameters=False),
+    Layer(
+        "TopKAttention",
+        lambda **kw: khot.nn.TopKAttention(8, 2, 3, tau=0.5, **kw),
+        (scores(5, 2, 8), scores(6, 2, 8, seed=1), scores(6, 2, 8, seed=2)),
+    ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
 ]
 each_layer = pytest.mark.parametrize("row", LAYERS, ids=lambda row: row.name)
