@@ -35,3 +35,12 @@ def test_attention(tmp_path: Path) -> None:
     assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
     script.draw(errors, tmp_path / "attention.png")
     assert_picture(tmp_path / "attention.png")
+
+
+def test_mixture(tmp_path: Path) -> None:
+    script = example("mixture")
+    results = script.run(steps=400, runs=1)
+    assert results["soft"].error < 0.8 * min(results["hard"].error, results["balanced"].error)
+    assert results["soft"].entropy > results["hard"].entropy
+    script.draw(results, tmp_path / "mixture.png")
+    assert_picture(tmp_path / "mixture.png")
