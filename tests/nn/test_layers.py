@@ -72,6 +72,12 @@ LAYERS = [
     Layer(
         "MixtureOfExperts-token choice", lambda **kw: _mixture("TokenChoiceRouter", **kw), (scores(2, 7, 5),)
     ),
+    Layer(
+        "SoftKNN",
+        lambda: khot.nn.SoftKNN(3, 4, khot.nn.Anneal(1.0, 0.1, steps=4)),
+        (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
+        owns_parameters=False,
+    ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
 ]
 each_layer = pytest.mark.parametrize("row", LAYERS, ids=lambda row: row.name)

@@ -7,6 +7,7 @@ mode, as it is meant. A row with fewer entries than k that may be selected gets 
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.knn import SoftKNN as SoftKNN
 from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
 from khot.nn.routers import ExpertChoiceRouter as ExpertChoiceRouter
 from khot.nn.routers import Routing as Routing
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "MixtureOfExperts",
     "Routing",
+    "SoftKNN",
     "SoftTopK",
     "TokenChoiceRouter",
     "TopKAttention",
