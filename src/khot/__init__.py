@@ -7,6 +7,7 @@ from khot import cdfs as cdfs
 from khot import distributions as distributions
 from khot import estimators as estimators
 from khot import losses as losses
+from khot import nn as nn
 from khot import sampling as sampling
 from khot.estimators import sample_khot as sample_khot
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
@@ -38,6 +39,7 @@ __all__ = [
     "log_soft_permutation",
     "log_soft_topk",
     "losses",
+    "nn",
     "ot_topk",
     "sample_khot",
     "sampling",

@@ -1,0 +1,81 @@
+"""The examples, in a shortened form: what each claims holds, and its picture is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from khot.experiments import data
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def example(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name))
+
+
+def assert_picture(path: Path) -> None:
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.stat().st_size < 100_000
+
+
+def test_soft_topk(tmp_path: Path) -> None:
+    script = example("soft_topk")
+    result = script.run(steps=160, items=64)
+    found = {method: course[-1] for method, course in result.found.items()}
+    assert found["soft"] > found["softmax"] > found["hard"] + 0.2
+    assert result.error["soft"] < 0.7 * result.error["softmax"]
+    script.draw(result, 64, tmp_path / "soft_topk.png")
+    assert_picture(tmp_path / "soft_topk.png")
+
+
+def test_attention(tmp_path: Path) -> None:
+    script = example("attention")
+    errors = script.run(steps=300)
+    assert errors["topk"][32] < 0.5 * errors["softmax"][32]
+    assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
+    script.draw(errors, tmp_path / "attention.png")
+    assert_picture(tmp_path / "attention.png")
+
+
+def test_mixture(tmp_path: Path) -> None:
+    script = example("mixture")
+    results = script.run(steps=400, runs=1)
+    assert results["soft"].error < 0.8 * min(results["hard"].error, results["balanced"].error)
+    assert results["soft"].entropy > results["hard"].entropy
+    script.draw(results, tmp_path / "mixture.png")
+    assert_picture(tmp_path / "mixture.png")
+
+
+def test_knn_on_digits(tmp_path: Path) -> None:
+    script = example("knn")
+    result = script.run(data.load_digits(), steps=40)
+    assert result.accuracy["soft"] > 0.8  # that it learns; nothing is claimed beyond
+    script.draw(result, tmp_path / "knn.png")
+    assert_picture(tmp_path / "knn.png")
+
+
+@pytest.mark.skipif("KHOT_DATA_DIR" not in os.environ, reason="KHOT_DATA_DIR names no folder with MNIST")
+def test_knn_on_mnist() -> None:
+    mnist = data.load_mnist(Path(os.environ["KHOT_DATA_DIR"]))
+
+    def half(images: Tensor, count: int) -> Tensor:
+        return F.avg_pool2d(images[:count].unflatten(1, (1, 28, 28)), 2).flatten(1)
+
+    small = dataclasses.replace(
+        mnist,
+        shape=(14, 14),
+        train_images=half(mnist.train_images, 6000),
+        train_labels=mnist.train_labels[:6000],
+        test_images=half(mnist.test_images, 3000),
+        test_labels=mnist.test_labels[:3000],
+    )
+    accuracy = example("knn").run(small, steps=150).accuracy
+    assert accuracy["soft"] > accuracy["entropy"] + 0.01
