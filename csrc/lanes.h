@@ -67,7 +67,7 @@ class LaneSolver {
     }
     good_ &= ~pending;
     // y itself has to have the sum that is asked for, or the row is given back
-    const LaneSums written = stored ? shift(h) : write();
+    const LaneSums written = stored ? finish(h) : write();
     const VecF left = static_cast<float>(n_) - k_, few = k_ < left ? k_ : left;
     const VecF miss = ((written.m - k_) - k_low_) + written.tails;
     good_ &= abs<float>(miss) <= 5e-7f * clamp_below<float>(few, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
@@ -98,8 +98,8 @@ class LaneSolver {
     }
     const float n = static_cast<float>(n_);
     for (int j = 0; j < width; ++j) {
-      k_all_[j] = rows.k(first + j), tau_all_[j] = rows.tau(first + j);
-      k_[j] = static_cast<float>(k_all_[j]), tau_[j] = static_cast<float>(tau_all_[j]);
+      k_all_[j] = rows.k(first + j);
+      k_[j] = static_cast<float>(k_all_[j]), tau_[j] = static_cast<float>(rows.tau(first + j));
       k_low_[j] = static_cast<float>(k_all_[j] - k_[j]);
     }
     good_ = (k_ > 0) & (k_ < n) & (tau_ > 1e-25f) & (tau_ < 1e25f);
@@ -116,12 +116,18 @@ class LaneSolver {
     }
     const VecF off = first / static_cast<float>(n_), variance = second / static_cast<float>(n_) - off * off;
     good_ &= abs<float>(first) + second < kInf<float>;  // else an entry is not finite, and NaN below
+    // Goal::guess in units of tau, which do not overflow where the row is ordinary
+    const float noise = static_cast<float>(F_.variance);
+    const VecF total = noise + clamp_below<float>(variance * scale_, 0) * scale_;
+    VecF own{}, normal{}, deviation{};
     for (int j = 0; j < width; ++j) {
       if (!good_[j]) continue;
       goal.set(k_all_[j], n_, F_);
-      const double mean = static_cast<double>(origin[j]) + off[j];
-      hi_[j] = static_cast<float>(goal.guess(mean, std::max(0.0f, variance[j]), tau_all_[j], F_));
+      own[j] = static_cast<float>(goal.own), normal[j] = static_cast<float>(goal.normal);
+      deviation[j] = std::sqrt(total[j]);
     }
+    const VecF quantile = normal + (own - normal) * (noise / total);
+    hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
     lo_ = VecF{};
   }
 
@@ -199,6 +205,20 @@ class LaneSolver {
     return values.sums();
   }
 
+  // The last step of stored y.
+  LaneSums finish(VecF h) {
+    IntF m{};
+    BlockSum tails;
+    for (int i = 0; i < n_; ++i) {
+      const VecF y = moved(*column(y_, i), h);
+      *column(y_, i) = y;
+      const IntF above = y > 0.5f;
+      m -= above;
+      tails.add(above ? y - 1 : y, i);
+    }
+    return {__builtin_convertvector(m, VecF), tails.sum(), VecF{}, VecF{}, VecF{}};
+  }
+
   LaneSums write() {
     const VecF scale = scale_, hi = hi_, lo = lo_;
     const C F = F_;
@@ -249,24 +269,22 @@ class LaneSolver {
       ordinary[j] = good_[j] != 0;
       if (ordinary[j]) rows.put(first + j, {hi_[j], lo_[j]});
     }
+    const Dtype dtype = rows.x(first).dtype;
+    const bool direct = dtype == Dtype::kFloat;
     for (int j = 0; j < width; j += 4) {
       float* p[4];
       for (int r = 0; r < 4; ++r) {
-        const bool direct = rows.x(first + j + r).dtype == Dtype::kFloat;
         p[r] = direct ? static_cast<float*>(rows.out(first + j + r)) : rows_ + (j + r) * kShort;
       }
       transpose4<true>(p, y_ + j, n_);
-      for (int r = 0; r < 4; ++r) {
-        const Dtype dtype = rows.x(first + j + r).dtype;
-        if (dtype != Dtype::kFloat) put(rows.out(first + j + r), dtype, 0, n_, p[r]);
-      }
+      for (int r = 0; r < 4 && !direct; ++r) put(rows.out(first + j + r), dtype, 0, n_, p[r]);
     }
   }
 
   Spec spec_;
   C F_;
   int n_;
-  double k_all_[width], tau_all_[width];
+  double k_all_[width];
   VecF k_{}, k_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShort * width], y_[kShort * width], rows_[kShort * width];

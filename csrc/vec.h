@@ -94,7 +94,7 @@ KHOT_INLINE Vec<R> abs(Vec<R> v) {
 template <class R>
 KHOT_INLINE Vec<R> clamp_below(Vec<R> v, R low) {
 #if KHOT_VECTOR_BYTES == 64  // one instruction, which gives the second of two where either is NaN
-  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_max_ps((__m512)splat(low), (__m512)v);
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_maskz_max_ps(0xffff, (__m512)splat(low), (__m512)v);
 #endif
   return v < low ? splat(low) : v;
 }
@@ -102,7 +102,7 @@ KHOT_INLINE Vec<R> clamp_below(Vec<R> v, R low) {
 template <class R>
 KHOT_INLINE Vec<R> clamp_above(Vec<R> v, R high) {
 #if KHOT_VECTOR_BYTES == 64
-  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_min_ps((__m512)splat(high), (__m512)v);
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_maskz_min_ps(0xffff, (__m512)splat(high), (__m512)v);
 #endif
   return v > high ? splat(high) : v;
 }
@@ -110,6 +110,20 @@ KHOT_INLINE Vec<R> clamp_above(Vec<R> v, R high) {
 // Lanes are added pairwise, halving the vector.
 template <class R>
 KHOT_INLINE R sum(Vec<R> v) {
+#if KHOT_VECTOR_BYTES == 64  // by way of memory, four of these take longer than a row of 64
+  const __m512d all = (__m512d)v;
+  const __m256d half = _mm512_maskz_extractf64x4_pd(0xf, all, 0), rest = _mm512_maskz_extractf64x4_pd(0xf, all, 1);
+  if constexpr (sizeof(R) == 4) {
+    const __m256 eight = (__m256)half + (__m256)rest;
+    const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+    const __m128 two = four + _mm_movehl_ps(four, four);
+    return two[0] + two[1];
+  } else {
+    const __m256d four = half + rest;
+    const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+    return two[0] + two[1];
+  }
+#endif
   R lanes[kWidth<R>];
   store(lanes, v);
   for (int half = kWidth<R> / 2; half > 0; half /= 2) {
