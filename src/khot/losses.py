@@ -14,7 +14,7 @@ from khot.cdfs import CDF
 from khot.kernels.solver import HUGE
 from khot.soft_count import threshold_map
 
-__all__ = ["FenchelYoungTopKLoss", "TopKCrossEntropyLoss"]
+__all__ = ["FenchelYoungTopKLoss", "TopKCrossEntropyLoss", "size_penalty"]
 
 
 class FenchelYoungTopKLoss(nn.Module):
@@ -182,6 +182,35 @@ class TopKCrossEntropyLoss(nn.Module):
         z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / tau.double()
         log_y = self.cdf.log_cdf(z).masked_fill(every, 0)
         return _reduce(-torch.logsumexp(log_p + log_y, -1), self.reduction).to(input.dtype)
+
+
+def size_penalty(probs: Tensor, weight: Scalar) -> Tensor:
+    """The price of a subset whose size is learned: λ Σ_i π_i, averaged over the batch.
+
+    Σπ is the expected size of a sample with the inclusion probabilities π, so λ is what one more entry has
+    to be worth; it plays the part of the regularisation parameter of the lasso.
+
+    Args:
+        probs: inclusion probabilities in [0, 1] along the last dim, such as ``logits.sigmoid()``.
+        weight: λ ≥ 0; a number or a tensor that broadcasts with the batch shape.
+
+    Returns:
+        A scalar ≥ 0 of the probabilities' dtype, differentiable in both.
+
+    Raises:
+        ValueError: weight < 0, or a weight that does not broadcast with the batch shape.
+        TypeError: probs that is not a floating-point tensor.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, section 2.3.
+
+    Example:
+        >>> khot.losses.size_penalty(torch.tensor([0.5, 1.0, 0.25]), 0.1)
+        tensor(0.1750)
+    """
+    arguments.check_input(probs, "probs")
+    x = arguments.rows(probs, -1)
+    weight = arguments.per_row(weight, "weight", x, low=0)
+    return (weight.to(x.dtype) * x.sum(-1)).mean()
 
 
 def _check_reduction(reduction: str) -> str:

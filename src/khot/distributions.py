@@ -1,0 +1,454 @@
+"""Distributions over k-hot vectors, and over relaxed ones, in the manner of torch.distributions.
+
+=====================  ==============================================  ===============  =====================
+distribution           parameters                                      a sample         gradient of a sample
+=====================  ==============================================  ===============  =====================
+KHot                   inclusion probabilities, and a design           k-hot            none
+KHotStraightThrough    the same                                        k-hot            of the probabilities
+ConditionalPoisson     natural ones: p(x) ∝ exp(⟨logits, x⟩)           k-hot            none
+RelaxedKHot            temperature, logits                             sums to k        exact
+=====================  ==============================================  ===============  =====================
+
+They work where torch's own do: batch and event shapes, ``expand``, ``Independent``, ``kl_divergence``,
+validation. As torch's they draw from the global random state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints, register_kl
+from torch.distributions.constraints import Constraint
+from torch.distributions.distribution import Distribution
+from torch.distributions.utils import clamp_probs, lazy_property
+from torch.types import _size
+
+from khot import arguments, estimators, sampling
+from khot.sampling import conditional_poisson
+from khot.sampling.table import resolve
+from khot.topk import sigmoid_topk, topk_mask
+
+__all__ = ["ConditionalPoisson", "KHot", "KHotStraightThrough", "RelaxedKHot", "capped_simplex", "k_hot"]
+
+
+class k_hot(Constraint):
+    """The k-hot vectors {x ∈ {0, 1}ⁿ, Σx = k}.
+
+    Args:
+        k: an integer tensor of the batch shape, or an int.
+
+    Example:
+        >>> khot.distributions.k_hot(2).check(torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]))
+        tensor([ True, False])
+    """
+
+    is_discrete = True
+    event_dim = 1
+
+    def __init__(self, k: int | Tensor) -> None:
+        self.k = k
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        # counted as integers: a sum in half precision need not be exact
+        return ((value == 0) | (value == 1)).all(-1) & ((value == 1).sum(-1) == self.k)
+
+
+class capped_simplex(Constraint):
+    """The k-capped simplex {y ∈ [0, 1]ⁿ, Σy = k}, the convex hull of the k-hot vectors.
+
+    The sum is k up to n·eps of the value's dtype.
+
+    Args:
+        k: a tensor of the batch shape, or a number.
+
+    Example:
+        >>> khot.distributions.capped_simplex(1).check(torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.5]]))
+        tensor([ True, False])
+    """
+
+    event_dim = 1
+
+    def __init__(self, k: float | Tensor) -> None:
+        self.k = k
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        tolerance = value.shape[-1] * torch.finfo(value.dtype).eps
+        inside = ((value >= 0) & (value <= 1)).all(-1)
+        return inside & ((value.double().sum(-1) - self.k).abs() <= tolerance)
+
+
+NO_SHAPE = torch.Size()
+
+_Self = TypeVar("_Self", bound="_ChoiceOfK")
+
+
+class _ChoiceOfK(Distribution):
+    """What the four share: k, and a vector of parameters, of the shapes batch and batch + event."""
+
+    _vectors: tuple[str, ...] = ("probs", "logits")  # attributes of shape batch + event
+    _scalars: tuple[str, ...] = ("k", "temperature")  # attributes of shape batch
+    k: Tensor
+
+    def __init__(
+        self, k: Any, name: str, param: Tensor, validate_args: bool | None, temperature: Any = None
+    ) -> None:
+        arguments.check_input(param, name)
+        if param.dim() == 0:
+            raise ValueError(f"{name} must have at least one dim, but got {param}")
+        scalars = [v.shape for v in (k, temperature) if isinstance(v, Tensor)]
+        batch_shape = torch.broadcast_shapes(param.shape[:-1], *scalars)
+        param = param.expand(batch_shape + param.shape[-1:])
+        k = arguments.per_row(k, "k", param, low=0, high=param.shape[-1], integer=True)
+        self.k = k.long().expand(batch_shape)
+        if temperature is not None:
+            temperature = arguments.per_row(temperature, "temperature", param, low=0, low_open=True)
+            self.temperature = temperature.to(param.dtype).expand(batch_shape)
+        setattr(self, name, param)
+        super().__init__(batch_shape, param.shape[-1:], validate_args=validate_args)
+
+    def expand(self: _Self, batch_shape: _size, _instance: Any = None) -> _Self:
+        new = self._get_checked_instance(type(self), _instance)
+        batch_shape = torch.Size(batch_shape)
+        for name, value in self.__dict__.items():
+            if name in self._vectors:
+                value = value.expand(batch_shape + self.event_shape)
+            elif name in self._scalars:
+                value = value.expand(batch_shape)
+            elif name.startswith("_"):
+                continue
+            setattr(new, name, value)
+        Distribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    @property
+    def _param(self) -> Tensor:
+        return self.__dict__["logits"] if "logits" in self.__dict__ else self.__dict__["probs"]
+
+    @property
+    def param_shape(self) -> torch.Size:
+        return self._param.shape
+
+
+class _KHotVectors(_ChoiceOfK):
+    """What the discrete ones share: their support, and the moments that inclusion probabilities decide."""
+
+    has_enumerate_support = True
+    probs: Tensor
+
+    @constraints.dependent_property(is_discrete=True, event_dim=1)
+    def support(self) -> Constraint:
+        return k_hot(self.k)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.probs
+
+    @property
+    def variance(self) -> Tensor:
+        return self.probs * (1 - self.probs)
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """All k-hot vectors, (n choose k, *batch_shape, n); k has to be the same in every row."""
+        n, k = self.event_shape[0], int(self.k.max()) if self.k.numel() else 0
+        if self.k.numel() and int(self.k.min()) != k:
+            raise NotImplementedError("enumerate_support needs the same k in every row")
+        chosen = torch.tensor(list(itertools.combinations(range(n), k)), dtype=torch.long)
+        values = torch.zeros(len(chosen), n, dtype=self._param.dtype).scatter_(-1, chosen, 1.0)
+        values = values.to(self._param.device)
+        values = values.reshape(-1, *(1,) * len(self.batch_shape), n)
+        return values.expand(-1, *self.batch_shape, n) if expand else values
+
+
+class KHot(_KHotVectors):
+    """The k-hot vectors x ∈ {0, 1}ⁿ, Σx = k, with given inclusion probabilities π: E[x] = π.
+
+    The k-hot counterpart of ``OneHotCategorical``. For 1 < k < n − 1 there are many such distributions, the
+    designs of :mod:`khot.sampling`.
+
+    Args:
+        k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
+        probs: π, (*batch, n), in [0, 1], each row summing to k (up to n·eps of its dtype).
+        logits: instead of probs; (*batch, n), with π = σ_k(logits) (:func:`khot.sigmoid_topk`).
+        design: a name in :data:`khot.sampling.designs`. With ``"pareto"`` E[x] = π up to 2e-3.
+
+    ``log_prob`` is there for designs in which it is tractable (conditional_poisson, sampford), ``entropy``
+    and ``kl_divergence`` for conditional_poisson, ``mode`` where it is known to be the k most probable units;
+    all but mode are differentiable in probs or logits. The others raise NotImplementedError.
+
+    Raises:
+        ValueError: probs that do not sum to k, k that is not an integer in [0, n], an unknown design, both or
+            neither of probs and logits.
+        TypeError: parameters that are not floating-point tensors.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, section 2.2.
+
+    Example:
+        >>> p = khot.distributions.KHot(2, probs=torch.tensor([0.9, 0.7, 0.3, 0.1]))
+        >>> p.sample((1000,)).mean(0).round(decimals=1)  # doctest: +SKIP
+        tensor([0.9000, 0.7000, 0.3000, 0.1000])
+        >>> p.sample().sum()
+        tensor(2.)
+    """
+
+    arg_constraints: ClassVar = {
+        "k": constraints.nonnegative_integer,
+        "probs": constraints.independent(constraints.unit_interval, 1),
+        "logits": constraints.real_vector,
+    }
+
+    def __init__(
+        self,
+        k: int | Tensor,
+        probs: Tensor | None = None,
+        logits: Tensor | None = None,
+        design: str = "pareto",
+        validate_args: bool | None = None,
+    ) -> None:
+        self.design = design
+        resolve(design)
+        if (probs is None) == (logits is None):
+            raise ValueError("one of probs and logits must be given, and not both")
+        if logits is not None:
+            super().__init__(k, "logits", logits, validate_args)
+        elif probs is not None:
+            super().__init__(k, "probs", probs, validate_args)
+            if self._validate_args:
+                self._check_sum()
+
+    def _check_sum(self) -> None:
+        total = self.probs.detach().double().sum(-1)
+        tolerance = self.event_shape[0] * torch.finfo(self.probs.dtype).eps
+        bad = (total - self.k).abs() > tolerance
+        if bool(bad.any()):
+            raise ValueError(
+                f"probs must sum to k in every row, up to {tolerance:.1e}, but got a sum of "
+                f"{total[bad][0].item()} for k = {self.k[bad][0].item()}"
+            )
+
+    @lazy_property
+    def probs(self) -> Tensor:
+        """The inclusion probabilities π."""
+        return sigmoid_topk(self.logits, self.k)
+
+    @lazy_property
+    def logits(self) -> Tensor:
+        """Scores with π = σ_k(logits)."""
+        return torch.logit(self.probs)
+
+    @property
+    def mode(self) -> Tensor:
+        # Exchanging a unit for a more probable one raises the probability where the units' variables have
+        # monotone likelihood ratios, as those of these designs have.
+        self._require("mode", ("pareto", "conditional_poisson", "sampford"))
+        return topk_mask(self._param, self.k)
+
+    def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+        with torch.no_grad():
+            return sampling.sample(self._summed_probs, self.design, sample_shape).to(self.probs.dtype)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
+        self._require("log_prob", tractable)
+        if self._validate_args:
+            self._validate_sample(value)
+        return tractable[self.design](value, self._summed_probs).to(self.probs.dtype)
+
+    def entropy(self) -> Tensor:
+        return self._natural("entropy").entropy().to(self.probs.dtype)
+
+    def _natural(self, what: str) -> ConditionalPoisson:
+        """This distribution by its natural parameters, if it has them."""
+        self._require(what, ("conditional_poisson",))
+        logits = conditional_poisson.calibrate(self._summed_probs)
+        return ConditionalPoisson(self.k, logits, validate_args=False)
+
+    @property
+    def _summed_probs(self) -> Tensor:
+        """The inclusion probabilities in float64, where rounding keeps them from summing to k no more."""
+        if self.probs.dtype == torch.float64:
+            return self.probs
+        probs = self.probs.double()
+        g = (probs * (1 - probs)).detach()
+        share = g / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
+        return (probs - share * (probs.sum(-1) - self.k).unsqueeze(-1)).clamp(0, 1)
+
+    def _require(self, what: str, designs: Iterable[str]) -> None:
+        if self.design not in designs:
+            known = ", ".join(map(repr, designs))
+            raise NotImplementedError(f"{what} is not known for design {self.design!r}, only for {known}")
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, design: {self.design})"
+
+
+class KHotStraightThrough(KHot):
+    """:class:`KHot` whose samples carry the gradient of their inclusion probabilities: x − π.detach() + π.
+
+    Args, errors: as for :class:`KHot`.
+
+    ``rsample`` has zeros and ones with a surrogate gradient, which is exact in expectation where it is used
+    linearly (Wijk, Vinuesa, Azizpour 2025, Proposition 3); so ``OneHotCategoricalStraightThrough`` does.
+
+    Example:
+        >>> logits = torch.zeros(4, requires_grad=True)
+        >>> x = khot.distributions.KHotStraightThrough(2, logits=logits).rsample()
+        >>> (x * torch.arange(4)).sum().backward()
+        >>> logits.grad
+        tensor([-0.3750, -0.1250,  0.1250,  0.3750])
+    """
+
+    has_rsample = True
+
+    def rsample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+        return self.sample(sample_shape) + (self.probs - self.probs.detach())
+
+
+class ConditionalPoisson(_KHotVectors):
+    """The k-hot softmax: p(x) ∝ exp(⟨logits, x⟩) over the k-hot vectors.
+
+    Independent Bernoulli variables with these logits, given that k of them are 1: of all distributions with
+    its inclusion probabilities the one of maximum entropy. Everything is exact and O(n), by
+    :mod:`khot.sampling.conditional_poisson`.
+
+    Args:
+        k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
+        logits: natural parameters θ, (*batch, n); −inf is never in a sample, +inf always. They are not the
+            scores of :class:`KHot`: ``KHot(k, logits=logits, design="conditional_poisson")`` has the
+            inclusion probabilities σ_k(logits), this one near them.
+
+    ``log_prob``, ``mean`` (= ``probs``, the inclusion probabilities), ``variance``, ``entropy`` and
+    ``kl_divergence`` are exact and differentiable in logits.
+
+    Raises:
+        ValueError: k that is not an integer in [0, n].
+        TypeError: logits that are not a floating-point tensor.
+
+    Sources: Chen, Dempster, Liu 1994; Tillé 2006, chapter 5.
+
+    Example:
+        >>> p = khot.distributions.ConditionalPoisson(2, torch.zeros(4))
+        >>> p.mean, p.entropy().exp()
+        (tensor([0.5000, 0.5000, 0.5000, 0.5000]), tensor(6.))
+    """
+
+    arg_constraints: ClassVar = {"k": constraints.nonnegative_integer, "logits": constraints.real_vector}
+
+    def __init__(self, k: int | Tensor, logits: Tensor, validate_args: bool | None = None) -> None:
+        self.logits: Tensor
+        super().__init__(k, "logits", logits, validate_args)
+
+    @lazy_property
+    def probs(self) -> Tensor:
+        """The inclusion probabilities."""
+        return conditional_poisson.marginals(self.logits, self.k)
+
+    @property
+    def mode(self) -> Tensor:
+        return topk_mask(self.logits, self.k)
+
+    def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+        with torch.no_grad():
+            return conditional_poisson.sample(self.logits, self.k, torch.Size(sample_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return conditional_poisson.log_prob(value, self.logits, self.k)
+
+    def entropy(self) -> Tensor:
+        return conditional_poisson.entropy(self.logits, self.k)
+
+    def _natural(self, what: str) -> ConditionalPoisson:
+        return self
+
+
+class RelaxedKHot(_ChoiceOfK):
+    """Points of the k-capped simplex near its corners: σ_k((logits + g)/temperature), g_i ~ Gumbel(0, 1).
+
+    The k-hot counterpart of ``RelaxedOneHotCategorical``; as the temperature falls, a sample tends to the
+    k-hot vector of Gumbel top-k.
+
+    Args:
+        temperature: > 0; a number, or a tensor that broadcasts with the batch shape.
+        k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
+        logits: θ, (*batch, n).
+
+    ``rsample`` is differentiable in logits and temperature, exactly. ``log_prob`` is the density of
+    n − 1 of the coordinates, whichever they are. With ℓ = logit y, h = y(1 − y) and a = τℓ − θ
+
+        log p(y) = log (n−1)! + (n−1) log τ + log Σh − Σ log h − Σa − n log Σe^−a
+
+    (change of variables from g to y and the shift that y has lost, which integrates out in closed form, as in
+    the Concrete distribution). It is differentiable in everything, and NaN for k = 0 and k = n, which have
+    no density. y is kept an eps away from 0 and 1. Mean, variance and entropy have no closed form.
+
+    Raises:
+        ValueError: temperature ≤ 0, k that is not an integer in [0, n].
+        TypeError: logits that are not a floating-point tensor.
+
+    Sources: Wijk, Vinuesa, Azizpour 2025, Algorithm 3; Maddison, Mnih, Teh 2017, appendix B.
+
+    Example:
+        >>> p = khot.distributions.RelaxedKHot(0.5, 2, torch.zeros(4))
+        >>> p.rsample((3,)).sum(-1)
+        tensor([2., 2., 2.])
+    """
+
+    arg_constraints: ClassVar = {
+        "temperature": constraints.positive,
+        "k": constraints.nonnegative_integer,
+        "logits": constraints.real_vector,
+    }
+    has_rsample = True
+
+    def __init__(
+        self,
+        temperature: float | Tensor,
+        k: int | Tensor,
+        logits: Tensor,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.logits: Tensor
+        super().__init__(k, "logits", logits, validate_args, temperature)
+
+    @constraints.dependent_property(is_discrete=False, event_dim=1)
+    def support(self) -> Constraint:
+        return capped_simplex(self.k)
+
+    def rsample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+        logits = self.logits.expand(self._extended_shape(sample_shape))
+        return estimators.gumbel(logits, self.k, tau=self.temperature, hard=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        n = self.event_shape[0]
+        dtype = torch.promote_types(value.dtype, self.logits.dtype)
+        y = clamp_probs(value.to(torch.promote_types(dtype, torch.float32)))
+        log_y, log_rest = y.log(), torch.log1p(-y)
+        log_h = log_y + log_rest
+        a = self.temperature.unsqueeze(-1) * (log_y - log_rest) - self.logits
+        log_jacobian = (n - 1) * self.temperature.log() + log_h.logsumexp(-1) - log_h.sum(-1)
+        log_gumbel = math.lgamma(n) - a.sum(-1) - n * (-a).logsumexp(-1)
+        log_prob = (log_jacobian + log_gumbel).to(dtype)
+        return log_prob.masked_fill((self.k == 0) | (self.k == n), math.nan)
+
+
+@register_kl(ConditionalPoisson, ConditionalPoisson)
+@register_kl(ConditionalPoisson, KHot)
+@register_kl(KHot, ConditionalPoisson)
+@register_kl(KHot, KHot)
+def _kl(p: KHot | ConditionalPoisson, q: KHot | ConditionalPoisson) -> Tensor:
+    """Exact where both are conditional Poisson designs; inf where their sizes differ."""
+    p, q = p._natural("kl_divergence"), q._natural("kl_divergence")
+    k, other = torch.broadcast_tensors(p.k, q.k)
+    value = conditional_poisson.kl(p.logits.expand(*k.shape, -1), q.logits.expand(*k.shape, -1), k)
+    return value.masked_fill(k != other, math.inf)

@@ -1,0 +1,438 @@
+"""Gradients through a k-hot sample: estimates of d E f(x) / dθ for x ∈ {0, 1}ⁿ with Σx = k.
+
+The first five return a sample that carries a gradient; :func:`sample_khot` chooses among them by name. They
+differ in how x is drawn from the logits θ and in what stands in for its derivative, J(π) being the Jacobian
+diag(g) − ggᵀ/Σg of sigmoid top-k, g = π(1 − π), and v = df/dx:
+
+=================  ===============================================  ========================================
+estimator          the sample                                       the gradient
+=================  ===============================================  ========================================
+straight_through   a design with inclusion probabilities σ_k(θ)     J(π)v
+second_order       the same                                         2J(½(x + σ_k(θ/τ)))v − ½J(π)v
+gumbel             top-k of θ + Gumbel noise, or a relaxed one      that of σ_k((θ + noise)/τ)
+simple             conditional Poisson with parameters θ            that of its inclusion probabilities, exact
+imle               top-k of θ + τ·noise                             the difference to the top-k moved along −v
+=================  ===============================================  ========================================
+
+:func:`score_function` needs no derivative of f, and is unbiased; it works on losses and log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from khot import arguments, sampling
+from khot.arguments import Scalar
+from khot.sampling import conditional_poisson
+from khot.topk import sigmoid_topk, topk_mask
+
+__all__ = [
+    "gumbel",
+    "imle",
+    "sample_khot",
+    "score_function",
+    "second_order",
+    "simple",
+    "straight_through",
+]
+
+
+def sample_khot(
+    logits: Tensor,
+    k: Scalar | None = None,
+    dim: int = -1,
+    *,
+    estimator: str = "straight_through",
+    design: str | None = None,
+    tau: Scalar = 1.0,
+    hard: bool = True,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Draw k of n at random, with a gradient: a k-hot sample, as easily as F.gumbel_softmax draws a one-hot.
+
+    With the default estimator x ∈ {0, 1}ⁿ has Σx = k and E[x] = σ_k(logits) (:func:`khot.sigmoid_topk`), and
+    the gradient of x is that of σ_k. With ``k=None`` the size is learned: E[x] = σ(logits), and Σx is one of
+    the two integers next to Σσ(logits).
+
+    Args:
+        logits: scores of any floating-point dtype; larger is likelier. −inf is never drawn, +inf always.
+        k: how many; a number in [0, n], a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``), or None.
+        dim: the dimension to draw along.
+        estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
+
+            ====================  ===================  =======  =====  ===========
+            estimator             design               tau      hard   k
+            ====================  ===================  =======  =====  ===========
+            ``straight_through``  any                  –        –      any or None
+            ``second_order``      any                  yes      –      any or None
+            ``gumbel``            –                    yes      yes    any
+            ``simple``            conditional_poisson  –        –      an integer
+            ``imle``              –                    yes      –      any
+            ====================  ===================  =======  =====  ===========
+        design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
+            ``simple`` ``"conditional_poisson"``.
+        tau: temperature > 0; see the estimator.
+        hard: False gives a relaxed sample in [0, 1]ⁿ that sums to k.
+        generator: of the random numbers.
+
+    Returns:
+        Zeros and ones (with ``hard=False``: numbers in [0, 1]) of the logits' shape and dtype. A row with a
+        NaN is NaN.
+
+    Differentiable in logits, as the estimator says; biased, but for ``hard=False``.
+
+    Raises:
+        ValueError: an unknown estimator or design, an option that the estimator does not take, k or tau out
+            of range. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is NaN.)
+        TypeError: logits that are not a floating-point tensor.
+        IndexError: dim out of range.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, Algorithms 1, 2, 3 and 5.
+
+    Example:
+        >>> logits = torch.zeros(3, 8, requires_grad=True)
+        >>> x = khot.sample_khot(logits, 2)
+        >>> x.sum(-1)
+        tensor([2., 2., 2.], grad_fn=<SumBackward1>)
+    """
+    if estimator not in _ESTIMATORS:
+        raise ValueError(f"estimator must be one of {', '.join(_ESTIMATORS)}, but got {estimator!r}")
+    draw, takes, designs = _ESTIMATORS[estimator]
+    if k is None and "k=None" not in takes:
+        raise ValueError(f"k must be a number or tensor for estimator {estimator!r}, but got None")
+    given: dict[str, Any] = {}
+    if design is not None:
+        if designs is not None and design not in designs:
+            allowed = " or ".join(("None", *map(repr, designs)))
+            raise ValueError(f"design must be {allowed} for estimator {estimator!r}, but got {design!r}")
+        if "design" in takes:
+            given["design"] = design
+    if _is_given(tau):
+        given["tau"] = tau
+    if not hard:
+        given["hard"] = False
+    for name, value in given.items():
+        if name not in takes:
+            raise ValueError(f"{name} must be left alone for estimator {estimator!r}, but got {value}")
+    return draw(logits, k, dim, generator=generator, **given)
+
+
+def straight_through(
+    logits: Tensor,
+    k: Scalar | None = None,
+    dim: int = -1,
+    *,
+    design: str = "pareto",
+    generator: Generator | None = None,
+) -> Tensor:
+    """A k-hot sample with inclusion probabilities π = σ_k(logits), and their gradient: x − π.detach() + π.
+
+    E[J(π) df/dx] is the first-order approximation of the gradient of E f(x): exact where f is linear
+    (Proposition 3). With ``k=None``, π = σ(logits), and the size of the sample is learned (Algorithm 2).
+
+    Args:
+        logits, k, dim, generator: as for :func:`sample_khot`.
+        design: the sampling design, a name in :data:`khot.sampling.designs`.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype, differentiable in logits and k.
+
+    Errors: as for :func:`sample_khot`.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, Algorithms 1 and 2; Bengio, Léonard, Courville 2013.
+
+    Example:
+        >>> khot.estimators.straight_through(torch.tensor([9.0, -9.0, 9.0]), 2)
+        tensor([1., 0., 1.])
+    """
+    x = _rows(logits, dim)
+    probs = _inclusion_probs(x, k)
+    return _unrows(_through(_draw(probs, design, generator), probs), logits, dim)
+
+
+def second_order(
+    logits: Tensor,
+    k: Scalar | None = None,
+    dim: int = -1,
+    *,
+    design: str = "pareto",
+    tau: Scalar = 1.0,
+    generator: Generator | None = None,
+) -> Tensor:
+    """A k-hot sample as :func:`straight_through` draws it, with the gradient 2J(π₁)v − ½J(π₀)v.
+
+    π₀ = σ_k(logits), π₁ = ½(x + σ_k(logits/τ)), J(π) = diag(g) − ggᵀ/Σg with g = π(1 − π); with ``k=None``
+    π₀ = σ(logits) and J(π) = diag(g). At τ = 1 and n = 2 its mean is the gradient of E f(x) for every
+    quadratic f; beyond, it is a heuristic. At k = 1 it is not ReinMax, since σ_1 is not softmax.
+
+    Args:
+        logits, k, dim, generator: as for :func:`sample_khot`.
+        design: the sampling design, a name in :data:`khot.sampling.designs`.
+        tau: temperature > 0 of the second half of π₁; a number or a tensor that broadcasts with the batch
+            shape.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype, differentiable in logits, not in tau or k.
+
+    Errors: as for :func:`sample_khot`; also ValueError for a k that requires a gradient.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, Algorithm 5; Liu et al. 2023 (ReinMax).
+
+    Example:
+        >>> khot.estimators.second_order(torch.tensor([9.0, -9.0, 9.0]), 2)
+        tensor([1., 0., 1.])
+    """
+    if isinstance(k, Tensor) and k.requires_grad:
+        raise ValueError(
+            "k must not require a gradient: second_order has none for it; k=None learns the size"
+        )
+    x = _rows(logits, dim)
+    probs = _inclusion_probs(x, k)
+    sample = _draw(probs, design, generator)
+    with torch.no_grad():
+        tempered = _inclusion_probs(x, k, tau) if _is_given(tau) else probs
+        between = (sample + tempered) / 2
+        if k is not None and not _is_integer(k):  # the sample's size is one next to k: back to the simplex
+            between = sigmoid_topk(torch.logit(between), k)
+        g = between * (1 - between)
+    # linear in the logits, with J(π₁) as its derivative; infinite ones have g = 0
+    z = x.masked_fill(x.isinf(), 0)
+    if k is not None:
+        z = z - (g * z).sum(-1, keepdim=True) / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
+    return _unrows(_through(sample, 2 * g * z - probs / 2), logits, dim)
+
+
+def gumbel(
+    logits: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    hard: bool = True,
+    generator: Generator | None = None,
+) -> Tensor:
+    """The Gumbel-softmax of k-hot vectors: σ_k((logits + g)/τ) with g_i ~ Gumbel(0, 1).
+
+    ``hard=False`` is a relaxed sample with its exact, reparametrised gradient. ``hard=True`` is the k-hot
+    vector of the k largest logits + g, with the gradient of the relaxed one, as in F.gumbel_softmax: the
+    sample is then that of Gumbel top-k (sampling without replacement), whose inclusion probabilities are not
+    σ_k(logits).
+
+    Args:
+        logits, k, dim, generator: as for :func:`sample_khot`.
+        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
+        hard: whether the sample is k-hot, or relaxed.
+
+    Returns:
+        Numbers in [0, 1] of the logits' shape and dtype, each row summing to k; differentiable in logits, k
+        and tau.
+
+    Errors: as for :func:`sample_khot`.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, Algorithm 3; Kool, van Hoof, Welling 2019.
+
+    Example:
+        >>> khot.estimators.gumbel(torch.zeros(8), 3, hard=False).sum()
+        tensor(3.)
+    """
+    x = _rows(logits, dim)
+    sample = sigmoid_topk(x + gumbel_noise(x, generator=generator), k, tau=tau, hard=hard)
+    return _unrows(sample, logits, dim)
+
+
+def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | None = None) -> Tensor:
+    """A conditional Poisson sample with natural parameters θ = logits, and its marginals' exact gradient.
+
+    p(x) ∝ exp(⟨θ, x⟩) over the k-hot vectors; backward is that of E[x]. As :func:`straight_through`, but
+    the parameters are those of the distribution, not of its inclusion probabilities.
+
+    Args:
+        logits, dim, generator: as for :func:`sample_khot`.
+        k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype, differentiable in logits.
+
+    Errors: as for :func:`sample_khot`; also ValueError for a k that is not an integer.
+
+    Source: Ahmed, Zeng, Niepert, Van den Broeck 2023.
+
+    Example:
+        >>> khot.estimators.simple(torch.zeros(8), 3).sum()
+        tensor(3.)
+    """
+    x = _rows(logits, dim)
+    sample = conditional_poisson.sample(x.detach(), k, generator=generator)
+    return _unrows(_through(sample, conditional_poisson.marginals(x, k)), logits, dim)
+
+
+def imle(
+    logits: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    step: float = 1.0,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Implicit maximum likelihood: perturb, take the top k, and compare with where the loss would have it.
+
+    x = top-k(θ + τg) with g_i ~ Gumbel(0, 1). Backward with v = df/dx is the finite difference
+    (x − top-k(θ + τg − λv))/λ with the same noise, which as λ → 0 has the mean J v, J the Jacobian of E[x].
+
+    Args:
+        logits, k, dim, generator: as for :func:`sample_khot`. The top k are ⌊k + ½⌋.
+        tau: scale of the noise > 0; a number or a tensor that broadcasts with the batch shape.
+        step: λ > 0, in the units of θ divided by those of v: small for little bias, large for little
+            variance.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype, differentiable in logits.
+
+    Errors: as for :func:`sample_khot`.
+
+    Source: Niepert, Minervini, Franceschi 2021, with Gumbel noise.
+
+    Example:
+        >>> khot.estimators.imle(torch.zeros(8), 3).sum()
+        tensor(3.)
+    """
+    if not step > 0:
+        raise ValueError(f"step must be > 0, but got {step}")
+    x = _rows(logits, dim)
+    scale = arguments.per_row(tau, "tau", x, low=0, low_open=True).detach().to(x.dtype).unsqueeze(-1)
+    perturbed = x + scale * gumbel_noise(x, generator=generator)
+    return _unrows(_PerturbAndMap.apply(perturbed, k, step), logits, dim)
+
+
+class _PerturbAndMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, perturbed: Tensor, k: Scalar, step: float) -> Tensor:
+        sample = topk_mask(perturbed, k)
+        ctx.save_for_backward(perturbed, sample)
+        ctx.k, ctx.step = k, step
+        return sample
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        perturbed, sample = ctx.saved_tensors
+        wanted = topk_mask(perturbed - ctx.step * grad, ctx.k)
+        return (sample - wanted) / ctx.step, None, None
+
+
+def score_function(loss: Tensor, log_prob: Tensor, baseline: str | None = None) -> Tensor:
+    """A surrogate of the losses of samples, with the score-function (REINFORCE) gradient of their mean.
+
+    Equal to the losses in value; its gradient is that of the losses plus (loss − b)·∇log p, whose
+    expectation is the gradient of E[loss], without bias, in whatever the losses and log p depend on. f need
+    not be differentiable.
+
+    Args:
+        loss: f(x) of each sample; samples from p, drawn independently, are along the first dim, and any
+            batch behind it. It is not differentiated with respect to x.
+        log_prob: log p(x) of the same samples and shape, from the distribution that drew them.
+        baseline: None for b = 0, or ``"leave_one_out"``: b is the mean loss of the other samples, which cuts
+            the variance and costs no bias.
+
+    Returns:
+        The losses' shape and dtype; take its mean over the samples and call backward.
+
+    Raises:
+        ValueError: shapes that differ, an unknown baseline, fewer than two samples for leave_one_out.
+        TypeError: an argument that is not a floating-point tensor.
+
+    Sources: Williams 1992; Kool, van Hoof, Welling 2019 (leave one out); Wijk, Vinuesa, Azizpour 2025,
+    section 2.4.
+
+    Example:
+        >>> logits = torch.zeros(4, requires_grad=True)
+        >>> p = khot.distributions.ConditionalPoisson(2, logits)
+        >>> x = p.sample((100,))
+        >>> loss = (x * torch.arange(4)).sum(-1)
+        >>> khot.estimators.score_function(loss, p.log_prob(x), "leave_one_out").mean().backward()
+        >>> logits.grad.argmax()
+        tensor(3)
+    """
+    arguments.check_input(loss, "loss")
+    arguments.check_input(log_prob, "log_prob")
+    if loss.shape != log_prob.shape:
+        raise ValueError(
+            f"log_prob must have the loss's shape {tuple(loss.shape)}, but got {tuple(log_prob.shape)}"
+        )
+    advantage = loss.detach()
+    if baseline == "leave_one_out":
+        samples = loss.shape[0] if loss.dim() else 1
+        if samples < 2:
+            raise ValueError(f"loss must have at least 2 samples for leave_one_out, but got {samples}")
+        # less the mean of the others: (S·loss − total)/(S − 1)
+        advantage = (advantage - advantage.mean(0)) * (samples / (samples - 1))
+    elif baseline is not None:
+        raise ValueError(f"baseline must be None or 'leave_one_out', but got {baseline!r}")
+    return loss + advantage * (log_prob - log_prob.detach())
+
+
+class _Estimator(NamedTuple):
+    draw: Callable[..., Tensor]
+    takes: frozenset[str]
+    designs: tuple[str, ...] | None  # the only ones; None: all
+
+
+_ESTIMATORS = {
+    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design"}), None),
+    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau"}), None),
+    "gumbel": _Estimator(gumbel, frozenset({"tau", "hard"}), ()),
+    "simple": _Estimator(simple, frozenset(), ("conditional_poisson",)),
+    "imle": _Estimator(imle, frozenset({"tau"}), ()),
+}
+
+
+def gumbel_noise(like: Tensor, *, generator: Generator | None = None) -> Tensor:
+    """Gumbel(0, 1) numbers of that shape, dtype and device.
+
+    Drawn in float64: with the 24 bits of float32 the largest of 10⁷ would often be a tie.
+    """
+    noise = torch.empty_like(like, dtype=torch.float64, requires_grad=False)
+    return noise.exponential_(generator=generator).log_().neg_().to(like.dtype)
+
+
+def _rows(logits: Tensor, dim: int) -> Tensor:
+    """Rows along the last dim, in float32 at least: rounded to half precision, π would not sum to k."""
+    arguments.check_input(logits, "logits")
+    x = arguments.rows(logits, dim)
+    return x if x.dtype.itemsize >= 4 else x.float()
+
+
+def _unrows(sample: Tensor, logits: Tensor, dim: int) -> Tensor:
+    return arguments.unrows(sample.to(logits.dtype), logits, dim)
+
+
+def _inclusion_probs(x: Tensor, k: Scalar | None, tau: Scalar = 1.0) -> Tensor:
+    if k is not None:
+        return sigmoid_topk(x, k, tau=tau)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    return torch.sigmoid(x / tau.to(x.dtype).unsqueeze(-1))
+
+
+def _draw(probs: Tensor, design: str, generator: Generator | None) -> Tensor:
+    # a row of NaN draws nothing here; the gradient's π − π makes it NaN again
+    return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
+
+
+def _through(sample: Tensor, surrogate: Tensor) -> Tensor:
+    """The sample, with the surrogate's gradient."""
+    return sample + (surrogate - surrogate.detach())
+
+
+def _is_given(tau: Scalar) -> bool:
+    return isinstance(tau, Tensor) or tau != 1.0
+
+
+def _is_integer(k: Scalar) -> bool:
+    """Whether k is known to be an integer without looking at a device."""
+    return not k.is_floating_point() if isinstance(k, Tensor) else float(k).is_integer()

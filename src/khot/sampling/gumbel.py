@@ -1,0 +1,58 @@
+"""Gumbel top-k: weighted sampling without replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from khot import arguments
+from khot.arguments import Scalar
+from khot.topk import topk_mask
+
+__all__ = ["gumbel_topk"]
+
+TINIEST = 2.0**-54  # half the smallest uniform above 0: stands for 0, whose logarithm is not finite
+
+
+def gumbel_topk(
+    logits: Tensor,
+    k: Scalar,
+    sample_shape: Sequence[int] = (),
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Weighted sampling without replacement: k draws, each ∝ exp(logits) among the units that are left.
+
+    The k largest of logits + Gumbel noise. Its inclusion probabilities have no tractable form, and are not
+    those that exp(logits) might suggest; :func:`sample` is for those who want to prescribe them.
+
+    Args:
+        logits: (*batch, n), with the units along the last dim. Units with −inf are never selected, units
+            with +inf always.
+        k: how many, an integer; a number or a tensor that broadcasts with (*batch).
+        sample_shape: shape of the draws for each row.
+        generator: the source of randomness, on the device of logits.
+
+    Returns:
+        Zeros and ones in logits' dtype, of shape sample_shape + logits.shape. A row with a NaN is NaN.
+        Not differentiable.
+
+    Raises:
+        ValueError: k that is not an integer in [0, number of units that may be selected].
+        TypeError: logits that are not a floating-point tensor.
+
+    Source: Kool, van Hoof, Welling 2019, section 3.
+
+    Example:
+        >>> khot.sampling.gumbel_topk(torch.tensor([0.0, 200.0, 100.0, -100.0]), 2)
+        tensor([0., 1., 1., 0.])
+    """
+    x = arguments.rows(logits, -1).detach()
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
+    shape = torch.Size(sample_shape) + x.shape
+    exponential = torch.rand(shape, dtype=torch.float64, device=x.device, generator=generator)
+    exponential = exponential.clamp_(min=TINIEST).log_().neg_()
+    chosen = topk_mask(x - exponential.log_(), k)
+    return chosen.to(logits.dtype).reshape(torch.Size(sample_shape) + logits.shape)

@@ -1,0 +1,107 @@
+"""Exact draws of k-subsets with P(S) ∝ exp(Σ_{i∈S} θ_i), by halves, in O(n log n).
+
+Tilted so that independent trials make k on average, one half A of the units is drawn as such trials and kept
+with probability P(S_B = k − S_A)/max P(S_B): as often as the other half B can make up the rest. Then B is
+drawn the same way, for what is left. About √2 tries a half, where rejecting whole draws of the wrong
+size takes √(2πV).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from khot.sampling.poisson_binomial import Frequencies, characteristic, frequencies, pmf
+from khot.sampling.tilting import tilt_rows
+
+__all__ = ["distinct", "draw_rows"]
+
+WHOLE = 4.0  # variance up to which whole draws are tried: one in five, or more, has the right size
+
+Acceptance = Callable[[Tensor, Tensor], Tensor]  # sizes, and the designs they are of → probabilities
+
+
+def draw_rows(theta: Tensor, k: Tensor, which: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Bool (*shape, n): draws of the designs that which (*shape) names, with their k True in each row.
+
+    Args:
+        theta: float64 logits (m, n), a design a row.
+        k: (m). Where it does not suit the design (NaN, too many certain units) draws stay empty.
+    """
+    n, shape = theta.shape[-1], which.shape
+    # every second unit in the order of θ: whatever the tilt, both halves have nearly the same variance
+    theta, order = theta.sort(-1)
+    which = which.reshape(-1)
+    drawn = torch.zeros((len(which), n), dtype=torch.bool, device=theta.device)
+    order = order[which]
+    stride = 1
+    while n:
+        trials = tilt_rows(theta, k)
+        p, q = trials.p, trials.q
+        pending = (~trials.hi.isnan())[which].nonzero().squeeze(-1)
+        if not bool(((p * q).sum(-1) > WHOLE).any()):
+            _draw_trials(drawn[:, ::stride], p, which, pending, _right_size(k), generator)
+            break
+        half = drawn[:, stride :: 2 * stride]
+        _draw_trials(half, p[:, 1::2], which, pending, _completion(p[:, ::2], q[:, ::2], k), generator)
+        # what is left of each draw is a design of its own
+        theta, k = theta[which, ::2], k[which] - half.sum(-1)
+        which = torch.arange(len(which), device=which.device)
+        stride *= 2
+    return torch.zeros_like(drawn).scatter_(-1, order, drawn).reshape(*shape, n)
+
+
+def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows (m, n) without those that expand() repeats, and which of them each row is, (*batch)."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in rows.stride()[:-1])
+    few = rows[once]
+    count = math.prod(few.shape[:-1])
+    which = torch.arange(count, device=rows.device).reshape(few.shape[:-1]).expand(rows.shape[:-1])
+    return few.reshape(count, rows.shape[-1]), which
+
+
+def _right_size(k: Tensor) -> Acceptance:
+    return lambda size, design: (size == k[design]).double()
+
+
+def _completion(p: Tensor, q: Tensor, k: Tensor) -> Acceptance:
+    """P(these trials make k − size), over its maximum."""
+    mean, n = p.sum(-1), p.shape[-1]
+    at = frequencies((p * q).sum(-1), n)
+    re, im = characteristic(q, p, at)
+    # the mode is next to the mean (Darroch 1964)
+    mode = torch.maximum(pmf(re, im, mean.floor(), at), pmf(re, im, mean.ceil(), at))
+
+    def accept(size: Tensor, design: Tensor) -> Tensor:
+        rest = k[design] - size
+        period = at.period[design]
+        prob = pmf(re[design], im[design], rest, Frequencies(period, at.order, at.weight[design]))
+        # beyond half a period lie aliases, of what has a probability below rounding
+        inside = (rest >= 0) & (rest <= n) & ((rest - mean[design]).abs() < period / 2)
+        return prob.where(inside, 0) / mode[design]
+
+    return accept
+
+
+def _draw_trials(
+    drawn: Tensor,
+    p: Tensor,
+    which: Tensor,
+    pending: Tensor,
+    accept: Acceptance,
+    generator: torch.Generator | None,
+) -> None:
+    """Fill the pending rows of drawn with trials of probabilities p[which], again until they are accepted."""
+
+    def uniforms(*size: int) -> Tensor:
+        return torch.rand(size, dtype=torch.float64, device=p.device, generator=generator)
+
+    while pending.numel():
+        design = which[pending]
+        trial = uniforms(len(pending), p.shape[-1]) < p[design]
+        kept = uniforms(len(pending)) < accept(trial.sum(-1), design)
+        drawn[pending[kept]] = trial[kept]
+        pending = pending[~kept]

@@ -1,0 +1,83 @@
+"""Sampford's design: k of n with exactly the inclusion probabilities asked for, and no calibration.
+
+P(S) ∝ Σ_{i∈S} (1 − π_i) Π_{j∈S} π_j/(1 − π_j) (Sampford 1967): one unit is drawn, then, from the others, a
+conditional Poisson design of size k − 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot.sampling import conditional_poisson
+from khot.sampling.halving import distinct, draw_rows
+from khot.sampling.tilting import inclusion, mixture, tilt_rows
+
+__all__ = ["design_joint", "design_log_prob", "draw"]
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
+    rows, which = distinct(probs)
+    odds, k, n = _log_odds(rows), _size(rows), rows.shape[-1]
+    # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
+    chance = ((1 - rows) * inclusion(tilt_rows(odds, k))[1]).cumsum(-1)
+    total = chance[:, -1:]
+    u = torch.rand((*which.shape, 1), dtype=rows.dtype, device=rows.device, generator=generator)
+    unit = torch.searchsorted(chance[which], u * total[which], right=True)
+    random = total > 0  # else every unit is certain, and none is drawn first
+    units = torch.arange(n, device=rows.device)
+    first = random[which] & (units == unit)
+    if which.numel() <= n * len(rows):
+        rest = torch.where(first, -math.inf, odds[which]).reshape(-1, n)
+        size = (k - random.squeeze(-1).to(k))[which].reshape(-1)
+        which = torch.arange(len(rest), device=rows.device).reshape(which.shape)
+    else:  # many draws of few designs: the design of the rest, for every first unit, is found once
+        taken = random.unsqueeze(-1) & (units == units.unsqueeze(-1))
+        rest = torch.where(taken, -math.inf, odds.unsqueeze(-2)).reshape(-1, n)
+        size = (k - random.squeeze(-1).to(k)).repeat_interleave(n)
+        which = which * n + unit.squeeze(-1).clamp(max=n - 1)
+    return first | draw_rows(rest, size, which, generator)
+
+
+def design_log_prob(value: Tensor, probs: Tensor) -> Tensor:
+    """log P(S), of the broadcast batch shape, −inf where S cannot be drawn; differentiable in probs."""
+    odds, k = _log_odds(probs), _size(probs)
+    left = 1 - probs
+    chosen = value.bool()
+    mean = (left * conditional_poisson.marginals(odds, k)).sum(-1)
+    certain = mean == 0
+    share = left.where(chosen, 0).sum(-1).masked_fill(certain, 1) / mean.masked_fill(certain, 1)
+    return share.log() + conditional_poisson.log_prob(value, odds, k)
+
+
+def design_joint(probs: Tensor) -> Tensor:
+    """P(i ∈ S and j ∈ S), (*batch, n, n), with probs on the diagonal; differentiable in probs.
+
+    It is E[x_i x_j w]/E[w] under the conditional Poisson design with these odds, w = Σ_l (1 − π_l) x_l. Of
+    independent trials with probabilities r, which that design is a mixture of,
+    E[x_i x_j w] = r_i r_j Σ_l d_l r_l + d_i r_i (1 − r_i) r_j + r_i d_j r_j (1 − r_j), where d = 1 − π.
+    """
+    trials = tilt_rows(_log_odds(probs), _size(probs))
+    weight, r = mixture(trials)
+    d = (1 - probs).unsqueeze(-2)
+    w = (r * d).sum(-1)
+    cross = (weight.unsqueeze(-1) * d * r * (1 - r)).mT @ r
+    joint = ((weight * w).unsqueeze(-1) * r).mT @ r + cross + cross.mT
+    mean = (weight * w).sum(-1).real[..., None, None]
+    product = probs.unsqueeze(-1) * probs.unsqueeze(-2)  # right where every unit is certain
+    joint = torch.where(mean == 0, product, joint.real / mean.masked_fill(mean == 0, 1)).clamp(0, 1)
+    diagonal = torch.eye(probs.shape[-1], dtype=torch.bool, device=probs.device)
+    return torch.where(diagonal, probs.unsqueeze(-1), joint)
+
+
+def _log_odds(probs: Tensor) -> Tensor:
+    certain = (probs <= 0) | (probs >= 1)
+    odds = torch.logit(probs.masked_fill(certain, 0.5))  # kept out of the gradient, which would be 0·inf
+    return torch.where(certain, torch.where(probs > 0.5, math.inf, -math.inf), odds)
+
+
+def _size(probs: Tensor) -> Tensor:
+    return probs.detach().sum(-1).round()

@@ -1,0 +1,82 @@
+"""The table of designs: every way to draw a k-hot vector with given inclusion probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot.sampling import brewer, conditional_poisson, pareto, pivotal, sampford, systematic
+
+__all__ = ["Design", "designs", "resolve"]
+
+
+@dataclass(frozen=True)
+class Design:
+    """A distribution over k-hot vectors, given by its inclusion probabilities.
+
+    All functions take probs (*batch, n) in float64, each row summing to an integer k up to rounding. Units of
+    probability 0 and 1 are certain.
+
+    Attributes:
+        description: what it is, in a line.
+        exact: whether the inclusion probabilities are the given ones, up to rounding.
+        draw: (probs, generator) -> bool (*batch, n), k True in each row; expand() may have repeated rows.
+        log_prob: (value, probs) -> log p(value), (*batch); None where it is not tractable.
+        joint: probs -> P(i and j are both selected), (*batch, n, n); None where it is not tractable.
+        marginals: probs -> the true inclusion probabilities; None where they are the given ones.
+    """
+
+    description: str
+    exact: bool
+    draw: Callable[[Tensor, torch.Generator | None], Tensor]
+    log_prob: Callable[[Tensor, Tensor], Tensor] | None = None
+    joint: Callable[[Tensor], Tensor] | None = None
+    marginals: Callable[[Tensor], Tensor] | None = None
+
+
+designs: Mapping[str, Design] = MappingProxyType(
+    {
+        "pareto": Design(
+            "order sampling: one top-k of adjusted Pareto variables",
+            False,
+            pareto.draw,
+            joint=pareto.joint,
+            marginals=pareto.marginals,
+        ),
+        "conditional_poisson": Design(
+            "independent trials, given their sum; maximum entropy",
+            True,
+            conditional_poisson.draw,
+            conditional_poisson.design_log_prob,
+            conditional_poisson.design_joint,
+        ),
+        "sampford": Design(
+            "one unit, then conditional Poisson for the others; no calibration",
+            True,
+            sampford.draw,
+            sampford.design_log_prob,
+            sampford.design_joint,
+        ),
+        "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
+        "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
+        "random_pivotal": Design("pivotal, shuffled for every draw", True, pivotal.draw_random_order),
+        "systematic": Design(
+            "one uniform for all units; the order matters, low entropy",
+            True,
+            systematic.draw,
+            joint=systematic.joint,
+        ),
+    }
+)
+
+
+def resolve(design: Any) -> Design:
+    """The design of that name."""
+    if not isinstance(design, str) or design not in designs:
+        raise ValueError(f"design must be one of {', '.join(map(repr, designs))}, but got {design!r}")
+    return designs[design]

@@ -1,0 +1,399 @@
+"""Every design of the table: sizes, inclusion probabilities, joint ones, and what bad input gets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import khot
+from khot.sampling import designs, inclusion_probs, joint_inclusion_probs, sample
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILURE = 1e-6  # rate of each statistical test
+NAMES = list(designs)
+EXACT = [name for name in NAMES if designs[name].exact]
+JOINT = [name for name in NAMES if designs[name].joint is not None]
+# files of the package that are no design, with what they are
+OTHERS = {
+    "__init__": "the public names",
+    "calibration": "of conditional Poisson and Pareto",
+    "draw": "the public functions",
+    "gumbel": "takes logits: a function of its own",
+    "halving": "draws conditional Poisson samples",
+    "order": "inclusion probabilities of Pareto",
+    "phantom": "the phantom unit",
+    "poisson_binomial": "the size of independent trials",
+    "table": "the table",
+    "tilting": "conditional Poisson's trials",
+}
+
+
+def random_probs(n: int, k: float, scale: float, seed: int) -> torch.Tensor:
+    """σ_k of normal scores: a row of n that sums to k."""
+    scores = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return khot.sigmoid_topk(scale * scores, k)
+
+
+def float64(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows[0] if len(rows) == 1 else rows, dtype=torch.float64)
+
+
+# Twenty π, each with the number of units and the difficulty that its name says.
+PROBS = {
+    "n=2": float64([0.3, 0.7]),
+    "n=2, lopsided": float64([0.99, 0.01]),
+    "n=2, nearly certain": float64([1 - 1e-7, 1e-7]),
+    "n=2, not an integer": float64([0.6, 0.7]),
+    "n=3": float64([0.5, 0.5, 1.0]),
+    "n=3, k=1": float64([0.5, 0.3, 0.2]),
+    "n=4, equal": float64([0.5] * 4),
+    "n=4, certain and not": float64([1.0, 0.25, 0.75, 0.0]),
+    "n=5, not an integer": float64([0.1, 0.9, 0.35, 0.2, 0.4]),
+    "n=6, size 0 or 1": float64([0.01, 0.02, 0.03, 0.05, 0.08, 0.13]),
+    "n=6, near 0 and 1": float64([1e-9, 1 - 1e-9, 0.5, 0.5, 1e-3, 1 - 1e-3]),
+    "n=9, ends mixed": float64([0.9, 0.7, 0.3, 0.2, 1, 0, 0.55, 1e-9, 1 - 1e-7]),
+    "n=10": random_probs(10, 3, 1, 1),
+    "n=12, steep": random_probs(12, 6, 6, 2),
+    "n=20": random_probs(20, 5, 1, 3),
+    "n=20, k=n-1": random_probs(20, 19, 2, 4),
+    "n=33, not an integer": random_probs(33, 11.25, 1.5, 5),
+    "n=60": random_probs(60, 20, 1, 6),
+    "batch": torch.stack([random_probs(12, k, s, 7) for k, s in ((1, 0.5), (4, 2.0), (6.5, 1.0), (11, 3.0))]),
+    "deep batch": torch.stack([random_probs(7, 3, s, 8) for s in (0.1, 1, 3, 0, 5, 9)]).reshape(3, 1, 2, 7),
+}
+assert len(PROBS) == 20
+
+
+def draws(probs: torch.Tensor, design: str, count: int, **options: object) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(design))
+    return sample(probs, design, (count,), generator=generator, **options)  # type: ignore[arg-type]
+
+
+def check_counts(x: torch.Tensor, want: torch.Tensor, slack: float = 0.0) -> None:
+    """How often x (count, ...) is 1 is binomial: no entry outside its two-sided quantile, all together."""
+    count = len(x)
+    p = want.clamp(0, 1).flatten().numpy()
+    times = x.sum(0, dtype=torch.float64).flatten().numpy()
+    tail = FAILURE / (2 * max(p.size, 1))
+    low = stats.binom.ppf(tail, count, np.clip(p - slack, 0, 1)) - 1
+    high = stats.binom.isf(tail, count, np.clip(p + slack, 0, 1)) + 1
+    bad = (times < np.minimum(low, count * p)) | (times > np.maximum(high, count * p))
+    assert not bad.any(), (times[bad] / count, p[bad])
+    assert (times[p == 0] == 0).all() and (times[p == 1] == count).all()
+
+
+def check_sizes(x: torch.Tensor, probs: torch.Tensor) -> None:
+    total = probs.sum(-1)
+    low, high = (total - 1e-9).ceil() - ((total - total.round()).abs() > 1e-9).double(), (total - 1e-9).ceil()
+    size = x.sum(-1)
+    assert ((size == low) | (size == high)).all()
+    check_counts((size == high).double(), torch.where(low == high, 1.0, total - low))
+
+
+def enumerate_order_sampling(theta: np.ndarray, k: int) -> np.ndarray:
+    """Of the k smallest of logit U − θ: ∫ f_i(t) P(fewer than k of the others are below t) dt."""
+    t = np.linspace(-90 - np.abs(theta).max(), 90 + np.abs(theta).max(), 40_001)
+    below = 1 / (1 + np.exp(-(t[:, None] + theta)))
+    result = []
+    for i in range(len(theta)):
+        count = np.zeros((len(t), len(theta)))
+        count[:, 0] = 1
+        for j in range(len(theta)):
+            if j != i:
+                p = below[:, j : j + 1]
+                count = count * (1 - p) + np.pad(count, ((0, 0), (1, 0)))[:, :-1] * p
+        density = 1 / (2 + 2 * np.cosh(t + theta[i]))
+        result.append(np.trapezoid(density * count[:, :k].sum(1), t))
+    return np.array(result)
+
+
+def enumerate_brewer(probs: list[float], k: int) -> np.ndarray:
+    """Inclusion probabilities, over all orders in which the k units can be drawn."""
+    result = np.zeros(len(probs))
+    for path in itertools.permutations(range(len(probs)), k):
+        chance, left = 1.0, sum(probs)
+        for step, unit in enumerate(path):
+            r = k - step
+            rest = [i for i in range(len(probs)) if i not in path[:step]]
+            weight = {i: probs[i] * (left - probs[i]) / (left - r * probs[i]) for i in rest}
+            chance *= weight[unit] / sum(weight.values())
+            left -= probs[unit]
+        result[list(path)] += chance
+    return result
+
+
+def test_table_lists_every_design() -> None:
+    files = {path.stem for path in (ROOT / "src" / "khot" / "sampling").glob("*.py")}
+    assert files - set(OTHERS) == set(NAMES) - {"random_pivotal"}  # which is in pivotal.py
+    assert not set(OTHERS) - files
+    assert all(design.description for design in designs.values())
+
+
+@pytest.mark.parametrize("case", PROBS)
+@pytest.mark.parametrize("design", NAMES)
+def test_inclusion(design: str, case: str) -> None:
+    probs = PROBS[case]
+    x = draws(probs, design, 100_000 // probs[..., 0].numel())
+    want = inclusion_probs(probs, design)
+    check_counts(x, want)
+    check_sizes(x, probs)
+    assert designs[design].exact <= torch.equal(want, probs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROBS)
+@pytest.mark.parametrize("design", NAMES)
+def test_inclusion_of_a_million(design: str, case: str) -> None:
+    x = draws(PROBS[case].float(), design, 1_000_000)
+    check_counts(x, inclusion_probs(PROBS[case], design))
+    check_sizes(x, PROBS[case])
+
+
+@pytest.mark.parametrize("case", PROBS)
+def test_pareto_exact(case: str) -> None:
+    x = draws(PROBS[case], "pareto", 100_000 // PROBS[case][..., 0].numel(), adjust="exact")
+    check_counts(x, PROBS[case])
+    check_sizes(x, PROBS[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROBS)
+def test_pareto_exact_of_a_million(case: str) -> None:
+    check_counts(draws(PROBS[case], "pareto", 1_000_000, adjust="exact"), PROBS[case])
+
+
+def test_pareto_bias() -> None:
+    worst = 0.0
+    for n in (8, 12, 20, 60):
+        kinds = itertools.product({1, n // 4, n // 2, n - 2}, (0, 0.5, 1, 2, 4), range(3))
+        rows = torch.stack([random_probs(n, k, scale, seed) for k, scale, seed in kinds])
+        error = (inclusion_probs(rows) - rows).abs().amax(-1)
+        enough = (rows * (1 - rows)).sum(-1) >= 2.5
+        assert (error[~enough] < 1e-9).all()
+        worst = max([worst, *error[enough].tolist()])
+    assert 1e-4 < worst <= 2e-3
+
+
+@pytest.mark.parametrize(
+    "n, k, scale", [(2, 1, 1), (2, 1, 9), (5, 2, 1), (8, 3, 3), (8, 7, 3), (12, 6, 6), (9, 1, 12)]
+)
+def test_pareto_inclusion_by_quadrature(n: int, k: int, scale: float) -> None:
+    theta = scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + k))
+    pi, out = khot.sampling.order.inclusion(theta, torch.tensor(float(k), dtype=torch.float64))
+    want = enumerate_order_sampling(theta.numpy(), k)
+    torch.testing.assert_close(pi, torch.from_numpy(want), rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(out, 1 - pi, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", [c for c in PROBS if PROBS[c].shape[-1] <= 60])
+def test_pareto_calibration(case: str) -> None:
+    """The parameters of adjust="exact" have the inclusion probabilities, by the tested quadrature."""
+    probs = khot.sampling.phantom.append(PROBS[case], 1e-12)
+    k = khot.sampling.phantom.size(probs).double()
+    theta = khot.sampling.order.calibrate(probs, k)
+    pi, out = khot.sampling.order.inclusion(theta, k)
+    torch.testing.assert_close(pi, probs, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(out, 1 - probs, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "probs, k",
+    [
+        ([0.3, 0.7], 1),
+        ([0.5, 0.3, 0.2], 1),
+        ([0.9, 0.6, 0.5], 2),
+        ([0.1, 0.9, 0.35, 0.25, 0.4], 2),
+        ([0.8, 0.9, 0.35, 0.25, 0.4, 0.3], 3),
+        ([0.8, 0.9, 0.95, 0.65, 0.4, 0.3], 4),
+    ],
+)
+def test_brewer_paths(probs: list[float], k: int) -> None:
+    """Its weights give π, exactly; and the draws have those weights: all ordered pairs of first two, too."""
+    np.testing.assert_allclose(enumerate_brewer(probs, k), probs, atol=1e-12)
+    check_counts(draws(float64(probs), "brewer", 100_000), float64(probs))
+
+
+def test_brewer_pairs() -> None:
+    """Sets of two, by enumeration of both orders."""
+    probs = [0.1, 0.9, 0.35, 0.25, 0.4]
+    want = np.zeros((5, 5))
+    for i, j in itertools.permutations(range(5), 2):
+        weight = [p * (2 - p) / (2 - 2 * p) for p in probs]
+        first = weight[i] / sum(weight)
+        second = {u: probs[u] for u in range(5) if u != i}  # (D − π)/(D − rπ) is 1 where r = 1
+        want[min(i, j), max(i, j)] += first * second[j] / sum(second.values())
+    x = draws(float64(probs), "brewer", 200_000)
+    for i, j in itertools.combinations(range(5), 2):
+        check_counts((x[:, i] * x[:, j])[:, None], float64([want[i, j]]))
+
+
+@pytest.mark.parametrize(
+    "case", ["n=3", "n=5, not an integer", "n=9, ends mixed", "n=12, steep", "n=20", "batch"]
+)
+@pytest.mark.parametrize("design", JOINT)
+def test_joint(design: str, case: str) -> None:
+    probs = PROBS[case]
+    joint = joint_inclusion_probs(probs, design)
+    x = draws(probs, design, 100_000 // probs[..., 0].numel())
+    check_counts(x.unsqueeze(-1) * x.unsqueeze(-2), joint)
+    torch.testing.assert_close(joint, joint.mT)
+    torch.testing.assert_close(
+        joint.diagonal(dim1=-2, dim2=-1), inclusion_probs(probs, design), atol=1e-9, rtol=0
+    )
+
+
+@pytest.mark.parametrize("design", JOINT)
+def test_joint_sums(design: str) -> None:
+    """Σ_j P(i, j) = k π_i in designs of fixed size."""
+    probs = torch.stack([random_probs(30, 8, s, 1) for s in (0.1, 1, 5)])
+    want = 8 * inclusion_probs(probs, design)
+    torch.testing.assert_close(joint_inclusion_probs(probs, design).sum(-1), want, atol=1e-8, rtol=0)
+
+
+def test_joint_of_pareto_by_enumeration() -> None:
+    """n = 3, k = 2: the joint probability of two units is that of leaving out the third."""
+    probs = float64([0.9, 0.6, 0.5])
+    pi = inclusion_probs(probs)
+    joint = joint_inclusion_probs(probs, "pareto")
+    torch.testing.assert_close(joint[0, 1], 1 - pi[2], atol=1e-12, rtol=0)
+    torch.testing.assert_close(joint[1, 2], 1 - pi[0], atol=1e-12, rtol=0)
+
+
+def test_joint_of_systematic_by_hand() -> None:
+    # intervals [0, .6), [.6, 1), [1, 1.3), [1.3, 2): the third lies on the first, the fourth on both
+    joint = joint_inclusion_probs(float64([0.6, 0.4, 0.3, 0.7]), "systematic")
+    want = float64([0.6, 0, 0.3, 0.3], [0, 0.4, 0, 0.4], [0.3, 0, 0.3, 0], [0.3, 0.4, 0, 0.7])
+    torch.testing.assert_close(joint, want)
+
+
+@pytest.mark.parametrize("design", ["pivotal", "random_pivotal"])
+def test_pivotal_correlation(design: str) -> None:
+    """No two units are positively correlated (Dubhashi, Jonasson, Ranjan 2007), and neighbours repel."""
+    probs = random_probs(8, 3, 0.7, 0)
+    x = draws(probs, design, 200_000)
+    both = (x.T @ x) / len(x)
+    excess = both - probs.unsqueeze(-1) * probs
+    excess.fill_diagonal_(-math.inf)
+    assert excess.max() < stats.norm.isf(FAILURE / 56) * 0.5 / math.sqrt(len(x))
+    if design == "pivotal":
+        assert excess[0, 1] < -0.01
+
+
+@pytest.mark.parametrize("design", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_shapes(design: str, dtype: torch.dtype) -> None:
+    probs = torch.tensor([[[0.5, 0.5, 0.25, 0.75]], [[1, 0, 0.5, 0.5]]], dtype=dtype)
+    for shape in ((), (3,), (2, 0), (2, 3)):
+        x = sample(probs, design, shape)
+        assert x.shape == (*shape, 2, 1, 4) and x.dtype == dtype and not x.requires_grad
+        assert ((x == 0) | (x == 1)).all() and (x.sum(-1) == 2).all()
+    assert (
+        inclusion_probs(probs, design).dtype == dtype and inclusion_probs(probs, design).shape == probs.shape
+    )
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_layouts(design: str) -> None:
+    probs = PROBS["batch"][:, :5]
+    seed = torch.Generator().manual_seed
+    want = sample(probs.contiguous(), design, generator=seed(0))
+    assert torch.equal(sample(probs, design, generator=seed(0)), want)
+    assert torch.equal(sample(probs.T.contiguous().T, design, generator=seed(0)), want)
+    repeated = probs[:1].expand(3, 5)
+    assert torch.equal(
+        sample(repeated, design, generator=seed(0)), sample(repeated.contiguous(), design, generator=seed(0))
+    )
+    leaf = probs.clone().requires_grad_()
+    assert not sample(leaf, design).requires_grad
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_same_seed_same_draw(design: str) -> None:
+    probs = PROBS["n=60"]
+    first, again, other = (
+        sample(probs, design, (20,), generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.manual_seed(1)
+    assert torch.equal(sample(probs, design, (20,)), first)
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_ends(design: str) -> None:
+    for row in ([0.0], [1.0], [0.0] * 5, [1.0] * 5, [1.0, 0.0, 1.0], []):
+        probs = torch.tensor(row)
+        assert torch.equal(sample(probs, design, (4,)), probs.expand(4, len(row)))
+        assert torch.equal(inclusion_probs(probs, design), probs)
+        if design in JOINT:
+            assert torch.equal(joint_inclusion_probs(probs, design), probs.unsqueeze(-1) * probs)
+    for shape in ((0, 4), (3, 0), (0,)):
+        assert sample(torch.zeros(shape), design, (2,)).shape == (2, *shape)
+    assert sample(torch.tensor(1.0), design, (2,)).tolist() == [1, 1]
+    coin = draws(torch.tensor([0.3]), design, 20_000)
+    check_counts(coin, float64([0.3]))
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_rounded_sums(design: str) -> None:
+    """float32 rows that sum to 50 only nearly have 50 ones, always."""
+    scores = torch.randn(200, 301, generator=torch.Generator().manual_seed(0))
+    x = draws(khot.sigmoid_topk(scores, 50), design, 3)
+    assert (x.sum(-1) == 50).all()
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_certain_units_among_many(design: str) -> None:
+    probs = torch.tensor([1.0, 0.0] * 100 + [0.5] * 8 + [1.0] * 3)
+    x = draws(probs, design, 200)
+    assert (x[:, probs == 1] == 1).all() and (x[:, probs == 0] == 0).all()
+    assert (x.sum(-1) == 107).all()
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_bad_probs(design: str) -> None:
+    for function in (sample, inclusion_probs):
+        for bad in (1.5, -0.1, math.nan, math.inf):
+            with pytest.raises(ValueError, match=r"probs must lie in \[0, 1\], but got"):
+                function(torch.tensor([0.5, bad]), design)
+        with pytest.raises(TypeError, match=r"probs must have a floating-point dtype, but got torch\.int64"):
+            function(torch.tensor([0, 1]), design)
+        with pytest.raises(TypeError, match=r"probs must be a torch\.Tensor, but got list"):
+            function([0.5, 0.5], design)  # type: ignore[arg-type]
+
+
+def test_bad_design() -> None:
+    probs = torch.tensor([0.5, 0.5])
+    for function in (sample, inclusion_probs, joint_inclusion_probs):
+        with pytest.raises(
+            ValueError, match=r"design must be one of 'pareto', .*'systematic', but got 'gumbel'"
+        ):
+            function(probs, "gumbel")
+    with pytest.raises(ValueError, match="design must be one of"):
+        sample(probs, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"adjust must be None, or 'exact'.* but got 'exact' with 'brewer'"):
+        sample(probs, "brewer", adjust="exact")
+    with pytest.raises(ValueError, match=r"adjust must be None, or 'exact'.* but got 'heuristic'"):
+        sample(probs, adjust="heuristic")
+
+
+@pytest.mark.parametrize("design", [name for name in NAMES if name not in JOINT])
+def test_designs_without_joint(design: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"one with joint .* \('pareto', .*'systematic'\), but got '{design}'"
+    ):
+        joint_inclusion_probs(torch.tensor([0.5, 0.5]), design)
+
+
+def test_systematic_counts_in_integers() -> None:
+    """n so near certain that a sum of floats passes two ticks in one unit, or none at its end."""
+    probs = torch.full((100_001,), 1 - 1e-16 * 2**10, dtype=torch.float64)
+    probs[0] = 1e-16 * 2**10 * 100_000
+    x = draws(probs, "systematic", 20)
+    assert (x.sum(-1) == 100_000).all()

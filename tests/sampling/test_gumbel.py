@@ -1,0 +1,68 @@
+"""Gumbel top-k against the draws one after the other that it stands for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from khot.sampling import gumbel_topk
+
+FAILURE = 1e-6  # rate of each statistical test
+
+
+@pytest.mark.parametrize("n, k, scale", [(2, 1, 1.0), (3, 2, 2.0), (4, 2, 1.0), (5, 3, 1.5), (5, 4, 0.0)])
+def test_sets(n: int, k: int, scale: float) -> None:
+    logits = scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    weight = logits.exp().tolist()
+    chance = dict.fromkeys(itertools.combinations(range(n), k), 0.0)
+    for path in itertools.permutations(range(n), k):
+        p, left = 1.0, sum(weight)
+        for unit in path:
+            p, left = p * weight[unit] / left, left - weight[unit]
+        chance[tuple(sorted(path))] += p
+    assert math.isclose(sum(chance.values()), 1)
+
+    count = 200_000
+    x = gumbel_topk(logits, k, (count,), generator=torch.Generator().manual_seed(k))
+    assert (x.sum(-1) == k).all()
+    code = (x.long() * 2 ** torch.arange(n)).sum(-1)
+    seen = [int((code == sum(2**i for i in s)).sum()) for s in chance]
+    assert stats.chisquare(seen, [count * p for p in chance.values()]).pvalue > FAILURE
+
+
+def test_shapes_and_sizes() -> None:
+    logits = torch.randn(3, 4, 6, dtype=torch.float32)
+    k = torch.tensor([[0], [3], [6]])
+    x = gumbel_topk(logits, k, (2, 5))
+    assert x.shape == (2, 5, 3, 4, 6) and x.dtype == torch.float32
+    assert (x.sum(-1) == k).all()
+    assert gumbel_topk(logits[:0], 2, (7,)).shape == (7, 0, 4, 6)
+    assert gumbel_topk(torch.tensor(0.5), 1, (2,)).tolist() == [1, 1]
+    assert gumbel_topk(logits.requires_grad_(), 2).requires_grad is False
+
+
+def test_infinite_and_nan() -> None:
+    logits = torch.tensor([[0.0, -math.inf, math.inf, 1.0], [0.0, math.nan, 1.0, 2.0]])
+    x = gumbel_topk(logits, 2, (50,))
+    assert (x[:, 0, 1] == 0).all() and (x[:, 0, 2] == 1).all()
+    assert x[:, 1].isnan().all()
+
+
+def test_seed() -> None:
+    logits = torch.zeros(100)
+    a, b = (gumbel_topk(logits, 50, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_errors() -> None:
+    for k in (-1, 4, 1.5, torch.tensor(7)):
+        with pytest.raises(ValueError, match="k must"):
+            gumbel_topk(torch.zeros(3), k)
+    with pytest.raises(ValueError, match="k must lie in"):
+        gumbel_topk(torch.tensor([0.0, -math.inf]), 2)
+    with pytest.raises(TypeError, match="floating-point"):
+        gumbel_topk(torch.zeros(3, dtype=torch.int64), 1)

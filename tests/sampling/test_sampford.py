@@ -1,0 +1,114 @@
+"""Sampford's design against enumeration of its definition, and statistics of its draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import subsets
+from khot import sigmoid_topk
+from khot.sampling.sampford import design_joint, design_log_prob, draw
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def assert_close(got: Tensor, want: Tensor, tol: float = 1e-10) -> None:
+    torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 10])
+def test_law_by_enumeration(n: int, scale: float) -> None:
+    x = scale * scores(n, seed=n)
+    for k in range(n + 1):
+        probs = sigmoid_topk(x, k)
+        S = subsets.subsets(n, k)
+        law = subsets.sampford_law(probs, k)
+        pi, joint, _ = subsets.moments(law, S)
+        assert_close(pi, probs, 1e-12)  # the oracle itself: that is what the design is for
+        assert_close(design_log_prob(S, probs), law)
+        assert_close(design_joint(probs), joint)
+
+
+def test_certain_units() -> None:
+    probs = torch.tensor([0.3, 1.0, 0.0, 0.9, 0.8], dtype=torch.float64)
+    S = subsets.subsets(5, 3)
+    law = subsets.sampford_law(probs, 3)
+    assert_close(design_log_prob(S, probs), law)
+    assert_close(design_joint(probs), subsets.moments(law, S)[1])
+    x = draw(probs.expand(1000, 5), seeded())
+    assert x[:, 1].all()
+    assert not x[:, 2].any()
+    assert (x.sum(-1) == 3).all()
+    certain = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert (draw(certain, seeded()) == certain).all()
+    assert design_log_prob(certain, certain).tolist() == [0, 0]
+    assert_close(design_joint(certain), certain.unsqueeze(-1) * certain.unsqueeze(-2), 0)
+
+
+def test_other_sizes_cannot_be_drawn() -> None:
+    probs = torch.tensor([0.5, 0.7, 0.8], dtype=torch.float64)
+    assert design_log_prob(torch.tensor([1.0, 0.0, 0.0]), probs) == -math.inf
+
+
+def test_joint_at_size() -> None:
+    """Σ_j π_ij = k π_i for any design of fixed size k; and π_ij ≤ π_i π_j for this one."""
+    probs = sigmoid_topk(2 * scores(3, 300), torch.tensor([3, 100, 290]))
+    joint = design_joint(probs)
+    assert_close(joint.sum(-1), probs * probs.sum(-1, keepdim=True), 1e-10)
+    off = ~torch.eye(300, dtype=torch.bool)
+    assert (joint <= probs.unsqueeze(-1) * probs.unsqueeze(-2) + 1e-13)[:, off].all()
+
+
+def test_gradients() -> None:
+    x = scores(5, seed=2).requires_grad_()
+    value = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0])
+    for f in (
+        lambda x: design_log_prob(value, sigmoid_topk(x, 2)),
+        lambda x: design_joint(sigmoid_topk(x, 2)),
+    ):
+        assert gradcheck(f, x)
+        assert gradgradcheck(f, x)
+    probs = torch.tensor([0.0, 0.5, 0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(design_log_prob(torch.tensor([0.0, 1.0, 0.0, 1.0]), probs), probs)
+    assert g.isfinite().all()
+
+
+def test_same_seed_same_draw() -> None:
+    probs = sigmoid_topk(scores(4, 30), 10)
+    before = torch.get_rng_state()
+    first, second, other = (draw(probs, seeded(s)) for s in (1, 1, 2))
+    assert (first == second).all()
+    assert (first != other).any()
+    assert (torch.get_rng_state() == before).all()
+
+
+@pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_inclusion_of_draws(draws: int) -> None:
+    """Fails at a rate of 1e-6."""
+    probs = subsets.random_probs(20, 12, seed=5)
+    generator, counts = seeded(6), torch.zeros(20, 12)
+    for _ in range(draws // 10_000):
+        x = draw(probs.expand(10_000, 20, 12), generator)
+        assert (x.sum(-1) == probs.sum(-1).round()).all()
+        counts += x.sum(0)
+    subsets.assert_inclusion(counts, draws, probs)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_distribution_of_draws(k: int) -> None:
+    """Fails at a rate of 1e-6."""
+    probs = sigmoid_topk(1.5 * scores(5, seed=k), k)
+    x = draw(probs.expand(100_000, 5), seeded(k)).double()
+    counts = (x @ subsets.subsets(5, k).T == k).sum(0)
+    subsets.assert_frequencies(counts.numpy(), subsets.sampford_law(probs, k).exp().numpy())

@@ -1,0 +1,438 @@
+"""The distributions against enumeration of their support, in torch.distributions' own terms.
+
+Statistical tests fix their seed; each would fail for 1 seed in 10⁶ if the claim is true.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import norm
+from torch import Tensor
+from torch.distributions import Distribution, Independent, OneHotCategorical, kl_divergence
+
+import khot
+from khot import distributions, sampling
+from khot.distributions import ConditionalPoisson, KHot, KHotStraightThrough, RelaxedKHot
+
+F64 = torch.float64
+ONE = torch.tensor([0.9, -0.4, 0.1, -1.3, 0.0], dtype=F64)
+BATCH = torch.randn(3, 2, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+PROBS = khot.sigmoid_topk(BATCH, 3)
+K = torch.tensor([[1], [2], [4]])
+TRACTABLE = ("conditional_poisson", "sampford")
+
+# Every public class, and the arguments that its examples are made of.
+EXAMPLES: dict[type[Distribution], list[dict[str, Any]]] = {
+    cls: [
+        {"k": 2, "logits": ONE},
+        {"k": 3, "probs": PROBS, "design": "systematic"},
+        {"k": K, "logits": BATCH, "design": "conditional_poisson"},
+        {"k": K, "logits": ONE, "design": "sampford"},
+        {"k": 3, "probs": PROBS, "design": "pivotal"},
+    ]
+    for cls in (KHot, KHotStraightThrough)
+} | {
+    ConditionalPoisson: [{"k": 2, "logits": ONE}, {"k": K, "logits": BATCH}, {"k": 3, "logits": BATCH}],
+    RelaxedKHot: [
+        {"temperature": 0.5, "k": 2, "logits": ONE},
+        {"temperature": torch.tensor([0.5, 1.0], dtype=F64), "k": K, "logits": BATCH},
+    ],
+}
+CASES = [
+    pytest.param(cls, arguments, id=f"{cls.__name__}-{i}")
+    for cls, examples in EXAMPLES.items()
+    for i, arguments in enumerate(examples)
+]
+DISCRETE = [case for case in CASES if case.values[0] is not RelaxedKHot]
+
+
+def batch_shape(arguments: dict[str, Any]) -> torch.Size:
+    vector = arguments.get("logits", arguments.get("probs"))
+    scalars = [arguments[name] for name in ("k", "temperature") if isinstance(arguments.get(name), Tensor)]
+    return torch.broadcast_shapes(vector.shape[:-1], *(s.shape for s in scalars))
+
+
+def has_log_prob(p: Distribution) -> bool:
+    return not isinstance(p, KHot) or p.design in TRACTABLE
+
+
+def assert_mean(values: Tensor, expected: Tensor) -> None:
+    error = values.std(0) / math.sqrt(len(values))
+    bound = norm.isf(0.5e-6 / expected.numel()) * error + 1e-12
+    assert ((values.mean(0) - expected).abs() <= bound).all(), (values.mean(0), expected)
+
+
+def test_every_public_class_has_an_example() -> None:
+    public = [getattr(distributions, name) for name in distributions.__all__]
+    assert {cls for cls in public if issubclass(cls, Distribution)} == set(EXAMPLES)
+
+
+# ---------------------------------------------------------------------------------------- what torch expects
+
+
+@pytest.mark.parametrize("cls, arguments", CASES)
+def test_shapes_and_support(cls: type[Distribution], arguments: dict[str, Any]) -> None:
+    p = cls(**arguments)
+    vector = arguments.get("logits", arguments.get("probs"))
+    assert p.batch_shape == batch_shape(arguments)
+    assert p.event_shape == vector.shape[-1:]
+    assert p.support.event_dim == 1 and p.support.is_discrete == p.has_enumerate_support
+    for shape in ((), (4,), (2, 3), (0,)):
+        draws = [p.sample(shape)] + ([p.rsample(shape)] if p.has_rsample else [])
+        for x in draws:
+            assert x.shape == shape + p.batch_shape + p.event_shape
+            assert x.dtype == vector.dtype
+            assert p.support.check(x).all()
+        assert not draws[0].requires_grad
+        if has_log_prob(p):
+            log_prob = p.log_prob(draws[0])
+            assert log_prob.shape == shape + p.batch_shape and log_prob.dtype == vector.dtype
+            assert log_prob.isfinite().all()
+            if draws[0].numel():  # where there is nothing, torch's Independent fails on its own
+                event = Independent(p, len(p.batch_shape))
+                assert event.log_prob(draws[0]).shape == shape
+    if not p.has_rsample:
+        with pytest.raises(NotImplementedError):
+            p.rsample()
+
+
+@pytest.mark.parametrize("cls, arguments", CASES)
+def test_expand(cls: type[Distribution], arguments: dict[str, Any]) -> None:
+    p = cls(**arguments)
+    shape = (4, *p.batch_shape)
+    for wide in (p.expand(shape), p.expand(torch.Size(shape)).expand((2, *shape)).expand((2, *shape))):
+        assert type(wide) is cls and repr(wide).startswith(cls.__name__)
+        assert wide.event_shape == p.event_shape and wide.batch_shape[-len(shape) :] == shape
+        for name in ("k", "temperature"):
+            assert not hasattr(p, name) or getattr(wide, name).shape == wide.batch_shape
+        x = wide.sample((2,))
+        assert x.shape == (2, *wide.batch_shape, *p.event_shape)
+        assert not torch.equal(x[0], x[1]) or not torch.equal(x[:, 0], x[:, 1])  # independent draws
+        if has_log_prob(p):
+            torch.testing.assert_close(wide.log_prob(x), p.log_prob(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls, arguments", CASES)
+def test_seed_repr_and_pickle(cls: type[Distribution], arguments: dict[str, Any]) -> None:
+    p = cls(**arguments)
+    assert repr(p).startswith(f"{cls.__name__}(") and "k: " in repr(p)
+    again = pickle.loads(pickle.dumps(p))
+    draws = []
+    for q in (p, again):
+        torch.manual_seed(1)
+        draws.append(q.sample((5,)))
+    assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("design", sampling.designs)
+def test_dtypes(design: str, dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for p in (
+        KHot(50, logits=logits, design=design),
+        KHot(50, probs=khot.sigmoid_topk(logits, 50), design=design),
+        ConditionalPoisson(50, logits),
+        RelaxedKHot(0.5, 50, logits),
+    ):
+        x = p.sample((3,))
+        assert x.dtype == dtype and p.support.check(x).all()
+        if has_log_prob(p):
+            assert p.log_prob(x).dtype == dtype
+
+
+# ------------------------------------------------------------------------------------------- by enumeration
+
+
+@pytest.mark.parametrize("cls, arguments", DISCRETE)
+def test_enumerate_support(cls: type[Distribution], arguments: dict[str, Any]) -> None:
+    if isinstance(arguments["k"], Tensor):
+        with pytest.raises(NotImplementedError, match="same k"):
+            cls(**arguments).enumerate_support()
+        return
+    p = cls(**arguments)
+    n, k = p.event_shape[0], arguments["k"]
+    x = p.enumerate_support()
+    assert x.shape == (math.comb(n, k), *p.batch_shape, n) and x.dtype == F64
+    assert p.support.check(x).all()
+    narrow = p.enumerate_support(expand=False)
+    assert narrow.shape == (math.comb(n, k), *(1,) * len(p.batch_shape), n)
+    assert torch.equal(narrow.expand_as(x), x)
+    rows = {tuple(row) for row in narrow.reshape(-1, n).tolist()}
+    assert rows == {v for v in itertools.product((0.0, 1.0), repeat=n) if sum(v) == k}
+
+
+def oracle(logits: Tensor, k: int, design: str) -> tuple[Tensor, Tensor]:
+    """All k-hot vectors and their probabilities, from the definitions; for one row."""
+    n = len(logits)
+    x = torch.tensor([v for v in itertools.product((0.0, 1.0), repeat=n) if sum(v) == k], dtype=F64)
+    if design == "natural":
+        return x, torch.softmax(x @ logits, 0)
+    pi = khot.sigmoid_topk(logits, k)
+    if design == "sampford":
+        weight = (x * (1 - pi)).sum(-1) * torch.exp(x @ torch.logit(pi))
+        return x, weight / weight.sum()
+    # the conditional Poisson design with marginals π: Newton on the concave dual, by brute force
+    theta = torch.logit(pi).detach()
+    for _ in range(50):
+        q = torch.softmax(x @ theta, 0)
+        mean = q @ x
+        cov = (x.T * q) @ x - mean.outer(mean)
+        theta = (
+            theta + torch.linalg.lstsq(cov, (pi - mean).detach().unsqueeze(-1), driver="gelsd").solution[:, 0]
+        )
+    # one step more, with the derivative of the implicit function
+    q = torch.softmax(x @ theta, 0)
+    cov = (x.T * q) @ x - (q @ x).outer(q @ x)
+    theta = theta + torch.linalg.pinv(cov, hermitian=True, rtol=1e-9) @ (pi - q @ x)
+    return x, torch.softmax(x @ theta, 0)
+
+
+def make(logits: Tensor, k: int, design: str) -> Distribution:
+    if design == "natural":
+        return ConditionalPoisson(k, logits)
+    return KHot(k, logits=logits, design=design)
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+@pytest.mark.parametrize("n, k", [(2, 1), (4, 2), (6, 1), (6, 3), (6, 5)])
+@pytest.mark.parametrize("design", ["natural", *TRACTABLE])
+def test_against_enumeration(design: str, n: int, k: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(n + k)
+    logits = (scale * torch.randn(n, dtype=F64, generator=generator)).requires_grad_()
+    p = make(logits, k, design)
+    x, probs = oracle(logits, k, design)
+    expected = {
+        "log_prob": probs.log(),
+        "mean": probs @ x,
+        "variance": probs @ x**2 - (probs @ x) ** 2,
+    }
+    got = {"log_prob": p.log_prob(x), "mean": p.mean, "variance": p.variance}
+    if design != "sampford":
+        expected["entropy"] = -(probs * probs.log()).sum()
+        got["entropy"] = p.entropy()
+    assert torch.equal(p.mode, x[probs.argmax()])
+    weight = torch.randn(max(len(x), n), dtype=F64, generator=generator)
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+        v = weight[: len(value)] if value.dim() else weight[0]
+        grads = [
+            torch.autograd.grad((v * y).sum(), logits, retain_graph=True)[0] for y in (value, expected[name])
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("q_design", ["natural", "conditional_poisson"])
+@pytest.mark.parametrize("p_design", ["natural", "conditional_poisson"])
+def test_kl(p_design: str, q_design: str) -> None:
+    a, b = ONE.clone().requires_grad_(), ONE.flip(0).mul(2).requires_grad_()
+    _, p = oracle(a, 2, p_design)
+    _, q = oracle(b, 2, q_design)
+    expected = (p * (p / q).log()).sum()
+    got = kl_divergence(make(a, 2, p_design), make(b, 2, q_design))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(*(torch.autograd.grad(y, (a, b)) for y in (got, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert kl_divergence(make(a, 2, p_design), make(b, 3, q_design)) == math.inf
+
+
+def test_kl_of_batches() -> None:
+    p, q = ConditionalPoisson(K, BATCH), ConditionalPoisson(2, ONE.new_zeros(6))
+    value = kl_divergence(p, q)
+    assert value.shape == (3, 2)
+    assert (value[1] > 0).all() and (value[[0, 2]] == math.inf).all()
+    straight = KHotStraightThrough(2, logits=BATCH, design="conditional_poisson")
+    assert torch.equal(kl_divergence(straight, straight), torch.zeros(3, 2, dtype=F64))
+
+
+def test_k_is_1_is_one_hot() -> None:
+    one_hot = OneHotCategorical(logits=ONE)
+    p = ConditionalPoisson(1, ONE)
+    x = one_hot.enumerate_support()
+    torch.testing.assert_close(p.log_prob(x), one_hot.log_prob(x))
+    torch.testing.assert_close(p.mean, one_hot.mean)
+    torch.testing.assert_close(p.entropy(), one_hot.entropy())
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_ends_of_k(k: int) -> None:
+    for p in (ConditionalPoisson(k, ONE), *(KHot(k, logits=ONE, design=d) for d in sampling.designs)):
+        x = p.sample((3,))
+        assert torch.equal(x, torch.full((3, 5), float(k == 5), dtype=F64))
+        assert torch.equal(p.mean, x[0]) and (p.variance == 0).all()
+        assert torch.equal(p.enumerate_support(), x[:1])
+        if has_log_prob(p):
+            torch.testing.assert_close(p.log_prob(x), x.new_zeros(3), rtol=0, atol=1e-12)
+    assert ConditionalPoisson(k, ONE).entropy().abs() <= 1e-12
+    relaxed = RelaxedKHot(0.5, k, ONE)
+    assert torch.equal(relaxed.rsample(), x[0])
+    assert relaxed.log_prob(x).isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("design", ["natural", *TRACTABLE])
+def test_draws_have_the_probabilities_of_log_prob(design: str) -> None:
+    torch.manual_seed(0)
+    p = make(ONE, 2, design)
+    x = p.enumerate_support()
+    draws = p.sample((40_000,))
+    assert_mean((draws.unsqueeze(-2) == x).all(-1).to(F64), p.log_prob(x).exp())
+
+
+@pytest.mark.parametrize("design", sampling.designs)
+def test_draws_have_the_mean(design: str) -> None:
+    torch.manual_seed(0)
+    p = KHot(4, logits=torch.linspace(-1, 1, 12, dtype=F64), design=design)
+    x = p.sample((20_000,))
+    if sampling.designs[design].exact:
+        assert_mean(x, p.mean)
+    else:  # 2e-3 by design, and 5 deviations of the mean
+        assert (x.mean(0) - p.mean).abs().max() <= 2e-3 + 5 * (0.25 / 20_000) ** 0.5
+
+
+def test_straight_through_carries_the_gradient_of_the_probabilities() -> None:
+    logits = BATCH.clone().requires_grad_()
+    p = KHotStraightThrough(3, logits=logits)
+    x = p.rsample((4,))
+    v = torch.randn(x.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+    (got,) = torch.autograd.grad((v * x).sum(), logits)
+    (expected,) = torch.autograd.grad((v.sum(0) * khot.sigmoid_topk(logits, 3)).sum(), logits)
+    torch.testing.assert_close(got, expected)
+    assert KHotStraightThrough.has_rsample and not KHot.has_rsample
+
+
+# -------------------------------------------------------------------------------------------------- relaxed
+
+
+def relaxed_density(y: Tensor, temperature: float, theta: Tensor) -> float:
+    """By definition: the density of the noise times |∂noise/∂(y₁..y_{n−1}, shift)|, over all shifts."""
+
+    def noise(free: Tensor, shift: Tensor, total: Tensor) -> Tensor:
+        full = torch.cat([free, (total - free.sum()).unsqueeze(0)])
+        return temperature * torch.logit(full) - theta + shift
+
+    zero = torch.zeros((), dtype=F64)
+    by_y, by_shift = torch.func.jacrev(noise, (0, 1))(y[:-1], zero, y.sum())
+    volume = torch.linalg.det(torch.cat([by_y, by_shift.unsqueeze(-1)], -1)).abs()
+    shift = torch.linspace(-60, 60, 200_001, dtype=F64)
+    g = noise(y[:-1], zero, y.sum()) + shift.unsqueeze(-1)
+    return (torch.exp(-g - torch.exp(-g)).prod(-1).sum() * (shift[1] - shift[0]) * volume).item()
+
+
+@pytest.mark.parametrize("n, k", [(2, 1), (4, 1), (5, 2), (5, 4)])
+def test_relaxed_density_is_that_of_the_noise(n: int, k: int) -> None:
+    p = RelaxedKHot(0.7, k, ONE[:n])
+    torch.manual_seed(0)
+    for y in p.sample((5,)):
+        assert p.log_prob(y).exp().item() == pytest.approx(relaxed_density(y, 0.7, ONE[:n]), rel=1e-7)
+
+
+def test_relaxed_density_integrates_to_1() -> None:
+    z = torch.linspace(-60, 60, 20_001, dtype=F64)
+    y = torch.stack([torch.sigmoid(z), torch.sigmoid(-z)], -1)
+    # clamping y to eps cuts off less than 1e-6 here
+    density = RelaxedKHot(1.5, 1, ONE[:2], validate_args=False).log_prob(y).exp() * y.prod(-1)
+    assert (density.sum() * (z[1] - z[0])).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_relaxed_draws_have_the_density() -> None:
+    """How often they fall into a box, for n = 3, k = 2."""
+    p = RelaxedKHot(0.8, 2, ONE[:3])
+    torch.manual_seed(0)
+    draws = p.rsample((40_000,))
+    inside = (draws[:, 0] > 0.5) & (draws[:, 0] < 0.9) & (draws[:, 1] > 0.35) & (draws[:, 1] < 0.45)
+    grid = [
+        low + (high - low) * (torch.arange(100, dtype=F64) + 0.5) / 100
+        for low, high in ((0.5, 0.9), (0.35, 0.45))
+    ]
+    free = torch.cartesian_prod(*grid)
+    y = torch.cat([free, 2 - free.sum(-1, keepdim=True)], -1)
+    keep = y[:, 2] < 1  # outside, the density is 0
+    mass = p.log_prob(y[keep]).exp().sum() * 0.4 * 0.1 / len(free)
+    assert_mean(inside.to(F64).unsqueeze(-1), mass.unsqueeze(-1))
+
+
+def test_relaxed_gradients() -> None:
+    theta = BATCH[:, 0].clone().requires_grad_()
+    tau = torch.tensor([0.5, 1.0, 2.0], dtype=F64, requires_grad=True)
+    y = RelaxedKHot(1.0, 2, theta.detach()).sample()
+
+    def log_prob(tau: Tensor, theta: Tensor) -> Tensor:
+        return RelaxedKHot(tau, 2, theta).log_prob(y)
+
+    def rsample(tau: Tensor, theta: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return RelaxedKHot(tau, 2, theta).rsample()
+
+    assert torch.autograd.gradcheck(log_prob, (tau, theta))
+    assert torch.autograd.gradcheck(rsample, (tau, theta))
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("design", [d for d in sampling.designs if d not in TRACTABLE])
+def test_what_is_not_known_names_the_designs_where_it_is(design: str) -> None:
+    p = KHot(2, logits=ONE, design=design)
+    with pytest.raises(
+        NotImplementedError, match=f"log_prob .*'{design}'.*'conditional_poisson', 'sampford'"
+    ):
+        p.log_prob(p.sample())
+    with pytest.raises(NotImplementedError, match=f"entropy .*'{design}', only for 'conditional_poisson'"):
+        p.entropy()
+    with pytest.raises(NotImplementedError, match="kl_divergence"):
+        kl_divergence(p, ConditionalPoisson(2, ONE))
+    if design == "pareto":
+        assert torch.equal(p.mode, khot.topk_mask(ONE, 2))
+    else:
+        with pytest.raises(NotImplementedError, match="mode"):
+            _ = p.mode
+
+
+HALF = torch.full((4,), 0.5)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (
+            lambda: KHot(2, probs=torch.tensor([0.5, 0.5, 0.5])),
+            ValueError,
+            "probs must sum to k.* 1.5 for k = 2",
+        ),
+        (lambda: KHot(2, probs=HALF + torch.tensor([1e-5, 0, 0, 0])), ValueError, "probs must sum to k"),
+        (lambda: KHot(2, probs=torch.tensor([1.5, 0.5])), ValueError, "probs"),
+        (lambda: KHot(2, probs=HALF, logits=HALF), ValueError, "one of probs and logits"),
+        (lambda: KHot(2), ValueError, "one of probs and logits"),
+        (lambda: KHot(2, probs=HALF, design="poisson"), ValueError, "design must be one of .*'pareto'"),
+        (lambda: KHot(5, logits=HALF), ValueError, r"k must be an integer in \[0, 4\], but got 5"),
+        (lambda: KHot(1.5, logits=HALF), ValueError, "k must be an integer"),
+        (lambda: KHot(torch.tensor([1, 9]), logits=HALF), ValueError, "k must be an integer .* 9"),
+        (lambda: KHot("2", logits=HALF), TypeError, "k must be a real number"),
+        (lambda: KHot(2, logits=HALF.long()), TypeError, "logits must have a floating-point dtype"),
+        (lambda: KHot(0, logits=torch.tensor(0.5)), ValueError, "logits must have at least one dim"),
+        (lambda: KHot(2, logits=HALF / 0 * 0), ValueError, "logits"),
+        (lambda: ConditionalPoisson(-1, HALF), ValueError, "k must be an integer"),
+        (lambda: RelaxedKHot(0.0, 2, HALF), ValueError, "temperature must be finite and > 0"),
+        (lambda: ConditionalPoisson(2, HALF).log_prob(HALF), ValueError, "within the support"),
+        (lambda: ConditionalPoisson(2, HALF).log_prob(torch.eye(4)[0]), ValueError, "within the support"),
+        (lambda: RelaxedKHot(1.0, 1, HALF).log_prob(HALF), ValueError, "within the support"),
+    ],
+)
+def test_bad_input_is_named(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_without_validation_nothing_is_looked_at() -> None:
+    p = KHot(2, probs=torch.tensor([0.5, 0.5, 0.5]), validate_args=False)
+    assert p.expand((3,))._validate_args is False
+    value = ConditionalPoisson(2, HALF, validate_args=False).log_prob(torch.eye(4)[0])
+    assert value == -math.inf

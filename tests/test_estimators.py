@@ -1,0 +1,493 @@
+"""Gradient estimators against gradients by enumeration, and what each accepts.
+
+Statistical tests fix their seed; each would fail for 1 seed in 10⁶ if the claim is true.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.stats import norm
+from torch import Tensor
+
+import khot
+from khot import distributions, estimators, losses, sampling
+from khot.estimators import sample_khot
+from khot.sampling import conditional_poisson
+
+NAMES = ("straight_through", "second_order", "gumbel", "simple", "imle")
+LEARN_SIZE = ("straight_through", "second_order")
+THETA = torch.tensor([0.9, -0.4, 0.1, -1.3], dtype=torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def subsets(n: int, k: int) -> Tensor:
+    """All k-hot vectors, (n choose k, n)."""
+    rows = [[float(i in chosen) for i in range(n)] for chosen in itertools.combinations(range(n), k)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def poisson_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k-hot vectors, and their probabilities ∝ exp(⟨θ, x⟩)."""
+    x = subsets(len(theta), k)
+    return x, torch.softmax(x @ theta, 0)
+
+
+def gumbel_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k-hot vectors, and their probabilities when drawn without replacement, each unit ∝ exp(θ)."""
+    weight = theta.exp()
+    x = subsets(len(theta), k)
+    total = []
+    for row in x:
+        p = torch.zeros((), dtype=theta.dtype)
+        for order in itertools.permutations(row.nonzero().squeeze(1).tolist()):
+            q, left = torch.ones((), dtype=theta.dtype), weight.sum()
+            for i in order:
+                q, left = q * weight[i] / left, left - weight[i]
+            p = p + q
+        total.append(p)
+    return x, torch.stack(total)
+
+
+def loss(x: Tensor) -> Tensor:
+    """Neither linear nor quadratic."""
+    a = torch.tensor([0.7, -0.3, 1.1, 0.2], dtype=x.dtype)[: x.shape[-1]]
+    return (x @ a - 0.4).sin() + (x * a).square().sum(-1) * x[..., 0] + (x @ a.flip(0)) ** 3
+
+
+def loss_gradient(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(loss(x).sum(), x)[0]
+
+
+def sampled_gradients(
+    draw: Callable[[Tensor], Tensor], theta: Tensor, samples: int, f: Callable[[Tensor], Tensor] = loss
+) -> Tensor:
+    """One gradient a sample, (samples, n)."""
+    rows = theta.detach().expand(samples, -1).clone().requires_grad_()
+    return torch.autograd.grad(f(draw(rows)).sum(), rows)[0]
+
+
+def assert_mean(values: Tensor, expected: Tensor) -> None:
+    """The mean of independent rows is the expected one; wrong for a true claim in 1 of 10⁶ seeds."""
+    error = values.std(0) / math.sqrt(len(values))
+    bound = norm.isf(0.5e-6 / expected.numel()) * error + 1e-12
+    assert ((values.mean(0) - expected).abs() <= bound).all(), (values.mean(0), expected, error)
+
+
+def assert_frequencies(x: Tensor, support: Tensor, probs: Tensor) -> None:
+    """The rows of x are drawn from the support with these probabilities."""
+    assert_mean((x.unsqueeze(-2) == support).all(-1).double(), probs.detach())
+
+
+# ------------------------------------------------------------------------------ what all of them share
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_are_k_hot_along_dim_and_carry_a_gradient(name: str, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 9, 3, generator=generator()).to(dtype).requires_grad_()
+    k = torch.tensor([[2, 3, 4]]).expand(4, 3)
+    design = "pivotal" if name in LEARN_SIZE else None  # for few units pareto is calibrated, which takes time
+    for dim, size in ((1, k), (-2, 5), (-1, 1)):
+        x = sample_khot(logits, size, dim, estimator=name, design=design, generator=generator())
+        assert x.shape == logits.shape and x.dtype == dtype
+        assert ((x == 0) | (x == 1)).all()
+        assert (x.double().sum(dim) == size).all()
+        v = torch.randn(x.shape, generator=generator(1)).to(dtype)
+        (grad,) = torch.autograd.grad((x * v).sum(), logits)
+        assert grad.isfinite().all() and grad.abs().sum() > 0
+        # adding a constant to a row changes nothing, but for rounding
+        total = grad.double().sum(dim).abs().max()
+        assert total <= 100 * torch.finfo(dtype).eps * grad.double().abs().sum(dim).max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generator_decides_the_draw_and_nothing_else_does(name: str) -> None:
+    logits = torch.randn(50, 30, generator=generator())
+
+    def draw(seed: int) -> Tensor:
+        return sample_khot(logits, 10, estimator=name, generator=generator(seed))
+
+    state = torch.get_rng_state()
+    first = draw(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, draw(1))
+    assert not torch.equal(first, draw(2))
+    torch.manual_seed(3)
+    default = sample_khot(logits, 10, estimator=name)
+    torch.manual_seed(3)
+    assert torch.equal(default, sample_khot(logits, 10, estimator=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_logits_and_ends_of_k(name: str) -> None:
+    inf = math.inf
+    logits = torch.tensor([[inf, 0.0, -inf, 1e4], [0.0, -1e4, 0.0, -inf]], requires_grad=True)
+    for k in (1, 2, 3):
+        x = sample_khot(logits, k, estimator=name, generator=generator())
+        assert (x.sum(-1) == k).all()
+        assert (x[logits == inf] == 1).all() and (x[logits == -inf] == 0).all()
+        (grad,) = torch.autograd.grad((x * torch.arange(4)).sum(), logits)
+        assert grad.isfinite().all()
+        if k == 3:  # all that may be drawn
+            assert grad.abs().max() <= 1e-12
+    x = sample_khot(logits[1:], 0, estimator=name)
+    assert (x == 0).all()
+    assert (torch.autograd.grad((x * torch.arange(4)).sum(), logits)[0] == 0).all()
+    assert sample_khot(torch.randn(5, 1), 1, estimator=name).tolist() == [[1.0]] * 5
+    assert sample_khot(torch.randn(0, 6), 2, estimator=name).shape == (0, 6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_stays_in_its_row(name: str) -> None:
+    logits = torch.tensor([[0.0, math.nan, 1.0, 2.0], [0.0, 3.0, 1.0, 2.0]], requires_grad=True)
+    x = sample_khot(logits, 2, estimator=name, generator=generator())
+    assert x[0].isnan().all() and x[1].sum() == 2
+    (grad,) = torch.autograd.grad((x[1] * torch.arange(4)).sum(), logits)
+    assert grad[1].isfinite().all() and grad[1].abs().sum() > 0
+
+
+def test_every_public_estimator_is_tested_here() -> None:
+    others = {"sample_khot", "score_function"}
+    assert set(estimators.__all__) == {*NAMES, *others}
+    with pytest.raises(ValueError, match=", ".join(NAMES)):
+        sample_khot(THETA, 2, estimator="reinforce")
+
+
+# ---------------------------------------------------------------------------------------- straight_through
+
+
+@pytest.mark.parametrize("design", sampling.designs)
+def test_straight_through_draws_the_design_and_has_the_gradient_of_its_probabilities(design: str) -> None:
+    logits = torch.randn(6, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
+    k = torch.full((6,), 3.0, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(6, 7, dtype=torch.float64, generator=generator(1))
+    x = sample_khot(logits, k, design=design, generator=generator(2))
+    probs = khot.sigmoid_topk(logits, k)
+    assert torch.equal(x, sampling.sample(probs.detach(), design, generator=generator(2)))
+    for got, expected in zip(
+        torch.autograd.grad((x * v).sum(), (logits, k)),
+        torch.autograd.grad((probs * v).sum(), (logits, k)),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("design", ["conditional_poisson", "sampford"])
+def test_straight_through_is_the_first_order_approximation(design: str) -> None:
+    """Proposition 3: E[∇_ST] = Σ_y p(y) Σ_x (x − y)·∇f(y) ∇p(x), by enumeration."""
+    theta = THETA.clone().requires_grad_()
+    p = distributions.KHot(2, logits=theta, design=design)
+    y = subsets(4, 2)
+    probs = p.log_prob(y).exp()
+    slope = loss_gradient(y)
+    # rows: the linearisations of f at each y
+    linear = (slope @ y.T) - (slope * y).sum(-1, keepdim=True)
+    (expected,) = torch.autograd.grad(probs.detach() @ linear @ probs, theta)
+    got = sampled_gradients(
+        lambda rows: sample_khot(rows, 2, design=design, generator=generator()), THETA, 5_000
+    )
+    assert_mean(got, expected)
+
+
+def test_straight_through_is_unbiased_where_f_is_linear() -> None:
+    theta = THETA.clone().requires_grad_()
+    a = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
+    x = sample_khot(theta, 2, generator=generator())
+    (got,) = torch.autograd.grad(a @ x, theta)
+    y = subsets(4, 2)
+    probs = distributions.KHot(2, logits=theta, design="conditional_poisson").log_prob(y).exp()
+    (expected,) = torch.autograd.grad(probs @ (y @ a), theta)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+# -------------------------------------------------------------------------------------------- second_order
+
+
+def algorithm_5(x: Tensor, theta: Tensor, k: float | None, tau: float) -> Tensor:
+    """Lines 1, 3, 4 and 5 as they stand, for a given sample x."""
+
+    def project(z: Tensor) -> Tensor:
+        return torch.sigmoid(z) if k is None else khot.sigmoid_topk(z, k)
+
+    pi_0 = project(theta)
+    pi_1 = (x + project(theta / tau)) / 2
+    pi_1 = project((torch.logit(pi_1) - theta).detach() + theta)
+    return 2 * pi_1 - pi_0 / 2
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.3])
+@pytest.mark.parametrize("k", [3, 2.6, None])
+def test_second_order_is_algorithm_5(k: float | None, tau: float) -> None:
+    theta = torch.randn(40, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
+    v = torch.randn(40, 7, dtype=torch.float64, generator=generator(1))
+    x = sample_khot(theta, k, estimator="second_order", tau=tau, generator=generator(2))
+    (got,) = torch.autograd.grad((x * v).sum(), theta)
+    (expected,) = torch.autograd.grad((algorithm_5(x.detach(), theta, k, tau) * v).sum(), theta)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_second_order_draws_as_straight_through() -> None:
+    for k in (12, None):
+        draws = [
+            sample_khot(torch.linspace(-2, 2, 30), k, estimator=name, generator=generator())
+            for name in LEARN_SIZE
+        ]
+        assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("theta", [(0.2, 0.0), (0.7, -0.3), (2.0, -1.5)])
+def test_second_order_is_exact_for_quadratics_at_n_2(
+    theta: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
+    g = generator()
+    A, b = torch.randn(2, 2, dtype=torch.float64, generator=g), torch.randn(2, generator=g).double()
+
+    def f(x: Tensor) -> Tensor:
+        return ((x @ A) * x).sum(-1) + x @ b
+
+    both = torch.eye(2, dtype=torch.float64)
+    probs = khot.sigmoid_topk(logits, 1)
+    (expected,) = torch.autograd.grad(probs @ f(both), logits)
+    assert expected.abs().max() > 0.01  # where nothing is to be had, anything is exact
+    monkeypatch.setattr(sampling, "sample", lambda *_, **__: both)
+    rows = logits.detach().expand(2, 2).clone().requires_grad_()
+    x = sample_khot(rows, 1, estimator="second_order")
+    (each,) = torch.autograd.grad(f(x).sum(), rows)
+    torch.testing.assert_close(probs.detach() @ each, expected, rtol=1e-12, atol=1e-14)
+    x = sample_khot(rows, 1)
+    (each,) = torch.autograd.grad(f(x).sum(), rows)
+    assert (probs.detach() @ each - expected).abs().max() > 1e-3  # first order is not
+
+
+def test_second_order_has_no_gradient_in_k() -> None:
+    with pytest.raises(ValueError, match="k must not require a gradient"):
+        estimators.second_order(THETA, torch.tensor(2.0, requires_grad=True))
+
+
+# ------------------------------------------------------------------------------------------ gumbel and imle
+
+
+def test_gumbel_relaxed_has_the_exact_gradient() -> None:
+    theta = torch.randn(3, 6, dtype=torch.float64, generator=generator(), requires_grad=True)
+    k = torch.tensor([2.0, 2.5, 4.0], dtype=torch.float64, requires_grad=True)
+    tau = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def relaxed(theta: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        return sample_khot(theta, k, estimator="gumbel", tau=tau, hard=False, generator=generator())
+
+    y = relaxed(theta, k, tau)
+    assert ((y > 0) & (y < 1)).all()
+    torch.testing.assert_close(y.sum(-1), k, rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(relaxed, (theta, k, tau))
+
+
+def test_gumbel_hard_is_the_top_k_of_the_relaxed_one_with_its_gradient() -> None:
+    theta = torch.randn(30, 6, dtype=torch.float64, generator=generator(), requires_grad=True)
+    hard, soft = (
+        estimators.gumbel(theta, 2, tau=0.5, hard=hard, generator=generator(1)) for hard in (True, False)
+    )
+    assert torch.equal(hard, khot.topk_mask(soft, 2))
+    v = torch.randn(30, 6, dtype=torch.float64, generator=generator(2))
+    grads = [torch.autograd.grad((x * v).sum(), theta)[0] for x in (hard, soft)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["gumbel", "imle"])
+def test_gumbel_and_imle_draw_without_replacement(name: str) -> None:
+    x = sample_khot(THETA.expand(50_000, -1), 2, estimator=name, generator=generator())
+    assert_frequencies(x, *gumbel_probs(THETA, 2))
+
+
+def test_imle_tau_scales_the_noise() -> None:
+    x = sample_khot(THETA.expand(50_000, -1), 2, estimator="imle", tau=0.5, generator=generator())
+    assert_frequencies(x, *gumbel_probs(THETA / 0.5, 2))
+
+
+def test_imle_is_a_difference_quotient_of_the_mean() -> None:
+    v = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
+    got = sampled_gradients(
+        lambda rows: estimators.imle(rows, 2, step=0.5, generator=generator()), THETA, 50_000, lambda x: x @ v
+    )
+    x, here = gumbel_probs(THETA, 2)
+    _, there = gumbel_probs(THETA - 0.5 * v, 2)
+    assert_mean(got, (here - there) @ x / 0.5)
+
+
+# -------------------------------------------------------------------------------------------------- simple
+
+
+def test_simple_draws_conditional_poisson_and_has_the_gradient_of_its_marginals() -> None:
+    theta = THETA.clone().requires_grad_()
+    x, probs = poisson_probs(theta, 2)
+    v = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
+    (expected,) = torch.autograd.grad(probs @ x @ v, theta)
+    draw = sample_khot(theta.expand(50_000, -1), 2, estimator="simple", generator=generator())
+    assert_frequencies(draw.detach(), x, probs)
+    (got,) = torch.autograd.grad(draw[0] @ v, theta)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    named = sample_khot(
+        theta.expand(50_000, -1),
+        2,
+        estimator="simple",
+        design="conditional_poisson",
+        generator=generator(),
+    )
+    assert torch.equal(draw, named)
+
+
+# ------------------------------------------------------------------------------------------ size is learned
+
+
+@pytest.mark.parametrize("name", LEARN_SIZE)
+def test_learned_size(name: str) -> None:
+    logits = torch.tensor([1.0, -0.5, 0.3, -2.0, 0.1], dtype=torch.float64)
+    probs = torch.sigmoid(logits)
+    x = sample_khot(logits.expand(50_000, -1), estimator=name, design="pivotal", generator=generator())
+    assert_mean(x, probs)
+    size = probs.sum().item()
+    assert set(x.sum(-1).unique().tolist()) == {math.floor(size), math.ceil(size)}
+
+
+def test_learned_size_has_the_gradient_of_the_sigmoid() -> None:
+    logits = torch.randn(5, 8, dtype=torch.float64, generator=generator(), requires_grad=True)
+    v = torch.randn(5, 8, dtype=torch.float64, generator=generator(1))
+    x = sample_khot(logits, generator=generator())
+    (got,) = torch.autograd.grad((x * v).sum(), logits)
+    probs = torch.sigmoid(logits.detach())
+    torch.testing.assert_close(got, probs * (1 - probs) * v)
+
+
+def test_size_penalty() -> None:
+    probs = torch.rand(3, 4, dtype=torch.float64, generator=generator(), requires_grad=True)
+    weight = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64, requires_grad=True)
+    expected = sum(w * sum(row) for w, row in zip(weight.tolist(), probs.tolist(), strict=True)) / 3
+    assert losses.size_penalty(probs, weight).item() == pytest.approx(expected, rel=1e-14)
+    assert torch.autograd.gradcheck(losses.size_penalty, (probs, weight))
+    assert losses.size_penalty(torch.ones(3, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="weight must lie in"):
+        losses.size_penalty(probs, -1.0)
+    with pytest.raises(TypeError, match="probs must have a floating-point dtype"):
+        losses.size_penalty(torch.ones(3, dtype=torch.long), 1.0)
+
+
+# ------------------------------------------------------------------------------------------ score_function
+
+
+@pytest.mark.parametrize("baseline", [None, "leave_one_out"])
+def test_score_function_is_unbiased(baseline: str | None) -> None:
+    """Exactly: the mean of its gradient over all pairs of samples, also in what the loss depends on."""
+    theta = THETA.clone().requires_grad_()
+    scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    x, probs = poisson_probs(theta, 2)
+    expected = torch.autograd.grad(scale * (probs @ loss(x)), (theta, scale))
+    log_prob = conditional_poisson.log_prob(x, theta, 2)
+    pairs = torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(x))).T  # (2 samples, batch)
+    surrogate = estimators.score_function(scale * loss(x)[pairs], log_prob[pairs], baseline)
+    assert torch.equal(surrogate, scale * loss(x)[pairs])
+    weight = probs.detach()[pairs].prod(0)
+    got = torch.autograd.grad(weight @ surrogate.mean(0), (theta, scale))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("design", ["conditional_poisson", "sampford"])
+def test_score_function_of_samples(design: str) -> None:
+    """The same of real draws, one gradient for each pair."""
+    pairs = 5_000
+    rows = THETA.expand(pairs, -1).clone().requires_grad_()
+    p = distributions.KHot(2, logits=rows, design=design)
+    torch.manual_seed(0)
+    x = p.sample((2,))
+    surrogate = estimators.score_function(loss(x), p.log_prob(x), "leave_one_out")
+    (got,) = torch.autograd.grad(surrogate.mean(0).sum(), rows)
+
+    theta = THETA.clone().requires_grad_()
+    y = subsets(4, 2)
+    probs = distributions.KHot(2, logits=theta, design=design).log_prob(y).exp()
+    assert_mean(got, torch.autograd.grad(probs @ loss(y), theta)[0])
+
+
+def test_leave_one_out_cuts_the_variance() -> None:
+    rows = THETA.expand(4000, -1).clone().requires_grad_()
+    p = distributions.ConditionalPoisson(2, rows)
+    torch.manual_seed(0)
+    x = p.sample((4,))
+    spread = []
+    for baseline in (None, "leave_one_out"):
+        surrogate = estimators.score_function(loss(x) + 5, p.log_prob(x), baseline)
+        (grad,) = torch.autograd.grad(surrogate.mean(0).sum(), rows, retain_graph=True)
+        spread.append(grad.var(0).sum().item())
+    assert spread[1] < spread[0] / 10
+
+
+def test_score_function_refuses() -> None:
+    with pytest.raises(ValueError, match=r"log_prob must have the loss's shape \(3,\), but got \(3, 1\)"):
+        estimators.score_function(torch.ones(3), torch.ones(3, 1))
+    with pytest.raises(ValueError, match="baseline must be None or 'leave_one_out', but got 'mean'"):
+        estimators.score_function(torch.ones(3), torch.ones(3), "mean")
+    for one in (torch.ones(1), torch.ones(())):
+        with pytest.raises(ValueError, match="at least 2 samples"):
+            estimators.score_function(one, one, "leave_one_out")
+    with pytest.raises(TypeError, match="loss must have a floating-point dtype"):
+        estimators.score_function(torch.ones(3, dtype=torch.long), torch.ones(3))
+
+
+# ----------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", ["design", "tau", "hard", "k=None"])
+def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -> None:
+    takes = {
+        "design": ("straight_through", "second_order"),
+        "tau": ("second_order", "gumbel", "imle"),
+        "hard": ("gumbel",),
+        "k=None": LEARN_SIZE,
+    }
+    given = {"design": "systematic", "tau": 0.5, "hard": False, "k=None": None}
+    argument = option.removesuffix("=None")
+    options = {"k": 2, argument: given[option]}
+    if name in takes[option]:
+        x = sample_khot(THETA, estimator=name, **options)
+        assert x.shape == THETA.shape
+    else:
+        with pytest.raises(ValueError, match=rf"^{argument} must .*'{name}'"):
+            sample_khot(THETA, estimator=name, **options)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: sample_khot(THETA, 5), ValueError, "k must lie in"),
+        (lambda: sample_khot(THETA, -1, estimator="imle"), ValueError, "k must lie in"),
+        (lambda: sample_khot(THETA, 2.5, estimator="simple"), ValueError, "k must be an integer"),
+        (lambda: sample_khot(THETA, torch.tensor(5)), ValueError, "k must lie in"),
+        (lambda: sample_khot(THETA, "2"), TypeError, "k must be a real number"),
+        (lambda: sample_khot(THETA, 2, 1), IndexError, "dim must be in"),
+        (lambda: sample_khot(THETA.long(), 2), TypeError, "logits must have a floating-point dtype"),
+        (lambda: sample_khot([1.0], 1), TypeError, "logits must be a torch.Tensor"),
+        (lambda: sample_khot(THETA, 2, design="poisson"), ValueError, "design must be one of"),
+        (
+            lambda: sample_khot(THETA, 2, estimator="simple", design="pareto"),
+            ValueError,
+            "design must be None or 'conditional_poisson'",
+        ),
+        (lambda: sample_khot(THETA, 2, estimator="gumbel", tau=0.0), ValueError, "tau must"),
+        (lambda: sample_khot(THETA, 2, estimator="imle", tau=-1.0), ValueError, "tau must"),
+        (lambda: sample_khot(THETA, estimator="second_order", tau=0.0), ValueError, "tau must"),
+        (lambda: estimators.imle(THETA, 2, step=0.0), ValueError, "step must be > 0"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
