@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from khot import baselines as baselines
 from khot import cdfs as cdfs
 from khot import losses as losses
+from khot import nn as nn
 from khot import sampling as sampling
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot.soft_count import inverse_soft_count as inverse_soft_count
@@ -25,6 +26,7 @@ __all__ = [
     "laplace_topk",
     "log_soft_topk",
     "losses",
+    "nn",
     "ot_topk",
     "sampling",
     "sigmoid_topk",

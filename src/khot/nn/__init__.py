@@ -1,0 +1,12 @@
+"""Layers that select: the operators as parts of a model, with torch.nn's habits.
+
+One rule for all of them: the selection is soft in train mode, so that it can be learned, and hard in eval
+mode, as it is meant. A row with fewer entries than k that may be selected gets all of them.
+"""
+
+from khot.nn.anneal import Anneal as Anneal
+from khot.nn.attention import TopKAttention as TopKAttention
+from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.soft_topk import SoftTopK as SoftTopK
+
+__all__ = ["Anneal", "SoftTopK", "TopKAttention", "topk_attention"]

@@ -1,0 +1,267 @@
+"""Attention to the k best keys of each query."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot import arguments, cdfs, topk
+from khot.arguments import Scalar
+from khot.cdfs import CDF
+from khot.nn.values import Value, current, describe, positive, what_is_there
+
+__all__ = ["TopKAttention", "topk_attention"]
+
+
+def topk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    top_k: Scalar,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    tau: Scalar = 1.0,
+    cdf: str | CDF = "logistic",
+    hard: bool = False,
+) -> Tensor:
+    """Attention in which each query attends to its k best keys, softly chosen.
+
+    With scores s = scale · query keyᵀ and the soft top-k A of each row of them:
+
+        softmax(s + log A) value,   A = soft_topk(s, top_k, tau=tau)
+
+    so a key outside the top k loses weight by the factor A. For ``top_k`` = S, the number of keys, A = 1 and
+    this is ``torch.nn.functional.scaled_dot_product_attention``, whose signature it has.
+
+    Args:
+        query: (..., L, E), of any floating-point dtype.
+        key: (..., S, E).
+        value: (..., S, Ev).
+        top_k: how many keys a query attends to, ≥ 0; a number or a tensor that broadcasts with (..., L). A
+            row with fewer keys that may be attended to, such as the first ones of a causal mask, gets them
+            all.
+        attn_mask: broadcastable to (..., L, S); bool, True where a key may be attended to, or of the query's
+            dtype, added to the scores before the selection (−inf: may not be attended to).
+        dropout_p: probability of dropping a weight. Applied whenever it is > 0, as in PyTorch.
+        is_causal: query i attends to the keys 0 to i only. Not together with ``attn_mask``.
+        scale: of the scores; 1/√E by default.
+        enable_gqa: the number of heads (dim −3) of key and value divides the query's, and each of theirs
+            serves a group.
+        tau, cdf: of the selection, in the units of the scores, as for :func:`khot.soft_topk`. With compact
+            support (``"uniform"``) weights outside the selection are exactly 0.
+        hard: attend to exactly the ⌊top_k + ½⌋ best keys, by a softmax over them. The selection then has no
+            gradient; the weights have.
+
+    Returns:
+        (..., L, Ev), of the query's dtype. Selection and softmax are computed in float32 at least. Queries
+        that may attend to nothing get 0, with zero gradient.
+
+    The gradient is exact, through the scores as well as through the selection. Memory is O(L·S), as for
+    attention that returns its weights.
+
+    Raises:
+        ValueError: both ``attn_mask`` and ``is_causal``; top_k or tau out of range.
+        TypeError, IndexError: as :func:`khot.soft_topk`.
+
+    Source: Xie et al. 2020, appendix I.3.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 5, 8).unbind()
+        >>> khot.nn.topk_attention(query, key, value, top_k=2, tau=0.1).shape
+        torch.Size([2, 5, 8])
+        >>> plain = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> torch.allclose(khot.nn.topk_attention(query, key, value, top_k=5), plain, atol=1e-6)
+        True
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    weights = _weights(query, key, top_k, attn_mask, is_causal, scale, tau, cdf, hard)
+    return F.dropout(weights, dropout_p) @ value
+
+
+class TopKAttention(nn.MultiheadAttention):
+    """Multi-head attention in which every head of every query attends to its k best keys.
+
+    ``torch.nn.MultiheadAttention`` with :func:`topk_attention` inside: the same parameters under the same
+    names, so that either loads the other's state dict, the same calls, and the same masks. (In its boolean
+    masks True means *may not* be attended to, the opposite of :func:`topk_attention`'s.) The selection is
+    soft in train mode, and in eval mode hard: exactly the k best keys.
+
+    Args:
+        embed_dim: size of the embeddings of queries, keys and values.
+        num_heads: number of heads, a divisor of ``embed_dim``.
+        top_k: how many keys, > 0; a number or a module that gives one (:class:`khot.nn.Anneal`). A query with
+            fewer keys attends to all of them.
+        dropout: probability of dropping a weight, in train mode.
+        bias: whether the projections have biases.
+        batch_first: whether the batch, and not the sequence, comes first.
+        tau: temperature of the selection, > 0, in the units of the scores; as ``top_k``.
+        cdf: as for :func:`khot.soft_topk`.
+        device, dtype: of the parameters.
+
+    Shape:
+        query: (N, L, E) with ``batch_first``, else (L, N, E); or (L, E) without a batch. key and value are
+        alike, with S in the place of L.
+
+        key_padding_mask: (N, S) or (S,); bool, True where a key is padding, or floating-point, added to the
+        scores.
+
+        attn_mask: (L, S) or (N·num_heads, L, S); bool, True where attending is forbidden, or floating-point.
+
+        is_causal: without ``attn_mask``, a causal mask; with one, that is taken for it.
+
+        Returns (output, weights): output of the query's shape; weights (N, L, S), averaged over the heads,
+        (N, num_heads, L, S) with ``average_attn_weights=False``, or None with ``need_weights=False``. They
+        are the weights before dropout.
+
+    Raises:
+        ValueError, TypeError: as :func:`topk_attention`.
+
+    Source: Xie et al. 2020, appendix I.3.
+
+    Example:
+        >>> attention = khot.nn.TopKAttention(16, 4, top_k=2, tau=0.1, batch_first=True).eval()
+        >>> x = torch.randn(3, 10, 16)
+        >>> output, weights = attention(x, x, x, average_attn_weights=False)
+        >>> output.shape, bool(((weights > 0).sum(-1) == 2).all())
+        (torch.Size([3, 10, 16]), True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        top_k: Value,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        *,
+        tau: Value = 1.0,
+        cdf: str | CDF = "logistic",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"num_heads must be a divisor of embed_dim, but got {num_heads} for embed_dim {embed_dim}"
+            )
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype
+        )
+        # nn.TransformerEncoderLayer's fast path would take the weights and attend to every key
+        self._qkv_same_embed_dim = False
+        self.top_k, self.tau = positive(top_k, "top_k"), positive(tau, "tau")
+        self.cdf = cdfs.resolve(cdf)
+
+    def _reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def reset_parameters(self) -> None:
+        """As in ``torch.nn.MultiheadAttention``."""
+        self.out_proj.reset_parameters()
+        self._reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._heads(query, key, value)
+        if is_causal and attn_mask is None:
+            attn_mask = q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.view(-1, 1, 1, k.shape[-2])
+        mask = _added(attn_mask, key_padding_mask, q.dtype)
+
+        top_k, tau = current(self.top_k), current(self.tau)
+        weights = _weights(q, k, top_k, mask, False, None, tau, self.cdf, hard=not self.training)
+        dropped = F.dropout(weights, self.dropout, self.training)
+        output = self.out_proj((dropped @ v).transpose(1, 2).flatten(-2))
+        if not batched:
+            output, weights = output.squeeze(0), weights.squeeze(0)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        if not need_weights:
+            return output, None
+        return output, weights.mean(-3) if average_attn_weights else weights
+
+    def _heads(self, *inputs: Tensor) -> list[Tensor]:
+        """Query, key and value, projected: (N, num_heads, length, E/num_heads)."""
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+        return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
+
+    def extra_repr(self) -> str:
+        return describe(
+            embed_dim=self.embed_dim, num_heads=self.num_heads, top_k=self.top_k, tau=self.tau, cdf=self.cdf
+        )
+
+
+def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The sum of the masks as scores, −inf where a boolean one is True."""
+    total = None
+    for mask in (attn_mask, key_padding_mask):
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+            total = mask if total is None else total + mask
+    return total
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    top_k: Scalar,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    tau: Scalar,
+    cdf: str | CDF,
+    hard: bool,
+) -> Tensor:
+    arguments.check_input(query, "query")
+    if is_causal:
+        if attn_mask is not None:
+            raise ValueError("is_causal must be False where attn_mask is given, but got True")
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise TypeError(f"attn_mask must be bool or floating-point, but got {attn_mask.dtype}")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    products = (query * scale) @ key.transpose(-2, -1)  # scaled first: half precision overflows early
+    dtype = products.dtype
+    scores = products.to(torch.promote_types(dtype, torch.float32))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+
+    k = what_is_there(top_k, scores)
+    log_A = topk.topk_mask(scores, k).log() if hard else topk.log_soft_topk(scores, k, tau=tau, cdf=cdf)
+    logits = scores + log_A
+    idle = (logits == -math.inf).all(-1, keepdim=True)  # softmax would make NaN of them
+    return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0).to(dtype)

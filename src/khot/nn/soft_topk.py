@@ -1,0 +1,97 @@
+"""A soft top-k as a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from khot import arguments, cdfs, topk
+from khot.cdfs import CDF
+from khot.nn.values import Positive, Value, current, describe, positive, what_is_there
+
+__all__ = ["SoftTopK"]
+
+
+class SoftTopK(nn.Module):
+    """A k-hot mask of the largest entries: :func:`khot.soft_topk` in training, hard in eval.
+
+    Args:
+        k: how many, > 0; a number or a module that gives one (:class:`khot.nn.Anneal`). A row with fewer
+            entries that may be selected gets all of them.
+        dim: the dimension to select along.
+        tau: temperature > 0; as k.
+        cdf: as for :func:`khot.soft_topk`.
+        learnable_tau: learn the temperature, from ``tau`` on, as softplus of a parameter.
+        learnable_k: learn how many, from ``k`` on, as softplus of a parameter. It is a count and not a
+            share: rows of any length get as many, and one that has fewer entries gets all of them and
+            teaches k nothing. Unless the loss has a price on it, such as ``layer.k()``, k tends to grow.
+        straight_through: return the hard mask in training, too, with the gradient of the soft one.
+        soft_eval: return the soft mask in eval, too.
+        device, dtype: of the parameters, if there are any.
+
+    Attributes:
+        k, tau: the numbers or modules given. Of those that are learned, calling gives the value.
+
+    Shape:
+        input: scores of any shape and floating-point dtype.
+
+        mask: bool, broadcastable to the input; True where an entry may be selected.
+
+        output: the input's shape and dtype, in [0, 1]; each row sums to k. In eval mode exactly
+        :func:`khot.topk_mask`: zeros and ⌊k + ½⌋ ones, without a gradient.
+
+    Differentiable in input, k and tau: exactly; with ``straight_through`` the gradient is a surrogate.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`khot.soft_topk`.
+
+    Example:
+        >>> select = khot.nn.SoftTopK(2, tau=0.5)
+        >>> scores = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> select(scores)
+        tensor([0.2689, 0.9526, 0.7311, 0.0474])
+        >>> select.eval()(scores)
+        tensor([0., 1., 1., 0.])
+    """
+
+    def __init__(
+        self,
+        k: Value,
+        dim: int = -1,
+        tau: Value = 1.0,
+        cdf: str | CDF = "logistic",
+        *,
+        learnable_tau: bool = False,
+        learnable_k: bool = False,
+        straight_through: bool = False,
+        soft_eval: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        k, tau = positive(k, "k"), positive(tau, "tau")
+        self.k = Positive(k, "k", device, dtype) if learnable_k else k
+        self.tau = Positive(tau, "tau", device, dtype) if learnable_tau else tau
+        self.dim, self.cdf = dim, cdfs.resolve(cdf)
+        self.straight_through, self.soft_eval = straight_through, soft_eval
+
+    def reset_parameters(self) -> None:
+        """Back to the k and tau that the layer was made with."""
+        for value in (self.k, self.tau):
+            if isinstance(value, Positive):
+                value.reset_parameters()
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = arguments.rows(input, self.dim, mask)
+        k = what_is_there(current(self.k), x)
+        if self.training or self.soft_eval:
+            y = topk.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.straight_through)
+        else:
+            y = topk.topk_mask(x, k)
+        return arguments.unrows(y, input, self.dim)
+
+    def extra_repr(self) -> str:
+        values = describe(k=self.k, dim=self.dim, tau=self.tau, cdf=self.cdf)
+        return (
+            values + ", straight_through=True" * self.straight_through + ", soft_eval=True" * self.soft_eval
+        )

@@ -1,0 +1,61 @@
+"""The numbers k and tau of a layer: fixed, computed by a module, or learned."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot import arguments
+from khot.arguments import Scalar
+
+__all__ = ["Positive", "Value", "current", "describe", "positive", "what_is_there"]
+
+Value = float | nn.Module  # a module is called without arguments for the number of the moment
+
+
+def positive(value: Value, name: str) -> Value:
+    """The value, checked if it is a number."""
+    if not isinstance(value, nn.Module):
+        arguments.per_row(value, name, torch.empty(1), low=0, low_open=True)
+    return value
+
+
+class Positive(nn.Module):
+    """A learned number > 0: log(1 + e^raw), near 0 a factor and far from it a distance a step."""
+
+    def __init__(
+        self, init: Value, name: str, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        if isinstance(init, nn.Module):
+            raise TypeError(f"{name} must be a number if it is learned, but got {type(init).__name__}")
+        self.init = float(init)
+        self.raw = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.raw.fill_(self.init + math.log(-math.expm1(-self.init)))
+
+    def forward(self) -> Tensor:
+        return F.softplus(self.raw)
+
+    def extra_repr(self) -> str:
+        return f"init={self.init}"
+
+
+def current(value: Value) -> Scalar:
+    return value() if isinstance(value, nn.Module) else value
+
+
+def describe(**values: object) -> str:
+    """``name=value`` of what is not a module: those appear in a repr by themselves."""
+    return ", ".join(f"{name}={v!r}" for name, v in values.items() if not isinstance(v, nn.Module))
+
+
+def what_is_there(k: Scalar, x: Tensor) -> Tensor:
+    """k a row, at most the number of entries that may be selected (> −inf) along the last dim."""
+    return (x != -math.inf).sum(-1).double().clamp(max=k)

@@ -1,0 +1,251 @@
+"""topk_attention and TopKAttention: the formula by hand, and torch's attention where k is all of the keys."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import khot
+import oracles
+from khot.nn import TopKAttention, topk_attention
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def qkv(queries: int = 4, keys: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(2, 3, queries, 5), normal(2, 3, keys, 5, seed=1), normal(2, 3, keys, 7, seed=2)
+
+
+MASKS: dict[str, Tensor | None] = {
+    "none": None,
+    "bool": torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) > 0.3,
+    "padding": (torch.arange(6) < torch.tensor([6, 2])[:, None])[:, None, None],
+    "added": normal(2, 1, 4, 6, seed=4),
+    "added -inf": torch.where(normal(4, 6, seed=5) > -0.5, 0.3, -math.inf).double(),
+}
+each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+
+
+@each_mask
+@pytest.mark.parametrize("cdf", ["logistic", "normal"])
+def test_is_the_formula(mask: Tensor | None, cdf: str) -> None:
+    q, k, v = qkv()
+    got = topk_attention(q, k, v, 2, mask, tau=0.3, cdf=cdf)
+    scores = q @ k.mT / math.sqrt(5)
+    if mask is not None:
+        allowed = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+        scores = scores + allowed
+    for i in np.ndindex(2, 3, 4):
+        row = scores[i]
+        there = row > -math.inf
+        log_A = oracles.soft_topk(row[there], min(2, int(there.sum())), 0.3, cdf, None)[1]
+        weights = (row[there] + torch.from_numpy(np.asarray(log_A))).softmax(-1)
+        torch.testing.assert_close(got[i], weights @ v[i[:2]][there], rtol=0, atol=1e-12)
+
+
+@each_mask
+@pytest.mark.parametrize("hard", [False, True])
+def test_all_keys_is_plain_attention(mask: Tensor | None, hard: bool) -> None:
+    q, k, v = qkv()
+    want = F.scaled_dot_product_attention(q, k, v, mask)
+    for top_k in (6, 100):
+        torch.testing.assert_close(topk_attention(q, k, v, top_k, mask, hard=hard), want)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_signature_of_plain_attention(hard: bool) -> None:
+    q, k, v = qkv(6, 6)
+    options = {"is_causal": True, "scale": 0.7}
+    got, want = (
+        topk_attention(q, k, v, 6, **options, hard=hard),
+        F.scaled_dot_product_attention(q, k, v, **options),
+    )
+    torch.testing.assert_close(got, want)
+    q, k, v = normal(2, 6, 4, 5), normal(2, 2, 7, 5), normal(2, 2, 7, 3)
+    got = topk_attention(q, k, v, 7, enable_gqa=True, hard=hard)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    torch.manual_seed(0)
+    dropped = topk_attention(normal(1, 1000, 5), normal(1, 8, 5), torch.ones(1, 8, 1).double(), 8, None, 0.5)
+    # the mean of 1000 rows whose variance is at most 1: within 5 standard errors, failing once in 10⁶
+    assert abs(dropped.mean() - 1) < 5 / math.sqrt(1000) and dropped.std() > 0.1
+
+
+def test_hard_attends_to_the_best_keys_only() -> None:
+    q, k, v = qkv()
+    scores = q @ k.mT / math.sqrt(5)
+    best = scores.topk(2)
+    want = (
+        best.values.softmax(-1).unsqueeze(-1)
+        * v.unsqueeze(2).expand(2, 3, 4, 6, 7).gather(3, best.indices.unsqueeze(-1).expand(2, 3, 4, 2, 7))
+    ).sum(-2)
+    torch.testing.assert_close(topk_attention(q, k, v, 2, hard=True), want)
+    torch.testing.assert_close(topk_attention(q, k, v, 2, tau=1e-4), want)
+
+
+def test_k_is_what_a_causal_row_has() -> None:
+    q, k, v = qkv(6, 6)
+    causal = topk_attention(q, k, v, 3, is_causal=True, tau=0.2)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(causal[..., :3, :], plain[..., :3, :])
+    for i in range(6):
+        seen = topk_attention(q[..., i : i + 1, :], k[..., : i + 1, :], v[..., : i + 1, :], 3, tau=0.2)
+        torch.testing.assert_close(causal[..., i : i + 1, :], seen)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_a_query_that_may_attend_to_nothing_gets_zeros_and_no_gradient(hard: bool, cdf: str) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mask[1] = False
+    out = topk_attention(q, k, v, 2, mask, cdf=cdf, hard=hard)
+    out.sum().backward()
+    assert (out[..., 1, :] == 0).all()
+    assert q.grad is not None and (q.grad[..., 1, :] == 0).all()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_values_under_the_mask_do_not_matter() -> None:
+    q, k, v = qkv()
+    mask = torch.tensor([True, True, False, True, True, False])
+    want = topk_attention(q, k, v, 2, mask)
+    k = torch.where(mask[:, None], k, math.nan)
+    torch.testing.assert_close(topk_attention(q, k, v, 2, mask), want)
+
+
+def test_k_a_query() -> None:
+    q, k, v = qkv()
+    top_k = torch.tensor([1.0, 2.0, 3.5, 6.0])
+    got = topk_attention(q, k, v, top_k, tau=0.4)
+    for i, each in enumerate(top_k.tolist()):
+        torch.testing.assert_close(got[..., i, :], topk_attention(q, k, v, each, tau=0.4)[..., i, :])
+
+
+def test_gradcheck() -> None:
+    q, k, v = normal(2, 3, 4), normal(2, 5, 4, seed=1), normal(2, 5, 2, seed=2)
+    mask = torch.ones(3, 5, dtype=torch.bool).tril(1)
+    arguments = [x.requires_grad_() for x in (q, k, v)]
+    tau = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(
+        lambda q, k, v, tau: topk_attention(q, k, v, 2, mask, tau=tau), (*arguments, tau)
+    )
+
+
+def test_compact_support_is_sparse() -> None:
+    q, k, _ = qkv(keys=6)
+    weights = topk_attention(q, k, torch.eye(6).double().expand(2, 3, 6, 6), 2, tau=0.05, cdf="uniform")
+    assert (weights == 0).double().mean() > 0.5  # two of six, and near ties
+
+
+def test_refuses() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="is_causal"):
+        topk_attention(q, k, v, 2, torch.ones(4, 6, dtype=torch.bool), is_causal=True)
+    with pytest.raises(TypeError, match="attn_mask"):
+        topk_attention(q, k, v, 2, torch.ones(4, 6, dtype=torch.int64))
+    with pytest.raises(ValueError, match="k must"):
+        topk_attention(q, k, v, -1)
+    with pytest.raises(TypeError, match="query"):
+        topk_attention(q.long(), k, v, 2)
+    with pytest.raises(ValueError, match="num_heads"):
+        TopKAttention(8, 3, 2)
+    with pytest.raises(ValueError, match="top_k"):
+        TopKAttention(8, 2, 0)
+
+
+# ------------------------------------------------------------------------------- the module
+
+
+def pair(
+    top_k: float, batch_first: bool = True, bias: bool = True
+) -> tuple[TopKAttention, nn.MultiheadAttention]:
+    torch.manual_seed(0)
+    ours = TopKAttention(8, 2, top_k, bias=bias, batch_first=batch_first, tau=0.3, dtype=torch.float64)
+    theirs = nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+FORBIDDEN = torch.ones(4, 6, dtype=torch.bool).triu(3)
+PADDED = torch.arange(6) >= torch.tensor([6, 5])[:, None]
+CALLS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "weights a head": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+    "attn_mask": {"attn_mask": FORBIDDEN},
+    "padding": {"key_padding_mask": PADDED},
+    "both": {"attn_mask": FORBIDDEN, "key_padding_mask": PADDED},
+    "added": {"attn_mask": normal(4, 6), "key_padding_mask": torch.where(PADDED, -math.inf, 0.0).double()},
+    "a head": {"attn_mask": torch.stack([FORBIDDEN] * 4), "key_padding_mask": PADDED},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_all_keys_is_multihead_attention(call: dict[str, Tensor], batch_first: bool, training: bool) -> None:
+    ours, theirs = (m.train(training) for m in pair(6, batch_first))
+    inputs = [normal(2, 4, 8), normal(2, 6, 8, seed=1), normal(2, 6, 8, seed=2)]
+    if not batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    (got, weights), (want, their_weights) = ours(*inputs, **call), theirs(*inputs, **call)
+    torch.testing.assert_close(got, want)
+    assert (weights is None) == (their_weights is None)
+    if weights is not None:
+        torch.testing.assert_close(weights, their_weights)
+
+
+def test_without_a_batch_or_biases() -> None:
+    ours, theirs = pair(6, bias=False)
+    x, padding = normal(6, 8), PADDED[1]
+    for got, want in zip(ours(x, x, x, padding), theirs(x, x, x, padding), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_is_causal_needs_no_mask() -> None:
+    ours, _ = pair(2)
+    x = normal(2, 5, 8)
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], ours(x, x, x, attn_mask=causal)[0])
+
+
+def test_soft_in_training_and_hard_in_eval() -> None:
+    ours, _ = pair(2)
+    x = normal(2, 5, 8)
+    _, soft = ours(x, x, x, average_attn_weights=False)
+    _, hard = ours.eval()(x, x, x, average_attn_weights=False)
+    assert ((soft > 0).sum(-1) == 5).all() and ((hard > 0).sum(-1) == 2).all()
+    assert ours.reset_parameters() is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_a_transformer_it_is_not_bypassed(training: bool) -> None:
+    # in eval mode the fast path of nn.TransformerEncoderLayer calls no submodule
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    ours, _ = pair(2)
+    layer.self_attn = ours
+    layer.train(training)
+    x, padding = normal(2, 6, 8), PADDED
+    with torch.no_grad():
+        y = layer.norm1(x + ours(x, x, x, padding)[0])
+        want = layer.norm2(y + layer.linear2(layer.linear1(y).relu()))
+        torch.testing.assert_close(layer(x, src_key_padding_mask=padding), want)
+
+
+def test_top_k_and_tau_may_be_annealed() -> None:
+    top_k = khot.nn.Anneal(6, 1, 2)
+    layer = TopKAttention(8, 2, top_k, tau=khot.nn.Anneal(1, 0.1, 2)).eval()
+    x = normal(6, 2, 8).float()
+    for count in (6, 4, 1):  # ⌊3½ + ½⌋ half-way
+        assert ((layer(x, x, x, average_attn_weights=False)[1] > 0).sum(-1) == count).all()
+        top_k.step()
+    assert {"top_k.taken", "tau.taken"} <= set(layer.state_dict())

@@ -1,0 +1,177 @@
+"""What every layer owes to torch.nn's habits: one table, and the same checks for each of its rows."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import khot
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row. ``inputs`` are float64 or integer; the first is what the layer's dtype follows."""
+
+    name: str
+    make: Callable[..., nn.Module]  # takes device and dtype if it owns parameters
+    inputs: tuple[Tensor, ...]
+    owns_parameters: bool = True
+
+
+def _annealed() -> nn.Module:
+    return khot.nn.SoftTopK(2, tau=khot.nn.Anneal(1.0, 0.1, steps=4))
+
+
+LAYERS = [
+    Layer(
+        "SoftTopK-learned",
+        lambda **kw: khot.nn.SoftTopK(2.5, 0, 0.7, learnable_tau=True, learnable_k=True, **kw),
+        (scores(6, 3),),
+    ),
+    Layer("SoftTopK-annealed", _annealed, (scores(3, 6),), owns_parameters=False),
+    Layer(
+        "TopKAttention",
+        lambda **kw: khot.nn.TopKAttention(8, 2, 3, tau=0.5, **kw),
+        (scores(5, 2, 8), scores(6, 2, 8, seed=1), scores(6, 2, 8, seed=2)),
+    ),
+    Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
+]
+each_layer = pytest.mark.parametrize("row", LAYERS, ids=lambda row: row.name)
+each_with_inputs = pytest.mark.parametrize("row", [r for r in LAYERS if r.inputs], ids=lambda row: row.name)
+each_with_parameters = pytest.mark.parametrize(
+    "row", [r for r in LAYERS if r.owns_parameters], ids=lambda row: row.name
+)
+
+
+def test_every_layer_is_in_the_table() -> None:
+    classes = {n for n in khot.nn.__all__ if isinstance(getattr(khot.nn, n), type)}
+    layers = {n for n in classes if issubclass(getattr(khot.nn, n), nn.Module)}
+    assert layers == {row.name.partition("-")[0] for row in LAYERS}
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def make(row: Layer, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return row.make(dtype=dtype) if row.owns_parameters else row.make()
+
+
+def inputs(row: Layer, dtype: torch.dtype, requires_grad: bool = False) -> list[Tensor]:
+    moved = [x.to(dtype) if x.is_floating_point() else x for x in row.inputs]
+    return [x.detach().requires_grad_(requires_grad and x.is_floating_point()) for x in moved]
+
+
+def moved_on(row: Layer) -> nn.Module:
+    """A layer whose state is no longer that of a new one."""
+    layer = make(row)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.1 * scores(*parameter.shape, seed=5)
+    for module in layer.modules():
+        if isinstance(module, khot.nn.Anneal):
+            module.step()
+    return layer
+
+
+def assert_same(a: nn.Module, b: nn.Module, row: Layer) -> None:
+    for training in (True, False):
+        torch.testing.assert_close(
+            first(a.train(training)(*row.inputs)), first(b.train(training)(*row.inputs)), rtol=0, atol=0
+        )
+
+
+@each_layer
+def test_state_dict_round_trip(row: Layer) -> None:
+    layer, other = moved_on(row), make(row, seed=1)
+    assert layer.state_dict()
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    assert_same(layer, other, row)
+
+
+@each_layer
+def test_deepcopy_after_use(row: Layer) -> None:
+    layer = moved_on(row)
+    layer(*row.inputs)
+    assert_same(layer, copy.deepcopy(layer), row)
+
+
+@each_with_parameters
+def test_makes_parameters_where_it_is_told(row: Layer) -> None:
+    layer = row.make(device="meta", dtype=torch.bfloat16)
+    assert list(layer.parameters())
+    assert all(p.device.type == "meta" and p.dtype == torch.bfloat16 for p in layer.parameters())
+
+
+@each_with_parameters
+def test_reset_parameters(row: Layer) -> None:
+    layer = moved_on(row)
+    torch.manual_seed(0)
+    layer.reset_parameters()  # type: ignore[operator]
+    assert_same(layer, make(row), row)
+
+
+@each_with_inputs
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_compiles_whole(row: Layer, training: bool) -> None:
+    torch.compiler.reset()
+    layer = make(row).train(training)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    eager, traced = inputs(row, torch.float64, True), inputs(row, torch.float64, True)
+    want, got = first(layer(*eager)), first(compiled(*traced))
+    torch.testing.assert_close(got, want)
+    if want.requires_grad:
+        weight = scores(*want.shape, seed=3)
+        (want * weight).sum().backward()
+        own = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        layer.zero_grad()
+        (got * weight).sum().backward()
+        torch.testing.assert_close([x.grad for x in traced], [x.grad for x in eager])
+        torch.testing.assert_close([p.grad for p in layer.parameters() if p.grad is not None], own)
+
+
+@each_with_inputs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(row: Layer, dtype: torch.dtype) -> None:
+    layer = make(row, torch.float32)
+    rounded = copy.deepcopy(layer).to(dtype)
+    exact = copy.deepcopy(rounded).double()
+    got = first(rounded(*inputs(row, dtype, True)))
+    assert got.dtype == dtype
+    want = first(exact(*[x.double() if x.is_floating_point() else x for x in inputs(row, dtype)]))
+    # a few roundings a step, of numbers around 1
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    got.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in rounded.parameters())
+
+
+@each_with_inputs
+def test_autocast(row: Layer) -> None:
+    layer = make(row, torch.float32)
+    want = first(layer(*inputs(row, torch.float32)))
+    given = inputs(row, torch.float32, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = first(layer(*given))
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps)
+    got.sum().backward()
+    assert all(x.grad is None or x.grad.dtype == torch.float32 for x in given)
+
+
+@each_layer
+def test_repr_tells_the_arguments(row: Layer) -> None:
+    assert "=" in repr(make(row))
