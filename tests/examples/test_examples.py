@@ -6,6 +6,8 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
+from khot.experiments.data import load_digits
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -35,3 +37,14 @@ def test_attention(tmp_path: Path) -> None:
     assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
     script.draw(errors, tmp_path / "attention.png")
     assert_picture(tmp_path / "attention.png")
+
+
+def test_gate(tmp_path: Path) -> None:
+    script = example("gate")
+    images = load_digits()
+    results = script.run(images, 10, steps=400)
+    assert results["fixed"].mask.sum() == 10
+    assert results["fixed"].accuracy > results["variance"].accuracy
+    assert results["learned"].size[-1] < results["learned"].size[0]
+    script.draw(images, results, tmp_path / "gate.png")
+    assert_picture(tmp_path / "gate.png")

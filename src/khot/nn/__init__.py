@@ -7,6 +7,13 @@ mode, as it is meant. A row with fewer entries than k that may be selected gets 
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.gate import KHotGate as KHotGate
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 
-__all__ = ["Anneal", "SoftTopK", "TopKAttention", "topk_attention"]
+__all__ = [
+    "Anneal",
+    "KHotGate",
+    "SoftTopK",
+    "TopKAttention",
+    "topk_attention",
+]
