@@ -48,3 +48,13 @@ def test_gate(tmp_path: Path) -> None:
     assert results["learned"].size[-1] < results["learned"].size[0]
     script.draw(images, results, tmp_path / "gate.png")
     assert_picture(tmp_path / "gate.png")
+
+
+def test_pruning(tmp_path: Path) -> None:
+    script = example("pruning")
+    images = load_digits()
+    results = script.run(images, steps=300)
+    assert results["soft"].weights == results["hard"].weights == 339  # a tenth of 64·32 + 32·32 + 32·10
+    assert results["soft"].error[-1] < 0.7 * results["hard"].error[-1]
+    script.draw(images, results, tmp_path / "pruning.png")
+    assert_picture(tmp_path / "pruning.png")

@@ -8,6 +8,9 @@ from khot.nn.anneal import Anneal as Anneal
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
 from khot.nn.gate import KHotGate as KHotGate
+from khot.nn.pruning import make_permanent as make_permanent
+from khot.nn.pruning import prune_global as prune_global
+from khot.nn.pruning import prune_magnitude as prune_magnitude
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 
 __all__ = [
@@ -15,5 +18,8 @@ __all__ = [
     "KHotGate",
     "SoftTopK",
     "TopKAttention",
+    "make_permanent",
+    "prune_global",
+    "prune_magnitude",
     "topk_attention",
 ]
