@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
-from khot.experiments.data import load_digits
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from khot.experiments import data
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -41,7 +47,7 @@ def test_attention(tmp_path: Path) -> None:
 
 def test_gate(tmp_path: Path) -> None:
     script = example("gate")
-    images = load_digits()
+    images = data.load_digits()
     results = script.run(images, 10, steps=400)
     assert results["fixed"].mask.sum() == 10
     assert results["fixed"].accuracy > results["variance"].accuracy
@@ -52,9 +58,45 @@ def test_gate(tmp_path: Path) -> None:
 
 def test_pruning(tmp_path: Path) -> None:
     script = example("pruning")
-    images = load_digits()
+    images = data.load_digits()
     results = script.run(images, steps=300)
     assert results["soft"].weights == results["hard"].weights == 339  # a tenth of 64·32 + 32·32 + 32·10
     assert results["soft"].error[-1] < 0.7 * results["hard"].error[-1]
     script.draw(images, results, tmp_path / "pruning.png")
     assert_picture(tmp_path / "pruning.png")
+
+
+def test_mixture(tmp_path: Path) -> None:
+    script = example("mixture")
+    results = script.run(steps=400, runs=1)
+    assert results["soft"].error < 0.8 * min(results["hard"].error, results["balanced"].error)
+    assert results["soft"].entropy > results["hard"].entropy
+    script.draw(results, tmp_path / "mixture.png")
+    assert_picture(tmp_path / "mixture.png")
+
+
+def test_knn_on_digits(tmp_path: Path) -> None:
+    script = example("knn")
+    result = script.run(data.load_digits(), steps=40)
+    assert result.accuracy["soft"] > 0.8  # that it learns; nothing is claimed beyond
+    script.draw(result, tmp_path / "knn.png")
+    assert_picture(tmp_path / "knn.png")
+
+
+@pytest.mark.skipif("KHOT_DATA_DIR" not in os.environ, reason="KHOT_DATA_DIR names no folder with MNIST")
+def test_knn_on_mnist() -> None:
+    mnist = data.load_mnist(Path(os.environ["KHOT_DATA_DIR"]))
+
+    def half(images: Tensor, count: int) -> Tensor:
+        return F.avg_pool2d(images[:count].unflatten(1, (1, 28, 28)), 2).flatten(1)
+
+    small = dataclasses.replace(
+        mnist,
+        shape=(14, 14),
+        train_images=half(mnist.train_images, 6000),
+        train_labels=mnist.train_labels[:6000],
+        test_images=half(mnist.test_images, 3000),
+        test_labels=mnist.test_labels[:3000],
+    )
+    accuracy = example("knn").run(small, steps=150).accuracy
+    assert accuracy["soft"] > accuracy["entropy"] + 0.01

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def _annealed() -> nn.Module:
     return khot.nn.SoftTopK(2, tau=khot.nn.Anneal(1.0, 0.1, steps=4))
 
 
+def _mixture(router: str, **kw: Any) -> nn.Module:
+    experts = [nn.Linear(5, 3, **kw) for _ in range(4)]
+    return khot.nn.MixtureOfExperts(getattr(khot.nn, router)(5, 4, 2, tau=0.5, **kw), experts)
+
+
 LAYERS = [
     Layer(
         "SoftTopK-learned",
@@ -48,12 +54,45 @@ LAYERS = [
     ),
     Layer("KHotGate", lambda **kw: khot.nn.KHotGate(6, 2.5, **kw), (scores(3, 6),), random=True),
     Layer("KHotGate-learned", lambda **kw: khot.nn.KHotGate(6, None, **kw), (scores(3, 6),), random=True),
+    Layer(
+        "ExpertChoiceRouter",
+        lambda **kw: khot.nn.ExpertChoiceRouter(5, 3, 1.5, tau=0.5, **kw),
+        (scores(2, 7, 5),),
+    ),
+    Layer(
+        "TokenChoiceRouter",
+        lambda **kw: khot.nn.TokenChoiceRouter(5, 4, 2, tau=0.5, **kw),
+        (scores(2, 7, 5),),
+    ),
+    Layer(
+        "TokenChoiceRouter-learned",
+        lambda **kw: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True, tau=0.5, **kw),
+        (scores(2, 7, 5),),
+    ),
+    Layer(
+        "MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), (scores(7, 5),)
+    ),
+    Layer(
+        "MixtureOfExperts-token choice", lambda **kw: _mixture("TokenChoiceRouter", **kw), (scores(2, 7, 5),)
+    ),
+    Layer(
+        "SoftKNN",
+        lambda: khot.nn.SoftKNN(3, 4, khot.nn.Anneal(1.0, 0.1, steps=4)),
+        (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
+        owns_parameters=False,
+    ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
 ]
 each_layer = pytest.mark.parametrize("row", LAYERS, ids=lambda row: row.name)
 each_with_inputs = pytest.mark.parametrize("row", [r for r in LAYERS if r.inputs], ids=lambda row: row.name)
 each_with_parameters = pytest.mark.parametrize(
     "row", [r for r in LAYERS if r.owns_parameters], ids=lambda row: row.name
+)
+# containers leave it to their parts, as those of torch.nn do
+each_with_own_parameters = pytest.mark.parametrize(
+    "row",
+    [r for r in LAYERS if r.owns_parameters and not r.name.startswith("MixtureOfExperts")],
+    ids=lambda row: row.name,
 )
 
 
@@ -122,7 +161,7 @@ def test_makes_parameters_where_it_is_told(row: Layer) -> None:
     assert all(p.device.type == "meta" and p.dtype == torch.bfloat16 for p in layer.parameters())
 
 
-@each_with_parameters
+@each_with_own_parameters
 def test_reset_parameters(row: Layer) -> None:
     layer = moved_on(row)
     torch.manual_seed(0)

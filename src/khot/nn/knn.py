@@ -1,0 +1,156 @@
+"""Nearest neighbours that train the features they are found in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from khot import arguments, cdfs, topk
+from khot.cdfs import CDF
+from khot.nn.values import Value, current, describe, positive, what_is_there
+
+__all__ = ["SoftKNN"]
+
+
+class SoftKNN(nn.Module):
+    """A k-nearest-neighbour classifier whose choice of neighbours is soft, so that features can be trained.
+
+    With the Euclidean distances d from a query to the templates, and their labels:
+
+        A = soft_topk(−d, k),   p_c = Σ A over the templates of class c / ΣA
+
+    In eval mode A is hard, and p_c the share of the k nearest neighbours that vote for c.
+
+    Args:
+        k: how many neighbours, ≥ 1; a number or a module that gives one (:class:`khot.nn.Anneal`). Of fewer
+            templates, all are neighbours.
+        num_classes: labels are 0 to num_classes − 1.
+        tau: temperature > 0, in the units of the distances; as k.
+        cdf: as for :func:`khot.soft_topk`.
+
+    Shape:
+        query: features (..., q, d), of any floating-point dtype.
+
+        template: features (..., m, d).
+
+        label: int64, (..., m), of the templates.
+
+        mask: bool, broadcastable to (..., q, m); True where a template may be a neighbour: False for padding,
+        and on the diagonal (``~torch.eye(m, dtype=torch.bool)``) where the queries are the templates.
+
+        output: probabilities (..., q, num_classes) of the query's dtype, computed in float32 at least. NaN
+        where no template may be a neighbour.
+
+    Differentiable in query, template, k and tau: exactly, to first order (torch.cdist has no second); at
+    distance 0, where a distance has a kink, with gradient 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed.
+
+    Source: Xie et al. 2020, appendix C.
+
+    Example:
+        >>> template = torch.tensor([[0.0], [1.0], [2.0], [10.0], [11.0]])
+        >>> label = torch.tensor([0, 0, 1, 1, 1])
+        >>> knn = khot.nn.SoftKNN(3, num_classes=2, tau=0.5)
+        >>> knn(torch.tensor([[0.4]]), template, label)
+        tensor([[0.6666, 0.3334]])
+        >>> knn.predict(torch.tensor([[0.4], [9.0]]), template, label)
+        tensor([0, 1])
+    """
+
+    def __init__(self, k: Value, num_classes: int, tau: Value = 1.0, cdf: str | CDF = "logistic") -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, but got {num_classes}")
+        if not isinstance(k, nn.Module):
+            arguments.check_number(k, "k", low=1, high=math.inf)
+        self.k, self.tau = k, positive(tau, "tau")
+        self.num_classes, self.cdf = num_classes, cdfs.resolve(cdf)
+
+    def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
+        _check(query, template, label)
+        d = torch.cdist(_wide(query), _wide(template), compute_mode="donot_use_mm_for_euclid_dist")
+        near = arguments.rows(-d, -1, mask)
+        k = what_is_there(current(self.k), near)
+        if self.training:
+            A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
+        else:
+            A = topk.topk_mask(near, k)
+        votes = A.new_zeros(*A.shape[:-1], self.num_classes)
+        votes = votes.scatter_add(-1, label.unsqueeze(-2).expand(A.shape), A)
+        return (votes / A.sum(-1, keepdim=True)).to(query.dtype)
+
+    def loss(
+        self,
+        query: Tensor,
+        query_label: Tensor,
+        template: Tensor,
+        label: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The expected error, 1 − p of the right class: the share of neighbours of other classes.
+
+        The mean over the queries; in [0, 1]. Bounded, so a query that lies among a foreign class does not
+        dominate. (The paper's loss is −k times p, without the constant.)
+        """
+        p = self(query, template, label, mask)
+        return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
+
+    @torch.no_grad()
+    def predict(self, query: Tensor, template: Tensor, label: Tensor, chunk_size: int = 4096) -> Tensor:
+        """The class with the most votes among the k nearest of any number of templates.
+
+        Hard, whatever the mode, and without a gradient. At most chunk_size² distances are in memory.
+
+        Args:
+            query: (q, d).
+            template: (m, d).
+            label: (m,).
+            chunk_size: how many queries, and how many templates, to compare at once.
+
+        Returns:
+            Labels (q,). Of classes with equally many votes, the lowest.
+        """
+        _check(query, template, label)
+        m = template.shape[0]
+        if not m:
+            raise ValueError("template must have at least one row, but got none")
+        k = min(max(math.floor(float(current(self.k)) + 0.5), 1), m)
+        # distances from scalar products lose digits far from the origin
+        centre = _wide(template).mean(0)
+        parts = []
+        for q in query.split(chunk_size):
+            q = _wide(q) - centre
+            distance, votes = q.new_empty(len(q), 0), label.new_empty(len(q), 0)
+            for t, own in zip(template.split(chunk_size), label.split(chunk_size), strict=True):
+                d = torch.cdist(q, _wide(t) - centre, compute_mode="use_mm_for_euclid_dist")
+                near = d.topk(min(k, len(t)), largest=False, sorted=False)
+                distance = torch.cat([distance, near.values], -1)
+                votes = torch.cat([votes, own[near.indices]], -1)
+                distance, i = distance.topk(min(k, distance.shape[-1]), largest=False, sorted=False)
+                votes = votes.gather(-1, i)
+            counts = votes.new_zeros(len(q), self.num_classes)
+            parts.append(counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1))
+        return torch.cat(parts)
+
+    def extra_repr(self) -> str:
+        return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check(query: Tensor, template: Tensor, label: Tensor) -> None:
+    arguments.check_input(query, "query")
+    arguments.check_input(template, "template")
+    if label.dtype != torch.int64:
+        raise TypeError(f"label must have dtype torch.int64, but got {label.dtype}")
+    if label.shape != template.shape[:-1]:
+        raise ValueError(
+            f"label must have the template's shape without the last dim, {tuple(template.shape[:-1])}, but "
+            f"got {tuple(label.shape)}"
+        )

@@ -1,0 +1,82 @@
+"""A mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from khot.nn.routers import Router, Routing
+
+__all__ = ["MixtureOfExperts"]
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of what the experts make of each token, Σ_e weights_e · expert_e(x).
+
+    A soft selection gives every token to every expert. A hard one, in eval mode, gives each expert only the
+    tokens selected for it, and so does in train mode a router whose ``cdf`` has compact support. (Not under
+    ``torch.compile``, which wants sizes that do not depend on values: there every expert sees all tokens, for
+    the same result.)
+
+    To train with a hard selection, as is usual elsewhere, put the router alone in eval mode: the weights of
+    the selected are differentiable still.
+
+    Args:
+        router: a :class:`khot.nn.ExpertChoiceRouter` or :class:`khot.nn.TokenChoiceRouter`.
+        experts: as many modules, each from tokens (..., dim) to (..., any size).
+
+    Shape:
+        input: tokens (..., n, dim); mask: (..., n), bool, False where a token is padding, whose output is 0.
+
+        Returns (output, routing): output (..., n, size) of the experts' dtype, and the
+        :class:`khot.nn.Routing`, with the load of the experts.
+
+    Raises:
+        ValueError: not as many experts as the router has.
+
+    Sources: as for the routers.
+
+    Example:
+        >>> router = khot.nn.TokenChoiceRouter(16, num_experts=4, k=2)
+        >>> mixture = khot.nn.MixtureOfExperts(router, [torch.nn.Linear(16, 8) for _ in range(4)])
+        >>> output, routing = mixture(torch.randn(3, 10, 16))
+        >>> output.shape, routing.load.shape
+        (torch.Size([3, 10, 8]), torch.Size([4]))
+    """
+
+    def __init__(self, router: Router, experts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.router, self.experts = router, nn.ModuleList(experts)
+        if len(self.experts) != router.num_experts:
+            raise ValueError(
+                f"experts must be {router.num_experts}, as the router has, but got {len(self.experts)}"
+            )
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Routing]:
+        routing = self.router(input, mask)
+        if mask is not None:
+            input = input.masked_fill(~mask.unsqueeze(-1), 0)  # 0 · NaN is not 0
+        soft = self.router.training and self.router.cdf.full_support
+        spread = self._to_all if soft or torch.compiler.is_compiling() else self._to_selected
+        return spread(input, routing), routing
+
+    def _to_all(self, x: Tensor, routing: Routing) -> Tensor:
+        outputs = [expert(x) for expert in self.experts]
+        shares = [w.unsqueeze(-1) for w in routing.weights.unbind(-1)]
+        return torch.stack([w.to(y.dtype) * y for w, y in zip(shares, outputs, strict=True)]).sum(0)
+
+    def _to_selected(self, x: Tensor, routing: Routing) -> Tensor:
+        tokens, weights = x.flatten(0, -2), routing.weights.flatten(0, -2)
+        output: Tensor | None = None
+        for expert, selected, w in zip(
+            self.experts, routing.selection.flatten(0, -2).unbind(-1), weights.unbind(-1), strict=True
+        ):
+            i = selected.nonzero().squeeze(-1)
+            y = expert(tokens[i])
+            if output is None:
+                output = y.new_zeros(tokens.shape[0], y.shape[-1])
+            output = output.index_add(0, i, w[i].unsqueeze(-1).to(y.dtype) * y)
+        assert output is not None
+        return output.unflatten(0, x.shape[:-1])

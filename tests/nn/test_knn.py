@@ -1,0 +1,145 @@
+"""SoftKNN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from khot.nn import Anneal, SoftKNN
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def labels(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(4, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def votes(query: Tensor, template: Tensor, label: Tensor, k: int) -> Tensor:
+    """By sorting."""
+    d = (query.unsqueeze(-2) - template.unsqueeze(-3)).square().sum(-1)
+    near = label[d.argsort(-1)[:, :k]]
+    return F.one_hot(near, 4).sum(-2)
+
+
+@pytest.mark.parametrize("k", [1, 3, 20])
+def test_eval_is_the_vote_of_the_nearest_and_training_tends_to_it(k: int) -> None:
+    query, template, label = normal(6, 5), normal(20, 5, seed=1), labels(20)
+    want = votes(query, template, label, k) / k
+    torch.testing.assert_close(SoftKNN(k, 4).eval()(query, template, label), want.double())
+    torch.testing.assert_close(SoftKNN(k, 4, 1e-5)(query, template, label), want.double())
+    p = SoftKNN(k, 4)(query, template, label)
+    torch.testing.assert_close(p.sum(-1), torch.ones(6).double())
+    assert (p >= 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 5, 9])
+@pytest.mark.parametrize("chunk_size", [1, 7, 100, 4096])
+def test_predict_in_chunks_is_the_vote_by_sorting(k: int, chunk_size: int) -> None:
+    query, template, label = normal(30, 5), normal(230, 5, seed=1), labels(230)
+    got = SoftKNN(k, 4).predict(query, template, label, chunk_size)
+    assert torch.equal(got, votes(query, template, label, k).argmax(-1))
+
+
+def test_predict_far_from_the_origin() -> None:
+    # in float32, ‖q‖² − 2⟨q, t⟩ + ‖t‖² would be off by more than the distances
+    query, template, label = normal(30, 5).float(), normal(230, 5, seed=1).float(), labels(230)
+    want = SoftKNN(5, 4).predict(query, template, label)
+    assert torch.equal(SoftKNN(5, 4).predict(query + 512, template + 512, label), want)
+
+
+def test_fewer_templates_than_k() -> None:
+    query, template, label = normal(3, 5), normal(4, 5, seed=1), torch.tensor([1, 1, 3, 1])
+    p = SoftKNN(9, 4)(query, template, label)
+    torch.testing.assert_close(p, torch.tensor([0, 0.75, 0, 0.25]).double().expand(3, 4))
+    assert SoftKNN(9, 4).predict(query, template, label).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_queries_that_are_the_templates_leave_themselves_out(training: bool) -> None:
+    x, label = normal(8, 5).requires_grad_(), labels(8)
+    knn = SoftKNN(3, 4, 0.5).train(training)
+    p = knn(x, x, label, mask=~torch.eye(8, dtype=torch.bool))
+    for i in range(8):
+        others = torch.arange(8) != i
+        torch.testing.assert_close(p[i : i + 1], knn(x[i : i + 1], x[others], label[others]))
+    if training:
+        knn.loss(x, label, x, label, ~torch.eye(8, dtype=torch.bool)).backward()
+        assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_padded_templates() -> None:
+    query, template, label = normal(2, 3, 5), normal(2, 7, 5, seed=1), labels(2, 7)
+    mask = (torch.arange(7) < torch.tensor([7, 2])[:, None]).unsqueeze(1)
+    for knn in (SoftKNN(3, 4), SoftKNN(3, 4).eval()):
+        p = knn(query, template, label, mask)
+        torch.testing.assert_close(p[0], knn(query[0], template[0], label[0]))
+        torch.testing.assert_close(p[1], knn(query[1], template[1, :2], label[1, :2]))
+
+
+def test_loss_is_the_expected_error() -> None:
+    query, template, label, right = normal(6, 5), normal(20, 5, seed=1), labels(20), labels(6, seed=2)
+    knn = SoftKNN(3, 4, 0.5)
+    p = knn(query, template, label)
+    want = sum(1 - p[i, right[i]] for i in range(6)) / 6
+    torch.testing.assert_close(knn.loss(query, right, template, label), want)
+
+
+def test_gradcheck() -> None:
+    label, right = labels(7), labels(3, seed=2)
+
+    def loss(query: Tensor, template: Tensor) -> Tensor:
+        return SoftKNN(2, 4, 0.5).loss(query, right, template, label)
+
+    torch.autograd.gradcheck(loss, (normal(3, 2).requires_grad_(), normal(7, 2, seed=1).requires_grad_()))
+
+
+def test_trains_features() -> None:
+    # two of twenty features tell the classes apart, and noise ten times as large covers them
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.ones(20)
+    scale[2:] = 10
+
+    def draw(size: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, 20, generator=generator)
+        return x * scale, (x[:, 0] > 0) + 2 * (x[:, 1] > 0).long()
+
+    weight = (1 / scale**2).sqrt().mean() * torch.ones(20)
+    weight.requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=0.02)
+    knn = SoftKNN(5, 4, 0.5)
+    template, label = draw(500)
+    query, right = draw(500)
+    before = (knn.predict(query, template, label) == right).double().mean()
+    for _ in range(60):
+        (x, x_label), (t, t_label) = draw(100), draw(100)
+        optimizer.zero_grad()
+        knn.loss(x * weight, x_label, t * weight, t_label).backward()
+        optimizer.step()
+    after = (knn.predict(query * weight.detach(), template * weight.detach(), label) == right).double().mean()
+    assert before < 0.5 and after > 0.8
+
+
+def test_refuses() -> None:
+    query, template, label = normal(3, 5), normal(4, 5), labels(4)
+    with pytest.raises(ValueError, match="k must"):
+        SoftKNN(0, 4)
+    with pytest.raises(ValueError, match="num_classes"):
+        SoftKNN(1, 0)
+    with pytest.raises(TypeError, match="int64"):
+        SoftKNN(1, 4)(query, template, label.double())
+    with pytest.raises(ValueError, match="label must have"):
+        SoftKNN(1, 4).predict(query, template, label[:3])
+    with pytest.raises(TypeError, match="query"):
+        SoftKNN(1, 4)(query.long(), template, label)
+    with pytest.raises(ValueError, match="at least one"):
+        SoftKNN(1, 4).predict(query, template[:0], label[:0])
+    assert SoftKNN(Anneal(5, 1, 3), 4).predict(query, template, label).shape == (3,)
+    assert SoftKNN(1, 4)(query[:0], template, label).shape == (0, 4)
+    assert math.isnan(SoftKNN(1, 4)(query, template, label, torch.zeros(4, dtype=torch.bool)).sum())
