@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ot
 import torch
 from torch import Tensor
 
@@ -90,6 +91,38 @@ _CDFS: dict[str, str | cdfs.CDF] = {
 }
 _SMOOTH = ("logistic", "laplace", "normal")
 
+
+def _sorted(normalize: bool) -> Callable[..., Tensor]:
+    """One number a row, for two places of sorted_soft_topk: its own k is an int, and k weighs the second."""
+
+    def call(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
+        places = min(2, x.shape[dim] if x.dim() else 1)
+        y = khot.sorted_soft_topk(x, places, dim, epsilon=tau, normalize=normalize)
+        at = dim - max(x.dim(), 1) if dim >= 0 else dim
+        first, *second = _weighed(y.movedim((at - 1, at), (-2, -1))).unbind(-1)
+        return sum((k * s for s in second), first).to(x.dtype)
+
+    return call
+
+
+def _weighed(y: Tensor) -> Tensor:
+    return (y * torch.arange(y.shape[-1], dtype=torch.float64).cos()).sum(-1)
+
+
+def _sorted_oracle(normalize: bool) -> Oracle:
+    def oracle(x: Tensor, k: float, epsilon: float) -> float:
+        n = len(x)
+        cost = (x.double()[:, None] - torch.tensor([2.0, 1.0, 0.0])).square().numpy()
+        mass = np.append(np.ones(2), n - 2) / n
+        options = {"method": "sinkhorn_log", "numItermax": 20_000, "stopThr": 1e-14, "warn": False}
+        epsilon *= cost.max() if normalize else 1
+        plan = ot.sinkhorn(np.full(n, 1 / n), mass, cost, epsilon, **options)
+        first, second = _weighed(torch.from_numpy(n * plan[:, :2].T))
+        return float(first + k * second)
+
+    return oracle
+
+
 OPERATORS: list[Operator] = [
     *(
         Operator(f"soft_topk-{n}", "soft_topk", _variant("soft_topk", cdf=c), _soft(c), sums_to_k=True)
@@ -168,6 +201,18 @@ OPERATORS: list[Operator] = [
             has_mask=False,
         )
         for n, c in _CDFS.items()
+    ),
+    *(
+        Operator(
+            f"sorted_soft_topk{'-normalize' * normalize}",
+            "sorted_soft_topk",
+            _sorted(normalize),
+            _sorted_oracle(normalize),
+            keeps_dim=False,
+            has_mask=False,
+            tolerance=1e-9,
+        )
+        for normalize in (False, True)
     ),
 ]
 

@@ -17,6 +17,7 @@ from khot.topk import sigmoid_topk as sigmoid_topk
 from khot.topk import soft_topk as soft_topk
 from khot.topk import sparse_topk as sparse_topk
 from khot.topk import topk_mask as topk_mask
+from khot.transport import sorted_soft_topk as sorted_soft_topk
 
 __version__ = _version("khot")
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "soft_count",
     "soft_topk",
     "soft_topk_magnitude",
+    "sorted_soft_topk",
     "sparse_topk",
     "topk_mask",
 ]

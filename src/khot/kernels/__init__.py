@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import cpu, reference, selection
+from khot.kernels import cpu, reference, selection, transport
 
 __all__ = ["active"]
 
@@ -34,6 +34,10 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, "
         "float p) -> (Tensor, Tensor)",
         selection.soft_topk_magnitude_backward,
+    ),
+    "sorted_soft_topk": (
+        "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+        transport.sorted_soft_topk,
     ),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
@@ -90,6 +94,13 @@ def _(
     p: float,
 ) -> tuple[Tensor, Tensor]:
     return s.new_empty(s.shape), hi.new_empty(hi.shape)
+
+
+@torch.library.register_fake("khot::sorted_soft_topk")
+def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *batch, n = x.shape
+    hi = x.new_empty(*batch, k, dtype=torch.float64)
+    return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
 
 
 _CPU = cpu.load()

@@ -1,0 +1,588 @@
+"""sorted_soft_topk against general transport solvers, 50-digit roots, and what the paper proves of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import mpmath
+import numpy as np
+import ot
+import pytest
+import torch
+from scipy.optimize import linprog
+from scipy.special import logsumexp
+from torch import Tensor
+from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from khot.kernels import transport
+from khot.topk import ot_topk
+from khot.transport import sorted_soft_topk
+from oracles import ADVERSARIAL
+
+INF, NAN = math.inf, math.nan
+
+
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_close(got: Tensor, want: Any, tolerance: float) -> None:
+    want = torch.as_tensor(want, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def cost(x: np.ndarray, k: int) -> np.ndarray:
+    return (x[:, None] - np.arange(k, -1, -1.0)) ** 2
+
+
+def masses(n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.full(n, 1 / n), np.append(np.full(k, 1 / n), (n - k) / n)
+
+
+def sinkhorn(x: Tensor, k: int, epsilon: float, sweeps: int = 200_000) -> Tensor:
+    """n times the plan, less its last anchor, by log-domain sweeps until they change nothing."""
+    row, n = x.numpy(), len(x)
+    # only the products x·a matter: the squares cost digits
+    kernel = 2 * (row - row.max())[:, None] * np.arange(k, -1, -1.0) / epsilon
+    with np.errstate(divide="ignore"):
+        log_nu = np.log(np.append(np.ones(k), n - k))
+    b, y = np.zeros(k + 1), np.full((n, k + 1), NAN)
+    for _ in range(sweeps):
+        a = -logsumexp(kernel + b, axis=1, keepdims=True)
+        b = log_nu - logsumexp(kernel + a, axis=0)
+        y, before = np.exp(kernel + a + b), y
+        if np.abs(y - before).max() <= 1e-15:
+            return torch.from_numpy(y[:, :k].T.copy())
+    raise RuntimeError(f"no convergence in {sweeps} sweeps")
+
+
+# A context of our own, as in oracles.py: anybody may change mpmath's global precision.
+mp = mpmath.MPContext()
+mp.dps = 60
+
+
+def precise(x: list[Any], k: int, epsilon: Any) -> list[list[Any]]:
+    """Rows of y in 50 digits: Newton on the k potentials from Sinkhorn's, without any rescaling."""
+    n, s = len(x), 2 / mp.mpf(epsilon)
+    x = [mp.mpf(v) for v in x]
+    nu = [mp.mpf(1)] * k + [mp.mpf(n - k)]
+    b = [mp.mpf(0)] * (k + 1)
+
+    def plan() -> list[list[Any]]:
+        rows = []
+        for v in x:
+            logits = [s * (k - r) * v + b[r] for r in range(k + 1)]
+            top = max(logits)
+            e = [mp.exp(z - top) for z in logits]
+            rows.append([z / sum(e) for z in e])
+        return rows
+
+    for sweep in range(400):
+        G = plan()
+        c = [sum(row[r] for row in G) for r in range(k + 1)]
+        error = max(abs(u - v) for u, v in zip(c, nu, strict=True))
+        if error < mp.mpf(10) ** -55:
+            return [[row[r] for row in G] for r in range(k)]
+        if sweep < 20 or error > 0.1:
+            b = [u + mp.log(v / w) for u, v, w in zip(b, nu, c, strict=True)]
+            b = [u - b[k] for u in b]
+        else:
+            K = mp.matrix(k, k)
+            for r in range(k):
+                for q in range(k):
+                    K[r, q] = -sum(row[r] * row[q] for row in G)
+                K[r, r] += c[r]
+            step = mp.lu_solve(K, mp.matrix([nu[r] - c[r] for r in range(k)]))
+            b = [b[r] + step[r] for r in range(k)] + [b[k]]
+    raise RuntimeError("no convergence")
+
+
+# --------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("epsilon", [0.7, 3.0, 20.0])  # below, it takes ever more sweeps
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (6, 3), (6, 5), (20, 4)])
+def test_agrees_with_a_general_transport_solver(n: int, k: int, epsilon: float) -> None:
+    x = normal(n, seed=n)
+    a, b = masses(n, k)
+    plan = ot.sinkhorn(
+        a, b, cost(x.numpy(), k), epsilon, method="sinkhorn_log", numItermax=5_000, stopThr=1e-13, warn=False
+    )
+    assert_close(sorted_soft_topk(x, k, epsilon=epsilon), n * plan[:, :k].T, 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 3.0, 100.0])
+@pytest.mark.parametrize("k", [1, 5, 16])
+def test_agrees_with_sinkhorn_run_to_convergence(k: int, epsilon: float) -> None:
+    x = normal(60, seed=1)
+    assert_close(sorted_soft_topk(x, k, epsilon=epsilon), sinkhorn(x, k, epsilon), 1e-11)
+
+
+CLOSE = [1.0, 1.001, 0.2, -0.7]  # a pair that ε = 0.05 hardly tells apart, and two that are far
+
+
+@pytest.mark.parametrize("epsilon", ["0.05", "0.5", "4"])
+@pytest.mark.parametrize(("x", "k"), [(CLOSE, 1), (CLOSE, 2), (CLOSE, 3), ([1e4, 1e4 + 0.125, 1e4 - 0.5], 2)])
+def test_agrees_with_50_digits(x: list[float], k: int, epsilon: str) -> None:
+    want = [[float(v) for v in row] for row in precise(x, k, epsilon)]
+    assert_close(sorted_soft_topk(f64(x), k, epsilon=float(epsilon)), want, 1e-12)
+
+
+@pytest.mark.parametrize("epsilon", ["0.05", "0.5"])
+def test_gradient_agrees_with_50_digits(epsilon: str) -> None:
+    # central differences in 60 digits, good to 1e-30
+    k, h = 2, mp.mpf(10) ** -18
+    x = f64(CLOSE).requires_grad_()
+    v = normal(k, len(CLOSE), seed=2)
+    e = f64(float(epsilon)).requires_grad_()
+    got = torch.cat([g.reshape(-1) for g in grad(sorted_soft_topk(x, k, epsilon=e), (x, e), v)])
+    point = [mp.mpf(z) for z in (*CLOSE, float(epsilon))]
+
+    def loss(at: list[Any]) -> Any:
+        y = precise(at[:-1], k, at[-1])
+        return sum(mp.mpf(v[r, i].item()) * y[r][i] for r in range(k) for i in range(len(CLOSE)))
+
+    for j, value in enumerate(got.tolist()):
+        up, down = ([z + sign * h * (i == j) for i, z in enumerate(point)] for sign in (1, -1))
+        want = float((loss(up) - loss(down)) / (2 * h))
+        assert abs(value - want) <= 1e-11 * max(1, float(got.detach().abs().max()))
+
+
+@pytest.mark.parametrize(("n", "k"), [(7, 1), (7, 3), (7, 7), (40, 12)])
+def test_small_epsilon_gives_the_permutation_matrix(n: int, k: int) -> None:
+    x = normal(n, seed=3)
+    want = torch.nn.functional.one_hot(x.argsort(descending=True), n)[:k].double()
+    assert torch.equal(sorted_soft_topk(x, k, epsilon=1e-6), want)
+    a, b = masses(n, k)
+    assert_close(want, n * ot.emd(a, b, cost(x.numpy(), k))[:, :k].T, 1e-12)
+    ascending = torch.nn.functional.one_hot(x.argsort(), n)[:k].double()
+    assert torch.equal(sorted_soft_topk(x, k, epsilon=1e-6, largest=False), ascending)
+
+
+def test_small_epsilon_gives_a_solution_of_the_linear_programme_even_with_ties() -> None:
+    n, k = 6, 3
+    x = f64([2.0, 1.0, 1.0, 1.0, 0.5, 2.0])
+    y = sorted_soft_topk(x, k, epsilon=1e-4)
+    C = cost(x.numpy(), k)
+    rows = np.kron(np.eye(n), np.ones(k + 1))
+    columns = np.kron(np.ones(n), np.eye(k + 1))
+    best = linprog(
+        C.ravel(), A_eq=np.vstack((rows, columns)), b_eq=np.append(np.ones(n), [1, 1, 1, n - k])
+    ).fun
+    plan = torch.cat((y, 1 - y.sum(0, keepdim=True))).numpy()
+    assert abs((plan.T * C).sum() - best) <= 1e-10
+    assert_close(y, [[0.5, 0, 0, 0, 0, 0.5]] * 2 + [[0, 1 / 3, 1 / 3, 1 / 3, 0, 0]], 1e-10)
+
+
+def test_large_epsilon_gives_equal_shares() -> None:
+    assert_close(sorted_soft_topk(normal(9), 4, epsilon=1e9), torch.full((4, 9), 1 / 9), 1e-7)
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.1, 1.0, 30.0])
+def test_one_row_is_ot_topk(epsilon: float) -> None:
+    # the same problem for k = 1; not for more, where ot_topk has one anchor for all of them
+    x = normal(50, seed=4)
+    for normalize in (False, True):
+        want = ot_topk(x, 1, epsilon=epsilon, normalize=normalize)
+        got = sorted_soft_topk(x, 1, epsilon=epsilon, normalize=normalize)
+        assert_close(got[0], want, 1e-12)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.03, 1.0, 100.0])
+def test_theorem_2_of_soft_ot_topk_bounds_the_bias(epsilon: float) -> None:
+    """‖Γ^ε − Γ*‖_F ≤ ε (ln n + ln 2) / (n gap), Xie et al. 2020: for ot_topk, and sorted with k = 1."""
+    for seed in range(20):
+        n = 5 + 3 * seed
+        x = normal(n, seed=seed)
+        for k in {1, 2, n // 2}:
+            ranked = x.sort(descending=True).values
+            bound = epsilon * (math.log(n) + math.log(2)) / (n * (ranked[k - 1] - ranked[k]))
+            hard = (x >= ranked[k - 1]).double()
+            difference = ot_topk(x, k, epsilon=epsilon) - hard
+            # the plan's two columns are y/n and (1 − y)/n
+            assert math.sqrt(2) * difference.norm() / n <= bound + 1e-15
+            if k == 1:
+                difference = sorted_soft_topk(x, 1, epsilon=epsilon)[0] - hard
+                assert math.sqrt(2) * difference.norm() / n <= bound + 1e-15
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.03, 1.0])
+def test_bias_of_the_sorted_form(epsilon: float) -> None:
+    """Of the proof of Theorem 2 what holds for any number of anchors: ⟨C, Γ^ε − Γ*⟩ ≤ ε × the entropies'
+    difference, which is at most ln(k + 1)."""
+    for seed in range(10):
+        n, k = 20, 4
+        x = normal(n, seed=seed)
+        y = sorted_soft_topk(x, k, epsilon=epsilon)
+        plan = torch.cat((y, 1 - y.sum(0, keepdim=True))) / n
+        hard = sorted_soft_topk(x, k, epsilon=1e-9)
+        hard = torch.cat((hard, 1 - hard.sum(0, keepdim=True))) / n
+        excess = ((plan - hard) * torch.from_numpy(cost(x.numpy(), k).T)).sum()
+        assert -1e-12 <= excess <= epsilon * math.log(k + 1)
+
+
+# ---------------------------------------------------------------------------------- the solver
+
+
+GRID = [(10, 3), (100, 1), (100, 64), (100, 100), (1000, 5), (1000, 64)]
+
+
+@functools.cache
+def adversarial(n: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    rows = [scores(n, generator) for scores in ADVERSARIAL.values()]
+    rows += [1e4 * rows[0].sign().cumsum(0), 1e4 * normal(n).round()]
+    return torch.stack([row.nan_to_num(0, 0, -INF) for row in rows])
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize(("n", "k"), GRID)
+def test_ten_newton_steps_are_enough(n: int, k: int, epsilon: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("the fallback was needed")
+
+    monkeypatch.setattr(transport, "STEPS", 10)
+    monkeypatch.setattr(transport, "_sinkhorn", never)
+    x = adversarial(n)
+    x = x[(x > -INF).sum(-1) >= k]
+    y = sorted_soft_topk(x, k, epsilon=epsilon)
+    assert (y >= 0).all() and (y <= 1).all()
+    assert (y.sum(-1) - 1).abs().max() <= 1e-12
+    assert (y.sum(-2) <= 1 + 1e-12).all()
+    assert (y.sum(-2)[x == -INF] == 0).all()
+    for ties in (len(x) - 1, list(ADVERSARIAL).index("equal")):
+        for value in x[ties].unique():
+            tied = y[ties][:, x[ties] == value]
+            assert (tied - tied[:, :1]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(("n", "k"), [(30, 1), (100, 2), (100, 20), (300, 64)])
+def test_seven_steps_do_without_ties(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "STEPS", 7)
+    monkeypatch.setattr(transport, "SWEEPS", 0)
+    x = normal(400, n, seed=n) * 10 ** (
+        6 * torch.rand(400, 1, generator=torch.Generator().manual_seed(n)) - 2
+    )
+    epsilon = 10 ** torch.linspace(-3, 2, 400, dtype=torch.float64)
+    y = sorted_soft_topk(x, k, epsilon=epsilon)
+    assert (y.sum(-1) - 1).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 3.0])
+def test_the_fallback_alone_comes_to_the_same(epsilon: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.stack((normal(30), torch.cat((f64([INF, INF]), normal(28))), normal(30).round()))
+    x[0, 3] = -INF
+    want = sorted_soft_topk(x, 4, epsilon=epsilon)
+    monkeypatch.setattr(transport, "STEPS", 0)
+    got = sorted_soft_topk(x, 4, epsilon=epsilon)
+    assert (got.sum(-1) - 1).abs().max() <= 1e-10
+    assert_close(got, want, 1e-8)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 10.0])
+def test_entries_that_the_solver_leaves_out_do_not_matter(epsilon: float, monkeypatch: Any) -> None:
+    x = normal(3, 2000, seed=5)
+    got = sorted_soft_topk(x, 5, epsilon=epsilon)
+    monkeypatch.setattr(transport, "_relevant", lambda x, k, scale: x)
+    assert_close(got, sorted_soft_topk(x, 5, epsilon=epsilon), 1e-12)
+
+
+def test_blocks_of_rows_agree_with_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(7, 30, seed=6)
+    want = sorted_soft_topk(x, 3, epsilon=0.5)
+    monkeypatch.setattr(transport, "BLOCK", 250)
+    assert_close(sorted_soft_topk(x, 3, epsilon=0.5), want, 1e-13)
+
+
+class _Largest(TorchDispatchMode):
+    """The size of the largest tensor that anything returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_nothing_is_larger_than_the_plan() -> None:
+    n, k = 3000, 4
+    x = normal(1, n).requires_grad_()
+    with _Largest() as seen:
+        sorted_soft_topk(x, k, epsilon=1.0).square().sum().backward()
+    assert seen.numel <= (k + 1) * n
+
+
+# ---------------------------------------------------------------------------------- invariances
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_invariances(k: int) -> None:
+    x = normal(2, 8, seed=7)
+    y = sorted_soft_topk(x, k, epsilon=0.7)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    assert_close(sorted_soft_topk(x[:, order], k, epsilon=0.7), y[..., order], 1e-12)
+    assert_close(sorted_soft_topk(x + 100, k, epsilon=0.7), y, 1e-11)
+    assert_close(sorted_soft_topk(37 * x, k, epsilon=37 * 0.7), y, 1e-12)
+    assert_close(sorted_soft_topk(-x, k, epsilon=0.7, largest=False), y, 1e-15)
+
+
+def test_all_places_read_backwards_are_those_of_the_negative() -> None:
+    x = normal(8, seed=8)
+    y = sorted_soft_topk(x, 8, epsilon=0.7)
+    assert_close(sorted_soft_topk(-x, 8, epsilon=0.7).flip(0), y, 1e-12)
+    assert_close(y.sum(0), torch.ones(8), 1e-12)
+
+
+def test_ties_share_equally() -> None:
+    y = sorted_soft_topk(f64([2.0, 1.0, 1.0, 1.0, 0.0]), 3, epsilon=0.3)
+    assert_close(y[:, 1:4], y[:, 1:2].expand(3, 3), 1e-15)
+    assert_close(sorted_soft_topk(torch.full((6,), 0.7), 4, epsilon=0.01), torch.full((4, 6), 1 / 6), 1e-7)
+
+
+def test_normalize_divides_each_row_by_its_largest_cost() -> None:
+    x, k = torch.stack((normal(7), 30 * normal(7, seed=1))), 3
+    y = sorted_soft_topk(x, k, epsilon=0.02, normalize=True)
+    for row, got in zip(x, y, strict=True):
+        scale = float(cost(row.numpy(), k).max())
+        assert_close(got, sinkhorn(row, k, 0.02 * scale), 1e-11)
+    row = f64([1.0, -INF, 0.4, INF])
+    got = sorted_soft_topk(row, 2, epsilon=0.08, normalize=True)
+    assert_close(got, sorted_soft_topk(row, 2, epsilon=0.08 * (0.4 - 2) ** 2), 1e-12)
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def arguments() -> tuple[Tensor, Tensor]:
+    return normal(3, 6).requires_grad_(), f64([0.5, 1.0, 1.7]).requires_grad_()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_gradcheck_to_second_order_in_both_modes(k: int, normalize: bool) -> None:
+    def call(x: Tensor, epsilon: Tensor) -> Tensor:
+        return sorted_soft_topk(x, k, epsilon=epsilon, normalize=normalize)
+
+    leaves = normal(2, 4).requires_grad_(), f64([0.5, 1.7]).requires_grad_()
+    gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
+    gradgradcheck(call, leaves, check_fwd_over_rev=True)
+
+
+def test_forward_mode_equals_reverse_mode() -> None:
+    x, epsilon = arguments()
+    tangents, cotangent = (normal(3, 6, seed=1), normal(3, seed=2)), normal(3, 2, 6, seed=3)
+    with dual_level():
+        duals = (make_dual(a.detach(), t) for a, t in zip((x, epsilon), tangents, strict=True))
+        dual_x, dual_epsilon = duals
+        pushed = unpack_dual(sorted_soft_topk(dual_x, 2, epsilon=dual_epsilon)).tangent
+    pulled = grad(sorted_soft_topk(x, 2, epsilon=epsilon), (x, epsilon), cotangent)
+    want = sum((g * t).sum() for g, t in zip(pulled, tangents, strict=True))
+    assert_close((pushed * cotangent).sum(), want, 1e-12)
+
+
+def test_hessian_agrees_between_modes() -> None:
+    weights = normal(2, 6, seed=3)
+
+    def loss(x: Tensor) -> Tensor:
+        return (sorted_soft_topk(x, 2, epsilon=0.8) * weights).square().sum()
+
+    x = normal(6)
+    hessian = torch.func.hessian(loss)(x)
+    assert_close(hessian, torch.func.jacrev(torch.func.jacrev(loss))(x), 1e-10)
+    assert_close(hessian, hessian.mT, 1e-10)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.02, 1e4])
+def test_gradients_are_finite_and_vanish_where_the_plan_is_hard(epsilon: float) -> None:
+    n, k = 100, 20
+    x = adversarial(n).clone().requires_grad_()
+    e = torch.full((len(x),), epsilon, dtype=torch.float64).requires_grad_()
+    y = sorted_soft_topk(x, k, epsilon=e)
+    gx, ge = grad(y, (x, e), normal(*y.shape, seed=1))
+    assert gx.isfinite().all() and ge.isfinite().all()
+    assert (gx[x == -INF] == 0).all()
+    # what moves is no more than the products of shares, times the slope 2/ε and the anchors' range
+    soft = (y * (1 - y)).sum((-2, -1)).detach()
+    assert (gx.abs().amax(-1) <= 2 / epsilon * k * (100 * soft + 1e-12)).all()
+
+
+@pytest.mark.parametrize("epsilon", [0.03, 0.02, 0.005])
+def test_potentials_of_a_hard_plan_do_not_amplify_rounding(epsilon: float) -> None:
+    # K and what it is solved for are of the order of exp(−1/ε): rounding of the order of 1e-16 in either
+    # would make potentials, and with them gradients, of any size
+    x = f64([1.1, 0.0, -1.0, -2.1]).requires_grad_()
+    y = sorted_soft_topk(x, 3, epsilon=epsilon)
+    (g,) = grad(y, x, normal(3, 4, seed=1))
+    # ½ (2/ε) a exp(−(2/ε) gap/2), and the rounding of what is no potential
+    assert g.abs().max() <= 10 / epsilon * math.exp(-1 / epsilon) + 1e-15 * 6 / epsilon
+    with dual_level():
+        pushed = unpack_dual(sorted_soft_topk(make_dual(x.detach(), normal(4)), 3, epsilon=epsilon)).tangent
+    assert pushed.abs().max() <= 20 / epsilon * math.exp(-1 / epsilon) + 4e-15 * 6 / epsilon
+
+
+@pytest.mark.parametrize("gap", [2.0, 4.0, 30.0])
+def test_groups_that_hardly_exchange_anything_have_gradients_of_their_own(gap: float) -> None:
+    near = f64([0.3, 0.28, 0.25])
+    x = torch.cat((near + gap, near)).requires_grad_()
+    v = normal(5, 6, seed=1)
+    (g,) = grad(sorted_soft_topk(x, 5, epsilon=0.05), x, v)
+    alone = near.clone().requires_grad_()
+    (upper,) = grad(sorted_soft_topk(alone, 3, epsilon=0.05), alone, v[:3, :3])
+    (lower,) = grad(sorted_soft_topk(alone, 2, epsilon=0.05), alone, v[3:, 3:])
+    assert_close(g, torch.cat((upper, lower)), 1e-11)
+
+
+def test_gradient_of_infinite_entries_is_zero_and_they_do_not_disturb() -> None:
+    free = normal(5, seed=9)
+    for k, places in ((3, 1), (3, 2), (6, 2)):
+        x = torch.cat((f64([INF] * places), free[:3], f64([-INF]), free[3:])).requires_grad_()
+        y = sorted_soft_topk(x, k, epsilon=0.6)
+        keep = x.isfinite()
+        rest = free.clone().requires_grad_()
+        want = sorted_soft_topk(rest, k - places, epsilon=0.6)
+        assert_close(y[places:, keep], want, 1e-12)
+        assert_close(y[:places, :places], torch.full((places, places), 1 / places), 1e-15)
+        assert (y[:places, places:] == 0).all() and (y[places:, ~keep] == 0).all()
+        v = normal(*y.shape, seed=1)
+        (got,) = grad(y, x, v)
+        assert (got[~keep] == 0).all()
+        assert_close(got[keep], grad(want, rest, v[places:, keep])[0], 1e-11)
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+def test_rows_without_an_answer_are_nan_and_spoil_no_other() -> None:
+    x = normal(4, 6)
+    want = sorted_soft_topk(x, 2, epsilon=0.5)
+    for bad in (NAN, INF):
+        spoiled = x.clone()
+        spoiled[1, :3] = bad
+        spoiled.requires_grad_()
+        y = sorted_soft_topk(spoiled, 2, epsilon=0.5)
+        assert y[1].isnan().all()
+        assert_close(y[[0, 2, 3]], want[[0, 2, 3]], 1e-15)
+        (g,) = grad(y[[0, 2, 3]].square().sum(), spoiled)
+        assert g[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"k": 0}, ValueError, r"k must be an integer in \[1, 4\], but got 0"),
+        ({"k": 5}, ValueError, r"k must be an integer in \[1, 4\], but got 5"),
+        ({"k": 2.0}, TypeError, "k must be an int, but got float"),
+        ({"k": True}, TypeError, "k must be an int, but got bool"),
+        ({"k": torch.tensor(2)}, TypeError, "k must be an int, but got Tensor"),
+        ({"epsilon": 0.0}, ValueError, "epsilon must be finite and > 0, but got 0.0"),
+        ({"epsilon": INF}, ValueError, "epsilon must be finite and > 0"),
+        ({"epsilon": f64([1.0, -1.0])}, ValueError, "epsilon must be finite and > 0, but got -1.0"),
+        ({"epsilon": torch.ones(3)}, ValueError, r"epsilon must broadcast with the batch shape \(2,\)"),
+        ({"epsilon": "1"}, TypeError, "epsilon must be a real number or tensor"),
+        ({"dim": 2}, IndexError, r"dim must be in \[-2, 1\], but got 2"),
+        ({"input": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "input must have a floating-point dtype"),
+        ({"input": torch.empty(3, 0), "k": 1}, ValueError, r"k must be an integer in \[1, 0\]"),
+        ({"input": torch.tensor([1.0, -INF, -INF])}, ValueError, "k must lie in .* row with 1"),
+    ],
+)
+def test_errors_name_the_argument(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sorted_soft_topk(**{"input": torch.ones(2, 4), "k": 2, **kwargs})
+
+
+def test_vmap_reports_a_bad_epsilon() -> None:
+    with pytest.raises(ValueError, match="epsilon must be finite and > 0, but got -1"):
+        torch.func.vmap(lambda x, e: sorted_soft_topk(x, 2, epsilon=e))(normal(2, 4), f64([1.0, -1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    x = (3 * normal(4, 50)).to(dtype).requires_grad_()
+    y = sorted_soft_topk(x, 5, epsilon=0.3)
+    assert y.dtype == dtype
+    want = sorted_soft_topk(x.detach().double(), 5, epsilon=0.3)
+    assert torch.equal(y, want.to(dtype))
+    y.float().square().sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype and x.grad.isfinite().all()
+
+
+def test_dims_layouts_and_empty_batches() -> None:
+    x = normal(4, 6, 5)
+    want = sorted_soft_topk(x.movedim(1, -1), 2, epsilon=0.5)
+    got = sorted_soft_topk(x, 2, 1, epsilon=0.5)
+    assert got.shape == (4, 2, 6, 5)
+    assert_close(got, want.movedim((-2, -1), (1, 2)), 1e-14)
+    assert_close(sorted_soft_topk(x, 2, dim=-2, epsilon=0.5), got, 1e-14)
+    expanded = x[:1].expand(4, 6, 5)
+    assert_close(sorted_soft_topk(expanded, 2), sorted_soft_topk(expanded.contiguous(), 2), 1e-14)
+    assert sorted_soft_topk(torch.empty(0, 5), 2).shape == (0, 2, 5)
+    assert sorted_soft_topk(torch.tensor(0.3), 1).tolist() == [[1.0]]
+    assert sorted_soft_topk(torch.tensor([0.3]), 1).tolist() == [[1.0]]
+
+
+def test_epsilon_a_row() -> None:
+    x, epsilon = normal(2, 3, 6), f64([[0.1, 1.0, 5.0], [0.2, 2.0, 7.0]])
+    want = torch.stack(
+        [
+            sorted_soft_topk(a, 2, epsilon=float(e))
+            for a, e in zip(x.flatten(0, 1), epsilon.flatten(), strict=True)
+        ]
+    )
+    assert_close(sorted_soft_topk(x, 2, epsilon=epsilon).flatten(0, 1), want, 1e-13)
+
+
+# ----------------------------------------------------------------------------------- transforms
+
+
+def test_vmap_over_each_argument() -> None:
+    x, epsilon = normal(3, 6), f64([0.5, 1.0, 1.7])
+
+    def call(x: Tensor, epsilon: Tensor) -> Tensor:
+        return sorted_soft_topk(x, 2, epsilon=epsilon)
+
+    want = call(x, epsilon)
+    assert_close(torch.func.vmap(call)(x, epsilon), want, 1e-13)
+    assert_close(torch.func.vmap(call, (None, 0))(x[1], epsilon)[1], want[1], 1e-13)
+    assert_close(torch.func.vmap(call, (0, None))(x, epsilon[1])[1], want[1], 1e-13)
+    assert_close(torch.func.vmap(call, (1, None))(x.mT.contiguous(), epsilon[1])[1], want[1], 1e-13)
+
+
+def test_grad_under_vmap() -> None:
+    def loss(x: Tensor, epsilon: Tensor) -> Tensor:
+        return sorted_soft_topk(x, 2, epsilon=epsilon).square().sum()
+
+    x, epsilon = arguments()
+    got = torch.func.vmap(torch.func.grad(loss, (0, 1)))(x.detach(), epsilon.detach())
+    want = grad(loss(x, epsilon), (x, epsilon))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(dynamic: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(sorted_soft_topk, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n, k in ((6, 2), (9, 3)) if dynamic else ((6, 2),):
+        x, epsilon = normal(3, n).requires_grad_(), arguments()[1]
+        got, want = compiled(x, k, epsilon=epsilon), sorted_soft_topk(x, k, epsilon=epsilon)
+        assert_close(got, want, 1e-13)
+        for a, b in zip(*(grad(y.square().sum(), (x, epsilon)) for y in (got, want)), strict=True):
+            assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["plain", "strided", "expanded"])
+def test_opcheck(layout: str) -> None:
+    x = {"plain": normal(3, 6), "strided": normal(6, 3).mT, "expanded": normal(1, 6).expand(3, 6)}[layout]
+    epsilon = f64([0.5, 1.0, 1.7]).requires_grad_()
+    torch.library.opcheck(torch.ops.khot.sorted_soft_topk.default, (x.clone().requires_grad_(), 2, epsilon))
