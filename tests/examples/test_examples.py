@@ -100,3 +100,13 @@ def test_knn_on_mnist() -> None:
     )
     accuracy = example("knn").run(small, steps=150).accuracy
     assert accuracy["soft"] > accuracy["entropy"] + 0.01
+
+
+def test_sae(tmp_path: Path) -> None:
+    script = example("sae")
+    images = data.load_digits()
+    results = script.run(images, 6, steps=160)
+    straight, hard = results["straight"], results["hard"]
+    assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
+    script.draw(images, results, tmp_path / "sae.png")
+    assert_picture(tmp_path / "sae.png")

@@ -81,6 +81,12 @@ LAYERS = [
         (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
         owns_parameters=False,
     ),
+    Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
+    Layer(
+        "TopKSAE-batch",
+        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, straight_through=True, batch=True, **kw),
+        (scores(2, 7, 5),),
+    ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
 ]
 each_layer = pytest.mark.parametrize("row", LAYERS, ids=lambda row: row.name)

@@ -16,6 +16,7 @@ from khot.nn.pruning import prune_magnitude as prune_magnitude
 from khot.nn.routers import ExpertChoiceRouter as ExpertChoiceRouter
 from khot.nn.routers import Routing as Routing
 from khot.nn.routers import TokenChoiceRouter as TokenChoiceRouter
+from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SoftTopK",
     "TokenChoiceRouter",
     "TopKAttention",
+    "TopKSAE",
     "make_permanent",
     "prune_global",
     "prune_magnitude",
