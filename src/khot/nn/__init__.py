@@ -7,6 +7,9 @@ mode, as it is meant. A row with fewer entries than k that may be selected gets 
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.beam_search import Beams as Beams
+from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
+from khot.nn.beam_search import soft_beam_search as soft_beam_search
 from khot.nn.gate import KHotGate as KHotGate
 from khot.nn.knn import SoftKNN as SoftKNN
 from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
@@ -21,6 +24,7 @@ from khot.nn.soft_topk import SoftTopK as SoftTopK
 
 __all__ = [
     "Anneal",
+    "Beams",
     "ExpertChoiceRouter",
     "KHotGate",
     "MixtureOfExperts",
@@ -33,5 +37,7 @@ __all__ = [
     "make_permanent",
     "prune_global",
     "prune_magnitude",
+    "soft_beam_loss",
+    "soft_beam_search",
     "topk_attention",
 ]
