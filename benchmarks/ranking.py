@@ -8,24 +8,20 @@ medians. Nothing is reported if the results disagree with the reference kernels.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import khot
-from benchmarks.cpu import both_ways, medians, scores
-from khot import kernels
+from benchmarks import report, timing
+from benchmarks.cpu import spread_normal
 from khot.kernels import scans
 
 SHAPES = [(128, 1_000), (100, 10_000), (16, 1_000_000)]
 GOAL = (1.1, 1.3)
-ENTRIES = 30_000_000  # read by one call's repetitions altogether
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {"soft_rank": khot.soft_rank, "soft_sort": khot.soft_sort}
 
 
@@ -41,43 +37,34 @@ def check(x: Tensor) -> None:
         raise SystemExit(f"off by {rank:.1e} and {sort:.1e} at {tuple(x.shape)}: nothing is reported")
 
 
-def measure(shape: tuple[int, int], clock: Callable[[], float]) -> dict[str, tuple[float, float]]:
-    x = scores(*shape)
+def measure(shape: tuple[int, int], seconds: float, clock: timing.Clock) -> dict[str, tuple[float, float]]:
+    x = spread_normal(*shape, torch.Generator().manual_seed(0))
     check(x)
     calls: dict[str, Callable[[Tensor], Tensor]] = {"sort": lambda x: torch.sort(x, -1).values, **OPERATORS}
-    repeats = max(3, min(100, ENTRIES // x.numel()))
-    forward = medians({name: lambda call=call: call(x) for name, call in calls.items()}, repeats, clock)
-    whole = medians({name: both_ways(x, call) for name, call in calls.items()}, repeats, clock)
-    return {name: (forward[name] / forward["sort"], whole[name] / whole["sort"]) for name in OPERATORS}
+    forward = {name: partial(call, x) for name, call in calls.items()}
+    whole = {name: timing.forward_backward(call, x) for name, call in calls.items()}
+    one, both = (timing.medians(c, seconds=seconds, clock=clock) for c in (forward, whole))
+    return {name: (one[name] / one["sort"], both[name] / both["sort"]) for name in OPERATORS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="soft ranks and sorting beside torch.sort, on the CPU")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the ratios here, too")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each call")
     parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="one thread and its CPU time: steadier on a machine that others use",
     )
     args = parser.parse_args()
-    torch.set_num_threads(1 if args.cpu_time else args.threads)
-    clock = time.thread_time if args.cpu_time else time.perf_counter
-
-    print(
-        f"kernels: {kernels.active()['cpu']}; torch {torch.__version__}, Python {platform.python_version()}"
-    )
-    print(f"threads: {torch.get_num_threads()}; load: {os.getloadavg()[0]:.1f}; {platform.platform()}\n")
-    print("| rows, n | goal | " + " | ".join(OPERATORS) + " |")
-    print("|---|---|" + "---|" * len(OPERATORS))
-    results = {}
+    clock = timing.clock(args.cpu_time)
+    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=args.cpu_time).items()), sep="; ")
+    print(f"load: {os.getloadavg()[0]:.1f}\n")
+    rows = []
     for shape in SHAPES:
-        ratios = measure(shape, clock)
-        results[str(shape)] = ratios
-        cells = (f"{a:.2f} / {b:.2f}" for a, b in ratios.values())
-        print(f"| {shape} | {GOAL[0]} / {GOAL[1]} | " + " | ".join(cells) + " |", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        ratios = measure(shape, args.seconds, clock)
+        goal = f"{GOAL[0]} / {GOAL[1]}"
+        rows.append([f"{shape}", goal, *(f"{a:.2f} / {b:.2f}" for a, b in ratios.values())])
+    print(report.table(["rows, n", "goal", *OPERATORS], rows))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
                  Threshold& t) {
   const bool wanted = spec.output != Output::kThreshold;
+  if (!(tau > 0 && tau < kInfinity)) {
+    t = {kNan, kNan};
+    if (wanted) apply<double>(spec, F, x, t, tau, out);
+    return;
+  }
   if (fits_float<C>(spec, x.dtype, tau)) {
     const bool log = spec.output == Output::kLog;
     if (FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) {

@@ -193,7 +193,9 @@ def test_unknown_cdf(op: Operator, cdf: str) -> None:
     assert_raises(ValueError, "cdf", "'logistic', 'laplace', 'normal', 'uniform'", lambda: op(X, cdf=cdf))
 
 
-@pytest.mark.parametrize("cdf", [None, 2.0, cdfs.Normal, torch.sigmoid], ids=str)
+@pytest.mark.parametrize(
+    "cdf", [None, 2.0, cdfs.Normal, torch.sigmoid], ids=["None", "2.0", "class", "function"]
+)
 @named("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count")
 def test_cdf_of_wrong_type(op: Operator, cdf: Any) -> None:
     assert_raises(TypeError, "cdf", type(cdf).__name__, lambda: op(X, cdf=cdf))

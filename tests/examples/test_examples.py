@@ -45,6 +45,27 @@ def test_attention(tmp_path: Path) -> None:
     assert_picture(tmp_path / "attention.png")
 
 
+def test_gate(tmp_path: Path) -> None:
+    script = example("gate")
+    images = data.load_digits()
+    results = script.run(images, 10, steps=400)
+    assert results["fixed"].mask.sum() == 10
+    assert results["fixed"].accuracy > results["variance"].accuracy
+    assert results["learned"].size[-1] < results["learned"].size[0]
+    script.draw(images, results, tmp_path / "gate.png")
+    assert_picture(tmp_path / "gate.png")
+
+
+def test_pruning(tmp_path: Path) -> None:
+    script = example("pruning")
+    images = data.load_digits()
+    results = script.run(images, steps=300)
+    assert results["soft"].weights == results["hard"].weights == 339  # a tenth of 64·32 + 32·32 + 32·10
+    assert results["soft"].error[-1] < 0.7 * results["hard"].error[-1]
+    script.draw(images, results, tmp_path / "pruning.png")
+    assert_picture(tmp_path / "pruning.png")
+
+
 def test_mixture(tmp_path: Path) -> None:
     script = example("mixture")
     results = script.run(steps=400, runs=1)
@@ -79,3 +100,13 @@ def test_knn_on_mnist() -> None:
     )
     accuracy = example("knn").run(small, steps=150).accuracy
     assert accuracy["soft"] > accuracy["entropy"] + 0.01
+
+
+def test_sae(tmp_path: Path) -> None:
+    script = example("sae")
+    images = data.load_digits()
+    results = script.run(images, 6, steps=160)
+    straight, hard = results["straight"], results["hard"]
+    assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
+    script.draw(images, results, tmp_path / "sae.png")
+    assert_picture(tmp_path / "sae.png")

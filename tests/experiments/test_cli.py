@@ -170,7 +170,11 @@ def test_demo_names_the_files_that_it_misses(tmp_path: Path) -> None:
         assert all(name in line for name in MNIST_FILES)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"no header"), gzip.compress(b"0" * 99)])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(b"no header"), gzip.compress(b"0" * 99)],
+    ids=["no gzip", "no header", "wrong header"],
+)
 def test_demo_names_the_file_that_is_broken(tmp_path: Path, content: bytes) -> None:
     for name in MNIST_FILES:
         (tmp_path / name).write_bytes(content)

@@ -7,21 +7,37 @@ mode, as it is meant. A row with fewer entries than k that may be selected gets 
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.beam_search import Beams as Beams
+from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
+from khot.nn.beam_search import soft_beam_search as soft_beam_search
+from khot.nn.gate import KHotGate as KHotGate
 from khot.nn.knn import SoftKNN as SoftKNN
 from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
+from khot.nn.pruning import make_permanent as make_permanent
+from khot.nn.pruning import prune_global as prune_global
+from khot.nn.pruning import prune_magnitude as prune_magnitude
 from khot.nn.routers import ExpertChoiceRouter as ExpertChoiceRouter
 from khot.nn.routers import Routing as Routing
 from khot.nn.routers import TokenChoiceRouter as TokenChoiceRouter
+from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 
 __all__ = [
     "Anneal",
+    "Beams",
     "ExpertChoiceRouter",
+    "KHotGate",
     "MixtureOfExperts",
     "Routing",
     "SoftKNN",
     "SoftTopK",
     "TokenChoiceRouter",
     "TopKAttention",
+    "TopKSAE",
+    "make_permanent",
+    "prune_global",
+    "prune_magnitude",
+    "soft_beam_loss",
+    "soft_beam_search",
     "topk_attention",
 ]

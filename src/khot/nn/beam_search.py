@@ -1,0 +1,201 @@
+"""Beam search that can be trained through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from khot import arguments
+from khot.transport import sorted_soft_topk
+
+__all__ = ["Beams", "Step", "soft_beam_loss", "soft_beam_search"]
+
+Step = Callable[
+    [Tensor, Tensor], tuple[Tensor, Tensor]
+]  # embedding, state → logits, state; all (B, beams, ·)
+
+
+class Beams(NamedTuple):
+    """What a beam search found, for a batch of B.
+
+    Attributes:
+        tokens: (B, k, length), int64; with a soft selection the tokens of the largest weight.
+        log_likelihood: (B, k), of each sequence.
+        log_probs: (B, length, V): along the likeliest sequence, what the model said before each token.
+    """
+
+    tokens: Tensor
+    log_likelihood: Tensor
+    log_probs: Tensor
+
+
+def soft_beam_search(
+    step: Step,
+    embedding: Tensor,
+    start: Tensor,
+    state: Tensor,
+    length: int,
+    k: int,
+    *,
+    epsilon: float = 0.1,
+    end: int | None = None,
+    hard: bool = False,
+) -> Beams:
+    """Beam search whose k best continuations are chosen softly, so that a model can be trained through it.
+
+    The m beams times V tokens at a step have the scores log L(beam) + log P(token | beam), and A =
+    ``khot.sorted_soft_topk(scores, k)`` says, in row l, which of them becomes beam l. Its next input and its
+    state are mixtures with these weights,
+
+        Σ_ij A_l,ij embedding_j    and    Σ_ij A_l,ij state_i
+
+    and its predecessor, its token and with them its likelihood are those of the largest weight.
+
+    Args:
+        step: one step of the decoder: from inputs (B, m, D) and states (B, m, H) to logits (B, m, V) and new
+            states (B, m, H). m is 1 at first, and then k.
+        embedding: of the tokens, (V, D).
+        start: the first input, (B, D) or (D,).
+        state: the first state, (B, H); where a decoder has several, concatenated.
+        length: how many tokens to produce, at least 1.
+        k: the number of beams, in [1, V].
+        epsilon: regularisation > 0 of the selection, in units of log-likelihood.
+        end: the token that ends a sequence: what has it goes on with it alone, at no cost. None: sequences
+            have the full length.
+        hard: choose hard, which is the usual beam search, for inference. Then nothing in the choice has a
+            gradient.
+
+    Returns:
+        :class:`Beams`, sorted by likelihood if the selection is hard. log_probs and log_likelihood are
+        differentiable in whatever the steps and the embedding depend on: exactly, but for the back-pointers,
+        which are constant between ties.
+
+    Raises:
+        ValueError: k, length, epsilon out of range, a start that does not fit.
+        TypeError: an embedding that is not a floating-point tensor.
+
+    Source: Xie et al. 2020, Algorithm 2 and appendices D.2 and I.2.
+
+    Example:
+        >>> table = torch.randn(6, 4)  # the embedding of 6 tokens
+        >>> cell, head = torch.nn.GRUCell(4, 8), torch.nn.Linear(8, 6)
+        >>> def step(x, h):
+        ...     new = cell(x.flatten(0, 1), h.flatten(0, 1)).view_as(h)
+        ...     return head(new), new
+        >>> beams = khot.nn.soft_beam_search(step, table, table[0], torch.zeros(2, 8), length=5, k=3)
+        >>> beams.tokens.shape, beams.log_likelihood.shape, beams.log_probs.shape
+        (torch.Size([2, 3, 5]), torch.Size([2, 3]), torch.Size([2, 5, 6]))
+    """
+    arguments.check_input(embedding, "embedding")
+    B, V = state.shape[0], embedding.shape[0]
+    if not 1 <= k <= V:
+        raise ValueError(f"k must lie in [1, {V}], but got {k}")
+    if length < 1:
+        raise ValueError(f"length must be at least 1, but got {length}")
+    x, h = _first(embedding, start, state)
+    likelihood = x.new_zeros(B, 1, dtype=torch.promote_types(x.dtype, torch.float32))
+    over = torch.zeros(B, 1, dtype=torch.bool, device=x.device)
+    said, pointers, tokens = [], [], []
+    for _ in range(length):
+        logits, h = step(x, h)
+        log_p = logits.to(likelihood.dtype).log_softmax(-1)
+        said.append(log_p)
+        if end is not None:
+            alone = torch.full((V,), -torch.inf, device=x.device, dtype=log_p.dtype)
+            alone[end] = 0
+            log_p = torch.where(over.unsqueeze(-1), alone, log_p)
+        scores = (likelihood.unsqueeze(-1) + log_p).flatten(1)  # (B, mV)
+        if hard:
+            place = scores.topk(k).indices
+            x = embedding[place % V]
+            h = _along(h, place // V)
+        else:
+            A = sorted_soft_topk(scores, k, epsilon=epsilon)
+            place = A.argmax(-1)
+            A = A.unflatten(-1, (-1, V)).to(h.dtype)
+            x, h = A.sum(-2) @ embedding, A.sum(-1) @ h
+        likelihood = scores.gather(1, place)
+        pointers.append(place // V)
+        tokens.append(place % V)
+        if end is not None:
+            over = over.gather(1, pointers[-1]) | (tokens[-1] == end)
+
+    best = likelihood.argmax(-1, keepdim=True)
+    beam = torch.arange(k, device=x.device).expand(B, k)
+    sequences, log_probs = [], []
+    for t in reversed(range(length)):
+        sequences.append(tokens[t].gather(1, beam))
+        beam, best = pointers[t].gather(1, beam), pointers[t].gather(1, best)
+        log_probs.append(_along(said[t], best))
+    return Beams(torch.stack(sequences[::-1], -1), likelihood, torch.cat(log_probs[::-1], 1))
+
+
+def soft_beam_loss(
+    step: Step,
+    embedding: Tensor,
+    start: Tensor,
+    state: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    epsilon: float = 0.1,
+    rho: float = 0.8,
+) -> Tensor:
+    """The loss of training through beam search: what the model says of the target along its own best beam.
+
+        −ρ log P(target | its own beginning) − (1 − ρ) log P(target | what :func:`soft_beam_search` chose)
+
+    averaged over the tokens. The first part, teacher forcing, shows the model only faultless beginnings; the
+    second part is what it says after its own choices.
+
+    Args:
+        step, embedding, start, state, k, epsilon: as for :func:`soft_beam_search`.
+        target: (B, length), int64; −100 where a sequence is over: such places do not count.
+        rho: share of teacher forcing, in [0, 1]; 1 needs no search.
+
+    Returns:
+        A scalar ≥ 0, differentiable in whatever the steps and the embedding depend on.
+
+    Raises:
+        ValueError: rho out of range, and as :func:`soft_beam_search`.
+
+    Source: Xie et al. 2020, appendix D.2, with logarithms of the likelihoods.
+
+    Example:
+        >>> table, head = torch.randn(6, 4), torch.nn.Linear(4, 6)
+        >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+        >>> step = lambda x, h: (head(x + h), x + h)
+        >>> loss = khot.nn.soft_beam_loss(step, table, table[0], torch.zeros(2, 4), target, k=2)
+        >>> loss.backward()
+    """
+    arguments.check_number(rho, "rho", low=0, high=1)
+    length, loss = target.shape[1], torch.zeros((), device=embedding.device)
+    if rho > 0:
+        x, h = _first(embedding, start, state)
+        said = []
+        for t in range(length):
+            logits, h = step(x, h)
+            said.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+            x = embedding[target[:, t : t + 1].clamp(min=0)]
+        loss = loss + rho * F.nll_loss(torch.cat(said, 1).flatten(0, 1), target.flatten())
+    if rho < 1:
+        beams = soft_beam_search(step, embedding, start, state, length, k, epsilon=epsilon)
+        loss = loss + (1 - rho) * F.nll_loss(beams.log_probs.flatten(0, 1), target.flatten())
+    return loss
+
+
+def _first(embedding: Tensor, start: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The first input and state, (B, 1, ·)."""
+    shape = (state.shape[0], embedding.shape[1])
+    if start.shape not in (torch.Size(shape), torch.Size(shape[1:])):
+        raise ValueError(f"start must be {shape} or {shape[1:]}, but got {tuple(start.shape)}")
+    return start.expand(shape).unsqueeze(1), state.unsqueeze(1)
+
+
+def _along(x: Tensor, beams: Tensor) -> Tensor:
+    """Those beams of x: (B, m, ·) at (B, k) becomes (B, k, ·)."""
+    return x.gather(1, beams.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

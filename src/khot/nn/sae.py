@@ -1,0 +1,171 @@
+"""A sparse autoencoder with k latents an input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot import cdfs, topk
+from khot.cdfs import CDF
+from khot.nn.values import Value, current, describe, positive
+
+__all__ = ["TopKSAE"]
+
+
+class TopKSAE(nn.Module):
+    """A sparse autoencoder: every input is a sum of at most k of n directions, which are learned.
+
+    With pre-activations a = W(x − b) + c and a selection y of k of them,
+
+        code = y · max(a, 0),    reconstruction = Σ_i code_i D_i + b
+
+    In train mode y is ``khot.soft_topk(a, k)``, so that latents that just missed the top k get a gradient,
+    too. In eval mode y is the hard top k; the code is then known by its k values and their indices, and
+    decoding reads k rows of D instead of all.
+
+    Args:
+        in_features: size of the inputs.
+        latents: n, the number of directions.
+        k: how many an input, in (0, n]; a number or a module that gives one (:class:`khot.nn.Anneal`).
+        tau: temperature of the selection, > 0, in the units of the pre-activations; as ``k``.
+        cdf: as for :func:`khot.soft_topk`.
+        straight_through: choose hard in train mode, too, with the gradient of the soft selection. What is
+            trained is then what is used, at any temperature.
+        batch: choose k·B latents for a batch of B inputs together, instead of k for each of them: inputs get
+            as many as they need. Then an input's code depends on the batch it is in, in eval mode, too.
+        device, dtype: of the parameters.
+
+    Attributes:
+        encoder, decoder: W and D, both (n, in_features); they start from the same random rows of length 1.
+        encoder_bias, bias: c, (n,), and b, (in_features,); 0 at the start.
+        idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. It is, by an input,
+            where a > 0 and y > ½.
+
+    Shape:
+        input: (..., in_features), of any floating-point dtype.
+
+        output: the reconstruction, of the input's shape.
+
+    Raises:
+        ValueError, TypeError: an argument out of range.
+
+    Sources: Gao et al. 2024 (top-k sparse autoencoders, with a hard selection); Bussmann, Leask, Nanda 2024
+    (``batch``).
+
+    Example:
+        >>> sae = khot.nn.TopKSAE(16, 64, k=4, tau=0.1)
+        >>> x = torch.randn(8, 16)
+        >>> loss = (sae(x) - x).square().mean()
+        >>> values, indices = sae.eval().top(x)
+        >>> values.shape
+        torch.Size([8, 4])
+        >>> torch.allclose(sae.decode(values, indices), sae(x))
+        True
+    """
+
+    idle: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        latents: int,
+        k: Value,
+        tau: Value = 1.0,
+        cdf: str | CDF = "logistic",
+        *,
+        straight_through: bool = False,
+        batch: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("latents", latents)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, but got {size}")
+        if not isinstance(k, nn.Module) and k > latents:
+            raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
+        self.in_features, self.latents = in_features, latents
+        self.straight_through, self.batch = straight_through, batch
+        self.k, self.tau = positive(k, "k"), positive(tau, "tau")
+        self.cdf = cdfs.resolve(cdf)
+        self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
+        self.encoder_bias = nn.Parameter(torch.empty(latents, device=device, dtype=dtype))
+        self.decoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+        self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random directions of length 1, the same in encoder and decoder, and biases of 0."""
+        nn.init.normal_(self.decoder)
+        with torch.no_grad():
+            self.decoder.div_(self.decoder.norm(dim=-1, keepdim=True))
+            self.encoder.copy_(self.decoder)
+        nn.init.zeros_(self.encoder_bias)
+        nn.init.zeros_(self.bias)
+        self.idle.zero_()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training or self.batch:
+            return self.decode(self.encode(input))
+        return self.decode(*self.top(input))
+
+    def encode(self, input: Tensor) -> Tensor:
+        """The code, (..., n): soft in train mode, and in eval mode with at most k entries that are not 0."""
+        a = self._activations(input)
+        rows = a.flatten() if self.batch else a
+        k = current(self.k) * (a.shape[:-1].numel() if self.batch else 1)
+        if not self.training:
+            return topk.topk_mask(rows, k).view(a.shape) * a.relu()
+        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.straight_through)
+        y = y.view(a.shape)
+        self._count(a, y)
+        return y * a.relu()
+
+    def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """The hard code as values and indices, both (..., m): its k largest entries in descending order.
+
+        m = ⌊k + ½⌋. With ``batch`` m is what the input with the most latents has; where others have fewer
+        their values end with zeros.
+        """
+        a = self._activations(input)
+        if not self.batch:
+            values, indices = a.topk(math.floor(float(current(self.k)) + 0.5))
+            return values.relu(), indices
+        chosen = topk.topk_mask(a.flatten(), current(self.k) * a.shape[:-1].numel()).view(a.shape)
+        values, indices = a.topk(int(chosen.sum(-1).max()))
+        return values.relu() * chosen.gather(-1, indices), indices
+
+    def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
+        """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
+        if indices is None:
+            return F.linear(code, self.decoder.mT, self.bias)
+        width = indices.shape[-1]
+        sums = F.embedding_bag(
+            indices.reshape(-1, width),
+            self.decoder,
+            mode="sum",
+            per_sample_weights=code.reshape(-1, width).to(self.decoder.dtype),
+        )
+        return sums.view(*indices.shape[:-1], self.in_features) + self.bias
+
+    def dead(self, inputs: int) -> Tensor:
+        """The share of latents that the last so many inputs of the training did not use: 0-dim, in [0, 1]."""
+        return (self.idle >= inputs).double().mean()
+
+    def _activations(self, input: Tensor) -> Tensor:
+        return F.linear(input - self.bias, self.encoder, self.encoder_bias)
+
+    @torch.no_grad()
+    def _count(self, a: Tensor, y: Tensor) -> None:
+        used = ((a > 0) & (y > 0.5)).view(-1, self.latents).any(0)
+        self.idle.copy_(torch.where(used, 0, self.idle + a.shape[:-1].numel()))
+
+    def extra_repr(self) -> str:
+        values = describe(
+            in_features=self.in_features, latents=self.latents, k=self.k, tau=self.tau, cdf=self.cdf
+        )
+        return values + ", straight_through=True" * self.straight_through + ", batch=True" * self.batch

@@ -1,0 +1,131 @@
+"""KHotGate: the samples are sample_khot's, the choice is the hard operator's, and it finds what counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot.nn import Anneal, KHotGate
+
+ESTIMATORS = ("straight_through", "second_order", "gumbel", "simple", "imle")
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def gate(
+    k: float | None, n: int = 8, estimator: str = "straight_through", design: str | None = None
+) -> KHotGate:
+    layer = KHotGate(n, k, estimator, design, dtype=torch.float64)
+    with torch.no_grad():
+        layer.logits.copy_(scores(n, seed=7))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("k", "estimator"), [*((3, e) for e in ESTIMATORS), (None, "straight_through"), (None, "second_order")]
+)
+def test_train_mode_is_sample_khot_and_its_gradient(k: int | None, estimator: str) -> None:
+    layer, x = gate(k, estimator=estimator), scores(5, 8).requires_grad_()
+    weight = scores(5, 8, seed=1)
+    torch.manual_seed(0)
+    (layer(x) * weight).sum().backward()
+    torch.manual_seed(0)
+    logits = layer.logits.detach().requires_grad_()
+    sample = khot.estimators.sample_khot(logits.expand(5, 8), k, estimator=estimator)
+    (x.detach() * sample * weight).sum().backward()
+    torch.testing.assert_close(layer.logits.grad, logits.grad)
+    torch.testing.assert_close(x.grad, sample.detach() * weight)
+    if k is not None:
+        assert (sample.sum(-1) == k).all()
+
+
+@pytest.mark.parametrize("design", ["pareto", "conditional_poisson", "pivotal", "systematic"])
+def test_design_and_probs(design: str) -> None:
+    layer, size = gate(3, design=design), 4000
+    torch.manual_seed(0)
+    share = layer(torch.ones(size, 8, dtype=torch.float64)).mean(0)
+    # a share of 4000 draws deviates by at most 0.0079; 8 of them stay within 5.4 deviations but for 1e-6,
+    # and pareto is off by 1e-3 itself
+    torch.testing.assert_close(share, layer.probs, rtol=0, atol=5.4 * 0.0079 + 1e-3)
+    assert f"design='{design}'" in repr(layer)
+
+
+def test_eval_mode_is_the_hard_operator() -> None:
+    x = scores(5, 8)
+    layer = gate(3).eval()
+    want = khot.topk_mask(layer.logits, 3)
+    assert layer.mask.equal(want) and layer(x).equal(x * want) and not layer.mask.requires_grad
+    learned = gate(None).eval()
+    want = (learned.probs > 0.5).double()
+    assert 0 < want.sum() < 8 and learned(x).equal(x * want)
+
+
+def test_probs() -> None:
+    torch.testing.assert_close(gate(2.5).probs, khot.sigmoid_topk(gate(2.5).logits, 2.5))
+    torch.testing.assert_close(gate(None).probs, gate(None).logits.sigmoid())
+
+
+def test_every_example_gets_a_sample_of_its_own() -> None:
+    torch.manual_seed(0)
+    # 200 samples of 70 subsets: all alike happens with probability 70^-199
+    assert len(gate(4)(torch.ones(2, 100, 8)).view(-1, 8).unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("k", [2, None])
+def test_finds_what_counts_and_how_many(k: int | None) -> None:
+    torch.manual_seed(0)
+    layer = KHotGate(12, k, design="pivotal")
+    worth = torch.tensor([1.0, 0.9] + [0.1] * 10)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = -layer(worth.expand(32, 12)).sum(-1).mean() + khot.losses.size_penalty(layer.probs, 0.5)
+        loss.backward()
+        optimizer.step()
+    assert layer.eval().mask.nonzero().flatten().tolist() == [0, 1]
+
+
+def test_annealed_size() -> None:
+    k = Anneal(6, 2, 2)
+    layer = KHotGate(8, k, design="pivotal")
+    for size in (6, 4, 2):
+        assert (layer.train()(torch.ones(3, 8)).sum(-1) == size).all() and layer.eval().mask.sum() == size
+        k.step()
+    assert "k.taken" in layer.state_dict()
+
+
+def test_bfloat16_sums_to_k() -> None:
+    layer = KHotGate(1000, 300, dtype=torch.bfloat16)
+    out = layer(torch.ones(4, 1000, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16 and (out.float().sum(-1) == 300).all()
+
+
+def test_refuses() -> None:
+    with pytest.raises(ValueError, match="n must"):
+        KHotGate(0, 1)
+    with pytest.raises(ValueError, match="k must"):
+        KHotGate(4, 5)
+    with pytest.raises(ValueError, match="k must"):
+        KHotGate(4, math.nan)
+    with pytest.raises(ValueError, match="k must"):
+        KHotGate(4, None, "gumbel")
+    with pytest.raises(ValueError, match="estimator must"):
+        KHotGate(4, 2, "gumble")
+    with pytest.raises(ValueError, match="design must"):
+        KHotGate(4, 2, "simple", "pareto")
+    with pytest.raises(ValueError, match="input must"):
+        KHotGate(4, 2)(torch.ones(3, 5))
+
+
+def test_the_generator_of_the_user_is_left_alone() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    KHotGate(4, 2)
+    assert torch.get_rng_state().equal(state)

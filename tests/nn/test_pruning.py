@@ -1,0 +1,279 @@
+"""Pruning: the selection is the magnitude operator's, shared by all layers, and its gradient is right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+import khot
+from khot.nn import Anneal, make_permanent, prune_global, prune_magnitude, pruning
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def mlp(**kw: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 5, dtype=torch.float64), nn.ReLU(), nn.Linear(5, 3, dtype=torch.float64)
+    )
+
+
+def pruned(amount: Any = 0.6, tau: Any = 0.8, p: float = 2.0) -> nn.Sequential:
+    model = mlp()
+    prune_global([(model[0], "weight"), (model[2], "weight")], amount, tau, p)
+    return model
+
+
+def by_hand(x: Tensor, w: list[Tensor], b: list[Tensor], k: int, tau: Any, p: float = 2.0) -> Tensor:
+    row = torch.cat([w[0].flatten(), w[1].flatten()])
+    row = khot.soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True)
+    hidden = F.linear(x, row[:30].view(5, 6), b[0]).relu()
+    return F.linear(hidden, row[30:].view(3, 5), b[1])
+
+
+@pytest.fixture
+def selections() -> Any:
+    """How often the operator was called."""
+    with mock.patch.object(
+        pruning, "soft_topk_magnitude", side_effect=khot.soft_topk_magnitude, autospec=True
+    ) as operator:
+        yield operator
+
+
+@pytest.mark.parametrize("p", [2.0, 1.5])
+def test_one_parameter(p: float) -> None:
+    layer = nn.Linear(6, 5, dtype=torch.float64)
+    original, bias = layer.weight, layer.bias
+    w = original.detach().clone()
+    assert prune_magnitude(layer, "weight", 0.7, tau=0.3, p=p) is layer
+    want = khot.soft_topk_magnitude(w.flatten(), 9, tau=0.3, p=p, rescale=True).view(5, 6)
+    torch.testing.assert_close(layer.weight, want, rtol=0, atol=0)
+    assert layer.parametrizations.weight.original is original and layer.bias is bias
+
+    hard = layer.eval().weight
+    torch.testing.assert_close(hard, w * khot.topk_mask(w.abs().flatten(), 9).view(5, 6), rtol=0, atol=0)
+    assert (hard == 0).sum() == 21
+    hard.sum().backward()
+    torch.testing.assert_close(original.grad, (hard != 0).double())
+
+
+@pytest.mark.parametrize(("amount", "zeros"), [(0, 0), (7, 7), (30, 30), (0.0, 0), (0.25, 8), (1.0, 30)])
+def test_amount(amount: float, zeros: int) -> None:
+    layer = prune_magnitude(
+        nn.Linear(6, 5), "weight", amount
+    ).eval()  # 0.25 * 30 rounds to 8, as torch's does
+    assert (layer.weight == 0).sum() == zeros
+
+
+@pytest.mark.parametrize("p", [2.0, 1.5])
+def test_global_is_one_row_and_its_gradient_crosses_layers(p: float) -> None:
+    model, x = pruned(p=p), scores(4, 6)
+    w = [model[i].parametrizations.weight.original.detach().clone().requires_grad_() for i in (0, 2)]
+    want = by_hand(x, w, [model[0].bias, model[2].bias], 18, 0.8, p)
+    got = model(x)
+    torch.testing.assert_close(got, want)
+    # the first layer's loss alone: its gradient reaches the weights of the second through the threshold
+    for loss in (got.square().sum(), model[0](x).square().sum()):
+        model.zero_grad()
+        loss.backward()
+    reach = model[2].parametrizations.weight.original.grad
+    assert reach is not None and (reach != 0).any()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    want.square().sum().backward()
+    for i, layer in enumerate((model[0], model[2])):
+        torch.testing.assert_close(layer.parametrizations.weight.original.grad, w[i].grad)
+
+
+def test_one_selection_a_forward_pass(selections: mock.Mock) -> None:
+    model, x = pruned(), scores(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):  # gradients accumulate over two passes, each with a graph of its own
+        selections.reset_mock()
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        assert selections.call_count == 2
+        optimizer.step()
+    selections.reset_mock()
+    (model(x).sum() + model(2 * x).sum()).backward()  # two passes, one backward
+    assert selections.call_count == 2
+
+
+def test_a_train_step_is_that_of_the_function_by_hand() -> None:
+    model, x = pruned(), scores(4, 6)
+    w = [model[i].parametrizations.weight.original.detach().clone().requires_grad_() for i in (0, 2)]
+    b = [model[i].bias.detach().clone().requires_grad_() for i in (0, 2)]
+    ours = torch.optim.Adam(model.parameters(), lr=0.05)
+    theirs = torch.optim.Adam([w[0], b[0], w[1], b[1]], lr=0.05)
+    for _ in range(5):
+        for optimizer, loss in ((ours, model(x)), (theirs, by_hand(x, w, b, 18, 0.8))):
+            optimizer.zero_grad()
+            (loss - 1).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(model[0].parametrizations.weight.original, w[0])
+    torch.testing.assert_close(model[2].parametrizations.weight.original, w[1])
+
+
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_parts_that_were_not_asked_for_are_never_stale(order: tuple[int, int]) -> None:
+    model = pruned()
+    first, second = (model[i] for i in order)
+    original = second.parametrizations.weight.original
+
+    def fresh() -> Tensor:
+        return copy.deepcopy(model)[order[1]].weight.detach()
+
+    first.weight.sum().backward()  # only one layer was used, and its graph is gone
+    second.weight.sum().backward()
+    first.weight.detach()
+    with torch.no_grad():
+        original.mul_(2)  # a step in between
+    torch.testing.assert_close(second.weight, fresh())
+    first.weight.detach()
+    original.data = original.data * 3
+    torch.testing.assert_close(second.weight, fresh())
+    with torch.no_grad():
+        first.weight.detach()
+    assert second.weight.requires_grad
+    first.weight.detach()
+    model.eval()
+    torch.testing.assert_close(second.weight, fresh())
+
+
+def test_an_annealed_tau_is_not_stale_either() -> None:
+    tau, amount = Anneal(2.0, 0.1, 1), Anneal(0.2, 0.8, 1)
+    model = pruned(amount, tau)
+    model[0].weight.detach()
+    tau.step(), amount.step()
+    want = pruned(0.8, 0.1)[2].weight
+    torch.testing.assert_close(model[2].weight, want)
+    assert (torch.cat([model[i].eval().weight.flatten() for i in (0, 2)]) == 0).sum() == 36
+    assert {"0.parametrizations.weight.0.tau.taken", "2.parametrizations.weight.0.amount.taken"} <= set(
+        model.state_dict()
+    )
+
+
+def test_a_model_that_was_left_half_way_is_freed() -> None:
+    model = pruned()
+    model[0].weight.sum()
+    freed = weakref.ref(model[2].parametrizations.weight.original)
+    del model
+    gc.collect()
+    assert freed() is None
+
+
+def test_make_permanent() -> None:
+    model, x = pruned(0.9), scores(4, 6)
+    originals = [model[i].parametrizations.weight.original for i in (0, 2)]
+    want = copy.deepcopy(model).eval()(x)
+    assert make_permanent(model) is model
+    torch.testing.assert_close(model(x), want, rtol=0, atol=0)
+    assert type(model[0]) is nn.Linear and not parametrize.is_parametrized(model[0])
+    assert model[0].weight is originals[0] and model[2].weight is originals[1]
+    assert sum(int((w == 0).sum()) for w in originals) == 40  # round(0.9 · 45), to even
+    assert set(model.state_dict()) == set(mlp().state_dict())
+
+
+def test_make_permanent_takes_along_what_was_pruned_together() -> None:
+    model = pruned(0.9)
+    make_permanent(model[2])
+    assert not parametrize.is_parametrized(model[0])
+    assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 40
+
+
+def test_state_dict_and_deepcopy() -> None:
+    model, x = pruned(), scores(4, 6)
+    model[0].weight.sum()  # half-way
+    twin, other = copy.deepcopy(model), pruned()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scores(*parameter.shape, seed=3)
+    other.load_state_dict(model.state_dict())
+    for training in (True, False):
+        torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=0, atol=0)
+        torch.testing.assert_close(twin.train(training)(x), pruned().train(training)(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_whole(training: bool) -> None:
+    torch.compiler.reset()
+    model, x = pruned().train(training), scores(4, 6)
+    want = model(x)
+    want.square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(got, want)
+    got.square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], grads)
+
+
+def test_functional_call_and_vmap() -> None:
+    model, x = pruned(), scores(4, 6)
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    models = {name: torch.stack([p, 2 * p]) for name, p in state.items()}
+    got = torch.vmap(lambda s: torch.func.functional_call(model, s, x))(models)
+    torch.testing.assert_close(got[0], model(x))
+    twice = torch.func.functional_call(model, {name: 2 * p for name, p in state.items()}, x)
+    torch.testing.assert_close(got[1], twice)
+
+
+def test_gradcheck() -> None:
+    model, x = pruned(), scores(2, 6)
+    names, values = zip(*model.named_parameters(), strict=True)
+    torch.autograd.gradcheck(
+        lambda *given: torch.func.functional_call(model, dict(zip(names, given, strict=True)), x), values
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_and_autocast(dtype: torch.dtype) -> None:
+    model, x = pruned().float(), scores(4, 6).float()
+    want = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(x)
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps)
+    low = copy.deepcopy(model).to(dtype)
+    assert low[0].weight.dtype == dtype
+    torch.testing.assert_close(low(x.to(dtype)).float(), want, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    low(x.to(dtype)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in low.parameters())
+
+
+def test_refuses() -> None:
+    layer = nn.Linear(6, 5)
+    for amount in (-1, 31, 1.5, -0.1):
+        with pytest.raises(ValueError, match="amount must"):
+            prune_magnitude(layer, "weight", amount)
+    with pytest.raises(TypeError, match="amount must"):
+        prune_magnitude(layer, "weight", True)
+    with pytest.raises(ValueError, match="tau must"):
+        prune_magnitude(layer, "weight", 0.5, tau=0)
+    with pytest.raises(ValueError, match="p must"):
+        prune_magnitude(layer, "weight", 0.5, p=3)
+    with pytest.raises(AttributeError):
+        prune_magnitude(layer, "wait", 0.5)
+    with pytest.raises(ValueError, match="parameters must"):
+        prune_global([], 0.5)
+    with pytest.raises(ValueError, match="parameters must"):
+        prune_global([(layer, "weight"), (layer, "weight")], 0.5)
+    with pytest.raises(ValueError, match="module must"):
+        make_permanent(layer)
+    assert not parametrize.is_parametrized(layer)
+    prune_magnitude(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match="name must"):
+        prune_magnitude(layer, "weight", 0.5)
+    assert "amount=0.5, tau=1.0, p=2.0" in repr(layer)

@@ -1,0 +1,169 @@
+"""TopKSAE: the formula by hand, the hard code as values and indices, and the latents that nobody uses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot.nn import Anneal, TopKSAE
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def make(k: float = 3, dtype: torch.dtype = torch.float64, **kw: object) -> TopKSAE:
+    torch.manual_seed(0)
+    sae = TopKSAE(5, 12, k, 0.2, dtype=dtype, **kw)
+    with torch.no_grad():
+        for parameter in sae.parameters():
+            parameter += 0.1 * scores(*parameter.shape, seed=3).to(dtype)
+    return sae
+
+
+def activations(sae: TopKSAE, x: Tensor) -> Tensor:
+    return (x - sae.bias) @ sae.encoder.mT + sae.encoder_bias
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_is_the_formula_in_training(batch: bool, cdf: str) -> None:
+    sae, x = make(cdf=cdf, batch=batch), scores(2, 7, 5)
+    a = activations(sae, x)
+    rows, k = (a.flatten(), 3 * 14) if batch else (a, 3)
+    code = khot.soft_topk(rows, k, tau=0.2, cdf=cdf).view(a.shape) * a.clamp(min=0)
+    torch.testing.assert_close(sae.encode(x), code)
+    torch.testing.assert_close(sae(x), code @ sae.decoder + sae.bias)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5)])
+def test_eval_is_the_hard_operator_dense_and_sparse(batch: bool, shape: tuple[int, ...]) -> None:
+    sae, x = make(batch=batch).eval(), scores(*shape)
+    a = activations(sae, x)
+    rows, k = (a.flatten(), 3 * a[..., 0].numel()) if batch else (a, 3)
+    code = khot.topk_mask(rows, k).view(a.shape) * a.clamp(min=0)
+    torch.testing.assert_close(sae.encode(x), code)
+    torch.testing.assert_close(sae(x), code @ sae.decoder + sae.bias)
+
+    values, indices = sae.top(x)
+    assert values.shape == indices.shape and values.shape[:-1] == shape[:-1]
+    assert values.shape[-1] == (3 if not batch else khot.topk_mask(rows, k).view(a.shape).sum(-1).max())
+    assert (values.diff(dim=-1) <= 0).all()
+    torch.testing.assert_close(torch.zeros_like(code).scatter(-1, indices, values), code)
+    torch.testing.assert_close(sae.decode(values, indices), sae(x))
+
+
+def test_straight_through_is_hard_forward_and_soft_backward() -> None:
+    sae, x, weight = make(straight_through=True), scores(7, 5), scores(7, 12, seed=1)
+    code = sae.encode(x)
+    torch.testing.assert_close(code, make().eval().encode(x))
+    (code * weight).sum().backward()
+    a = activations(make(), x).detach().requires_grad_()
+    y = khot.soft_topk(a, 3, tau=0.2)
+    ((y * a.detach().relu() + khot.topk_mask(a, 3) * a.relu()) * weight).sum().backward()
+    torch.testing.assert_close(sae.encoder_bias.grad, a.grad.sum(0))
+
+
+def test_batch_gives_inputs_what_they_need() -> None:
+    torch.manual_seed(0)
+    sae = TopKSAE(5, 12, 3, batch=True, dtype=torch.float64).eval()
+    x = torch.stack([0.01 * scores(5), scores(5)])
+    used = (sae.encode(x) != 0).sum(-1)
+    assert used.sum() <= 6 and used[1] > used[0]
+
+
+def test_gradients_of_the_sparse_decode_are_those_of_the_dense_one() -> None:
+    x, grads = scores(7, 5), []
+    for sparse in (True, False):
+        sae = make().eval()
+        out = sae(x) if sparse else sae.decode(sae.encode(x))
+        (out - x).square().sum().backward()
+        grads.append([p.grad for p in sae.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_gradcheck() -> None:
+    sae, x = make(), scores(4, 5).requires_grad_()
+    names, values = zip(*sae.named_parameters(), strict=True)
+    buffers = dict(sae.named_buffers())
+
+    def of(x: Tensor, *given: Tensor) -> Tensor:
+        state = dict(zip(names, given, strict=True)) | {n: b.clone() for n, b in buffers.items()}
+        return torch.func.functional_call(sae, state, (x,))
+
+    torch.autograd.gradcheck(of, (x, *values))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_idle_counts_the_inputs_since_a_latent_was_used(batch: bool) -> None:
+    sae, idle = make(batch=batch), torch.zeros(12, dtype=torch.int64)
+    for seed in range(6):
+        x = scores(2, 2, 5, seed=seed)
+        a = activations(sae, x)  # of 4 inputs
+        rows, k = (a.flatten(), 12) if batch else (a, 3)
+        used = (khot.soft_topk(rows, k, tau=0.2).view(a.shape) > 0.5) & (a > 0)
+        for latent in range(12):
+            idle[latent] = 0 if used[..., latent].any() else idle[latent] + 4
+        sae.train()(x)
+        assert sae.idle.equal(idle)
+    assert len(idle.unique()) > 2
+    for inputs in (1, 4, 5, 24, 25):
+        assert sae.dead(inputs) == (idle >= inputs).double().mean()
+    sae.eval()(x)
+    assert sae.idle.equal(idle)
+    sae.reset_parameters()
+    assert (sae.idle == 0).all()
+
+
+def test_starts_with_directions_of_length_one_tied() -> None:
+    sae = TopKSAE(5, 12, 3)
+    torch.testing.assert_close(sae.decoder.norm(dim=-1), torch.ones(12))
+    assert sae.decoder.equal(sae.encoder) and (sae.bias == 0).all() and (sae.encoder_bias == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [False, True])
+def test_half_precision_in_eval(dtype: torch.dtype, batch: bool) -> None:
+    sae, x = make(dtype=dtype, batch=batch).eval(), scores(7, 5).to(dtype)
+    values, indices = sae.top(x)
+    assert values.dtype == dtype
+    want = (values.double().unsqueeze(-1) * sae.decoder.double()[indices]).sum(-2) + sae.bias.double()
+    got = sae.decode(values, indices)
+    assert got.dtype == dtype
+    # three products of numbers up to 3, rounded once each and summed
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_autocast_in_eval() -> None:
+    sae, x = make(dtype=torch.float32).eval(), scores(7, 5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sae(x)
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in sae.parameters())
+
+
+def test_annealed() -> None:
+    k = Anneal(6, 2, 2)
+    sae = TopKSAE(5, 12, k, Anneal(1, 0.1, 2)).eval()
+    for size in (6, 4, 2):
+        assert sae.top(torch.randn(3, 5))[0].shape == (3, size)
+        k.step()
+
+
+def test_refuses() -> None:
+    with pytest.raises(ValueError, match="k must"):
+        TopKSAE(5, 12, 13)
+    with pytest.raises(ValueError, match="k must"):
+        TopKSAE(5, 12, 0)
+    with pytest.raises(ValueError, match="tau must"):
+        TopKSAE(5, 12, 3, math.nan)
+    with pytest.raises(ValueError, match="latents must"):
+        TopKSAE(5, 0, 3)
+    with pytest.raises(ValueError, match="in_features must"):
+        TopKSAE(0, 5, 3)
