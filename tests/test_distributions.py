@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ BATCH = torch.randn(3, 2, 6, dtype=F64, generator=torch.Generator().manual_seed(
 PROBS = khot.sigmoid_topk(BATCH, 3)
 K = torch.tensor([[1], [2], [4]])
 TRACTABLE = ("conditional_poisson", "sampford")
+
+
+@pytest.fixture(autouse=True)
+def validation() -> Iterator[None]:
+    """On, as torch has it until something is compiled; from then on it is off for the whole process."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
+
 
 # Every public class, and the arguments that its examples are made of.
 EXAMPLES: dict[type[Distribution], list[dict[str, Any]]] = {

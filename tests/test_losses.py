@@ -277,7 +277,7 @@ def test_permutation_cross_entropy_in_linear_memory() -> None:
     from test_soft_count import PeakMemory
 
     n = 20_000
-    x = torch.scores(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with PeakMemory() as memory:
         permutation_cross_entropy(x, x.argsort()).backward()
     assert memory.peak <= 8 * n * n / 200

@@ -237,7 +237,7 @@ def gumbel(
     Source: Wijk, Vinuesa, Azizpour 2025, Algorithm 3; Kool, van Hoof, Welling 2019.
 
     Example:
-        >>> khot.estimators.gumbel(torch.zeros(8), 3, hard=False).sum()
+        >>> khot.estimators.gumbel(torch.zeros(8), 3).sum()
         tensor(3.)
     """
     x = _rows(logits, dim)

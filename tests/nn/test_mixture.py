@@ -72,7 +72,7 @@ def test_a_learned_k_starts_as_the_number_and_differs_by_token() -> None:
     with torch.no_grad():
         router.k.weight.copy_(normal(1, DIM) * 10)
     k = router(x).selection.sum(-1)
-    assert k.std() > 0.5 and (k >= 1).all() and (k <= EXPERTS).all()
+    assert k.std() > 0.5 and (k >= 1 - 1e-9).all() and (k <= EXPERTS + 1e-9).all()
     torch.testing.assert_close(router.eval()(x).selection.sum(-1), (k + 0.5).floor())
 
 
