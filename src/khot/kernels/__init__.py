@@ -1,7 +1,7 @@
 """The registered operators and the kernels under them.
 
 `torch.ops.khot.*` is what every caller calls; a faster kernel is registered under the same name for its
-device (:mod:`khot.kernels.cpu`), and the reference serves all others.
+device (:mod:`khot.kernels.cpu`, :mod:`khot.kernels.gpu`), and the reference serves all others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import counting, cpu, reference, scans, selection, transport
+from khot.kernels import counting, cpu, gpu, reference, scans, selection, transport
 
 __all__ = ["active"]
 
@@ -187,11 +187,12 @@ def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 _CPU = cpu.load()
+gpu.register()
 
 
 def active() -> dict[str, str]:
     """Which kernels serve each kind of device, in the words of ``khot info``."""
     return {
         "cpu": f"compiled ({_CPU})" if _CPU else "reference",
-        "gpu": "reference" if torch.cuda.is_available() else "none",
+        "gpu": ("triton" if gpu.available() else "reference") if torch.cuda.is_available() else "none",
     }

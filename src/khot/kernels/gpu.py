@@ -1,0 +1,45 @@
+"""The GPU kernels (`triton.py`): registered for CUDA and ROCm, and imported when the first tensor comes.
+
+Where Triton is not installed the reference serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from khot.kernels import reference
+
+__all__ = ["KERNELS", "available", "register"]
+
+KERNELS = ("soft_topk", "soft_topk_backward")
+
+
+def available() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def register() -> None:
+    for name in KERNELS:
+        torch.library.impl(f"khot::{name}", "CUDA")(_late(name))
+
+
+def _late(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        return getattr(_module(), name)(*args)
+
+    return kernel
+
+
+@functools.cache
+def _module() -> ModuleType:
+    if not available():
+        return reference
+    from khot.kernels import triton
+
+    return triton

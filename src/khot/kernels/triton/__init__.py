@@ -1,0 +1,18 @@
+"""Triton kernels of the soft top-k, for CUDA and ROCm: one read of the row, one write.
+
+A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
+y. Several short rows share a program. A longer row is split over programs: every pass is one launch, whose
+programs first take the solver's step from the sums that the pass before left, all of them alike, and then
+sum their own part. The number of launches is fixed and rows that are done skip theirs, so that nothing waits
+for the device and a CUDA graph can hold it all.
+
+The arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, with float64 for sums and
+for what is one number a row; float64 scores are float64 throughout. The method is the reference's
+(:mod:`khot.kernels.solver`), with a bisection in place of its histograms: passes over what lies on chip are
+cheap.
+"""
+
+from khot.kernels.triton.backward import soft_topk_backward as soft_topk_backward
+from khot.kernels.triton.forward import soft_topk as soft_topk
+
+__all__ = ["soft_topk", "soft_topk_backward"]

@@ -1,0 +1,525 @@
+"""Forward: the solver on a row on chip, and on one that is split over programs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot.kernels import reference
+from khot.kernels.triton import layout
+from khot.kernels.triton.functions import (
+    CDFS,
+    HUGE,
+    LOG,
+    NORMAL,
+    OUTPUTS,
+    THRESHOLD,
+    TINY,
+    UNIFORM,
+    gather,
+    icdf,
+    load,
+    log_F,
+    median,
+    normal_icdf,
+    side,
+    standardize,
+)
+
+EVALUATIONS = 64  # at most, of a resident row
+LAUNCHES = 40  # passes over a long row, most of which find it done
+
+
+# ------------------------------------------------------------------- passes: sums over entries
+
+
+@triton.jit
+def _statistics(x, valid):
+    """Of the entries in x (rows, columns): whether one is NaN; how many are finite, and +inf; least and
+    greatest finite one; mean and sum of squared deviations of these."""
+    nan = tl.max(tl.where(valid & (x != x), 1, 0), axis=1)
+    finite = valid & (tl.abs(x) < float("inf"))
+    n = tl.sum(tl.where(finite, 1, 0), axis=1).to(tl.float64)
+    pinned = tl.sum(tl.where(valid & (x == float("inf")), 1, 0), axis=1).to(tl.float64)
+    low = tl.min(tl.where(finite, x, float("inf")), axis=1).to(tl.float64)
+    high = tl.max(tl.where(finite, x, float("-inf")), axis=1).to(tl.float64)
+    mean = tl.sum(tl.where(finite, x, 0.0).to(tl.float64), axis=1) / tl.maximum(n, 1.0)
+    centred = tl.where(finite, x.to(tl.float64) - mean[:, None], 0.0)
+    return nan, n, pinned, low, high, mean, tl.sum(centred * centred, axis=1)
+
+
+@triton.jit
+def _evaluate(x, valid, hi, lo, tau, near_up, near_down, power: tl.constexpr, CDF: tl.constexpr):
+    """The sums of one evaluation at t = hi + lo: see :class:`khot.kernels.steps.Sums`. The last two are the
+    nearest entries themselves.
+
+    Tails and densities of each side are relative to those at near_up and near_down (:func:`_side`).
+    """
+    z, rest = standardize(x, hi, lo, tau, CDF)
+    above = (z > median(power, CDF)) & valid
+    below = (z <= median(power, CDF)) & valid
+    near = tl.where(above, near_up.to(z.dtype)[:, None], near_down.to(z.dtype)[:, None])
+    tail, density = side(z, rest, above, near, power, CDF)
+    tail, density = tail.to(tl.float64), density.to(tl.float64)
+    m = tl.sum(tl.where(above, 1, 0), axis=1).to(tl.float64)
+    A = tl.sum(tl.where(above, tail, 0.0), axis=1)
+    B = tl.sum(tl.where(below, tail, 0.0), axis=1)
+    f_above = tl.sum(tl.where(above, density, 0.0), axis=1)
+    f_below = tl.sum(tl.where(below, density, 0.0), axis=1)
+    up = tl.min(tl.where(above, x, float("inf")), axis=1).to(tl.float64)
+    down = tl.max(tl.where(below, x, float("-inf")), axis=1).to(tl.float64)
+    return m, A, B, f_above, f_below, up, down
+
+
+# ------------------------------------------------------------- between passes: numbers of a row
+
+
+@triton.jit
+def _begin(
+    nan,
+    n,
+    pinned,
+    xmin,
+    xmax,
+    mean,
+    variance,
+    k,
+    tau,
+    MEAN: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    power: tl.constexpr,
+    CDF: tl.constexpr,
+):
+    """The first guess and bracket, and which rows need no solving: what :func:`solve` does before Newton.
+
+    Returns k and n of the finite entries, tau made harmless where it is not, settled (hi where no solving is
+    needed: ±HUGE or NaN, else 0), the guess, and the bracket.
+    """
+    free = k - pinned
+    bad = (nan > 0) | (free != free) | (free < 0) | (free > n) | (tau != tau) | (tau <= 0) | (tau > HUGE)
+    settled = tl.where(free == 0, HUGE, tl.where(free == n, -HUGE, 0.0))
+    settled = tl.where(bad, float("nan"), settled)
+    live = settled == 0
+    k = tl.where(live, free, 0.5)
+    n = tl.where(live, n, 1.0)
+    tau = tl.where(live, tau, 1.0)
+    xmin, xmax = tl.where(live, xmin, 0.0), tl.where(live, xmax, 0.0)
+    mean, variance = tl.where(live, mean, 0.0), tl.where(live, variance, 0.0)
+
+    share = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
+    own = icdf(share, power, CDF)
+    pad = 1e-3 * tau if CDF == NORMAL else 1e-9 * tau
+    low = xmin - tau * own - pad - 1e-15 * tl.abs(xmin)
+    high = xmax - tau * own + pad + 1e-15 * tl.abs(xmax)
+    noise = tau * tau * VARIANCE
+    total = noise + variance
+    quantile = normal_icdf(share)
+    quantile += ((own - MEAN) / tl.sqrt(VARIANCE) - quantile) * (noise / total)
+    guess = mean - tau * MEAN - quantile * tl.sqrt(total)
+    guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
+    return k, n, tau, settled, guess, low, high
+
+
+@triton.jit
+def _order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr):
+    """Bounds on t from the rank-th largest entry: khot.kernels.solver._order_bounds."""
+    pad = (1e-3 if CDF == NORMAL else 1e-9) * tau + 1e-15 * tl.abs(value)
+    share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
+    low = value - tau * icdf(share, power, CDF) - pad
+    share = (k - rank + 1) / tl.maximum(n - rank + 1, 1.0)
+    high = value - tau * icdf(tl.minimum(tl.maximum(share, TINY), 1 - 1e-16), power, CDF) + pad
+    low = tl.where((rank > k) & (rank >= 1) & (tl.abs(value) < HUGE), low, float("-inf"))
+    return low, tl.where((rank - 1 < k) & (rank <= n) & (tl.abs(value) < HUGE), high, float("inf"))
+
+
+@triton.jit
+def _step(
+    m, A, B, f_above, f_below, up, down, pinned, k, n, tau,
+    hi, lo, low, high, near_up, near_down, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+):  # fmt: skip
+    """One step of the solver: the new hi, lo, low, high, near_up, near_down; and whether it was the last.
+
+    low and high bracket t. near_up or near_down above 0 mark a row in a gap so deep that both tails
+    underflow, where log A = log B is solved.
+    """
+    excess = m - pinned - k
+    deep = (near_up > 0) | (near_down > 0)
+    # C − k = P − Q without cancellation: in a gap both are small
+    P = B + tl.maximum(excess, 0.0)
+    Q = A + tl.maximum(-excess, 0.0)
+    miss = P - Q
+    density = f_above + f_below
+    t = hi + lo
+    rank = m - pinned
+    low_1, high_1 = _order_bounds(up, rank, k, n, tau, power, CDF)
+    low_2, high_2 = _order_bounds(down, rank + 1, k, n, tau, power, CDF)
+    new_low = tl.maximum(low, tl.maximum(low_1, low_2))
+    new_high = tl.minimum(high, tl.minimum(high_1, high_2))
+    new_low = tl.maximum(new_low, tl.where(miss > 0, t, float("-inf")))
+    new_high = tl.minimum(new_high, tl.where(miss < 0, t, float("inf")))
+
+    # Many undecided entries: Newton on logit(C/n), nearly linear in t. Few: on log P = log Q.
+    share = tl.minimum(tl.maximum((k + miss) / n, TINY), 1 - 1e-16)
+    target = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
+    logit = tl.log(share) - tl.log(1 - share) - tl.log(target) + tl.log(1 - target)
+    step = logit * share * (1 - share) * n / density
+    step = tl.where(tl.abs(miss) <= 1e-4 * tl.minimum(k, n - k), miss / density, step)
+    if CDF < UNIFORM:
+        few = tl.log(P / Q) / (f_below / P + f_above / Q)
+        step = tl.where((P < 1) & (Q < 1) & (tl.abs(few) < HUGE), few, step)
+    step = step * tau
+    middle = 0.5 * new_low + 0.5 * new_high
+    inside = (t + step > new_low) & (t + step < new_high)
+    # now and then the middle, since Newton may creep
+    newton = inside & ((count < 8) | (count % 3 != 0))
+    close = tl.abs(step) <= (1e-6 if FINE else 1e-3) * tau
+    # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
+    newton = newton | close
+    settled = (1e-8 if FINE else 3e-4) if CDF < UNIFORM else (1e-12 if FINE else 1e-6)
+    finished = tl.abs(step) <= settled * tau
+    finished = finished | (miss == 0)
+    stuck = (middle <= new_low) | (middle >= new_high)
+    finished = finished | (stuck & (density == 0))
+
+    up, down = up - hi, down - hi
+    gap_middle = 0.5 * tl.minimum(up, HUGE / 4) + 0.5 * tl.maximum(down, -HUGE / 4)
+    if CDF < UNIFORM:
+        gap = (excess == 0) & (tl.minimum(A, B) < (TINY if FINE else 1e-30)) & (deep == 0)
+        log_ratio = tl.log(B) - tl.log(A)
+        if CDF == NORMAL:
+            log_ratio += 0.5 * (near_up - near_down) * (near_up + near_down)
+        else:
+            log_ratio += near_up - near_down
+        deep_step = tau * log_ratio / (f_above / A + f_below / B)
+        # where even the logarithms have lost their digits, the middle of the gap is the best guess
+        ok = (lo + deep_step > down) & (lo + deep_step < up)
+        step = tl.where(deep, tl.where(ok, deep_step, 0.0), step)
+        newton = newton | deep
+        finished = tl.where(
+            deep, (tl.abs(step) <= settled * tau) | (near_up != near_up), finished & (gap == 0)
+        )
+    else:  # no entry has f > 0: any t in [down, up − tau] will do, so the middle
+        gap = (excess == 0) & (up - down >= tau)
+        gap_middle -= 0.5 * tau
+        finished = finished | gap
+
+    # hi takes what its precision holds, lo the rest
+    base = tl.where(newton | gap, hi, middle)
+    rest = tl.where(gap, gap_middle, tl.where(newton, lo + step, 0.0))
+    rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
+    base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
+    new_hi, new_lo = _pair(base, rest, FINE)
+    if CDF < UNIFORM:
+        near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)
+        near_down = tl.where(deep | gap, tl.maximum((new_hi + new_lo - hi - down) / tau, 1e-300), 0.0)
+    return new_hi, new_lo, new_low, new_high, near_up, near_down, finished
+
+
+@triton.jit
+def _pair(hi, lo, FINE: tl.constexpr):
+    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
+    s = hi + lo
+    if FINE:
+        v = s - hi
+        rest = (hi - (s - v)) + (lo - v)
+    else:
+        s = s.to(tl.float32).to(tl.float64)
+        rest = (hi - s) + lo
+    return s, rest
+
+
+# ------------------------------------------------------------------------------ the kernels
+
+
+@triton.jit
+def _write(
+    pointer, x, valid, offset, hi, lo, tau, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr
+):
+    settled = tl.abs(hi) == HUGE
+    z, rest = standardize(x, tl.where(settled, 0.0, hi), tl.where(settled, 0.0, lo), tau, CDF)
+    nothing = tl.where(hi > 0, float("-inf"), float("inf")).to(z.dtype)
+    z = tl.where(settled[:, None] & (tl.abs(x) < float("inf")), nothing[:, None], z)
+    z = tl.where(tl.abs(x) == float("inf"), x, z)
+    if OUTPUT == LOG:
+        out = tl.where(z == float("-inf"), z, log_F(z, power, CDF))
+    else:
+        above = z > median(power, CDF)
+        tail, _ = side(z, rest, above, 0.0, power, CDF)
+        out = tl.where(above, 1 - tail, tail)
+    # a row without an answer is NaN everywhere
+    out = tl.where((hi != hi)[:, None], float("nan"), out)
+    tl.store(pointer + offset, out.to(pointer.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _resident(
+    x_pointer, x_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
+    rows, n, evaluations,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The whole of a soft top-k, for `TOGETHER` rows of at most `WIDTH` entries."""
+    FINE: tl.constexpr = tl.float64 == COMPUTE
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    there = row < rows
+    valid = there[:, None] & (column < n)[None, :]
+    x = load(x_pointer, row, x_stride, column, valid, COMPUTE)
+    k = tl.load(k_pointer + row * k_stride, mask=there, other=0.0).to(tl.float64)
+    tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
+
+    nan, size, pinned, xmin, xmax, mean, squares = _statistics(x, valid)
+    variance = squares / tl.maximum(size, 1.0)
+    k, size, tau, settled, hi, low, high = _begin(
+        nan, size, pinned, xmin, xmax, mean, variance, k, tau, MEAN, VARIANCE, power, CDF
+    )
+    hi, lo = _pair(hi, hi * 0, FINE)
+    done = settled != 0
+    near_up, near_down = lo * 0, lo * 0
+    count = 0
+    running = tl.sum(tl.where(done, 0, 1))
+    while running > 0:
+        m, A, B, f_above, f_below, up, down = _evaluate(x, valid, hi, lo, tau, near_up, near_down, power, CDF)
+        new_hi, new_lo, low, high, new_up, new_down, finished = _step(
+            m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
+            hi, lo, low, high, near_up, near_down, count, FINE, power, CDF,
+        )  # fmt: skip
+        hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
+        near_up, near_down = tl.where(done, near_up, new_up), tl.where(done, near_down, new_down)
+        done = done | finished
+        count += 1
+        running = tl.where(count < evaluations, tl.sum(tl.where(done, 0, 1)), 0)
+
+    hi, lo = tl.where(settled == 0, hi, settled), tl.where(settled == 0, lo, settled)
+    tl.store(hi_pointer + row, hi, mask=there)
+    tl.store(lo_pointer + row, lo, mask=there)
+    if OUTPUT != THRESHOLD:
+        offset = row[:, None] * n + column[None, :]
+        _write(out_pointer, x, valid, offset, hi, lo, tau, power, CDF, OUTPUT)
+
+
+# A long row: its parts leave sums, which all programs of the next launch combine alike.
+
+
+@triton.jit
+def _part_statistics(
+    x_pointer, x_stride, sums_pointer, n, length, parts, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
+):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    nan = tl.zeros((1,), tl.float64)
+    size, pinned, mean, squares = nan, nan, nan, nan
+    low, high = nan + float("inf"), nan - float("inf")
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        valid = (column < n)[None, :]
+        x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+        nan_c, size_c, pinned_c, low_c, high_c, mean_c, squares_c = _statistics(x, valid)
+        nan, pinned = tl.maximum(nan, nan_c.to(tl.float64)), pinned + pinned_c
+        low, high = tl.minimum(low, low_c), tl.maximum(high, high_c)
+        # moments of the union from those of the parts (Chan, Golub, LeVeque)
+        both = tl.maximum(size + size_c, 1.0)
+        shift = mean_c - mean
+        squares += squares_c + shift * shift * size * size_c / both
+        mean += shift * size_c / both
+        size += size_c
+    base = sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1)
+    tl.store(base, nan)
+    tl.store(base + 1, size)
+    tl.store(base + 2, pinned)
+    tl.store(base + 3, low)
+    tl.store(base + 4, high)
+    tl.store(base + 5, mean)
+    tl.store(base + 6, squares)
+
+
+@triton.jit
+def _part_begin(
+    k_pointer, k_stride, tau_pointer, tau_stride, sums_pointer, state_pointer, parts,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+    FINE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    one = row + tl.arange(0, 1)
+    sums = sums_pointer + row * parts * 7
+    nan = tl.max(gather(sums, parts, 0, PARTS, 7, 0.0), axis=1)
+    sizes = gather(sums, parts, 1, PARTS, 7, 0.0)
+    size = tl.sum(sizes, axis=1)
+    pinned = tl.sum(gather(sums, parts, 2, PARTS, 7, 0.0), axis=1)
+    xmin = tl.min(gather(sums, parts, 3, PARTS, 7, float("inf")), axis=1)
+    xmax = tl.max(gather(sums, parts, 4, PARTS, 7, float("-inf")), axis=1)
+    means = gather(sums, parts, 5, PARTS, 7, 0.0)
+    mean = tl.sum(sizes * means, axis=1) / tl.maximum(size, 1.0)
+    between = tl.sum(sizes * (means - mean[:, None]) * (means - mean[:, None]), axis=1)
+    squares = tl.sum(gather(sums, parts, 6, PARTS, 7, 0.0), axis=1) + between
+    k = tl.load(k_pointer + one * k_stride).to(tl.float64)
+    tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
+    k, size, tau, settled, hi, low, high = _begin(
+        nan, size, pinned, xmin, xmax, mean, squares / tl.maximum(size, 1.0), k, tau,
+        MEAN, VARIANCE, power, CDF,
+    )  # fmt: skip
+    hi, lo = _pair(hi, hi * 0, FINE)
+    done = tl.where(settled == 0, 0.0, 1.0)
+    hi, lo = tl.where(settled == 0, hi, settled), tl.where(settled == 0, lo, settled)
+    state = state_pointer + one * 11
+    tl.store(state, k)
+    tl.store(state + 1, size)
+    tl.store(state + 2, tau)
+    tl.store(state + 3, pinned)
+    _put(state, hi, lo, low, high, hi * 0, hi * 0, done)
+
+
+@triton.jit
+def _put(state, hi, lo, low, high, near_up, near_down, done):
+    tl.store(state + 4, hi)
+    tl.store(state + 5, lo)
+    tl.store(state + 6, low)
+    tl.store(state + 7, high)
+    tl.store(state + 8, near_up)
+    tl.store(state + 9, near_down)
+    tl.store(state + 10, done)
+
+
+@triton.jit
+def _advance(
+    state, sums, parts, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr, PARTS: tl.constexpr
+):
+    """The state of a row after the step that its sums call for; as it was where it is done."""
+    k, n = tl.load(state), tl.load(state + 1)
+    tau, pinned = tl.load(state + 2), tl.load(state + 3)
+    hi, lo = tl.load(state + 4), tl.load(state + 5)
+    low, high = tl.load(state + 6), tl.load(state + 7)
+    near_up, near_down = tl.load(state + 8), tl.load(state + 9)
+    done = tl.load(state + 10)
+    if tl.sum(done) == 0 and count > 0:
+        m = tl.sum(gather(sums, parts, 0, PARTS, 7, 0.0), axis=1)
+        A = tl.sum(gather(sums, parts, 1, PARTS, 7, 0.0), axis=1)
+        B = tl.sum(gather(sums, parts, 2, PARTS, 7, 0.0), axis=1)
+        f_above = tl.sum(gather(sums, parts, 3, PARTS, 7, 0.0), axis=1)
+        f_below = tl.sum(gather(sums, parts, 4, PARTS, 7, 0.0), axis=1)
+        up = tl.min(gather(sums, parts, 5, PARTS, 7, float("inf")), axis=1)
+        down = tl.max(gather(sums, parts, 6, PARTS, 7, float("-inf")), axis=1)
+        hi, lo, low, high, near_up, near_down, finished = _step(
+            m, A, B, f_above, f_below, up, down, pinned, k, n, tau,
+            hi, lo, low, high, near_up, near_down, count - 1, FINE, power, CDF,
+        )  # fmt: skip
+        done = tl.where(finished, 1.0, 0.0).to(tl.float64)
+    return k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done
+
+
+@triton.jit
+def _part_evaluate(
+    x_pointer, x_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
+    power: tl.constexpr, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    FINE: tl.constexpr = tl.float64 == COMPUTE
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    state = row * 11 + tl.arange(0, 1)
+    k, size, tau, pinned, hi, lo, low, high, near_up, near_down, done = _advance(
+        state_before + state, sums_before + row * parts * 7, parts, count, FINE, power, CDF, PARTS
+    )
+    if part == 0:
+        tl.store(state_after + state, k)
+        tl.store(state_after + state + 1, size)
+        tl.store(state_after + state + 2, tau)
+        tl.store(state_after + state + 3, pinned)
+        _put(state_after + state, hi, lo, low, high, near_up, near_down, done)
+    if tl.sum(done) == 0:
+        m = tl.zeros((1,), tl.float64)
+        A, B, f_above, f_below = m, m, m, m
+        up, down = m + float("inf"), m - float("inf")
+        for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            valid = (column < n)[None, :]
+            x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+            m_c, A_c, B_c, f_above_c, f_below_c, up_c, down_c = _evaluate(
+                x, valid, hi, lo, tau, near_up, near_down, power, CDF
+            )
+            m, A, B = m + m_c, A + A_c, B + B_c
+            f_above, f_below = f_above + f_above_c, f_below + f_below_c
+            up, down = tl.minimum(up, up_c), tl.maximum(down, down_c)
+        base = sums_after + (row * parts + part) * 7 + tl.arange(0, 1)
+        tl.store(base, m)
+        tl.store(base + 1, A)
+        tl.store(base + 2, B)
+        tl.store(base + 3, f_above)
+        tl.store(base + 4, f_below)
+        tl.store(base + 5, up)
+        tl.store(base + 6, down)
+
+
+@triton.jit
+def _part_write(
+    x_pointer, x_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
+    n, length, parts, count,
+    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    FINE: tl.constexpr = tl.float64 == COMPUTE
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    _, _, tau, _, hi, lo, _, _, _, _, _ = _advance(
+        state_pointer + row * 11 + tl.arange(0, 1), sums_pointer + row * parts * 7, parts, count,
+        FINE, power, CDF, PARTS,
+    )  # fmt: skip
+    if part == 0:
+        tl.store(hi_pointer + row + tl.arange(0, 1), hi)
+        tl.store(lo_pointer + row + tl.arange(0, 1), lo)
+    if OUTPUT != THRESHOLD:
+        for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            valid = (column < n)[None, :]
+            x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+            _write(out_pointer, x, valid, row * n + column[None, :], hi, lo, tau, power, CDF, OUTPUT)
+
+
+KERNELS = (_resident, _part_statistics, _part_begin, _part_evaluate, _part_write)
+
+
+def soft_topk(
+    x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`khot.kernels.reference.soft_topk`, in Triton."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    if n == 0:
+        return reference.soft_topk(x, k, tau, cdf, shape, output)
+    F = cdfs.resolve(cdf, shape)
+    out = x.new_empty((*batch, 0) if output == "threshold" else x.shape)
+    hi = x.new_empty(batch, dtype=torch.float64)
+    lo = torch.empty_like(hi)
+    rows = hi.numel()
+    if rows == 0:
+        return out, hi, lo
+    source, k_row, tau_row = layout.rows(x, n), layout.numbers(k, batch), layout.numbers(tau, batch)
+    which = {"power": layout.power(F), "CDF": CDFS[F.name]}
+    moments = {"MEAN": F.mean, "VARIANCE": F.variance}
+    how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype)}
+    with torch.cuda.device_of(x):
+        if n <= layout.RESIDENT:
+            width, together, warps = layout.block(n)
+            _resident[(triton.cdiv(rows, together),)](
+                *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS,
+                **which, **moments, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
+            )  # fmt: skip
+            return out, hi, lo
+        parts, length = layout.parts(rows, n)
+        sums = [x.new_empty(rows, parts, 7, dtype=torch.float64) for _ in range(2)]
+        state = [x.new_empty(rows, 11, dtype=torch.float64) for _ in range(2)]
+        padded = {"PARTS": triton.next_power_of_2(parts)}
+        chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
+        _part_statistics[(parts, rows)](*source, sums[0], n, length, parts, **chunk)
+        fine = {"FINE": x.dtype == torch.float64}
+        _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, **which, **moments, **fine, **padded)
+        for count in range(LAUNCHES):
+            a, b = count % 2, 1 - count % 2
+            _part_evaluate[(parts, rows)](
+                *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
+                **which, **chunk, **padded,
+            )  # fmt: skip
+        last = LAUNCHES % 2
+        _part_write[(parts, rows)](
+            *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES,
+            **which, **how, CHUNK=layout.CHUNK, **padded,
+        )  # fmt: skip
+    return out, hi, lo

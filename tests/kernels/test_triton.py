@@ -1,0 +1,250 @@
+"""The Triton kernels under Triton's interpreter, against the reference kernels; and that they compile."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracles
+from khot import cdfs
+from khot.kernels import reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # NumPy's, which the interpreter computes with: infinities are meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+every_output = pytest.mark.parametrize("output", ["y", "log", "threshold"])
+FORWARD = {torch.float64: 1e-12, torch.float32: 5e-7}
+every_dtype = pytest.mark.parametrize("dtype", FORWARD, ids=str)
+# of a gap between two clusters, float32 scores leave z itself a relative error of 1e-7, and z is 1e4 there
+BACKWARD = {torch.float64: 1e-10, torch.float32: 2e-4}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The kernels, interpreted. What they allocate is full of NaN, so that what nobody writes shows."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are imported
+    from khot.kernels import triton
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield triton
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same, with rows that are long from 17 entries on."""
+    for name, value in {"RESIDENT": 16, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}.items():
+        monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
+    return kernels
+
+
+either = pytest.mark.parametrize("where", ["kernels", "split"])
+
+
+def number(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def rows(name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A row of the adversarial list with every k."""
+    x = oracles.ADVERSARIAL[name](n, torch.Generator().manual_seed(n)).to(dtype)
+    selectable = int((x > -torch.inf).sum())
+    ks = [0.0, *(min(max(k, 0.0), selectable) for k in oracles.adversarial_ks(selectable)), selectable]
+    return x.expand(len(ks), n), number(ks)
+
+
+def error(got: Tensor, want: Tensor, relative: bool = False) -> float:
+    """The largest difference; inf where one is NaN or infinite and the other is not."""
+    got, want = got.double(), want.double()
+    difference = (got - want).abs() / (1 + want.abs() if relative else 1)
+    return (
+        difference.masked_fill((got == want) | (got.isnan() & want.isnan()), 0)
+        .nan_to_num(torch.inf)
+        .max()
+        .item()
+    )
+
+
+def check_forward(kernels: ModuleType, x: Tensor, k: Tensor, tau: float, cdf: str) -> None:
+    dtype, shape = x.dtype, CDFS[cdf]
+    y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "y")
+    want, _, _ = reference.soft_topk(x.double(), k, number(tau), cdf, shape, "y")
+    assert error(y, want) <= FORWARD[dtype]
+    share = torch.minimum(k, (x[0] > -torch.inf).sum() - k).clamp(min=1)
+    goal = (1e-12 if dtype == torch.float64 else 1e-6) * share + x.shape[-1] * torch.finfo(dtype).eps / 2
+    assert ((y.double().sum(-1) - k).abs() <= goal).all()
+    log_y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "log")
+    want, _, _ = reference.soft_topk(x.double(), k, number(tau), cdf, shape, "log")
+    assert error(log_y, want, relative=True) <= (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@every_cdf
+@pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
+def test_adversarial_rows(kernels: ModuleType, scores: str, cdf: str) -> None:
+    check_forward(kernels, *rows(scores, 45, torch.float32), 0.01, cdf)
+
+
+@pytest.mark.slow
+@every_cdf
+@every_dtype
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+@pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
+def test_all_adversarial_rows(
+    kernels: ModuleType, scores: str, tau: float, cdf: str, dtype: torch.dtype
+) -> None:
+    for n in (2, 7, 100):
+        check_forward(kernels, *rows(scores, n, dtype), tau, cdf)
+
+
+@every_cdf
+def test_long_rows(split: ModuleType, cdf: str) -> None:
+    x, k = rows("minus_inf", 37, torch.float64 if cdf == "logistic" else torch.float32)
+    check_forward(split, x[1::4], k[1::4], 0.01, cdf)
+
+
+@either
+@every_cdf
+@every_dtype
+@every_output
+def test_backward(
+    request: pytest.FixtureRequest, where: str, cdf: str, dtype: torch.dtype, output: str
+) -> None:
+    kernels = request.getfixturevalue(where)
+    generator = torch.Generator().manual_seed(0)
+    for scores in ("normal_5", "clusters", "ties", "minus_inf"):
+        x, k = rows(scores, 21, dtype)
+        x, k = x[1::3], k[1::3]
+        batch = x.shape[:-1]
+        for tau in (0.3,):
+            _, hi, lo = reference.soft_topk(x.double(), k, number(tau), cdf, CDFS[cdf], output)
+            shape = (*batch, 0) if output == "threshold" else x.shape
+            grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            grad_lo = torch.randn(batch, generator=generator, dtype=torch.float64)
+            grad_lo = grad_lo * (output == "threshold")
+            args = (hi, lo, number(tau), cdf, CDFS[cdf], output)
+            got = kernels.soft_topk_backward(grad, grad_lo, x, *args)
+            want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *args)
+            for a, b in zip(got, want, strict=True):
+                finite = b.isfinite()  # dL/dk of log y leaves the range in a deep gap
+                scale = 1 + b[finite].abs().amax() if finite.any() else 1.0
+                assert (
+                    error(a[finite] / scale, b[finite] / scale) <= BACKWARD[dtype] if finite.any() else True
+                )
+
+
+@either
+@every_cdf
+def test_layouts_and_numbers_a_row(request: pytest.FixtureRequest, where: str, cdf: str) -> None:
+    kernels = request.getfixturevalue(where)
+    x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1))
+    k, tau = torch.tensor([[1.0], [2.5], [3.0]]), torch.tensor([0.5, 2.0])
+    for layout in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
+        got, hi, lo = kernels.soft_topk(layout, k, tau, cdf, CDFS[cdf], "y")
+        want, _, _ = reference.soft_topk(x.double(), k, tau, cdf, CDFS[cdf], "y")
+        assert error(got, want) <= 5e-7
+        one = torch.ones(()).expand(x.shape)  # what sum() sends back
+        a = kernels.soft_topk_backward(one, torch.zeros(3, 2), layout, hi, lo, tau, cdf, CDFS[cdf], "y")
+        b = reference.soft_topk_backward(
+            one.double(), torch.zeros(3, 2), x.double(), hi, lo, tau, cdf, CDFS[cdf], "y"
+        )
+        assert all(error(i, j) <= 2e-5 for i, j in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(kernels: ModuleType, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got, _, _ = kernels.soft_topk(x, number(8.0), number(0.5), "logistic", 0.0, "y")
+    want, _, _ = reference.soft_topk(x.double(), number(8.0), number(0.5), "logistic", 0.0, "y")
+    assert got.dtype == dtype
+    assert torch.equal(got, want.to(dtype)) or error(got, want) <= torch.finfo(dtype).eps / 2 + 5e-7
+
+
+@either
+def test_rows_without_an_answer(request: pytest.FixtureRequest, where: str) -> None:
+    kernels = request.getfixturevalue(where)
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(3))
+    x[1, 3] = torch.nan
+    x[2, :4] = torch.inf
+    k, tau = number([3.0, 3.0, 3.0, 21.0, 3.0, 3.0]), number([1.0, 1.0, 1.0, 1.0, -1.0, 1.0])
+    y, hi, lo = kernels.soft_topk(x, k, tau, "logistic", 0.0, "y")
+    bad = torch.tensor([False, True, True, True, True, False])
+    assert torch.equal(y.isnan().all(-1), bad) and torch.equal(y.isnan().any(-1), bad)
+    want, _, _ = reference.soft_topk(x[[0, 5]].double(), number(3.0), number(1.0), "logistic", 0.0, "y")
+    assert error(y[[0, 5]], want) <= 5e-7
+    dx, dk, dtau = kernels.soft_topk_backward(
+        torch.ones_like(x), number([0.0] * 6), x, hi, lo, tau, "logistic", 0.0, "y"
+    )
+    for grad in (dx.sum(-1), dk, dtau):
+        assert torch.equal(grad.isnan(), bad)
+
+
+def test_nothing_to_do(kernels: ModuleType) -> None:
+    y, hi, _ = kernels.soft_topk(torch.empty(0, 5), number(2.0), number(1.0), "logistic", 0.0, "y")
+    assert y.shape == (0, 5) and hi.shape == (0,)
+
+
+def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary scores: solved within 6 evaluations to the accuracy of float32."""
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 5, 16)[:, None]
+    monkeypatch.setattr(kernels.forward, "EVALUATIONS", 6)
+    for cdf, shape in CDFS.items():
+        y, _, _ = kernels.soft_topk(x, number(4.0), number(1.0), cdf, shape, "y")
+        want, _, _ = reference.soft_topk(x.double(), number(4.0), number(1.0), cdf, shape, "y")
+        assert error(y, want) <= 5e-7, cdf
+
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+import triton.language as tl
+from khot.kernels.triton import backward, forward, functions
+
+pointers = {"k_pointer": "*fp64", "tau_pointer": "*fp64", "grad_lo_pointer": "*fp64"}
+scores = ("x_pointer", "out_pointer", "grad_pointer", "dx_pointer")
+for dtype, compute in (("fp32", tl.float32), ("bf16", tl.float32), ("fp64", tl.float64)):
+    for cdf in functions.CDFS.values():
+        constants = {
+            "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "CDF": cdf, "OUTPUT": cdf % 3, "COMPUTE": compute,
+            "TOGETHER": 4, "WIDTH": 64, "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64",
+        }
+        for function in (*forward.KERNELS, *backward.KERNELS):
+            signature = {
+                arg: "constexpr" if arg in constants
+                else f"*{dtype}" if arg in scores
+                else pointers.get(arg, "*fp64" if arg.endswith(("pointer", "before", "after")) else "i32")
+                for arg in function.arg_names
+            }
+            given = {arg: value for arg, value in constants.items() if arg in function.arg_names}
+            source = ASTSource(function, signature=signature, constexprs=given)
+            binary = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            assert binary.asm["cubin"]
+"""
+
+
+@pytest.mark.slow
+def test_compiles_for_a_device_that_is_not_there() -> None:
+    """The interpreter takes what the compiler may not."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment, timeout=1200)
+
+
+def test_the_table_of_cdfs_is_complete() -> None:
+    named = {cdfs.resolve(name).name for name in ("logistic", "laplace", "normal", "uniform")}
+    assert set(CDFS) == named | {cdfs.Power(4 / 3).name}
