@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from khot.sampling import conditional_poisson, sample
 AGAINST_PROGRAMME = {(128, 1_000): 3.0, (1, 10_000): 20.0}  # shape → the goal; k = n/2
 GRADIENT_GOAL, DRAW_GOAL = 4.0, 20.0
 DRAWS = {(128, 1_000): 100, (100, 10_000): 1_000, (1, 1_000_000): 500_000}
-SIZES = (1_000, 10_000, 100_000, 1_000_000)
+SIZES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+OF_THE_PROGRAMME = 10_000  # the largest n that it is timed at by size
+PLOT = Path(__file__).parent / "results" / "conditional_poisson.png"
 
 
 def logits(rows: int, n: int) -> Tensor:
@@ -79,13 +82,23 @@ def against_pareto(shape: tuple[int, int], seconds: float, clock: timing.Clock) 
     ]
 
 
-def by_size(seconds: float, clock: timing.Clock) -> list[list[str]]:
-    """log_prob of one row, k = n/2: what a unit costs."""
-    calls = {
-        n: partial(conditional_poisson.log_prob, k_hot(1, n, n // 2), logits(1, n), n // 2) for n in SIZES
-    }
-    times = timing.medians({str(n): call for n, call in calls.items()}, seconds=seconds, clock=clock)
-    return [[name, f"{t * 1e3:.3g} ms", f"{t / int(name) * 1e9:.0f} ns"] for name, t in times.items()]
+def by_size(seconds: float, clock: timing.Clock) -> tuple[list[list[str]], report.Curves]:
+    """log_prob of one row, k = n/2: what a unit costs; and the curves, beside the dynamic programme's."""
+    rows, curves = [], {"conditional_poisson.log_prob": [], "dynamic programme, O(nk)": []}
+    for n in SIZES:
+        arguments = k_hot(1, n, n // 2), logits(1, n), n // 2
+        calls = {
+            name: partial(f, *arguments)
+            for name, f in zip(curves, (conditional_poisson.log_prob, dynamic_programme), strict=True)
+        }
+        if n > OF_THE_PROGRAMME:
+            del calls["dynamic programme, O(nk)"]
+        times = timing.medians(calls, seconds=seconds, clock=clock)
+        for name, t in times.items():
+            curves[name].append((n, t))
+        t = times["conditional_poisson.log_prob"]
+        rows.append([f"{n:,}", f"{t * 1e3:.3g} ms", f"{t / n * 1e9:.0f} ns"])
+    return rows, curves
 
 
 def main() -> None:
@@ -105,7 +118,11 @@ def main() -> None:
     print(report.table(header, rows) + "\n")
     rows = [against_pareto(shape, args.seconds, clock) for shape in DRAWS]
     print(report.table(["shape", "exact draw", "in pareto", "in torch.topk"], rows) + "\n")
-    print(report.table(["n", "log_prob", "a unit"], by_size(args.seconds, clock)))
+    rows, curves = by_size(args.seconds, clock)
+    print(report.table(["n", "log_prob", "a unit"], rows))
+    title = "log p of one k-hot vector, k = n/2: seconds"
+    PLOT.parent.mkdir(exist_ok=True)
+    report.loglog(PLOT, {title: curves}, "n", ["conditional_poisson.log_prob"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 import khot
+from benchmarks import report
 
 SHAPES = [(1, 10_000, 5), (16, 10_000, 5), (100, 1_000, 5), (4, 1_000, 64)]
 EPSILONS = (0.01, 0.1, 1.0)
@@ -117,8 +117,8 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first few")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}; CPU time, one thread, float64")
-    print(f"load: {os.getloadavg()[0]:.1f}; {platform.platform()}\n")
+    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items()), sep="; ")
+    print(f"float64; load: {os.getloadavg()[0]:.1f}\n")
     columns = ["rows, n", "k", "ε", "khot, ms", "log sweeps : khot", "plain sweeps : khot"]
     columns += ["row sums off by: khot", "log", "plain"]
     print("| " + " | ".join(columns) + " |")
