@@ -7,8 +7,6 @@ turns, medians. Nothing is reported if the two normalizers differ.
 
 from __future__ import annotations
 
-import argparse
-import os
 from functools import partial
 from pathlib import Path
 
@@ -102,23 +100,13 @@ def by_size(seconds: float, clock: timing.Clock) -> tuple[list[list[str]], repor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="conditional Poisson sampling, on the CPU")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each call")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread and its CPU time: steadier on a machine that others use",
-    )
-    args = parser.parse_args()
-    clock = timing.clock(args.cpu_time)
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=args.cpu_time).items()), sep="; ")
-    print(f"load: {os.getloadavg()[0]:.1f}\n")
-    rows = [against_programme(shape, args.seconds, clock) for shape in AGAINST_PROGRAMME]
+    seconds, clock = report.begin("conditional Poisson sampling, on the CPU")
+    rows = [against_programme(shape, seconds, clock) for shape in AGAINST_PROGRAMME]
     header = ["shape", "log_prob", "dynamic programme, in log_prob", "marginals with gradients, in log_prob"]
     print(report.table(header, rows) + "\n")
-    rows = [against_pareto(shape, args.seconds, clock) for shape in DRAWS]
+    rows = [against_pareto(shape, seconds, clock) for shape in DRAWS]
     print(report.table(["shape", "exact draw", "in pareto", "in torch.topk"], rows) + "\n")
-    rows, curves = by_size(args.seconds, clock)
+    rows, curves = by_size(seconds, clock)
     print(report.table(["n", "log_prob", "a unit"], rows))
     title = "log p of one k-hot vector, k = n/2: seconds"
     PLOT.parent.mkdir(exist_ok=True)

@@ -7,8 +7,6 @@ medians. Nothing is reported if the results disagree with the reference kernels.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -48,20 +46,10 @@ def measure(shape: tuple[int, int], seconds: float, clock: timing.Clock) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="soft ranks and sorting beside torch.sort, on the CPU")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each call")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread and its CPU time: steadier on a machine that others use",
-    )
-    args = parser.parse_args()
-    clock = timing.clock(args.cpu_time)
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=args.cpu_time).items()), sep="; ")
-    print(f"load: {os.getloadavg()[0]:.1f}\n")
+    seconds, clock = report.begin("soft ranks and sorting beside torch.sort, on the CPU", 2.0)
     rows = []
     for shape in SHAPES:
-        ratios = measure(shape, args.seconds, clock)
+        ratios = measure(shape, seconds, clock)
         goal = f"{GOAL[0]} / {GOAL[1]}"
         rows.append([f"{shape}", goal, *(f"{a:.2f} / {b:.2f}" for a, b in ratios.values())])
     print(report.table(["rows, n", "goal", *OPERATORS], rows))

@@ -6,7 +6,9 @@ the same setting goes on where the last one stopped; any other starts from nothi
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 
 import khot
+from benchmarks import timing
 from khot import kernels
 
-__all__ = ["Results", "loglog", "machine", "ratio", "resume", "save", "table"]
+__all__ = ["Results", "begin", "loglog", "machine", "ratio", "resume", "save", "table"]
 
 Results = dict[str, Any]
 
@@ -35,6 +38,22 @@ def machine(*, cpu_time: bool) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def begin(description: str, seconds: float = 1.0) -> tuple[float, timing.Clock]:
+    """The command line that the smaller benchmarks share; prints what the figures depend on."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each call")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread and its CPU time: steadier on a machine that others use",
+    )
+    args = parser.parse_args()
+    clock = timing.clock(args.cpu_time)
+    print(*(f"{key}: {value}" for key, value in machine(cpu_time=args.cpu_time).items()), sep="; ")
+    print(f"load: {os.getloadavg()[0]:.1f}\n")
+    return args.seconds, clock
 
 
 def _processor() -> str:

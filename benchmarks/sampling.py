@@ -6,8 +6,6 @@ run: all calls take turns, medians. Nothing is reported if sizes or inclusion pr
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -63,19 +61,9 @@ def calls(x: Tensor, k: int) -> dict[str, timing.Call]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="k-hot draws beside torch.topk, on the CPU")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each call")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread and its CPU time: steadier on a machine that others use",
-    )
-    args = parser.parse_args()
-    clock = timing.clock(args.cpu_time)
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=args.cpu_time).items()), sep="; ")
-    print(f"load: {os.getloadavg()[0]:.1f}\n")
+    seconds, clock = report.begin("k-hot draws beside torch.topk, on the CPU")
     columns = {
-        shape: timing.medians(calls(scores(*shape), k), seconds=args.seconds, clock=clock)
+        shape: timing.medians(calls(scores(*shape), k), seconds=seconds, clock=clock)
         for shape, k in SHAPES.items()
     }
     rows = []
