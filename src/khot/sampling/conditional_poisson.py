@@ -19,7 +19,7 @@ from torch import Tensor
 
 from khot.arguments import Scalar
 from khot.sampling.calibration import calibrate, solve
-from khot.sampling.halving import distinct, draw_rows
+from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
 
 __all__ = [
@@ -230,7 +230,7 @@ def sample(
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    rows, which = distinct(probs)
+    rows, which = numbered(probs)
     return draw_rows(solve(rows), rows.sum(-1).round(), which, generator)
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from khot.sampling.phantom import distinct
 from khot.sampling.poisson_binomial import Frequencies, characteristic, frequencies, pmf
 from khot.sampling.tilting import tilt_rows
 
-__all__ = ["distinct", "draw_rows"]
+__all__ = ["draw_rows", "numbered"]
 
 WHOLE = 16.0  # variance up to which whole draws are tried: one in ten, or more, has the right size
 OFF_CENTRE = 0.2  # in deviations: a fiftieth of the draws is lost
@@ -57,10 +58,9 @@ def draw_rows(theta: Tensor, k: Tensor, which: Tensor, generator: torch.Generato
     return torch.zeros_like(drawn).scatter_(-1, order, drawn).reshape(*shape, n)
 
 
-def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows (m, n) without those that expand() repeats, and which of them each row is, (*batch)."""
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in rows.stride()[:-1])
-    few = rows[once]
+def numbered(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The :func:`distinct` rows as (m, n), and which of them each row is, (*batch)."""
+    few = distinct(rows)
     count = math.prod(few.shape[:-1])
     which = torch.arange(count, device=rows.device).reshape(few.shape[:-1]).expand(rows.shape[:-1])
     return few.reshape(count, rows.shape[-1]), which

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from khot.sampling import conditional_poisson
-from khot.sampling.halving import distinct, draw_rows
+from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import inclusion, mixture, tilt_rows
 
 __all__ = ["design_joint", "design_log_prob", "draw"]
@@ -20,7 +20,7 @@ __all__ = ["design_joint", "design_log_prob", "draw"]
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
-    rows, which = distinct(probs)
+    rows, which = numbered(probs)
     odds, k, n = _log_odds(rows), _size(rows), rows.shape[-1]
     # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
     chance = ((1 - rows) * inclusion(tilt_rows(odds, k))[1]).cumsum(-1)
