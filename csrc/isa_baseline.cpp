@@ -6,9 +6,14 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 // What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
 #define KHOT_ISA baseline
 #define KHOT_VECTOR_BYTES 16
+#include "philox.h"
 #include "rows.h"
 #include "selection.h"
 
@@ -16,7 +21,8 @@ namespace khot {
 
 const Kernels& baseline_kernels() {
   static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward,
-                                    baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward};
+                                    baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward,
+                                    baseline::uniform_row};
   return kernels;
 }
 

@@ -77,6 +77,8 @@ struct Kernels {
   void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                const Magnitude& problem, void* grad_s);  // the gradient in tau
+  // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/kernels/philox.py.
+  void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
 };
 
 const Kernels& baseline_kernels();

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import counting, cpu, gpu, reference, scans, selection, transport
+from khot.kernels import counting, cpu, gpu, philox, reference, scans, selection, transport
 
 __all__ = ["active"]
 
@@ -69,6 +69,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
         transport.sorted_soft_topk,
     ),
+    "uniform": ("(Tensor seed, SymInt rows, SymInt n, SymInt offset) -> Tensor", philox.uniform_kernel),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
     torch.library.define(f"khot::{_name}", _schema)
@@ -184,6 +185,11 @@ def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     *batch, n = x.shape
     hi = x.new_empty(*batch, k, dtype=torch.float64)
     return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
+
+
+@torch.library.register_fake("khot::uniform")
+def _(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
+    return seed.new_empty((rows, n), dtype=torch.float64)
 
 
 _CPU = cpu.load()
