@@ -16,7 +16,7 @@
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2")
 #define KHOT_ISA avx2
 #define KHOT_VECTOR_BYTES 32
-#include "philox.h"
+#include "draws.h"
 #include "rows.h"
 #include "selection.h"
 
@@ -25,7 +25,7 @@ namespace khot {
 const Kernels& avx2_kernels() {
   static constexpr Kernels kernels{"AVX2", avx2::forward, avx2::backward,
                                     avx2::topk_mask, avx2::magnitude, avx2::magnitude_backward,
-                                    avx2::uniform_row};
+                                    avx2::uniform_row, avx2::order_row, avx2::tournament_row};
   return kernels;
 }
 

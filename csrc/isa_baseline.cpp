@@ -13,7 +13,7 @@
 // What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
 #define KHOT_ISA baseline
 #define KHOT_VECTOR_BYTES 16
-#include "philox.h"
+#include "draws.h"
 #include "rows.h"
 #include "selection.h"
 
@@ -22,7 +22,7 @@ namespace khot {
 const Kernels& baseline_kernels() {
   static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward,
                                     baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward,
-                                    baseline::uniform_row};
+                                    baseline::uniform_row, baseline::order_row, baseline::tournament_row};
   return kernels;
 }
 

@@ -79,7 +79,12 @@ struct Kernels {
                                const Magnitude& problem, void* grad_s);  // the gradient in tau
   // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/kernels/philox.py.
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
+  // Draws from a row, with scratch(n) numbers to work in; see khot/kernels/draws.py.
+  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
 };
+
+constexpr int64_t scratch(int64_t n) { return 4 * n + 256; }
 
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();

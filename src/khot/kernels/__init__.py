@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import counting, cpu, gpu, philox, reference, scans, selection, transport
+from khot.kernels import counting, cpu, draws, gpu, philox, reference, scans, selection, transport
 
 __all__ = ["active"]
 
@@ -70,6 +70,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         transport.sorted_soft_topk,
     ),
     "uniform": ("(Tensor seed, SymInt rows, SymInt n, SymInt offset) -> Tensor", philox.uniform_kernel),
+    "order_sample": ("(Tensor theta, Tensor k, Tensor seed) -> Tensor", draws.order_sample),
+    "tournament": ("(Tensor probs, Tensor seed) -> Tensor", draws.tournament),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
     torch.library.define(f"khot::{_name}", _schema)
@@ -190,6 +192,16 @@ def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 @torch.library.register_fake("khot::uniform")
 def _(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
     return seed.new_empty((rows, n), dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::order_sample")
+def _(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
+    return theta.new_empty(theta.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("khot::tournament")
+def _(probs: Tensor, seed: Tensor) -> Tensor:
+    return probs.new_empty(probs.shape, dtype=torch.bool)
 
 
 _CPU = cpu.load()

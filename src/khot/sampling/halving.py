@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from khot.kernels import philox
 from khot.sampling.phantom import distinct
 from khot.sampling.poisson_binomial import Frequencies, characteristic, frequencies, pmf
 from khot.sampling.tilting import tilt_rows
@@ -116,7 +117,7 @@ def _draw_trials(
     """Fill the pending rows of drawn with trials of probabilities p[which], again until they are accepted."""
 
     def uniforms(*size: int) -> Tensor:
-        return torch.rand(size, dtype=torch.float64, device=p.device, generator=generator)
+        return philox.rand(size, p.device, generator)
 
     while pending.numel():
         design = which[pending]
