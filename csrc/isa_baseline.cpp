@@ -16,13 +16,15 @@
 #include "draws.h"
 #include "rows.h"
 #include "selection.h"
+#include "trials.h"
 
 namespace khot {
 
 const Kernels& baseline_kernels() {
   static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward,
                                     baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward,
-                                    baseline::uniform_row, baseline::order_row, baseline::tournament_row};
+                                    baseline::uniform_row, baseline::order_row, baseline::tournament_row,
+                                    baseline::characteristic_row, baseline::inclusion_row, baseline::covariance_row};
   return kernels;
 }
 
