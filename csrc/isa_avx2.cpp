@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -27,7 +28,8 @@ const Kernels& avx2_kernels() {
   static constexpr Kernels kernels{"AVX2", avx2::forward, avx2::backward,
                                     avx2::topk_mask, avx2::magnitude, avx2::magnitude_backward,
                                     avx2::uniform_row, avx2::order_row, avx2::tournament_row,
-                                    avx2::characteristic_row, avx2::inclusion_row, avx2::covariance_row};
+                                    avx2::characteristic_row, avx2::inclusion_row, avx2::covariance_row,
+                                    avx2::calibrate_row};
   return kernels;
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -27,7 +28,8 @@ const Kernels& avx512_kernels() {
   static constexpr Kernels kernels{"AVX-512", avx512::forward, avx512::backward,
                                     avx512::topk_mask, avx512::magnitude, avx512::magnitude_backward,
                                     avx512::uniform_row, avx512::order_row, avx512::tournament_row,
-                                    avx512::characteristic_row, avx512::inclusion_row, avx512::covariance_row};
+                                    avx512::characteristic_row, avx512::inclusion_row, avx512::covariance_row,
+                                    avx512::calibrate_row};
   return kernels;
 }
 

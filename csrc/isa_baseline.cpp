@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -24,7 +25,8 @@ const Kernels& baseline_kernels() {
   static constexpr Kernels kernels{"baseline", baseline::forward, baseline::backward,
                                     baseline::topk_mask, baseline::magnitude, baseline::magnitude_backward,
                                     baseline::uniform_row, baseline::order_row, baseline::tournament_row,
-                                    baseline::characteristic_row, baseline::inclusion_row, baseline::covariance_row};
+                                    baseline::characteristic_row, baseline::inclusion_row, baseline::covariance_row,
+                                    baseline::calibrate_row};
   return kernels;
 }
 

@@ -86,11 +86,12 @@ struct Kernels {
   double (*characteristic)(const Row& z, int64_t n, double* scratch, double* re, double* im);
   double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
   void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
+  double (*calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
 };
 
 constexpr int kFrequencies = 26, kFrequenciesMost = 28;  // that of poisson_binomial.py, and room for whole groups
 // Numbers that the kernels of a row of sampling may work in.
-constexpr int64_t scratch(int64_t n) { return 4 * n + 256; }
+constexpr int64_t scratch(int64_t n) { return 16 * n + 512; }
 
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();

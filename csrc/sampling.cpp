@@ -106,6 +106,19 @@ Tensor covariance(Tensor z, Tensor k, Tensor u) {
   return result;
 }
 
+std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
+  const std::vector<int64_t> batch = batch_of(goal);
+  const int64_t n = goal.size(goal.dim() - 1);
+  const Rows rows(goal, batch);
+  const Numbers ks(k, batch);
+  Tensor theta = torch::stable::new_empty(goal, goal.sizes()), iterations = torch::stable::new_empty(goal, batch);
+  double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
+  });
+  return {theta, iterations};
+}
+
 }  // namespace
 }  // namespace khot
 
@@ -116,4 +129,5 @@ STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("characteristic", TORCH_BOX(&khot::characteristic));
   m.impl("inclusion", TORCH_BOX(&khot::inclusion));
   m.impl("covariance", TORCH_BOX(&khot::covariance));
+  m.impl("calibrate", TORCH_BOX(&khot::calibrate));
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "passes.h"
 
@@ -11,6 +12,12 @@ namespace khot::KHOT_ISA {
 
 constexpr int kTogether = 4;      // frequencies whose products are made at once
 constexpr double kUnseen = 46;    // of V (1 - cos): e^-46 is less than a rounding error of P(S = k)
+// of the calibration, as in khot/kernels/fixed_point.py
+constexpr int kDepth = 3, kIterations = 40;
+constexpr double kNear = 1e-13, kClose = 1e-3, kRidge = 1e-13;
+constexpr int kCentring = 20;       // steps of at most 1
+constexpr double kOffCentre = 0.3;  // in deviations of the sum, which lose nothing
+constexpr double kSmall = 1e-6;     // a variance by which rounding is no deviation
 constexpr double kTurn = 6.283185307179586476925;
 
 KHOT_INLINE VecD reciprocal(VecD x) {
@@ -27,20 +34,21 @@ KHOT_INLINE VecD reciprocal(VecD x) {
 struct Trials {
   int64_t length;
   double *p, *q;
-  double variance;
+  double mean, variance;
 
   Trials(const Row& z, int64_t n, double* scratch) : length(padded(n)), p(scratch), q(p + length) {
     double buffer[kBlock];
-    VecD sum{};
+    VecD total{}, sum{};
     for (int64_t at = 0; at < n; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
       vectors<double>(fetch(z, at, count, buffer), count, -kInf<double>, [&](VecD x, int i, int) {
         const VecD e = exp_minus<double>(abs<double>(x)), likely = 1 / (1 + e), unlikely = e * likely;
         const VecD yes = x > 0 ? likely : unlikely, no = x > 0 ? unlikely : likely;
         store<double>(p + at + i, yes), store<double>(q + at + i, no);
-        sum += yes * no;
+        total += yes, sum += yes * no;
       });
     }
+    mean = khot::KHOT_ISA::sum<double>(total);
     variance = khot::KHOT_ISA::sum<double>(sum);
   }
   static int64_t padded(int64_t n) { return (n + kWidth<double> - 1) / kWidth<double> * kWidth<double>; }
@@ -111,8 +119,7 @@ inline double characteristic_row(const Row& z, int64_t n, double* scratch, doubl
 }
 
 // With v = 1/|q + p e^(i omega)|^2: r = p e^(i omega) (q + p e^(-i omega)) v, and 1 - r likewise.
-inline double inclusion_row(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out) {
-  const Trials trials(z, n, scratch);
+inline double inclusion_of(const Trials& trials, int64_t n, double k, double* pi, double* out) {
   if (!(trials.variance >= 0)) {
     std::fill(pi, pi + n, trials.variance), std::fill(out, out + n, trials.variance);
     return trials.variance;
@@ -140,6 +147,10 @@ inline double inclusion_row(const Row& z, int64_t n, double k, double* scratch, 
     store_part<double>(out + i, lanes, p == 0 ? splat(1.0) : rest);
   }
   return prob;
+}
+
+inline double inclusion_row(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out) {
+  return inclusion_of(Trials(z, n, scratch), n, k, pi, out);
 }
 
 // Cov u = Re sum_l a_l d_l (d_l . u) - delta (delta . u) + own u, with d_l = r_l - p = p q ((p - q)(1 - cos) + i sin) v,
@@ -184,6 +195,90 @@ inline void covariance_row(const Row& z, const Row& u, int64_t n, double k, doub
     const VecD delta = g * e_mean - o_mean, own = 0.5 * (one - g * g * two) + g * three;
     const int lanes = static_cast<int>(std::min<int64_t>(kWidth<double>, n - i));
     store_part<double>(result + i, lanes, pq * (g * e - o - shift * delta) + load<double>(even + i) * own);
+  }
+}
+
+// x with A x = b, A symmetric and positive, both of which it overwrites.
+inline void solve(double (*A)[kDepth], double* b, int size) {
+  for (int i = 0; i < size; ++i) {
+    for (int row = i + 1; row < size; ++row) {
+      const double factor = A[row][i] / A[i][i];
+      for (int j = i; j < size; ++j) A[row][j] -= factor * A[i][j];
+      b[row] -= factor * b[i];
+    }
+  }
+  for (int i = size; i-- > 0;) {
+    for (int j = i + 1; j < size; ++j) b[i] -= A[i][j] * b[j];
+    b[i] /= A[i][i];
+  }
+}
+
+// theta with the inclusion probabilities of logits `goal`: see khot/kernels/fixed_point.py. Returns the iterations.
+inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratch, double* theta) {
+  const int64_t length = Trials::padded(n);
+  const Trials wanted(goal, n, scratch);
+  double* free = scratch + 2 * length;
+  const auto take = [&] { return std::exchange(free, free + length); };
+  double *const own = take(), *const pi = take(), *const out = take(), *const residual = take(), *const work = take();
+  take();  // the other half of work
+  double *moves[kDepth], *turns[kDepth];
+  for (int j = 0; j < kDepth; ++j) moves[j] = take(), turns[j] = take();
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* p = fetch(goal, at, count, own + at);
+    if (p != own + at) std::copy(p, p + count, own + at);
+  }
+  std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0), std::fill(out + n, out + length, 1.0);
+  std::copy(own, own + n, theta);
+  const Row row{theta, Dtype::kDouble, 1};
+  int kept = 0, next = 0;  // the newest of them is at next - 1, and its turn is still to be finished
+  for (int iteration = 1;; ++iteration) {
+    Trials trials(row, n, work);
+    for (int tries = 0; tries < kCentring && std::fabs(trials.mean - k) > kOffCentre * std::sqrt(trials.variance + kSmall); ++tries) {
+      const double shift = std::min(std::max((trials.mean - k) / trials.variance, -1.0), 1.0);
+      for (int64_t i = 0; i < n; ++i) theta[i] -= shift;
+      trials = Trials(row, n, work);
+    }
+    if (!(inclusion_of(trials, n, k, pi, out) > 0)) {
+      std::fill(theta, theta + n, std::numeric_limits<double>::quiet_NaN());
+      return iteration;
+    }
+    VecD far{};
+    for (int64_t i = 0; i < length; i += kWidth<double>) {
+      const VecD yes = load<double>(pi + i), z = load<double>(own + i);
+      const VecD r = z - (log<double>(yes) - log<double>(load<double>(out + i)));
+      const VecD left = abs<double>(z) == kInf<double> ? VecD{} : r;
+      store<double>(residual + i, left);
+      const VecD error = abs<double>(yes - load<double>(wanted.p + i));
+      far = (error > kNear) | (abs<double>(left) > kClose) ? splat(1.0) : far;
+    }
+    double gamma[kDepth] = {}, gram[kDepth][kDepth];
+    if (kept > 0) {
+      double* const turn = turns[(next + kDepth - 1) % kDepth];
+      for (int64_t i = 0; i < length; ++i) turn[i] = residual[i] - turn[i];
+      double trace = 0;
+      for (int a = 0; a < kept; ++a) {
+        VecD sums[kDepth + 1] = {};
+        for (int64_t i = 0; i < length; i += kWidth<double>) {
+          const VecD f = load<double>(turns[a] + i) * (load<double>(wanted.p + i) * load<double>(wanted.q + i));
+          for (int b = 0; b < kept; ++b) sums[b] += f * load<double>(turns[b] + i);
+          sums[kDepth] += f * load<double>(residual + i);
+        }
+        for (int b = 0; b < kept; ++b) gram[a][b] = sum<double>(sums[b]);
+        gamma[a] = sum<double>(sums[kDepth]), trace += gram[a][a];
+      }
+      for (int a = 0; a < kept; ++a) gram[a][a] += kRidge * trace + std::numeric_limits<double>::min();
+      solve(gram, gamma, kept);
+    }
+    double* const move = work;
+    std::copy(residual, residual + length, move);
+    for (int a = 0; a < kept; ++a) {
+      for (int64_t i = 0; i < length; ++i) move[i] -= gamma[a] * (moves[a][i] + turns[a][i]);
+    }
+    for (int64_t i = 0; i < n; ++i) theta[i] += move[i];
+    if (maximum<double>(far) == 0 || iteration == kIterations) return iteration;
+    std::copy(move, move + length, moves[next]), std::copy(residual, residual + length, turns[next]);
+    next = (next + 1) % kDepth, kept = std::min(kept + 1, kDepth);
   }
 }
 

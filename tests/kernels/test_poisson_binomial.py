@@ -10,6 +10,8 @@ from torch import Tensor
 
 from khot.kernels import active
 from khot.kernels import poisson_binomial as reference
+from khot.kernels.fixed_point import calibrate_kernel
+from khot.sampling.tilting import tilt_rows
 
 pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")
 
@@ -45,6 +47,22 @@ def test_as_the_reference(n: int, scale: float) -> None:
     check(torch.ops.khot.covariance(z, k, u), reference.covariance_kernel(z, k, u))
     certain = z.isinf()
     assert torch.equal(torch.ops.khot.inclusion(z, k)[1][certain], z.sigmoid()[certain])
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 15.0])
+@pytest.mark.parametrize("n", [2, 3, 16, 100, 1_030])
+def test_calibration_as_the_reference(n: int, scale: float) -> None:
+    """The inclusion probabilities; the constant of a row is another, and so are details on the way."""
+    scores = scale * torch.randn(4, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    k = torch.tensor([1, n // 3, n // 2, n - 1], dtype=torch.float64)
+    z = tilt_rows(scores, k).z
+    theta, iterations = torch.ops.khot.calibrate(z, k)
+    want, reference_iterations = calibrate_kernel(z, k)
+    assert ((iterations - reference_iterations).abs() <= 2).all() and (iterations <= 13).all()
+    for got in (theta, want):
+        _, pi, out = torch.ops.khot.inclusion(tilt_rows(got, k).z, k)
+        check(pi, z.sigmoid(), 1e-10)
+        check(out, (-z).sigmoid(), 1e-10)
 
 
 def test_layouts_and_broadcasting() -> None:
@@ -93,3 +111,4 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.khot.characteristic.default, (z,))
     torch.library.opcheck(torch.ops.khot.inclusion.default, (z, k))
     torch.library.opcheck(torch.ops.khot.covariance.default, (z, k, z.clamp(-1, 1)))
+    torch.library.opcheck(torch.ops.khot.calibrate.default, (tilt_rows(z, k).z, k))

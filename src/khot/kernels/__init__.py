@@ -15,6 +15,7 @@ from khot.kernels import (
     counting,
     cpu,
     draws,
+    fixed_point,
     gpu,
     philox,
     poisson_binomial,
@@ -86,6 +87,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
     "characteristic": ("(Tensor z) -> (Tensor, Tensor, Tensor)", poisson_binomial.characteristic_kernel),
     "inclusion": ("(Tensor z, Tensor k) -> (Tensor, Tensor, Tensor)", poisson_binomial.inclusion_kernel),
     "covariance": ("(Tensor z, Tensor k, Tensor u) -> Tensor", poisson_binomial.covariance_kernel),
+    "calibrate": ("(Tensor goal, Tensor k) -> (Tensor, Tensor)", fixed_point.calibrate_kernel),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
     torch.library.define(f"khot::{_name}", _schema)
@@ -232,6 +234,11 @@ def _(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.register_fake("khot::covariance")
 def _(z: Tensor, k: Tensor, u: Tensor) -> Tensor:
     return z.new_empty(z.shape)
+
+
+@torch.library.register_fake("khot::calibrate")
+def _(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return goal.new_empty(goal.shape), goal.new_empty(goal.shape[:-1])
 
 
 _CPU = cpu.load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,10 @@ from khot.cdfs import Logistic
 from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
-__all__ = ["calibrate", "fixed_point", "solve"]
+__all__ = ["calibrate", "solve"]
 
-DEPTH = 3  # how many earlier steps Anderson's combines; more gained nothing
-ITERATIONS = 40  # 11 were the most that 1e-12 took, over the tests' hard cases
-NEAR = 1e-13  # errors of probabilities from which one more step leads down to rounding
-CLOSE = 1e-3  # errors of logits, as well
-RIDGE = 1e-13  # of the trace: what is lost below it is lost to rounding anyway
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
-
-COUNT = {"iterations": 0}  # of the fixed point since a test last set it to 0
 
 
 def calibrate(probs: Tensor) -> Tensor:
@@ -76,62 +68,13 @@ def solve(probs: Tensor) -> Tensor:
     return theta - shift.unsqueeze(-1)
 
 
-def fixed_point(
-    probs: Tensor,
-    k: Tensor,
-    marginals: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    near: float = NEAR,
-) -> Tensor:
-    """θ for which marginals(θ, k), which are π and 1 − π, are probs; one step after they are within ``near``.
-
-    θ ← θ + logit probs − logit π(θ), with Anderson's acceleration in the metric of the variances.
-    """
-    # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
-    goal = tilt_rows(torch.logit(probs), k)
-    certain = goal.z.isinf()
-    goal_pi = torch.sigmoid(goal.z)
-    variance = goal_pi * torch.sigmoid(-goal.z)
-    theta, active = goal.z, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
-    moves: list[Tensor] = []  # of θ, and of the residual with it
-    turns: list[Tensor] = []
-    for _ in range(ITERATIONS):
-        COUNT["iterations"] += 1
-        pi, out = marginals(theta, k)
-        residual = (goal.z - (pi.log() - out.log())).masked_fill(certain, 0)
-        move = residual
-        if moves:
-            turns[-1] = residual - turns[-1]
-            moves, turns = moves[-DEPTH:], turns[-DEPTH:]
-            F, X = torch.stack(turns, -1), torch.stack(moves, -1)
-            weighted = F * variance.unsqueeze(-1)
-            gram = F.mT @ weighted
-            ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] + TINY
-            gram = gram + ridge * torch.eye(len(turns), dtype=gram.dtype, device=gram.device)
-            gamma = torch.linalg.solve(gram, weighted.mT @ residual.unsqueeze(-1))
-            move = residual - ((X + F) @ gamma).squeeze(-1)
-        move = move.where(active, 0)  # a row that has arrived stays
-        theta = theta + move
-        # of small probabilities the relative error counts, too: one more step from afar can lead anywhere
-        far = ((pi - goal_pi).abs() > near) | (residual.abs() > CLOSE)
-        active = active & far.any(-1, keepdim=True)
-        if not bool(active.any()):
-            break
-        moves.append(move)
-        turns.append(residual)
-    return theta
-
-
-def _marginals(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    _, pi, out = inclusion(tilt_rows(theta, k))
-    return pi, out
-
-
 class _Calibrate(Function):
     """θ with π(θ) = probs, up to a constant."""
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        return fixed_point(probs, k, _marginals)
+        # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
+        return torch.ops.khot.calibrate.default(tilt_rows(torch.logit(probs), k).z, k)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from khot.kernels.fixed_point import fixed_point
 from khot.sampling import tilting as conditional
-from khot.sampling.calibration import fixed_point
 from khot.sampling.tilting import Tilted, mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint"]
@@ -31,7 +31,7 @@ NEWTON = 6  # the ends of the integral need not be exact, and no step of Newton'
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
     """θ (*batch, n) with inclusion probabilities probs within 1e-8; ±inf for certain units."""
-    return fixed_point(probs, k, inclusion, NEAR)
+    return fixed_point(tilt_rows(torch.logit(probs), k).z, k, inclusion, NEAR)[0]
 
 
 def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
