@@ -1,0 +1,86 @@
+"""Processes that share rows: four of them, started once, with a process group for each number up to four.
+
+`run(world, work, *args)` has the first `world` of them call ``work(group, *args)``, a function of a module
+that they can import, and returns what they return, in the order of their ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["MOST", "run"]
+
+MOST = 4
+PATIENCE = 60.0  # seconds; nothing here takes as long, but where the machine is busy
+
+
+def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    ends = _pool()[:world]
+    task = pickle.dumps((world, work, args))
+    for end in ends:
+        end.send_bytes(task)
+    results = []
+    for rank, end in enumerate(ends):
+        if not end.poll(3 * PATIENCE):
+            raise TimeoutError(f"rank {rank} of {world} does not answer")
+        results.append(pickle.loads(end.recv_bytes()))
+    failed = [error for ok, error in results if not ok]
+    if failed:
+        raise RuntimeError("".join(failed))
+    return [result for _, result in results]
+
+
+@functools.cache
+def _pool() -> list[Connection]:
+    spawn = multiprocessing.get_context("spawn")
+    folder = tempfile.TemporaryDirectory()
+    ends, processes = [], []
+    for rank in range(MOST):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(rank, folder.name, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+
+    def stop() -> None:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(5)
+            process.kill()
+        folder.cleanup()
+
+    atexit.register(stop)
+    return ends
+
+
+def _serve(rank: int, folder: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=MOST, timeout=wait
+    )
+    groups = [dist.new_group(list(range(world)), timeout=wait) for world in range(1, MOST + 1)]
+    while True:
+        try:
+            world, work, args = pickle.loads(end.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = True, work(groups[world - 1], *args)
+        except BaseException:
+            answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
+        end.send_bytes(pickle.dumps(answer))
