@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import khot
 
@@ -99,3 +103,84 @@ def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, 
     y = khot.soft_topk(torch.zeros(3), 1, group=group)
     assert torch.allclose(y.sum() * group.size(), torch.ones(()))
     return text
+
+
+def on_dtensors(
+    group: Any,
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    weights: Tensor,
+    mesh_shape: tuple[int, ...],
+    places: str,
+    compiled: bool = False,
+) -> tuple[list[Tensor], list[str]]:
+    """The whole result and gradients, and where they lie. Places: r(eplicated), p(artial), or a dim."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate() if p == "r" else Partial() if p == "p" else Shard(int(p)) for p in places]
+    if "p" in places:
+        local = args[0] / mesh.size(placements.index(Partial()))
+        x = DTensor.from_local(local, mesh, placements, run_check=False).detach().requires_grad_()
+    else:
+        x = distribute_tensor(args[0], mesh, placements).requires_grad_()
+    k, tau = (v.clone().requires_grad_() for v in args[1:])
+
+    def operator(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        if name == "topk_mask":
+            return khot.topk_mask(x, k, **options)
+        return getattr(khot, name)(x, k, tau=tau, **options)
+
+    if compiled:
+        torch.compiler.reset()
+        operator = torch.compile(operator, backend="aot_eager", fullgraph=True, dynamic=False)
+    y = operator(x, k, tau)
+    values, where = [y.detach()], [str(y.placements)]  # type: ignore[attr-defined]
+    if y.requires_grad:
+        cotangent = distribute_tensor(weights, mesh, y.placements)  # type: ignore[attr-defined]
+        values += torch.autograd.grad(y, (x, k, tau), cotangent, allow_unused=True, materialize_grads=True)
+        where.append(str(values[1].placements))  # type: ignore[attr-defined]
+    return [v.full_tensor() if isinstance(v, DTensor) else v for v in values], where
+
+
+def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> list[Tensor]:
+    torch.compiler.reset()
+    operator = getattr(khot, name)
+    compiled = torch.compile(lambda x: operator(x, 3.0, group=group), backend="aot_eager", fullgraph=True)
+    x = shard(x, cuts, group.rank(), x.shape[-1]).requires_grad_()
+    y = compiled(x)
+    if y.requires_grad:
+        y.square().sum().backward()
+    return [y.detach(), x.grad if y.requires_grad else torch.zeros_like(y)]
+
+
+def checked_operators(group: Any) -> None:
+    """torch.library.opcheck, with the collectives of a group of one."""
+    ops, on = torch.ops.khot, group.group_name
+    x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k, tau = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([0.5, 1.0, 2.0]).double()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for cdf, shape in (("logistic", 0.0), ("power", 1.5)):
+        args = (x, k, tau, cdf, shape, "y", on)
+        out, *t = ops.sharded_soft_topk(*args)
+        torch.library.opcheck(ops.sharded_soft_topk.default, args, test_utils=tests)
+        backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
+        torch.library.opcheck(ops.sharded_soft_topk_backward.default, backward, test_utils=tests)
+    torch.library.opcheck(ops.sharded_topk_mask.default, (x, k, on), test_utils=tests)
+    args = (x.abs(), k, tau, 1.5, on)
+    y, hi, lo = ops.sharded_soft_topk_magnitude(*args)
+    torch.library.opcheck(ops.sharded_soft_topk_magnitude.default, args, test_utils=tests)
+    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, on)
+    torch.library.opcheck(ops.sharded_soft_topk_magnitude_backward.default, backward, test_utils=tests)
+
+
+def left_alone(group: Any) -> tuple[str, float]:
+    """The last rank does not come: what the others are told, and after how many seconds."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if group.rank() == group.size() - 1:
+        return "", 0.0
+    start = time.monotonic()
+    try:
+        khot.soft_topk(torch.zeros(3), 1, group=group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start

@@ -216,5 +216,73 @@ def domain(name: str) -> str:
 
 
 def test_a_group_that_is_none() -> None:
-    with pytest.raises(TypeError, match="group must be a .*ProcessGroup, but got str"):
+    with pytest.raises(TypeError, match=r"group must be a .*ProcessGroup, but got str"):
         khot.soft_topk(torch.zeros(3), 1, group="all")
+
+
+def test_a_peer_that_does_not_come_is_a_timeout() -> None:
+    *told, _ = processes.run(0, shards.left_alone)
+    for message, seconds in told:
+        assert re.search("[Tt]imed out|[Tt]imeout", message)
+        assert seconds < 20
+
+
+# --------------------------------------------------------------------- DTensor, torch.compile
+
+PLACES = [((4,), "1"), ((4,), "0"), ((4,), "r"), ((4,), "p")]
+PLACES += [((2, 2), "01"), ((2, 2), "10"), ((2, 2), "1r"), ((2, 2), "11")]
+
+
+@pytest.mark.parametrize(("shape", "places"), PLACES, ids=str)
+def test_dtensors(shape: tuple[int, ...], places: str) -> None:
+    args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
+    mask = torch.arange(N) % 11 != 4
+    for name, options in (("soft_topk", {}), ("soft_topk_magnitude", {"mask": mask}), ("topk_mask", {})):
+        check_dtensors(name, options, args, shape, places)
+
+
+@pytest.mark.parametrize("name", ["soft_topk", "soft_topk_magnitude"])
+@pytest.mark.parametrize(
+    ("shape", "places"),
+    [((2, 2), "01"), *(pytest.param(*case, marks=pytest.mark.slow) for case in PLACES)],
+    ids=str,
+)
+def test_dtensors_compiled(name: str, shape: tuple[int, ...], places: str) -> None:
+    args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
+    check_dtensors(name, {}, args, shape, places, True)
+
+
+def check_dtensors(
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    shape: tuple[int, ...],
+    places: str,
+    compiled: bool = False,
+) -> None:
+    weights = scores(3, N, seed=1)
+    x, k, tau = (a.clone().requires_grad_() for a in args)
+    y = khot.topk_mask(x, k) if name == "topk_mask" else getattr(khot, name)(x, k, tau=tau, **options)
+    want = [y.detach()]
+    if y.requires_grad:
+        want += torch.autograd.grad(y, (x, k, tau), weights, allow_unused=True, materialize_grads=True)
+    told = processes.run(4, shards.on_dtensors, name, options, args, weights, shape, places, compiled)
+    for values, where in told:
+        assert len(set(where)) == 1
+        assert where[0].count("Shard") == sum(p in "01" for p in places)
+        for a, b in zip(values, want, strict=True):
+            assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["soft_topk", "log_soft_topk", "soft_topk_magnitude", "topk_mask"])
+def test_compile_with_a_group(name: str) -> None:
+    x = scores(2, N).requires_grad_()
+    y = getattr(khot, name)(x, 3.0)
+    grad = torch.autograd.grad(y.square().sum(), x)[0] if y.requires_grad else torch.zeros_like(y)
+    parts = processes.run(2, shards.compiled_with_a_group, name, x.detach(), CUTS[2])
+    for got, want in zip(zip(*parts, strict=True), (y.detach(), grad), strict=True):
+        assert_close(torch.cat(got, -1), want, 1e-12)
+
+
+def test_opcheck() -> None:
+    processes.run(1, shards.checked_operators)

@@ -29,6 +29,7 @@ from khot.soft_count import Row, pull
 
 __all__ = ["apply"]
 
+Groups = tuple[dist.ProcessGroup, ...]  # more than one: the dimensions of a grid of processes
 Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
 
 
@@ -36,7 +37,17 @@ def apply(
     operator: Callable[..., Tensor], input: Any, k: Any, dim: int, group: Any, **options: Any
 ) -> Tensor:
     """An operator on shards of rows: on tensors, with the process group that has them, or on DTensors."""
-    return _OPERATORS[operator.__name__](input, k, dim, group=group, **options)
+    if hasattr(input, "placements"):
+        from khot import dtensor
+
+        if group is not None:
+            raise TypeError("group must be None for a DTensor, which knows its own, but got one")
+        return dtensor.apply(operator, input, k, dim, **options)
+    groups = group if isinstance(group, tuple) else (group,)
+    for each in groups:
+        if not isinstance(each, dist.ProcessGroup):
+            raise TypeError(f"group must be a torch.distributed.ProcessGroup, but got {type(each).__name__}")
+    return _OPERATORS[operator.__name__](input, k, dim, groups=groups, **options)
 
 
 # ------------------------------------------------------------------------------ the operators
@@ -53,7 +64,7 @@ def _soft_topk(
     mask: Tensor | None,
     hard: bool = False,
     output: str = "y",
-    group: Any,
+    groups: Groups,
 ) -> Tensor:
     """:func:`khot.soft_topk`, or with output "log" :func:`khot.log_soft_topk`, of shards."""
 
@@ -62,17 +73,17 @@ def _soft_topk(
         arguments.per_row(k, "k", x, low=0)
         return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), cdfs.resolve(cdf)
 
-    (x, tau, F), n = _agreed(group, prepare, k, tau, f"{cdf}, largest={largest}, {output}, {hard}")
+    (x, tau, F), n = _agreed(groups, prepare, k, tau, f"{cdf}, largest={largest}, {output}, {hard}")
     k = arguments.per_row(k, "k", x, low=0, high=n)
-    y = _soft(x, k, tau, F, output, hard, group)
+    y = _soft(x, k, tau, F, output, hard, groups)
     return arguments.unrows(y, input, dim)
 
 
-def _soft(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, hard: bool, group: Any) -> Tensor:
-    args = (x, k, tau, F.name, F.shape, output, group.group_name)
+def _soft(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, hard: bool, groups: Groups) -> Tensor:
+    args = (x, k, tau, F.name, F.shape, output, _names(groups))
     y: Tensor = call(_ThresholdMap, kernels.soft_topk._opoverload, *args)[0]
     if hard:
-        y = _hard(x.detach(), k.detach(), group) + (y - y.detach())
+        y = _hard(x.detach(), k.detach(), groups) + (y - y.detach())
     return y
 
 
@@ -86,7 +97,7 @@ def _ot_topk(
     largest: bool,
     mask: Tensor | None,
     hard: bool,
-    group: Any,
+    groups: Groups,
 ) -> Tensor:
     """:func:`khot.ot_topk` of shards."""
 
@@ -96,20 +107,20 @@ def _ot_topk(
         return x, arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
 
     options = f"largest={largest}, normalize={normalize}, {hard}"
-    (x, epsilon), n = _agreed(group, prepare, k, epsilon, options)
+    (x, epsilon), n = _agreed(groups, prepare, k, epsilon, options)
     k = arguments.per_row(k, "k", x, low=0, high=n)
     cost = None
     if normalize:
         costs = topk.costs(x)
         cost = costs.amax(-1) if x.shape[-1] else costs.sum(-1)
-        (slots,) = _Total.apply(group.group_name, Shards(group.group_name).one_a_process(cost))
+        (slots,) = _Total.apply(_names(groups), Shards(_names(groups)).one_a_process(cost))
         cost = slots.amax(-1)
-    y = _soft(x, k, topk.ot_temperature(epsilon, cost), cdfs.Logistic(), "y", hard, group)
+    y = _soft(x, k, topk.ot_temperature(epsilon, cost), cdfs.Logistic(), "y", hard, groups)
     return arguments.unrows(y, input, dim)
 
 
 def _topk_mask(
-    input: Tensor, k: Scalar, dim: int, *, largest: bool, mask: Tensor | None, group: Any
+    input: Tensor, k: Scalar, dim: int, *, largest: bool, mask: Tensor | None, groups: Groups
 ) -> Tensor:
     """:func:`khot.topk_mask` of shards; of equal entries, those of the lowest rank come first."""
 
@@ -118,15 +129,15 @@ def _topk_mask(
         arguments.per_row(k, "k", x, low=0)
         return (x,)
 
-    (x,), n = _agreed(group, prepare, k, None, f"largest={largest}")
-    y = _hard(x, arguments.per_row(k, "k", x, low=0, high=n).detach(), group)
+    (x,), n = _agreed(groups, prepare, k, None, f"largest={largest}")
+    y = _hard(x, arguments.per_row(k, "k", x, low=0, high=n).detach(), groups)
     return arguments.unrows(y, input, dim)
 
 
-def _hard(x: Tensor, k: Tensor, group: Any) -> Tensor:
-    y, found = kernels.topk_mask(x, k, group.group_name)
+def _hard(x: Tensor, k: Tensor, groups: Groups) -> Tensor:
+    y, found = kernels.topk_mask(x, k, _names(groups))
     if not torch.compiler.is_compiling():
-        arguments.explain_nan(found, x, k, reduce=_counted(group.group_name))
+        arguments.explain_nan(found, x, k, reduce=_counted(_names(groups)))
     return y
 
 
@@ -139,7 +150,7 @@ def _soft_topk_magnitude(
     p: float,
     rescale: bool,
     mask: Tensor | None,
-    group: Any,
+    groups: Groups,
 ) -> Tensor:
     """:func:`khot.soft_topk_magnitude` of shards."""
 
@@ -149,14 +160,18 @@ def _soft_topk_magnitude(
         arguments.per_row(k, "k", s, low=0, integer=True)
         return s, sign, arguments.per_row(tau, "tau", s, low=0, low_open=True)
 
-    (s, sign, tau), n = _agreed(group, prepare, k, tau, f"p={p}, {rescale}")
+    (s, sign, tau), n = _agreed(groups, prepare, k, tau, f"p={p}, {rescale}")
     k = arguments.per_row(k, "k", s, low=0, high=n, integer=True).detach()
-    args = (s, k, tau, float(p), group.group_name)
+    args = (s, k, tau, float(p), _names(groups))
     y, hi, lo = call(_Magnitude, kernels.soft_topk_magnitude._opoverload, *args)
     if rescale:
-        lo, tau_here = _Share.apply(group.group_name, lo, tau.to(hi.dtype).expand(hi.shape))
+        lo, tau_here = _Share.apply(_names(groups), lo, tau.to(hi.dtype).expand(hi.shape))
         y = magnitude.rescaled(s, hi, lo, tau_here, p)
     return arguments.unrows(y * sign, input, dim)
+
+
+def _names(groups: Groups) -> str:
+    return ",".join(group.group_name for group in groups)
 
 
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
@@ -172,7 +187,7 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def _agreed(
-    group: Any, prepare: Callable[[], Prepared], k: Any, tau: Any, options: str
+    groups: Groups, prepare: Callable[[], Prepared], k: Any, tau: Any, options: str
 ) -> tuple[Prepared, float]:
     """What prepare() returns, its first tensor being this shard, and the length of the rows; or the error
     that one of the processes met, on all of them.
@@ -181,8 +196,6 @@ def _agreed(
     and so would processes whose arguments lead to different passes. While tracing, errors are those of the
     trace, and the length stays unknown.
     """
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup, but got {type(group).__name__}")
     if torch.compiler.is_compiling():
         return prepare(), math.inf
     prepared, error, call, length = None, None, "", 0
@@ -194,14 +207,17 @@ def _agreed(
     except (TypeError, ValueError, IndexError) as caught:
         error = caught
     # on a device of the group's, whatever the input may be
-    device = dist.distributed_c10d._get_object_coll_device(group)
-    status = torch.zeros(group.size(), 3, dtype=torch.float64, device=device)
-    status[group.rank()] = status.new_tensor([error is not None, zlib.crc32(call.encode()), length])
-    dist.all_reduce(status, group=group)
-    failed, calls, lengths = status.T.tolist()
+    device = dist.distributed_c10d._get_object_coll_device(groups[0])
+    facts = [float(error is not None), float(zlib.crc32(call.encode())), float(length)]
+    shards = Shards(_names(groups))
+    (status,) = shards([shards.one_a_process(torch.tensor(facts, dtype=torch.float64, device=device))])
+    failed, calls, lengths = status.tolist()
     if prepared is None or any(failed) or len(set(calls)) > 1:
-        met: list[Any] = [None] * group.size()
-        dist.all_gather_object(met, error or call, group=group)
+        met: list[Any] = [error or call]
+        for group in reversed(groups):
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, met, group=group)
+            met = [one for part in parts for one in part]
         for one in met:
             if isinstance(one, Exception):
                 raise one

@@ -28,11 +28,22 @@ BLOCK = 1 << 16
 
 
 class Shards:
-    """A process group, and the `Reduce` over it."""
+    """The processes that a row is spread over, and the `Reduce` over them.
+
+    Args:
+        group: the name of their process group; or of several, separated by commas, which are the dimensions
+            of a grid of processes.
+    """
 
     def __init__(self, group: str) -> None:
-        self.group = c10d._resolve_process_group(group)  # type: ignore[arg-type,attr-defined]
-        self.rank, self.world = self.group.rank(), self.group.size()
+        self.groups = [
+            c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+            for name in group.split(",")
+        ]
+        self.rank, self.world = 0, 1
+        for each in self.groups:
+            self.rank = self.rank * each.size() + each.rank()
+            self.world *= each.size()
 
     def __call__(self, sums: Sequence[Tensor], maxima: Sequence[Tensor] = ()) -> list[Tensor]:
         """One all-reduce. In the sum, each process writes its maxima to slots of their own, where all others
@@ -54,8 +65,8 @@ class Shards:
         return [part.view(v.shape) for part, v in zip(parts, (*sums, *maxima), strict=True)]
 
     def _all_reduce(self, block: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if block.numel():
-            dist.all_reduce(block, op, group=self.group)
+        for group in self.groups if block.numel() else ():
+            dist.all_reduce(block, op, group=group)
 
     def one_a_process(self, value: Tensor) -> Tensor:
         """(*batch) → (*batch, processes), to be summed."""
