@@ -71,3 +71,46 @@ def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], di
         shared = not isinstance(p, Shard) or p.dim not in dims
         grads.append(places[-1] if split or shared else Partial())
     return value.redistribute(placements=places).to_local(grad_placements=grads)
+
+
+class Pieces:
+    """Tensors on one mesh as pieces of a row: each process holds a part of every one, and no two the same.
+
+    Plain tensors among DTensors are whole on every process: parameters that FSDP has just gathered, or that
+    tensor parallelism leaves alone. What is made of them is whole again, and its gradient the mean of the
+    processes', as for data parallelism.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+        self.groups = tuple(self.mesh.get_group(i) for i in range(self.mesh.ndim))
+        self.split = [
+            [p if isinstance(p, Shard) else Shard(0) for p in x.placements]
+            if isinstance(x, DTensor)
+            else [Shard(0)] * self.mesh.ndim
+            for x in tensors
+        ]
+
+    def locals(self) -> list[Tensor]:
+        """This process's pieces."""
+        pieces = []
+        for x, placements in zip(self.tensors, self.split, strict=True):
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            pieces.append(x.redistribute(placements=placements).to_local())
+        return pieces
+
+    def join(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Pieces of the same shapes as tensors that are placed as the original ones."""
+        whole: list[Tensor] = []
+        for y, x, placements in zip(pieces, self.tensors, self.split, strict=True):
+            like = torch.empty(x.shape, device="meta")
+            z = DTensor.from_local(
+                y, self.mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
+            if isinstance(x, DTensor):
+                whole.append(z.redistribute(placements=x.placements))
+            else:
+                whole.append(z.full_tensor(grad_placements=[Partial("avg")] * self.mesh.ndim))
+        return whole
