@@ -16,14 +16,18 @@
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2")
 #define KHOT_ISA avx2
 #define KHOT_VECTOR_BYTES 32
+#include "draws.h"
 #include "rows.h"
 #include "selection.h"
+#include "trials.h"
 
 namespace khot {
 
 const Kernels& avx2_kernels() {
   static constexpr Kernels kernels{"AVX2", avx2::forward, avx2::backward,
-                                    avx2::topk_mask, avx2::magnitude, avx2::magnitude_backward};
+                                    avx2::topk_mask, avx2::magnitude, avx2::magnitude_backward,
+                                    avx2::uniform_row, avx2::order_row, avx2::tournament_row,
+                                    avx2::characteristic_row, avx2::inclusion_row, avx2::covariance_row};
   return kernels;
 }
 

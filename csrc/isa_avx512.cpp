@@ -16,14 +16,18 @@
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #define KHOT_ISA avx512
 #define KHOT_VECTOR_BYTES 64
+#include "draws.h"
 #include "rows.h"
 #include "selection.h"
+#include "trials.h"
 
 namespace khot {
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kernels{"AVX-512", avx512::forward, avx512::backward,
-                                    avx512::topk_mask, avx512::magnitude, avx512::magnitude_backward};
+                                    avx512::topk_mask, avx512::magnitude, avx512::magnitude_backward,
+                                    avx512::uniform_row, avx512::order_row, avx512::tournament_row,
+                                    avx512::characteristic_row, avx512::inclusion_row, avx512::covariance_row};
   return kernels;
 }
 

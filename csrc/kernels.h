@@ -77,7 +77,20 @@ struct Kernels {
   void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                const Magnitude& problem, void* grad_s);  // the gradient in tau
+  // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/kernels/philox.py.
+  void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
+  // Draws from a row; see khot/kernels/draws.py.
+  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  // Of trials with logits z: E[e^(i omega S)], with its period; P(S = k), pi and 1 - pi; covariance times u.
+  double (*characteristic)(const Row& z, int64_t n, double* scratch, double* re, double* im);
+  double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
+  void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
 };
+
+constexpr int kFrequencies = 26, kFrequenciesMost = 28;  // that of poisson_binomial.py, and room for whole groups
+// Numbers that the kernels of a row of sampling may work in.
+constexpr int64_t scratch(int64_t n) { return 4 * n + 256; }
 
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();

@@ -28,7 +28,6 @@ OTHERS = {
     "halving": "draws conditional Poisson samples",
     "order": "inclusion probabilities of Pareto",
     "phantom": "the phantom unit",
-    "poisson_binomial": "the size of independent trials",
     "table": "the table",
     "tilting": "conditional Poisson's trials",
 }

@@ -11,7 +11,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import counting, cpu, gpu, reference, scans, selection, transport
+from khot.kernels import (
+    counting,
+    cpu,
+    draws,
+    gpu,
+    philox,
+    poisson_binomial,
+    reference,
+    scans,
+    selection,
+    transport,
+)
 
 __all__ = ["active"]
 
@@ -69,6 +80,12 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
         "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
         transport.sorted_soft_topk,
     ),
+    "uniform": ("(Tensor seed, SymInt rows, SymInt n, SymInt offset) -> Tensor", philox.uniform_kernel),
+    "order_sample": ("(Tensor theta, Tensor k, Tensor seed) -> Tensor", draws.order_sample),
+    "tournament": ("(Tensor probs, Tensor seed) -> Tensor", draws.tournament),
+    "characteristic": ("(Tensor z) -> (Tensor, Tensor, Tensor)", poisson_binomial.characteristic_kernel),
+    "inclusion": ("(Tensor z, Tensor k) -> (Tensor, Tensor, Tensor)", poisson_binomial.inclusion_kernel),
+    "covariance": ("(Tensor z, Tensor k, Tensor u) -> Tensor", poisson_binomial.covariance_kernel),
 }
 for _name, (_schema, _kernel) in _OPERATORS.items():
     torch.library.define(f"khot::{_name}", _schema)
@@ -184,6 +201,37 @@ def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     *batch, n = x.shape
     hi = x.new_empty(*batch, k, dtype=torch.float64)
     return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
+
+
+@torch.library.register_fake("khot::uniform")
+def _(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
+    return seed.new_empty((rows, n), dtype=torch.float64)
+
+
+@torch.library.register_fake("khot::order_sample")
+def _(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
+    return theta.new_empty(theta.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("khot::tournament")
+def _(probs: Tensor, seed: Tensor) -> Tensor:
+    return probs.new_empty(probs.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("khot::characteristic")
+def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    phi = z.new_empty((*z.shape[:-1], poisson_binomial.FREQUENCIES))
+    return z.new_empty(z.shape[:-1]), phi, torch.empty_like(phi)
+
+
+@torch.library.register_fake("khot::inclusion")
+def _(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return z.new_empty(z.shape[:-1]), z.new_empty(z.shape), z.new_empty(z.shape)
+
+
+@torch.library.register_fake("khot::covariance")
+def _(z: Tensor, k: Tensor, u: Tensor) -> Tensor:
+    return z.new_empty(z.shape)
 
 
 _CPU = cpu.load()

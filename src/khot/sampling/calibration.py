@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from khot import arguments
 from khot.cdfs import Logistic
-from khot.sampling.tilting import covariance_product, inclusion, tilt_rows
+from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
 __all__ = ["calibrate", "fixed_point", "solve"]
@@ -89,7 +89,8 @@ def fixed_point(
     # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
     goal = tilt_rows(torch.logit(probs), k)
     certain = goal.z.isinf()
-    variance = goal.p * goal.q
+    goal_pi = torch.sigmoid(goal.z)
+    variance = goal_pi * torch.sigmoid(-goal.z)
     theta, active = goal.z, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
     moves: list[Tensor] = []  # of θ, and of the residual with it
     turns: list[Tensor] = []
@@ -111,7 +112,7 @@ def fixed_point(
         move = move.where(active, 0)  # a row that has arrived stays
         theta = theta + move
         # of small probabilities the relative error counts, too: one more step from afar can lead anywhere
-        far = ((pi - goal.p).abs() > near) | (residual.abs() > CLOSE)
+        far = ((pi - goal_pi).abs() > near) | (residual.abs() > CLOSE)
         active = active & far.any(-1, keepdim=True)
         if not bool(active.any()):
             break
@@ -149,7 +150,7 @@ class _Calibrate(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
-        return _Calibrate.apply(*_in_front(info, in_dims, args)), 0
+        return _Calibrate.apply(*in_front(info, in_dims, args)), 0
 
 
 class _Solve(Function):
@@ -167,25 +168,17 @@ class _Solve(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         theta, k, u = ctx.saved_tensors
         w = _Solve.apply(theta, k, grad)
-        pull = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k))(u), theta)[1]
+        pull = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k), u), theta)[1]
         return -pull(w)[0], None, w
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
-        return _Solve.apply(*_in_front(info, in_dims, args)), 0
-
-
-def _in_front(info: Any, in_dims: tuple[Any, ...], args: tuple[Tensor, ...]) -> list[Tensor]:
-    return [
-        arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
-        for arg, dim in zip(args, in_dims, strict=True)
-    ]
+        return _Solve.apply(*in_front(info, in_dims, args)), 0
 
 
 def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Preconditioned by the variances, next to which the covariances are small where there are many."""
     trials = tilt_rows(theta, k)
-    product = covariance_product(trials)
     _, pi, out = inclusion(trials)
     variance = pi * out
     free = (variance > 0) & theta.isfinite()
@@ -207,7 +200,7 @@ def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
         active = rho > least
         if not bool(active.any()):
             break
-        image = product(d)
+        image = covariance_product(trials, d)
         alpha = (rho / (d * image).sum(-1, keepdim=True)).where(active, 0)
         u, r = u + alpha * d, r - alpha * image
         z = precondition(r)

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from khot import arguments
 from khot.arguments import Scalar
+from khot.kernels import philox
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
-
-TINIEST = 2.0**-54  # half the smallest uniform above 0: stands for 0, whose logarithm is not finite
 
 
 def gumbel_topk(
@@ -52,7 +51,6 @@ def gumbel_topk(
     x = arguments.rows(logits, -1).detach()
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
     shape = torch.Size(sample_shape) + x.shape
-    exponential = torch.rand(shape, dtype=torch.float64, device=x.device, generator=generator)
-    exponential = exponential.clamp_(min=TINIEST).log_().neg_()
+    exponential = philox.rand(shape, x.device, generator).log_().neg_()
     chosen = topk_mask(x - exponential.log_(), k)
     return chosen.to(logits.dtype).reshape(torch.Size(sample_shape) + logits.shape)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from khot.kernels import philox
+from khot.kernels.poisson_binomial import Frequencies, of_period, pmf
 from khot.sampling.phantom import distinct
-from khot.sampling.poisson_binomial import Frequencies, characteristic, frequencies, pmf
 from khot.sampling.tilting import tilt_rows
 
 __all__ = ["draw_rows", "numbered"]
@@ -49,7 +50,7 @@ def draw_rows(theta: Tensor, k: Tensor, which: Tensor, generator: torch.Generato
             _draw_trials(drawn[:, ::stride], p, which, pending, _right_size(k), generator)
             break
         half = drawn[:, stride :: 2 * stride]
-        _draw_trials(half, p[:, 1::2], which, pending, _completion(p[:, ::2], q[:, ::2], k), generator)
+        _draw_trials(half, p[:, 1::2], which, pending, _completion(z[:, ::2], k), generator)
         # what is left of each draw is a design of its own
         theta, k = theta[:, ::2][which], k[which] - half.sum(-1)
         z = _centred(z[:, ::2][which], theta, k)
@@ -86,11 +87,11 @@ def _right_size(k: Tensor) -> Acceptance:
     return lambda size, design: (size == k[design]).double()
 
 
-def _completion(p: Tensor, q: Tensor, k: Tensor) -> Acceptance:
+def _completion(z: Tensor, k: Tensor) -> Acceptance:
     """P(these trials make k − size), over its maximum."""
-    mean, n = p.sum(-1), p.shape[-1]
-    at = frequencies((p * q).sum(-1), n)
-    re, im = characteristic(q, p, at)
+    mean, n = torch.sigmoid(z).sum(-1), z.shape[-1]
+    period, re, im = torch.ops.khot.characteristic.default(z)
+    at = of_period(period)
     # the mode is next to the mean (Darroch 1964)
     mode = torch.maximum(pmf(re, im, mean.floor(), at), pmf(re, im, mean.ceil(), at))
 
@@ -116,7 +117,7 @@ def _draw_trials(
     """Fill the pending rows of drawn with trials of probabilities p[which], again until they are accepted."""
 
     def uniforms(*size: int) -> Tensor:
-        return torch.rand(size, dtype=torch.float64, device=p.device, generator=generator)
+        return philox.rand(size, p.device, generator)
 
     while pending.numel():
         design = which[pending]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from khot.sampling import poisson_binomial
+from khot.sampling import tilting as conditional
 from khot.sampling.calibration import fixed_point
 from khot.sampling.tilting import Tilted, mixture, tilt_rows
 
@@ -37,20 +37,14 @@ def calibrate(probs: Tensor, k: Tensor) -> Tensor:
 def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """π and 1 − π, each of full relative accuracy, for θ (*batch, n) in float64 and k (*batch).
 
-    The Poisson-binomial P(size = k) is linear in each p_j and q_j, so that E[x_j; size = k] is its derivative
-    by p_j, times p_j; and the derivative of that along c∘p is E[x_j Σ_i≠j c_i x_i; size = k].
+    Under the conditional Poisson design E[x_j Σ c x]/E[Σ c x] = π_j + Cov(x_j, Σ c x)/Σ c π.
     """
     trials = tilt_rows(theta, k)
     c, settled = _coefficients(trials)
-
-    def others(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return poisson_binomial.pmf_of_others(q, p, k, trials.at)
-
-    q, p = trials.q, trials.p
-    (_, _, by_p), (_, turn_q, turn_p) = torch.func.jvp(others, (q, p), (torch.zeros_like(q), c * p))[:2]
-    inside, outside = (p * (c * by_p + turn_p)).clamp(min=0), (q * turn_q).clamp(min=0)
-    total = (inside + outside).masked_fill(settled, 1)
-    return torch.where(settled, p, inside / total), torch.where(settled, q, outside / total)
+    _, pi, out = conditional.inclusion(trials)
+    mean = (c * pi).sum(-1, keepdim=True).masked_fill(settled, 1)
+    more = (conditional.covariance_product(trials, c) / mean).masked_fill(settled, 0)
+    return (pi + more).clamp(0, 1), (out - more).clamp(0, 1)
 
 
 def joint(theta: Tensor, k: Tensor) -> Tensor:
@@ -64,7 +58,7 @@ def joint(theta: Tensor, k: Tensor) -> Tensor:
     cross = (weight.unsqueeze(-1) * ratio * (1 - ratio) * c.unsqueeze(-2)).mT @ ratio
     mean = (weight * total).sum(-1).real[..., None, None]
     both = ((mixed + cross + cross.mT).real / mean).clamp(0, 1)
-    p = trials.p
+    p = trials.z.sigmoid()
     both = torch.where(settled.unsqueeze(-1), p.unsqueeze(-1) * p.unsqueeze(-2), both)
     both.diagonal(dim1=-2, dim2=-1).copy_(inclusion(theta, k)[0])
     return both
@@ -81,7 +75,7 @@ def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
     k = trials.k - always.sum(-1)
     settled = (k <= 0) | (k >= z.isfinite().sum(-1))
     level = softplus(z, threshold=40).sum(-1)
-    variance = (trials.p * trials.q).sum(-1).masked_fill(settled, 1)
+    variance = (trials.z.sigmoid() * (-trials.z).sigmoid()).sum(-1).masked_fill(settled, 1)
 
     def end(side: int, least: Tensor) -> tuple[Tensor, Tensor]:
         """t beyond which D exceeds least, and the variance of the size there."""

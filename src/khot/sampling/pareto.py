@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot.kernels import philox
 from khot.sampling import order
 from khot.sampling.phantom import distinct, size
 
@@ -54,19 +55,5 @@ def parameters(probs: Tensor) -> Tensor:
 
 
 def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    uniform = torch.rand(shape, dtype=torch.float64, device=theta.device, generator=generator)
-    return smallest(uniform.logit_().sub_(theta), k)
-
-
-def smallest(keys: Tensor, k: Tensor) -> Tensor:
-    """True for the k smallest keys of each row, exactly k of them also among equals."""
-    n = keys.shape[-1]
-    most = int(k.max()) if k.numel() else 0
-    chosen = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
-    if keys.numel() == 0 or most == 0:
-        return chosen
-    if int(k.min()) == most:
-        return chosen.scatter_(-1, keys.topk(most, largest=False, sorted=False).indices, True)
-    ranked = torch.arange(most, device=keys.device) < k.unsqueeze(-1)
-    order = keys.topk(min(most, n), largest=False).indices
-    return chosen.scatter_(-1, order, ranked.expand(order.shape))
+    seed = philox.new_seed(theta.device, generator)
+    return torch.ops.khot.order_sample.default(theta.expand(shape), k.expand(shape[:-1]), seed)

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from khot.kernels import philox
 from khot.sampling import conditional_poisson
 from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import inclusion, mixture, tilt_rows
@@ -25,7 +26,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
     chance = ((1 - rows) * inclusion(tilt_rows(odds, k))[1]).cumsum(-1)
     total = chance[:, -1:]
-    u = torch.rand((*which.shape, 1), dtype=rows.dtype, device=rows.device, generator=generator)
+    u = philox.rand((*which.shape, 1), rows.device, generator)
     unit = torch.searchsorted(chance[which], u * total[which], right=True)
     random = total > 0  # else every unit is certain, and none is drawn first
     units = torch.arange(n, device=rows.device)

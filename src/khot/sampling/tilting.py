@@ -6,22 +6,22 @@ often as can be. What follows does not depend on t, which is a constant in every
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments
 from khot.arguments import Scalar
-from khot.sampling import poisson_binomial
-from khot.sampling.poisson_binomial import Frequencies
+from khot.kernels import poisson_binomial
+from khot.kernels.poisson_binomial import Frequencies
 
 __all__ = [
     "Tilted",
     "check_design",
     "covariance_product",
+    "in_front",
     "inclusion",
     "log_size_prob",
     "mixture",
@@ -31,16 +31,13 @@ __all__ = [
 
 
 class Tilted(NamedTuple):
-    """Independent trials whose sum, given that it is k, is the design. All but change and p are constants."""
+    """Independent trials whose sum, given that it is k, is the design. All but change are constants."""
 
     k: Tensor  # of the batch shape
     hi: Tensor  # t = hi + lo
     lo: Tensor
     z: Tensor  # θ − t, infinite for units that are certain
     change: Tensor  # θ less its own value: 0, with θ's derivatives; and 0 for infinite θ
-    p: Tensor  # σ(z)·exp(change)
-    q: Tensor  # σ(−z)
-    at: Frequencies
 
 
 def tilt(logits: Tensor, k: Scalar) -> Tilted:
@@ -67,62 +64,149 @@ def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
     z = (value - hi.unsqueeze(-1)) - lo.unsqueeze(-1)
     infinite = value.isinf()
     change = theta.masked_fill(infinite, 0) - value.masked_fill(infinite, 0)
-    p, q = torch.sigmoid(z), torch.sigmoid(-z)
-    at = poisson_binomial.frequencies((p * q).sum(-1), theta.shape[-1])
-    return Tilted(k, hi, lo, z, change, p * change.exp(), q, at)
+    return Tilted(k, hi, lo, z, change)
 
 
 def log_size_prob(trials: Tilted) -> Tensor:
-    """log P(size = k), of the batch shape."""
-    q, p, at = trials.q, trials.p, trials.at
-    return poisson_binomial.pmf(*poisson_binomial.characteristic(q, p, at), trials.k, at).log()
+    """log P(size = k), of the batch shape: its derivatives are the design's cumulants."""
+    if torch.compiler.is_compiling():  # Dynamo rejects a Function that defines jvp
+        q, p, at = _trials(trials.z, trials.change)
+        return poisson_binomial.size_prob(q, p, trials.k, at).log()
+    return _LogSizeProb.apply(trials.change, trials.z, trials.k)
 
 
 def inclusion(trials: Tilted) -> tuple[Tensor, Tensor, Tensor]:
-    """log P(size = k), π and 1 − π, neither of these by subtraction.
+    """log P(size = k), π and 1 − π, neither of these by subtraction."""
+    if torch.compiler.is_compiling():
+        q, p, at = _trials(trials.z, trials.change)
+        prob, pi, out = poisson_binomial.inclusion(q, p, trials.k, at)
+        return prob.log(), pi, out
+    return _Inclusion.apply(trials.change, trials.z, trials.k)
 
-    π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
-    """
-    q, p = trials.q, trials.p
-    prob, same, one_less = poisson_binomial.pmf_of_others(q, p, trials.k, trials.at)
-    pi, out = (value / prob.unsqueeze(-1) for value in (p * one_less, q * same))
-    certain, chosen = trials.z.isinf(), (trials.z > 0).double()
-    # rounding may leave −1e-17 of an entry that is 0
-    pi = torch.where(certain, chosen, pi.clamp(0, 1))
-    return prob.log(), pi, torch.where(certain, 1 - chosen, out.clamp(0, 1))
+
+def covariance_product(trials: Tilted, u: Tensor) -> Tensor:
+    """Cov·u for u (*batch, n), Cov being the covariance of the units' indicators."""
+    return _Covariance.apply(trials.change, u, trials.z, trials.k)
 
 
 def mixture(trials: Tilted) -> tuple[Tensor, Tensor]:
-    """The design as a mixture of independent trials, P(S) = Re Σ_l a_l Π_{j∈S} r_lj Π_{j∉S} (1 − r_lj).
-
-    a (*batch, l) and r (*batch, l, n) are complex, Σ_l Re a_l = 1, with r = p e^(iω)/(q + p e^(iω)).
-    """
-    q, p, at = trials.q, trials.p, trials.at
-    re, im = poisson_binomial.characteristic(q, p, at)
-    size = at.angle(trials.k.unsqueeze(-1)).squeeze(-1)
-    weight = at.weight * torch.complex(re, im) * torch.polar(torch.ones_like(size), -size)
-    weight = weight / weight.sum(-1, keepdim=True).real
-    turned = _turned(trials)
-    return weight, turned / (q.unsqueeze(-2) + turned)
+    """:func:`khot.kernels.poisson_binomial.mixture`: the design as a mixture of independent trials."""
+    q, p, at = _trials(trials.z, trials.change)
+    return poisson_binomial.mixture(q, p, trials.k, at)
 
 
-def covariance_product(trials: Tilted) -> Callable[[Tensor], Tensor]:
-    """u ↦ Cov·u for u (*batch, n), Cov being the covariance of the units' indicators."""
-    _, pi, out = inclusion(trials)
-    weight, ratio = mixture(trials)
-    # r − π from whichever of r, 1 − r is the smaller
-    rest = trials.q.unsqueeze(-2) / (trials.q.unsqueeze(-2) + _turned(trials))
-    deviation = torch.where((pi < out).unsqueeze(-2), ratio - pi.unsqueeze(-2), out.unsqueeze(-2) - rest)
-    own = (weight.unsqueeze(-1) * ratio * rest).sum(-2).real
-
-    def product(u: Tensor) -> Tensor:
-        along = weight * (deviation * u.unsqueeze(-2)).sum(-1)
-        return (along.unsqueeze(-1) * deviation).sum(-2).real + own * u
-
-    return product
+def _trials(z: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Frequencies]:
+    """q, p and the frequencies, differentiable in change."""
+    q, p = torch.sigmoid(-z), torch.sigmoid(z)
+    return q, p * change.exp(), poisson_binomial.frequencies((p * q).sum(-1), z.shape[-1])
 
 
-def _turned(trials: Tilted) -> Tensor:
-    """p e^(iω), (*batch, l, n)."""
-    angle = trials.at.angle(torch.ones_like(trials.at.period).unsqueeze(-1))
-    return trials.p.unsqueeze(-2) * torch.polar(torch.ones_like(angle), angle)
+class _LogSizeProb(Function):
+    """log P(size = k): its gradient is π."""
+
+    @staticmethod
+    def forward(change: Tensor, z: Tensor, k: Tensor) -> Tensor:
+        period, re, im = torch.ops.khot.characteristic.default(z)
+        return poisson_binomial.pmf(re, im, k, poisson_binomial.of_period(period)).log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.unsqueeze(-1) * _Inclusion.apply(*ctx.saved_tensors)[1], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return (tangent * _Inclusion.apply(*ctx.saved_tensors)[1]).sum(-1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _LogSizeProb.apply(*in_front(info, in_dims, args)), 0
+
+
+class _Inclusion(Function):
+    """log P(size = k), π and 1 − π: the gradient of the first is the second, and of that the covariance."""
+
+    @staticmethod
+    def forward(change: Tensor, z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        prob, pi, out = torch.ops.khot.inclusion.default(z, k)
+        return prob.log(), pi, out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_pi: Tensor | None, grad_out: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        change, z, k = ctx.saved_tensors
+        total = None if grad is None else grad.unsqueeze(-1) * _Inclusion.apply(change, z, k)[1]
+        if grad_pi is not None or grad_out is not None:
+            u = (0 if grad_pi is None else grad_pi) - (0 if grad_out is None else grad_out)
+            image = _Covariance.apply(change, u, z, k)
+            total = image if total is None else total + image
+        return total, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> tuple[Tensor, Tensor, Tensor]:
+        change, z, k = ctx.saved_tensors
+        image = _Covariance.apply(change, tangent, z, k)
+        return (tangent * _Inclusion.apply(change, z, k)[1]).sum(-1), image, -image
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], *args: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
+        return _Inclusion.apply(*in_front(info, in_dims, args)), (0, 0, 0)
+
+
+class _Covariance(Function):
+    """Cov·u; from here on derivatives are those of the torch operations of the reference."""
+
+    @staticmethod
+    def forward(change: Tensor, u: Tensor, z: Tensor, k: Tensor) -> Tensor:
+        return torch.ops.khot.covariance.default(z, k, u)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        change, u, z, k = ctx.saved_tensors
+        by_change = None
+        if ctx.needs_input_grad[0]:
+            by_change = torch.func.vjp(lambda change: _reference(change, u, z, k), change)[1](grad)[0]
+        return by_change, _Covariance.apply(change, grad, z, k), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_change: Tensor | None, of_u: Tensor | None, *_: None) -> Tensor:
+        change, u, z, k = ctx.saved_tensors
+        total = torch.zeros_like(u) if of_u is None else _Covariance.apply(change, of_u, z, k)
+        if of_change is None:
+            return total
+        return total + torch.func.jvp(lambda change: _reference(change, u, z, k), (change,), (of_change,))[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _Covariance.apply(*in_front(info, in_dims, args)), 0
+
+
+def _reference(change: Tensor, u: Tensor, z: Tensor, k: Tensor) -> Tensor:
+    q, p, at = _trials(z, change)
+    return poisson_binomial.covariance_product(q, p, k, at, u)
+
+
+def in_front(info: Any, in_dims: tuple[Any, ...], args: tuple[Tensor, ...]) -> list[Tensor]:
+    """What vmap maps over, as one more batch dim of every argument."""
+    return [
+        arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
+        for arg, dim in zip(args, in_dims, strict=True)
+    ]

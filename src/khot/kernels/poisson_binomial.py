@@ -6,6 +6,8 @@ V = Σpq, so that of N frequencies at most 26 count, whatever n.
 
 P is a polynomial, linear in each p_j and in each q_j, and is treated as one: q_j and p_j are independent
 arguments, the derivatives by them being what the other trials make, P(S − X_j = k) and P(S − X_j = k − 1).
+
+Given that S = k, the trials are a mixture of independent ones, with complex weights and probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +20,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Frequencies", "characteristic", "frequencies", "pmf", "pmf_of_others"]
+__all__ = [
+    "Frequencies",
+    "characteristic",
+    "characteristic_kernel",
+    "covariance_kernel",
+    "covariance_product",
+    "frequencies",
+    "inclusion",
+    "inclusion_kernel",
+    "mixture",
+    "of_period",
+    "pmf",
+    "pmf_of_others",
+    "size_prob",
+]
 
 # V = 21 needs N = 51, so all of ω_0, ..., ω_25; for every other V, V(1 − cos ω_26) > 42 or N < 53
 FREQUENCIES = 26
@@ -47,9 +63,12 @@ def frequencies(variance: Tensor, n: int) -> Frequencies:
     9√V + 8 is the width of a window around the mean beyond which less than a rounding error of S lies.
     """
     all_of_them = 2 * ((n + 1) // 2) + 1  # odd: at ω = π a factor can be 0
-    period = (2 * torch.ceil((9 * variance.sqrt() + 8).ceil() / 2) + 1).clamp(max=all_of_them)
-    order = torch.arange(min(FREQUENCIES, all_of_them // 2 + 1), dtype=variance.dtype, device=variance.device)
-    copies = 2.0 - (order == 0).to(variance.dtype)
+    return of_period((2 * torch.ceil((9 * variance.sqrt() + 8).ceil() / 2) + 1).clamp(max=all_of_them))
+
+
+def of_period(period: Tensor) -> Frequencies:
+    order = torch.arange(FREQUENCIES, dtype=period.dtype, device=period.device)
+    copies = 2.0 - (order == 0).to(period.dtype)
     within = 2 * order < period.unsqueeze(-1)
     return Frequencies(period, order, within * copies / period.unsqueeze(-1))
 
@@ -88,6 +107,78 @@ def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Ten
         beside = [torch.cat(both, -1) for both in halves]
     n = q.shape[-1]
     return pmf(re, im, k, at), beside[0][..., :n], beside[1][..., :n]
+
+
+def size_prob(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> Tensor:
+    """P(S = k), (*batch)."""
+    return pmf(*characteristic(q, p, at), k, at)
+
+
+def inclusion(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor, Tensor]:
+    """P(S = k), and π_j = P(X_j = 1) and 1 − π_j given that S = k, neither of these by subtraction.
+
+    π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
+    """
+    prob, same, one_less = pmf_of_others(q, p, k, at)
+    pi, out = (value / prob.unsqueeze(-1) for value in (p * one_less, q * same))
+    never, always = p.detach() == 0, q == 0
+    # rounding may leave −1e-17 of an entry that is 0
+    pi = pi.clamp(0, 1).masked_fill(always, 1)
+    return prob, pi, out.clamp(0, 1).masked_fill(never, 1)
+
+
+def mixture(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor]:
+    """The trials given that S = k: P(x) = Re Σ_l a_l Π_{x_j=1} r_lj Π_{x_j=0} (1 − r_lj).
+
+    a (*batch, l) and r (*batch, l, n) are complex, Σ_l Re a_l = 1, with r = p e^(iω)/(q + p e^(iω)).
+    """
+    re, im = characteristic(q, p, at)
+    size = at.angle(k.unsqueeze(-1)).squeeze(-1)
+    weight = at.weight * torch.complex(re, im) * torch.polar(torch.ones_like(size), -size)
+    weight = weight / weight.sum(-1, keepdim=True).real
+    turned = _turned(p, at)
+    return weight, turned / (q.unsqueeze(-2) + turned)
+
+
+def covariance_product(q: Tensor, p: Tensor, k: Tensor, at: Frequencies, u: Tensor) -> Tensor:
+    """Cov·u for u (*batch, n), Cov being the covariance of the trials given that S = k."""
+    _, pi, out = inclusion(q, p, k, at)
+    weight, ratio = mixture(q, p, k, at)
+    # r − π from whichever of r, 1 − r is the smaller
+    rest = q.unsqueeze(-2) / (q.unsqueeze(-2) + _turned(p, at))
+    deviation = torch.where((pi < out).unsqueeze(-2), ratio - pi.unsqueeze(-2), out.unsqueeze(-2) - rest)
+    own = (weight.unsqueeze(-1) * ratio * rest).sum(-2).real
+    along = weight * (deviation * u.unsqueeze(-2)).sum(-1)
+    return (along.unsqueeze(-1) * deviation).sum(-2).real + own * u
+
+
+def _turned(p: Tensor, at: Frequencies) -> Tensor:
+    """p e^(iω), (*batch, l, n)."""
+    angle = at.angle(torch.ones_like(at.period).unsqueeze(-1))
+    return p.unsqueeze(-2) * torch.polar(torch.ones_like(angle), angle)
+
+
+def _of_logits(z: Tensor) -> tuple[Tensor, Tensor, Frequencies]:
+    q, p = torch.sigmoid(-z), torch.sigmoid(z)
+    return q, p, frequencies((p * q).sum(-1), z.shape[-1])
+
+
+def characteristic_kernel(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of khot::characteristic: N and :func:`characteristic` of trials with logits z."""
+    q, p, at = _of_logits(z)
+    return at.period, *characteristic(q, p, at)
+
+
+def inclusion_kernel(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of khot::inclusion: :func:`inclusion` of trials with logits z."""
+    q, p, at = _of_logits(z)
+    return inclusion(q, p, k, at)
+
+
+def covariance_kernel(z: Tensor, k: Tensor, u: Tensor) -> Tensor:
+    """The reference of khot::covariance: :func:`covariance_product` of trials with logits z."""
+    q, p, at = _of_logits(z)
+    return covariance_product(q, p, k, at, u)
 
 
 class _Tree(NamedTuple):

@@ -1,0 +1,95 @@
+"""The compiled sums of trials against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot.kernels import active
+from khot.kernels import poisson_binomial as reference
+
+pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")
+
+SIZES = [1, 2, 3, 7, 16, 33, 257, 1_500]
+
+
+def trials(n: int, scale: float, rows: int = 5) -> tuple[Tensor, Tensor]:
+    """Logits, and sizes that are near their means."""
+    generator = torch.Generator().manual_seed(n)
+    z = scale * torch.randn(rows, n, generator=generator, dtype=torch.float64)
+    z = z + torch.linspace(-2, 2, rows, dtype=torch.float64).unsqueeze(-1)
+    z[:, 3::50] = math.inf
+    z[:, 4::50] = -math.inf
+    mean, slack = z.sigmoid().sum(-1), (z.sigmoid() * (-z).sigmoid()).sum(-1).sqrt()
+    return z, (mean + 0.5 * slack).round().clamp((z == math.inf).sum(-1), (z > -math.inf).sum(-1))
+
+
+def check(got: Tensor, want: Tensor, tol: float = 1e-12) -> None:
+    assert got.dtype == torch.float64 and got.is_contiguous()
+    torch.testing.assert_close(got, want, rtol=tol, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_as_the_reference(n: int, scale: float) -> None:
+    z, k = trials(n, scale)
+    u = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want = reference.inclusion_kernel(z, k)
+    for a, b in zip(torch.ops.khot.inclusion(z, k), want, strict=True):
+        check(a, b, 1e-11)
+    period, re, im = torch.ops.khot.characteristic(z)
+    check(reference.pmf(re, im, k, reference.of_period(period)), want[0])
+    check(torch.ops.khot.covariance(z, k, u), reference.covariance_kernel(z, k, u))
+    certain = z.isinf()
+    assert torch.equal(torch.ops.khot.inclusion(z, k)[1][certain], z.sigmoid()[certain])
+
+
+def test_layouts_and_broadcasting() -> None:
+    base = torch.randn(40, 66, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    views = (base.T, base[:, ::2], base[::3], base[:1].expand(5, 66), base[:, :1].expand(40, 8), base[:, 3:9])
+    for z in (*views, base.view(8, 5, 66).transpose(0, 1)):
+        k = z.sigmoid().sum(-1).round()
+        dense = z.contiguous()
+        for a, b in zip(torch.ops.khot.inclusion(z, k), torch.ops.khot.inclusion(dense, k), strict=True):
+            assert torch.equal(a, b)
+        ones = torch.ones(1, dtype=torch.float64).expand(z.shape)
+        for u in (z, ones):
+            got, want = (torch.ops.khot.covariance(*args) for args in ((z, k, u), (dense, k, u.contiguous())))
+            assert torch.equal(got, want)
+
+
+def test_ends_and_rows_that_are_not_numbers() -> None:
+    z = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, -math.inf, math.inf]], dtype=torch.float64)
+    prob, pi, out = torch.ops.khot.inclusion(z, torch.tensor([1.0, 2.0]))
+    assert prob[0].isnan() and pi[0].isnan().all() and out[0].isnan().all()
+    assert prob[1] == 1 and pi[1].tolist() == [1, 0, 1] and out[1].tolist() == [0, 1, 0]
+    assert torch.ops.khot.covariance(z, torch.tensor([1.0, 2.0]), z.nan_to_num())[0].isnan().all()
+    for shape in ((0, 4), (3, 0), (2, 0, 3)):
+        empty = torch.zeros(shape, dtype=torch.float64)
+        k = torch.zeros(shape[:-1], dtype=torch.float64)
+        assert torch.ops.khot.inclusion(empty, k)[1].shape == shape
+        assert torch.ops.khot.covariance(empty, k, empty).shape == shape
+        assert torch.ops.khot.characteristic(empty)[1].shape == (*shape[:-1], reference.FREQUENCIES)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    z, k = trials(700, 1.0, rows=40)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            _, pi, _ = torch.ops.khot.inclusion(z, k)
+            results.append(torch.stack((pi, torch.ops.khot.covariance(z, k, pi))))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_opcheck() -> None:
+    z, k = trials(33, 1.0)
+    torch.library.opcheck(torch.ops.khot.characteristic.default, (z,))
+    torch.library.opcheck(torch.ops.khot.inclusion.default, (z, k))
+    torch.library.opcheck(torch.ops.khot.covariance.default, (z, k, z.clamp(-1, 1)))
