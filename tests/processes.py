@@ -24,27 +24,31 @@ import torch.distributed as dist
 __all__ = ["MOST", "run"]
 
 MOST = 4
-PATIENCE = 30.0  # seconds; nothing here takes as long, but where the machine is busy
+PATIENCE = 60.0  # seconds for a collective; nothing here takes as long, but where the machine is busy
+START = 240.0  # seconds for an answer, the start of the processes included
 
 
 def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    ends = _pool()[: world or MOST]
+    ends, stop = _pool()
     task = pickle.dumps((world, work, args))
-    for end in ends:
+    results, errors = [], []
+    for end in ends[: world or MOST]:
         end.send_bytes(task)
-    results = []
-    for rank, end in enumerate(ends):
-        if not end.poll(2 * PATIENCE):
-            raise TimeoutError(f"rank {rank} of {world} does not answer")
-        results.append(pickle.loads(end.recv_bytes()))
-    failed = [error for ok, error in results if not ok]
-    if failed:
-        raise RuntimeError("".join(failed))
-    return [result for _, result in results]
+    for rank, end in enumerate(ends[: world or MOST]):
+        if end.poll(START):
+            right, result = pickle.loads(end.recv_bytes())
+            (results if right else errors).append(result)
+        else:
+            errors.append(f"rank {rank} of {world} does not answer")
+    if errors:  # there may be more to come, and groups are broken: the next call starts anew
+        stop()
+        _pool.cache_clear()
+        raise RuntimeError("\n".join(errors))
+    return results
 
 
 @functools.cache
-def _pool() -> list[Connection]:
+def _pool() -> tuple[list[Connection], Callable[[], None]]:
     spawn = multiprocessing.get_context("spawn")
     folder = tempfile.TemporaryDirectory()
     ends, processes = [], []
@@ -57,15 +61,16 @@ def _pool() -> list[Connection]:
         processes.append(process)
 
     def stop() -> None:
+        atexit.unregister(stop)
         for end in ends:
             end.close()
         for process in processes:
-            process.join(5)
+            process.join(2)
             process.kill()
         folder.cleanup()
 
     atexit.register(stop)
-    return ends
+    return ends, stop
 
 
 def _serve(rank: int, folder: str, end: Connection) -> None:

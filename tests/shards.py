@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import khot
 
@@ -184,3 +186,64 @@ def left_alone(group: Any) -> tuple[str, float]:
     except RuntimeError as error:
         return str(error), time.monotonic() - start
     return "no error", time.monotonic() - start
+
+
+def drawn(group: Any, name: str, x: Tensor, options: dict[str, Any], cuts: list[int]) -> Tensor:
+    torch.manual_seed(group.rank())
+    x = shard(x, cuts, group.rank(), x.shape[-1])
+    if name == "gumbel_topk":
+        return khot.sampling.gumbel_topk(x, 4, **options, group=group)
+    return khot.sampling.sample(x, **options, group=group)
+
+
+def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
+    """Three steps with half of the weights pruned; what the model then says, and the zeros of its layers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, x, target = small_model()
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (world,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    share = slice(None)
+    if kind.startswith("FSDP"):
+        twice = kind == "FSDP, replicated"
+        mesh = init_device_mesh(
+            "cpu", (2, 2) if twice else (world,), mesh_dim_names=("copies", "parts")[1 - twice :]
+        )
+        for part in (model[0], model[2], model) if kind != "FSDP of the whole" else (model,):
+            fully_shard(part, mesh=mesh)
+        share = slice(rank, None, world)
+    zeros: list[int] = []
+    for layer in (model[0], model[2]):
+        layer.register_forward_pre_hook(lambda layer, _: zeros.append(int(_full(layer.weight).eq(0).sum())))
+    y = three_steps(model, x, target, share)
+    return y, zeros[-2:]
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def small_model() -> tuple[nn.Sequential, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)).double()
+    return model, torch.randn(8, 6).double(), torch.randn(8, 4).double()
+
+
+def three_steps(model: nn.Module, x: Tensor, target: Tensor, share: slice = slice(None)) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = (model(x[share]) - target[share]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return _full(model.eval()(x)).clone()
+
+
+def sampling_failure(group: Any, probs: Tensor) -> str:
+    try:
+        khot.sampling.sample(probs if group.rank() else probs.clamp(0, 1), group=group)
+    except ValueError as error:
+        return str(error)
+    return "ok"

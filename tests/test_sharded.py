@@ -286,3 +286,66 @@ def test_compile_with_a_group(name: str) -> None:
 
 def test_opcheck() -> None:
     processes.run(1, shards.checked_operators)
+
+
+# --------------------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
+)
+def test_pruning_of_spread_parameters(kind: str) -> None:
+    model, x, target = shards.small_model()
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    want = shards.three_steps(model, x, target)
+    zeros = [int((layer.weight == 0).sum()) for layer in (model[0], model[2])]
+    assert sum(zeros) == 60
+    for y, found in processes.run(4, shards.pruned, kind):
+        assert_close(y, want, 1e-12)
+        assert found == zeros
+
+
+# -------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("name", ["pareto", "gumbel_topk"])
+def test_a_seed_gives_the_same_draw_to_any_number_of_ranks(name: str) -> None:
+    probs = torch.rand(2, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs[0, 3], probs[1, 20] = 1.0, 0.0
+    draws = []
+    for world in (1, 2, 3, 4):
+        options = {"sample_shape": (5,), "seed": 2**61 + 7}
+        parts = processes.run(world, shards.drawn, name, probs, options, CUTS[world])
+        draws.append(torch.cat(parts, -1))
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
+    if name == "pareto":
+        assert (draws[0].sum(-1) - probs.sum(-1)).abs().max() < 1
+        assert (draws[0][:, 0, 3] == 1).all() and (draws[0][:, 1, 20] == 0).all()
+    else:
+        from khot.kernels import philox
+
+        uniform = philox.uniform(torch.tensor(2**61 + 7), (5, 2, N))
+        assert torch.equal(draws[0], khot.topk_mask(probs - (-uniform.log()).log(), 4))
+        assert (draws[0].sum(-1) == 4).all()
+
+
+def test_without_a_seed_rank_0_decides() -> None:
+    """Shards must not repeat one another, and E[x] = π: |z| < 6 fails once in 10^7 runs of 46 units."""
+    probs = torch.full((2, N), 0.4, dtype=torch.float64)
+    parts = processes.run(3, shards.drawn, "pareto", probs, {"sample_shape": (4000,)}, CUTS[3])
+    draws = torch.cat(parts, -1)
+    assert set(draws.sum(-1).unique().tolist()) == {9.0, 10.0}
+    assert ((draws.mean(0) - probs).abs() < 6 * math.sqrt(0.24 / 4000) + 2e-3).all()
+
+
+def test_sampling_errors() -> None:
+    with pytest.raises(ValueError, match="seed goes with group"):
+        khot.sampling.sample(torch.full((4,), 0.5), seed=1)
+    with pytest.raises(ValueError, match="seed goes with group"):
+        khot.sampling.gumbel_topk(torch.zeros(4), 2, seed=1)
+    with pytest.raises(ValueError, match="with group, design must be 'pareto'"):
+        khot.sampling.sample(torch.full((4,), 0.5), "brewer", group="all")
+    told = processes.run(2, shards.sampling_failure, torch.full((4,), 0.5))
+    assert told[0] == told[1] and "at least 2.5 in every row" in told[0]
+    told = processes.run(2, shards.sampling_failure, torch.tensor([0.5, 1.5]))
+    assert told == ["probs must lie in [0, 1], but got 1.5"] * 2

@@ -27,7 +27,7 @@ from khot.kernels import sharded as kernels
 from khot.kernels.sharded import Shards
 from khot.soft_count import Row, pull
 
-__all__ = ["apply"]
+__all__ = ["agreed", "apply", "groups_of", "hard_mask", "names"]
 
 Groups = tuple[dist.ProcessGroup, ...]  # more than one: the dimensions of a grid of processes
 Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
@@ -43,11 +43,16 @@ def apply(
         if group is not None:
             raise TypeError("group must be None for a DTensor, which knows its own, but got one")
         return dtensor.apply(operator, input, k, dim, **options)
+    return _OPERATORS[operator.__name__](input, k, dim, groups=groups_of(group), **options)
+
+
+def groups_of(group: Any) -> Groups:
+    """What users pass as group, checked."""
     groups = group if isinstance(group, tuple) else (group,)
     for each in groups:
         if not isinstance(each, dist.ProcessGroup):
             raise TypeError(f"group must be a torch.distributed.ProcessGroup, but got {type(each).__name__}")
-    return _OPERATORS[operator.__name__](input, k, dim, groups=groups, **options)
+    return groups
 
 
 # ------------------------------------------------------------------------------ the operators
@@ -73,17 +78,17 @@ def _soft_topk(
         arguments.per_row(k, "k", x, low=0)
         return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), cdfs.resolve(cdf)
 
-    (x, tau, F), n = _agreed(groups, prepare, k, tau, f"{cdf}, largest={largest}, {output}, {hard}")
-    k = arguments.per_row(k, "k", x, low=0, high=n)
+    (x, tau, F), lengths = agreed(groups, prepare, k, tau, f"{cdf}, largest={largest}, {output}, {hard}")
+    k = arguments.per_row(k, "k", x, low=0, high=sum(lengths))
     y = _soft(x, k, tau, F, output, hard, groups)
     return arguments.unrows(y, input, dim)
 
 
 def _soft(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, hard: bool, groups: Groups) -> Tensor:
-    args = (x, k, tau, F.name, F.shape, output, _names(groups))
+    args = (x, k, tau, F.name, F.shape, output, names(groups))
     y: Tensor = call(_ThresholdMap, kernels.soft_topk._opoverload, *args)[0]
     if hard:
-        y = _hard(x.detach(), k.detach(), groups) + (y - y.detach())
+        y = hard_mask(x.detach(), k.detach(), groups) + (y - y.detach())
     return y
 
 
@@ -107,13 +112,13 @@ def _ot_topk(
         return x, arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
 
     options = f"largest={largest}, normalize={normalize}, {hard}"
-    (x, epsilon), n = _agreed(groups, prepare, k, epsilon, options)
-    k = arguments.per_row(k, "k", x, low=0, high=n)
+    (x, epsilon), lengths = agreed(groups, prepare, k, epsilon, options)
+    k = arguments.per_row(k, "k", x, low=0, high=sum(lengths))
     cost = None
     if normalize:
         costs = topk.costs(x)
         cost = costs.amax(-1) if x.shape[-1] else costs.sum(-1)
-        (slots,) = _Total.apply(_names(groups), Shards(_names(groups)).one_a_process(cost))
+        (slots,) = _Total.apply(names(groups), Shards(names(groups)).one_a_process(cost))
         cost = slots.amax(-1)
     y = _soft(x, k, topk.ot_temperature(epsilon, cost), cdfs.Logistic(), "y", hard, groups)
     return arguments.unrows(y, input, dim)
@@ -129,15 +134,16 @@ def _topk_mask(
         arguments.per_row(k, "k", x, low=0)
         return (x,)
 
-    (x,), n = _agreed(groups, prepare, k, None, f"largest={largest}")
-    y = _hard(x, arguments.per_row(k, "k", x, low=0, high=n).detach(), groups)
+    (x,), lengths = agreed(groups, prepare, k, None, f"largest={largest}")
+    y = hard_mask(x, arguments.per_row(k, "k", x, low=0, high=sum(lengths)).detach(), groups)
     return arguments.unrows(y, input, dim)
 
 
-def _hard(x: Tensor, k: Tensor, groups: Groups) -> Tensor:
-    y, found = kernels.topk_mask(x, k, _names(groups))
+def hard_mask(x: Tensor, k: Tensor, groups: Groups) -> Tensor:
+    """The hard mask of shards of rows along the last dim."""
+    y, found = kernels.topk_mask(x, k, names(groups))
     if not torch.compiler.is_compiling():
-        arguments.explain_nan(found, x, k, reduce=_counted(_names(groups)))
+        arguments.explain_nan(found, x, k, reduce=_counted(names(groups)))
     return y
 
 
@@ -160,17 +166,17 @@ def _soft_topk_magnitude(
         arguments.per_row(k, "k", s, low=0, integer=True)
         return s, sign, arguments.per_row(tau, "tau", s, low=0, low_open=True)
 
-    (s, sign, tau), n = _agreed(groups, prepare, k, tau, f"p={p}, {rescale}")
-    k = arguments.per_row(k, "k", s, low=0, high=n, integer=True).detach()
-    args = (s, k, tau, float(p), _names(groups))
+    (s, sign, tau), lengths = agreed(groups, prepare, k, tau, f"p={p}, {rescale}")
+    k = arguments.per_row(k, "k", s, low=0, high=sum(lengths), integer=True).detach()
+    args = (s, k, tau, float(p), names(groups))
     y, hi, lo = call(_Magnitude, kernels.soft_topk_magnitude._opoverload, *args)
     if rescale:
-        lo, tau_here = _Share.apply(_names(groups), lo, tau.to(hi.dtype).expand(hi.shape))
+        lo, tau_here = _Share.apply(names(groups), lo, tau.to(hi.dtype).expand(hi.shape))
         y = magnitude.rescaled(s, hi, lo, tau_here, p)
     return arguments.unrows(y * sign, input, dim)
 
 
-def _names(groups: Groups) -> str:
+def names(groups: Groups) -> str:
     return ",".join(group.group_name for group in groups)
 
 
@@ -186,18 +192,18 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 # -------------------------------------------------------------------------------- agreement
 
 
-def _agreed(
+def agreed(
     groups: Groups, prepare: Callable[[], Prepared], k: Any, tau: Any, options: str
-) -> tuple[Prepared, float]:
-    """What prepare() returns, its first tensor being this shard, and the length of the rows; or the error
+) -> tuple[Prepared, list[float]]:
+    """What prepare() returns, its first tensor being this shard, and the lengths of all shards; or the error
     that one of the processes met, on all of them.
 
     One all-reduce of three numbers a process. Without it the others would wait for the one with the error,
     and so would processes whose arguments lead to different passes. While tracing, errors are those of the
-    trace, and the length stays unknown.
+    trace, and lengths stay unknown.
     """
     if torch.compiler.is_compiling():
-        return prepare(), math.inf
+        return prepare(), [math.inf]
     prepared, error, call, length = None, None, "", 0
     try:
         prepared = prepare()
@@ -209,7 +215,7 @@ def _agreed(
     # on a device of the group's, whatever the input may be
     device = dist.distributed_c10d._get_object_coll_device(groups[0])
     facts = [float(error is not None), float(zlib.crc32(call.encode())), float(length)]
-    shards = Shards(_names(groups))
+    shards = Shards(names(groups))
     (status,) = shards([shards.one_a_process(torch.tensor(facts, dtype=torch.float64, device=device))])
     failed, calls, lengths = status.tolist()
     if prepared is None or any(failed) or len(set(calls)) > 1:
@@ -226,7 +232,7 @@ def _agreed(
             f"all processes of group must pass the same arguments but for their shards of the rows, but "
             f"rank 0 has {met[0]}; rank {other} has {met[other]}"
         )
-    return prepared, sum(lengths)
+    return prepared, lengths
 
 
 def _text(value: Any) -> str:
