@@ -48,6 +48,7 @@ def soft_topk_magnitude(
             around the k-th place.
         mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
             is ignored and gets 0.
+        group: as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, with the input's signs. A row with a NaN, or with more than k

@@ -57,17 +57,24 @@ def soft_topk(
             is ignored, NaN and inf included.
         hard: return the k-hot mask of :func:`topk_mask`, with the gradient of the soft one
             (straight-through, as in ``torch.nn.functional.gumbel_softmax``).
+        group: a ``torch.distributed`` process group over which the rows are spread: ``input`` and ``mask``
+            are this process's shard of them along ``dim`` (in the order of the ranks; of any length, also 0),
+            k and tau the same on every process. The processes exchange a few sums a pass; all of them have
+            to call, and to call backward. A DTensor brings its own group, and gets a DTensor.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k. A row with a NaN, or with more
         than k entries of +inf, is NaN.
 
     The gradient in input, k and tau is exact (implicit differentiation, nothing is unrolled), also of
-    second order and in forward mode. With ``hard=True`` it is a surrogate.
+    second order and in forward mode. With ``hard=True`` it is a surrogate. With ``group`` every process gets
+    the gradient of its shard and the whole gradient in k and tau, of the sum of the processes' losses; in
+    reverse mode only.
 
     Raises:
         ValueError: k < 0 or more than may be selected, tau ≤ 0, a mask or scalar that does not broadcast, an
-            unknown cdf. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
+            unknown cdf, arguments that differ between the processes of a group, all of which raise the error
+            that one of them meets. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
             NaN.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
@@ -110,7 +117,7 @@ def log_soft_topk(
     """The logarithm of :func:`soft_topk`, finite where y underflows.
 
     Args:
-        input, k, dim, tau, cdf, largest, mask: as for :func:`soft_topk`.
+        input, k, dim, tau, cdf, largest, mask, group: as for :func:`soft_topk`.
 
     Returns:
         log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0, which for CDFs with
@@ -207,7 +214,7 @@ def ot_topk(
         epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape.
         normalize: divide the cost by the row's largest entry, as the published code does (there over the
             whole batch and without its gradient).
-        input, k, dim, largest, mask, hard: as for :func:`soft_topk`.
+        input, k, dim, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`; also differentiable in epsilon.
 
@@ -262,7 +269,7 @@ def sparse_topk(
 
     Args:
         p: in [1.15, 2]; :func:`soft_topk` with ``cdf=khot.cdfs.Power(p)``.
-        input, k, dim, tau, largest, mask, hard: as for :func:`soft_topk`.
+        input, k, dim, tau, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`.
 
@@ -288,7 +295,8 @@ def topk_mask(
     Ties go to the lowest index. No gradient.
 
     Args:
-        input, k, dim, largest, mask: as for :func:`soft_topk`.
+        input, k, dim, largest, mask, group: as for :func:`soft_topk`. The lowest index is that in the whole
+            row.
 
     Returns:
         Zeros and ones of the input's shape and dtype. A row with a NaN is NaN.

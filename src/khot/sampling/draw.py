@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from khot import arguments
-from khot.sampling import pareto, phantom, shards
+from khot.sampling import pareto, phantom
 from khot.sampling.table import designs, resolve
 
 __all__ = ["inclusion_probs", "joint_inclusion_probs", "sample"]
@@ -68,6 +68,8 @@ def sample(
     if group is not None:
         if design != "pareto" or adjust is not None:
             raise ValueError(f"with group, design must be 'pareto' without adjust, but got {design!r}")
+        from khot.sampling import shards
+
         return shards.pareto(probs, sample_shape, generator, seed, group)
     if seed is not None:
         raise ValueError("seed goes with group; without one, pass a generator")

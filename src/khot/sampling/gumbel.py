@@ -11,7 +11,6 @@ from torch import Tensor
 from khot import arguments
 from khot.arguments import Scalar
 from khot.kernels import philox
-from khot.sampling import shards
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
@@ -54,6 +53,8 @@ def gumbel_topk(
         tensor([0., 1., 1., 0.])
     """
     if group is not None:
+        from khot.sampling import shards
+
         return shards.gumbel_topk(logits, k, sample_shape, generator, seed, group)
     if seed is not None:
         raise ValueError("seed goes with group; without one, pass a generator")
