@@ -22,11 +22,18 @@ __all__ = [
     "explain_nan",
     "mask_rows",
     "per_row",
+    "readable",
     "rows",
+    "spread",
     "unrows",
 ]
 
 Scalar = float | Tensor  # a number, or a tensor with one entry a row
+
+
+def spread(input: Any, group: Any) -> bool:
+    """Whether the rows may lie on several processes, which is the business of :mod:`khot.sharded`."""
+    return group is not None or (type(input) is not Tensor and hasattr(input, "placements"))
 
 
 def check_input(input: Any, name: str = "input") -> None:
@@ -137,7 +144,7 @@ def check_values(
     """The tensor in a floating-point dtype, its values checked where looking at them waits for nothing."""
     if not value.is_floating_point():
         value = value.to(torch.float64)
-    if _readable(value):
+    if readable(value):
         inside = (value > low) & (value < math.inf) if low_open else (value >= low) & (value <= high)
         inside = inside & (value == torch.floor(value)) if integer else inside
         if not bool(inside.all()):
@@ -152,7 +159,7 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
     return f"be an integer in [{low}, {high}]" if integer else f"lie in [{low}, {high}]"
 
 
-def _readable(value: Tensor) -> bool:
+def readable(value: Tensor) -> bool:
     """Whether looking at the values waits for nothing: on the CPU, and not under a transform or a trace."""
     return (
         value.device.type == "cpu"
@@ -176,17 +183,19 @@ def explain_nan(
     tau: Tensor | None = None,
     name: str = "k",
     integer: bool = False,
+    reduce: Any = lambda selectable: selectable,
 ) -> None:
     """Raise if a row of the result is NaN because of k or tau, and not because of its scores.
 
-    Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN.
+    Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN. ``reduce`` makes
+    the counts of shards those of rows.
     """
     # one NaN makes the sum NaN, at half the cost of isnan().any()
-    if not _readable(result) or not math.isnan(result.sum().item()):
+    if not readable(result) or not math.isnan(result.sum().item()):
         return
     if tau is not None:
         check_values(tau, "tau", low=0, low_open=True)
-    k, selectable = torch.broadcast_tensors(k, (x != -math.inf).sum(-1))
+    k, selectable = torch.broadcast_tensors(k, reduce((x != -math.inf).sum(-1)))
     bad = ~((k >= 0) & (k <= selectable))
     if bool(bad.any()):
         raise ValueError(

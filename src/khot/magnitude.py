@@ -13,8 +13,9 @@ from khot import arguments
 from khot.arguments import Scalar
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.solver import HUGE
+from khot.soft_count import Row
 
-__all__ = ["soft_topk_magnitude"]
+__all__ = ["absolute", "pull", "rescaled", "soft_topk_magnitude"]
 
 
 def soft_topk_magnitude(
@@ -26,6 +27,7 @@ def soft_topk_magnitude(
     p: float = 2.0,
     rescale: bool = False,
     mask: Tensor | None = None,
+    group: Any = None,
 ) -> Tensor:
     """The k entries of largest magnitude, the others 0, relaxed so that it is continuous.
 
@@ -46,6 +48,7 @@ def soft_topk_magnitude(
             around the k-th place.
         mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
             is ignored and gets 0.
+        group: as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, with the input's signs. A row with a NaN, or with more than k
@@ -63,21 +66,32 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
+    if arguments.spread(input, group):
+        from khot import sharded
+
+        options: dict[str, Any] = {"tau": tau, "p": p, "rescale": rescale, "mask": mask}
+        return sharded.apply(soft_topk_magnitude, input, k, dim, group, **options)
     arguments.check_number(p, "p", low=1.15, high=2.0)
+    s, sign = absolute(input, dim, mask)
+    k = arguments.per_row(k, "k", s, low=0, high=s.shape[-1], integer=True).detach()
+    tau = arguments.per_row(tau, "tau", s, low=0, low_open=True)
+    y, hi, lo = call(_Magnitude, torch.ops.khot.soft_topk_magnitude, s, k, tau, float(p))
+    if rescale:
+        y = rescaled(s, hi, lo, tau, p)
+    return arguments.unrows(y * sign, input, dim)
+
+
+def absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows' magnitudes, −inf where the mask is False, and their signs."""
     x = arguments.rows(input, dim)
     sign = torch.where(x < 0, -1, 1).to(x.dtype)  # with a slope at 0, which abs() has not
     s = x * sign
     if mask is not None:
         s = torch.where(arguments.mask_rows(mask, input, dim), s, -math.inf)
-    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True).detach()
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    y, hi, lo = call(_Magnitude, torch.ops.khot.soft_topk_magnitude, s, k, tau, float(p))
-    if rescale:
-        y = _rescaled(s, hi, lo, tau, p)
-    return arguments.unrows(y * sign, input, dim)
+    return s, sign
 
 
-def _rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> Tensor:
+def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> Tensor:
     """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ where it is."""
     nothing = (hi.abs() == HUGE).unsqueeze(-1)
     hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau.to(hi.dtype).expand(hi.shape)))
@@ -101,7 +115,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
     s, y, k, hi, lo, tau = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        ds, dtau = _pull(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+        ds, dtau = pull(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, Row())
     else:
         ds, dtau = torch.ops.khot.soft_topk_magnitude_backward.default(
             grad, grad_lo, s, y, k, hi, lo, tau, ctx.p
@@ -150,10 +164,11 @@ class _Linear(NamedTuple):
     fall: Tensor  # −dv/dτ there
     rate: Tensor  # r = dY/ds in the pooled block
     w: Tensor  # (s − γ)/τ there, so that dY/dτ = −rw
-    share: Tensor  # 1/(k − #alone + Σr), 0 where nothing is pooled
+    selected: Tensor  # whether an entry is selected on its own
+    inside: Tensor  # whether it is pooled
 
 
-def _linearize(s: Tensor, y: Tensor, k: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
+def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
     e = 1 / (p - 1)
     nothing = hi.abs() == HUGE
     tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
@@ -170,14 +185,17 @@ def _linearize(s: Tensor, y: Tensor, k: Tensor, hi: Tensor, lo: Tensor, tau: Ten
     y = torch.where(alone & (y > 0), y, 1)
     own = torch.where(alone & ((s > 0) | (p == 2)), 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
     fall = own * torch.where(s > 0, y ** (p - 1), 0)
-    selected = alone | (s == math.inf)
-    left = k.to(hi.dtype).expand(hi.shape) - selected.sum(-1)
-    empty = ~inside.any(-1)
-    share = torch.where(empty, 0, 1 / (left + rate.sum(-1)).masked_fill(empty, 1))
-    return _Linear(own, fall, rate, w, share)
+    return _Linear(own, fall, rate, w, alone | (s == math.inf), inside)
 
 
-def _pull(
+def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Tensor:
+    """1/(k − #alone + Σr), 0 where nothing is pooled; from sums over the row."""
+    empty = pooled == 0
+    left = k.to(rate.dtype).expand(rate.shape) - selected
+    return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))
+
+
+def pull(
     grad: Tensor,
     grad_lo: Tensor,
     s: Tensor,
@@ -187,13 +205,18 @@ def _pull(
     lo: Tensor,
     tau: Tensor,
     p: float,
+    row: Row,
 ) -> tuple[Tensor, Tensor]:
-    d = _linearize(s, y, k, hi, lo, tau, p)
+    """Reverse mode: as :func:`khot.kernels.selection.soft_topk_magnitude_backward`, differentiable."""
+    lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
+    d = _linearize(s, y, hi, lo, tau, p)
     v = grad.to(hi.dtype)
-    pull = (grad_lo - (d.rate * v).sum(-1)) * d.share
-    ds = d.own * v + d.rate * (v + pull.unsqueeze(-1))
-    dtau = -(v * (d.fall + d.rate * d.w)).sum(-1) - pull * (d.rate * d.w).sum(-1)
-    return ds.to(s.dtype), dtau
+    turn = d.rate * d.w
+    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, turn, d.rate * v, v * (d.fall + turn)]
+    selected, pooled, rate, moment, pulled, direct = row.total([part.sum(-1) for part in parts])
+    pull = (grad_lo - pulled) * _per_pooled(k, selected, pooled, rate)
+    ds = d.own * v + d.rate * (v + row.share([pull])[0].unsqueeze(-1))
+    return ds.to(s.dtype), -direct - pull * moment
 
 
 def _push(
@@ -207,11 +230,12 @@ def _push(
     tau: Tensor,
     p: float,
 ) -> tuple[Tensor, None, Tensor]:
-    d = _linearize(s, y, k, hi, lo, tau, p)
+    d = _linearize(s, y, hi, lo, tau, p)
     ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
     dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
     dtau = dtau.unsqueeze(-1)
     block = d.rate * (ds - d.w * dtau)
-    dlo = block.sum(-1) * d.share
+    per_pooled = _per_pooled(k, *(v.sum(-1) for v in (d.selected, d.inside, d.rate)))
+    dlo = block.sum(-1) * per_pooled
     dy = d.own * ds - d.fall * dtau + block - d.rate * dlo.unsqueeze(-1)
     return dy.to(y.dtype), None, dlo

@@ -7,6 +7,7 @@ t = C⁻¹(k); :func:`threshold_map` computes both, and one autograd rule serves
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from khot.arguments import Scalar
 from khot.cdfs import CDF
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.counting import pull_count, push_count
-from khot.kernels.solver import HUGE
+from khot.kernels.reference import log_scale as kernel_scale
+from khot.kernels.reference import neighbours
+from khot.kernels.solver import HUGE, Threshold
 
-__all__ = ["count_above", "inverse_soft_count", "soft_count", "threshold_map", "thresholds"]
+__all__ = ["Row", "count_above", "inverse_soft_count", "pull", "soft_count", "threshold_map", "thresholds"]
 
 LEVELS_AT_ONCE = 1 << 22  # entries times levels that one backward pass of many levels may allocate
 
@@ -213,7 +216,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
     x, tau, hi, lo = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        dx, dk, dtau = _pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind)
+        dx, dk, dtau = pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind, Row())
     else:
         dx, dk, dtau = torch.ops.khot.soft_topk_backward.default(
             grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind
@@ -261,21 +264,30 @@ class _ThresholdMap(torch.autograd.Function):
         return vmap_rows(_ThresholdMap.apply, info, in_dims, *args)
 
 
+class Row(NamedTuple):
+    """How the sums in a derivative are taken over rows, and what depends on them; by default the rows are
+    all here. For shards of rows: :mod:`khot.sharded`."""
+
+    total: Callable[[list[Tensor]], list[Tensor]] = list  # sums over each shard -> sums over the row
+    share: Callable[[list[Tensor]], list[Tensor]] = list  # a number a row -> the same, for use by entries
+    near: tuple[Tensor, Tensor] | None = None  # the entries next to t, where they are known
+
+
 class _Linear(NamedTuple):
-    """What both directions of the derivative need, as differentiable functions of x, lo and τ."""
+    """What both directions of the derivative need of each entry, as differentiable functions of x, lo, τ."""
 
-    tau: Tensor  # of the batch shape, as z_mean, log_mass and dead
-    z: Tensor  # (*batch, n), as weight, rate and k_rate
-    weight: Tensor  # w = f/Σf
-    z_mean: Tensor  # z̄ = Σwz
-    log_mass: Tensor  # log Σf
-    dead: Tensor  # no entry has f > 0
+    z: Tensor
+    weight: Tensor  # f, divided by a scale
+    log_scale: Tensor  # of the batch shape
     rate: Tensor  # g = ∂out/∂z
-    k_rate: Tensor  # ∂out/∂k
+    k_rate: Tensor  # ∂out/∂k times Σ weight
+    gap: tuple[Tensor, Tensor] | None  # for compact support: which entries the two neighbours of t are
 
 
-def _linearize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, kind: str) -> _Linear:
-    """Means are taken with softmax(log f), right even where every f underflows."""
+def _linearize(
+    x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, kind: str, near: tuple[Tensor, Tensor] | None
+) -> _Linear:
+    """Weights are relative to a scale like the greatest of them, right even where every f underflows."""
     infinite = hi.abs() == HUGE  # nothing, or everything, is selected
     tau = tau.to(hi.dtype).expand(hi.shape)
     decided = x.isinf() | infinite.unsqueeze(-1)  # kept out of products such as 0·inf
@@ -285,43 +297,38 @@ def _linearize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, kind: s
     log_f = cdf.log_pdf(z).masked_fill(decided, -math.inf)
 
     still = log_f == -math.inf
-    dead = still.all(-1)
-    log_f_live = log_f.masked_fill(dead.unsqueeze(-1), 0)
-    log_mass = torch.logsumexp(log_f_live, -1)
-    weight = torch.softmax(log_f_live, -1).masked_fill(dead.unsqueeze(-1), 0)
-    z_mean = (weight * z).sum(-1)
+    if near is None:
+        log_scale = log_f.detach().amax(-1).clamp(min=-HUGE) if x.shape[-1] else torch.zeros_like(hi)
+    else:
+        log_scale = kernel_scale(Threshold(hi, lo.detach(), *near), tau.detach(), cdf)
+    log_weight = (log_f - log_scale.unsqueeze(-1)).masked_fill(still, 0)
+    weight = torch.exp(log_weight).masked_fill(still, 0)
 
-    gap = None if cdf.full_support else _gap_weights(x, hi, lo)
+    gap = None
+    if not cdf.full_support:
+        near = neighbours(x.detach(), hi, lo.detach()) if near is None else near
+        up, down = (x.detach().to(hi.dtype) == v.unsqueeze(-1) for v in near)
+        gap = up & ~infinite.unsqueeze(-1), down & ~infinite.unsqueeze(-1)
     if kind == "log":
         log_y = cdf.log_cdf(z).masked_fill(decided, 0)
         still = still | (log_y == -math.inf)
         log_y = log_y.masked_fill(still, 0)
         # w/y through logarithms: y may underflow where w/y does not
-        log_rate = log_f.masked_fill(still, 0) - log_y
-        rate = torch.exp(log_rate).masked_fill(still, 0)
-        k_rate = torch.exp(log_rate - log_mass.unsqueeze(-1)).masked_fill(still, 0)
-        if gap is not None:
-            gap = gap * (z > 0)  # rejected entries have log y = −inf, selected ones 0
+        rate = torch.exp(log_f.masked_fill(still, 0) - log_y).masked_fill(still, 0)
+        k_rate = torch.exp(log_weight - log_y).masked_fill(still, 0)
     else:
         rate, k_rate = torch.exp(log_f), weight
-    if gap is not None:
-        k_rate = torch.where(dead.unsqueeze(-1), gap, k_rate)
-    return _Linear(tau, z, weight, z_mean, log_mass, dead, rate, k_rate)
+    return _Linear(z, weight, log_scale, rate, k_rate, gap)
 
 
-def _gap_weights(x: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
-    """½ spread over the least entries above t, ½ over the greatest below; 0 where a side is empty."""
-    x, hi, lo = x.detach(), hi.detach().unsqueeze(-1), lo.detach().unsqueeze(-1)
-    offset = x - hi
-    above = offset > lo
-    up = offset.masked_fill(~above, math.inf).amin(-1, keepdim=True)
-    down = offset.masked_fill(above, -math.inf).amax(-1, keepdim=True)
-    at_up, at_down = (offset == up).to(hi.dtype), (offset == down).to(hi.dtype)
-    weights = 0.5 * at_up / at_up.sum(-1, keepdim=True) + 0.5 * at_down / at_down.sum(-1, keepdim=True)
-    return weights.masked_fill(hi.abs() == HUGE, 0)
+def _gap_means(kind: str, counts: list[Tensor], sums: list[Tensor]) -> Tensor:
+    """½(the mean over the least entries above t + that over the greatest below); for log y the first alone,
+    as rejected entries have log y = −inf; 0 where a side is empty."""
+    up, down = (0.5 * s / n.clamp(min=1) for n, s in zip(counts, sums, strict=True))
+    return up if kind == "log" else up + down
 
 
-def _pull(
+def pull(
     grad: Tensor,
     grad_lo: Tensor,
     x: Tensor,
@@ -330,26 +337,36 @@ def _pull(
     tau: Tensor,
     cdf: CDF,
     kind: str,
+    row: Row,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode: the formulas of :func:`khot.kernels.reference.soft_topk_backward`, differentiable."""
-    d = _linearize(x, hi, lo, tau, cdf, kind)
-    if kind == "threshold":
-        u, dk = torch.zeros_like(d.z), torch.zeros_like(hi)
-    else:
-        v = grad.to(hi.dtype)
-        u, dk = v * d.rate, (v * d.k_rate).sum(-1)
-    total = u.sum(-1)
-    pull = grad_lo - total / d.tau
-    dx = u / d.tau.unsqueeze(-1) + d.weight * pull.unsqueeze(-1)
-    dtau = -(u * d.z).sum(-1) / d.tau - pull * d.z_mean
-    dk = dk - _times_dt_dk(grad_lo, d)
+    tau = tau.to(hi.dtype).expand(hi.shape)
+    lo_shared, tau_shared = row.share([lo, tau])
+    d = _linearize(x, hi, lo_shared, tau_shared, cdf, kind, row.near)
+    v = torch.zeros_like(d.z) if kind == "threshold" else grad.to(hi.dtype)
+    u = v * d.rate
+    parts = [d.weight, d.weight * d.z, v * d.k_rate, u, u * d.z]
+    if d.gap is not None:
+        parts += [g.to(hi.dtype) for g in d.gap] + [v.where(g, 0) for g in d.gap]
+    mass, moment, vk, total, u_moment, *gap = row.total([part.sum(-1) for part in parts])
+    dead = mass == 0  # no entry has f > 0
+    mass = mass.masked_fill(dead, 1)
+    z_mean = moment / mass
+    pull = grad_lo - total / tau
+    (spread,) = row.share([(pull / mass).masked_fill(dead, 0)])
+    dx = u / tau_shared.unsqueeze(-1) + d.weight * spread.unsqueeze(-1)
+    dtau = -u_moment / tau - pull * z_mean
+    dk = vk / mass
+    if gap:
+        dk = torch.where(dead, _gap_means(kind, gap[:2], gap[2:]), dk)
+    dk = dk - _times_dt_dk(grad_lo, tau, mass, dead, d.log_scale)
     return dx.to(x.dtype), dk, dtau
 
 
-def _times_dt_dk(value: Tensor, d: _Linear) -> Tensor:
+def _times_dt_dk(value: Tensor, tau: Tensor, mass: Tensor, dead: Tensor, log_scale: Tensor) -> Tensor:
     """value·τ/Σf, and 0 where value is 0 even if Σf underflows."""
-    idle = (value == 0) | d.dead
-    rate = torch.exp(torch.log(d.tau) - d.log_mass.masked_fill(idle, 0))
+    idle = (value == 0) | dead
+    rate = torch.exp(torch.log(tau) - (torch.log(mass) + log_scale).masked_fill(idle, 0))
     return (value * rate).masked_fill(idle, 0)
 
 
@@ -365,14 +382,22 @@ def _push(
     kind: str,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Forward mode: the tangents of the output and of lo."""
-    d = _linearize(x, hi, lo, tau, cdf, kind)
+    tau = tau.to(hi.dtype).expand(hi.shape)
+    d = _linearize(x, hi, lo, tau, cdf, kind, None)
     dx = torch.zeros_like(d.z) if dx is None else dx.to(hi.dtype)
     dk = torch.zeros_like(hi) if dk is None else dk.to(hi.dtype).expand(hi.shape)
     dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
-    mean = (d.weight * dx).sum(-1)
-    along = dx - mean.unsqueeze(-1) - (d.z - d.z_mean.unsqueeze(-1)) * dtau.unsqueeze(-1)
-    out = d.rate * along / d.tau.unsqueeze(-1) + d.k_rate * dk.unsqueeze(-1)
-    dlo = mean - d.z_mean * dtau - _times_dt_dk(dk, d)
+    mass = d.weight.sum(-1)
+    dead = mass == 0
+    mass = mass.masked_fill(dead, 1)
+    mean, z_mean = (d.weight * dx).sum(-1) / mass, (d.weight * d.z).sum(-1) / mass
+    along = dx - mean.unsqueeze(-1) - (d.z - z_mean.unsqueeze(-1)) * dtau.unsqueeze(-1)
+    k_rate = d.k_rate / mass.unsqueeze(-1)
+    if d.gap is not None:
+        gap = _gap_means(kind, [g.sum(-1, keepdim=True) for g in d.gap], [g.to(hi.dtype) for g in d.gap])
+        k_rate = torch.where(dead.unsqueeze(-1), gap, k_rate)
+    out = d.rate * along / tau.unsqueeze(-1) + k_rate * dk.unsqueeze(-1)
+    dlo = mean - z_mean * dtau - _times_dt_dk(dk, tau, mass, dead, d.log_scale)
     if kind == "threshold":
         out = out[..., :0]
     return out.to(x.dtype), None, dlo

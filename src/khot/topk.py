@@ -36,6 +36,7 @@ def soft_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """A k-hot mask that is differentiable: k ones, spread softly over the largest entries of each row.
 
@@ -56,17 +57,24 @@ def soft_topk(
             is ignored, NaN and inf included.
         hard: return the k-hot mask of :func:`topk_mask`, with the gradient of the soft one
             (straight-through, as in ``torch.nn.functional.gumbel_softmax``).
+        group: a ``torch.distributed`` process group over which the rows are spread: ``input`` and ``mask``
+            are this process's shard of them along ``dim`` (in the order of the ranks; of any length, also 0),
+            k and tau the same on every process. The processes exchange a few sums a pass; all of them have
+            to call, and to call backward. A DTensor brings its own group, and gets a DTensor.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k. A row with a NaN, or with more
         than k entries of +inf, is NaN.
 
     The gradient in input, k and tau is exact (implicit differentiation, nothing is unrolled), also of
-    second order and in forward mode. With ``hard=True`` it is a surrogate.
+    second order and in forward mode. With ``hard=True`` it is a surrogate. With ``group`` every process gets
+    the gradient of its shard and the whole gradient in k and tau, of the sum of the processes' losses; in
+    reverse mode only.
 
     Raises:
         ValueError: k < 0 or more than may be selected, tau ≤ 0, a mask or scalar that does not broadcast, an
-            unknown cdf. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
+            unknown cdf, arguments that differ between the processes of a group, all of which raise the error
+            that one of them meets. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
             NaN.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
@@ -79,6 +87,11 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
+    if arguments.spread(input, group):
+        from khot import sharded
+
+        options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
+        return sharded.apply(soft_topk, input, k, dim, group, **options)
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
     n = x.shape[-1]
@@ -99,11 +112,12 @@ def log_soft_topk(
     cdf: str | CDF = "logistic",
     largest: bool = True,
     mask: Tensor | None = None,
+    group: Any = None,
 ) -> Tensor:
     """The logarithm of :func:`soft_topk`, finite where y underflows.
 
     Args:
-        input, k, dim, tau, cdf, largest, mask: as for :func:`soft_topk`.
+        input, k, dim, tau, cdf, largest, mask, group: as for :func:`soft_topk`.
 
     Returns:
         log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0, which for CDFs with
@@ -115,6 +129,11 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
+    if arguments.spread(input, group):
+        from khot import sharded
+
+        options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
+        return sharded.apply(log_soft_topk, input, k, dim, group, **options)
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1])
@@ -132,6 +151,7 @@ def sigmoid_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """Sigmoid top-k: σ((x + c)/τ) with c such that the row sums to k.
 
@@ -145,7 +165,7 @@ def sigmoid_topk(
         >>> khot.sigmoid_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
         tensor(2.)
     """
-    return soft_topk(input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard)
+    return soft_topk(input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard, group=group)
 
 
 def laplace_topk(
@@ -157,6 +177,7 @@ def laplace_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """LapSum top-k: :func:`soft_topk` with the Laplace CDF (Struski et al. 2025, Theorem 3.3).
 
@@ -166,7 +187,9 @@ def laplace_topk(
         >>> khot.laplace_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
         tensor(2.)
     """
-    return soft_topk(input, k, dim, tau=tau, cdf="laplace", largest=largest, mask=mask, hard=hard)
+    return soft_topk(
+        input, k, dim, tau=tau, cdf="laplace", largest=largest, mask=mask, hard=hard, group=group
+    )
 
 
 def ot_topk(
@@ -179,6 +202,7 @@ def ot_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """SOFT top-k: the entropic optimal transport of the scores onto the anchors 0 and 1.
 
@@ -190,7 +214,7 @@ def ot_topk(
         epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape.
         normalize: divide the cost by the row's largest entry, as the published code does (there over the
             whole batch and without its gradient).
-        input, k, dim, largest, mask, hard: as for :func:`soft_topk`.
+        input, k, dim, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`; also differentiable in epsilon.
 
@@ -199,17 +223,31 @@ def ot_topk(
         >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
         True
     """
+    if arguments.spread(input, group):
+        from khot import sharded
+
+        options = {"epsilon": epsilon, "normalize": normalize, "largest": largest, "mask": mask, "hard": hard}
+        return sharded.apply(ot_topk, input, k, dim, group, **options)
     x = arguments.rows(input, dim, mask, largest)
     # in float64, where neither half an epsilon nor a squared score leaves the range
     epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
-    tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
-    if normalize and x.shape[-1]:
-        # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
-        finite = x.double().nan_to_num(0.0, 0.0, 0.0)
-        cost = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0).amax(-1)
-        tau = (tau * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+    tau = ot_temperature(epsilon, costs(x).amax(-1) if normalize and x.shape[-1] else None)
     y = soft_topk(x, k, tau=tau, hard=hard)
     return arguments.unrows(y, input, dim)
+
+
+def costs(x: Tensor) -> Tensor:
+    """The greater of an entry's costs (x − 0)² and (x − 1)²; none for infinite ones, and for a NaN, which
+    makes its row NaN anyway."""
+    finite = x.double().nan_to_num(0.0, 0.0, 0.0)
+    return torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
+
+
+def ot_temperature(epsilon: Tensor, largest_cost: Tensor | None) -> Tensor:
+    tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
+    if largest_cost is None:
+        return tau
+    return (tau * largest_cost.masked_fill(largest_cost == 0, 1)).clamp(TINIEST, LARGEST)
 
 
 def sparse_topk(
@@ -222,6 +260,7 @@ def sparse_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """Sparse top-k: a relaxed mask that is exactly 0 and 1 away from the threshold.
 
@@ -230,7 +269,7 @@ def sparse_topk(
 
     Args:
         p: in [1.15, 2]; :func:`soft_topk` with ``cdf=khot.cdfs.Power(p)``.
-        input, k, dim, tau, largest, mask, hard: as for :func:`soft_topk`.
+        input, k, dim, tau, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`.
 
@@ -239,18 +278,25 @@ def sparse_topk(
         tensor([0., 1., 1., 0.])
     """
     cdf = "uniform" if p == 2 else cdfs.Power(p)
-    return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard)
+    return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group)
 
 
 def topk_mask(
-    input: Tensor, k: Scalar, dim: int = -1, *, largest: bool = True, mask: Tensor | None = None
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    group: Any = None,
 ) -> Tensor:
     """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
 
     Ties go to the lowest index. No gradient.
 
     Args:
-        input, k, dim, largest, mask: as for :func:`soft_topk`.
+        input, k, dim, largest, mask, group: as for :func:`soft_topk`. The lowest index is that in the whole
+            row.
 
     Returns:
         Zeros and ones of the input's shape and dtype. A row with a NaN is NaN.
@@ -262,6 +308,10 @@ def topk_mask(
         >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
+    if arguments.spread(input, group):
+        from khot import sharded
+
+        return sharded.apply(topk_mask, input, k, dim, group, largest=largest, mask=mask)
     x = arguments.rows(input, dim, mask, largest).detach()
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1]).detach()
     return arguments.unrows(_hard(x, k), input, dim)

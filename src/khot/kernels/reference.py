@@ -13,9 +13,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot.cdfs import CDF
-from khot.kernels.solver import HUGE, solve, standardize, tiles
+from khot.kernels.solver import HUGE, Reduce, Threshold, alone, solve, standardize, tiles
 
-__all__ = ["soft_topk", "soft_topk_backward"]
+__all__ = ["backward", "forward", "log_scale", "neighbours", "soft_topk", "soft_topk_backward"]
 
 
 def soft_topk(
@@ -32,17 +32,24 @@ def soft_topk(
     Returns:
         (*batch, n) of x's dtype; hi and lo as :func:`solve` returns them.
     """
-    F = cdfs.resolve(cdf, shape)
+    out, t = forward(x, k, tau, cdfs.resolve(cdf, shape), output)
+    return out, t.hi, t.lo
+
+
+def forward(
+    x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, reduce: Reduce = alone
+) -> tuple[Tensor, Threshold]:
+    """:func:`soft_topk` of a row, or of this process's shard of it."""
     batch = x.shape[:-1]
     tau = tau.double().expand(batch)
-    hi, lo = solve(x, k.double().expand(batch), tau, F)
+    t = solve(x, k.double().expand(batch), tau, F, reduce)
     if output == "threshold":
-        return x.new_empty(*batch, 0), hi, lo
+        return x.new_empty(*batch, 0), t
     apply = F.log_cdf if output == "log" else F.cdf
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part, tile in tiles(x):
-        out[..., part] = apply(standardize(tile, hi, lo, tau))
-    return out, hi, lo
+        out[..., part] = apply(standardize(tile, t.hi, t.lo, tau))
+    return out, t
 
 
 def soft_topk_backward(
@@ -65,6 +72,35 @@ def soft_topk_backward(
         dL/dτ = −Σ u (z − z̄)/τ − grad_lo·z̄
     """
     F = cdfs.resolve(cdf, shape)
+    near = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
+    if not F.full_support and output != "threshold":
+        near = neighbours(x, hi, lo)
+    return backward(grad, grad_lo, x, Threshold(hi, lo, *near), tau, F, output)
+
+
+def log_scale(t: Threshold, tau: Tensor, F: CDF) -> Tensor:
+    """A number near the greatest log f of the row, which every shard of it can tell."""
+    if not F.full_support:
+        return torch.zeros_like(t.hi)  # f is a power there
+    near = torch.stack((t.above, t.below), -1)
+    return F.log_pdf(standardize(near, t.hi, t.lo, tau)).amax(-1).clamp(min=-HUGE)
+
+
+def backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    t: Threshold,
+    tau: Tensor,
+    F: CDF,
+    output: str,
+    reduce: Reduce = alone,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`soft_topk_backward` for a row, or for this process's shard of it.
+
+    The neighbours in ``t`` are needed for compact support and for shards.
+    """
+    hi, lo, *near = t
     tau = tau.double().expand(x.shape[:-1])
     zero = torch.zeros_like(hi)
     top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
@@ -84,14 +120,26 @@ def soft_topk_backward(
         u_sum, uz_sum = u_sum + u.sum(-1), uz_sum + (u * z).sum(-1)
         top = new_top
 
+    if reduce is not alone:  # the scale has to be one that all shards know
+        rescale = torch.exp(top - log_scale(t, tau, F))
+        mass, wz_sum, v_sum = mass * rescale, wz_sum * rescale, v_sum * rescale
+        top = log_scale(t, tau, F)
+    gap = [] if F.full_support or output == "threshold" else _gap_sums(grad, x, hi, *near)
+    mass, wz_sum, v_sum, u_sum, uz_sum, *gap = reduce([mass, wz_sum, v_sum, u_sum, uz_sum, *gap], ())
     live = mass != 0
     z_mean = (wz_sum / mass).where(live, 0)
     grad_k = (v_sum / mass).where(live, 0)
     through_t = torch.exp(torch.log(tau) - torch.log(mass) - top)
     grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
     grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
-    if output != "threshold" and not F.full_support:
-        grad_k = grad_k.where(live, _gap_grad_k(grad, x, hi, lo, output))
+    if gap:
+        # the limit of the smooth CDFs: the mean of v over the least selected entries, and that over the
+        # greatest rejected ones, a half each; log y = −inf of a rejected one does not move
+        up_count, up_sum, down_count, down_sum = gap
+        mean = 0.5 * up_sum / up_count
+        if output == "y":
+            mean = mean + 0.5 * down_sum / down_count
+        grad_k = grad_k.where(live, mean.where(hi.abs() != HUGE, 0))
 
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     pull = (grad_lo - u_sum / tau).where(live, 0)
@@ -121,28 +169,24 @@ def _cotangent(
     return torch.where(v == 0, 0, v * torch.exp(log_f + ratio)), ratio, v
 
 
-def _gap_grad_k(v: Tensor, x: Tensor, hi: Tensor, lo: Tensor, output: str) -> Tensor:
-    """dL/dk for compact support where no entry has f > 0: the limit of the smooth CDFs.
-
-    ½(mean of v over the least selected entries + mean over the greatest rejected ones); log y = −inf of a
-    rejected one does not move. 0 where nothing or everything is selected.
-    """
+def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
+    """The least entry above t and the greatest other, ±inf where there is none."""
     up = torch.full_like(hi, math.inf)
     down = -up
     for _, tile in tiles(x):
-        offset = tile - hi.unsqueeze(-1)
-        above = offset > lo.unsqueeze(-1)
-        up = torch.minimum(up, offset.masked_fill(~above, math.inf).amin(-1))
-        down = torch.maximum(down, offset.masked_fill(above, -math.inf).amax(-1))
-    zero = torch.zeros_like(hi)
-    up_count, up_sum, down_count, down_sum = zero, zero, zero, zero
+        above = tile - hi.unsqueeze(-1) > lo.unsqueeze(-1)
+        up = torch.minimum(up, tile.masked_fill(~above, math.inf).amin(-1))
+        down = torch.maximum(down, tile.masked_fill(above, -math.inf).amax(-1))
+    return up, down
+
+
+def _gap_sums(v: Tensor, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    """How many entries are equal to either neighbour of t, and v summed over them."""
+    sums = [torch.zeros_like(hi) for _ in range(4)]
     for part, tile in tiles(x):
-        offset, part_v = tile - hi.unsqueeze(-1), v[..., part].double()
-        at_up, at_down = offset == up.unsqueeze(-1), offset == down.unsqueeze(-1)
-        up_count, up_sum = up_count + at_up.sum(-1), up_sum + part_v.where(at_up, 0).sum(-1)
-        down_count = down_count + at_down.sum(-1)
-        down_sum = down_sum + part_v.where(at_down, 0).sum(-1)
-    mean = 0.5 * up_sum / up_count
-    if output == "y":
-        mean = mean + 0.5 * down_sum / down_count
-    return mean.where(hi.abs() != HUGE, 0)
+        part_v = v[..., part].double()
+        for i, near in enumerate((up, down)):
+            there = tile == near.unsqueeze(-1)
+            sums[2 * i] += there.sum(-1)
+            sums[2 * i + 1] += part_v.where(there, 0).sum(-1)
+    return sums

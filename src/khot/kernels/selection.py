@@ -8,9 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.kernels.solver import HUGE, tiles, two_sum
+from khot.kernels.solver import HUGE, Reduce, alone, some, tiles, two_sum
 
-__all__ = ["soft_topk_magnitude", "soft_topk_magnitude_backward", "topk_mask", "unpooled"]
+__all__ = [
+    "Places",
+    "magnitude",
+    "magnitude_backward",
+    "soft_topk_magnitude",
+    "soft_topk_magnitude_backward",
+    "topk_mask",
+    "unpooled",
+]
 
 STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
 UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffice for every p >= 1.15
@@ -57,22 +65,43 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
         y, of s's shape and dtype; hi and lo (*batch) in float64, ±`HUGE` where k = 0. NaN in rows with a
         NaN, or more than k infinite entries, or k or τ out of range.
     """
-    batch = s.shape[:-1]
-    tau = tau.double().expand(batch)
-    k = k.double().expand(batch)
-    selectable = (s != -math.inf).sum(-1)
-    bad = s.isnan().any(-1) | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
-    bad = bad | ~((tau > 0) & (tau < math.inf)) | ((s == math.inf).sum(-1) > k)
+    k = k.double().expand(s.shape[:-1])
+    return magnitude(s, k, tau, p, _around(s, k), alone)
+
+
+class Places(NamedTuple):
+    """What top-k in magnitude asks of a row, once."""
+
+    nan: Tensor  # whether there is one
+    selectable: Tensor  # how many entries are not −inf
+    pinned: Tensor  # how many are +inf
+    least_in: Tensor  # the k-th largest entry; any number where k is out of range
+    most_out: Tensor  # the next one
+
+
+def _around(s: Tensor, k: Tensor) -> Places:
+    at = k.nan_to_num(0.0).clamp(0, s.shape[-1]).long().unsqueeze(-1)
+    least_in, most_out = (_kth_largest(s, i).squeeze(-1).double() for i in (at, at + 1))
+    selectable, pinned = (s != -math.inf).sum(-1), (s == math.inf).sum(-1)
+    return Places(s.isnan().any(-1), selectable, pinned, least_in, most_out)
+
+
+def magnitude(
+    s: Tensor, k: Tensor, tau: Tensor, p: float, places: Places, reduce: Reduce
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`soft_topk_magnitude` of rows, or of this process's shard of them; k is of the batch shape."""
+    nan, selectable, pinned, least_in, most_out = places
+    tau = tau.double().expand(s.shape[:-1])
+    bad = nan | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
+    bad = bad | ~((tau > 0) & (tau < math.inf)) | (pinned > k)
     k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
-    least_in = _kth_largest(s, k.long().unsqueeze(-1)).squeeze(-1).double()
-    most_out = _kth_largest(s, k.long().unsqueeze(-1) + 1).squeeze(-1).double()
     most_out = most_out.masked_fill(k == selectable, 0)
 
-    alone, drop = unpooled(least_in, tau, p)
+    single, drop = unpooled(least_in, tau, p)
     gap = least_in - most_out
     pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
-    hi, lo = _solve_block(s, k, tau, p, least_in, drop, gap, pooled)
-    parting = torch.where(alone == math.inf, most_out + 1, 0.5 * alone + 0.5 * most_out)
+    hi, lo = _solve_block(s, k, tau, p, least_in, drop, gap, pooled, reduce)
+    parting = torch.where(single == math.inf, most_out + 1, 0.5 * single + 0.5 * most_out)
     hi = torch.where(pooled, hi, parting).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
     lo = lo.masked_fill(~pooled, 0).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
 
@@ -122,6 +151,7 @@ def _solve_block(
     drop: Tensor,
     gap: Tensor,
     pooled: Tensor,
+    reduce: Reduce,
 ) -> tuple[Tensor, Tensor]:
     """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor − [gap, drop] where pooled."""
     e = 1 / (p - 1)
@@ -130,18 +160,19 @@ def _solve_block(
     lo = 0.5 * low + 0.5 * high
     running = pooled
     for _ in range(STEPS):
-        if not s.is_cuda and not bool(running.any()):
+        if not some(running, reduce):
             break
-        alone, total, slope = torch.zeros_like(hi), torch.zeros_like(hi), torch.zeros_like(hi)
+        own, total, slope = torch.zeros_like(hi), torch.zeros_like(hi), torch.zeros_like(hi)
         for _, tile in tiles(s):
             block = _block(tile, hi, lo, tau, p)
-            alone = alone + block.alone.sum(-1)
+            own = own + block.alone.sum(-1)
             total = total + block.y.where(block.inside, 0).sum(-1)
             rate = e * block.w ** (e - 1) / tau.unsqueeze(-1)
             slope = slope + rate.where(block.inside, 0).sum(-1)
-        G = (k - alone) * (hi + lo) - total
+        own, total, slope = reduce([own, total, slope], ())
+        G = (k - own) * (hi + lo) - total
         low, high = torch.where(G < 0, lo, low), torch.where(G > 0, lo, high)
-        step = -G / (k - alone + slope)
+        step = -G / (k - own + slope)
         tiny = step.abs() <= 1e-15 * drop
         trial = lo + step
         trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
@@ -168,20 +199,37 @@ def soft_topk_magnitude_backward(
 
     dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
     """
+    return magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p, alone)
+
+
+def magnitude_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    reduce: Reduce,
+) -> tuple[Tensor, Tensor]:
+    """:func:`soft_topk_magnitude_backward` for rows, or for this process's shard of them."""
     tau = tau.double().expand(s.shape[:-1])
     k = k.double().expand(s.shape[:-1])
     zero = torch.zeros_like(hi)
-    alone, mass, moment, pull, grad_tau = zero, zero, zero, grad_lo.double(), zero
+    single, mass, moment, pulled, direct = zero, zero, zero, zero, zero
     for part, tile in tiles(s):
         block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()
         own, fall, rate = _rates(block, tile, y[..., part].double(), tau, p)
-        alone = alone + block.alone.sum(-1)
+        single = single + block.alone.sum(-1)
         mass = mass + rate.sum(-1)
         moment = moment + (rate * block.w).sum(-1)
-        pull = pull - (rate * v).sum(-1)
-        grad_tau = grad_tau - (v * (fall + rate * block.w)).sum(-1)
-    pull = (pull / (k - alone + mass)).where(mass != 0, 0)
-    grad_tau = grad_tau - pull * moment
+        pulled = pulled + (rate * v).sum(-1)
+        direct = direct + (v * (fall + rate * block.w)).sum(-1)
+    single, mass, moment, pulled, direct = reduce([single, mass, moment, pulled, direct], ())
+    pull = ((grad_lo - pulled) / (k - single + mass)).where(mass != 0, 0)
+    grad_tau = -direct - pull * moment
     grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
     for part, tile in tiles(s):
         block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()

@@ -10,6 +10,9 @@ these. The passes of one solve, in order (`PASSES` counts them for the tests):
 3. evaluations of C and C', each a safeguarded Newton step;
 4. in a gap so wide that both tails underflow, the same in logarithms.
 
+Where a row is spread over processes, `reduce` turns the sums of each shard into those of the row; all else
+is the same on every process.
+
 The threshold is a pair t = hi + lo with abs(lo) ≤ ulp(hi)/2: x − hi is exact for the entries near t, so that
 ((x − hi) − lo)/τ has full relative accuracy however large x/τ is.
 """
@@ -17,7 +20,7 @@ The threshold is a pair t = hi + lo with abs(lo) ≤ ulp(hi)/2: x − hi is exac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +30,18 @@ from torch import Tensor
 from khot.cdfs import CDF
 from khot.kernels.steps import TINY, Sums, newton_step
 
-__all__ = ["HUGE", "PASSES", "solve", "standardize", "tiles", "two_sum"]
+__all__ = [
+    "HUGE",
+    "PASSES",
+    "Reduce",
+    "Threshold",
+    "alone",
+    "solve",
+    "some",
+    "standardize",
+    "tiles",
+    "two_sum",
+]
 
 PASSES = {"count": 0}  # passes over the row since a test last set it to 0
 
@@ -42,6 +56,25 @@ EVALUATIONS = 24
 LOG_EVALUATIONS = 4
 # hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is ∓inf for finite x, and ±inf, not NaN, for x = ±inf
 HUGE = torch.finfo(torch.float64).max
+
+
+# Sums over, and maxima of, each process's shard of the rows; what comes back, in that order, is the row's.
+Reduce = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+
+
+def alone(sums: Sequence[Tensor], maxima: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The `Reduce` of rows that are all here."""
+    return [*sums, *maxima]
+
+
+class Threshold(NamedTuple):
+    """t = hi + lo a row, and the entries next to it, ±inf where there is none: the least one with F > ½ and
+    the greatest other, as of the last evaluation."""
+
+    hi: Tensor
+    lo: Tensor
+    above: Tensor
+    below: Tensor
 
 
 def tiles(x: Tensor, size: int = TILE) -> Iterator[tuple[slice, Tensor]]:
@@ -62,8 +95,8 @@ def standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
     return ((x - hi.unsqueeze(-1)) - lo.unsqueeze(-1)) / tau.unsqueeze(-1)
 
 
-def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
-    """The pair (hi, lo), each of the batch shape, of thresholds t with C(t) = k.
+def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, reduce: Reduce = alone) -> Threshold:
+    """The thresholds t with C(t) = k, of the batch shape.
 
     Rows without an answer (NaN among the scores, k outside what can be selected, tau not positive) get NaN;
     where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`HUGE`.
@@ -71,8 +104,9 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
     Args:
         x: scores, (*batch, n). −inf is never selected, +inf always.
         k, tau: float64, of the batch shape.
+        reduce: makes the sums of a shard those of the row.
     """
-    stats = _statistics(x)
+    stats = _statistics(x, reduce)
     k_free = k - stats.pinned  # what is left for the finite entries
     none, every = k_free == 0, k_free == stats.free
     bad = stats.nan | ~((k_free >= 0) & (k_free <= stats.free)) | ~((tau > 0) & (tau < math.inf))
@@ -84,13 +118,20 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
 
     guess, bracket = _first_guess(stats, k_safe, free, tau_safe, cdf, live)
     wide = live & (bracket.high - bracket.low > WIDE[cdf.full_support] * tau_safe)
-    if x.is_cuda or bool(wide.any()):
-        guess, bracket = _histogram_search(x, k_safe, free, tau_safe, cdf, stats, wide, guess, bracket)
-    hi, lo = _newton(x, k_safe, free, tau_safe, cdf, stats, live, guess, bracket)
+    if some(wide, reduce):
+        guess, bracket = _histogram_search(
+            x, k_safe, free, tau_safe, cdf, stats, wide, guess, bracket, reduce
+        )
+    hi, lo, *near = _newton(x, k_safe, free, tau_safe, cdf, stats, live, guess, bracket, reduce)
 
     infinite = torch.full_like(hi, -HUGE).masked_fill(none, HUGE)
     hi, lo = hi.where(live, infinite), lo.where(live, infinite)
-    return hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan)
+    return Threshold(hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan), *near)
+
+
+def some(rows: Tensor, reduce: Reduce) -> bool:
+    """Whether any is left to be done. To look would wait for a GPU; but so does a reduction."""
+    return (rows.is_cuda and reduce is alone) or bool(rows.any())
 
 
 class _Statistics(NamedTuple):
@@ -103,11 +144,10 @@ class _Statistics(NamedTuple):
     variance: Tensor
 
 
-def _statistics(x: Tensor) -> _Statistics:
+def _statistics(x: Tensor, reduce: Reduce) -> _Statistics:
     batch = x.shape[:-1]
     zero = x.new_zeros(batch, dtype=torch.float64)
-    free, pinned, total, squares, shift = zero, zero, zero, zero, zero
-    nan = x.new_zeros(batch, dtype=torch.bool)
+    free, pinned, nan, total, squares, shift = zero, zero, zero, zero, zero, zero
     low, high = zero + math.inf, zero - math.inf
     for part, tile in tiles(x):
         finite = tile.isfinite()
@@ -117,15 +157,24 @@ def _statistics(x: Tensor) -> _Statistics:
         centred = (tile - shift.unsqueeze(-1)).where(finite, 0)
         free = free + count
         pinned = pinned + (tile == math.inf).sum(-1)
-        nan = nan | tile.isnan().any(-1)
+        nan = nan + tile.isnan().sum(-1)
         low = torch.minimum(low, tile.where(finite, math.inf).amin(-1))
         high = torch.maximum(high, tile.where(finite, -math.inf).amax(-1))
         total = total + centred.sum(-1)
         squares = squares + (centred * centred).sum(-1)
     n = free.clamp(min=1)
     mean = total / n
-    variance = (squares / n - mean * mean).clamp(min=0)
-    return _Statistics(free, pinned, nan, low, high, shift + mean, variance)
+    spread, mean = (squares - total * mean).clamp(min=0), shift + mean
+
+    # of shards: the spread within them, and that of their means
+    moments = [free * mean, free * mean * mean, spread]
+    free, pinned, nan, total, squares, spread, low, high = reduce([free, pinned, nan, *moments], [-low, high])
+    n, low = free.clamp(min=1), -low
+    mean = (total / n).clamp(low, high)
+    variance = (spread + (squares - total * mean).clamp(min=0)) / n
+    # the means' part cancels where they are far from 0, but no variance exceeds this one
+    variance = torch.minimum(variance, (0.5 * high - 0.5 * low).square())
+    return _Statistics(free, pinned, nan > 0, low, high, mean, variance)
 
 
 @dataclass
@@ -189,6 +238,7 @@ def _histogram_search(
     wide: Tensor,
     guess: Tensor,
     bracket: _Bracket,
+    reduce: Reduce,
 ) -> tuple[Tensor, _Bracket]:
     """Narrow, in the rows marked wide, the guess and the bracket to the order statistics around rank k.
 
@@ -197,7 +247,7 @@ def _histogram_search(
     next to nothing, or has shown a gap between the two. A window with stand-ins for −inf in it, or tails
     as far, is first cut into bins of equal ratio of abs(x), down to τ.
     """
-    bins = 256 if x.shape[-1] <= 512 else 1024
+    bins = 256 if x.shape[-1] <= 512 and reduce is alone else 1024  # the same for every shard
     rank_high, rank_low = torch.ceil(k), torch.floor(k) + 1
     log_tau = torch.log(tau)
 
@@ -211,7 +261,7 @@ def _histogram_search(
     high = torch.where(wide, stats.high, 1.0)
     searching = wide
     for _ in range(HISTOGRAMS):
-        if not x.is_cuda and not bool(searching.any()):
+        if not some(searching, reduce):
             break
         folded = searching & (high - low > FAR * tau)
         bottom, top = (
@@ -230,7 +280,8 @@ def _histogram_search(
             index = (tile - bottom.unsqueeze(-1)).div_(width.unsqueeze(-1)).floor_()
             index = index.nan_to_num_(nan=0.0).clamp_(-1, bins).add_(1).long()
             counts.scatter_add_(-1, index, one.expand(index.shape))
-        above = counts.flip(-1).cumsum(-1).flip(-1).double() - stats.pinned.unsqueeze(-1)
+        (counts,) = reduce([counts.double()], ())
+        above = counts.flip(-1).cumsum(-1).flip(-1) - stats.pinned.unsqueeze(-1)
         bin_high = (above >= rank_high.unsqueeze(-1)).sum(-1) - 1
         bin_low = (above >= rank_low.unsqueeze(-1)).sum(-1) - 1
         inside = above.gather(-1, bin_low.clamp(min=0).unsqueeze(-1)) - above.gather(
@@ -253,13 +304,15 @@ def _histogram_search(
     return torch.where(wide, middle, guess), bracket
 
 
-def _evaluate(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF) -> Sums:
+def _evaluate(
+    x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, reduce: Reduce
+) -> tuple[Sums, Tensor, Tensor]:
+    """The sums at t = hi + lo, and the entries next to it."""
     zero = torch.zeros_like(hi)
     m, A, B, fA, fB = zero, zero, zero, zero, zero
     up, down = zero + math.inf, zero - math.inf
     for _, tile in tiles(x):
-        offset = tile - hi.unsqueeze(-1)
-        z = (offset - lo.unsqueeze(-1)) / tau.unsqueeze(-1)
+        z = standardize(tile, hi, lo, tau)
         above = z > cdf.median
         weight = above.double()
         tail, density = cdf.tail(z, above), cdf.pdf(z)
@@ -269,13 +322,14 @@ def _evaluate(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF) -> Sums:
         B = B + tail.sub_(tail_above).sum(-1)  # exact: one of the two is 0
         fA = fA + density_above.sum(-1)
         fB = fB + density.sub_(density_above).sum(-1)
-        up = torch.minimum(up, offset.masked_fill(~above, math.inf).amin(-1))
-        down = torch.maximum(down, offset.masked_fill_(above, -math.inf).amax(-1))
-    return Sums(m, A, B, fA, fB, up, down)
+        up = torch.minimum(up, tile.masked_fill(~above, math.inf).amin(-1))
+        down = torch.maximum(down, tile.masked_fill(above, -math.inf).amax(-1))
+    m, A, B, fA, fB, up, down = reduce([m, A, B, fA, fB], [-up, down])
+    return Sums(m, A, B, fA, fB, -up - hi, down - hi), -up, down
 
 
 def _log_evaluate(
-    x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, up: Tensor, down: Tensor
+    x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, up: Tensor, down: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor]:
     """log B − log A and its slope in −t/τ, where the tails themselves may underflow.
 
@@ -296,6 +350,7 @@ def _log_evaluate(
         B = B + tail.where(~above, 0).sum(-1)
         fA = fA + density.where(above, 0).sum(-1)
         fB = fB + density.where(~above, 0).sum(-1)
+    A, B, fA, fB = reduce([A, B, fA, fB], ())
     log_ratio = (log_down - log_up).squeeze(-1) + torch.log(B) - torch.log(A)
     return log_ratio, fA / A + fB / B
 
@@ -317,7 +372,8 @@ def _newton(
     live: Tensor,
     guess: Tensor,
     bracket: _Bracket,
-) -> tuple[Tensor, Tensor]:
+    reduce: Reduce,
+) -> Threshold:
     """Safeguarded Newton from the guess. The iterate is hi + lo; all else is kept relative to hi."""
     inside = (guess >= bracket.low) & (guess <= bracket.high)
     hi = torch.where(inside, guess, 0.5 * bracket.low + 0.5 * bracket.high)
@@ -329,12 +385,12 @@ def _newton(
     running, deep = live, torch.zeros_like(live)
     # a Newton step leaves an error of its square
     settled = 1e-8 if cdf.full_support else 1e-12
-    up, down = torch.zeros_like(hi), torch.zeros_like(hi)
+    nearest_above, nearest_below = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
 
     for _ in range(EVALUATIONS):
-        if not x.is_cuda and not bool(running.any()):
+        if not some(running, reduce):
             break
-        s = _evaluate(x, hi, lo, tau, cdf)
+        s, next_above, next_below = _evaluate(x, hi, lo, tau, cdf, reduce)
         m = s.m - stats.pinned
         excess = m - k
         # C − k = P − Q without cancellation: in a gap both are small
@@ -381,21 +437,20 @@ def _newton(
         moved = new_hi - hi
         bounds = _Bracket(bounds.low - moved, bounds.high - moved)
         below, over = below - moved, over - moved
-        up = torch.where(running, s.next_above, up) - moved
-        down = torch.where(running, s.next_below, down) - moved
+        nearest_above = torch.where(running, next_above, nearest_above)
+        nearest_below = torch.where(running, next_below, nearest_below)
         hi, lo = new_hi, new_lo
         running = running & ~done
 
     if cdf.full_support:
         for _ in range(LOG_EVALUATIONS):
-            if not x.is_cuda and not bool(deep.any()):
+            if not some(deep, reduce):
                 break
-            log_ratio, slope = _log_evaluate(x, hi, lo, tau, cdf, up, down)
+            up, down = nearest_above - hi, nearest_below - hi
+            log_ratio, slope = _log_evaluate(x, hi, lo, tau, cdf, up, down, reduce)
             # where even the logarithms have lost their digits, the middle of the gap is the best guess
             step = tau * log_ratio / slope
             step = torch.where((lo + step > down) & (lo + step < up), step, 0.0)
-            new_hi, new_lo = two_sum(hi, torch.where(deep, lo + step, lo))
-            up, down = up - (new_hi - hi), down - (new_hi - hi)
-            hi, lo = new_hi, new_lo
+            hi, lo = two_sum(hi, torch.where(deep, lo + step, lo))
             deep = deep & (step.abs() > settled * tau)
-    return hi, lo
+    return Threshold(hi, lo, nearest_above, nearest_below)

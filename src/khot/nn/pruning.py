@@ -75,6 +75,11 @@ def prune_global(
         parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
 
+    Parameters that are DTensors (of FSDP2, of tensor parallelism) stay where they are: the processes exchange
+    a few sums, as for ``group=`` in :func:`khot.soft_topk_magnitude`, and a weight is placed as its parameter
+    is. Where FSDP2 gathers a module's parameters for its forward pass, that module gets its whole weight, and
+    the selection is made once a wrapped module. Prune first, then call ``fully_shard``.
+
     Under ``torch.compile`` and the transforms of ``torch.func`` every layer computes the selection.
 
     Raises:
@@ -127,7 +132,7 @@ def make_permanent(module: nn.Module) -> nn.Module:
         raise ValueError(f"module must have a pruned parameter, but got {module}")
     for group in groups:
         with torch.no_grad():
-            weights = group.split(group.select(hard=True))
+            weights, _ = group.select(hard=True)
         for (owner, name), weight in zip(group.members, weights, strict=True):
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             with torch.no_grad():
@@ -173,33 +178,39 @@ class _Group:
         """
         state = self._state(hard)
         if state is None:
-            return self.split(self.select(hard))[index]
+            return self.select(hard)[0][index]
         if index not in self.parts or state != self.state:
-            row = self.select(hard)
+            parts, row = self.select(hard)
             self.state = state
             self.parts.clear()
-            self.parts.update(enumerate(self.split(row)))
+            self.parts.update(enumerate(parts))
             if row.requires_grad:
                 row.register_hook(_Forget(self))
         return self.parts.pop(index)
 
-    def select(self, hard: bool) -> Tensor:
-        """The weights of all members as one row."""
-        row = torch.cat([original.flatten() for original in self.originals()])
+    def select(self, hard: bool) -> tuple[list[Tensor], Tensor]:
+        """The weights of all members, each in its shape and dtype, and the row that they are made of."""
+        originals = self.originals()
+        if not any(hasattr(x, "placements") for x in originals):
+            row = self._row(originals, hard, None)
+            return _split(row, originals), row
+        from khot.dtensor import Pieces
+
+        pieces = Pieces(originals)
+        local = pieces.locals()
+        row = self._row(local, hard, pieces.groups)
+        return pieces.join(_split(row, local)), row
+
+    def _row(self, tensors: list[Tensor], hard: bool, group: Any) -> Tensor:
+        row = torch.cat([x.flatten() for x in tensors])
         amount = current(self.amount)
         if isinstance(amount, Tensor):
             k: Any = self.n - (amount * self.n).round()
         else:
             k = self.n - (amount if isinstance(amount, int) else round(amount * self.n))
         if hard:
-            return row * topk.topk_mask(row.abs(), k)
-        return soft_topk_magnitude(row, k, tau=current(self.tau), p=self.p, rescale=True)
-
-    def split(self, row: Tensor) -> list[Tensor]:
-        """The same, each in its shape and dtype."""
-        originals = self.originals()
-        parts = row.split([original.numel() for original in originals])
-        return [y.view(x.shape).to(x.dtype) for y, x in zip(parts, originals, strict=True)]
+            return row * topk.topk_mask(row.abs(), k, group=group)
+        return soft_topk_magnitude(row, k, tau=current(self.tau), p=self.p, rescale=True, group=group)
 
     def originals(self) -> list[Tensor]:
         return [module.parametrizations[name].original for module, name in self.members]  # type: ignore
@@ -215,11 +226,17 @@ class _Group:
         for x in tensors:
             if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference():
                 return None
-        seen = ((id(x), x.data_ptr(), x._version) for x in tensors)
+        held = [getattr(x, "_local_tensor", x) for x in tensors]
+        seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "parts": {}}  # copies compute their own
+
+
+def _split(row: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    parts = row.split([x.numel() for x in tensors])
+    return [y.view(x.shape).to(x.dtype) for y, x in zip(parts, tensors, strict=True)]
 
 
 class _Forget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ def sample(
     *,
     adjust: str | None = None,
     generator: torch.Generator | None = None,
+    group: Any = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Random k-hot vectors with the given inclusion probabilities: E[x] = π and Σx = Σπ.
 
@@ -36,6 +39,9 @@ def sample(
             within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-8 by
             calibration, which costs as much as some hundred draws.
         generator: the source of randomness, on the device of probs.
+        group: a process group over which the rows are spread, probs being this process's shard of them; for
+            ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. Rank 0's generator decides.
+        seed: with group, an int that alone decides: the same draw however many processes share the rows.
 
     Returns:
         Zeros and ones in probs' dtype, of shape sample_shape + probs.shape. Not differentiable:
@@ -59,6 +65,14 @@ def sample(
         raise ValueError(
             f"adjust must be None, or 'exact' with design 'pareto', but got {adjust!r} with {design!r}"
         )
+    if group is not None:
+        if design != "pareto" or adjust is not None:
+            raise ValueError(f"with group, design must be 'pareto' without adjust, but got {design!r}")
+        from khot.sampling import shards
+
+        return shards.pareto(probs, sample_shape, generator, seed, group)
+    if seed is not None:
+        raise ValueError("seed goes with group; without one, pass a generator")
     pi, valid = _checked(probs)
     shape = torch.Size(sample_shape)
     if not pi.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ def gumbel_topk(
     sample_shape: Sequence[int] = (),
     *,
     generator: torch.Generator | None = None,
+    group: Any = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Weighted sampling without replacement: k draws, each ∝ exp(logits) among the units that are left.
 
@@ -33,6 +36,7 @@ def gumbel_topk(
         k: how many, an integer; a number or a tensor that broadcasts with (*batch).
         sample_shape: shape of the draws for each row.
         generator: the source of randomness, on the device of logits.
+        group, seed: as for :func:`sample`.
 
     Returns:
         Zeros and ones in logits' dtype, of shape sample_shape + logits.shape. A row with a NaN is NaN.
@@ -48,6 +52,12 @@ def gumbel_topk(
         >>> khot.sampling.gumbel_topk(torch.tensor([0.0, 200.0, 100.0, -100.0]), 2)
         tensor([0., 1., 1., 0.])
     """
+    if group is not None:
+        from khot.sampling import shards
+
+        return shards.gumbel_topk(logits, k, sample_shape, generator, seed, group)
+    if seed is not None:
+        raise ValueError("seed goes with group; without one, pass a generator")
     x = arguments.rows(logits, -1).detach()
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
     shape = torch.Size(sample_shape) + x.shape

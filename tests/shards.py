@@ -1,0 +1,249 @@
+"""What the processes of `processes.py` do for test_sharded.py; they import this module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import khot
+
+
+@contextmanager
+def collectives() -> Iterator[list[int]]:
+    """The bytes of each all-reduce, as torch.distributed is asked for them; any other collective fails."""
+    sizes: list[int] = []
+    real = dist.all_reduce
+
+    def counting(block: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(block.numel() * block.element_size())
+        return real(block, *args, **options)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a row must not be gathered")
+
+    names = ("all_gather", "all_gather_into_tensor", "gather", "broadcast", "all_to_all", "reduce_scatter")
+    saved = {name: getattr(dist, name) for name in names}
+    dist.all_reduce = counting
+    for name in names:
+        setattr(dist, name, refuse)
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = real
+        for name in names:
+            setattr(dist, name, saved[name])
+
+
+def shard(value: Any, cuts: list[int], rank: int, n: int) -> Any:
+    """This rank's part of what has n entries along the last dim."""
+    if isinstance(value, Tensor) and value.dim() and value.shape[-1] == n:
+        return value[..., cuts[rank] : cuts[rank + 1]].contiguous()
+    return value
+
+
+def derivatives(name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The result, its gradients in both ways of taking them, and those of a function of these."""
+    x, k, tau = args
+    leaves = [x.requires_grad_(), tau.requires_grad_()]
+    if name != "soft_topk_magnitude":
+        leaves.append(k.requires_grad_())
+    scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
+    y = getattr(khot, name)(x, k, **scale, **options)
+    loss = (y.masked_fill(y.isinf(), 0).square() * weights).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, create_graph=True)
+    # one that is replicated, like what it is made of, and one that is spread
+    outer = (again[0] * weights.sin()).sum() + sum(g.square().sum() for g in again[1:])
+    second = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
+    return [v.detach() for v in (y, *first, *again, *second)]
+
+
+def derivatives_of_shards(
+    group: Any, name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+) -> list[Tensor]:
+    n, rank = args[0].shape[-1], group.rank()
+    options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
+    x = shard(args[0], cuts, rank, n)
+    return derivatives(name, {**options, "group": group}, [x, *args[1:]], shard(weights, cuts, rank, n))
+
+
+def call(
+    group: Any, name: str, options: dict[str, Any], x: Tensor, k: Any, cuts: list[int], backward: bool = False
+) -> tuple[Tensor, list[int], list[int]]:
+    """The shard of the result, and the all-reduces of the forward and of the backward pass."""
+    n = x.shape[-1]
+    options = {key: shard(value, cuts, group.rank(), n) for key, value in options.items()}
+    x = shard(x, cuts, group.rank(), n).requires_grad_(backward)
+    with collectives() as forward:
+        y = getattr(khot, name)(x, k, **options, group=group)
+    with collectives() as back:
+        if backward:
+            y.square().sum().backward()
+    return y.detach(), forward, back
+
+
+def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> str:
+    """The error of a call with arguments of each rank's own; and then a call that is right."""
+    args, options = calls[group.rank()]
+    try:
+        getattr(khot, name)(*args, **options, group=group)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "none"
+    y = khot.soft_topk(torch.zeros(3), 1, group=group)
+    assert torch.allclose(y.sum() * group.size(), torch.ones(()))
+    return text
+
+
+def on_dtensors(
+    group: Any,
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    weights: Tensor,
+    mesh_shape: tuple[int, ...],
+    places: str,
+    compiled: bool = False,
+) -> tuple[list[Tensor], list[str]]:
+    """The whole result and gradients, and where they lie. Places: r(eplicated), p(artial), or a dim."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate() if p == "r" else Partial() if p == "p" else Shard(int(p)) for p in places]
+    if "p" in places:
+        local = args[0] / mesh.size(placements.index(Partial()))
+        x = DTensor.from_local(local, mesh, placements, run_check=False).detach().requires_grad_()
+    else:
+        x = distribute_tensor(args[0], mesh, placements).requires_grad_()
+    k, tau = (v.clone().requires_grad_() for v in args[1:])
+
+    def operator(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        if name == "topk_mask":
+            return khot.topk_mask(x, k, **options)
+        return getattr(khot, name)(x, k, tau=tau, **options)
+
+    if compiled:
+        torch.compiler.reset()
+        operator = torch.compile(operator, backend="aot_eager", fullgraph=True, dynamic=False)
+    y = operator(x, k, tau)
+    values, where = [y.detach()], [str(y.placements)]  # type: ignore[attr-defined]
+    if y.requires_grad:
+        cotangent = distribute_tensor(weights, mesh, y.placements)  # type: ignore[attr-defined]
+        values += torch.autograd.grad(y, (x, k, tau), cotangent, allow_unused=True, materialize_grads=True)
+        where.append(str(values[1].placements))  # type: ignore[attr-defined]
+    return [v.full_tensor() if isinstance(v, DTensor) else v for v in values], where
+
+
+def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> list[Tensor]:
+    torch.compiler.reset()
+    operator = getattr(khot, name)
+    compiled = torch.compile(lambda x: operator(x, 3.0, group=group), backend="aot_eager", fullgraph=True)
+    x = shard(x, cuts, group.rank(), x.shape[-1]).requires_grad_()
+    y = compiled(x)
+    if y.requires_grad:
+        y.square().sum().backward()
+    return [y.detach(), x.grad if y.requires_grad else torch.zeros_like(y)]
+
+
+def checked_operators(group: Any) -> None:
+    """torch.library.opcheck, with the collectives of a group of one."""
+    ops, on = torch.ops.khot, group.group_name
+    x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k, tau = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([0.5, 1.0, 2.0]).double()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for cdf, shape in (("logistic", 0.0), ("power", 1.5)):
+        args = (x, k, tau, cdf, shape, "y", on)
+        out, *t = ops.sharded_soft_topk(*args)
+        torch.library.opcheck(ops.sharded_soft_topk.default, args, test_utils=tests)
+        backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
+        torch.library.opcheck(ops.sharded_soft_topk_backward.default, backward, test_utils=tests)
+    torch.library.opcheck(ops.sharded_topk_mask.default, (x, k, on), test_utils=tests)
+    args = (x.abs(), k, tau, 1.5, on)
+    y, hi, lo = ops.sharded_soft_topk_magnitude(*args)
+    torch.library.opcheck(ops.sharded_soft_topk_magnitude.default, args, test_utils=tests)
+    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, on)
+    torch.library.opcheck(ops.sharded_soft_topk_magnitude_backward.default, backward, test_utils=tests)
+
+
+def left_alone(group: Any) -> tuple[str, float]:
+    """The last rank does not come: what the others are told, and after how many seconds."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if group.rank() == group.size() - 1:
+        return "", 0.0
+    start = time.monotonic()
+    try:
+        khot.soft_topk(torch.zeros(3), 1, group=group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def drawn(group: Any, name: str, x: Tensor, options: dict[str, Any], cuts: list[int]) -> Tensor:
+    torch.manual_seed(group.rank())
+    x = shard(x, cuts, group.rank(), x.shape[-1])
+    if name == "gumbel_topk":
+        return khot.sampling.gumbel_topk(x, 4, **options, group=group)
+    return khot.sampling.sample(x, **options, group=group)
+
+
+def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
+    """Three steps with half of the weights pruned; what the model then says, and the zeros of its layers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, x, target = small_model()
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (world,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    share = slice(None)
+    if kind.startswith("FSDP"):
+        twice = kind == "FSDP, replicated"
+        mesh = init_device_mesh(
+            "cpu", (2, 2) if twice else (world,), mesh_dim_names=("copies", "parts")[1 - twice :]
+        )
+        for part in (model[0], model[2], model) if kind != "FSDP of the whole" else (model,):
+            fully_shard(part, mesh=mesh)
+        share = slice(rank, None, world)
+    zeros: list[int] = []
+    for layer in (model[0], model[2]):
+        layer.register_forward_pre_hook(lambda layer, _: zeros.append(int(_full(layer.weight).eq(0).sum())))
+    y = three_steps(model, x, target, share)
+    return y, zeros[-2:]
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def small_model() -> tuple[nn.Sequential, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)).double()
+    return model, torch.randn(8, 6).double(), torch.randn(8, 4).double()
+
+
+def three_steps(model: nn.Module, x: Tensor, target: Tensor, share: slice = slice(None)) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = (model(x[share]) - target[share]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return _full(model.eval()(x)).clone()
+
+
+def sampling_failure(group: Any, probs: Tensor) -> str:
+    try:
+        khot.sampling.sample(probs if group.rank() else probs.clamp(0, 1), group=group)
+    except ValueError as error:
+        return str(error)
+    return "ok"

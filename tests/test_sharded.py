@@ -1,0 +1,351 @@
+"""Rows over processes against the same rows in one: values, derivatives, errors, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+import processes
+import shards
+from khot import cdfs
+
+N = 23
+CUTS = {1: [0, N], 2: [0, 14, N], 3: [0, 9, 9, N], 4: [0, 0, 2, 15, N]}  # uneven, and some empty
+POWER = cdfs.Power(4 / 3)
+OPERATORS: list[tuple[str, dict[str, Any]]] = [
+    *(("soft_topk", {"cdf": cdf}) for cdf in ("logistic", "laplace", "normal", "uniform", POWER)),
+    *(("log_soft_topk", {"cdf": cdf}) for cdf in ("logistic", "normal", POWER)),
+    ("sigmoid_topk", {"largest": False}),
+    ("laplace_topk", {}),
+    ("sparse_topk", {"p": 1.5}),
+    ("ot_topk", {}),
+    ("ot_topk", {"normalize": True}),
+    ("soft_topk_magnitude", {}),
+    ("soft_topk_magnitude", {"p": 4 / 3, "rescale": True}),
+    ("soft_topk", {"hard": True}),
+]
+worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
+every = pytest.mark.parametrize(("name", "options"), OPERATORS, ids=str)
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Shards as one tensor; what is replicated must be the same on all ranks, to the last bit."""
+    if like.dim() and sum(part.shape[-1] for part in parts) == like.shape[-1]:
+        return torch.cat(parts, -1)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# -------------------------------------------------------------------- values and derivatives
+
+
+@worlds
+@every
+def test_equals_the_whole_row(world: int, name: str, options: dict[str, Any]) -> None:
+    whole = name == "soft_topk_magnitude"
+    k = torch.tensor([2.0, 7.0, 20.0] if whole else [0.6, 7.0, 20.3], dtype=torch.float64)
+    args = [scores(3, N), k, torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)]
+    mask = torch.arange(N) % 11 != 4
+    if world == 3:
+        options = {**options, "mask": mask}
+    weights = scores(3, N, seed=1)
+    shares = processes.run(world, shards.derivatives_of_shards, name, options, args, weights, CUTS[world])
+    expected = shards.derivatives(name, options, args, weights)
+    for parts, want in zip(zip(*shares, strict=True), expected, strict=True):
+        assert_close(joined(list(parts), want), want, 1e-9)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+def test_the_adversarial_list(cdf: Any) -> None:
+    """Values and gradients, one batch for all; 1e-12 is the goal for values of float64."""
+    n, taus, ks = 60, (1.0, 0.01), []
+    rows, generator = [], torch.Generator().manual_seed(0)
+    for make in oracles.ADVERSARIAL.values():
+        x = make(n, generator)
+        for k in oracles.adversarial_ks(int((x != -math.inf).sum())):
+            rows.append(x)
+            ks.append(k)
+    x, k = torch.stack(rows), torch.tensor(ks, dtype=torch.float64)
+    for tau in taus:
+        args = [x.clone(), k.clone(), torch.full_like(k, tau)]
+        weights = scores(*x.shape)
+        cuts = [0, 17, 17, 44, n]
+        options = {"cdf": cdf}
+        shares = processes.run(4, shards.derivatives_of_shards, "soft_topk", options, args, weights, cuts)
+        expected = shards.derivatives("soft_topk", options, args, weights)
+        assert_close(joined([share[0] for share in shares], x), expected[0], 2e-12)
+        for i in range(1, 4):
+            parts = [share[i] for share in shares]
+            scale = 1 / tau if i < 3 else 1
+            assert_close(joined(parts, expected[i]) / scale, expected[i] / scale, 1e-8)
+
+
+@worlds
+def test_infinite_and_nan_scores(world: int) -> None:
+    x = scores(5, N)
+    x[0, [1, 20]] = math.inf
+    x[1, 3:12] = -math.inf
+    x[2, 22] = math.nan
+    x[3, :] = 0.7
+    x[4, :3] = math.inf  # more than k
+    for name, options in (("soft_topk", {}), ("log_soft_topk", {}), ("topk_mask", {})):
+        parts = processes.run(world, shards.call, name, options, x, 2.0, CUTS[world])
+        want = getattr(khot, name)(x, 2.0, **options)
+        assert_close(torch.cat([part for part, *_ in parts], -1), want, 1e-13)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_hard_mask_with_ties(world: int, dtype: torch.dtype) -> None:
+    """To the lowest index of the whole row; 0 and −0 are equal."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-2, 3, (6, N), generator=generator).to(dtype) * 0.3
+    x[0] = -x[0]  # with −0
+    x[1] = scores(N).to(dtype)
+    for k in (0, 1, 5.5, 11, torch.tensor([0.0, 2, 9, 22, 23, 13])):
+        for largest in (True, False):
+            parts = processes.run(world, shards.call, "topk_mask", {"largest": largest}, x, k, CUTS[world])
+            want = khot.topk_mask(x, k, largest=largest)
+            assert torch.equal(torch.cat([part for part, *_ in parts], -1), want)
+
+
+def test_other_dims_and_half_precision() -> None:
+    x = scores(4, N, 2).bfloat16().movedim(1, -1)
+    parts = processes.run(2, shards.call, "soft_topk", {"dim": -1}, x, 3.0, CUTS[2])
+    got = torch.cat([part for part, *_ in parts], -1)
+    assert got.dtype == torch.bfloat16
+    assert_close(got, khot.soft_topk(x, 3.0), 2**-8)
+    parts = processes.run(3, along_dim_1, x.movedim(-1, 1), CUTS[3])
+    assert_close(torch.cat(parts, 1), khot.soft_topk(x, 3.0).movedim(-1, 1), 2**-8)
+
+
+def along_dim_1(group: Any, x: Tensor, cuts: list[int]) -> Tensor:
+    return khot.soft_topk(x[:, cuts[group.rank()] : cuts[group.rank() + 1]], 3.0, dim=1, group=group)
+
+
+# ----------------------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+def test_collectives(cdf: Any) -> None:
+    """At most 8 forward, with the check of the arguments; one backward; a few numbers a row."""
+    n, cuts = 3000, [0, 1000, 1800, 3000]
+    for scale in (0.1, 1.0, 5.0):
+        for k in (1, n / 10 + 0.5, n - 1):
+            x = scale * scores(1, n)
+            _, forward, backward = processes.run(3, shards.call, "soft_topk", {"cdf": cdf}, x, k, cuts, True)[
+                0
+            ]
+            assert len(forward) <= 8
+            assert len(backward) == 1
+            assert max(*backward, *(size for size in forward if size < 8000)) <= 8 * (5 + 2 * 3 + 3)
+            assert sum(size > 8000 for size in forward) <= 2  # histograms, of 1,026 bins
+
+
+def test_collectives_of_the_mask_and_of_magnitude() -> None:
+    x = scores(1, 3000).float()
+    cuts = [0, 1000, 1800, 3000]
+    _, forward, _ = processes.run(3, shards.call, "topk_mask", {}, x, 300, cuts)[0]
+    assert len(forward) == 3  # the arguments, and two digits of 16 bits
+    _, forward, backward = processes.run(3, shards.call, "soft_topk_magnitude", {}, x, 300, cuts, True)[0]
+    assert len(forward) <= 8
+    assert len(backward) == 1
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+GOOD: tuple[tuple[Any, ...], dict[str, Any]] = ((torch.zeros(2, 5), 2.0), {})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (((torch.zeros(2, 5), -1.0), {}), r"ValueError: k must lie in \[0, inf\], but got -1.0"),
+        (((torch.zeros(2, 5).int(), 2.0), {}), "TypeError: input must have a floating-point dtype"),
+        (((None, 2.0), {}), "TypeError: input must be a torch.Tensor, but got NoneType"),
+        (((torch.zeros(2, 5), 2.0), {"tau": 0.0}), "ValueError: tau must be finite and > 0"),
+        (((torch.zeros(2, 5), 2.0, 2), {}), "IndexError: dim must be in"),
+        (((torch.zeros(2, 5), 2.0), {"cdf": "cauchy"}), "ValueError: cdf must be one of"),
+        (((torch.zeros(2, 5), 2.0), {"mask": torch.ones(3, dtype=torch.bool)}), "ValueError: mask must"),
+        (((torch.zeros(3, 5), 2.0), {}), r"ValueError: all processes of group .* rows \(2,\).*rows \(3,\)"),
+        (((torch.zeros(2, 5), torch.tensor(3.0)), {}), "ValueError: all processes .* k=2.0,.* k=3.0,"),
+        (((torch.zeros(2, 5), 2.0), {"largest": False}), "ValueError: all processes of group must pass"),
+    ],
+)
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_an_error_on_one_rank_is_raised_on_all(bad: Any, message: str, guilty: int) -> None:
+    calls = [GOOD] * 3
+    calls[guilty] = bad
+    told = processes.run(3, shards.failure, "soft_topk", calls)
+    assert told[0] == told[1] == told[2]
+    if guilty == 2 or "all processes" not in message:
+        assert re.match(message, told[0], re.DOTALL)
+
+
+def test_errors_that_only_the_whole_row_shows() -> None:
+    x = torch.zeros(2, 5)
+    for name in ("soft_topk", "topk_mask", "soft_topk_magnitude"):
+        told = processes.run(3, shards.failure, name, [((x, 16.0), {})] * 3)
+        assert set(told) == {f"ValueError: k must {domain(name)}, but got 16.0"}
+        mask = torch.arange(5) < 4
+        told = processes.run(3, shards.failure, name, [((x, 13.0), {"mask": mask})] * 3)
+        assert len(set(told)) == 1
+        assert "but got 13.0 for a row with 12" in told[0]
+    told = processes.run(2, shards.failure, "soft_topk", [((x, 2), {}), ((x[:, :0], 2), {})])
+    assert told == ["none", "none"]
+
+
+def domain(name: str) -> str:
+    return f"be an integer in [0, {15.0}]" if name == "soft_topk_magnitude" else f"lie in [0, {15.0}]"
+
+
+def test_a_group_that_is_none() -> None:
+    with pytest.raises(TypeError, match=r"group must be a .*ProcessGroup, but got str"):
+        khot.soft_topk(torch.zeros(3), 1, group="all")
+
+
+def test_a_peer_that_does_not_come_is_a_timeout() -> None:
+    *told, _ = processes.run(0, shards.left_alone)
+    for message, seconds in told:
+        assert re.search("[Tt]imed out|[Tt]imeout", message)
+        assert seconds < 20
+
+
+# --------------------------------------------------------------------- DTensor, torch.compile
+
+PLACES = [((4,), "1"), ((4,), "0"), ((4,), "r"), ((4,), "p")]
+PLACES += [((2, 2), "01"), ((2, 2), "10"), ((2, 2), "1r"), ((2, 2), "11")]
+
+
+@pytest.mark.parametrize(("shape", "places"), PLACES, ids=str)
+def test_dtensors(shape: tuple[int, ...], places: str) -> None:
+    args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
+    mask = torch.arange(N) % 11 != 4
+    for name, options in (("soft_topk", {}), ("soft_topk_magnitude", {"mask": mask}), ("topk_mask", {})):
+        check_dtensors(name, options, args, shape, places)
+
+
+@pytest.mark.parametrize("name", ["soft_topk", "soft_topk_magnitude"])
+@pytest.mark.parametrize(
+    ("shape", "places"),
+    [((2, 2), "01"), *(pytest.param(*case, marks=pytest.mark.slow) for case in PLACES)],
+    ids=str,
+)
+def test_dtensors_compiled(name: str, shape: tuple[int, ...], places: str) -> None:
+    args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
+    check_dtensors(name, {}, args, shape, places, True)
+
+
+def check_dtensors(
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    shape: tuple[int, ...],
+    places: str,
+    compiled: bool = False,
+) -> None:
+    weights = scores(3, N, seed=1)
+    x, k, tau = (a.clone().requires_grad_() for a in args)
+    y = khot.topk_mask(x, k) if name == "topk_mask" else getattr(khot, name)(x, k, tau=tau, **options)
+    want = [y.detach()]
+    if y.requires_grad:
+        want += torch.autograd.grad(y, (x, k, tau), weights, allow_unused=True, materialize_grads=True)
+    told = processes.run(4, shards.on_dtensors, name, options, args, weights, shape, places, compiled)
+    for values, where in told:
+        assert len(set(where)) == 1
+        assert where[0].count("Shard") == sum(p in "01" for p in places)
+        for a, b in zip(values, want, strict=True):
+            assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["soft_topk", "log_soft_topk", "soft_topk_magnitude", "topk_mask"])
+def test_compile_with_a_group(name: str) -> None:
+    x = scores(2, N).requires_grad_()
+    y = getattr(khot, name)(x, 3.0)
+    grad = torch.autograd.grad(y.square().sum(), x)[0] if y.requires_grad else torch.zeros_like(y)
+    parts = processes.run(2, shards.compiled_with_a_group, name, x.detach(), CUTS[2])
+    for got, want in zip(zip(*parts, strict=True), (y.detach(), grad), strict=True):
+        assert_close(torch.cat(got, -1), want, 1e-12)
+
+
+def test_opcheck() -> None:
+    processes.run(1, shards.checked_operators)
+
+
+# --------------------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
+)
+def test_pruning_of_spread_parameters(kind: str) -> None:
+    model, x, target = shards.small_model()
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    want = shards.three_steps(model, x, target)
+    zeros = [int((layer.weight == 0).sum()) for layer in (model[0], model[2])]
+    assert sum(zeros) == 60
+    for y, found in processes.run(4, shards.pruned, kind):
+        assert_close(y, want, 1e-12)
+        assert found == zeros
+
+
+# -------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("name", ["pareto", "gumbel_topk"])
+def test_a_seed_gives_the_same_draw_to_any_number_of_ranks(name: str) -> None:
+    probs = torch.rand(2, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs[0, 3], probs[1, 20] = 1.0, 0.0
+    draws = []
+    for world in (1, 2, 3, 4):
+        options = {"sample_shape": (5,), "seed": 2**61 + 7}
+        parts = processes.run(world, shards.drawn, name, probs, options, CUTS[world])
+        draws.append(torch.cat(parts, -1))
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
+    if name == "pareto":
+        assert (draws[0].sum(-1) - probs.sum(-1)).abs().max() < 1
+        assert (draws[0][:, 0, 3] == 1).all() and (draws[0][:, 1, 20] == 0).all()
+    else:
+        from khot.kernels import philox
+
+        uniform = philox.uniform(torch.tensor(2**61 + 7), (5, 2, N))
+        assert torch.equal(draws[0], khot.topk_mask(probs - (-uniform.log()).log(), 4))
+        assert (draws[0].sum(-1) == 4).all()
+
+
+def test_without_a_seed_rank_0_decides() -> None:
+    """Shards must not repeat one another, and E[x] = π: |z| < 6 fails once in 10^7 runs of 46 units."""
+    probs = torch.full((2, N), 0.4, dtype=torch.float64)
+    parts = processes.run(3, shards.drawn, "pareto", probs, {"sample_shape": (4000,)}, CUTS[3])
+    draws = torch.cat(parts, -1)
+    assert set(draws.sum(-1).unique().tolist()) == {9.0, 10.0}
+    assert ((draws.mean(0) - probs).abs() < 6 * math.sqrt(0.24 / 4000) + 2e-3).all()
+
+
+def test_sampling_errors() -> None:
+    with pytest.raises(ValueError, match="seed goes with group"):
+        khot.sampling.sample(torch.full((4,), 0.5), seed=1)
+    with pytest.raises(ValueError, match="seed goes with group"):
+        khot.sampling.gumbel_topk(torch.zeros(4), 2, seed=1)
+    with pytest.raises(ValueError, match="with group, design must be 'pareto'"):
+        khot.sampling.sample(torch.full((4,), 0.5), "brewer", group="all")
+    told = processes.run(2, shards.sampling_failure, torch.full((4,), 0.5))
+    assert told[0] == told[1] and "at least 2.5 in every row" in told[0]
+    told = processes.run(2, shards.sampling_failure, torch.tensor([0.5, 1.5]))
+    assert told == ["probs must lie in [0, 1], but got 1.5"] * 2
