@@ -38,6 +38,7 @@ __all__ = [
     "Experiment",
     "Row",
     "Trial",
+    "check_choices",
     "check_device",
     "figure",
     "find",
@@ -52,7 +53,10 @@ __all__ = [
 ]
 
 # Their modules, relative to this package; the name of an experiment is its module's, with hyphens.
-EXPERIMENTS: tuple[str, ...] = ()
+EXPERIMENTS: tuple[str, ...] = (
+    ".knn",
+    ".pruning",
+)
 
 BLUE, ORANGE, GREY = "#0b6e99", "#d9730d", "#6b6b6b"
 COLORS = (BLUE, ORANGE, "#448361", "#9065b0", "#c14c8a", "#937264", GREY)
@@ -78,6 +82,13 @@ def check_device(device: str) -> None:
         raise ArgumentError(
             f"device = {device!r}: expected one that torch can use here; `khot info` lists them"
         ) from None
+
+
+def check_choices(name: str, chosen: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ArgumentError if one that is chosen is not known."""
+    for choice in chosen:
+        if choice not in known:
+            raise ArgumentError(f"{name} = {choice}: expected some of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
