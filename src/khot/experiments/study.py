@@ -56,6 +56,7 @@ __all__ = [
 EXPERIMENTS: tuple[str, ...] = (
     ".knn",
     ".pruning",
+    ".topk_loss",
 )
 
 BLUE, ORANGE, GREY = "#0b6e99", "#d9730d", "#6b6b6b"
