@@ -55,6 +55,7 @@ __all__ = [
 # Their modules, relative to this package; the name of an experiment is its module's, with hyphens.
 EXPERIMENTS: tuple[str, ...] = (
     ".knn",
+    ".permutation",
     ".pruning",
     ".topk_loss",
 )
