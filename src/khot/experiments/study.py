@@ -57,6 +57,7 @@ EXPERIMENTS: tuple[str, ...] = (
     ".knn",
     ".permutation",
     ".pruning",
+    ".root_finding",
     ".topk_loss",
 )
 
