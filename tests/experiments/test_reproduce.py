@@ -33,7 +33,7 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", report)
     assert all((folder / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert {path.name for path in folder.glob("*.png")} == set(pictures)
-    assert f"khot reproduce {name} --smoke\n" in report
+    assert f"`khot reproduce {name} --smoke`" in report
     assert re.search(r"^\| .+ \|$", report, flags=re.MULTILINE)
 
 

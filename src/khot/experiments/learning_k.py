@@ -37,17 +37,17 @@ __all__ = ["EXPERIMENT", "Args"]
 class Args(study.Args):
     seeds: int = field(default=1, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
     weight: float = field(default=0.01, metadata={"help": "Price λ of a pixel."})
-    steps: int = field(default=2500, metadata={"help": "Training steps."})
+    steps: int = field(default=1500, metadata={"help": "Training steps."})
     batch: int = field(default=64, metadata={"help": "Images a step."})
     masks: int = field(default=16, metadata={"help": "Masks a step, each for batch/masks of the images."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate of the network."})
-    logits_lr: float = field(default=0.02, metadata={"help": "Learning rate of the logits."})
+    logits_lr: float = field(default=0.03, metadata={"help": "Learning rate of the logits."})
     points: int = field(default=50, metadata={"help": "Points of the curve of sizes."})
     guesses: tuple[int, ...] = field(
         default=(10, 30, 100, 300), metadata={"help": "Initial sizes of the learned one.", "selects": True}
     )
     grid: tuple[int, ...] = field(
-        default=(5, 10, 15, 20, 30, 40, 60, 100), metadata={"help": "Fixed sizes.", "selects": True}
+        default=(5, 10, 15, 20, 30, 50, 100), metadata={"help": "Fixed sizes.", "selects": True}
     )
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ PAPER = {
 @dataclass(frozen=True)
 class Args(study.Args):
     seeds: int = field(default=2, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
-    steps: int = field(default=2000, metadata={"help": "Training steps."})
+    steps: int = field(default=1500, metadata={"help": "Training steps."})
     batch: int = field(default=64, metadata={"help": "Images a step."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate."})
     points: int = field(default=12, metadata={"help": "Points of the curve of test losses."})
