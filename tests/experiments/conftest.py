@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from khot.experiments import runner, study
+from khot.experiments import cli, study
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,12 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Smoke]:
     out = tmp_path_factory.mktemp("smoke")
 
     @functools.cache
-    def run(name: str) -> Smoke:
+    def one(name: str) -> Smoke:
+        run = CliRunner().invoke(cli.app, ["reproduce", name, "--smoke", "--out", str(out)])
+        assert run.exit_code == 0, run.output
         experiment = study.find(name)
-        args = experiment.Args(**experiment.smoke)
-        _, failed = runner.reproduce(name, args, out)
-        assert not failed
         with (out / name / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        return Smoke(args, rows, out / name)
+        return Smoke(experiment.Args(**experiment.smoke), rows, out / name)
 
-    return run
+    return one

@@ -35,9 +35,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import khot
 from khot import kernels
 from khot.experiments import study
-from khot.experiments.study import Args, ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
 
 __all__ = ["reproduce"]
+
+# The names by which `source` calls them.
+PAPERS = {
+    "sigmoid-topk": "Wijk, Vinuesa, Azizpour 2025, Differentiable Top-k: From One-Hot to k-Hot",
+    "soft-ot-topk": "Xie et al. 2020, Differentiable Top-k Operator with Optimal Transport",
+    "lapsum": "Struski et al. 2025, LapSum: One Method to Differentiate Them All",
+    "sparse-topk": "Sander et al. 2023, Fast, Differentiable and Sparse Top-k: a Convex Analysis Perspective",
+}
 
 
 class _Outcome(NamedTuple):
@@ -70,7 +78,7 @@ def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str =
     if experiment.needs == "MNIST":
         study.images(args)
     trials = experiment.trials(args)
-    config = _settle(folder, args)
+    config = _settle(folder, experiment, args)
     metrics = folder / "metrics.csv"
     done = {_id(trial) for trial in trials if any(_of(trial, row) for row in _read(metrics))}
     left = [trial for trial in trials if _id(trial) not in done]
@@ -100,7 +108,11 @@ def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str =
     rows = _read(metrics)
     if not rows:
         return "", failed
-    body = experiment.report(args, rows, folder)
+    try:
+        body = experiment.report(args, rows, folder)
+    except Exception as error:
+        traceback.print_exc()
+        return "", [*failed, f"{name}: report: {type(error).__name__}: {error}"]
     _write_report(name, body, folder, config, command)
     return body, failed
 
@@ -166,9 +178,11 @@ def _short(value: str | int | float) -> str:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def _settle(folder: Path, args: Args) -> dict[str, Any]:
+def _settle(folder: Path, experiment: Experiment[Any], args: Args) -> dict[str, Any]:
     """The contents of config.json, written. What is in the folder must be of these arguments."""
     path, setting = folder / "config.json", args.setting()
+    if experiment.needs != "MNIST":
+        del setting["dataset"]
     seconds = {}
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -243,16 +257,17 @@ def _write_report(name: str, body: str, folder: Path, config: dict[str, Any], co
     arguments = ", ".join(f"{key} = {_plain(value)}" for key, value in setting.pop("args").items())
     lines = [
         f"# {title}",
-        f"From {experiment.source}. Written by\n\n    {command}",
+        f"Written by `{command}`, from {experiment.source}:",
+        "\n".join(f"- {key}: {title}" for key, title in PAPERS.items() if key in experiment.source),
         "## Result",
         body.strip(),
         *([notes.read_text(encoding="utf-8").strip()] if notes.exists() else []),
         "## What was done",
-        text.strip(),
+        text.strip("\n"),
         "## Setting",
         f"- arguments: {arguments}\n"
         + "\n".join(f"- {key}: {value}" for key, value in setting.items())
-        + f"\n- time: {minutes:.0f} minutes of one core, {len(config['cpu_seconds'])} trials",
+        + f"\n- time: {minutes:.1f} minutes of one core, {len(config['cpu_seconds'])} trials",
         "Every figure is in [metrics.csv](metrics.csv), the configuration in [config.json](config.json).",
     ]
     _replace(folder / "report.md", "\n\n".join(lines) + "\n")

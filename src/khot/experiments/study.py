@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "COLORS",
     "EXPERIMENTS",
     "ArgumentError",
     "Args",
@@ -40,25 +41,36 @@ __all__ = [
     "Trial",
     "check_choices",
     "check_device",
+    "column",
+    "compare",
+    "curve",
+    "falling",
     "figure",
     "find",
     "images",
+    "log_axis",
     "minibatches",
     "mlp",
     "names",
     "one_thread",
     "spread",
+    "settling",
     "steps",
     "table",
+    "where",
 ]
 
 # Their modules, relative to this package; the name of an experiment is its module's, with hyphens.
 EXPERIMENTS: tuple[str, ...] = (
+    ".feature_selection",
     ".knn",
+    ".learning_k",
     ".permutation",
+    ".polynomial",
     ".pruning",
     ".root_finding",
     ".topk_loss",
+    ".vae",
 )
 
 BLUE, ORANGE, GREY = "#0b6e99", "#d9730d", "#6b6b6b"
@@ -276,6 +288,11 @@ def _permutation(count: int, epoch: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_000 + epoch))
 
 
+def falling(progress: float) -> float:
+    """The factor of a learning rate that is constant, and falls to 0 over the last third of the steps."""
+    return min(1.0, 3 * (1 - progress))
+
+
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers of these widths with ReLU between them."""
     layers: list[nn.Module] = []
@@ -316,6 +333,44 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def compare(paper: tuple[float, float] | None, ours: Sequence[float], digits: int = 3) -> list[str]:
+    """The cells "paper", "here" and "difference"; bold where it is more than the paper's deviation."""
+    if paper is None or not ours:
+        return ["–", spread(ours, digits), "–"]
+    difference = math.fsum(ours) / len(ours) - paper[0]
+    text = f"{difference:+.{digits}f}"
+    return [
+        f"{paper[0]:.{digits}f} ± {paper[1]:.{digits}f}",
+        spread(ours, digits),
+        f"**{text}**" if abs(difference) > paper[1] else text,
+    ]
+
+
+def curve(rows: Iterable[Row], y: str) -> tuple[list[float], list[float]]:
+    """The steps of the rows that have a y, and its mean over the rows of each step."""
+    points: dict[float, list[float]] = {}
+    for row in rows:
+        if "step" in row and y in row:
+            points.setdefault(float(row["step"]), []).append(float(row[y]))
+    return sorted(points), [statistics.fmean(points[step]) for step in sorted(points)]
+
+
+def settling(rows: Iterable[Row], y: str) -> str:
+    """By how many percent the curve changed between its last two points: whether it had flattened."""
+    values = curve(rows, y)[1]
+    return f"{100 * (values[-1] / values[-2] - 1):+.1f} %" if len(values) > 1 else "–"
+
+
+def column(rows: Iterable[Row], name: str) -> list[float]:
+    """The numbers of that name, of the rows that have one."""
+    return [float(row[name]) for row in rows if name in row]
+
+
+def where(rows: Iterable[Row], **entries: str | int | float) -> list[Row]:
+    """The rows with these entries."""
+    return [row for row in rows if all(row.get(key) == value for key, value in entries.items())]
+
+
 def figure(columns: int = 1, *, width: float = 7, height: float = 4.2) -> tuple[Figure, Sequence[Any]]:
     """A figure with that many plots beside each other, and the list of them."""
     from matplotlib.figure import Figure
@@ -325,3 +380,11 @@ def figure(columns: int = 1, *, width: float = 7, height: float = 4.2) -> tuple[
     for plot in plots:
         plot.spines[["top", "right"]].set_visible(False)
     return drawn, plots
+
+
+def log_axis(plot: Any) -> None:
+    """A logarithmic y axis with plain numbers on it."""
+    plot.set_yscale("log")
+    plot.yaxis.set_major_formatter("{x:g}")
+    plot.yaxis.set_minor_formatter("{x:g}")
+    plot.tick_params(axis="y", which="minor", labelsize=8)
