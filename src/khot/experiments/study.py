@@ -69,6 +69,7 @@ EXPERIMENTS: tuple[str, ...] = (
     ".polynomial",
     ".pruning",
     ".root_finding",
+    ".runtime",
     ".topk_loss",
     ".vae",
 )
