@@ -50,7 +50,7 @@ class Args(study.Args):
     """The sizes, and for how long each is timed."""
 
     ns: tuple[int, ...] = field(
-        default=tuple(4**i for i in range(3, 10)), metadata={"help": "Lengths of a row.", "selects": True}
+        default=tuple(4**i for i in range(3, 9)), metadata={"help": "Lengths of a row.", "selects": True}
     )
     rows: int = field(default=4, metadata={"help": "Rows."})
     seconds: float = field(default=0.2, metadata={"help": "For which each call is timed."})
@@ -146,7 +146,7 @@ def draw(rows: list[study.Row], names: list[str], ns: list[int], path: Path) -> 
             mine = study.where(rows, method=name, **{"pass": PASSES[1]})
             points = [(n, y) for n in ns for y in study.column(study.where(mine, n=n), unit) if y > 0]
             if points:
-                style = "-" if name in OURS else "--"
+                style = ".-" if name in OURS else ".--"
                 plot.loglog(*zip(*points, strict=True), style, color=colors[name], label=name)
         plot.set_xlabel("n")
         plot.set_title(f"{label}, forward + backward", fontsize=12)
