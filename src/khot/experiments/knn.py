@@ -154,20 +154,14 @@ def error(network: nn.Module, images: Images, args: Args, templates: int | None 
 
 def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     """The accuracies beside the papers', and the course of the error."""
+    paper = PAPER if args.setting()["dataset"] == "mnist" else {}
     lines = []
     for name, label in NAMES.items():
-        final = [
-            100 * (1 - float(row["error"]))
-            for row in rows
-            if row["by"] == name and row["epoch"] in (0, args.epochs)
-        ]
-        if final:
-            away = statistics.fmean(final) - PAPER[name]
-            # of an accuracy on 10,000 images, two standard errors
-            noise = 2 * math.sqrt(PAPER[name] * (100 - PAPER[name]) / 10_000)
-            says = "within noise" if abs(away) <= noise else "**above**" if away > 0 else "**below**"
-            lines.append([label, study.spread(final, 2), f"{PAPER[name]:.1f}", f"{away:+.2f}, {says}"])
-    draw(args, rows, folder / "error.png")
+        last = [row for row in study.where(rows, by=name) if row["epoch"] in (0, args.epochs)]
+        accuracy = [100 * (1 - error) for error in study.column(last, "error")]
+        if accuracy:
+            lines.append([label, study.spread(accuracy, 2), *beside(accuracy, paper.get(name))])
+    draw(args, rows, paper, folder / "error.png")
     return (
         study.table(["test accuracy, %", "here", "papers", "difference"], lines)
         + "\nThe papers give no deviation; noise is two standard errors of an accuracy on 10,000 images.\n\n"
@@ -177,7 +171,17 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     )
 
 
-def draw(args: Args, rows: list[study.Row], path: Path) -> None:
+def beside(accuracy: list[float], paper: float | None) -> list[str]:
+    """The cells "papers" and "difference"."""
+    if paper is None:
+        return ["–", "–"]
+    difference = statistics.fmean(accuracy) - paper
+    noise = 2 * math.sqrt(paper * (100 - paper) / 10_000)
+    says = "within noise" if abs(difference) <= noise else "**above**" if difference > 0 else "**below**"
+    return [f"{paper:.1f}", f"{difference:+.2f}, {says}"]
+
+
+def draw(args: Args, rows: list[study.Row], paper: dict[str, float], path: Path) -> None:
     """The test error in the course of training: the mean over seeds, and every seed."""
     figure, (axes,) = study.figure()
     for color, method in zip(study.COLORS, METHODS, strict=False):
@@ -194,9 +198,9 @@ def draw(args: Args, rows: list[study.Row], path: Path) -> None:
             )
             for epoch, errors in curves.items():
                 axes.plot([epoch] * len(errors), errors, ".", color=color, markersize=4)
-    axes.axhline(
-        100 - PAPER["logistic"], color=study.BLUE, linestyle=":", label="SOFT and Lap-Top-k, published"
-    )
+    if paper:
+        published = 100 - paper["logistic"]
+        axes.axhline(published, color=study.BLUE, linestyle=":", label="SOFT and Lap-Top-k, published")
     axes.set_yscale("log")
     axes.set_yticks(ticks := [0.5, 1, 2, 5], [str(tick) for tick in ticks])
     axes.minorticks_off()

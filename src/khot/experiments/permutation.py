@@ -127,41 +127,38 @@ def judge(network: nn.Module, images: Images, n: int, count: int, device: str) -
 
 def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     """The share of what is in the right order, beside the paper's."""
+    paper = PAPER if args.setting()["dataset"] == "mnist" else {}
     kinds = sorted({(int(row["n"]), str(row["cdf"])) for row in rows})
     lines = []
     for n, cdf in kinds:
-        final = [row for row in rows if (row["n"], row["cdf"]) == (n, cdf) and row["step"] == args.steps]
-        here = [[100 * float(row[kind]) for row in final] for kind in ("sequences", "elements")]
-        away = ""
-        if n in PAPER:
-            away = f"{statistics.fmean(here[0]) - PAPER[n][0]:+.1f}"
-        lines.append(
-            [
-                f"{n}, {cdf}",
-                f"{study.spread(here[0], 1)} ({study.spread(here[1], 1)})",
-                "{} ({})".format(*PAPER[n]) if n in PAPER else "–",
-                away or "–",
-                study.spread([float(row["tau"]) for row in final], 2),
-            ]
-        )
-    draw(args, rows, kinds, folder / "order.png")
+        last = study.where(rows, n=n, cdf=cdf, step=args.steps)
+        right, elements = ([100 * x for x in study.column(last, kind)] for kind in ("sequences", "elements"))
+        theirs = ["–", "–"]
+        if n in paper:
+            theirs = ["{} ({})".format(*paper[n]), f"{statistics.fmean(right) - paper[n][0]:+.1f}"]
+        here = f"{study.spread(right, 1)} ({study.spread(elements, 1)})"
+        lines.append([f"{n}, {cdf}", here, *theirs, study.spread(study.column(last, "tau"), 2)])
+    draw(args, rows, kinds, paper, folder / "order.png")
     return (
         study.table(["n, CDF", "here: sequences (elements), %", "paper", "difference", "tau, learned"], lines)
         + "\nThe paper gives no deviation.\n\n![Sequences in the right order](order.png)"
     )
 
 
-def draw(args: Args, rows: list[study.Row], kinds: list[tuple[int, str]], path: Path) -> None:
+def draw(
+    args: Args,
+    rows: list[study.Row],
+    kinds: list[tuple[int, str]],
+    paper: dict[int, tuple[float, float]],
+    path: Path,
+) -> None:
+    """The share of sequences in the right order, in the course of training."""
     figure, (axes,) = study.figure()
     for color, (n, cdf) in zip(study.COLORS, kinds, strict=False):
-        curve: dict[int, list[float]] = {}
-        for row in rows:
-            if (row["n"], row["cdf"]) == (n, cdf):
-                curve.setdefault(int(row["step"]), []).append(100 * float(row["sequences"]))
-        mean = [statistics.fmean(values) for values in curve.values()]
-        axes.plot(list(curve), mean, "o-", color=color, markersize=3, label=f"n = {n}, {cdf}")
-        if n in PAPER and cdf == "laplace":
-            axes.axhline(PAPER[n][0], color=color, linestyle=":", label=f"n = {n}, published")
+        steps, right = study.curve(study.where(rows, n=n, cdf=cdf), "sequences")
+        axes.plot(steps, [100 * x for x in right], "o-", color=color, markersize=3, label=f"n = {n}, {cdf}")
+        if n in paper:
+            axes.axhline(paper[n][0], color=color, linestyle=":", label=f"n = {n}, published")
     axes.set_xlabel(f"step, {args.pictures} pictures each")
     axes.set_ylabel("test sequences in the right order, %")
     axes.set_ylim(0, 100)

@@ -116,7 +116,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     """The final errors, and their course."""
 
     def percent(method: str, column: str, epoch: int) -> list[float]:
-        return [100 * float(row[column]) for row in rows if row["method"] == method and row["epoch"] == epoch]
+        return [100 * x for x in study.column(study.where(rows, method=method, epoch=epoch), column)]
 
     present = [method for method in NAMES if percent(method, "error", args.epochs)]
     early = max(1, args.epochs // 10)
@@ -159,7 +159,8 @@ def draw(args: Args, rows: list[study.Row], present: list[str], path: Path) -> N
     axes.set_yscale("log")
     axes.set_yticks(ticks := [2, 5, 10, 20, 50], [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_title(f"784-{HIDDEN}-{HIDDEN}-10, {100 * AMOUNT:.0f} % of the weights at zero", fontsize=13)
+    widths = f"{study.images(args).n}-{HIDDEN}-{HIDDEN}-10"
+    axes.set_title(f"{widths}, {100 * AMOUNT:.0f} % of the weights at zero", fontsize=13)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"test error, %: mean and range of {args.seeds} seeds")
     axes.legend(frameon=False)
