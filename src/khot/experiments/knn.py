@@ -1,9 +1,9 @@
-"""Features that are trained through the nearest neighbours (soft-ot-topk, Table 1; lapsum, Table 3).
+"""Features that are trained through the nearest neighbours (soft-ot-topk, Table 1; lapsum, Table 3)
 
 A digit is recognised by the vote of its 9 nearest neighbours among all training images, in the features of a
 convolutional network of two layers. The network is trained
 
-- `logistic`, `laplace`: through :class:`khot.nn.SoftKNN` with that CDF, on the share of an image's soft
+- `logistic`, `laplace`: through `khot.nn.SoftKNN` with that CDF, on the share of an image's soft
   neighbours that are of another class. The logistic one is SOFT top-k, the other Lap-Top-k;
 - `entropy`: with the cross-entropy of a linear layer on top. Its features are what the papers call a
   pretrained CNN; the linear layer's own answers are their CE + CNN;
@@ -213,7 +213,7 @@ def draw(args: Args, rows: list[study.Row], paper: dict[str, float], path: Path)
 EXPERIMENT = study.Experiment(
     source="soft-ot-topk, Table 1; lapsum, Table 3",
     needs="MNIST",
-    takes="25 min of one core",
+    takes="9 min of one core a seed",
     Args=Args,
     smoke={"seeds": 1, "epochs": 15, "batch": 60},
     trials=trials,

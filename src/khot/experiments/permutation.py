@@ -1,8 +1,8 @@
-"""Sorting pictures of numbers, taught by their order alone (lapsum, Table 4).
+"""Sorting pictures of numbers, taught by their order alone (lapsum, Table 4)
 
 Each picture shows four digits side by side. A convolutional network gives it one score; n pictures are in the
 right order if their scores are. Nothing but the order is known in training, whose loss is
-:func:`khot.losses.permutation_cross_entropy`: the soft permutation of the scores against the true one, row by
+`khot.losses.permutation_cross_entropy`: the soft permutation of the scores against the true one, row by
 row, at a temperature that is learned, too, from 0.4 on.
 
     khot reproduce permutation --data-dir FOLDER --seeds 1

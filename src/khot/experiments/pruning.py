@@ -1,4 +1,4 @@
-"""A perceptron that learns with nine of ten weights at zero (sparse-topk, Figure 5).
+"""A perceptron that learns with nine of ten weights at zero (sparse-topk, Figure 5)
 
 784-32-32-10 with ReLU, whose three weight matrices keep the tenth of their entries that is largest in
 magnitude, each its own:

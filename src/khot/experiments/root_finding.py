@@ -1,4 +1,4 @@
-"""How to find the threshold of sigmoid top-k (sigmoid-topk, Table 5 and Figure 8).
+"""How to find the threshold of sigmoid top-k (sigmoid-topk, Table 5 and Figure 8)
 
     find c with Σ_j σ(x_j + c) = k,   x_j ~ N(0, s²), s evenly from 0.1 to 5 over the problems, k uniform
 
@@ -204,7 +204,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
 
 def draw(args: Args, rows: list[study.Row], path: Path) -> None:
     """The largest error after each step."""
-    figure, (axes,) = study.figure()
+    figure, (axes,) = study.figure(width=8.5)
     colors = dict(zip(GUESSES, study.COLORS, strict=False))
     for method in METHODS:
         step, _, guess = method.partition(", ")
@@ -220,7 +220,7 @@ def draw(args: Args, rows: list[study.Row], path: Path) -> None:
     axes.set_xlim(0, 14)
     axes.set_xlabel("step")
     axes.set_ylabel(f"largest |Σσ − k| of {args.rows} problems, n = {args.wide:,}")
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(frameon=False, fontsize=9, loc="outside right center")
     figure.savefig(path, dpi=120)
 
 

@@ -1,6 +1,6 @@
-"""Time and memory of a relaxed top-k (sigmoid-topk, Figure 6; lapsum, Figure 5; sparse-topk, Figure 4).
+"""Time and memory of a relaxed top-k (sigmoid-topk, Figure 6; lapsum, Figure 5; sparse-topk, Figure 4)
 
-khot's operators, what the papers and their competitors do (:mod:`khot.experiments.peers`: written from their
+khot's operators, what the papers and their competitors do (`khot.experiments.peers`: written from their
 description, and packages where they are installed), and torch.softmax, against n: forward, and forward and
 backward. Scores are normal with deviations from 0.1 to 5, k = n/10.
 

@@ -1,4 +1,4 @@
-"""Losses for top-k accuracy against cross-entropy (sparse-topk, Figure 6; lapsum, Table 1).
+"""Losses for top-k accuracy against cross-entropy (sparse-topk, Figure 6; lapsum, Table 1)
 
 100 classes, of which the right one is to be among the k highest scores: the numbers from 00 to 99, each a
 picture of two digits, read by a perceptron. It is trained with
@@ -6,7 +6,7 @@ picture of two digits, read by a perceptron. It is trained with
 - `cross-entropy`;
 - `p=2`, `p=4/3`: the top-3 loss of sparse-topk, whose gradient in the scores is the sparse top-3 mask less
   the one-hot label;
-- `last`, `even`, `ends`: :class:`khot.losses.TopKCrossEntropyLoss` with the Laplace CDF, as in lapsum, where
+- `last`, `even`, `ends`: `khot.losses.TopKCrossEntropyLoss` with the Laplace CDF, as in lapsum, where
   k is 5, or any of 1 to 5 with a probability of 0.2 each, or 1 or 5 with 0.5 each.
 
     khot reproduce topk-loss --data-dir FOLDER
