@@ -41,7 +41,7 @@ def test_pixels_are_tried_once_and_unknown_methods_refused() -> None:
         "entropy": 3,
         "pixels": 1,
     }
-    with pytest.raises(study.ArgumentError, match="methods = gauss: expected some of logistic, laplace"):
+    with pytest.raises(study.ArgumentError, match="methods: 'gauss': expected some of logistic, laplace"):
         knn.trials(knn.Args(methods=("gauss",)))
 
 

@@ -21,5 +21,5 @@ def test_smoke_run(smoke) -> None:
 
 
 def test_unknown_methods_are_refused() -> None:
-    with pytest.raises(study.ArgumentError, match="methods = p=3: expected some of annealed, p=2"):
+    with pytest.raises(study.ArgumentError, match="methods: 'p=3': expected some of annealed, p=2"):
         pruning.trials(pruning.Args(methods=("p=3",)))

@@ -59,5 +59,5 @@ def test_numbers_are_digits_side_by_side() -> None:
 def test_learning_rates_and_seeds_are_trials() -> None:
     args = topk_loss.Args(seeds=2, methods=("p=2", "last"), lrs=(0.1, 0.2))
     assert len(topk_loss.trials(args)) == 8
-    with pytest.raises(study.ArgumentError, match="methods = hinge"):
+    with pytest.raises(study.ArgumentError, match="methods: 'hinge'"):
         topk_loss.trials(topk_loss.Args(methods=("hinge",)))

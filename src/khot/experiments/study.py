@@ -104,7 +104,7 @@ def check_choices(name: str, chosen: Iterable[str], known: Sequence[str]) -> Non
     """Raises ArgumentError if one that is chosen is not known."""
     for choice in chosen:
         if choice not in known:
-            raise ArgumentError(f"{name} = {choice}: expected some of {', '.join(known)}")
+            raise ArgumentError(f"{name}: {choice!r}: expected some of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
