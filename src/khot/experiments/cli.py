@@ -189,8 +189,10 @@ def options(kind: type[study.Args], defaults: study.Args | None) -> dict[str, An
 def as_command(name: str, chosen: list[str], title: str, parameters: dict[str, Any]) -> Any:
     """The command of that name, which runs these experiments."""
     smoke = Annotated[bool, typer.Option("--smoke", help="Seconds only, on scikit-learn's digits.")]
-    out = Annotated[Path | None, typer.Option(help="Folder for the results. Default: khot-results.")]
-    jobs = Annotated[int, typer.Option(help="Processes to run in.")]
+    out = Annotated[
+        Path | None, typer.Option(help="Folder for results. Default: khot-results, or khot-smoke.")
+    ]
+    jobs = Annotated[int, typer.Option(help="How many trials to run at a time.")]
     hints = {**parameters, "smoke": smoke, "out": out, "jobs": jobs}
     defaults = {"smoke": False, "jobs": 1}
     signature = [

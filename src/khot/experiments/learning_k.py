@@ -178,7 +178,7 @@ def draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Figure 5",
     needs="MNIST",
-    takes="3 min of one core",
+    takes="2 min of one core",
     Args=Args,
     smoke={"steps": 20, "points": 4, "guesses": (4, 30), "grid": (5, 20)},
     trials=trials,

@@ -132,13 +132,16 @@ def _outcomes(
         running = {
             pool.submit(_work, module, args, trial, _checkpoint(folder, trial)): trial for trial in trials
         }
-        for future in as_completed(running):
-            try:
-                outcome = future.result()
-            except Exception as error:  # the process died
-                outcome = _Outcome([], 0.0, f"{type(error).__name__}: {error}")
-            tell(running[future])
-            yield running[future], outcome
+        try:
+            for future in as_completed(running):
+                try:
+                    outcome = future.result()
+                except Exception as error:  # the process died
+                    outcome = _Outcome([], 0.0, f"{type(error).__name__}: {error}")
+                tell(running[future])
+                yield running[future], outcome
+        finally:  # after a stop nothing new is begun
+            pool.shutdown(cancel_futures=True)
 
 
 def _work(

@@ -384,8 +384,9 @@ def figure(columns: int = 1, *, width: float = 7, height: float = 4.2) -> tuple[
 
 
 def log_axis(plot: Any) -> None:
-    """A logarithmic y axis with plain numbers on it."""
+    """A logarithmic y axis with plain numbers on it, for what is plotted already."""
     plot.set_yscale("log")
     plot.yaxis.set_major_formatter("{x:g}")
-    plot.yaxis.set_minor_formatter("{x:g}")
+    low, high = plot.get_ylim()
+    plot.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
     plot.tick_params(axis="y", which="minor", labelsize=8)
