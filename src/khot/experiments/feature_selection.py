@@ -72,10 +72,8 @@ class Args(study.Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        methods.check(self.methods)
-        for task in self.tasks:
-            if task not in TASKS:
-                raise ArgumentError(f"tasks: {task!r}: expected some of {', '.join(TASKS)}")
+        study.check_choices("methods", self.methods, methods.METHODS)
+        study.check_choices("tasks", self.tasks, TASKS)
         if self.batch % self.masks:
             raise ArgumentError(f"masks = {self.masks}: expected a divisor of batch = {self.batch}")
 

@@ -69,9 +69,12 @@ class Args(study.Args):
         default=6000, metadata={"help": "Training images to find neighbours among after each epoch."}
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        study.check_choices("methods", self.methods, METHODS)
+
 
 def trials(args: Args) -> list[study.Trial]:
-    study.check_choices("methods", args.methods, METHODS)
     return [
         {"method": method, "seed": seed}
         for seed in range(args.seeds)

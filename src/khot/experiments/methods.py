@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from khot import baselines, estimators
-from khot.experiments.study import ArgumentError
 from khot.topk import topk_mask
 
-__all__ = ["LABELS", "METHODS", "check", "draw"]
+__all__ = ["LABELS", "METHODS", "draw"]
 
 # After this many corrections iterative Poisson sampling takes the size it has.
 ROUNDS = 3
@@ -20,13 +19,6 @@ ROUNDS = 3
 def draw(method: str, logits: Tensor, k: int) -> Tensor:
     """Samples (..., n) of zeros and ones with k ones (NCPSS: about k), and that method's gradient."""
     return METHODS[method](logits, k)
-
-
-def check(methods: Sequence[str]) -> None:
-    """Raises ArgumentError for a method that is not one of :data:`METHODS`."""
-    for method in methods:
-        if method not in METHODS:
-            raise ArgumentError(f"methods: {method!r}: expected some of {', '.join(METHODS)}")
 
 
 def sequential_softmax(logits: Tensor, k: int) -> Tensor:

@@ -61,9 +61,12 @@ class Args(study.Args):
     lr: float = field(default=1e-2, metadata={"help": "Learning rate of SGD."})
     tau: float = field(default=1e-4, metadata={"help": "Temperature of what is not annealed."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        study.check_choices("methods", self.methods, NAMES)
+
 
 def trials(args: Args) -> list[study.Trial]:
-    study.check_choices("methods", args.methods, tuple(NAMES))
     return [{"method": method, "seed": seed} for seed in range(args.seeds) for method in args.methods]
 
 

@@ -100,7 +100,7 @@ def check_device(device: str) -> None:
         ) from None
 
 
-def check_choices(name: str, chosen: Iterable[str], known: Sequence[str]) -> None:
+def check_choices(name: str, chosen: Iterable[str], known: Iterable[str]) -> None:
     """Raises ArgumentError if one that is chosen is not known."""
     for choice in chosen:
         if choice not in known:

@@ -87,9 +87,12 @@ class Args(study.Args):
     steps: int = field(default=1_500, metadata={"help": "Steps."})
     hidden: int = field(default=128, metadata={"help": "Hidden units."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        study.check_choices("methods", self.methods, NAMES)
+
 
 def trials(args: Args) -> list[study.Trial]:
-    study.check_choices("methods", args.methods, tuple(NAMES))
     return [
         {"method": method, "lr": lr, "seed": seed}
         for seed in range(args.seeds)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from khot.experiments import methods, study
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.study import Checkpoint, Row, Trial
 
 __all__ = ["EXPERIMENT", "PAPER", "SIZES", "Args", "Latent"]
 
@@ -78,10 +78,8 @@ class Args(study.Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        methods.check(self.methods)
-        for size in self.sizes:
-            if size not in SIZES:
-                raise ArgumentError(f"sizes: {size!r}: expected some of {', '.join(SIZES)}")
+        study.check_choices("methods", self.methods, methods.METHODS)
+        study.check_choices("sizes", self.sizes, SIZES)
 
 
 def trials(args: Args) -> list[Trial]:
