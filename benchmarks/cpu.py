@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks import report, timing
 from benchmarks.operators import CDFS, OPERATORS, Operator, disagreement
-from benchmarks.timing import Call
 from khot.experiments.peers import PEERS, missing
+from khot.experiments.timing import Call
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import khot
 from benchmarks import timing
 from khot import kernels
+from khot.experiments.study import table
 
 __all__ = ["Results", "begin", "loglog", "machine", "ratio", "resume", "save", "table"]
 
@@ -90,12 +91,6 @@ def save(path: Path, results: Results) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are figures."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def ratio(value: float) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -21,6 +22,7 @@ try:
     from typer.core import TyperGroup
 
     from khot.experiments import demo as experiment
+    from khot.experiments import runner, study
     from khot.experiments.data import DataError
 except ImportError as error:
     if (error.name or "").partition(".")[0] == "khot":
@@ -95,6 +97,12 @@ def devices() -> list[str]:
     return found
 
 
+def check_packages() -> None:
+    """What training and plots need, and the command line does not."""
+    if not all(map(importlib.util.find_spec, ("matplotlib", "numpy", "sklearn"))):
+        raise SystemExit(MISSING)
+
+
 HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(experiment.Args)}
 
 
@@ -111,14 +119,150 @@ def demo(
     out: Annotated[Path, typer.Option(help=HELP["out"])] = experiment.Args.out,
 ) -> None:
     """Which k pixels tell the digits apart? Learn a choice of pixels, and set it beside others."""
-    if not all(map(importlib.util.find_spec, ("matplotlib", "numpy", "sklearn"))):
-        raise SystemExit(MISSING)
+    check_packages()
     try:
         experiment.run(
             experiment.Args(data_dir=data_dir, k=k, steps=steps, cdf=cdf, device=device, seed=seed, out=out)
         )
     except (DataError, experiment.ArgumentError) as error:
         fail(str(error))
+
+
+# --- khot reproduce -----------------------------------------------------------------------------------------
+
+
+class Experiments(TyperGroup):
+    """The commands of ``khot reproduce``: one an experiment, made when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "all", *study.names()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name == "all":
+            title = "All of them, with these arguments."
+            return as_command(cmd_name, study.names(), title, options(study.Args, None))
+        if cmd_name not in study.names():
+            return super().get_command(ctx, cmd_name)
+        found = study.find(cmd_name)
+        title = f"{found.source}. Needs {found.needs}; takes {found.takes}."
+        return as_command(cmd_name, [cmd_name], title, options(found.Args, found.Args()))
+
+
+reproduce_app = typer.Typer(cls=Experiments)
+app.add_typer(reproduce_app, name="reproduce")
+
+
+@reproduce_app.callback(invoke_without_command=True)
+def reproduce_command(context: typer.Context) -> None:
+    """Run the papers' experiments; each writes a report with our figures beside the paper's."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@reproduce_app.command("list")
+def list_experiments() -> None:
+    """Print what there is, what it needs and how long it takes."""
+    lines = [("name", "source", "needs", "takes")]
+    for name in study.names():
+        found = study.find(name)
+        lines.append((name, found.source, found.needs, found.takes))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def options(kind: type[study.Args], defaults: study.Args | None) -> dict[str, Any]:
+    """A parameter for each field of the arguments; None stands for what was not given."""
+    hints, found = get_type_hints(kind), {}
+    for option in dataclasses.fields(kind):
+        hint, text = hints[option.name], option.metadata["help"]
+        value = None if defaults is None else getattr(defaults, option.name)
+        if value is not None:
+            text += f" Default: {','.join(map(str, value)) if isinstance(value, tuple) else value}."
+        if get_origin(hint) is tuple:
+            hint = str
+        envvar = "KHOT_DATA_DIR" if option.name == "data_dir" else None
+        found[option.name] = Annotated[hint | None, typer.Option(envvar=envvar, help=text)]
+    return found
+
+
+def as_command(name: str, chosen: list[str], title: str, parameters: dict[str, Any]) -> Any:
+    """The command of that name, which runs these experiments."""
+    smoke = Annotated[bool, typer.Option("--smoke", help="Seconds only, on scikit-learn's digits.")]
+    out = Annotated[
+        Path | None, typer.Option(help="Folder for results. Default: khot-results, or khot-smoke.")
+    ]
+    jobs = Annotated[int, typer.Option(help="How many trials to run at a time.")]
+    hints = {**parameters, "smoke": smoke, "out": out, "jobs": jobs}
+    defaults = {"smoke": False, "jobs": 1}
+    signature = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(key), annotation=hint)
+        for key, hint in hints.items()
+    ]
+
+    def command(smoke: bool, out: Path | None, jobs: int, **given: Any) -> None:
+        raise SystemExit(reproduce(chosen, smoke, out, jobs, given))
+
+    command.__annotations__ = hints
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=title)(command)
+    return typer.main.get_command(single)
+
+
+def parse(name: str, hint: Any, value: str) -> tuple[Any, ...]:
+    """The entries of a list that was given as a,b,c."""
+    try:
+        return tuple(get_args(hint)[0](part) for part in value.split(","))
+    except ValueError:
+        raise study.ArgumentError(
+            f"{name} = {value}: expected {get_args(hint)[0].__name__}s with commas between them"
+        ) from None
+
+
+def reproduce(chosen: list[str], smoke: bool, out: Path | None, jobs: int, given: dict[str, Any]) -> int:
+    """Run these experiments, print their results and return the exit code."""
+    check_packages()
+    given = {key: value for key, value in given.items() if value is not None}
+    if smoke:
+        given = {key: value for key, value in given.items() if key not in ("data_dir", "dataset")}
+    failed: list[str] = []
+    out = out or Path("khot-smoke" if smoke else "khot-results")
+    try:
+        plans = []
+        for name in chosen:
+            found = study.find(name)
+            if found.needs == "MNIST" and "data_dir" not in given and not smoke:
+                raise study.ArgumentError(
+                    f"{name} needs MNIST: give --data-dir or KHOT_DATA_DIR the folder of its four gzipped "
+                    "IDX files, or try --smoke"
+                )
+            hints = get_type_hints(found.Args)
+            known = {option.name for option in dataclasses.fields(found.Args)}
+            values = {
+                key: parse(key, hints[key], value) if get_origin(hints[key]) is tuple else value
+                for key, value in given.items()
+                if key in known
+            }
+            plans.append((name, found.Args(**{**(found.smoke if smoke else {}), **values})))
+        words = " ".join(
+            f"--{key.replace('_', '-')} {'FOLDER' if key == 'data_dir' else value}"
+            for key, value in given.items()
+        )
+        for name, args in plans:
+            command = f"khot reproduce {name}{' --smoke' if smoke else ''} {words}".strip()
+            body, lost = runner.reproduce(name, args, out, jobs=jobs, command=command)
+            failed += lost
+            if body:
+                typer.echo(f"{body.strip()}\n\nreport: {out / name / 'report.md'}\n")
+    except (DataError, study.ArgumentError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        print("khot: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    for line in failed:
+        print(f"khot: failed: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 
 import khot
 from khot.experiments import data
+from khot.experiments.study import ArgumentError, check_device, one_thread
 
 __all__ = ["CDFS", "ArgumentError", "Args", "Curve", "Result", "run"]
 
@@ -47,10 +47,6 @@ CLASSIFIERS = 4
 HIDDEN = 128
 CHOICE_BATCH = 32
 JUDGE_BATCH = 128
-
-
-class ArgumentError(ValueError):
-    """An argument of the demo is out of range. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +82,7 @@ class Args:
             raise ArgumentError(f"cdf = {self.cdf!r}: expected one of {', '.join(CDFS)}")
         if not 0 <= self.seed < 2**62:
             raise ArgumentError(f"seed = {self.seed}: expected 0 to 2**62 - 1")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.zeros(1, device=self.device).item()
-        except Exception:  # which one depends on the backend: RuntimeError, AssertionError, ImportError, ...
-            raise ArgumentError(
-                f"device = {self.device!r}: expected one that torch can use here; `khot info` lists them"
-            ) from None
+        check_device(self.device)
         path = self.png
         if path.suffix.lower() != ".png" or not path.parent.is_dir():
             raise ArgumentError(
@@ -291,21 +280,6 @@ def minibatches(split: Split, size: int, args: Args) -> Tensor:
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.steps, CLASSIFIERS, size)
     return torch.randint(len(split.train_labels), shape, generator=generator).to(args.device)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one CPU thread.
-
-    Matrices this small gain nothing from a second one, lose much where another process wants the core,
-    and sum in the same order on every machine.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # --- what one sees ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import khot
 from khot import baselines
+from khot.experiments.root_finding import iterate
 
 __all__ = ["PEERS", "Peer", "bisection_topk", "halley_topk", "missing", "sorted_laplace_topk"]
 
@@ -83,30 +85,11 @@ def halley_topk(x: Tensor, k: int, tau: float) -> Tensor:
     within 1e-8 of k.
     """
     z = x.detach().double() / tau
-    n = z.shape[-1]
-
-    def error(c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = torch.sigmoid(z + c)
-        f = y * (1 - y)
-        return y.sum(-1, keepdim=True) - k, f.sum(-1, keepdim=True), (f * (1 - 2 * y)).sum(-1, keepdim=True)
-
-    def closer(c: Tensor, other: Tensor) -> list[Tensor]:
-        here, there = (c, *error(c)), (other, *error(other))
-        nearer = here[1].abs() <= there[1].abs()  # a step that failed is NaN, and not nearer
-        return [torch.where(nearer, a, b) for a, b in zip(here, there, strict=True)]
-
-    # σ⁻¹(1 − ε) for the ε that saturates σ in float64
-    high = z.abs().amax(-1, keepdim=True) + 36
-    low = -high
-    by_mean = torch.logit(torch.full_like(low, k / n)) - z.mean(-1, keepdim=True)
-    by_quantile = -z.kthvalue(max(1, n - k), -1, keepdim=True).values
-    c, value, slope, bend = closer(by_mean, by_quantile)
-    for _ in range(100):
-        if bool((value.abs() <= 1e-8).all()):
+    quantile = z.kthvalue(max(1, z.shape[-1] - k), -1, keepdim=True).values
+    for found in itertools.islice(iterate(z, k, "halley", "both", quantile), 101):
+        c, error = found
+        if bool((error.abs() <= 1e-8).all()):
             break
-        low, high = torch.where(value < 0, c, low), torch.where(value < 0, high, c)
-        step = 2 * value * slope / (2 * slope**2 - value * bend)
-        c, value, slope, bend = closer(c - step, (low + high) / 2)
     return _Implicit.apply(x, torch.sigmoid(z + c).to(x.dtype), tau, "logistic")
 
 

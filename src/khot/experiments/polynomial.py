@@ -5,13 +5,8 @@
 k of the n entries of c are 0.45, the others 0.55, so that the optimum draws the others. The straight-through
 estimator takes f to be linear between two samples, so it drives π to c and stays there; the second-order one
 goes on to the optimum. Many problems, each with its own order of c, are solved side by side, and each step
-draws a batch of samples for every one of them.
-
-    python -m khot.experiments.polynomial --out docs/figures/polynomial.json
-
-That takes 5 minutes of one core. What is plotted is the exact E ‖x − c‖² = Σ π(1 − 2c) + c² at the current θ,
-averaged over the problems. An estimator whose curve the file of results already has, for the same arguments,
-is not run again.
+draws a batch of samples for every one of them. What is plotted is the exact E ‖x − c‖² = Σ π(1 − 2c) + c² at
+the current θ, averaged over the problems.
 
 Where it departs from the paper, which gives neither optimiser nor steps here: Adam is what the paper uses
 elsewhere, and of the learning rates 0.1, 0.3 and 1 the best is taken. The design is pivotal, whose inclusion
@@ -20,32 +15,29 @@ probabilities are exact, as the algorithm wants them, without calibration.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import khot
 from khot import estimators
+from khot.experiments import study
+from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
 
-__all__ = ["ESTIMATORS", "Args", "main", "optimum", "run"]
+__all__ = ["ESTIMATORS", "EXPERIMENT", "Args", "optimum", "run"]
 
 ESTIMATORS = ("straight_through", "second_order")
 LOW, HIGH = 0.45, 0.55  # the entries of c
 
 
 @dataclass(frozen=True)
-class Args:
-    """What the programme can be told; the defaults are the paper's where it says."""
+class Args(study.Args):
+    """The defaults are the paper's where it says."""
 
+    seeds: int = field(default=1, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
     n: int = field(default=100, metadata={"help": "Entries of a problem."})
     k: int = field(
         default=50, metadata={"help": "How many of them a sample has, and how many of c are 0.45."}
@@ -55,50 +47,19 @@ class Args:
     steps: int = field(default=100, metadata={"help": "Steps of Adam."})
     lr: float = field(default=0.3, metadata={"help": "Learning rate."})
     design: str = field(default="pivotal", metadata={"help": "Sampling design."})
-    device: str = field(default="cpu", metadata={"help": "Where to compute: cpu, cuda, ..."})
-    seed: int = field(default=0, metadata={"help": "Seed of the problems and samples."})
-    out: Path = field(
-        default=Path("polynomial.json"),
-        metadata={"help": "File of results; the plot goes beside it, with the ending .png."},
-    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k >= self.n:
+            raise ArgumentError(f"k = {self.k}: expected less than n = {self.n}")
+        if self.design not in khot.sampling.designs:
+            raise ArgumentError(
+                f"design = {self.design!r}: expected one of {', '.join(khot.sampling.designs)}"
+            )
 
 
-def run(args: Args) -> dict[str, Any]:
-    """Solve the problems with each estimator; returns, writes, prints and plots the results.
-
-    Returns:
-        ``args``, ``torch``, ``optimum``, ``start`` (E ‖x − c‖² at θ = 0), and ``estimators``: the curve of
-        each, one number a step.
-    """
-    settings = {name: value for name, value in dataclasses.asdict(args).items() if name != "out"}
-    best, start = optimum(args)
-    result: dict[str, Any] = {
-        "args": settings,
-        "torch": torch.__version__,
-        "optimum": best,
-        "start": start,
-        "estimators": {},
-    }
-    if args.out.exists():
-        earlier = json.loads(args.out.read_text())
-        if earlier["args"] == settings:
-            result["estimators"] = earlier["estimators"]
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        for name in ESTIMATORS:
-            task = progress.add_task(name, total=args.steps)
-            if name in result["estimators"]:
-                progress.update(task, completed=args.steps)
-                continue
-            losses = []
-            for loss in descend(name, args):
-                losses.append(round(loss, 6))
-                progress.advance(task)
-            result["estimators"][name] = losses
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print_table(result)
-    draw(result, args.out.with_suffix(".png"))
-    return result
+def trials(args: Args) -> list[Trial]:
+    return [{"estimator": name, "seed": seed} for seed in range(args.seeds) for name in ESTIMATORS]
 
 
 def optimum(args: Args) -> tuple[float, float]:
@@ -114,22 +75,21 @@ def expected(probs: Tensor, c: Tensor) -> Tensor:
     return (probs * (1 - 2 * c) + c**2).sum(-1)
 
 
-def descend(estimator: str, args: Args) -> Any:
-    """Yield E ‖x − c‖², averaged over the problems, before each step of the descent."""
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    order = torch.rand(args.problems, args.n, device=args.device, generator=generator)
+def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
+    """E ‖x − c‖², averaged over the problems, before each step of the descent."""
+    order = torch.rand(args.problems, args.n).to(args.device)
     c = torch.where(khot.topk_mask(order, args.k) == 1, LOW, HIGH)
-    logits = torch.zeros_like(order, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=args.lr)
-    for _ in range(args.steps):
+    logits = nn.ParameterList([torch.zeros_like(order)])
+    optimizer = torch.optim.Adam(logits, lr=args.lr)
+    for step in study.steps(checkpoint, {"logits": logits, "optimizer": optimizer}, args.steps):
         with torch.no_grad():
-            yield expected(khot.sigmoid_topk(logits, args.k), c).mean().item()
+            value = expected(khot.sigmoid_topk(logits[0], args.k), c).mean().item()
+        yield {"step": step, "loss": round(value, 6)}
         x = estimators.sample_khot(
-            logits.expand(args.batch, -1, -1),
+            logits[0].expand(args.batch, -1, -1),
             args.k,
-            estimator=estimator,
+            estimator=str(trial["estimator"]),
             design=args.design,
-            generator=generator,
         )
         loss = (x - c).square().sum(-1).mean(0).sum()  # the problems do not share their gradients
         optimizer.zero_grad()
@@ -137,50 +97,44 @@ def descend(estimator: str, args: Args) -> Any:
         optimizer.step()
 
 
-def print_table(result: dict[str, Any]) -> None:
-    table = Table(title="E ‖x − c‖² after the last step")
-    for column in ("estimator", "loss", "of the way to the optimum"):
-        table.add_column(column, justify="left" if column == "estimator" else "right")
-    start, best = result["start"], result["optimum"]
-    for name, curve in result["estimators"].items():
-        way = (start - curve[-1]) / (start - best)
-        table.add_row(name, f"{curve[-1]:.2f}", f"{100 * way:.1f} %")
-    table.add_row("optimum", f"{best:.2f}", "100.0 %")
-    Console().print(table)
+def report(args: Args, rows: list[Row], folder: Path) -> str:
+    best, start = optimum(args)
+    lines = []
+    for name in ESTIMATORS:
+        last = study.curve(study.where(rows, estimator=name), "loss")[1][-1:]
+        if last:
+            lines.append((name, f"{last[0]:.2f}", f"{100 * (start - last[0]) / (start - best):.1f} %"))
+    lines.append(("optimum", f"{best:.2f}", "100.0 %"))
+    draw(args, rows, folder / "polynomial.png")
+    head = ("estimator", "E ‖x − c‖²", "of the way to the optimum")
+    return f"""{study.table(head, lines)}
+After the last step. The paper's Figure 9 has no numbers: "The second-order estimator (orange) converges to
+the optimum, while straight-through (blue) does not."
+
+![E ‖x − c‖² by step](polynomial.png)
+"""
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    colors = {"straight_through": "#0b6e99", "second_order": "#d9730d"}
-    args = result["args"]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in result["estimators"].items():
-        axes.plot(curve, color=colors[name], linewidth=2, label=name)
-    axes.axhline(result["optimum"], color="#6b6b6b", linestyle="--", label="optimum")
-    axes.set_title(f"Polynomial programming: n = {args['n']}, k = {args['k']}", fontsize=13)
-    axes.set_xlabel(f"step of Adam, {args['batch']} samples each")
-    axes.set_ylabel(f"E ‖x − c‖², mean of {args['problems']} problems")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+def draw(args: Args, rows: list[Row], path: Path) -> None:
+    figure, (plot,) = study.figure()
+    for name, color in zip(ESTIMATORS, study.COLORS, strict=False):
+        steps, losses = study.curve(study.where(rows, estimator=name), "loss")
+        plot.plot(steps, losses, color=color, linewidth=2, label=name)
+    plot.axhline(optimum(args)[0], color=study.GREY, linestyle="--", label="optimum")
+    plot.set_title(f"Polynomial programming: n = {args.n}, k = {args.k}", fontsize=13)
+    plot.set_xlabel(f"step of Adam, {args.batch} samples each")
+    plot.set_ylabel(f"E ‖x − c‖², mean of {args.problems} problems")
+    plot.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """The command: one option for each of :class:`Args`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for option in dataclasses.fields(Args):
-        parser.add_argument(
-            f"--{option.name}",
-            type=type(option.default),
-            default=option.default,
-            help=f"{option.metadata['help']} Default: {option.default}.",
-        )
-    run(Args(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    main()
+EXPERIMENT = study.Experiment(
+    source="sigmoid-topk, Figure 9",
+    needs="nothing",
+    takes="5 min of one core",
+    Args=Args,
+    smoke={"n": 20, "k": 10, "problems": 8, "batch": 64, "steps": 60},
+    trials=trials,
+    run=run,
+    report=report,
+)

@@ -1,0 +1,52 @@
+"""Neighbours that train features: what learns, on scikit-learn's digits, and what the report makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from khot.experiments import data, knn, study
+
+
+def test_smoke_run(smoke) -> None:
+    found = smoke("knn")
+    assert {row["by"] for row in found.rows} == set(knn.NAMES)
+    for method in ("logistic", "laplace", "entropy", "linear"):
+        # seeds 0 to 3: at most 0.029; after 36 steps at a high learning rate 0.15 and 0.24 (linear)
+        assert found.last("error", by=method) < 0.05
+    assert len([row for row in found.rows if row["by"] == "logistic"]) == found.args.epochs
+    assert "| neighbours in the pixels | 97.43 | – | – |" in found.report  # the papers' are of MNIST
+    assert (found.folder / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pixels_are_what_scikit_learn_finds(smoke) -> None:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    images = data.load_digits()
+    other = KNeighborsClassifier(knn.K).fit(images.train_images, images.train_labels)
+    accuracy = other.score(images.test_images, images.test_labels)
+    assert smoke("knn").last("error", by="pixels") == pytest.approx(1 - accuracy, abs=1e-12)
+
+
+def test_network_fits_the_images() -> None:
+    for shape in ((28, 28), (8, 8)):
+        assert knn.Network(shape)(torch.zeros(3, shape[0] * shape[1])).shape == (3, knn.FEATURES)
+
+
+def test_pixels_are_tried_once_and_unknown_methods_refused() -> None:
+    tried = [trial["method"] for trial in knn.trials(knn.Args(seeds=3))]
+    assert {method: tried.count(method) for method in knn.METHODS} == {
+        "logistic": 3,
+        "laplace": 3,
+        "entropy": 3,
+        "pixels": 1,
+    }
+    with pytest.raises(study.ArgumentError, match="methods: 'gauss': expected some of logistic, laplace"):
+        knn.trials(knn.Args(methods=("gauss",)))
+
+
+def test_differences_are_called_by_their_noise() -> None:
+    # two standard errors of 99.4 % on 10,000 images are 0.154
+    assert knn.beside([99.5, 99.6], 99.4) == ["99.4", "+0.15, within noise"]
+    assert knn.beside([99.56], 99.4) == ["99.4", "+0.16, **above**"]
+    assert knn.beside([98.0], 99.4) == ["99.4", "-1.40, **below**"]

@@ -1,0 +1,25 @@
+"""Pruning in training, on scikit-learn's digits: who learns, and what is at zero."""
+
+from __future__ import annotations
+
+import pytest
+
+from khot.experiments import pruning, study
+
+
+def test_smoke_run(smoke) -> None:
+    found = smoke("pruning")
+    error = {method: found.last("error", method=method) for method in pruning.NAMES}
+    # seeds 0 to 2: annealed 0.12 to 0.16, hard 0.31 to 0.51
+    assert error["dense"] < error["annealed"] < 0.7 * error["hard"]
+    for method in ("annealed", "p=2", "p=4/3", "hard"):
+        assert found.last("kept", method=method) == pytest.approx(0.1, abs=0.002)
+    assert found.last("kept", method="dense") == 1
+    assert all(row["error"] == row["error_in_training"] for row in found.rows if row["method"] == "hard")
+    assert "| soft, p = 4/3 |" in found.report
+    assert (found.folder / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(study.ArgumentError, match="methods: 'p=3': expected some of annealed, p=2"):
+        pruning.trials(pruning.Args(methods=("p=3",)))
