@@ -131,7 +131,7 @@ def draw(args: Args, rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Figure 9",
     needs="nothing",
-    takes="5 min of one core",
+    takes="1 min of one core",
     Args=Args,
     smoke={"n": 20, "k": 10, "problems": 8, "batch": 64, "steps": 60},
     trials=trials,
