@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,23 @@ import khot
 def example_names(doctest_namespace: dict[str, object]) -> None:
     """Docstrings write `khot` and `torch` without importing them."""
     doctest_namespace.update(khot=khot, torch=torch)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("KHOT_KERNELS") == "triton":
+        # NumPy's, which Triton's interpreter computes with: infinities are meant
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")
+def poisoned() -> Iterator[None]:
+    """What is allocated is full of NaN, so that what a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

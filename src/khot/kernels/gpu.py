@@ -1,6 +1,7 @@
-"""The GPU kernels (`triton.py`): registered for CUDA and ROCm, and imported when the first tensor comes.
+"""The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported when the first tensor comes.
 
-Where Triton is not installed the reference serves.
+Where Triton is not installed the reference serves. With ``KHOT_KERNELS=triton`` and ``TRITON_INTERPRET=1``
+they take CPU tensors too, so that all tests of the operators can run on them without a device.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def register() -> None:
+def register(device: str) -> None:
     for name in KERNELS:
-        torch.library.impl(f"khot::{name}", "CUDA")(_late(name))
+        torch.library.impl(f"khot::{name}", device)(_late(name))
 
 
 def _late(name: str) -> Callable[..., Any]:
