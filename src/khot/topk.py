@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ def ot_topk(
         # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
         finite = x.double().nan_to_num(0.0, 0.0, 0.0)
         cost = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0).amax(-1)
-        tau = (tau * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+        scaled = (tau * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+        tau = scaled.where((tau > 0) & (tau < math.inf), math.nan)
     y = soft_topk(x, k, tau=tau, hard=hard)
     return arguments.unrows(y, input, dim)
 
