@@ -9,16 +9,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from khot.kernels import reference
+from khot.kernels import reference, selection
 
 __all__ = ["KERNELS", "available", "register"]
 
-KERNELS = ("soft_topk", "soft_topk_backward")
+# their names, and what serves without Triton
+KERNELS: dict[str, Callable[..., Any]] = {
+    "soft_topk": reference.soft_topk,
+    "soft_topk_backward": reference.soft_topk_backward,
+    "topk_mask": selection.topk_mask,
+}
 
 
 def available() -> bool:
@@ -32,15 +36,15 @@ def register(device: str) -> None:
 
 def _late(name: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        return getattr(_module(), name)(*args)
+        return _kernels()[name](*args)
 
     return kernel
 
 
 @functools.cache
-def _module() -> ModuleType:
+def _kernels() -> dict[str, Callable[..., Any]]:
     if not available():
-        return reference
+        return KERNELS
     from khot.kernels import triton
 
-    return triton
+    return {name: getattr(triton, name) for name in KERNELS}

@@ -1,4 +1,4 @@
-"""Triton kernels of the soft top-k, for CUDA and ROCm: one read of the row, one write.
+"""Triton kernels, for CUDA and ROCm: one read of the row, one write.
 
 A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
 y. Several short rows share a program. A longer row is split over programs: every pass is one launch, whose
@@ -14,5 +14,6 @@ cheap.
 
 from khot.kernels.triton.backward import soft_topk_backward as soft_topk_backward
 from khot.kernels.triton.forward import soft_topk as soft_topk
+from khot.kernels.triton.selection import topk_mask as topk_mask
 
-__all__ = ["soft_topk", "soft_topk_backward"]
+__all__ = ["soft_topk", "soft_topk_backward", "topk_mask"]
