@@ -24,14 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")
-def poisoned() -> Iterator[None]:
-    """What is allocated is full of NaN, so that what a kernel does not write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is allocated is full of NaN, so that what no kernel writes shows; and programs are small."""
+    from khot.kernels.triton import layout
+
+    monkeypatch.setattr(layout, "TOGETHER", 32)  # the interpreter takes as long for rows that are not there
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+    torch.use_deterministic_algorithms(before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from khot.kernels import reference, selection
+from khot.kernels import reference, scans, selection
 
 __all__ = ["KERNELS", "available", "register"]
 
@@ -21,7 +21,16 @@ __all__ = ["KERNELS", "available", "register"]
 KERNELS: dict[str, Callable[..., Any]] = {
     "soft_topk": reference.soft_topk,
     "soft_topk_backward": reference.soft_topk_backward,
+    "soft_topk_magnitude": selection.soft_topk_magnitude,
+    "soft_topk_magnitude_backward": selection.soft_topk_magnitude_backward,
     "topk_mask": selection.topk_mask,
+    "decay_scan": scans.decay_scan,
+    "laplace_rank": scans.laplace_rank,
+    "laplace_rank_backward": scans.laplace_rank_backward,
+    "laplace_sort": scans.laplace_sort,
+    "laplace_sort_backward": scans.laplace_sort_backward,
+    "laplace_thresholds": scans.laplace_thresholds,
+    "laplace_thresholds_backward": scans.laplace_thresholds_backward,
 }
 
 

@@ -27,6 +27,7 @@ from khot.kernels.triton.functions import (
     log_F,
     median,
     normal_icdf,
+    pair,
     place,
     put,
     side,
@@ -215,24 +216,11 @@ def _step(
     rest = tl.where(gap, gap_middle, tl.where(newton, lo + step, 0.0))
     rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
     base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
-    new_hi, new_lo = _pair(base, rest, FINE)
+    new_hi, new_lo = pair(base, rest, FINE)
     if CDF < UNIFORM:
         near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)
         near_down = tl.where(deep | gap, tl.maximum((new_hi + new_lo - hi - down) / tau, 1e-300), 0.0)
     return new_hi, new_lo, new_low, new_high, near_up, near_down, finished
-
-
-@triton.jit
-def _pair(hi, lo, FINE: tl.constexpr):
-    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
-    s = hi + lo
-    if FINE:
-        v = s - hi
-        rest = (hi - (s - v)) + (lo - v)
-    else:
-        s = s.to(tl.float32).to(tl.float64)
-        rest = (hi - s) + lo
-    return s, rest
 
 
 # ------------------------------------------------------------------------------ the kernels
@@ -280,7 +268,7 @@ def _resident(
     k, size, tau, settled, hi, low, high = _begin(
         nan, size, pinned, xmin, xmax, mean, variance, k, tau, MEAN, VARIANCE, power, CDF
     )
-    hi, lo = _pair(hi, hi * 0, FINE)
+    hi, lo = pair(hi, hi * 0, FINE)
     done = settled != 0
     near_up, near_down = lo * 0, lo * 0
     count = 0
@@ -357,7 +345,7 @@ def _part_begin(
         nan, size, pinned, xmin, xmax, mean, squares / tl.maximum(size, 1.0), k, tau,
         MEAN, VARIANCE, power, CDF,
     )  # fmt: skip
-    hi, lo = _pair(hi, hi * 0, FINE)
+    hi, lo = pair(hi, hi * 0, FINE)
     done = tl.where(settled == 0, 0.0, 1.0)
     hi, lo = tl.where(settled == 0, hi, settled), tl.where(settled == 0, lo, settled)
     put(state_pointer + one * 11, (k, size, tau, pinned, hi, lo, low, high, hi * 0, hi * 0, done))

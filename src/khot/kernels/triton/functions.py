@@ -173,6 +173,19 @@ def standardize(x, hi, lo, tau, CDF: tl.constexpr):
 
 
 @triton.jit
+def pair(hi, lo, FINE: tl.constexpr):
+    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
+    s = hi + lo
+    if FINE:
+        v = s - hi
+        rest = (hi - (s - v)) + (lo - v)
+    else:
+        s = s.to(tl.float32).to(tl.float64)
+        rest = (hi - s) + lo
+    return s, rest
+
+
+@triton.jit
 def load(pointer, row, stride, column, valid, dtype: tl.constexpr):
     return tl.load(pointer + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(dtype)
 
