@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,25 @@ import khot
 def example_names(doctest_namespace: dict[str, object]) -> None:
     """Docstrings write `khot` and `torch` without importing them."""
     doctest_namespace.update(khot=khot, torch=torch)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("KHOT_KERNELS") == "triton":
+        # NumPy's, which Triton's interpreter computes with: infinities are meant
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is allocated is full of NaN, so that what no kernel writes shows; and programs are small."""
+    from khot.kernels.triton import layout
+
+    monkeypatch.setattr(layout, "TOGETHER", 32)  # the interpreter takes as long for rows that are not there
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

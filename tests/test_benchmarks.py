@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, operators, report, timing
+from benchmarks import cpu, gpu, operators, report, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -196,3 +196,100 @@ def test_a_run_refuses_to_report_what_is_wrong(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SystemExit, match=r"sparse_topk.*Nothing is reported"):
         run(tmp_path, monkeypatch)
     assert not (tmp_path / "cpu.md").exists()
+
+
+# ------------------------------------------------------------------------------------------- GPU
+
+
+def run_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but Triton, on the CPU."""
+    small = {name: gpu.PEERS[name] for name in ("bisection", "pav", "lml")}
+    broken = dataclasses.replace(small["bisection"], call=lambda x, k, tau: x.new_tensor([1]) @ x)
+    monkeypatch.setattr(gpu, "PEERS", small | {"broken": broken})
+    cases = [gpu.Case(3, 50, 5, torch.float32, 1.5), gpu.Case(4, 70, 9, torch.bfloat16, None)]
+    monkeypatch.setattr(gpu, "CASES", cases)
+    monkeypatch.setattr(gpu, "OURS", {n: gpu.OURS[n] for n in ("soft_topk, logistic", "topk_mask")})
+    monkeypatch.setattr(gpu, "WARM", 0.0)
+    monkeypatch.setattr(gpu, "REPEATS", 2)
+    gpu.main(["--device", "cpu", "--jobs", "1", "--seconds", "0.001", "--out", str(tmp_path)])
+
+
+def test_a_gpu_run_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "medians", lambda calls, **_: {name: 1.0 + len(name) for name in calls})
+    monkeypatch.setattr(gpu, "on_device", lambda call, device: (2.0, 3.0))
+    monkeypatch.setattr(gpu, "peak_memory", lambda call, device: 1_200)
+    run_gpu(tmp_path, monkeypatch)
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert text in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
+    tables = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
+    assert [len(table.strip().splitlines()) for table in tables.values()] == [6, 4, 5, 6, 6, 6, 6, 6]
+    assert "|  | (3, 50) float32 | (4, 70) bfloat16 |" in text
+    assert "| *goal, logistic* | 1.5 | – |" in text
+    assert "| `soft_topk, logistic` | 2.50 / 2.50 | 2.50 / 2.50 |" in text  # calls: 20 letters to 8
+    assert "| `topk_mask` | 3 / – | 3 / – |" in text  # kernels
+    assert "| softmax | 2.00 / 2.00 | 2.14 / 2.14 |" in text  # memory
+    assert "| broken | fails: RuntimeError | fails: RuntimeError |" in text
+
+    before = (tmp_path / "gpu.json").read_bytes()
+    monkeypatch.setattr(gpu, "measure", None)  # nothing is measured twice
+    run_gpu(tmp_path, monkeypatch)
+    assert (tmp_path / "gpu.json").read_bytes() == before
+
+
+def test_a_gpu_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PEERS", {})
+    monkeypatch.setattr(gpu, "OURS", {})
+    monkeypatch.setattr(gpu, "WARM", 0.0)
+    case = gpu.Case(3, 50, 5, torch.float32, 1.5)
+    found = gpu.measure(case, torch.device("cpu"), 0.001)
+    for what in ("device", "kernels", "calls"):
+        assert [set(values) for values in found[what]] == [{"softmax", "topk", "copy"}, {"softmax"}]
+        assert all(value > 0 for values in found[what] for value in values.values())
+
+
+def test_a_gpu_run_has_no_figures_for_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(x: Tensor, k: int, *, tau: float) -> Tensor:
+        raise RuntimeError("does not compile")
+
+    right = gpu.OURS["soft_topk, logistic"]
+    off = dataclasses.replace(right, call=lambda x, k, *, tau: khot.sigmoid_topk(x, k, tau=tau) * 1.01)
+    monkeypatch.setattr(
+        gpu, "OURS", {"soft_topk, logistic": off, "broken": dataclasses.replace(right, call=fails)}
+    )
+    monkeypatch.setattr(gpu, "PEERS", {})
+    monkeypatch.setattr(gpu, "CASES", [gpu.Case(3, 50, 5, torch.float32, 1.5)])
+    monkeypatch.setattr(gpu, "WARM", 0.0)
+    with pytest.raises(SystemExit) as found:
+        gpu.main(["--device", "cpu", "--jobs", "1", "--seconds", "0.001", "--out", str(tmp_path)])
+    assert found.value.code == 1
+    said = capsys.readouterr()
+    assert "sums are off" in said.err and "does not compile" in said.err
+    assert "| `soft_topk, logistic` | – / – |" in said.out
+
+
+def test_a_gpu_run_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as found:
+        gpu.main([])
+    assert found.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_gpu_benchmark_leaves_no_operator_out() -> None:
+    from benchmarks.cpu import OURS as RENAMED
+
+    assert set(OPERATORS) - set(gpu.OURS) == {*RENAMED, "ot_topk"}
+    assert len({case.id for case in gpu.CASES}) == len(gpu.CASES)
+
+
+@pytest.mark.needs_cuda
+def test_the_profiler_sees_kernels() -> None:
+    x = torch.randn(1_000, 1_000, device="cuda")
+    seconds, kernels = gpu.on_device(lambda: torch.softmax(x, -1), x.device)
+    assert kernels == 1 and 1e-6 < seconds < 1e-3
+    assert gpu.peak_memory(lambda: x + 1, x.device) == 4_000_000

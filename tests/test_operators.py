@@ -191,6 +191,20 @@ def test_one_bad_row_spoils_no_other(op: Operator) -> None:
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 
+@every
+def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
+    op: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which would have to wait for an error."""
+    monkeypatch.setattr(khot.arguments, "_readable", lambda value: False)
+    x, k, tau = arguments(op)
+    want = op.call(x, k, tau)
+    for bad in (-1.0, 0.0, float("inf"), float("nan")):
+        y = op.call(x, k, tau.index_fill(0, torch.tensor(1), bad))
+        assert y[1].isnan().all() or op.name == "topk_mask"  # has none
+        assert torch.equal(y[[0, 2]], want[[0, 2]])
+
+
 @pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
 def test_nan_row_of_counts(name: str) -> None:
     x = scores()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -247,7 +248,8 @@ def ot_temperature(epsilon: Tensor, largest_cost: Tensor | None) -> Tensor:
     tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
     if largest_cost is None:
         return tau
-    return (tau * largest_cost.masked_fill(largest_cost == 0, 1)).clamp(TINIEST, LARGEST)
+    scaled = (tau * largest_cost.masked_fill(largest_cost == 0, 1)).clamp(TINIEST, LARGEST)
+    return scaled.where((tau > 0) & (tau < math.inf), math.nan)
 
 
 def sparse_topk(

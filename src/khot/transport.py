@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def sorted_soft_topk(
         # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
         finite = x.double().nan_to_num(0.0, 0.0, 0.0)
         cost = torch.maximum(finite**2, (finite - k) ** 2).masked_fill(x.isinf(), 0).amax(-1)
-        epsilon = (epsilon * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+        scaled = (epsilon * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+        epsilon = scaled.where((epsilon > 0) & (epsilon < math.inf), math.nan)
     y, *_ = call(_SortedTopk, torch.ops.khot.sorted_soft_topk, x, k, epsilon)
     return y.movedim((-2, -1), (dim % max(input.dim(), 1), dim % max(input.dim(), 1) + 1))
 

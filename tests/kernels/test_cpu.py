@@ -286,12 +286,15 @@ def test_the_choice_of_kernels(choice: str) -> None:
     assert abs(float(total) - 30) <= 1e-4
 
 
-def test_an_unknown_choice_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("choice", "message"), [("fast", "KHOT_KERNELS must be one of"), ("triton", "needs TRITON_INTERPRET=1")]
+)
+def test_an_unknown_choice_is_an_error(choice: str, message: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", "import khot"],
-        env={**os.environ, "KHOT_KERNELS": "fast"},
+        env={**os.environ, "KHOT_KERNELS": choice, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert run.returncode != 0 and "KHOT_KERNELS must be one of" in run.stderr
+    assert run.returncode != 0 and message in run.stderr

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -32,26 +31,6 @@ FORWARD = {torch.float64: 1e-12, torch.float32: 5e-7}
 every_dtype = pytest.mark.parametrize("dtype", FORWARD, ids=str)
 # of a gap between two clusters, float32 scores leave z itself a relative error of 1e-7, and z is 1e4 there
 BACKWARD = {torch.float64: 1e-10, torch.float32: 2e-4}
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernels, interpreted. What they allocate is full of NaN, so that what nobody writes shows."""
-    from khot.kernels import triton
-
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield triton
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture
-def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same, with rows that are long from 17 entries on."""
-    for name, value in {"RESIDENT": 16, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}.items():
-        monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
-    return kernels
 
 
 either = pytest.mark.parametrize("where", ["kernels", "split"])
@@ -210,32 +189,43 @@ def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytes
 
 
 COMPILE = """
-import sys
+import itertools
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot.kernels.triton import backward, forward, functions
+from khot.kernels.triton import backward, forward, functions, magnitude, scans, selection
 
-pointers = {"k_pointer": "*fp64", "tau_pointer": "*fp64", "grad_lo_pointer": "*fp64"}
-scores = ("x_pointer", "out_pointer", "grad_pointer", "dx_pointer")
-for dtype, compute in (("fp32", tl.float32), ("bf16", tl.float32), ("fp64", tl.float64)):
-    for cdf in functions.CDFS.values():
-        constants = {
-            "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "CDF": cdf, "OUTPUT": cdf % 3, "COMPUTE": compute,
-            "TOGETHER": 4, "WIDTH": 64, "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64",
+which = {
+    forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
+    backward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
+    selection: [{}],
+    magnitude: [{"P": 2.0}, {"P": 4 / 3}],
+    scans: [{"REVERSE": False}, {"REVERSE": True}],
+}
+entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
+           "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer")
+integers = ("counts_pointer", "tally_pointer", "ties_pointer")
+for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
+    compute = tl.float64 if dtype == "fp64" else tl.float32
+    for constants, function in itertools.product(which[module], module.KERNELS):
+        constants = constants | {
+            "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
+            "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64",
         }
-        for function in (*forward.KERNELS, *backward.KERNELS):
-            signature = {
-                arg: "constexpr" if arg in constants
-                else f"*{dtype}" if arg in scores
-                else pointers.get(arg, "*fp64" if arg.endswith(("pointer", "before", "after")) else "i32")
-                for arg in function.arg_names
-            }
-            given = {arg: value for arg, value in constants.items() if arg in function.arg_names}
-            source = ASTSource(function, signature=signature, constexprs=given)
-            binary = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-            assert binary.asm["cubin"]
+        if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
+            constants["TOGETHER"] = 1  # a row that is split has its programs to itself
+        signature = {
+            arg: "constexpr" if arg in constants
+            else f"*{dtype}" if arg in entries
+            else "*i32" if arg in integers
+            else "*fp64" if arg.endswith(("pointer", "before", "after")) else "i32"
+            for arg in function.arg_names
+        }
+        given = {arg: value for arg, value in constants.items() if arg in function.arg_names}
+        source = ASTSource(function, signature=signature, constexprs=given)
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        assert binary.asm["cubin"]
 """
 
 

@@ -69,7 +69,8 @@ def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
     wanted = [x for x in leaves if x.requires_grad]
     with torch.no_grad():
         y = function(*leaves)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    generator = torch.Generator(y.device).manual_seed(1)
+    grad = torch.randn(y.shape, generator=generator, device=y.device).to(y)
 
     def call() -> tuple[Tensor, ...]:
         return torch.autograd.grad(function(*leaves), wanted, grad)

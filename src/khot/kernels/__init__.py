@@ -6,6 +6,7 @@ device (:mod:`khot.kernels.cpu`, :mod:`khot.kernels.gpu`), and the reference ser
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -242,12 +243,15 @@ def _(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _CPU = cpu.load()
-gpu.register()
+_INTERPRETED = os.environ.get("KHOT_KERNELS") == "triton"
+gpu.register("CUDA")
+if _INTERPRETED:
+    gpu.register("CPU")
 
 
 def active() -> dict[str, str]:
     """Which kernels serve each kind of device, in the words of ``khot info``."""
     return {
-        "cpu": f"compiled ({_CPU})" if _CPU else "reference",
+        "cpu": f"compiled ({_CPU})" if _CPU else "triton, interpreted" if _INTERPRETED else "reference",
         "gpu": ("triton" if gpu.available() else "reference") if torch.cuda.is_available() else "none",
     }

@@ -2,7 +2,7 @@
 
 They serve where the extension was built, with the best instruction set that the processor offers. The
 environment variable ``KHOT_KERNELS`` chooses otherwise: ``reference`` switches them off, ``avx2`` and
-``baseline`` hold them to less.
+``baseline`` hold them to less, ``triton`` is for tests (:mod:`khot.kernels.gpu`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["CHOICES", "load"]
 
-CHOICES = ("", "reference", "compiled", "baseline", "avx2", "avx512")
+CHOICES = ("", "reference", "compiled", "baseline", "avx2", "avx512", "triton")
 
 
 def load() -> str | None:
@@ -28,7 +28,9 @@ def load() -> str | None:
     choice = os.environ.get("KHOT_KERNELS", "")
     if choice not in CHOICES:
         raise ValueError(f"KHOT_KERNELS must be one of {', '.join(CHOICES[1:])}, but got {choice!r}")
-    if choice == "reference":
+    if choice == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("KHOT_KERNELS=triton needs TRITON_INTERPRET=1: Triton compiles nothing for a CPU")
+    if choice in ("reference", "triton"):
         return None
     # the name ends as Python's stable ABI has it: _C.abi3.so, or _C.pyd on Windows
     found = sorted(p for p in Path(__file__).parents[1].glob("_C.*") if p.suffix in (".so", ".pyd"))

@@ -1,6 +1,7 @@
-"""The GPU kernels (`triton.py`): registered for CUDA and ROCm, and imported when the first tensor comes.
+"""The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported when the first tensor comes.
 
-Where Triton is not installed the reference serves.
+Where Triton is not installed the reference serves. With ``KHOT_KERNELS=triton`` and ``TRITON_INTERPRET=1``
+they take CPU tensors too, so that all tests of the operators can run on them without a device.
 """
 
 from __future__ import annotations
@@ -8,38 +9,51 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from khot.kernels import reference
+from khot.kernels import reference, scans, selection
 
 __all__ = ["KERNELS", "available", "register"]
 
-KERNELS = ("soft_topk", "soft_topk_backward")
+# their names, and what serves without Triton
+KERNELS: dict[str, Callable[..., Any]] = {
+    "soft_topk": reference.soft_topk,
+    "soft_topk_backward": reference.soft_topk_backward,
+    "soft_topk_magnitude": selection.soft_topk_magnitude,
+    "soft_topk_magnitude_backward": selection.soft_topk_magnitude_backward,
+    "topk_mask": selection.topk_mask,
+    "decay_scan": scans.decay_scan,
+    "laplace_rank": scans.laplace_rank,
+    "laplace_rank_backward": scans.laplace_rank_backward,
+    "laplace_sort": scans.laplace_sort,
+    "laplace_sort_backward": scans.laplace_sort_backward,
+    "laplace_thresholds": scans.laplace_thresholds,
+    "laplace_thresholds_backward": scans.laplace_thresholds_backward,
+}
 
 
 def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def register() -> None:
+def register(device: str) -> None:
     for name in KERNELS:
-        torch.library.impl(f"khot::{name}", "CUDA")(_late(name))
+        torch.library.impl(f"khot::{name}", device)(_late(name))
 
 
 def _late(name: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        return getattr(_module(), name)(*args)
+        return _kernels()[name](*args)
 
     return kernel
 
 
 @functools.cache
-def _module() -> ModuleType:
+def _kernels() -> dict[str, Callable[..., Any]]:
     if not available():
-        return reference
+        return KERNELS
     from khot.kernels import triton
 
-    return triton
+    return {name: getattr(triton, name) for name in KERNELS}

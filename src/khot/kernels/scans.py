@@ -79,7 +79,7 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 # --------------------------------------------------------------------------------------------- rank
 
 
-def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
     """r_i = ½ + Σ_j F((x_j − x_i)/τ) for Laplace's F: 1 is the largest; and what sorts x.
 
     Equal entries, infinite ones among them, share the mean of their ranks.
@@ -97,15 +97,17 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     gap = _gaps(y, tau)
     one = torch.ones_like(y)
     place = torch.arange(1, x.shape[-1] + 1, dtype=torch.float64, device=x.device)
-    rank = place + 0.5 * (decay_scan(one, gap, True) - decay_scan(one, gap, False))
+    rank = place + 0.5 * (scan(one, gap, True) - scan(one, gap, False))
     rank = rank.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan)
     out = torch.empty_like(y).scatter_(-1, order, rank)
     return out.to(x.dtype), order.int()
 
 
-def laplace_rank_backward(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+def laplace_rank_backward(
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan = decay_scan
+) -> tuple[Tensor, Tensor]:
     """The gradients in x and in τ, this one of the batch shape."""
-    return pull_rank(grad, x, order, tau, decay_scan)
+    return pull_rank(grad, x, order, tau, scan)
 
 
 def pull_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
@@ -189,7 +191,9 @@ def _bad(x: Tensor, tau: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------- thresholds
 
 
-def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def laplace_thresholds(
+    x: Tensor, levels: Tensor, tau: Tensor, scan: Scan = decay_scan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """t = hi + lo with C(t) = level, for many levels of a row.
 
     Between neighbouring scores with m entries above, C(t) = m − ½ a e^(−α) + ½ b e^(−β), where α and β are
@@ -216,7 +220,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     tau = tau.double().expand(batch)
     gap = _gaps(y, tau)
     one = torch.ones_like(y)
-    up, down = decay_scan(one, gap, False), decay_scan(one, gap, True)
+    up, down = scan(one, gap, False), scan(one, gap, True)
     count = torch.arange(n, dtype=torch.float64, device=x.device) + 0.5 * (1 + down - up)
     first = (y == math.inf).sum(-1, keepdim=True)  # of the finite entries
     last = (y > -math.inf).sum(-1, keepdim=True)
@@ -240,12 +244,12 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     return hi, lo, order.int(), place.int()
 
 
-def laplace_sort(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
     """The thresholds of the levels i − ½, in x's dtype, in either order; and what sorts x, descending.
 
     Infinite entries stay.
     """
-    hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau)
+    hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau, scan)
     t = (hi + lo).to(x.dtype)
     return t if descending else t.flip(-1), order
 
@@ -255,20 +259,33 @@ def half_levels(x: Tensor) -> Tensor:
 
 
 def laplace_sort_backward(
-    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, descending: bool, want_tau: bool
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    tau: Tensor,
+    descending: bool,
+    want_tau: bool,
+    scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor]:
     """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
-    hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau)
+    hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
     v = (grad if descending else grad.flip(-1)).double()
-    dx, _, dtau = pull_thresholds(v, x, order, hi, lo, place, tau, decay_scan)
+    dx, _, dtau = pull_thresholds(v, x, order, hi, lo, place, tau, scan)
     return dx, dtau if want_tau else torch.zeros_like(dtau)
 
 
 def laplace_thresholds_backward(
-    grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    place: Tensor,
+    tau: Tensor,
+    scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels (*batch, m) and τ (batch)."""
-    return pull_thresholds(grad, x, order, hi, lo, place, tau, decay_scan)
+    return pull_thresholds(grad, x, order, hi, lo, place, tau, scan)
 
 
 def pull_thresholds(

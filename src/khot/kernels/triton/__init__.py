@@ -1,4 +1,4 @@
-"""Triton kernels of the soft top-k, for CUDA and ROCm: one read of the row, one write.
+"""Triton kernels, for CUDA and ROCm: one read of the row, one write.
 
 A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
 y. Several short rows share a program. A longer row is split over programs: every pass is one launch, whose
@@ -14,5 +14,28 @@ cheap.
 
 from khot.kernels.triton.backward import soft_topk_backward as soft_topk_backward
 from khot.kernels.triton.forward import soft_topk as soft_topk
+from khot.kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
+from khot.kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
+from khot.kernels.triton.scans import decay_scan as decay_scan
+from khot.kernels.triton.scans import laplace_rank as laplace_rank
+from khot.kernels.triton.scans import laplace_rank_backward as laplace_rank_backward
+from khot.kernels.triton.scans import laplace_sort as laplace_sort
+from khot.kernels.triton.scans import laplace_sort_backward as laplace_sort_backward
+from khot.kernels.triton.scans import laplace_thresholds as laplace_thresholds
+from khot.kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
+from khot.kernels.triton.selection import topk_mask as topk_mask
 
-__all__ = ["soft_topk", "soft_topk_backward"]
+__all__ = [
+    "decay_scan",
+    "laplace_rank",
+    "laplace_rank_backward",
+    "laplace_sort",
+    "laplace_sort_backward",
+    "laplace_thresholds",
+    "laplace_thresholds_backward",
+    "soft_topk",
+    "soft_topk_backward",
+    "soft_topk_magnitude",
+    "soft_topk_magnitude_backward",
+    "topk_mask",
+]

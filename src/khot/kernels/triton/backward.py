@@ -21,10 +21,13 @@ from khot.kernels.triton.functions import (
     THRESHOLD,
     UNIFORM,
     VALUE,
+    chunks,
     gather,
     load,
     log_erfcx,
     median,
+    place,
+    put,
     side,
     standardize,
 )
@@ -182,57 +185,57 @@ def _resident_backward(
 
 
 @triton.jit
+def _load_cotangent(given, x, valid, row, column, OUTPUT: tl.constexpr):
+    v = x * 0
+    if OUTPUT != THRESHOLD:
+        pointer, row_stride, column_stride = given
+        at = pointer + row * row_stride + column[None, :] * column_stride
+        v = tl.load(at, mask=valid, other=0.0).to(x.dtype)
+    return v
+
+
+@triton.jit
+def _add_gradient_sums(sums, given, x, valid, row, column):
+    near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = sums
+    incoming, hi, lo, tau = given[:4]
+    power: tl.constexpr = given[4]
+    CDF: tl.constexpr = given[5]
+    OUTPUT: tl.constexpr = given[6]
+    v = _load_cotangent(incoming, x, valid, row, column, OUTPUT)
+    near_c, mass_c, mass_z_c, u_c, u_z_c, share_c, up_c, up_n, up_s, down_c, down_n, down_s = _gradient_sums(
+        x, v, valid, hi, lo, tau, power, CDF, OUTPUT
+    )
+    nearest = tl.minimum(near, near_c)
+    old, new = _rescale(near, nearest, CDF), _rescale(near_c, nearest, CDF)
+    mass, mass_z = mass * old + mass_c * new, mass_z * old + mass_z_c * new
+    share = share * old + share_c * new if OUTPUT == VALUE else share + share_c
+    least, greatest = tl.minimum(up, up_c), tl.maximum(down, down_c)
+    up_count, up_sum = _ties(up, up_count, up_c, up_n, least), _ties(up, up_sum, up_c, up_s, least)
+    down_count = _ties(down, down_count, down_c, down_n, greatest)
+    down_sum = _ties(down, down_sum, down_c, down_s, greatest)
+    u_sum, u_z = u_sum + u_c, u_z + u_z_c
+    return nearest, mass, mass_z, u_sum, u_z, share, least, up_count, up_sum, greatest, down_count, down_sum
+
+
+@triton.jit
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
     sums_pointer, n, length, parts,
     power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, part = place(parts)
     one = row + tl.arange(0, 1)
     hi, lo = tl.load(hi_pointer + one), tl.load(lo_pointer + one)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
-    mass = tl.zeros((1,), tl.float64)
-    mass_z, u_sum, u_z, share = mass, mass, mass, mass
-    near = mass + (1e15 if CDF < UNIFORM else 0.0)
-    up, down = mass + float("inf"), mass - float("inf")
-    up_count, up_sum, down_count, down_sum = mass, mass, mass, mass
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        valid = (column < n)[None, :]
-        x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-        v = x * 0
-        if OUTPUT != THRESHOLD:
-            at = grad_pointer + row * grad_row + column[None, :] * grad_column
-            v = tl.load(at, mask=valid, other=0.0).to(COMPUTE)
-        near_c, mass_c, mass_z_c, u_c, u_z_c, share_c, up_c, up_n, up_s, down_c, down_n, down_s = (
-            _gradient_sums(x, v, valid, hi, lo, tau, power, CDF, OUTPUT)
-        )
-        nearest = tl.minimum(near, near_c)
-        old, new = _rescale(near, nearest, CDF), _rescale(near_c, nearest, CDF)
-        near = nearest
-        mass, mass_z = mass * old + mass_c * new, mass_z * old + mass_z_c * new
-        share = share * old + share_c * new if OUTPUT == VALUE else share + share_c
-        u_sum, u_z = u_sum + u_c, u_z + u_z_c
-        up_count, up_sum = (
-            _ties(up, up_count, up_c, up_n, tl.minimum(up, up_c)),
-            _ties(up, up_sum, up_c, up_s, tl.minimum(up, up_c)),
-        )
-        down_count = _ties(down, down_count, down_c, down_n, tl.maximum(down, down_c))
-        down_sum = _ties(down, down_sum, down_c, down_s, tl.maximum(down, down_c))
-        up, down = tl.minimum(up, up_c), tl.maximum(down, down_c)
-    base = sums_pointer + (row * parts + part) * 12 + tl.arange(0, 1)
-    tl.store(base, near)
-    tl.store(base + 1, mass)
-    tl.store(base + 2, mass_z)
-    tl.store(base + 3, u_sum)
-    tl.store(base + 4, u_z)
-    tl.store(base + 5, share)
-    tl.store(base + 6, up)
-    tl.store(base + 7, up_count)
-    tl.store(base + 8, up_sum)
-    tl.store(base + 9, down)
-    tl.store(base + 10, down_count)
-    tl.store(base + 11, down_sum)
+    zero = tl.zeros((1,), tl.float64)
+    near = zero + (1e15 if CDF < UNIFORM else 0.0)
+    up, down = zero + float("inf"), zero - float("inf")
+    sums = (near, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
+    sums = chunks(
+        _add_gradient_sums, sums, ((grad_pointer, grad_row, grad_column), hi, lo, tau, power, CDF, OUTPUT),
+        x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
+    )  # fmt: skip
+    put(sums_pointer + (row * parts + part) * 12 + tl.arange(0, 1), sums)
 
 
 @triton.jit
@@ -256,7 +259,7 @@ def _part_gradient_write(
     power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, part = place(parts)
     one = row + tl.arange(0, 1)
     hi, lo = tl.load(hi_pointer + one), tl.load(lo_pointer + one)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
@@ -287,16 +290,23 @@ def _part_gradient_write(
     if part == 0:
         tl.store(dk_pointer + one, dk)
         tl.store(dtau_pointer + one, dtau)
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        valid = (column < n)[None, :]
-        x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-        v = x * 0
-        if OUTPUT != THRESHOLD:
-            at = grad_pointer + row * grad_row + column[None, :] * grad_column
-            v = tl.load(at, mask=valid, other=0.0).to(COMPUTE)
-        offset = row * n + column[None, :]
-        _gradient_write(dx_pointer, offset, x, v, valid, hi, lo, tau, near, pull, power, CDF, OUTPUT)
+    chunks(
+        _write_gradient, (),
+        ((grad_pointer, grad_row, grad_column), dx_pointer, n, hi, lo, tau, near, pull, power, CDF, OUTPUT),
+        x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_gradient(sums, given, x, valid, row, column):
+    incoming, pointer, n, hi, lo, tau, near, pull = given[:8]
+    power: tl.constexpr = given[8]
+    CDF: tl.constexpr = given[9]
+    OUTPUT: tl.constexpr = given[10]
+    v = _load_cotangent(incoming, x, valid, row, column, OUTPUT)
+    offset = row * n + column[None, :]
+    _gradient_write(pointer, offset, x, v, valid, hi, lo, tau, near, pull, power, CDF, OUTPUT)
+    return sums
 
 
 KERNELS = (_resident_backward, _part_gradient_sums, _part_gradient_write)
@@ -346,10 +356,10 @@ def soft_topk_backward(
             return dx, dk, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows, parts, 12)
-        _part_gradient_sums[(parts, rows)](
+        _part_gradient_sums[(rows * parts,)](
             *cotangent, *source, hi, lo, *tau_row, sums, n, length, parts, **which, CHUNK=layout.CHUNK
         )
-        _part_gradient_write[(parts, rows)](
+        _part_gradient_write[(rows * parts,)](
             *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
             **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

@@ -19,12 +19,17 @@ from khot.kernels.triton.functions import (
     THRESHOLD,
     TINY,
     UNIFORM,
+    chunks,
     gather,
+    get,
     icdf,
     load,
     log_F,
     median,
     normal_icdf,
+    pair,
+    place,
+    put,
     side,
     standardize,
 )
@@ -211,24 +216,11 @@ def _step(
     rest = tl.where(gap, gap_middle, tl.where(newton, lo + step, 0.0))
     rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
     base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
-    new_hi, new_lo = _pair(base, rest, FINE)
+    new_hi, new_lo = pair(base, rest, FINE)
     if CDF < UNIFORM:
         near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)
         near_down = tl.where(deep | gap, tl.maximum((new_hi + new_lo - hi - down) / tau, 1e-300), 0.0)
     return new_hi, new_lo, new_low, new_high, near_up, near_down, finished
-
-
-@triton.jit
-def _pair(hi, lo, FINE: tl.constexpr):
-    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
-    s = hi + lo
-    if FINE:
-        v = s - hi
-        rest = (hi - (s - v)) + (lo - v)
-    else:
-        s = s.to(tl.float32).to(tl.float64)
-        rest = (hi - s) + lo
-    return s, rest
 
 
 # ------------------------------------------------------------------------------ the kernels
@@ -276,7 +268,7 @@ def _resident(
     k, size, tau, settled, hi, low, high = _begin(
         nan, size, pinned, xmin, xmax, mean, variance, k, tau, MEAN, VARIANCE, power, CDF
     )
-    hi, lo = _pair(hi, hi * 0, FINE)
+    hi, lo = pair(hi, hi * 0, FINE)
     done = settled != 0
     near_up, near_down = lo * 0, lo * 0
     count = 0
@@ -305,34 +297,27 @@ def _resident(
 
 
 @triton.jit
+def _add_statistics(sums, given, x, valid, row, column):
+    nan, size, pinned, low, high, mean, squares = sums
+    nan_c, size_c, pinned_c, low_c, high_c, mean_c, squares_c = _statistics(x, valid)
+    # moments of the union from those of the parts (Chan, Golub, LeVeque)
+    both = tl.maximum(size + size_c, 1.0)
+    shift = mean_c - mean
+    squares += squares_c + shift * shift * size * size_c / both
+    mean += shift * size_c / both
+    nan, pinned = tl.maximum(nan, nan_c.to(tl.float64)), pinned + pinned_c
+    return nan, size + size_c, pinned, tl.minimum(low, low_c), tl.maximum(high, high_c), mean, squares
+
+
+@triton.jit
 def _part_statistics(
     x_pointer, x_stride, sums_pointer, n, length, parts, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    nan = tl.zeros((1,), tl.float64)
-    size, pinned, mean, squares = nan, nan, nan, nan
-    low, high = nan + float("inf"), nan - float("inf")
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        valid = (column < n)[None, :]
-        x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-        nan_c, size_c, pinned_c, low_c, high_c, mean_c, squares_c = _statistics(x, valid)
-        nan, pinned = tl.maximum(nan, nan_c.to(tl.float64)), pinned + pinned_c
-        low, high = tl.minimum(low, low_c), tl.maximum(high, high_c)
-        # moments of the union from those of the parts (Chan, Golub, LeVeque)
-        both = tl.maximum(size + size_c, 1.0)
-        shift = mean_c - mean
-        squares += squares_c + shift * shift * size * size_c / both
-        mean += shift * size_c / both
-        size += size_c
-    base = sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1)
-    tl.store(base, nan)
-    tl.store(base + 1, size)
-    tl.store(base + 2, pinned)
-    tl.store(base + 3, low)
-    tl.store(base + 4, high)
-    tl.store(base + 5, mean)
-    tl.store(base + 6, squares)
+    row, part = place(parts)
+    zero = tl.zeros((1,), tl.float64)
+    sums = (zero, zero, zero, zero + float("inf"), zero - float("inf"), zero, zero)
+    sums = chunks(_add_statistics, sums, (), x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK)
+    put(sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
 @triton.jit
@@ -360,26 +345,10 @@ def _part_begin(
         nan, size, pinned, xmin, xmax, mean, squares / tl.maximum(size, 1.0), k, tau,
         MEAN, VARIANCE, power, CDF,
     )  # fmt: skip
-    hi, lo = _pair(hi, hi * 0, FINE)
+    hi, lo = pair(hi, hi * 0, FINE)
     done = tl.where(settled == 0, 0.0, 1.0)
     hi, lo = tl.where(settled == 0, hi, settled), tl.where(settled == 0, lo, settled)
-    state = state_pointer + one * 11
-    tl.store(state, k)
-    tl.store(state + 1, size)
-    tl.store(state + 2, tau)
-    tl.store(state + 3, pinned)
-    _put(state, hi, lo, low, high, hi * 0, hi * 0, done)
-
-
-@triton.jit
-def _put(state, hi, lo, low, high, near_up, near_down, done):
-    tl.store(state + 4, hi)
-    tl.store(state + 5, lo)
-    tl.store(state + 6, low)
-    tl.store(state + 7, high)
-    tl.store(state + 8, near_up)
-    tl.store(state + 9, near_down)
-    tl.store(state + 10, done)
+    put(state_pointer + one * 11, (k, size, tau, pinned, hi, lo, low, high, hi * 0, hi * 0, done))
 
 
 @triton.jit
@@ -387,12 +356,7 @@ def _advance(
     state, sums, parts, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr, PARTS: tl.constexpr
 ):
     """The state of a row after the step that its sums call for; as it was where it is done."""
-    k, n = tl.load(state), tl.load(state + 1)
-    tau, pinned = tl.load(state + 2), tl.load(state + 3)
-    hi, lo = tl.load(state + 4), tl.load(state + 5)
-    low, high = tl.load(state + 6), tl.load(state + 7)
-    near_up, near_down = tl.load(state + 8), tl.load(state + 9)
-    done = tl.load(state + 10)
+    k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done = get(state, 11)
     if tl.sum(done) == 0 and count > 0:
         m = tl.sum(gather(sums, parts, 0, PARTS, 7, 0.0), axis=1)
         A = tl.sum(gather(sums, parts, 1, PARTS, 7, 0.0), axis=1)
@@ -410,44 +374,48 @@ def _advance(
 
 
 @triton.jit
+def _add_sums(sums, given, x, valid, row, column):
+    m, A, B, f_above, f_below, up, down = sums
+    hi, lo, tau, near_up, near_down = given[:5]
+    power: tl.constexpr = given[5]
+    CDF: tl.constexpr = given[6]
+    m_c, A_c, B_c, f_above_c, f_below_c, up_c, down_c = _evaluate(
+        x, valid, hi, lo, tau, near_up, near_down, power, CDF
+    )
+    up, down = tl.minimum(up, up_c), tl.maximum(down, down_c)
+    return m + m_c, A + A_c, B + B_c, f_above + f_above_c, f_below + f_below_c, up, down
+
+
+@triton.jit
 def _part_evaluate(
     x_pointer, x_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
     power: tl.constexpr, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    state = row * 11 + tl.arange(0, 1)
-    k, size, tau, pinned, hi, lo, low, high, near_up, near_down, done = _advance(
-        state_before + state, sums_before + row * parts * 7, parts, count, FINE, power, CDF, PARTS
-    )
+    row, part = place(parts)
+    at = row * 11 + tl.arange(0, 1)
+    state = _advance(state_before + at, sums_before + row * parts * 7, parts, count, FINE, power, CDF, PARTS)
     if part == 0:
-        tl.store(state_after + state, k)
-        tl.store(state_after + state + 1, size)
-        tl.store(state_after + state + 2, tau)
-        tl.store(state_after + state + 3, pinned)
-        _put(state_after + state, hi, lo, low, high, near_up, near_down, done)
+        put(state_after + at, state)
+    _, _, tau, _, hi, lo, _, _, near_up, near_down, done = state
     if tl.sum(done) == 0:
-        m = tl.zeros((1,), tl.float64)
-        A, B, f_above, f_below = m, m, m, m
-        up, down = m + float("inf"), m - float("inf")
-        for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            valid = (column < n)[None, :]
-            x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-            m_c, A_c, B_c, f_above_c, f_below_c, up_c, down_c = _evaluate(
-                x, valid, hi, lo, tau, near_up, near_down, power, CDF
-            )
-            m, A, B = m + m_c, A + A_c, B + B_c
-            f_above, f_below = f_above + f_above_c, f_below + f_below_c
-            up, down = tl.minimum(up, up_c), tl.maximum(down, down_c)
-        base = sums_after + (row * parts + part) * 7 + tl.arange(0, 1)
-        tl.store(base, m)
-        tl.store(base + 1, A)
-        tl.store(base + 2, B)
-        tl.store(base + 3, f_above)
-        tl.store(base + 4, f_below)
-        tl.store(base + 5, up)
-        tl.store(base + 6, down)
+        zero = tl.zeros((1,), tl.float64)
+        sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
+        sums = chunks(
+            _add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
+            x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
+        )  # fmt: skip
+        put(sums_after + (row * parts + part) * 7 + tl.arange(0, 1), sums)
+
+
+@triton.jit
+def _write_chunk(sums, given, x, valid, row, column):
+    pointer, n, hi, lo, tau = given[:5]
+    power: tl.constexpr = given[5]
+    CDF: tl.constexpr = given[6]
+    OUTPUT: tl.constexpr = given[7]
+    _write(pointer, x, valid, row * n + column[None, :], hi, lo, tau, power, CDF, OUTPUT)
+    return sums
 
 
 @triton.jit
@@ -458,20 +426,19 @@ def _part_write(
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, part = place(parts)
+    one = row + tl.arange(0, 1)
     _, _, tau, _, hi, lo, _, _, _, _, _ = _advance(
-        state_pointer + row * 11 + tl.arange(0, 1), sums_pointer + row * parts * 7, parts, count,
-        FINE, power, CDF, PARTS,
-    )  # fmt: skip
+        state_pointer + one * 11, sums_pointer + row * parts * 7, parts, count, FINE, power, CDF, PARTS
+    )
     if part == 0:
-        tl.store(hi_pointer + row + tl.arange(0, 1), hi)
-        tl.store(lo_pointer + row + tl.arange(0, 1), lo)
+        tl.store(hi_pointer + one, hi)
+        tl.store(lo_pointer + one, lo)
     if OUTPUT != THRESHOLD:
-        for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            valid = (column < n)[None, :]
-            x = tl.load(x_pointer + row * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-            _write(out_pointer, x, valid, row * n + column[None, :], hi, lo, tau, power, CDF, OUTPUT)
+        chunks(
+            _write_chunk, (), (out_pointer, n, hi, lo, tau, power, CDF, OUTPUT),
+            x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
+        )  # fmt: skip
 
 
 KERNELS = (_resident, _part_statistics, _part_begin, _part_evaluate, _part_write)
@@ -508,17 +475,17 @@ def soft_topk(
         state = [x.new_empty(rows, 11, dtype=torch.float64) for _ in range(2)]
         padded = {"PARTS": triton.next_power_of_2(parts)}
         chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
-        _part_statistics[(parts, rows)](*source, sums[0], n, length, parts, **chunk)
+        _part_statistics[(rows * parts,)](*source, sums[0], n, length, parts, **chunk)
         fine = {"FINE": x.dtype == torch.float64}
         _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, **which, **moments, **fine, **padded)
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2
-            _part_evaluate[(parts, rows)](
+            _part_evaluate[(rows * parts,)](
                 *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
                 **which, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
-        _part_write[(parts, rows)](
+        _part_write[(rows * parts,)](
             *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES,
             **which, **how, CHUNK=layout.CHUNK, **padded,
         )  # fmt: skip

@@ -173,6 +173,19 @@ def standardize(x, hi, lo, tau, CDF: tl.constexpr):
 
 
 @triton.jit
+def pair(hi, lo, FINE: tl.constexpr):
+    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
+    s = hi + lo
+    if FINE:
+        v = s - hi
+        rest = (hi - (s - v)) + (lo - v)
+    else:
+        s = s.to(tl.float32).to(tl.float64)
+        rest = (hi - s) + lo
+    return s, rest
+
+
+@triton.jit
 def load(pointer, row, stride, column, valid, dtype: tl.constexpr):
     return tl.load(pointer + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(dtype)
 
@@ -182,3 +195,39 @@ def gather(pointer, parts, what, PARTS: tl.constexpr, STRIDE: tl.constexpr, othe
     """One of the numbers that the parts of a row left, as (1, PARTS)."""
     part = tl.arange(0, PARTS)[None, :]
     return tl.load(pointer + part * STRIDE + what, mask=part < parts, other=other)
+
+
+@triton.jit
+def put(pointer, values):
+    """Numbers one after another."""
+    for i in tl.static_range(len(values)):
+        tl.store(pointer + i, values[i])
+
+
+@triton.jit
+def get(pointer, COUNT: tl.constexpr):
+    values = ()
+    for i in tl.static_range(COUNT):
+        values = values + (tl.load(pointer + i),)  # type: ignore[assignment]  # noqa: RUF005
+    return values
+
+
+@triton.jit
+def place(parts):
+    """The row and the part of it that are this program's. Only the first axis of a grid is long enough."""
+    program = tl.program_id(0)
+    return (program // parts).to(tl.int64), program % parts
+
+
+@triton.jit
+def chunks(
+    fold: tl.constexpr, sums, given, pointer, stride, row, part, n, length,
+    COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """sums once fold(sums, given, x, valid, row, column) has seen the part's entries, a chunk at a time."""
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        valid = (column < n)[None, :]
+        x = tl.load(pointer + row * stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+        sums = fold(sums, given, x, valid, row, column)
+    return sums

@@ -1,0 +1,29 @@
+"""Triton's kernels under its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The kernels, interpreted. What they allocate is full of NaN, so that what nobody writes shows."""
+    from khot.kernels import triton
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield triton
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same, with rows that are long from 17 entries on."""
+    for name, value in {"RESIDENT": 16, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}.items():
+        monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
+    return kernels

@@ -1,0 +1,146 @@
+"""The Triton kernels of the mask, top-k in magnitude and the decay scan, interpreted, against the reference.
+
+The operators' table runs on them too, with KHOT_KERNELS=triton: tests/test_operators.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot.kernels import gpu, scans, selection
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads it when it is imported, so no test can set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # NumPy's, which the interpreter computes with: infinities are meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+either = pytest.mark.parametrize("where", ["kernels", "split"])
+ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
+
+
+def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ties, signed zeros, equal, infinite and NaN entries, too many infinite ones; k at its ends and beyond."""
+    x = 2 * torch.randn(11, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x[1] = x[1].round()
+    x[2, -1] = torch.nan
+    x[3, :2] = torch.inf
+    x[4, ::2] = -torch.inf
+    x[5], x[5, ::2] = 0.0, -0.0
+    x[6, :3] = torch.inf
+    x[7] = 1.5
+    half, few = max(n // 2, 1), min(n, 3)
+    k = [few, half, half, min(n, 2), n // 2, half, 1, half, 0, n, n + 1]
+    return x.to(dtype), torch.tensor(k, dtype=torch.float64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference in units of 1 + |want|; inf where only one is NaN or infinite."""
+    got, want = got.double(), want.double()
+    difference = (got - want).abs() / (1 + want.abs())
+    same = (got == want) | (got.isnan() & want.isnan())
+    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item()
+
+
+@pytest.fixture(autouse=True)
+def small(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for rows that are not there."""
+    monkeypatch.setattr(kernels.layout, "TOGETHER", 64)
+
+
+def test_every_kernel_is_registered(kernels: ModuleType) -> None:
+    assert set(kernels.__all__) == set(gpu.KERNELS)
+
+
+@either
+@every_dtype
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 33])
+def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
+    kernels = request.getfixturevalue(where)
+    x, k = rows(n, dtype)
+    got, want = kernels.topk_mask(x, k), selection.topk_mask(x, k)
+    assert got.dtype == dtype
+    assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
+    k = torch.tensor([0.4, 0.5, 1.4, 1.0], dtype=torch.float32).clamp(max=n)  # rounds up from a half
+    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), selection.topk_mask(x[[0, 1, 0, 7]], k))
+
+
+@either
+@pytest.mark.parametrize("p", [2.0, 4 / 3, pytest.param(1.15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ACCURACY, ids=str)
+@pytest.mark.parametrize(
+    ("n", "tau"),
+    [(33, 0.3), *(pytest.param(*a, marks=pytest.mark.slow) for a in ((1, 0.7), (33, 0.01), (20, 30.0)))],
+)
+def test_magnitude(
+    request: pytest.FixtureRequest, where: str, n: int, tau: float, dtype: torch.dtype, p: float
+) -> None:
+    kernels = request.getfixturevalue(where)
+    x, k = rows(n, dtype)
+    s, scale = x.abs(), torch.tensor(tau, dtype=torch.float64)
+    s[4, ::2] = -torch.inf  # may not be selected
+    got = kernels.soft_topk_magnitude(s, k, scale, p)
+    y, hi, lo = selection.soft_topk_magnitude(s.double(), k, scale, p)
+    assert error(got[0], y) <= ACCURACY[dtype]
+    assert torch.equal(got[1].isnan(), hi.isnan())
+    generator = torch.Generator().manual_seed(0)
+    v, v_lo = torch.randn(s.shape, generator=generator), torch.randn(11, generator=generator).double()
+    want = selection.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
+    found = kernels.soft_topk_magnitude_backward(v.to(dtype), v_lo, s, y.to(dtype), k, hi, lo, scale, p)
+    for a, b in zip(found, want, strict=True):
+        # slopes of w^(q−1) have up to seven times its rounding
+        size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
+        assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
+
+
+def test_magnitude_of_layouts_and_half_precision(kernels: ModuleType) -> None:
+    x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1)).abs()
+    k, tau = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0.5, 2.0])
+    want, hi, lo = selection.soft_topk_magnitude(x.double(), k, tau, 2.0)
+    for layout in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
+        assert error(kernels.soft_topk_magnitude(layout, k, tau, 2.0)[0], want) <= 5e-7
+        one = torch.ones(()).expand(x.shape)  # what sum() sends back
+        args = (k, hi, lo, tau, 2.0)
+        zero = torch.zeros(3, 2, dtype=torch.float64)
+        a = kernels.soft_topk_magnitude_backward(one, zero, layout, want.float(), *args)
+        b = selection.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
+        assert all(error(i, j) <= 1e-5 for i, j in zip(a, b, strict=True))
+    half = x.bfloat16()
+    want, _, _ = selection.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
+    got, _, _ = kernels.soft_topk_magnitude(half, k, tau, 4 / 3)
+    assert got.dtype == torch.bfloat16 and error(got, want) <= 2**-8
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("n", [1, 13, 50])
+def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, reverse: bool) -> None:
+    monkeypatch.setattr(kernels.layout, "CHUNK", 16)
+    monkeypatch.setattr(kernels.layout, "PROGRAMS", 9)
+    generator = torch.Generator().manual_seed(n)
+    w = torch.randn(4, n, generator=generator, dtype=torch.float64)
+    g = torch.rand(4, n, generator=generator, dtype=torch.float64)
+    g[1], g[2, n // 2] = 0.0, 1000.0
+    g[:, 0] = torch.nan  # is not looked at
+    assert error(kernels.decay_scan(w, g, reverse), scans.decay_scan(w, g.nan_to_num(), reverse)) <= 1e-14
+    one = torch.ones(n, dtype=torch.float64)
+    assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14
+
+
+def test_nothing_to_do(kernels: ModuleType) -> None:
+    k, tau = torch.tensor(2.0), torch.tensor(1.0)
+    for shape in ((0, 5), (3, 0)):
+        x = torch.empty(shape)
+        none = torch.zeros(()) if shape[1] == 0 else k
+        assert kernels.topk_mask(x, none).shape == shape
+        assert kernels.soft_topk_magnitude(x, none, tau, 2.0)[0].shape == shape
+        assert kernels.decay_scan(x.double(), x.double(), False).shape == shape

@@ -1,0 +1,318 @@
+"""Every public operator on a CUDA device: what only a device can show, and its results against the CPU's.
+
+The table is in operators.py. Skipped where there is no device, unless KHOT_REQUIRE_CUDA=1 makes that a
+failure. `pytest tests/test_cuda.py -n 12` spreads over processes what Triton takes to compile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+from khot import cdfs, kernels
+from operators import OPERATORS, Operator
+
+pytestmark = pytest.mark.needs_cuda
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+TAU = [0.5, 1.0, 1.7]
+# a row is held by one program; is nearly the longest of these; is split over programs
+SIZES = (7, 1001, 40_001)
+
+every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
+every_differentiable = pytest.mark.parametrize(
+    "op", [op for op in OPERATORS if op.differentiable], ids=lambda op: op.id
+)
+CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(4 / 3)]
+every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated is full of NaN, so that what a kernel does not write shows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that are not deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """An error as soon as the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """On the CPU: x (3, n), and a k and a tau a row, in the operator's domain; they grow with n."""
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(dtype)
+    k = torch.tensor(op.k, dtype=torch.float64)
+    if op.name != "soft_count":
+        k = k * (n // 7)
+    if op.name in ("soft_count", "inverse_soft_count"):
+        k = k.unsqueeze(-1)  # levels lie along dim
+    return [x, k, torch.tensor(TAU, dtype=torch.float64)]
+
+
+def leaves(op: Operator, args: list[Tensor], device: str) -> list[Tensor]:
+    """Copies on the device, requiring grad where the operator is differentiable in them."""
+    wanted = (op.differentiable, op.differentiable and not op.integer_k, op.differentiable)
+    return [a.detach().to(device, copy=True).requires_grad_(w) for a, w in zip(args, wanted, strict=True)]
+
+
+def value_and_gradients(op: Operator, args: list[Tensor], seed: int = 1) -> list[Tensor]:
+    y = op.call(*args)
+    if not op.differentiable:
+        return [y]
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
+    wanted = [a for a in args if a.requires_grad]
+    return [y, *torch.autograd.grad(y, wanted, cotangent.masked_fill(y.detach().isinf(), 0))]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference in units of 1 + |want|; inf where only one is NaN or infinite."""
+    got, want = got.detach().cpu().double(), want.detach().double()
+    difference = (got - want).abs() / (1 + want.abs())
+    same = (got == want) | (got.isnan() & want.isnan())
+    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item() if want.numel() else 0.0
+
+
+def fits(op: Operator, n: int) -> bool:
+    """Leaves out what costs n² or more, where n is large."""
+    quadratic = op.out_dims == 2 or (op.name in ("soft_rank", "soft_sort") and "laplace" not in op.id)
+    return n <= 7 or not (quadratic or (n > 10_000 and op.name in ("soft_quantile", "soft_median")))
+
+
+def test_triton_serves() -> None:
+    assert kernels.active()["gpu"] == "triton"
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+@every
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_agrees_with_the_cpu(op: Operator, dtype: torch.dtype) -> None:
+    for n in SIZES:
+        if not fits(op, n) or (n == SIZES[-1] and dtype == torch.float16):
+            continue
+        args = arguments(op, n, dtype)
+        want = value_and_gradients(op, leaves(op, [a.double() for a in args], "cpu"))
+        with poisoned():
+            got = value_and_gradients(op, leaves(op, args, "cuda"))
+        assert got[0].dtype == dtype
+        tolerance = 2 * ROUNDING[dtype] + op.tolerance
+        assert error(got[0], want[0]) <= tolerance * (20 if not op.selects else 1), n
+        # the cotangent is rounded to the dtype, and an entry's share of a sum of n of them with it
+        for a, b in zip(got[1:], want[1:], strict=True):
+            assert error(a, b) <= 100 * tolerance * n**0.5, n
+
+
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [2, 45, 3000, 36_000])
+def test_adversarial_rows(cdf: str | cdfs.CDF, dtype: torch.dtype, n: int) -> None:
+    rows, ks = [], []
+    for draw in oracles.ADVERSARIAL.values():
+        x = draw(n, torch.Generator().manual_seed(n)).to(dtype)
+        selectable = int((x > -torch.inf).sum())
+        for k in (0.0, *oracles.adversarial_ks(selectable), selectable):
+            rows.append(x)
+            ks.append(min(max(k, 0.0), selectable))
+    x, k = torch.stack(rows), torch.tensor(ks, dtype=torch.float64)
+    free = (x > -torch.inf).sum(-1)
+    goal = (1e-12 if dtype == torch.float64 else 1e-6) * torch.minimum(k, free - k).clamp(min=1)
+    goal = goal + n * torch.finfo(dtype).eps / 2
+    for tau in oracles.TAUS:
+        y = khot.soft_topk(x.cuda(), k.cuda(), tau=tau, cdf=cdf).cpu()
+        assert error(y, khot.soft_topk(x.double(), k, tau=tau, cdf=cdf)) <= ROUNDING[dtype]
+        assert ((y.double().sum(-1) - k).abs() <= goal).all()
+
+
+@every
+def test_any_layout(op: Operator) -> None:
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda()
+    want = op.call(x, op.k[1], 0.8).cpu()
+    transposed = x.transpose(0, 2).contiguous().transpose(0, 2)
+    strided = torch.stack((x, x + 9), -1).flatten(-2)[..., ::2]
+    for layout in (transposed, strided):
+        assert error(op.call(layout, op.k[1], 0.8), want) <= 1e-13
+    expanded = op.call(x[:1].expand(4, 6, 5), op.k[1], 0.8)
+    assert error(expanded, want[:1].expand(4, *want.shape[1:])) <= 1e-13
+
+
+@every
+def test_bad_rows_are_nan_and_spoil_no_other(op: Operator) -> None:
+    x, k, tau = (a.cuda() for a in arguments(op))
+    want = op.call(x, k, tau)
+    tau = tau.index_fill(0, torch.tensor([1], device="cuda"), -1.0)
+    y = op.call(x, k, tau)
+    rows = [0, 2]
+    if op.name == "topk_mask":  # has no temperature
+        assert torch.equal(y, want)
+    else:
+        assert y[1].isnan().all()
+    assert torch.equal(y[rows], want[rows])
+    x[1, 3] = torch.nan
+    y = op.call(x, k, tau)
+    assert y[1].isnan().all() and torch.equal(y[rows], want[rows])
+
+
+def test_more_rows_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    from khot.kernels.triton import layout
+
+    x = torch.randn(70_000, 100, device="cuda")
+    want = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
+    monkeypatch.setattr(layout, "RESIDENT", 64)
+    got = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b.cpu()) <= 1e-6
+
+
+def test_millions_of_equal_scores() -> None:
+    y = khot.sigmoid_topk(torch.full((1, 6_290_000), 0.7, device="cuda"), 64)
+    assert abs(y.double().sum().item() - 64) <= 6_290_000 * torch.finfo(torch.float32).eps / 2
+
+
+def test_half_precision_keeps_the_sum() -> None:
+    x = torch.randn(64, 16_384, device="cuda").bfloat16()
+    y = khot.sigmoid_topk(x, 64).double()
+    assert ((y.sum(-1) - 64).abs() <= 64 / 200).all()
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+@every_differentiable
+def test_gradcheck(op: Operator) -> None:
+    args = leaves(op, arguments(op), "cuda")
+
+    def call(*args: Tensor) -> Tensor:
+        y = op.call(*args)
+        return y.masked_fill(y.detach().isinf(), 0)
+
+    torch.autograd.gradcheck(call, args, fast_mode=True, check_forward_ad=True)
+    torch.autograd.gradgradcheck(call, args, fast_mode=True)
+
+
+@every
+def test_vmap(op: Operator) -> None:
+    x, k, tau = (a.cuda() for a in arguments(op))
+    assert error(torch.func.vmap(op.call)(x, k, tau), op.call(x, k, tau).cpu()) <= 1e-13
+
+
+# ------------------------------------------------------------------- the device at its own pace
+
+
+@every
+def test_the_host_never_waits(op: Operator) -> None:
+    for n in (7, 40_001):
+        if not fits(op, n):
+            continue
+        args = leaves(op, arguments(op, n, torch.float32), "cuda")
+        value_and_gradients(op, args)  # what is compiled or loaded on first use may wait
+        with never_waiting():
+            y = op.call(*args)
+            if op.differentiable:
+                torch.autograd.grad(y, [a for a in args if a.requires_grad], torch.ones_like(y))
+
+
+@every
+def test_cuda_graph(op: Operator) -> None:
+    """Captured with one input and replayed with another."""
+    for n in (7, 40_001):
+        if not fits(op, n):
+            continue
+        args = leaves(op, arguments(op, n, torch.float32), "cuda")
+
+        def step(args: list[Tensor] = args) -> list[Tensor]:
+            y = op.call(*args)
+            if not op.differentiable:
+                return [y]
+            wanted = [a for a in args if a.requires_grad]
+            return [y, *torch.autograd.grad(y, wanted, torch.ones_like(y))]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            args[0].copy_(args[0].flip(-1) * 0.9 + 0.1)
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            assert error(a, b.detach().cpu()) <= 1e-6
+
+
+@every
+def test_compile(op: Operator) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(op.call, fullgraph=True, backend="aot_eager")
+    eager, traced = (leaves(op, arguments(op, 7, torch.float32), "cuda") for _ in range(2))
+    want, got = op.call(*eager), compiled(*traced)
+    assert error(got, want.detach().cpu()) <= 1e-6
+    if op.differentiable:
+        for y in (want, got):
+            y.nan_to_num(0, 0, 0).square().sum().backward()
+        for a, b in zip(traced, eager, strict=True):
+            if b.grad is not None:
+                assert a.grad is not None and error(a.grad, b.grad.cpu()) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, k: khot.sigmoid_topk(x, k, tau=0.5),
+        lambda x, k: khot.soft_topk_magnitude(x, 3, tau=0.5),
+        lambda x, k: khot.sigmoid_topk(x, k, hard=True),
+        lambda x, k: khot.soft_sort(x),
+    ],
+    ids=["sigmoid_topk", "magnitude", "hard", "sort"],
+)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor(call: Callable[..., Tensor], mode: str) -> None:
+    torch.compiler.reset()
+    weights = torch.randn(8, 33, device="cuda")
+
+    def loss(x: Tensor, k: Tensor) -> Tensor:
+        return (call(x * 2, k) * weights).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, mode=mode)
+    for seed in range(3):  # CUDA graphs record in the second call
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x = torch.randn(8, 33, device="cuda", generator=generator, requires_grad=True)
+        k = torch.full((8,), 4.0, device="cuda")
+        (got,) = torch.autograd.grad(compiled(x, k), x)
+        got = got.clone()
+        (want,) = torch.autograd.grad(loss(x, k), x)
+        assert error(got, want.cpu()) <= 1e-5
+
+
+@every
+def test_autocast_keeps_the_dtype(op: Operator) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        args: list[Any] = [a.cuda() for a in arguments(op, 7, dtype)]
+        want = op.call(*args)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = op.call(*args)
+        assert y.dtype == dtype
+        assert torch.equal(y, want)
