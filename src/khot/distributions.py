@@ -339,7 +339,10 @@ class ConditionalPoisson(_KHotVectors):
         (tensor([0.5000, 0.5000, 0.5000, 0.5000]), tensor(6.))
     """
 
-    arg_constraints: ClassVar[dict[str, Constraint]] = {"k": constraints.nonnegative_integer, "logits": constraints.real_vector}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {
+        "k": constraints.nonnegative_integer,
+        "logits": constraints.real_vector,
+    }
 
     def __init__(self, k: int | Tensor, logits: Tensor, validate_args: bool | None = None) -> None:
         self.logits: Tensor
