@@ -49,7 +49,7 @@ check: lint test docs ## what a contributor runs before pushing: lint, tests, ty
 	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
 
 docs: $(INSTALLED) $(KATEX) ## build the documentation in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 figures: $(INSTALLED) ## draw the documentation's figures anew
 	$(BIN)/python docs/figures.py

@@ -70,7 +70,7 @@ def temperature(out: Path) -> None:
     figure, axes = panels(10, 7, len(CDFS), len(taus), sharex=True, sharey=True)
     for row, (name, F) in zip(axes, CDFS.items(), strict=True):
         for ax, tau in zip(row, taus, strict=True):
-            ax.bar(range(1, 6), khot.soft_topk(x, 3, tau=tau, cdf=F), color=BLUE, width=0.7)
+            ax.bar(range(1, 6), khot.soft_topk(x, 3, tau=tau, cdf=F).tolist(), color=BLUE, width=0.7)
             ax.axhline(3 / 5, color=GREY, linestyle=":", linewidth=1)
             ax.set_ylim(0, 1.05)
         row[0].set_ylabel(name, family="monospace")
