@@ -86,17 +86,18 @@ def soft_count(out: Path) -> None:
     """Counting above a level, softly; the level with a count of k; and each entry's share in that count."""
     x = torch.tensor([0.4, 1.0, 1.9, 2.3, 3.6], dtype=torch.float64)
     k, tau = 2, 0.3
-    b = torch.linspace(-0.5, 4.7, 600, dtype=torch.float64)
-    t = khot.inverse_soft_count(x, k, tau=tau)
+    low, high = -0.5, 4.7
+    b = torch.linspace(low, high, 600, dtype=torch.float64)
+    t = khot.inverse_soft_count(x, k, tau=tau).item()
     figure, (left, right) = panels(10, 3.6, 1, 2)
 
     left.step(b, (x > b[:, None]).sum(-1), color=LIGHT, linewidth=3, label="entries above b")
     left.plot(b, khot.soft_count(x, b, tau=tau), color=BLUE, label=f"C(b), τ = {tau}")
     left.plot(x, torch.zeros_like(x), "|", color=GREY, markersize=14, markeredgewidth=2, clip_on=False)
-    left.plot([b[0], t, t], [k, k, 0], color=ORANGE, linestyle="--")
+    left.plot([low, t, t], [k, k, 0], color=ORANGE, linestyle="--")
     left.plot(t, k, "o", color=ORANGE)
     left.annotate(f"C(t) = {k}", (t, k), (8, 6), textcoords="offset points", color=ORANGE)
-    left.set(xlabel="level b", ylabel="count", ylim=(0, 5.3), xlim=(b[0], b[-1]))
+    left.set(xlabel="level b", ylabel="count", ylim=(0, 5.3), xlim=(low, high))
     left.legend(frameon=False, loc="upper right")
 
     right.plot(b, Logistic().cdf((b - t) / tau), color=BLUE, label="F((x − t)/τ)")
@@ -109,7 +110,7 @@ def soft_count(out: Path) -> None:
             f"{share:.2f}", (score, share), (side[0], 2), textcoords="offset points", ha=side[1], fontsize=9
         )
     right.axvline(t, color=ORANGE, linestyle="--")
-    right.set(xlabel="score x", ylabel="y", ylim=(0, 1.08), xlim=(b[0], b[-1]))
+    right.set(xlabel="score x", ylabel="y", ylim=(0, 1.08), xlim=(low, high))
     right.set_title(f"the five values of y sum to {y.sum():g}", fontsize=10)
     right.legend(frameon=False, loc="upper left")
     save(figure, out / "soft_count.png")
