@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-all bench lint format clean
+.PHONY: help .venv demo test test-all bench lint format check docs figures dist dist-test clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -20,7 +21,7 @@ help: ## list these commands
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 demo: $(INSTALLED) ## learn which pixels tell digits apart, and draw them
@@ -44,7 +45,30 @@ format: $(INSTALLED) ## put the code in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+check: lint test docs ## what a contributor runs before pushing: lint, tests, types, documentation, distributions
+	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
+
+docs: $(INSTALLED) $(KATEX) ## build the documentation in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+figures: $(INSTALLED) ## draw the documentation's figures anew
+	$(BIN)/python docs/figures.py
+
+# what typesets the formulas, served with the pages
+$(KATEX): docs/katex/package-lock.json
+	npm ci --prefix docs/katex --silent
+	touch $@
+
+dist: $(INSTALLED) ## build the source distribution, the compiled wheel and the pure one
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	KHOT_PURE=1 $(PIP) wheel --no-build-isolation --no-deps -w dist dist/khot-*.tar.gz
+
+dist-test: dist ## install both wheels, each afresh, and run the tests outside the source tree
+	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
+	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
+
 clean: ## remove build output and caches (.venv stays)
-	rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site docs/katex/node_modules src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f src/khot/*.so khot-demo.png $(INSTALLED)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

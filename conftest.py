@@ -10,6 +10,9 @@ import torch
 
 import khot
 
+# code that builds the documentation, and needs what builds it
+collect_ignore_glob = ["docs/*.py", "docs/build/*"]
+
 
 @pytest.fixture(autouse=True)
 def example_names(doctest_namespace: dict[str, object]) -> None:

@@ -34,7 +34,7 @@ class CDF:
     full_support: ClassVar[bool] = True
     median: float = 0.0
     mean: float = 0.0
-    variance: float
+    variance: ClassVar[float]
 
     @property
     def shape(self) -> float:
@@ -82,7 +82,7 @@ class Logistic(CDF):
     """F(z) = 1/(1 + e^−z): sigmoid top-k (Wijk et al. 2025), SOFT top-k (Xie et al. 2020) at τ = ε/2."""
 
     name: ClassVar[str] = "logistic"
-    variance = math.pi**2 / 3
+    variance: ClassVar[float] = math.pi**2 / 3
 
     def cdf(self, z: Tensor) -> Tensor:
         return torch.sigmoid(z)
@@ -111,7 +111,7 @@ class Laplace(CDF):
     """F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0: LapSum (Struski et al. 2025)."""
 
     name: ClassVar[str] = "laplace"
-    variance = 2.0
+    variance: ClassVar[float] = 2.0
 
     # Each half is clamped to its own side: abs() would have no slope at 0, where F has one.
     def cdf(self, z: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Normal(CDF):
     """F = Φ, the standard normal CDF: probit top-k."""
 
     name: ClassVar[str] = "normal"
-    variance = 1.0
+    variance: ClassVar[float] = 1.0
 
     def cdf(self, z: Tensor) -> Tensor:
         return 0.5 * torch.erfc(z * -math.sqrt(0.5))  # torch.special.ndtr is not vectorised

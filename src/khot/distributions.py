@@ -92,6 +92,8 @@ _Self = TypeVar("_Self", bound="_ChoiceOfK")
 class _ChoiceOfK(Distribution):
     """What the four share: k, and a vector of parameters, of the shapes batch and batch + event."""
 
+    temperature: Tensor
+
     _vectors: tuple[str, ...] = ("probs", "logits")  # attributes of shape batch + event
     _scalars: tuple[str, ...] = ("k", "temperature")  # attributes of shape batch
     k: Tensor
@@ -196,7 +198,7 @@ class KHot(_KHotVectors):
         (tensor([2., 2., 2.]), tensor([1., 1., 0., 0.]))
     """
 
-    arg_constraints: ClassVar = {
+    arg_constraints: ClassVar[dict[str, Constraint]] = {
         "k": constraints.nonnegative_integer,
         "probs": constraints.independent(constraints.unit_interval, 1),
         "logits": constraints.real_vector,
@@ -337,7 +339,10 @@ class ConditionalPoisson(_KHotVectors):
         (tensor([0.5000, 0.5000, 0.5000, 0.5000]), tensor(6.))
     """
 
-    arg_constraints: ClassVar = {"k": constraints.nonnegative_integer, "logits": constraints.real_vector}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {
+        "k": constraints.nonnegative_integer,
+        "logits": constraints.real_vector,
+    }
 
     def __init__(self, k: int | Tensor, logits: Tensor, validate_args: bool | None = None) -> None:
         self.logits: Tensor
@@ -400,7 +405,7 @@ class RelaxedKHot(_ChoiceOfK):
         tensor([2., 2., 2.])
     """
 
-    arg_constraints: ClassVar = {
+    arg_constraints: ClassVar[dict[str, Constraint]] = {
         "temperature": constraints.positive,
         "k": constraints.nonnegative_integer,
         "logits": constraints.real_vector,

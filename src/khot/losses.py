@@ -63,6 +63,12 @@ class FenchelYoungTopKLoss(nn.Module):
         True
     """
 
+    k: Scalar
+    dim: int
+    tau: Scalar
+    cdf: CDF
+    reduction: str
+
     def __init__(
         self,
         k: Scalar,
@@ -137,6 +143,12 @@ class TopKCrossEntropyLoss(nn.Module):
         >>> torch.isclose(loss.exp(), 1 / (0.5 * y1[2] + 0.5 * y2[2]))
         tensor(True)
     """
+
+    p: tuple[float, ...]
+    dim: int
+    tau: Scalar
+    cdf: CDF
+    reduction: str
 
     def __init__(
         self,

@@ -54,6 +54,11 @@ class Anneal(nn.Module):
         0.25 tensor([0.1192, 0.9975, 0.8808, 0.0025])
     """
 
+    start: float
+    end: float
+    steps: int
+    schedule: str
+
     taken: Tensor
 
     def __init__(self, start: float, end: float, steps: int, schedule: str = "linear") -> None:

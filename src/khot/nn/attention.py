@@ -135,6 +135,10 @@ class TopKAttention(nn.MultiheadAttention):
         (torch.Size([3, 10, 16]), True)
     """
 
+    top_k: Value
+    tau: Value
+    cdf: CDF
+
     def __init__(
         self,
         embed_dim: int,

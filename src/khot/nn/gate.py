@@ -59,6 +59,12 @@ class KHotGate(nn.Module):
         tensor([0., 0., 0., 0., 0., 1., 1., 1.])
     """
 
+    n: int
+    k: Value | None
+    estimator: str
+    design: str | None
+    logits: nn.Parameter
+
     def __init__(
         self,
         n: int,

@@ -61,6 +61,11 @@ class SoftKNN(nn.Module):
         tensor([0, 1])
     """
 
+    k: Value | int
+    tau: Value
+    num_classes: int
+    cdf: CDF
+
     def __init__(self, k: Value, num_classes: int, tau: Value = 1.0, cdf: str | CDF = "logistic") -> None:
         super().__init__()
         if num_classes < 1:

@@ -46,6 +46,9 @@ class MixtureOfExperts(nn.Module):
         (torch.Size([3, 10, 8]), torch.Size([4]))
     """
 
+    router: Router
+    experts: nn.ModuleList
+
     def __init__(self, router: Router, experts: Iterable[nn.Module]) -> None:
         super().__init__()
         self.router, self.experts = router, nn.ModuleList(experts)

@@ -45,6 +45,12 @@ class Router(nn.Module):
         mask: (..., n), bool; False where a token is padding. It goes to no expert and is not counted.
     """
 
+    dim: int
+    num_experts: int
+    tau: Value
+    cdf: CDF
+    weight: nn.Parameter
+
     def __init__(
         self,
         dim: int,
@@ -136,6 +142,8 @@ class ExpertChoiceRouter(Router):
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
+    capacity: Value
+
     def __init__(
         self,
         dim: int,
@@ -212,6 +220,8 @@ class TokenChoiceRouter(Router):
         2.0
     """
 
+    k: Value | _CountOfToken | int
+
     def __init__(
         self,
         dim: int,
@@ -254,6 +264,11 @@ class TokenChoiceRouter(Router):
 
 class _CountOfToken(nn.Module):
     """How many experts a token gets, 1 + (experts − 1)·σ(⟨u, x⟩ + b); at first the same for all."""
+
+    num_experts: int
+    init: float
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(
         self,

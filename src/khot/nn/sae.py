@@ -66,6 +66,18 @@ class TopKSAE(nn.Module):
         True
     """
 
+    in_features: int
+    latents: int
+    straight_through: bool
+    batch: bool
+    k: Value
+    tau: Value
+    cdf: CDF
+    encoder: nn.Parameter
+    encoder_bias: nn.Parameter
+    decoder: nn.Parameter
+    bias: nn.Parameter
+
     idle: Tensor
 
     def __init__(

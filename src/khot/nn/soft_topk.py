@@ -54,6 +54,13 @@ class SoftTopK(nn.Module):
         tensor([0., 1., 1., 0.])
     """
 
+    k: Value | Positive
+    tau: Value | Positive
+    dim: int
+    cdf: CDF
+    straight_through: bool
+    soft_eval: bool
+
     def __init__(
         self,
         k: Value,

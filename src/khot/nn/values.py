@@ -26,6 +26,9 @@ def positive(value: Value, name: str) -> Value:
 class Positive(nn.Module):
     """A learned number > 0: log(1 + e^raw), near 0 a factor and far from it a distance a step."""
 
+    init: float
+    raw: nn.Parameter
+
     def __init__(
         self, init: Value, name: str, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:

@@ -1,0 +1,93 @@
+"""What the pages hold besides what is written in them.
+
+KaTeX is served with them; notebooks are executed and become pages; `<!-- benchmarks -->` stands for the
+committed tables of benchmarks/results, `<!-- results -->` for the reports in docs/results.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
+BENCHMARKS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "docs" / "results"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    if not KATEX.is_dir():
+        raise PluginError("docs/katex/node_modules is missing; `make docs` installs it")
+    for path in (KATEX / "katex.min.css", KATEX / "katex.min.js", *(KATEX / "fonts").glob("*.woff2")):
+        name = f"assets/katex/{path.relative_to(KATEX)}"
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in sorted(BENCHMARKS.glob("*.png")):
+        files.append(File.generated(config, f"benchmarks/{path.name}", abs_src_path=str(path)))
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        for name, content in notebook(path).items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = markdown.replace("<!-- benchmarks -->", benchmarks())
+    return markdown.replace("<!-- results -->", results())
+
+
+def benchmarks() -> str:
+    """Every committed table, under the first line of the script that wrote it."""
+    parts = []
+    for path in sorted(BENCHMARKS.glob("*.md")):
+        script = (ROOT / "benchmarks" / f"{path.stem}.py").read_text(encoding="utf-8")
+        title = script.removeprefix('"""').splitlines()[0].partition(": `")[0].rstrip(".")
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"^(processor: .*)\n(.*)", r"<small>\1; \2</small>", text)
+        text = re.sub(r"^#+ ", "#### ", text, flags=re.MULTILINE)
+        parts += [f"### {title}", f"`python -m benchmarks.{path.stem}`", text]
+        plots = [p.name for p in sorted(BENCHMARKS.glob(f"{path.stem}*.png")) if p.name not in text]
+        parts += [f"![{title}]({name})" for name in plots]
+    return re.sub(r"\]\((\w+\.png)\)", r"](benchmarks/\1)", "\n\n".join(parts))
+
+
+def results() -> str:
+    """A table of the reports of `khot reproduce`."""
+    rows = []
+    for path in sorted(RESULTS.glob("*/report.md")):
+        title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        name = path.parent.name
+        rows.append(
+            f"| [{title[1] if title else name}](results/{name}/report.md) | `khot reproduce {name}` |"
+        )
+    if not rows:
+        return "No results are committed yet."
+    return "\n".join(["| experiment | command |", "|---|---|", *rows])
+
+
+def notebook(path: Path) -> dict[str, Any]:
+    """The page that a notebook makes, executed, and its pictures."""
+    book = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3").execute()
+    text: list[str] = []
+    files: dict[str, bytes] = {}
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            text.append(cell.source)
+            continue
+        text.append(f"```python\n{cell.source}\n```")
+        data = [output.get("data", {"text/plain": output.get("text")}) for output in cell.outputs]
+        if printed := "".join(d["text/plain"] for d in data if "image/png" not in d):
+            text.append(f"```{{.text .no-copy}}\n{printed.rstrip()}\n```")
+        for picture in (d["image/png"] for d in data if "image/png" in d):
+            name = f"{path.stem}-{len(files)}.png"
+            files[name] = base64.b64decode(picture)
+            text.append(f"![what the cell above draws]({name})")
+    note = f"*This page is the notebook `docs/notebooks/{path.name}`, executed when the site was built.*"
+    text.insert(1, note)
+    return {f"{path.stem}.md": "\n\n".join(text), **files}

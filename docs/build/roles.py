@@ -1,0 +1,51 @@
+"""Shows as Markdown what docstrings say as Sphinx reads it: roles, which become links, and simple tables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
+RULE = re.compile(r"^=+(?:\s+=+)+$")
+
+
+class Roles(griffe.Extension):
+    """A griffe extension."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            lines = obj.docstring.value.splitlines()
+            text = ROLE.sub(lambda match: link(match, obj), "\n".join(tables(lines)))
+            text = text.replace("*(", "\\*(")  # ω*(z) is no emphasis
+            # griffe knows the plural only
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+
+
+def link(match: re.Match[str], obj: griffe.Object) -> str:
+    """A cross-reference to what is public, else the name alone."""
+    name = match[2]
+    shown = name.rpartition(".")[2] if match[1] or "." not in name else name
+    return f"[`{shown}`][{name}]" if name.startswith("khot.") else f"`{shown}`"
+
+
+def tables(lines: list[str]) -> list[str]:
+    """The lines, with tables between rules of ``=`` as Markdown's."""
+    out: list[str] = []
+    rules = [i for i, line in enumerate(lines) if RULE.match(line.strip())]
+    done = 0
+    for first, second, last in zip(*(iter(rules),) * 3, strict=True):
+        rule = lines[first]
+        starts = [match.start() for match in re.finditer(r"=+", rule)]
+        spans = list(zip(starts, [*starts[1:], None], strict=True))
+        indent = rule[: starts[0]]
+
+        def row(line: str, spans: list[Any] = spans, indent: str = indent) -> str:
+            return indent + "| " + " | ".join(line[a:b].strip() for a, b in spans) + " |"
+
+        out += [*lines[done:first], ""]
+        out += [row(lines[first + 1]), indent + "|---" * len(spans) + "|"]
+        out += [*map(row, lines[second + 1 : last]), ""]
+        done = last + 1
+    return out + lines[done:]

@@ -1,0 +1,214 @@
+"""Draws the figures of the documentation: `make figures`, or `python docs/figures.py FOLDER`.
+
+All is computed here, but for the cost of the sampling designs and the bias and spread of the estimators,
+which are read from the committed tables in benchmarks/results/sampling.md and docs/estimators.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import khot
+from khot.cdfs import CDF, Laplace, Logistic, Normal, Power, Uniform
+
+ROOT = Path(__file__).resolve().parents[1]
+BLUE, ORANGE, GREY, LIGHT = "#0b6e99", "#d9730d", "#6b6b6b", "#cccccc"
+CDFS: dict[str, CDF] = {
+    '"logistic"': Logistic(),
+    '"laplace"': Laplace(),
+    '"normal"': Normal(),
+    '"uniform"': Uniform(),
+    "Power(4/3)": Power(4 / 3),
+}
+
+
+def panels(width: float, height: float, rows: int = 1, columns: int = 1, **options: object) -> tuple:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, **options)
+    for ax in figure.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=110)
+
+
+def cdfs(out: Path) -> None:
+    """Of two entries, how much of the one place goes to the first: as Figure 4 of Wijk et al. 2025."""
+    d = torch.linspace(-5, 5, 401, dtype=torch.float64)
+    x = torch.stack([d / 2, -d / 2], -1).requires_grad_()
+    figure, axes = panels(10, 4, 2, len(CDFS), sharex=True, sharey="row")
+    softmax = torch.softmax(x.detach(), -1)[:, 0]
+    for (name, F), (above, below) in zip(CDFS.items(), axes.T, strict=True):
+        y = khot.soft_topk(x, 1, cdf=F)[:, 0]
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        above.plot(d, softmax, color=LIGHT, linewidth=3, label="softmax")
+        below.plot(d, softmax * (1 - softmax), color=LIGHT, linewidth=3)
+        above.plot(d, y.detach(), color=BLUE)
+        below.plot(d, slope[:, 0], color=ORANGE)
+        above.set_title(name, family="monospace", fontsize=11)
+        below.set_xlabel("x₁ − x₂")
+    axes[0, 0].set_ylabel("y₁")
+    axes[1, 0].set_ylabel("∂y₁/∂x₁")
+    axes[0, 0].legend(frameon=False, fontsize=9, loc="upper left")
+    save(figure, out / "cdfs.png")
+
+
+def temperature(out: Path) -> None:
+    """3 of 5 at four temperatures: as Figure 3 of Wijk et al. 2025, for every CDF."""
+    x = torch.tensor([0.3, 1.4, -0.5, 0.9, 0.5], dtype=torch.float64)
+    taus = (0.05, 0.25, 1.0, 5.0)
+    figure, axes = panels(10, 7, len(CDFS), len(taus), sharex=True, sharey=True)
+    for row, (name, F) in zip(axes, CDFS.items(), strict=True):
+        for ax, tau in zip(row, taus, strict=True):
+            ax.bar(range(1, 6), khot.soft_topk(x, 3, tau=tau, cdf=F).tolist(), color=BLUE, width=0.7)
+            ax.axhline(3 / 5, color=GREY, linestyle=":", linewidth=1)
+            ax.set_ylim(0, 1.05)
+        row[0].set_ylabel(name, family="monospace")
+    for ax, tau in zip(axes[0], taus, strict=True):
+        ax.set_title(f"τ = {tau:g}", fontsize=11)
+    for ax in axes[-1]:
+        ax.set_xticks(range(1, 6), [f"{v:g}" for v in x.tolist()])
+        ax.set_xlabel("score")
+    save(figure, out / "temperature.png")
+
+
+def soft_count(out: Path) -> None:
+    """Counting above a level, softly; the level with a count of k; and each entry's share in that count."""
+    x = torch.tensor([0.4, 1.0, 1.9, 2.3, 3.6], dtype=torch.float64)
+    k, tau = 2, 0.3
+    low, high = -0.5, 4.7
+    b = torch.linspace(low, high, 600, dtype=torch.float64)
+    t = khot.inverse_soft_count(x, k, tau=tau).item()
+    figure, (left, right) = panels(10, 3.6, 1, 2)
+
+    left.step(b, (x > b[:, None]).sum(-1), color=LIGHT, linewidth=3, label="entries above b")
+    left.plot(b, khot.soft_count(x, b, tau=tau), color=BLUE, label=f"C(b), τ = {tau}")
+    left.plot(x, torch.zeros_like(x), "|", color=GREY, markersize=14, markeredgewidth=2, clip_on=False)
+    left.plot([low, t, t], [k, k, 0], color=ORANGE, linestyle="--")
+    left.plot(t, k, "o", color=ORANGE)
+    left.annotate(f"C(t) = {k}", (t, k), (8, 6), textcoords="offset points", color=ORANGE)
+    left.set(xlabel="level b", ylabel="count", ylim=(0, 5.3), xlim=(low, high))
+    left.legend(frameon=False, loc="upper right")
+
+    right.plot(b, Logistic().cdf((b - t) / tau), color=BLUE, label="F((x − t)/τ)")
+    y = khot.sigmoid_topk(x, k, tau=tau)
+    right.vlines(x, 0, y, color=GREY, linewidth=2)
+    right.plot(x, y, "o", color=GREY)
+    for score, share in zip(x.tolist(), y.tolist(), strict=True):
+        side = (-8, "right") if score > 1.5 else (8, "left")
+        right.annotate(
+            f"{share:.2f}", (score, share), (side[0], 2), textcoords="offset points", ha=side[1], fontsize=9
+        )
+    right.axvline(t, color=ORANGE, linestyle="--")
+    right.set(xlabel="score x", ylabel="y", ylim=(0, 1.08), xlim=(low, high))
+    right.set_title(f"the five values of y sum to {y.sum():g}", fontsize=10)
+    right.legend(frameon=False, loc="upper left")
+    save(figure, out / "soft_count.png")
+
+
+def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
+    """For each design: the largest error of an inclusion probability, and the entropy of its draws in nats.
+
+    The entropy is that of the observed frequencies, corrected for its bias (Miller and Madow 1955).
+    """
+    found = {}
+    for name, design in khot.sampling.designs.items():
+        generator = torch.Generator().manual_seed(0)
+        x = khot.sampling.sample(probs, name, (draws,), generator=generator)
+        code = (x.long() << torch.arange(len(probs))).sum(-1)
+        share = torch.bincount(code).double() / draws
+        seen = int((share > 0).sum())
+        entropy = -torch.special.xlogy(share, share).sum().item() + (seen - 1) / (2 * draws)
+        true = khot.sampling.inclusion_probs(probs, name)
+        found[name] = ((true - probs).abs().max().item() if not design.exact else 0.0, entropy)
+    return found
+
+
+def designs(out: Path) -> None:
+    probs = torch.linspace(0.1, 0.9, 14, dtype=torch.float64)  # 7 of 14
+    found = design_entropy(probs, 200_000)
+    cost = table(ROOT / "benchmarks" / "results" / "sampling.md")
+    names = list(found)
+    figure, axes = panels(10, 3.2, 1, 3, sharey=True)
+    first, second, third = axes
+    bars(first, names, [found[name][0] for name in names], "{:.1e}")
+    first.set_xlabel("largest error of an\ninclusion probability")
+    bars(second, names, [found[name][1] for name in names], "{:.2f}")
+    second.set_xlabel("entropy of a draw,\nnats")
+    bars(third, names, [float(cost[name][1].replace(",", "")) for name in names], "{:g}")
+    third.set_xscale("log")
+    third.set_xlabel("cost at (128, 1000),\nin torch.topk")
+    first.invert_yaxis()
+    save(figure, out / "designs.png")
+
+
+def bars(ax: Axes, names: Sequence[str], values: Sequence[float], label: str) -> None:
+    drawn = ax.barh(names, values, color=BLUE, height=0.6)
+    ax.bar_label(drawn, [label.format(v) if v else "0" for v in values], padding=3, fontsize=9)
+    ax.margins(x=0.3)
+    for tick in ax.get_yticklabels():
+        tick.set_family("monospace")
+
+
+def estimators(out: Path) -> None:
+    rows = table(ROOT / "docs" / "estimators.md")
+    names = list(rows)
+    places = range(len(names))
+    figure, axes = panels(10, 4.2, 1, 2, sharey=True)
+    losses = ((BLUE, "linear", "o"), (ORANGE, "quadratic", "s"), (GREY, "network", "D"))
+    for column, (color, loss, marker) in enumerate(losses):
+        bias = [tuple(map(float, re.findall(r"[\d.]+", rows[name][2 * column]))) for name in names]
+        spread = [float(rows[name][2 * column + 1]) for name in names]
+        shift = [place + 0.22 * (column - 1) for place in places]
+        axes[0].errorbar(
+            [b for b, _ in bias],
+            shift,
+            xerr=[e for _, e in bias],
+            fmt=marker,
+            color=color,
+            label=loss,
+            markersize=5,
+        )
+        axes[1].plot(spread, shift, marker, color=color, markersize=5)
+    axes[0].set_yticks(places, names, family="monospace", fontsize=9)
+    axes[0].invert_yaxis()
+    axes[0].set_xlabel("bias, with its standard error")
+    figure.legend(frameon=False, loc="outside upper center", ncols=3)
+    axes[1].set_xlabel("spread of one sample")
+    axes[1].set_xscale("symlog", linthresh=0.2)
+    axes[1].set_xlim(-0.02, 20)
+    axes[1].set_xticks([0, 0.2, 1, 5, 20], ["0", "0.2", "1", "5", "20"])
+    for ax in axes:
+        ax.grid(axis="y", color=LIGHT, linewidth=0.5)
+    save(figure, out / "estimators.png")
+
+
+def table(path: Path) -> dict[str, list[str]]:
+    """The rows of the table in a Markdown file, by their first cell."""
+    text = path.read_text(encoding="utf-8")
+    _, _, *lines = re.findall(r"^\|(.+)\|$", text, flags=re.MULTILINE)  # without the head and its rule
+    cells = [[cell.strip().strip("`") for cell in line.split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+FIGURES = (cdfs, temperature, soft_count, designs, estimators)
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "figures"
+    for figure in FIGURES:
+        figure(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the documentation promises: every public name is there, every block and notebook runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import types
+from pathlib import Path
+
+import pytest
+
+import khot
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+# what the table of designs calls, and nobody else
+INTERNAL = re.compile(r"khot\.sampling\.conditional_poisson\.(design_\w+|draw)")
+
+
+def public_names(module: types.ModuleType) -> set[str]:
+    """Every name in the module's ``__all__`` and those of the public modules below it."""
+    names = set()
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            names |= public_names(value)
+        else:
+            names.add(f"{module.__name__}.{name}")
+    return names
+
+
+def test_reference_holds_every_public_name() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages), flags=re.MULTILINE)
+    names = {name for name in public_names(khot) if not INTERNAL.fullmatch(name)}
+    names -= {"khot.estimators.sample_khot"}  # khot.sample_khot, under which it is shown
+    names = {{"khot.soft_count": "khot.soft_count.soft_count"}.get(name, name) for name in names}
+    assert sorted(shown) == sorted(names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_python_blocks_are_doctests(page: Path) -> None:
+    # those run, as doctests of the page; a block without prompts would not
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        # "py": a pattern of calls, which is no program
+        assert language in ("python", "pycon", "py", "sh", "bibtex", "text", ""), f"what is ```{language}?"
+        if language in ("python", "pycon"):
+            assert block.startswith(">>> ") and block.endswith("\n\n"), block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for module in re.findall(r"python -m ((?:benchmarks|khot)[\w.]*)", text):
+        assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_without_outputs(notebook: Path) -> None:
+    text = notebook.read_text(encoding="utf-8")
+    assert '"outputs": [' not in text.replace('"outputs": []', "")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(notebook: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("mkdocs")
+    hooks = runpy.run_path(str(DOCS / "build" / "hooks.py"))
+    page, *pictures = hooks["notebook"](notebook).values()
+    assert page.startswith("# ") and len(pictures) >= 2
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(DOCS / "figures.py"))
+    few = script["design_entropy"]
+    monkeypatch.setitem(script["designs"].__globals__, "design_entropy", lambda probs, _: few(probs, 1000))
+    for figure in script["FIGURES"]:
+        figure(tmp_path)
+        path = tmp_path / f"{figure.__name__}.png"
+        assert 10_000 < path.stat().st_size < 100_000
+        assert (DOCS / "figures" / path.name).exists()
+
+
+def test_pictures_exist() -> None:
+    for page in PAGES:
+        for source in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / source).is_file(), f"{page.name}: {source}"
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_valid(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert workflow["name"] == path.stem
+    assert True in workflow  # YAML 1.1 reads the key `on` as a truth
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name, job in workflow["jobs"].items():
+        assert job["runs-on"] and job["steps"], name
+        assert set(job.get("needs", [])) <= set(workflow["jobs"])
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), f"{name}: {step}"
+            for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
+                assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{name}: make {target}"
+
+
+def test_workflows_lint_test_build_and_document() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
+    for command in ("make lint", "make test", "make docs", "make dist-test", "pypa/cibuildwheel"):
+        assert command in text

@@ -1,0 +1,125 @@
+"""The built site (`make docs`) in a real browser, as wide as a desk and as narrow as a phone.
+
+Runs where both are there; KHOT_REQUIRE_CHROMIUM=1 makes the absence of either a failure. Screenshots go to
+the folder KHOT_SCREENSHOTS, if it is set.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SITE = Path(__file__).resolve().parents[2] / "site"
+PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WIDTHS = (1280, 390)
+
+# What sticks out to the right, but for what lies in a box of its own that scrolls or hides it.
+STICKS_OUT = """() => {
+    const scrolls = e => e && e !== document.body && e !== document.documentElement
+        && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
+    return [...document.querySelectorAll(".md-content *, .md-header *, .md-footer *")]
+        .filter(e => e.checkVisibility() && !scrolls(e)
+                     && e.getBoundingClientRect().right > window.innerWidth + 1)
+        .map(e => `${e.tagName} ${e.className}: ${e.textContent.slice(0, 60)}`);
+}"""
+BROKEN = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+RAW_FORMULAS = """() => [...document.querySelectorAll(".arithmatex")]
+    .filter(e => !e.querySelector(".katex") || e.querySelector(".katex-error")).map(e => e.textContent)"""
+
+
+def absent(what: str) -> None:
+    if os.environ.get("KHOT_REQUIRE_CHROMIUM") == "1":
+        pytest.fail(f"KHOT_REQUIRE_CHROMIUM=1, but {what}")
+    pytest.skip(what)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    if not PAGES:
+        absent("there is no site: make docs")
+    handler = functools.partial(Quiet, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not CHROMIUM:
+        absent("there is no Chromium")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        absent("there is no playwright")
+    with sync_playwright() as playwright:
+        # a container may have neither user namespaces nor a large /dev/shm
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("page", PAGES or [""])
+def test_page(page: str, address: str, browser: Any) -> None:
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": WIDTHS[0], "height": 900})
+
+    def only_here(route: Any) -> None:
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            complaints.append(f"a request leaves the machine: {route.request.url}")
+            route.abort()
+
+    context.route("**/*", only_here)
+    tab = context.new_page()
+    tab.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    tab.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+    tab.on("response", lambda r: complaints.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+    tab.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    tab.goto(address + page, wait_until="load")
+    tab.evaluate("document.fonts.ready.then(() => null)")
+    complaints += [f"broken picture: {src}" for src in tab.evaluate(BROKEN)]
+    complaints += [f"formula: {text}" for text in tab.evaluate(RAW_FORMULAS)]
+    for width in WIDTHS:
+        tab.set_viewport_size({"width": width, "height": 900})
+        sticking_out = tab.evaluate(STICKS_OUT)
+        complaints += [f"too wide at {width}: {what}" for what in sticking_out[:3]]
+        if tab.evaluate("document.documentElement.scrollWidth") > width:
+            complaints.append(f"the page scrolls sideways at {width}")
+        if folder := os.environ.get("KHOT_SCREENSHOTS"):
+            name = page.removesuffix("/index.html").removesuffix(".html").replace("/", "-")
+            tab.screenshot(path=f"{folder}/{name}-{width}.png", full_page=True)
+    context.close()
+    assert complaints == []
+
+
+def test_search_finds_an_operator(address: str, browser: Any) -> None:
+    tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
+    tab.goto(address)
+    tab.fill(".md-search__input", "soft_topk_magnitude")
+    tab.wait_for_selector(".md-search-result__item", timeout=30_000)
+    tab.close()
+
+
+def test_formulas_are_typeset(address: str, browser: Any) -> None:
+    tab = browser.new_page()
+    tab.goto(address + "soft-count/index.html")
+    assert tab.locator(".katex").count() >= 10
+    assert tab.evaluate("document.fonts.check('1em KaTeX_Main')")
+    tab.close()

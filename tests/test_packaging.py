@@ -1,0 +1,97 @@
+"""The distributions: what is in them, and that they work where they are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TRY_WHEEL = ROOT / ".ci" / "try-wheel"
+pytestmark = pytest.mark.skipif(not TRY_WHEEL.exists(), reason="not a checkout")
+
+
+def run(*command: object, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("build")
+    out = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out)
+    (path,) = out.iterdir()
+    return path
+
+
+def wheel(sdist: Path, out: Path, **environment: str) -> Path:
+    """The wheel that the sdist builds."""
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index")
+    run(*pip, "-w", out, sdist, **environment)
+    (path,) = out.iterdir()
+    return path
+
+
+def test_sdist_is_complete(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = run("git", "ls-files").split()
+    left_out = {".clang-format", ".gitignore"} | {name for name in tracked if name.startswith(".ci/")}
+    assert set(tracked) - held == left_out
+    assert not [name for name in held if name.endswith((".so", ".pyc"))]
+
+
+def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
+    path = wheel(sdist, tmp_path, KHOT_PURE="1")
+    assert path.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(path) as archive:
+        held = archive.namelist()
+    assert "khot/py.typed" in held
+    assert {Path(name).parts[0] for name in held} == {"khot", f"khot-{path.name.split('-')[1]}.dist-info"}
+    told = run(TRY_WHEEL, sys.executable, sdist, path, "-q", "tests/test_cdfs.py")
+    assert "passed" in told
+
+
+@pytest.mark.slow
+def test_compiled_wheel(sdist: Path, tmp_path: Path) -> None:
+    path = wheel(sdist, tmp_path)
+    assert "-cp310-abi3-" in path.name
+    told = run(
+        *(TRY_WHEEL, sys.executable, sdist, path),
+        *("-q", "tests/test_house.py", "tests/test_topk.py", "tests/kernels/test_cpu.py"),
+        KHOT_REQUIRE_COMPILED="1",
+    )
+    assert "passed" in told
+
+
+@pytest.mark.slow
+def test_types_of_public_names_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("pyright")
+    # pyright asks the python in PATH where packages lie
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--verifytypes", "khot", "--ignoreexternal", "--outputjson"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    symbols = json.loads(done.stdout)["typeCompleteness"]["symbols"]
+    public = [s for s in symbols if s["isExported"] and not s["name"].startswith("khot.experiments.")]
+    assert len(public) > 300
+    assert [s["name"] for s in public if not s["isTypeKnown"] or s["isTypeAmbiguous"]] == []
