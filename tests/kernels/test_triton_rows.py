@@ -30,7 +30,7 @@ ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
 
 
 def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ties, signed zeros, equal, infinite and NaN entries, too many infinite ones; k at its ends and beyond."""
+    """Ties, signed zeros, equal, infinite and NaN entries, too many infinite ones; k at its ends and past."""
     x = 2 * torch.randn(11, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x[1] = x[1].round()
     x[2, -1] = torch.nan
