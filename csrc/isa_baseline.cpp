@@ -4,7 +4,12 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 // What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
 #define KHOT_ISA baseline
