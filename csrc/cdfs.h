@@ -10,6 +10,7 @@
 
 namespace khot::KHOT_ISA {
 
+constexpr double kLog2E = 1.44269504088896340736;  // 1/log(2)
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 template <class R>
@@ -75,6 +76,16 @@ struct Logistic : FullSupport<Logistic> {
     const Vec<R> e = exp_minus<R>(a);
     const Vec<R> tail = divide<R>(e, 1 + e);
     return {tail, tail - tail * tail};
+  }
+  // f = e/(1 + e)^2, and 0 where that is next to nothing.
+  template <class R>
+  KHOT_INLINE Vec<R> density(Vec<R> z) const {
+    if constexpr (sizeof(R) == 8) {
+      return tail_density<R>(abs<R>(z)).density;
+    } else {
+      const VecF e = exp2_held(z * -static_cast<float>(kLog2E)), y = inverse_1p(e), f = e * y * y;
+      return f > 1e-37f ? f : VecF{};
+    }
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {

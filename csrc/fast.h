@@ -15,13 +15,45 @@ constexpr int64_t kSampleFrom = 65536;  // rows at least this long are guessed f
 constexpr int kSampleBlocks = 16;
 constexpr int kSampleMax = 16384;
 
+// Rows mostly lie one behind the other, and the processor sees one coming too late: up to this length, each fetches
+// the next one into the cache.
+constexpr int64_t kAhead = 4096;
+
+constexpr float kNever = 0x1p126f;  // the largest odds that are stored, which stand for any beyond: y = 0
+
 struct FastSums {
   double m = 0, C = 0;  // the count is m + C: entries above, and tails F or F - 1; or all in C
   double S1 = 0;        // sum of f
   double S2 = 0;        // sum of f', where it is of use
-  double S3 = 0;        // sum of f'', for the logistic
-  void operator+=(const FastSums& o) { m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3; }
+  double S3 = 0, S4 = 0, S5 = 0;  // of the next three derivatives, for the logistic
+  void operator+=(const FastSums& o) {
+    m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5;
+  }
 };
+
+// Sums from which those of the logistic f and its derivatives follow, which are polynomials in y.
+struct LogisticSums {
+  VecF f1{}, fy{}, ff{}, ffy{}, fff{};
+  KHOT_INLINE void add(VecF y) {
+    const VecF f = y - y * y, square = f * f;
+    f1 += f;
+    fy += f * y;
+    ff += square;
+    ffy += square * y;
+    fff += square * f;
+  }
+};
+
+// The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
+// Newton's method from a step that is near.
+template <class T>
+KHOT_INLINE T refined(T h, T miss, T S1, T S2, T S3, T S4, T S5) {
+  for (int i = 0; i < 2; ++i) {
+    const T left = miss - h * (S1 - h * (S2 / 2 - h * (S3 / 6 - h * (S4 / 24 - h * (S5 / 120)))));
+    h += left / (S1 - h * (S2 - h * (S3 / 2 - h * (S4 / 6 - h * (S5 / 24)))));
+  }
+  return h;
+}
 
 // f'(z) from what is at hand.
 template <class C>
@@ -33,27 +65,21 @@ KHOT_INLINE VecF slope(VecF z, IntF above, TailDensity<float> v) {
   return VecF{};
 }
 
-// The logistic y at t + h tau from that at t, to third order in h: relative errors of h^4/24.
-KHOT_INLINE VecF moved(VecF y, VecF h) {
-  const VecF f = y - y * y;  // f' = f (1 - 2y), f'' = f (1 - 6f)
-  return y - h * f * (1 - 0.5f * h * (1 - 2 * y) + h * h * (1 / 6.0f) * (1 - 6 * f));
-}
-
 template <class C>
 class FastSolver {
  public:
   static constexpr bool logistic = std::is_same_v<C, Logistic>;
 
-  // From a step h (in tau) on, the error left by it is below 1e-7: h^4/24 f''' with three derivatives, about
-  // h^3/5 with two, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
-  static constexpr double kLastStoring = 0.05;
+  // From a step h (in tau) on, the error left by it is below 1e-7: h^6/720 times a mean of the sixth derivative
+  // with five, about h^3/5 with two, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
+  static constexpr double kLastStoring = 0.25;
   static constexpr double kLast = !C::full_support ? 1e-7 : std::is_same_v<C, Laplace> ? 3e-4 : 0.008;
 
   // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
   static constexpr double kLastUnseen = std::min(kLast, 1e-4);
 
   FastSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
-      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside) {}
+      : row_(row), n_(n), next_(n <= kAhead ? n : 0), tau_(tau), F_(F), inside_(inside) {}
 
   // Whether the row was ordinary. Then t is the threshold, and out, unless null, holds y, whose sum is as near
   // to k as promised.
@@ -97,20 +123,22 @@ class FastSolver {
     return false;
   }
 
-  // y is stored by the first pass, and moved along with t by the later ones: exact, and cheaper than exp.
+  // The first pass stores the odds e = (1 - y)/y, which a move of t multiplies by a constant: no more exponentials.
   bool solve_storing(double t, double k, float* out, Threshold& result) const {
     FastSums sums = evaluate(split(t), out);
+    double moved = 0;  // since then, in tau
     for (int pass = 0; pass < kPasses; ++pass) {
       // a float sum of y has lost digits that matter where few entries are undecided
       const double h = sums.S1 * 16 > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
       if (!(std::fabs(h) < 50)) return false;
-      t += h * tau_;
-      if (std::fabs(h) <= kLastStoring) {
+      t += h * tau_, moved += h;
+      const bool near = std::fabs(moved) < 1;  // or else e may overflow
+      if (near && std::fabs(h) <= kLastStoring) {
         result = split(t);
-        return reaches(std::fabs(h) > 1e-8 ? finish(h, out) : sums.C, k);
+        return reaches(finish(moved, out), k);
       }
-      const bool near = std::fabs(h) < 1;  // rounding errors of y near 1 grow by exp(abs(h))
-      sums = near ? shift(h, out) : evaluate(split(t), out);
+      if (!near) moved = 0;
+      sums = near ? shift(moved, out) : evaluate(split(t), out);
     }
     return false;
   }
@@ -174,19 +202,24 @@ class FastSolver {
     return t;
   }
 
-  // y at t, stored, and its sums.
+  // The odds at t, stored, and the sums of y.
   FastSums evaluate(Threshold t, float* out) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo);
-    const float scale = static_cast<float>(1.44269504088896340736 / tau_);  // 1/log(2)
-    return sum_values(row_, out, -kInf<float>, [=](VecF x) { return inverse_1p_exp2(((hi - x) + lo) * scale); });
+    const float hi = static_cast<float>(t.hi), scale = static_cast<float>(kLog2E / tau_);
+    const float lo = static_cast<float>(t.lo * kLog2E / tau_);
+    const float* const start = static_cast<const float*>(row_.data);
+    const int64_t next = next_;
+    return sum_values(row_, -kInf<float>, [=](VecF x, int64_t at, int lanes) {
+      fetch_ahead<false>(start + at, next);
+      const VecF e = exp2_held((hi - x) * scale + lo);
+      lanes == kWidth<float> ? store(out + at, e) : store_part(out + at, lanes, e);
+      return inverse_1p(e);
+    });
   }
 
-  // Stored y become those of t + h tau: the odds y/(1 - y) are multiplied by exp(-h).
-  FastSums shift(double h, float* out) const {
-    const float factor = static_cast<float>(std::exp(-h)), rest = 1 - factor;
-    return sum_values(Row{out, Dtype::kFloat, 1}, out, 0.0f, [=](VecF y) {
-      return clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
-    });
+  // The sums for stored odds, at t + h tau.
+  FastSums shift(double h, const float* out) const {
+    const float factor = static_cast<float>(std::exp(h));
+    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return inverse_1p(e * factor); });
   }
 
   struct Total {
@@ -194,44 +227,44 @@ class FastSolver {
     void operator+=(const Total& o) { sum += o.sum; }
   };
 
-  // The last step h of stored y, and their sum.
+  // Stored odds become y at t + h tau, with their sum.
   double finish(double h, float* out) const {
-    const VecF step = splat(static_cast<float>(h));
+    const float factor = static_cast<float>(std::exp(h));
+    const int64_t next = next_;
     return reduce<float, Total>(Row{out, Dtype::kFloat, 1}, n_, inside_, [=](Total& s, const float* p, int count, int64_t at) {
       LongSum total;
-      auto add = [&](VecF y, int i, int lanes) {
-        const VecF next = moved(y, step);
-        total.add(next);
-        lanes == kWidth<float> ? store(out + at + i, next) : store_part(out + at + i, lanes, next);
+      auto add = [&](VecF e, int i, int lanes) {
+        fetch_ahead<true>(out + at + i, next);
+        const VecF y = e < kNever ? inverse_1p(e * factor) : VecF{};
+        total.add(y);
+        lanes == kWidth<float> ? store(out + at + i, y) : store_part(out + at + i, lanes, y);
       };
-      vectors<float>(p, count, 0.0f, add, [&] { total.flush(); });
+      vectors<float>(p, count, kNever, add, [&] { total.flush(); });
       s.sum += sum<double>(total.total);
     }).sum;
   }
 
+  // value(x, i, lanes): y of the entries from i on
   template <class Value>
-  FastSums sum_values(const Row& row, float* out, float pad, Value value) const {
+  FastSums sum_values(const Row& row, float pad, Value value) const {
     return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
+      const Value local = value;  // nothing that is stored can change it, so that it stays in registers
       LongSum total;
-      VecF f1{}, fy{}, ff{};
+      LogisticSums sums;
       auto add = [&](VecF x, int i, int lanes) {
-        const VecF y = value(x), f = y - y * y;
+        const VecF y = local(x, at + i, lanes);
         total.add(y);
-        f1 += f;
-        fy += f * y;
-        ff += f * f;
-        if (lanes == kWidth<float>) {
-          store(out + at + i, y);
-        } else {
-          store_part(out + at + i, lanes, y);
-        }
+        sums.add(y);
       };
       vectors<float>(p, count, pad, add, [&] { total.flush(); });
-      const double density = sum<float>(f1);
+      const double f = sum<float>(sums.f1), ff = sum<float>(sums.ff);
+      const double bend = f - 2 * sum<float>(sums.fy);
       s.C += sum<double>(total.total);
-      s.S1 += density;
-      s.S2 += density - 2 * sum<float>(fy);  // f' = f (1 - 2y)
-      s.S3 += density - 6 * sum<float>(ff);  // f'' = f (1 - 6f)
+      s.S1 += f;
+      s.S2 += bend;                                            // f' = f (1 - 2y)
+      s.S3 += f - 6 * ff;                                      // f'' = f (1 - 6f)
+      s.S4 += bend - 12 * (ff - 2 * sum<float>(sums.ffy));     // f''' = f' (1 - 12f)
+      s.S5 += f - 30 * ff + 120 * sum<float>(sums.fff);        // f'''' = f (1 - 30f + 120f^2)
     });
   }
 
@@ -297,18 +330,13 @@ class FastSolver {
     return newton / std::max(1 - 0.5 * newton * bend, 0.5);
   }
 
-  // With the third derivative at hand, the Taylor polynomial of C is the better model nearby.
   static double refined_step(const FastSums& s, double k, double n) {
-    double h = step(s, k, n);
-    if (!(std::fabs(h) < 0.5)) return h;
-    for (int i = 0; i < 3; ++i) {
-      h += (s.C - k - h * (s.S1 - h * (s.S2 / 2 - h * s.S3 / 6))) / (s.S1 - h * (s.S2 - h * s.S3 / 2));
-    }
-    return h;
+    const double h = step(s, k, n);
+    return std::fabs(h) < 0.5 ? refined(h, s.C - k, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
   }
 
   Row row_;
-  int64_t n_;
+  int64_t n_, next_;
   double tau_;
   C F_;
   const Parallel* inside_;

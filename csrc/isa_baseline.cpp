@@ -8,7 +8,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 // What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.

@@ -11,35 +11,6 @@
 
 namespace khot::KHOT_ISA {
 
-// columns[i * width + j] = rows[j][i] for 4 rows j and count entries i; with kBack the other way.
-template <bool kBack, class In>
-KHOT_INLINE void transpose4(In* const* rows, float* columns, int count) {
-  using V4 = float __attribute__((vector_size(16)));
-  using I4 = int32_t __attribute__((vector_size(16)));
-  constexpr int step = kWidth<float>;
-  int i = 0;
-  for (; i + 4 <= count; i += 4) {
-    V4 a, b, c, d;
-    auto at = [&](int j) { return kBack ? columns + (i + j) * step : const_cast<float*>(rows[j]) + i; };
-    auto to = [&](int j) { return kBack ? const_cast<float*>(rows[j]) + i : columns + (i + j) * step; };
-    std::memcpy(&a, at(0), 16), std::memcpy(&b, at(1), 16), std::memcpy(&c, at(2), 16), std::memcpy(&d, at(3), 16);
-    const V4 ab = __builtin_shuffle(a, b, I4{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, I4{0, 4, 1, 5});
-    const V4 AB = __builtin_shuffle(a, b, I4{2, 6, 3, 7}), CD = __builtin_shuffle(c, d, I4{2, 6, 3, 7});
-    a = __builtin_shuffle(ab, cd, I4{0, 1, 4, 5}), b = __builtin_shuffle(ab, cd, I4{2, 3, 6, 7});
-    c = __builtin_shuffle(AB, CD, I4{0, 1, 4, 5}), d = __builtin_shuffle(AB, CD, I4{2, 3, 6, 7});
-    std::memcpy(to(0), &a, 16), std::memcpy(to(1), &b, 16), std::memcpy(to(2), &c, 16), std::memcpy(to(3), &d, 16);
-  }
-  for (; i < count; ++i) {
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (kBack) {
-        rows[j][i] = columns[i * step + j];
-      } else {
-        columns[i * step + j] = rows[j][i];
-      }
-    }
-  }
-}
-
 template <class C>
 class LaneSolver {
  public:
@@ -51,26 +22,28 @@ class LaneSolver {
   // Solves and writes the rows from `first` on, `width` of them; ordinary[i] says whether row first + i was.
   void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
     gather(rows, first);
+    from_ = static_cast<const float*>(rows.x(first).data), to_ = static_cast<const float*>(rows.out(first));
     guess(goal);
-    VecF h{};
-    bool stored = false;
-    IntF pending{};
+    LaneSums sums = evaluate();
+    VecF moved{};  // since the odds were stored, in tau
+    IntF pending = good_;
     for (int pass = 0; pass < kPasses; ++pass) {
-      const LaneSums sums = stored ? shift(h) : evaluate();
-      h = step(sums);
-      const VecF before = hi_, moved = lo_ + h * tau_;
-      hi_ = before + moved;
-      lo_ = (before - hi_) + moved;
-      pending = good_ & (abs<float>(h) > kLast);
-      stored = logistic && !any(good_ & (abs<float>(h) >= 1));
+      const VecF h = step(sums);
+      const VecF before = hi_, next = lo_ + h * tau_;
+      hi_ = before + next;
+      lo_ = (before - hi_) + next;
+      moved += h;
+      const bool near = logistic && !any(good_ & (abs<float>(moved) >= 1));  // or else odds may overflow
+      pending = good_ & ((abs<float>(h) > kLast) | (logistic ? abs<float>(moved) >= 1 : IntF{}));
       if (!any(pending)) break;
+      if (!near) moved = VecF{};
+      sums = near ? shift(moved) : evaluate();
     }
     good_ &= ~pending;
     // y itself has to have the sum that is asked for, or the row is given back
-    const LaneSums written = stored ? finish(h) : write();
-    const VecF left = static_cast<float>(n_) - k_, few = k_ < left ? k_ : left;
-    const VecF miss = ((written.m - k_) - k_low_) + written.tails;
-    good_ &= abs<float>(miss) <= 5e-7f * clamp_below<float>(few, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
+    const VecF miss = logistic ? finish(moved) : write();
+    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
+    good_ &= abs<float>(miss) <= allowed;
     scatter(rows, first, ordinary);
   }
 
@@ -78,8 +51,8 @@ class LaneSolver {
   static constexpr int kPasses = 6;
   static constexpr float kLast = logistic ? FastSolver<C>::kLastStoring : FastSolver<C>::kLast;
 
-  struct LaneSums {  // as FastSums
-    VecF m{}, tails{}, S1{}, S2{}, S3{};
+  struct LaneSums {
+    VecF miss, S1, S2, S3{}, S4{}, S5{};  // of the count from k; the others as FastSums
   };
 
   static KHOT_INLINE bool any(IntF mask) {
@@ -91,18 +64,29 @@ class LaneSolver {
   VecF* column(float* tile, int i) const { return reinterpret_cast<VecF*>(tile + i * width); }
 
   void gather(const ForwardRows& rows, int64_t first) {
-    for (int j = 0; j < width; j += 4) {
-      const float* p[4];
-      for (int r = 0; r < 4; ++r) p[r] = fetch(rows.x(first + j + r), 0, n_, rows_ + (j + r) * kShort);
-      transpose4<false>(p, x_ + j, n_);
+    const float* p[width];
+    for (int j = 0; j < width; ++j) p[j] = fetch(rows.x(first + j), 0, n_, rows_ + j * kShort);
+    for (int i = 0; i < n_; i += width) {
+      const int count = std::min(width, n_ - i);
+      VecF v[width];
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) *column(x_, i + j) = v[j];
     }
-    const float n = static_cast<float>(n_);
     for (int j = 0; j < width; ++j) {
       k_all_[j] = rows.k(first + j);
-      k_[j] = static_cast<float>(k_all_[j]), tau_[j] = static_cast<float>(rows.tau(first + j));
-      k_low_[j] = static_cast<float>(k_all_[j] - k_[j]);
+      tau_[j] = static_cast<float>(rows.tau(first + j));
+      // y - 1 is summed in place of y where most are near 1, as 1 would be most of the sum and nothing of C - k
+      one_[j] = 2 * k_all_[j] > n_;
+      const double sum = k_all_[j] - (one_[j] ? n_ : 0);
+      k_[j] = static_cast<float>(k_all_[j]);
+      left_[j] = static_cast<float>(n_ - k_all_[j]);
+      sum_[j] = static_cast<float>(sum), sum_low_[j] = static_cast<float>(sum - sum_[j]);
     }
-    good_ = (k_ > 0) & (k_ < n) & (tau_ > 1e-25f) & (tau_ < 1e25f);
+    few_ = k_ < left_ ? k_ : left_;
+    good_ = (few_ > 0) & (tau_ > 1e-25f) & (tau_ < 1e25f);
     scale_ = 1 / tau_;
   }
 
@@ -131,17 +115,16 @@ class LaneSolver {
     lo_ = VecF{};
   }
 
+  // At hi + lo: for the logistic with the odds stored, from which shift() and finish() go on, as in FastSolver.
   LaneSums evaluate() {
-    LaneSums s;
     if constexpr (logistic) {
-      const VecF scale = scale_ * 1.44269504f, hi = hi_, lo = lo_;  // 1/log(2)
-      ValueSums values;
-      for (int i = 0; i < n_; ++i) {
-        const VecF y = inverse_1p_exp2(((hi - *column(x_, i)) + lo) * scale);
-        *column(y_, i) = y;
-        values.add(y, i);
-      }
-      s = values.sums();
+      const VecF scale = scale_ * static_cast<float>(kLog2E), hi = hi_, lo = lo_ * scale;
+      return sum_values([=](int i) {
+        fetch_ahead<false>(from_, (n_ + i) * width);
+        const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
+        *column(y_, i) = e;
+        return inverse_1p(e);
+      });
     } else {
       const VecF scale = scale_, hi = hi_, lo = lo_;
       const float median = static_cast<float>(F_.median);
@@ -158,9 +141,8 @@ class LaneSolver {
         S1 += v.density;
         S2 += slope<C>(z, above, v);
       }
-      s = {__builtin_convertvector(m, VecF), D.sum(), S1, S2, VecF{}};
+      return {missing(__builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_, D), S1, S2};
     }
-    return s;
   }
 
   // A float sum of up to 256 terms loses digits; of sums of 16 terms it does not.
@@ -173,93 +155,74 @@ class LaneSolver {
     KHOT_INLINE VecF sum() const { return whole + block; }
   };
 
-  // Sums over stored y; y - 1 near 1, as y would be most of the sum and nothing of C - k.
-  struct ValueSums {
-    IntF m{};
-    BlockSum tails;
-    VecF f1{}, fy{}, ff{};
-    KHOT_INLINE void add(VecF y, int i) {
-      const VecF f = y - y * y;
-      const IntF above = y > 0.5f;
-      m -= above;
-      tails.add(above ? y - 1 : y, i);
-      f1 += f;
-      fy += f * y;
-      ff += f * f;
-    }
-    KHOT_INLINE LaneSums sums() const {
-      return {__builtin_convertvector(m, VecF), tails.sum(), f1, f1 - 2 * fy, f1 - 6 * ff};
-    }
-  };
+  // The count, less n where one_, is whole + rest; by how much the count misses k.
+  VecF missing(VecF whole, const BlockSum& rest) const { return ((whole - sum_) - sum_low_) + rest.sum(); }
 
-  // As FastSolver::shift.
+  template <class Value>
+  KHOT_INLINE LaneSums sum_values(Value value) {
+    BlockSum count;
+    LogisticSums s;
+    const VecF one = one_;
+    for (int i = 0; i < n_; ++i) {
+      const VecF y = value(i);
+      count.add(y - one, i);
+      s.add(y);
+    }
+    const VecF bend = s.f1 - 2 * s.fy;
+    return {missing(VecF{}, count), s.f1, bend, s.f1 - 6 * s.ff, bend - 12 * (s.ff - 2 * s.ffy),
+            s.f1 - 30 * s.ff + 120 * s.fff};
+  }
+
   LaneSums shift(VecF h) {
-    const VecF factor = exp<float>(-h), rest = 1 - factor;
-    ValueSums values;
-    for (int i = 0; i < n_; ++i) {
-      const VecF y = *column(y_, i);
-      const VecF moved = clamp_above<float>(divide<float>(y * factor, 1 - y * rest), 1.0f);
-      *column(y_, i) = moved;
-      values.add(moved, i);
-    }
-    return values.sums();
+    const VecF factor = exp<float>(h);
+    return sum_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
   }
 
-  // The last step of stored y.
-  LaneSums finish(VecF h) {
-    IntF m{};
-    BlockSum tails;
-    for (int i = 0; i < n_; ++i) {
-      const VecF y = moved(*column(y_, i), h);
-      *column(y_, i) = y;
-      const IntF above = y > 0.5f;
-      m -= above;
-      tails.add(above ? y - 1 : y, i);
-    }
-    return {__builtin_convertvector(m, VecF), tails.sum(), VecF{}, VecF{}, VecF{}};
+  // y in place of the odds; by how much their sum misses k.
+  VecF finish(VecF h) {
+    const VecF factor = exp<float>(h);
+    return write_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
   }
 
-  LaneSums write() {
+  VecF write() {
     const VecF scale = scale_, hi = hi_, lo = lo_;
     const C F = F_;
-    IntF m{};
-    BlockSum tails;
+    return write_values([=](int i) { return F.template value<float>(((*column(x_, i) - hi) - lo) * scale); });
+  }
+
+  template <class Value>
+  KHOT_INLINE VecF write_values(Value value) {
+    BlockSum count;
+    const VecF one = one_;
     for (int i = 0; i < n_; ++i) {
-      const VecF y = F.template value<float>(((*column(x_, i) - hi) - lo) * scale);
+      fetch_ahead<true>(to_, (n_ + i) * width);
+      const VecF y = value(i);
       *column(y_, i) = y;
-      const IntF above = y > 0.5f;
-      m -= above;
-      tails.add(above ? y - 1 : y, i);
+      count.add(y - one, i);
     }
-    return {__builtin_convertvector(m, VecF), tails.sum(), VecF{}, VecF{}, VecF{}};
+    return missing(VecF{}, count);
   }
 
   // As FastSolver::step; lanes that are not ordinary leave good_ and do not move.
   VecF step(const LaneSums& s) {
     const float n = static_cast<float>(n_);
-    const VecF count = s.m + s.tails, miss = ((s.m - k_) - k_low_) + s.tails, rest = n - count, left = n - k_;
-    const VecF few = k_ < left ? k_ : left;
-    good_ &= (count > 0) & (count < n) & (s.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
-    if (logistic) good_ &= s.S1 * 20 > s.m;  // y near 1 have lost digits that matter
-    const VecF ratio = n * miss / (k_ * rest);
+    const VecF miss = s.miss, count = k_ + miss, rest = left_ - miss;
+    good_ &= (count > 0) & (rest > 0) & (s.S1 > 1e-2f * clamp_above<float>(few_, 1.0f));
+    if (logistic) good_ &= s.S1 * 20 > k_;  // y near 1 have lost digits that matter
+    const VecF safe = good_ ? s.S1 : splat(1.0f), below = good_ ? rest : splat(1.0f), above = good_ ? count : below;
+    const VecF ratio = divide<float>(n * miss, k_ * below);
     const IntF small = abs<float>(ratio) < 0.5f;
-    const VecF g = small ? log1p<float>(small ? ratio : VecF{}) : log<float>(1 + ratio);
-    const VecF newton = g * count * rest / (n * s.S1);
+    VecF g = log1p<float>(small ? ratio : VecF{});
+    if (any(good_ & ~small)) g = small ? g : log<float>(1 + ratio);
+    const VecF newton = divide<float>(g * above * below, n * safe);
     VecF h = newton;
     if constexpr (C::full_support) {
-      const VecF bend = (1 / rest - 1 / count) * s.S1 + s.S2 / s.S1;
-      h = newton / clamp_below<float>(1 - 0.5f * newton * bend, 0.5f);
+      const VecF bend = divide<float>((above - below) * safe, above * below) + divide<float>(s.S2, safe);
+      h = divide<float>(newton, clamp_below<float>(1 - 0.5f * newton * bend, 0.5f));
     } else {
-      good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few, 1.0f)) | (abs<float>(newton) > kLast);
+      good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few_, 1.0f)) | (abs<float>(newton) > kLast);
     }
-    if constexpr (logistic) {
-      VecF fine = h;
-      for (int i = 0; i < 3; ++i) {
-        fine += (miss - fine * (s.S1 - fine * (s.S2 / 2 - fine * s.S3 / 6))) /
-                (s.S1 - fine * (s.S2 - fine * s.S3 / 2));
-      }
-      h = abs<float>(h) < 0.5f ? fine : h;
-    }
+    if constexpr (logistic) h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
   }
@@ -271,21 +234,26 @@ class LaneSolver {
     }
     const Dtype dtype = rows.x(first).dtype;
     const bool direct = dtype == Dtype::kFloat;
-    for (int j = 0; j < width; j += 4) {
-      float* p[4];
-      for (int r = 0; r < 4; ++r) {
-        p[r] = direct ? static_cast<float*>(rows.out(first + j + r)) : rows_ + (j + r) * kShort;
-      }
-      transpose4<true>(p, y_ + j, n_);
-      for (int r = 0; r < 4 && !direct; ++r) put(rows.out(first + j + r), dtype, 0, n_, p[r]);
+    float* p[width];
+    for (int j = 0; j < width; ++j) p[j] = direct ? static_cast<float*>(rows.out(first + j)) : rows_ + j * kShort;
+    for (int i = 0; i < n_; i += width) {
+      const int count = std::min(width, n_ - i);
+      VecF v[width];
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) v[j] = *column(y_, i + j);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
     }
+    for (int j = 0; j < width && !direct; ++j) put(rows.out(first + j), dtype, 0, n_, p[j]);
   }
 
   Spec spec_;
   C F_;
   int n_;
+  const float *from_, *to_;
   double k_all_[width];
-  VecF k_{}, k_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShort * width], y_[kShort * width], rows_[kShort * width];
 };

@@ -150,7 +150,11 @@ KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
 template <class Body>
 void chunks(int64_t n, const Parallel* inside, Body body) {
   const int64_t count = (n + kChunk - 1) / kChunk;
-  auto one = [&](int64_t i) { body(i * kChunk, std::min(n, (i + 1) * kChunk), i); };
+  const bool flushing = FlushSubnormals::active();  // here, and so in the other threads
+  auto one = [&](int64_t i) {
+    const FlushSubnormals flush(flushing);
+    body(i * kChunk, std::min(n, (i + 1) * kChunk), i);
+  };
   if (inside == nullptr || count == 1) {
     for (int64_t i = 0; i < count; ++i) one(i);
   } else {

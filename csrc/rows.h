@@ -5,6 +5,7 @@
 
 #include "fast.h"
 #include "lanes.h"
+#include "pull.h"
 #include "solver.h"
 
 namespace khot::KHOT_ISA {
@@ -45,23 +46,25 @@ bool fits_float(const Spec& spec, Dtype dtype, double tau) {
 }
 
 template <class C>
-void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
-                 Threshold& t) {
-  const bool wanted = spec.output != Output::kThreshold;
+void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal, Threshold& t) {
+  const bool log = spec.output == Output::kLog;
+  auto in_float = [&] {
+    const FlushSubnormals flush;
+    return FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out);
+  };
+  bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-    if (wanted) apply<double>(spec, F, x, t, tau, out);
-    return;
+  } else if (fits_float<C>(spec, x.dtype, tau) && in_float()) {
+    fast = true;
+  } else {
+    t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   }
-  if (fits_float<C>(spec, x.dtype, tau)) {
-    const bool log = spec.output == Output::kLog;
-    if (FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) {
-      if (log) apply<float>(spec, F, x, t, tau, out);
-      return;
-    }
+  if (fast && log) {
+    apply<float>(spec, F, x, t, tau, out);
+  } else if (!fast && spec.output != Output::kThreshold) {
+    apply<double>(spec, F, x, t, tau, out);
   }
-  t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
-  if (wanted) apply<double>(spec, F, x, t, tau, out);
 }
 
 struct GradientSums {
@@ -74,30 +77,25 @@ template <class C>
 bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                    Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   using R = float;
-  const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo), scale = static_cast<R>(1 / tau);
+  const FlushSubnormals flush;
+  const PullOf<C> pull(F, t, tau);
   // f is kept in the result between the passes, if the row is short enough to be in the cache still
-  const bool keep = x.dtype == Dtype::kFloat && spec.n <= (1 << 18);
+  const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= (1 << 18);
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
   const GradientSums s = reduce<R, GradientSums>(
       x, spec.n, spec.inside, [=](GradientSums& sums, const R* p, int count, int64_t at) {
         R buffer[kBlock];
         const R* g = fetch(grad, at, count, buffer);
-        VecF f_sum{}, fz_sum{}, fv_sum{}, fzv_sum{};
+        PullSums parts;
         vectors<R>(p, count, -kInf<R>, [&](VecF v, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
-          const VecF z = ((v - hi) - lo) * scale, f = F.template density<R>(z);
-          const VecF fz = f * clamp_above<R>(clamp_below<R>(z, -1e30f), 1e30f);
-          const VecF incoming = whole ? load(g + i) : load_part(g + i, lanes, R(0));
-          f_sum += f;
-          fz_sum += fz;
-          fv_sum += f * incoming;
-          fzv_sum += fz * incoming;
+          const VecF f = pull.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
           if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
         });
-        sums.f += sum<R>(f_sum), sums.fz += sum<R>(fz_sum);
-        sums.fv += sum<R>(fv_sum), sums.fzv += sum<R>(fzv_sum);
+        sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
+        sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv);
       });
-  if (!(s.f > 1e-20)) return false;
+  if (!(s.f > kLeastMass)) return false;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
   grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
@@ -110,12 +108,11 @@ bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, 
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
       const R* p = fetch(source, at, count, from);
       const R* g = fetch(grad, at, count, incoming);
-      const bool own = x.dtype == Dtype::kFloat;
       R* const target = own ? static_cast<R*>(grad_x) + at : results;
       vectors<R>(p, count, R(0), [&](VecF v, int i, int lanes) {
         const bool whole = lanes == kWidth<R>;
-        const VecF f = keep ? v : F.template density<R>(((v - hi) - lo) * scale);
-        const VecF value = f * scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
+        const VecF f = keep ? v : F.template density<R>(pull.standardized(v));
+        const VecF value = f * pull.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);
@@ -295,7 +292,10 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
       LaneSolver<C> lanes(spec, F);
       bool ordinary[width];
       for (; i + width <= end; i += width) {
-        lanes.solve(rows, i, goal, ordinary);
+        {
+          const FlushSubnormals flush;
+          lanes.solve(rows, i, goal, ordinary);
+        }
         for (int j = 0; j < width; ++j) {
           if (!ordinary[j]) one(i + j);
         }
@@ -307,12 +307,27 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
 
 inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
-    for (int64_t i = begin; i < end; ++i) {
+    using C = decltype(F);
+    auto one = [&](int64_t i) {
       double grad_k, grad_tau;
       backward_row(spec, F, rows.x(i), rows.grad(i), rows.grad_lo(i), rows.tau(i), rows.threshold(i),
                    rows.grad_x(i), grad_k, grad_tau);
       rows.put(i, grad_k, grad_tau);
+    };
+    int64_t i = begin;
+    constexpr int width = ShortPull<C>::width;
+    if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
+      ShortPull<C> together(spec, F);
+      bool done[width];
+      for (; i + width <= end; i += width) {
+        together.pull(rows, i, done);
+        for (int j = 0; j < width; ++j) {
+          if (!done[j]) one(i + j);
+        }
+      }
     }
+    for (; i < end; ++i) one(i);
   });
 }
 

@@ -9,7 +9,12 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define KHOT_ISA scans
 #define KHOT_VECTOR_BYTES 32  // two registers where there is no AVX2

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #define KHOT_INLINE inline __attribute__((always_inline))
 
@@ -17,6 +18,26 @@ using VecF = float __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 using VecD = double __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 using IntF = int32_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 using IntD = int64_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
+
+// While it lives, results that would be subnormal are 0: each takes a hundred cycles, and the squares of small y
+// are many. (On Arm they take no longer than others.)
+class FlushSubnormals {
+ public:
+#if defined(__SSE2__)
+  explicit FlushSubnormals(bool on = true) : before_(_mm_getcsr()) {
+    if (on) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON);
+  }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+  static bool active() { return (_mm_getcsr() & _MM_FLUSH_ZERO_ON) != 0; }
+
+ private:
+  unsigned before_;
+#else
+  explicit FlushSubnormals(bool = true) {}
+  ~FlushSubnormals() {}
+  static bool active() { return false; }
+#endif
+};
 
 template <class R>
 struct Lanes;
@@ -69,9 +90,41 @@ KHOT_INLINE void store(R* p, Vec<R> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// The first count lanes from memory, pad in the others.
+// What lies so many entries beyond p, which need not exist: into the cache, to be read, or written with kWrite.
+template <bool kWrite>
+KHOT_INLINE void fetch_ahead(const float* p, int64_t entries) {
+  __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + entries * 4), kWrite, 3);
+}
+
+#if KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+// -1 in the first count lanes.
+template <class R>
+KHOT_INLINE Int<R> first_lanes(int count) {
+  Int<R> lane;
+  for (int i = 0; i < kWidth<R>; ++i) lane[i] = i;
+  return lane < count;
+}
+#endif
+
+// The first count lanes from memory, pad in the others. By way of an array, parts would take longer than a row
+// of a thousand should.
 template <class R>
 KHOT_INLINE Vec<R> load_part(const R* p, int count, R pad) {
+#if KHOT_VECTOR_BYTES == 64
+  const unsigned lanes_read = (1u << count) - 1;
+  if constexpr (sizeof(R) == 4) {
+    return (Vec<R>)_mm512_mask_loadu_ps((__m512)splat(pad), static_cast<__mmask16>(lanes_read), p);
+  } else {
+    return (Vec<R>)_mm512_mask_loadu_pd((__m512d)splat(pad), static_cast<__mmask8>(lanes_read), p);
+  }
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  const Int<R> mask = first_lanes<R>(count);
+  if constexpr (sizeof(R) == 4) {
+    return mask ? (Vec<R>)_mm256_maskload_ps(p, (__m256i)mask) : splat(pad);
+  } else {
+    return mask ? (Vec<R>)_mm256_maskload_pd(p, (__m256i)mask) : splat(pad);
+  }
+#endif
   R lanes[kWidth<R>];
   for (int i = 0; i < kWidth<R>; ++i) lanes[i] = pad;
   std::memcpy(lanes, p, count * sizeof(R));
@@ -80,9 +133,56 @@ KHOT_INLINE Vec<R> load_part(const R* p, int count, R pad) {
 
 template <class R>
 KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
+#if KHOT_VECTOR_BYTES == 64
+  const unsigned lanes_written = (1u << count) - 1;
+  if constexpr (sizeof(R) == 4) return _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes_written), (__m512)v);
+  if constexpr (sizeof(R) == 8) return _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lanes_written), (__m512d)v);
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  if constexpr (sizeof(R) == 4) return _mm256_maskstore_ps(p, (__m256i)first_lanes<R>(count), (__m256)v);
+  if constexpr (sizeof(R) == 8) return _mm256_maskstore_pd(p, (__m256i)first_lanes<R>(count), (__m256d)v);
+#endif
   R lanes[kWidth<R>];
   store(lanes, v);
   std::memcpy(p, lanes, count * sizeof(R));
+}
+
+// Lane l from a, but from b where bit d of l is set; from lane l ^ d of those that are to be swapped.
+template <int d, bool kSwapA, bool kSwapB, int... l>
+KHOT_INLINE VecF pick(VecF a, VecF b, std::integer_sequence<int, l...>) {
+  constexpr int width = sizeof...(l);
+  return __builtin_shuffle(a, b, IntF{(l & d ? width + (kSwapB ? l ^ d : l) : kSwapA ? l ^ d : l)...});
+}
+template <int d, bool kSwapA, bool kSwapB>
+KHOT_INLINE VecF pick(VecF a, VecF b) {
+  return pick<d, kSwapA, kSwapB>(a, b, std::make_integer_sequence<int, kWidth<float>>());
+}
+
+// Rows become columns, of as many vectors as a vector has lanes.
+template <int d = 1>
+KHOT_INLINE void transpose(VecF* v) {
+  if constexpr (d < kWidth<float>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth<float>; ++i) {
+      if (i & d) continue;
+      const VecF a = v[i], b = v[i + d];
+      v[i] = pick<d, false, true>(a, b), v[i + d] = pick<d, true, false>(a, b);
+    }
+    transpose<2 * d>(v);
+  }
+}
+
+// Lane l is the sum of v[l], of as many vectors as a vector has lanes.
+template <int d = 1>
+KHOT_INLINE VecF sums_of(VecF* v) {
+  if constexpr (d < kWidth<float>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth<float> / (2 * d); ++i) {
+      const VecF a = v[2 * i], b = v[2 * i + 1];
+      v[i] = pick<d, false, false>(a, b) + pick<d, true, true>(a, b);
+    }
+    return sums_of<2 * d>(v);
+  }
+  return v[0];
 }
 
 template <class R>
@@ -140,6 +240,13 @@ struct LongSum {
   KHOT_INLINE void add(VecF v) { part += v; }
   KHOT_INLINE void flush() {
     using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
+#if KHOT_VECTOR_BYTES == 64  // by way of memory, this takes as long as the terms
+    const __m256d first = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 0);
+    const __m256d second = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 1);
+    total += (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first) + (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
+    part = VecF{};
+    return;
+#endif
     Half low, high;
     std::memcpy(&low, &part, sizeof(low));
     std::memcpy(&high, reinterpret_cast<const char*>(&part) + sizeof(low), sizeof(high));
@@ -208,24 +315,32 @@ KHOT_INLINE Vec<R> exp_minus(Vec<R> a) {
   return a > L::kExpEnd ? Vec<R>{} : exp_core(r) * scale;
 }
 
-// 1/(1 + 2^v) with an absolute error of 1e-7 and a relative one of 2e-7: 0 from v = 126 on, NaN for NaN.
-KHOT_INLINE VecF inverse_1p_exp2(VecF v) {
+// 2^v to within 2e-7 of itself, 2^126 from v = 126 on, and less than 2^-125 up to v = -126; NaN for NaN.
+KHOT_INLINE VecF exp2_held(VecF v) {
   using L = Lanes<float>;
   // 2^r for abs(r) <= 1/2, interpolated at Chebyshev's nodes
   constexpr float kTerms[] = {1.000000075f,    0.693147188f,    0.2402210749f,
                               0.05550357114f, 0.009676031918f, 0.001339086336f};
+#if KHOT_VECTOR_BYTES == 64  // half the instructions
+  const VecF held = clamp_above<float>(v, 126);
+  const VecF part = (VecF)_mm512_maskz_reduce_ps(0xffff, (__m512)held, _MM_FROUND_TO_NEAREST_INT);
+  return (VecF)_mm512_maskz_scalef_ps(0xffff, (__m512)polynomial(part, kTerms), (__m512)(held - part));
+#endif
   const VecF x = clamp_above<float>(clamp_below<float>(v, -126), 126);
   const VecF rounded = x + L::kRound;
   const VecF r = x - (rounded - L::kRound);
-  const VecF scale = (VecF)(((IntF)rounded << L::kMantissa) + L::kOne);
-  const VecF below = polynomial(r, kTerms) * scale + 1;
+  return polynomial(r, kTerms) * (VecF)(((IntF)rounded << L::kMantissa) + L::kOne);
+}
+
+// 1/(1 + e) to within two ulp, for 0 <= e < 2^128 (at the end of which reciprocals are subnormal, and 0).
+KHOT_INLINE VecF inverse_1p(VecF e) {
+  const VecF b = e + 1;
 #if KHOT_VECTOR_BYTES == 64
-  const VecF start = (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)below);
-  const VecF y = start * (2 - below * start);
+  const VecF r = (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)b);
+  return r * (2 - b * r);
 #else
-  const VecF y = 1 / below;
+  return 1 / b;
 #endif
-  return v >= 126 ? VecF{} : y;
 }
 
 template <class R>
