@@ -25,7 +25,6 @@ import khot
 from benchmarks import report
 from khot.kernels import reference
 
-RANKS = (1, 2, 4)
 SIZES = (10_000, 100_000, 1_000_000)
 TAU = 0.5
 
@@ -53,7 +52,7 @@ def median(call: Callable[[], None], seconds: float) -> float:
         start = time.process_time()
         call()
         times.append(time.process_time() - start)
-        go_on = torch.tensor(float(time.perf_counter() - begun < seconds or len(times) < 4))
+        go_on = torch.tensor(float(time.perf_counter() - begun < seconds or len(times) < 3))
         if dist.is_initialized():
             dist.broadcast(go_on, 0)
         if not go_on:
@@ -118,30 +117,26 @@ def measure(ranks: int, seconds: float) -> dict[int, list[tuple[tuple[int, int],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each call")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    args = parser.parse_args()
     torch.set_num_threads(1)
     print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items()), sep="; ")
     alone = {}
     for n in SIZES:
         x = scores(n, 0, 1)
         alone[n] = [
-            median(functools.partial(whole, x, n / 100, backward), seconds) for backward in (False, True)
+            median(functools.partial(whole, x, n / 100, backward), args.seconds) for backward in (False, True)
         ]
-    head = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS]
-    print("\n| n | one process, ms |", *(f"{title} |" for title in head), "all-reduces | bytes, 4 ranks |")
-    print("|---" * (len(head) + 4) + "|")
-    tables = {ranks: measure(ranks, seconds) for ranks in RANKS}
-    for n in SIZES:
-        cells = [
-            " / ".join(f"{found[1] / base:.2f}" for found, base in zip(table[n], alone[n], strict=True))
-            for table in tables.values()
-        ]
-        (forward, forward_bytes), (both, both_bytes) = (found[0] for found in tables[RANKS[-1]][n])
-        base = " / ".join(f"{1000 * t:.1f}" for t in alone[n])
-        print(
-            f"| {n:,} | {base} |", *(f"{cell} |" for cell in cells), f"{forward} / {both} |",
-            f"{forward_bytes:,} / {both_bytes:,} |",
-        )  # fmt: skip
+    rows = []
+    for ranks in args.ranks:
+        for n, found in measure(ranks, args.seconds).items():
+            ratios = (f"{time / base:.2f}" for (_, time), base in zip(found, alone[n], strict=True))
+            base = " / ".join(f"{1000 * time:.1f}" for time in alone[n])
+            counts, sizes = zip(*(sent for sent, _ in found), strict=True)
+            cells = [" / ".join(ratios), "{} / {}".format(*counts), "{:,} / {:,}".format(*sizes)]
+            rows.append([str(ranks), f"{n:,}", base, *cells])
+    titles = ["ranks", "n", "one process, ms", "ratio", "all-reduces", "bytes a process"]
+    print(report.table(titles, rows))
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def soft_topk(
     Raises:
         ValueError: k < 0 or more than may be selected, tau ≤ 0, a mask or scalar that does not broadcast, an
             unknown cdf, arguments that differ between the processes of a group, all of which raise the error
-            that one of them meets. (The values of tensors are checked on the CPU in eager mode; elsewhere that
-            row is NaN.)
+            that one of them meets. (The values of tensors are checked on the CPU in eager mode; elsewhere
+            that row is NaN.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
 
