@@ -132,7 +132,7 @@ def _sorted(normalize: bool) -> Callable[..., Tensor]:
 
 
 def _weighed(y: Tensor) -> Tensor:
-    return (y * torch.arange(y.shape[-1], dtype=torch.float64).cos()).sum(-1)
+    return (y * torch.arange(y.shape[-1], dtype=torch.float64, device=y.device).cos()).sum(-1)
 
 
 def _sorted_oracle(normalize: bool) -> Oracle:

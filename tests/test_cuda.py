@@ -20,7 +20,11 @@ import oracles
 from khot import cdfs, kernels
 from operators import OPERATORS, Operator
 
-pytestmark = pytest.mark.needs_cuda
+pytestmark = [
+    pytest.mark.needs_cuda,
+    # Triton 3.9's own, when it first compiles
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TAU = [0.5, 1.0, 1.7]
@@ -206,8 +210,9 @@ def test_gradcheck(op: Operator) -> None:
         y = op.call(*args)
         return y.masked_fill(y.detach().isinf(), 0)
 
-    torch.autograd.gradcheck(call, args, fast_mode=True, check_forward_ad=True)
-    torch.autograd.gradgradcheck(call, args, fast_mode=True)
+    # sums by atomic addition come in any order
+    torch.autograd.gradcheck(call, args, fast_mode=True, check_forward_ad=True, nondet_tol=1e-10)
+    torch.autograd.gradgradcheck(call, args, fast_mode=True, nondet_tol=1e-10)
 
 
 @every

@@ -205,6 +205,16 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 
+@every
+def test_looks_at_no_value_off_the_cpu(op: Operator) -> None:
+    """A tensor without data stands for one whose data is not there yet."""
+    args = [a.detach().to("meta").requires_grad_(a.requires_grad) for a in leaves(op)]
+    y = op.call(*args)
+    assert y.shape == op.call(*arguments(op)).shape
+    if op.differentiable:
+        y.square().sum().backward()
+
+
 @pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
 def test_nan_row_of_counts(name: str) -> None:
     x = scores()

@@ -194,7 +194,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot.kernels.triton import backward, forward, functions, magnitude, scans, selection
+from khot.kernels.triton import backward, forward, functions, magnitude, scans, selection, transport
 
 which = {
     forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
@@ -202,6 +202,7 @@ which = {
     selection: [{}],
     magnitude: [{"P": 2.0}, {"P": 4 / 3}],
     scans: [{"REVERSE": False}, {"REVERSE": True}],
+    transport: [{"KEYS": 16, "CHUNK": 128}],
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
            "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer")
@@ -209,9 +210,9 @@ integers = ("counts_pointer", "tally_pointer", "ties_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     for constants, function in itertools.product(which[module], module.KERNELS):
-        constants = constants | {
+        constants = {
             "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
-            "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64",
+            "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
             constants["TOGETHER"] = 1  # a row that is split has its programs to itself
@@ -219,6 +220,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             arg: "constexpr" if arg in constants
             else f"*{dtype}" if arg in entries
             else "*i32" if arg in integers
+            else "*i64" if arg == "order_pointer"
             else "*fp64" if arg.endswith(("pointer", "before", "after")) else "i32"
             for arg in function.arg_names
         }

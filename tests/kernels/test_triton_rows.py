@@ -1,4 +1,4 @@
-"""The Triton kernels of the mask, top-k in magnitude and the decay scan, interpreted, against the reference.
+"""The Triton kernels but for the soft top-k, interpreted, against the reference.
 
 The operators' table runs on them too, with KHOT_KERNELS=triton: tests/test_operators.py.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from khot.kernels import gpu, scans, selection
+from khot.kernels import gpu, scans, selection, transport
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -30,7 +30,7 @@ ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
 
 
 def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ties, signed zeros, equal, infinite and NaN entries, too many infinite ones; k at its ends and past."""
+    """Ties, signed zeros, equal, infinite, NaN entries, too many infinite ones; k at its ends and above."""
     x = 2 * torch.randn(11, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x[1] = x[1].round()
     x[2, -1] = torch.nan
@@ -134,6 +134,31 @@ def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
     assert error(kernels.decay_scan(w, g, reverse), scans.decay_scan(w, g.nan_to_num(), reverse)) <= 1e-14
     one = torch.ones(n, dtype=torch.float64)
     assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "epsilon"),
+    [
+        (9, 2, 0.5),
+        *(pytest.param(*a, marks=pytest.mark.slow) for a in ((40, 5, 0.05), (5, 5, 0.3), (40, 20, 0.1))),
+    ],
+)
+def test_sorted_soft_topk(kernels: ModuleType, n: int, k: int, epsilon: float) -> None:
+    x = torch.randn(6, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x[1] = x[1].round()
+    x[2, -1] = torch.nan
+    x[3, 0] = torch.inf
+    x[4, : (n - k) // 2] = -torch.inf
+    x[5, : k + 1] = torch.inf
+    scale = torch.tensor(epsilon, dtype=torch.float64)
+    got = kernels.sorted_soft_topk(x, k, scale)
+    want = transport.sorted_soft_topk(x, k, scale)
+    for a, b in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
+        assert error(a, b) <= 1e-9
+    assert torch.equal(got[1][[0, 1, 4]], want[1][[0, 1, 4]])
+    half, *_ = kernels.sorted_soft_topk(x[:1].bfloat16(), k, scale)
+    assert half.dtype == torch.bfloat16
+    assert error(half, transport.sorted_soft_topk(x[:1].bfloat16().double(), k, scale)[0]) <= 2**-9
 
 
 def test_nothing_to_do(kernels: ModuleType) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from khot.kernels import reference, scans, selection
+from khot.kernels import reference, scans, selection, transport
 
 __all__ = ["KERNELS", "available", "register"]
 
@@ -31,6 +31,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "laplace_sort_backward": scans.laplace_sort_backward,
     "laplace_thresholds": scans.laplace_thresholds,
     "laplace_thresholds_backward": scans.laplace_thresholds_backward,
+    "sorted_soft_topk": transport.sorted_soft_topk,
 }
 
 

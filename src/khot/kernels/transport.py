@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FAR", "plan", "scale_of", "solve_laplacian", "sorted_soft_topk"]
+__all__ = ["FAR", "begin", "plan", "scale_of", "solve_laplacian", "sorted_soft_topk"]
 
 FARTHEST = 1e300  # scores and s are clamped to ±FARTHEST and [1/FARTHEST, FARTHEST],
 FAR = 1e305  # so that the distance between FAR and a score, times s, is as good as infinite
@@ -158,10 +158,14 @@ def solve_laplacian(gram: Tensor, hi: Tensor, v: Tensor) -> Tensor:
     return root * solution.squeeze(-1)
 
 
-def _solve(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places of the k largest, hi and shift, for rows x (rows, n)."""
+def begin(x: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of rows x (rows, n) and s (rows, 1), before anything is solved.
+
+    Returns:
+        the places of the k largest and these themselves, hi, the shifts to start from, the column sums to be
+        reached, where all of x takes part, and the number of entries of +inf, (rows, 1).
+    """
     n = x.shape[-1]
-    scale = scale_of(epsilon).unsqueeze(-1)
     top, order = x.topk(min(k + 1, n))
     if k == n:
         top = torch.nn.functional.pad(top, (0, 1), value=-math.inf)
@@ -172,12 +176,18 @@ def _solve(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hi = hi.masked_fill(bad, math.nan)
     # the thresholds start half-way between neighbours
     shift = (0.5 * scale * (above - below)).clamp(max=STEEPEST).masked_fill(hi.abs() == FAR, 0)
-    order = order[:, :k]
-
-    x = _relevant(x, k, scale)
     target = torch.ones_like(top)
     target[:, :k].masked_fill_(hi == FAR, 0)  # plan puts all entries of +inf on the first anchor
     target[:, :1] += taken
+    target[:, k] = n - k
+    return order[:, :k], top[:, :k], hi, shift, target, taken
+
+
+def _solve(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The places of the k largest, hi and shift, for rows x (rows, n)."""
+    scale = scale_of(epsilon).unsqueeze(-1)
+    order, _, hi, shift, target, _ = begin(x, k, scale)
+    x = _relevant(x, k, scale)
     target[:, k] = x.shape[-1] - k
     frame = _frame(x, epsilon, x.topk(k).indices, hi)
     return order, hi, _newton(frame, hi, shift, target)

@@ -24,6 +24,7 @@ from khot.kernels.triton.scans import laplace_sort_backward as laplace_sort_back
 from khot.kernels.triton.scans import laplace_thresholds as laplace_thresholds
 from khot.kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
 from khot.kernels.triton.selection import topk_mask as topk_mask
+from khot.kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
 __all__ = [
     "decay_scan",
@@ -37,5 +38,6 @@ __all__ = [
     "soft_topk_backward",
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
+    "sorted_soft_topk",
     "topk_mask",
 ]
