@@ -20,7 +20,15 @@ class Roles(griffe.Extension):
             text = ROLE.sub(lambda match: link(match, obj), "\n".join(tables(lines)))
             text = text.replace("*(", "\\*(")  # ω*(z) is no emphasis
             # griffe knows the plural only
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            # it takes "k, tau: ..." for a name and a type, unless nothing is to be split
+            text = re.sub(
+                r"^    \w+(?:, \w+)+:", lambda m: m[0].replace(", ", ",\xa0"), text, flags=re.MULTILINE
+            )
+            if obj.is_function and obj.returns is not None:
+                # and for a type what is returned, up to a colon
+                text = re.sub(r"^Returns:\n    ", f"Returns:\n    {obj.returns}: ", text, flags=re.MULTILINE)
+            obj.docstring.value = text
 
 
 def link(match: re.Match[str], obj: griffe.Object) -> str:
