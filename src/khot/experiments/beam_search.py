@@ -15,11 +15,11 @@ tokens that beam search with 5 beams finds.
 - `greedy`: also after the model's own tokens from the start, but chosen hard and one at a time, so that no
   gradient comes through the choice: whether the soft selection is what helps.
 
-Where it departs from the paper: data and metric, as said. 200 steps of Adam instead of 10⁶; a
-recurrent encoder (both ways) and decoder of 32 units, that reads along instead of by attention. 3 beams in
-training. ε = 2, in units of log-likelihood: the paper's 0.1 is for an operator whose code divides the
-cost by its largest entry; as it stands it makes the choice all but hard, and the gradient through it, in
-proportion to k/ε at every step, drowns the rest.
+Where it departs from the paper: data and metric, as said. 200 steps of Adam instead of 10⁶; a recurrent
+encoder (both ways) and decoder of 32 units, that reads along instead of by attention. 3 beams in training.
+ε = 2, in units of log-likelihood: the paper's 0.1 is for an operator whose code divides the cost by its
+largest entry; as it stands it makes the choice all but hard, and the gradient through it, in proportion to
+k/ε at every step, drowns the rest.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def trials(args: Args) -> list[Trial]:
 
 
 def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
-    torch.set_flush_denormal(True)
     method = str(trial["method"])
     shuffles = shell_game.draw_shuffles().to(args.device)
     test = shell_game.draw_games(shuffles, TEST, args.length)
@@ -87,19 +86,25 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
     total = args.steps * (LONGER if method == "teacher_forcing_longer" else 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.falling(step / total))
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    for step in study.steps(checkpoint, state, total):
-        source, target = shell_game.draw_games(shuffles, args.batch, args.length)
-        optimizer.zero_grad()
-        loss_of(args, method, step, model(source), target).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % max(1, total // 10) == 0 or step + 1 == total:
-            exact, tokens, forced = shell_game.score(model, *test, args.test_beams)
-            row: Row = {"step": step + 1, "exact": exact, "tokens": fmean(tokens), "forced": fmean(forced)}
-            if step + 1 == total:
-                row["seconds"] = round(checkpoint.clock(), 1)
-            yield row
+    with shell_game.no_denormals():
+        for step in study.steps(checkpoint, state, total):
+            source, target = shell_game.draw_games(shuffles, args.batch, args.length)
+            optimizer.zero_grad()
+            loss_of(args, method, step, model(source), target).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if (step + 1) % max(1, total // 10) == 0 or step + 1 == total:
+                exact, tokens, forced = shell_game.score(model, *test, args.test_beams)
+                row: Row = {
+                    "step": step + 1,
+                    "exact": exact,
+                    "tokens": fmean(tokens),
+                    "forced": fmean(forced),
+                }
+                if step + 1 == total:
+                    row["seconds"] = round(checkpoint.clock(), 1)
+                yield row
 
 
 def loss_of(args: Args, method: str, step: int, decoder: shell_game.Decoder, target: Tensor) -> Tensor:

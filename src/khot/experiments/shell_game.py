@@ -8,6 +8,8 @@ with one shuffle undone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from khot.nn.beam_search import Step, soft_beam_search
 
-__all__ = ["CUPS", "Decoder", "Retracer", "Score", "draw_games", "draw_shuffles", "score"]
+__all__ = ["CUPS", "Decoder", "Retracer", "Score", "draw_games", "draw_shuffles", "no_denormals", "score"]
 
 CUPS, SHUFFLES = 6, 3
 
@@ -68,6 +70,20 @@ class Retracer(nn.Module):
 
         table = self.cups.weight
         return Decoder(step, table[:-1], table[-1], table.new_zeros(len(source), table.shape[1] + 1))
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Round what is smaller than a normal number to 0.
+
+    Most of what comes back through the beams of a model that is sure is, and makes steps on a CPU several
+    times slower.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 class Score(NamedTuple):
