@@ -45,6 +45,16 @@ def test_attention(tmp_path: Path) -> None:
     assert_picture(tmp_path / "attention.png")
 
 
+def test_beam_search(tmp_path: Path) -> None:
+    script = example("beam_search")
+    results = script.run(steps=120, methods=("beam", "forced"))
+    beam, forced = (results[method].scores[-1] for method in ("beam", "forced"))
+    assert min(forced.forced[1:]) > 0.95  # it learned to undo a shuffle,
+    assert forced.exact < 0.4 < 0.6 < beam.exact  # and to guess
+    script.draw(results, tmp_path / "beam_search.png")
+    assert_picture(tmp_path / "beam_search.png")
+
+
 def test_gate(tmp_path: Path) -> None:
     script = example("gate")
     images = data.load_digits()

@@ -62,6 +62,8 @@ __all__ = [
 
 # Their modules, relative to this package; the name of an experiment is its module's, with hyphens.
 EXPERIMENTS: tuple[str, ...] = (
+    ".attention",
+    ".beam_search",
     ".feature_selection",
     ".knn",
     ".learning_k",
