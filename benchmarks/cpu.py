@@ -284,7 +284,8 @@ def write(path: Path, results: report.Results) -> None:
 
 def options(args: argparse.Namespace) -> list[str]:
     """What the figures depend on."""
-    return [f"--{name.replace('_', '-')}" for name in ("quick", "cpu_time") if getattr(args, name)]
+    chosen = [f"--{name.replace('_', '-')}" for name in ("quick", "cpu_time") if getattr(args, name)]
+    return chosen if args.seconds is None else [*chosen, f"--seconds {args.seconds:g}"]
 
 
 def packages() -> Iterator[str]:
@@ -300,6 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one shape and small n, few rounds: a minute or two"
     )
+    parser.add_argument("--seconds", type=float, help="for each call: 1, or 0.05 with --quick")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--cpu-time",
@@ -319,6 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     results = report.resume(path.with_suffix(".json"), setting)
     todo = cases(args.quick)
+    seconds = args.seconds or (0.05 if args.quick else 1.0)
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
@@ -327,7 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
             for case in todo:
                 progress.update(bar, description=case.id)
                 if case.id not in results["cases"]:
-                    results["cases"][case.id] = measure(case, 0.05 if args.quick else 1.0, clock)
+                    results["cases"][case.id] = measure(case, seconds, clock)
                     report.save(path.with_suffix(".json"), results)
                 progress.advance(bar)
             progress.update(bar, description="")
