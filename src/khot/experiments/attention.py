@@ -198,7 +198,7 @@ def draw(args: Args, rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="soft-ot-topk, Table 4",
     needs="nothing",
-    takes="3 min of one core",
+    takes="about 3 min of one core, not yet measured",
     Args=Args,
     smoke={"places": 12, "steps": 20, "batch": 16, "size": 16, "seeds": 1},
     trials=trials,
