@@ -28,8 +28,8 @@ STICKS_OUT = """() => {
     const scrolls = e => e && e !== document.body && e !== document.documentElement
         && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
     return [...document.querySelectorAll(".md-content *, .md-header *, .md-footer *")]
-        .filter(e => e.checkVisibility() && !scrolls(e)
-                     && e.getBoundingClientRect().right > window.innerWidth + 1)
+        .filter(e => e.getBoundingClientRect().right > window.innerWidth + 1)
+        .filter(e => e.checkVisibility() && !scrolls(e))
         .map(e => `${e.tagName} ${e.className}: ${e.textContent.slice(0, 60)}`);
 }"""
 BROKEN = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
