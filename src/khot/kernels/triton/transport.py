@@ -23,6 +23,18 @@ GOAL, FLOOR = tl.constexpr(reference.GOAL), tl.constexpr(reference.FLOOR)
 
 
 @triton.jit
+def _scores(pointer, column, n):
+    x = tl.load(pointer + column, mask=column < n, other=0.0)
+    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x  # half precision in two steps
+
+
+@triton.jit
+def _put(pointer, y, mask):
+    y = y.to(tl.float32) if pointer.dtype.element_ty != tl.float64 else y
+    tl.store(pointer, y.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _beyond(x):
     """Infinite scores lie beyond every threshold."""
     x = tl.where(x == float("-inf"), -2 * FAR, x)
@@ -100,7 +112,7 @@ def _evaluate(
     gram = tl.zeros((KEYS, KEYS), tl.float64)
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        x = tl.load(x_pointer + column, mask=column < n, other=0.0).to(tl.float64)
+        x = _scores(x_pointer, column, n)
         weight = tl.exp(_slopes(x, scale, last, k, KEYS))
         counts = (anchor <= k)[:, None] & ((column < n) & ~_chosen(order, column))[None, :]
         weight = tl.where(counts, weight, 0.0)
@@ -241,14 +253,14 @@ def _plan(
     out_pointer = out_pointer + (row * k + anchor)[:, None] * n
 
     column = part * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0).to(tl.float64)
+    x = _scores(x_pointer + row * x_stride, column, n)
     b = _potentials(hi, shift, scale, last, k, KEYS)
     logits = _slopes(x, scale, last, k, KEYS) + b[:, None]
     logits = tl.where((anchor <= k)[:, None], logits, float("-inf"))
     weight = tl.exp(logits - tl.max(logits, axis=0)[None, :])
     y = weight / tl.sum(weight, axis=0)[None, :] + bad
     others = there & ((column < n) & ~_chosen(order, column))[None, :]
-    tl.store(out_pointer + column[None, :], y.to(out_pointer.dtype.element_ty), mask=others)
+    _put(out_pointer + column[None, :], y, others)
     if part == 0:
         largest = tl.load(largest_pointer + row * k + anchor, mask=anchor < k, other=0.0)
         head = _head(hi_pointer, _beyond(largest), shift, scale, k, KEYS)
@@ -256,8 +268,7 @@ def _plan(
         share = 1 / tl.maximum(tl.load(taken_pointer + row), 1.0)
         first = (hi == FAR)[:, None] & (largest == float("inf"))[None, :]
         head = tl.where(first, share, head) + bad
-        largest_ones = there & (anchor < k)[None, :]
-        tl.store(out_pointer + order[None, :], head.to(out_pointer.dtype.element_ty), mask=largest_ones)
+        _put(out_pointer + order[None, :], head, there & (anchor < k)[None, :])
 
 
 KERNELS = (_newton, _plan)
