@@ -190,7 +190,7 @@ def draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Table 4",
     needs="MNIST",
-    takes="8 min of one core",
+    takes="19 min of one core",
     Args=Args,
     smoke={"steps": 20, "points": 2, "seeds": 1},
     trials=trials,
