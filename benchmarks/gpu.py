@@ -31,9 +31,9 @@ from torch import Tensor
 from benchmarks import report, timing
 from benchmarks.cpu import call_operator, spread_normal
 from benchmarks.operators import OPERATORS, disagreement
-from benchmarks.timing import Call
 from khot import kernels
 from khot.experiments.peers import PEERS, missing
+from khot.experiments.timing import Call
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 20  # calls that the profiler looks at

@@ -196,7 +196,7 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, which would have to wait for an error."""
-    monkeypatch.setattr(khot.arguments, "_readable", lambda value: False)
+    monkeypatch.setattr(khot.arguments, "readable", lambda value: False)
     x, k, tau = arguments(op)
     want = op.call(x, k, tau)
     for bad in (-1.0, 0.0, float("inf"), float("nan")):
@@ -466,8 +466,20 @@ def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> No
     torch.library.opcheck(op, args)
 
 
+# by test_opcheck of test_philox.py, test_draws.py and test_poisson_binomial.py in tests/kernels
+CHECKED_WITH_THEIR_KERNELS = {
+    "uniform",
+    "order_sample",
+    "tournament",
+    "characteristic",
+    "inclusion",
+    "covariance",
+    "calibrate",
+}
+
+
 def test_every_registered_operator_is_checked() -> None:
     from khot.kernels import _OPERATORS
 
     checked = {op._schema.name.removeprefix("khot::") for _, op, _ in dispatched()}  # type: ignore[attr-defined]
-    assert checked == set(_OPERATORS)
+    assert checked == set(_OPERATORS) - CHECKED_WITH_THEIR_KERNELS

@@ -58,7 +58,7 @@ def test_beam_search(tmp_path: Path) -> None:
 def test_gate(tmp_path: Path) -> None:
     script = example("gate")
     images = data.load_digits()
-    results = script.run(images, 10, steps=400)
+    results = script.run(images, 10, steps=700)
     assert results["fixed"].mask.sum() == 10
     assert results["fixed"].accuracy > results["variance"].accuracy
     assert results["learned"].size[-1] < results["learned"].size[0]

@@ -28,6 +28,7 @@ OTHERS = {
     "halving": "draws conditional Poisson samples",
     "order": "inclusion probabilities of Pareto",
     "phantom": "the phantom unit",
+    "shards": "pareto on rows spread over processes",
     "table": "the table",
     "tilting": "conditional Poisson's trials",
 }
