@@ -152,7 +152,7 @@ def draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="soft-ot-topk, Table 2",
     needs="nothing",
-    takes="about 5 min of one core, from two of its five methods",
+    takes="4 min of one core",
     Args=Args,
     smoke={"length": 6, "steps": 20, "batch": 16, "size": 16, "seeds": 1},
     trials=trials,
