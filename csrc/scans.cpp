@@ -73,48 +73,9 @@ Tensor narrowed(const Tensor& t, const Tensor& like) {
   return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> laplace_rank(Tensor x, Tensor tau) {
-  const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
-  Tensor rank = torch::stable::new_empty(x, shape.sizes, shape.compute);
-  Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
-  for_dtype(shape.compute, [&](auto zero) {
-    using R = decltype(zero);
-    const R* from = scores.const_data_ptr<R>();
-    R* to = rank.mutable_data_ptr<R>();
-    int32_t* index = order.mutable_data_ptr<int32_t>();
-    const double* t = taus.const_data_ptr<double>();
-    const int64_t n = shape.n;
-    shape.share<R>(n, 2, [=](scans::Workspace<R>& work, int64_t row) {
-      scans::rank_row(from + row * n, n, t[row], work, to + row * n, index + row * n);
-    });
-  });
-  return {narrowed(rank, x), order};
-}
-
-std::tuple<Tensor, Tensor> laplace_rank_backward(Tensor grad, Tensor x, Tensor order, Tensor tau) {
-  const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
-  const Tensor incoming = dense(grad, shape.sizes, shape.compute), indices = dense(order, shape.sizes, ScalarType::Int);
-  Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
-  Tensor dtau = torch::stable::new_empty(x, shape.batch, ScalarType::Double);
-  for_dtype(shape.compute, [&](auto zero) {
-    using R = decltype(zero);
-    const R *from = scores.const_data_ptr<R>(), *v = incoming.const_data_ptr<R>();
-    R* to = dx.mutable_data_ptr<R>();
-    const int32_t* index = indices.const_data_ptr<int32_t>();
-    const double* t = taus.const_data_ptr<double>();
-    double* dt = dtau.mutable_data_ptr<double>();
-    const int64_t n = shape.n;
-    shape.share<R>(n, 5, [=](scans::Workspace<R>& work, int64_t row) {
-      const int64_t at = row * n;
-      dt[row] = scans::rank_backward_row(v + at, from + at, index + at, n, t[row], work, to + at);
-    });
-  });
-  return {narrowed(dx, x), dtau};
-}
-
-std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
+// What row_of(scores, n, tau, workspace, out, order) makes of each row, and the order of its entries.
+template <class RowOf>
+std::tuple<Tensor, Tensor> of_rows(const Tensor& x, const Tensor& tau, int arrays, const RowOf& row_of) {
   const Shape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
   Tensor out = torch::stable::new_empty(x, shape.sizes, shape.compute);
@@ -126,15 +87,19 @@ std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
     int32_t* index = order.mutable_data_ptr<int32_t>();
     const double* t = taus.const_data_ptr<double>();
     const int64_t n = shape.n;
-    shape.share<R>(n, 6, [=](scans::Workspace<R>& work, int64_t row) {
-      scans::sort_row(from + row * n, n, t[row], descending, work, to + row * n, index + row * n);
+    shape.share<R>(n, arrays, [=](scans::Workspace<R>& work, int64_t row) {
+      const int64_t at = row * n;
+      row_of(from + at, n, t[row], work, to + at, index + at);
     });
   });
   return {narrowed(out, x), order};
 }
 
-std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor order, Tensor tau, bool descending,
-                                                 bool want_tau) {
+// The gradients in x and in tau of what of_rows made; row_of(grad, scores, order, n, tau, workspace, dx) returns a row's
+// in tau.
+template <class RowOf>
+std::tuple<Tensor, Tensor> of_rows_backward(const Tensor& grad, const Tensor& x, const Tensor& order, const Tensor& tau,
+                                            int arrays, const RowOf& row_of) {
   const Shape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
   const Tensor incoming = dense(grad, shape.sizes, shape.compute), indices = dense(order, shape.sizes, ScalarType::Int);
@@ -148,12 +113,35 @@ std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor o
     const double* t = taus.const_data_ptr<double>();
     double* dt = dtau.mutable_data_ptr<double>();
     const int64_t n = shape.n;
-    shape.share<R>(n, 6, [=](scans::Workspace<R>& work, int64_t row) {
+    shape.share<R>(n, arrays, [=](scans::Workspace<R>& work, int64_t row) {
       const int64_t at = row * n;
-      dt[row] = scans::sort_backward_row(v + at, from + at, index + at, n, t[row], descending, want_tau, work, to + at);
+      dt[row] = row_of(v + at, from + at, index + at, n, t[row], work, to + at);
     });
   });
   return {narrowed(dx, x), dtau};
+}
+
+std::tuple<Tensor, Tensor> laplace_rank(Tensor x, Tensor tau) {
+  return of_rows(x, tau, 2, [](auto&&... row) { scans::rank_row(row...); });
+}
+
+std::tuple<Tensor, Tensor> laplace_rank_backward(Tensor grad, Tensor x, Tensor order, Tensor tau) {
+  return of_rows_backward(grad, x, order, tau, 5, [](auto&&... row) { return scans::rank_backward_row(row...); });
+}
+
+std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
+  return of_rows(x, tau, 6, [=](auto* from, int64_t n, double t, auto& work, auto* to, int32_t* index) {
+    scans::sort_row(from, n, t, descending, work, to, index);
+  });
+}
+
+std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor order, Tensor tau, bool descending,
+                                                 bool want_tau) {
+  return of_rows_backward(
+      grad, x, order, tau, 6,
+      [=](auto* v, auto* from, const int32_t* index, int64_t n, double t, auto& work, auto* to) {
+        return scans::sort_backward_row(v, from, index, n, t, descending, want_tau, work, to);
+      });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor levels, Tensor tau) {
