@@ -1,13 +1,15 @@
 """Time and memory of calls beside one another, in one run.
 
 A shared machine is never equally fast twice, so what counts are ratios: the calls take turns, round after
-round, and each is summed up by its median.
+round and each round in another order, since a call that follows a large one finds the caches cold. Each is
+summed up by its median.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -64,8 +66,10 @@ def medians(
 
     settle_allocator()
     times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
+    order, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, call in calls.items():
+        shuffle(order)
+        for name, call in order:
             if sum(times[name]) < seconds:
                 times[name].append(spent(call))
     return {name: statistics.median(t) for name, t in times.items()}
