@@ -8,8 +8,10 @@ torch.compile. Unusual input (±inf, NaN, ends of k, nothing at all) gets an ans
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -226,6 +228,15 @@ def test_k_and_tau_of_wrong_type(op: Operator, value: Any) -> None:
     assert_raises(TypeError, op.k, typename(value), lambda: op(X, value))
     if op.tau is not None:
         assert_raises(TypeError, op.tau, typename(value), lambda: op(X, tau=value))
+
+
+@pytest.mark.parametrize("value", [np.int64(2), np.float32(2), Fraction(2)], ids=typename)
+@each()
+def test_k_tau_and_dim_of_other_number_types(op: Operator, value: Any) -> None:
+    assert torch.equal(op(X, value), op(X, 2))
+    if op.tau is not None:
+        assert torch.equal(op(X, tau=value), op(X, tau=2))
+    assert torch.equal(op(X, 1, dim=np.int64(0)), op(X, 1, dim=0))
 
 
 @pytest.mark.parametrize("shape", [(3,), (4,), (2, 1), (1, 2), (2, 2), (0,)], ids=str)
@@ -570,7 +581,7 @@ ODD_VALUES = [INF, -INF, NAN, 1e308, -1e308, 5e-324, 1e-40, 1e4, -1e4, 1e30, -1e
 SHAPES = [(), (1,), (3,), (5,), (9,), (2, 4), (3, 1), (1, 6), (2, 2, 3), (0,), (0, 4), (2, 0)]
 DTYPES = [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16, torch.float16] * 2
 BAD_DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex128]
-NOT_SCALARS = [None, "2", True, 2j, [1.0], np.int64(1), np.float32(1), np.float64(1), HUGE_INT]
+ODD_SCALARS = [None, "2", True, 2j, [1.0], np.int64(1), np.float32(1), np.float64(1), HUGE_INT]
 
 
 def odds(draw: Any, one_in: int) -> bool:
@@ -580,7 +591,7 @@ def odds(draw: Any, one_in: int) -> bool:
 def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float], bad: list[float]) -> Any:
     """A number or a tensor: mostly one that will do."""
     if odds(draw, 40):
-        return draw(st.sampled_from(NOT_SCALARS))
+        return draw(st.sampled_from(ODD_SCALARS))
     value = st.sampled_from(bad) if odds(draw, 30) else st.sampled_from(good)
     if not odds(draw, 3):
         return draw(value)
@@ -663,7 +674,7 @@ def scalar_faults(value: Any, name: str, batch: tuple[int, ...]) -> list[Fault]:
         if value.dtype == torch.bool or value.is_complex():
             return [(TypeError, name)]
         return [] if broadcasts(value.shape, batch) else [(ValueError, name)]
-    return [] if isinstance(value, (int, float)) and not isinstance(value, bool) else [(TypeError, name)]
+    return [] if isinstance(value, numbers.Real) and not isinstance(value, bool) else [(TypeError, name)]
 
 
 def choice_faults(options: dict[str, Any]) -> list[Fault]:
@@ -720,8 +731,6 @@ def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], li
         if has_levels(name, value) and value.dtype != torch.bool:
             if value.dim() != x.dim() or not broadcasts(value.movedim(call.dim, -1).shape[:-1], batch):
                 must.append((ValueError, name))
-        elif isinstance(value, (np.int64, np.float32)):  # neither a number nor a tensor; a kind one would do
-            may.append((TypeError, name))
         else:
             must += scalar_faults(value, name, batch)
     return must, may

@@ -8,6 +8,7 @@ cannot solve with NaN; only then, on the CPU and in eager mode, :func:`explain_n
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -45,12 +46,12 @@ def check_input(input: Any, name: str = "input") -> None:
 
 def check_dim(input: Tensor, dim: Any) -> int:
     """dim, counted from the front. A 0-dim input has one entry, as for torch.softmax."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if isinstance(dim, bool) or not isinstance(dim, (int, numbers.Integral)):
         raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
-    ndim = max(input.dim(), 1)
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"dim must be in [{-ndim}, {ndim - 1}], but got {dim}")
-    return dim % ndim
+    index, ndim = int(dim), max(input.dim(), 1)
+    if not -ndim <= index < ndim:
+        raise IndexError(f"dim must be in [{-ndim}, {ndim - 1}], but got {index}")
+    return index % ndim
 
 
 def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = True) -> Tensor:
@@ -120,7 +121,9 @@ def per_row(
             raise ValueError(f"{name} must be on the input's device {x.device}, but got {value.device}")
         value = value.to(x.device)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, bool) or not isinstance(
+        value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)
+    ):
         raise TypeError(f"{name} must be a real number or tensor, but got {type(value).__name__}")
     try:
         number = float(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def sorted_soft_topk(
     """
     x = arguments.rows(input, dim, largest=largest)
     n = x.shape[-1]
-    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"k must be an int, but got {type(k).__name__}")
     if not 1 <= k <= n:
         raise ValueError(f"k must be an integer in [1, {n}], but got {k}")
