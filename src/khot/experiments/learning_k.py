@@ -37,7 +37,7 @@ __all__ = ["EXPERIMENT", "Args"]
 class Args(study.Args):
     seeds: int = field(default=1, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
     weight: float = field(default=0.01, metadata={"help": "Price λ of a pixel."})
-    steps: int = field(default=1500, metadata={"help": "Training steps."})
+    steps: int = field(default=4_000, metadata={"help": "Training steps."})
     batch: int = field(default=64, metadata={"help": "Images a step."})
     masks: int = field(default=16, metadata={"help": "Masks a step, each for batch/masks of the images."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate of the network."})
@@ -178,7 +178,7 @@ def draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Figure 5",
     needs="MNIST",
-    takes="2 min of one core",
+    takes="5 min of one core",
     Args=Args,
     smoke={"steps": 20, "points": 4, "guesses": (4, 30), "grid": (5, 20)},
     trials=trials,

@@ -174,7 +174,7 @@ def draw(args: Args, rows: list[study.Row], present: list[str], path: Path) -> N
 EXPERIMENT = study.Experiment(
     source="sparse-topk, Figure 5",
     needs="MNIST",
-    takes="6 min of one core a seed",
+    takes="5 min of one core a seed",
     Args=Args,
     smoke={"seeds": 1, "epochs": 15, "batch": 32, "lr": 0.2},
     trials=trials,
