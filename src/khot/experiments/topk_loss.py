@@ -79,7 +79,7 @@ class Args(study.Args):
         default=tuple(NAMES), metadata={"help": f"Which of {', '.join(NAMES)}.", "selects": True}
     )
     lrs: tuple[float, ...] = field(
-        default=(1e-3, 3e-3), metadata={"help": "Learning rates of Adam.", "selects": True}
+        default=(1e-4, 3e-4, 1e-3, 3e-3), metadata={"help": "Learning rates of Adam.", "selects": True}
     )
     count: int = field(default=5_000, metadata={"help": "Numbers to learn from, and to choose by."})
     test: int = field(default=10_000, metadata={"help": "Numbers to test with."})
@@ -188,7 +188,7 @@ def draw(chosen: dict[str, list[list[float]]], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sparse-topk, Figure 6; lapsum, Table 1",
     needs="MNIST",
-    takes="4 min of one core",
+    takes="7 min of one core",
     Args=Args,
     smoke={"seeds": 1, "lrs": (3e-3,), "count": 1_000, "test": 1_000, "steps": 300},
     trials=trials,
