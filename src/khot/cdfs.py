@@ -113,15 +113,16 @@ class Laplace(CDF):
     name: ClassVar[str] = "laplace"
     variance: ClassVar[float] = 2.0
 
-    # Each half is clamped to its own side: abs() would have no slope at 0, where F has one.
     def cdf(self, z: Tensor) -> Tensor:
-        return torch.where(z > 0, 1 - 0.5 * torch.exp(-z.clamp(min=0)), 0.5 * torch.exp(z.clamp(max=0)))
+        positive, above, below = _sides(z)
+        return torch.where(positive, 1 - 0.5 * torch.exp(-above), 0.5 * torch.exp(below))
 
     def pdf(self, z: Tensor) -> Tensor:
         return 0.5 * torch.exp(-z.abs())
 
     def log_cdf(self, z: Tensor) -> Tensor:
-        return torch.where(z > 0, torch.log1p(-0.5 * torch.exp(-z.clamp(min=0))), z - math.log(2))
+        positive, above, _ = _sides(z)
+        return torch.where(positive, torch.log1p(-0.5 * torch.exp(-above)), z - math.log(2))
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -z.abs() - math.log(2)
@@ -135,8 +136,8 @@ class Laplace(CDF):
         return torch.xlogy(w, 2 * w) - w
 
     def conjugate(self, z: Tensor) -> Tensor:
-        above = z.clamp(min=0)
-        return torch.where(z > 0, above + 0.5 * torch.exp(-above), 0.5 * torch.exp(z.clamp(max=0)))
+        positive, above, below = _sides(z)
+        return torch.where(positive, above + 0.5 * torch.exp(-above), 0.5 * torch.exp(below))
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ class Normal(CDF):
     def log_cdf(self, z: Tensor) -> Tensor:
         # torch.special.log_ndtr says the same, but has no batching rule (torch 2.13)
         z, dtype = _at_least_float32(z)
-        below, above = z.clamp(max=0) * math.sqrt(0.5), z.clamp(min=0) * math.sqrt(0.5)
+        positive, above, below = _sides(z * math.sqrt(0.5))
         lower = torch.log(0.5 * torch.special.erfcx(-below)) - below * below
-        return torch.where(z > 0, torch.log1p(-0.5 * torch.erfc(above)), lower).to(dtype)
+        return torch.where(positive, torch.log1p(-0.5 * torch.erfc(above)), lower).to(dtype)
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
@@ -173,6 +174,15 @@ class Normal(CDF):
     def conjugate(self, z: Tensor) -> Tensor:
         # −inf·0 has no place in a tail that is 0 below −40
         return torch.where(z < -40, 0, z.clamp(min=-40) * self.cdf(z) + self.pdf(z))
+
+
+def _sides(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether z > 0, z where it is and 0 elsewhere, and z where it is not.
+
+    abs() and, by version of torch, clamp() have no slope at 0, where F has one.
+    """
+    positive = z > 0
+    return positive, z.masked_fill(~positive, 0), z.masked_fill(positive, 0)
 
 
 def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -250,7 +260,7 @@ class Power(CDF):
     def conjugate(self, z: Tensor) -> Tensor:
         outside, base = self._split(z)
         q = self.exponent + 1
-        return torch.where(outside, (z - 1 / self.p).clamp(min=0) * (z > 0), base**q / q)
+        return torch.where(outside, (z - 1 / self.p).masked_fill(z <= 0, 0), base**q / q)
 
     def tail(self, z: Tensor, above: Tensor) -> Tensor:
         F = self.cdf(z)
