@@ -17,6 +17,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot import cdfs
+from khot.precision import on
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 
@@ -132,7 +133,8 @@ def _sorted(normalize: bool) -> Callable[..., Tensor]:
 
 
 def _weighed(y: Tensor) -> Tensor:
-    return (y * torch.arange(y.shape[-1], dtype=torch.float64, device=y.device).cos()).sum(-1)
+    weights = torch.arange(y.shape[-1], dtype=torch.float64).cos()
+    return (y * on(y.device, weights)).sum(-1)
 
 
 def _sorted_oracle(normalize: bool) -> Oracle:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from khot import precision
+
 __all__ = [
     "Scalar",
     "check_dim",
@@ -119,7 +121,7 @@ def per_row(
             )
         if value.device != x.device and value.dim():
             raise ValueError(f"{name} must be on the input's device {x.device}, but got {value.device}")
-        value = value.to(x.device)
+        value = precision.on(x.device, value)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
     if isinstance(value, bool) or not isinstance(
         value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)
@@ -132,7 +134,8 @@ def per_row(
     inside_number = low < number < math.inf if low_open else low <= number <= high
     if not inside_number or (integer and number != math.floor(number)):
         raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {value}")
-    return torch.full((), number, dtype=torch.float64, device=x.device)
+    device = x.device
+    return torch.full((), number, dtype=precision.wide_dtype(device), device=device)
 
 
 def check_values(
@@ -146,7 +149,7 @@ def check_values(
 ) -> Tensor:
     """The tensor in a floating-point dtype, its values checked where looking at them waits for nothing."""
     if not value.is_floating_point():
-        value = value.to(torch.float64)
+        value = precision.widen(value)
     if readable(value):
         inside = (value > low) & (value < math.inf) if low_open else (value >= low) & (value <= high)
         inside = inside & (value == torch.floor(value)) if integer else inside

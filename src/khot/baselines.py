@@ -16,6 +16,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from khot import arguments
 from khot.arguments import Scalar
+from khot.precision import on_cpu
 
 __all__ = ["dykstra_topk", "pav_topk", "rescaled_sigmoid_topk", "sequential_softmax_topk", "sinkhorn_topk"]
 
@@ -144,7 +145,7 @@ def sinkhorn_topk(
         return torch.zeros_like(input)
     finite = x.detach().masked_fill(x == -math.inf, math.inf)
     x = x.masked_fill(x == -math.inf, finite.amin() - (x.detach().amax() - finite.amin()))
-    cost = (x.unsqueeze(-1) - torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device)) ** 2
+    cost = (x.unsqueeze(-1) - torch.tensor([1.0, 0.0]).to(x)) ** 2
     cost = cost / cost.detach().max()
     share = (k / x.shape[-1]).detach()
     nu = torch.stack((share, 1 - share), -1)
@@ -193,6 +194,7 @@ def _scale(kernel: Tensor, nu: Tensor, iterations: int) -> Tensor:
     return p * kernel * q
 
 
+@on_cpu
 def pav_topk(
     input: Tensor,
     k: int | Tensor,

@@ -13,7 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from khot.precision import wide_dtype
+
 __all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
+
+NEWTON, TINIEST = (
+    4,
+    1e-37,
+)  # steps to a quantile in float32, and the least probability that it can tell from 0
 
 
 class CDF:
@@ -55,6 +62,10 @@ class CDF:
     def log_pdf(self, z: Tensor) -> Tensor:
         """log f(z), finite where f(z) underflows."""
         raise NotImplementedError
+
+    def log_hazard(self, z: Tensor) -> Tensor:
+        """log(f(z)/F(z)), the logarithm of how fast log F rises."""
+        return self.log_pdf(z) - self.log_cdf(z)
 
     def icdf(self, y: Tensor) -> Tensor:
         """The quantile F⁻¹(y)."""
@@ -163,13 +174,30 @@ class Normal(CDF):
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
 
+    def log_hazard(self, z: Tensor) -> Tensor:
+        # without the two squares, next to which all else is rounding far below the median
+        z, dtype = _at_least_float32(z)
+        above = z.clamp(min=0)
+        upper = self.log_pdf(above) - self.log_cdf(above)
+        lower = 0.5 * math.log(2 / math.pi) - torch.log(torch.special.erfcx(z.clamp(max=0) * -math.sqrt(0.5)))
+        return torch.where(z > 0, upper, lower).to(dtype)
+
     def icdf(self, y: Tensor) -> Tensor:
         y, dtype = _at_least_float32(y)
-        return torch.special.ndtri(y).to(dtype)
+        if wide_dtype(y.device) == torch.float64:
+            return torch.special.ndtri(y).to(dtype)
+        # MPS, which is meant, has no ndtri. Newton on log F, concave, from below: Φ(z) ≤ ½ exp(−z²/2)
+        w = torch.where(y > 0.5, 1 - y, y)
+        log_w = torch.log(w).clamp(min=math.log(TINIEST))
+        z = -torch.sqrt((-2 * (log_w.detach() + math.log(2))).clamp(min=0))
+        for _ in range(NEWTON):
+            z = z - (self.log_cdf(z) - log_w) * torch.exp(-self.log_hazard(z))
+        z = torch.where(w == 0, -math.inf, z)
+        return torch.where(y > 0.5, -z, z).to(dtype)
 
     def potential(self, y: Tensor) -> Tensor:
         y, dtype = _at_least_float32(y)
-        return -self.pdf(torch.special.ndtri(y)).to(dtype)
+        return -self.pdf(self.icdf(y)).to(dtype)
 
     def conjugate(self, z: Tensor) -> Tensor:
         # −inf·0 has no place in a tail that is 0 below −40

@@ -29,6 +29,7 @@ from torch.distributions.utils import clamp_probs, lazy_property
 from torch.types import _size
 
 from khot import arguments, estimators, sampling
+from khot.precision import in_float64, on, widen
 from khot.sampling import conditional_poisson
 from khot.sampling.table import resolve
 from khot.topk import sigmoid_topk, topk_mask
@@ -81,7 +82,7 @@ class capped_simplex(Constraint):
     def check(self, value: Tensor) -> Tensor:
         tolerance = value.shape[-1] * torch.finfo(value.dtype).eps
         inside = ((value >= 0) & (value <= 1)).all(-1)
-        return inside & ((value.double().sum(-1) - self.k).abs() <= tolerance)
+        return inside & ((widen(value).sum(-1) - self.k).abs() <= tolerance)
 
 
 NO_SHAPE = torch.Size()
@@ -224,7 +225,7 @@ class KHot(_KHotVectors):
                 self._check_sum()
 
     def _check_sum(self) -> None:
-        total = self.probs.detach().double().sum(-1)
+        total = widen(self.probs.detach()).sum(-1)
         tolerance = self.event_shape[0] * torch.finfo(self.probs.dtype).eps
         bad = (total - self.k).abs() > tolerance
         if bool(bad.any()):
@@ -252,33 +253,34 @@ class KHot(_KHotVectors):
 
     def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
         with torch.no_grad():
-            return sampling.sample(self._summed_probs, self.design, sample_shape).to(self.probs.dtype)
+            return sampling.sample(self._summed_probs, self.design, sample_shape).to(self.probs)
 
     def log_prob(self, value: Tensor) -> Tensor:
         tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
         self._require("log_prob", tractable)
         if self._validate_args:
             self._validate_sample(value)
-        return tractable[self.design](value, self._summed_probs).to(self.probs.dtype)
+        probs = self._summed_probs
+        return tractable[self.design](value.to(probs.device), probs).to(self.probs)
 
     def entropy(self) -> Tensor:
-        return self._natural("entropy").entropy().to(self.probs.dtype)
+        return self._natural("entropy").entropy().to(self.probs)
 
     def _natural(self, what: str) -> ConditionalPoisson:
         """This distribution by its natural parameters, if it has them."""
         self._require(what, ("conditional_poisson",))
         logits = conditional_poisson.calibrate(self._summed_probs)
-        return ConditionalPoisson(self.k, logits, validate_args=False)
+        return ConditionalPoisson(self.k.to(logits.device), logits, validate_args=False)
 
     @property
     def _summed_probs(self) -> Tensor:
         """The inclusion probabilities in float64, where rounding keeps them from summing to k no more."""
         if self.probs.dtype == torch.float64:
             return self.probs
-        probs = self.probs.double()
+        probs = in_float64(self.probs)
         g = (probs * (1 - probs)).detach()
         share = g / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
-        return (probs - share * (probs.sum(-1) - self.k).unsqueeze(-1)).clamp(0, 1)
+        return (probs - share * (probs.sum(-1) - self.k.to(probs.device)).unsqueeze(-1)).clamp(0, 1)
 
     def _require(self, what: str, designs: Iterable[str]) -> None:
         if self.design not in designs:
@@ -451,7 +453,7 @@ class RelaxedKHot(_ChoiceOfK):
 @register_kl(KHot, KHot)
 def _kl(p: KHot | ConditionalPoisson, q: KHot | ConditionalPoisson) -> Tensor:
     """Exact where both are conditional Poisson designs; inf where their sizes differ."""
-    p, q = p._natural("kl_divergence"), q._natural("kl_divergence")
     k, other = torch.broadcast_tensors(p.k, q.k)
-    value = conditional_poisson.kl(p.logits.expand(*k.shape, -1), q.logits.expand(*k.shape, -1), k)
-    return value.masked_fill(k != other, math.inf)
+    p, q = p._natural("kl_divergence"), q._natural("kl_divergence")
+    logits, others = (on(k.device, d.logits).expand(*k.shape, -1) for d in (p, q))
+    return conditional_poisson.kl(logits, others, k).masked_fill(k != other, math.inf)

@@ -27,6 +27,7 @@ from torch import Generator, Tensor
 
 from khot import arguments, sampling
 from khot.arguments import Scalar
+from khot.precision import on_cpu
 from khot.sampling import conditional_poisson
 from khot.topk import sigmoid_topk, topk_mask
 
@@ -397,6 +398,7 @@ _ESTIMATORS = {
 }
 
 
+@on_cpu
 def gumbel_noise(like: Tensor, *, generator: Generator | None = None) -> Tensor:
     """Gumbel(0, 1) numbers of that shape, dtype and device.
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels import scans
+from khot.precision import widen
 
 __all__ = ["laplace_rank", "laplace_sort", "laplace_thresholds"]
 
@@ -44,7 +45,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
 
     Args:
         x: (*batch, n).
-        levels: in float64, (*batch, m), or (m,) where nothing maps over them.
+        levels: (*batch, m), or (m,) where nothing maps over them.
         tau: broadcasts with batch.
 
     Returns:
@@ -198,7 +199,7 @@ def _sort_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None
     x, order, tau = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         found = _thresholds_again(x, tau)
-        v = (grad if ctx.descending else grad.flip(-1)).double()
+        v = widen(grad if ctx.descending else grad.flip(-1))
         dx, _, dtau = scans.pull_thresholds(v, x, *found, tau, _scan)
     else:
         dx, dtau = torch.ops.khot.laplace_sort_backward.default(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from khot import arguments, cdfs, ranking
 from khot.arguments import Scalar
 from khot.cdfs import CDF
-from khot.kernels.solver import HUGE
+from khot.precision import greatest, on, widen
 from khot.soft_count import threshold_map
 
 __all__ = ["FenchelYoungTopKLoss", "TopKCrossEntropyLoss", "permutation_cross_entropy", "size_penalty"]
@@ -94,12 +94,12 @@ class FenchelYoungTopKLoss(nn.Module):
         _, hi, lo = threshold_map(x, k, tau, self.cdf, "threshold")
 
         # where nothing, or everything, is selected no score matters; nor does one that is infinite
-        infinite, settled = x.isinf(), (hi.abs() == HUGE).unsqueeze(-1)
+        infinite, settled = x.isinf(), (hi.abs() == greatest(hi)).unsqueeze(-1)
         decided = infinite | settled
-        at_decided = torch.where(infinite, x > 0, hi.unsqueeze(-1) < 0).double()
+        at_decided = torch.where(infinite, x > 0, hi.unsqueeze(-1) < 0).to(hi.dtype)
         t_hi, t_lo = (v.unsqueeze(-1).masked_fill(settled, 0) for v in (hi, lo))
-        tau = tau.double().unsqueeze(-1)
-        z = ((x.double().masked_fill(decided, 0) - t_hi) - t_lo) / tau
+        tau = widen(tau).unsqueeze(-1)
+        z = ((widen(x).masked_fill(decided, 0) - t_hi) - t_lo) / tau
         # Every term is ≥ 0. t stays attached: it adds nothing to the gradient, but to the Hessian.
         terms = tau * (self.cdf.conjugate(z) + self.cdf.potential(T) - z * T)
         mismatch = torch.where((T - at_decided).abs() < 1e-6, 0.0, math.inf)
@@ -185,16 +185,16 @@ class TopKCrossEntropyLoss(nn.Module):
         label = _check_labels(label, x)
         tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
         k, p = zip(*((i + 1.0, share) for i, share in enumerate(self.p) if share), strict=True)
-        ks, log_p = x.new_tensor(k, dtype=torch.float64), x.new_tensor(p, dtype=torch.float64).log()
+        ks, shares = (on(x.device, torch.tensor(v, dtype=torch.float64)) for v in (k, p))
 
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(k), n)  # views: no copy of the scores is made
         tau = tau.unsqueeze(-1)
         _, hi, lo = threshold_map(copies, ks.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
-        every = hi == -HUGE
-        at = x.gather(-1, label.unsqueeze(-1)).double()
-        z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / tau.double()
+        every = hi == -greatest(hi)
+        at = widen(x.gather(-1, label.unsqueeze(-1)))
+        z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / widen(tau)
         log_y = self.cdf.log_cdf(z).masked_fill(every, 0)
-        return _reduce(-torch.logsumexp(log_p + log_y, -1), self.reduction).to(input.dtype)
+        return _reduce(-torch.logsumexp(shares.log() + log_y, -1), self.reduction).to(input.dtype)
 
 
 def size_penalty(probs: Tensor, weight: Scalar) -> Tensor:
@@ -289,14 +289,14 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> Tensor:
-    """The target in float64, dim last, every row scaled to the sum k."""
+    """The target, dim last, every row scaled to the sum k."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a torch.Tensor, but got {type(target).__name__}")
     if target.shape != input.shape:
         raise ValueError(
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
         )
-    T = arguments.check_values(arguments.rows(target.double(), dim), "target", low=0, high=1)
+    T = arguments.check_values(arguments.rows(widen(target), dim), "target", low=0, high=1)
     mass = torch.where(k == 0, 1, T.sum(-1) / k)
     arguments.check_values(mass, "the sum of each target row, in units of k,", low=1 - 1e-6)
     share = torch.where(mass < 1 - 1e-6, math.nan, torch.where(k == 0, 0, 1 / mass))

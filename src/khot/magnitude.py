@@ -12,7 +12,7 @@ import khot.kernels  # noqa: F401  (registers torch.ops.khot)
 from khot import arguments
 from khot.arguments import Scalar
 from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.kernels.solver import HUGE
+from khot.precision import greatest
 from khot.soft_count import Row
 
 __all__ = ["absolute", "pull", "rescaled", "soft_topk_magnitude"]
@@ -93,7 +93,7 @@ def absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tens
 
 def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> Tensor:
     """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ where it is."""
-    nothing = (hi.abs() == HUGE).unsqueeze(-1)
+    nothing = (hi.abs() == greatest(hi)).unsqueeze(-1)
     hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau.to(hi.dtype).expand(hi.shape)))
     # infinities stay out of arithmetic whose gradient would be 0·inf
     finite = s.to(hi.dtype).masked_fill(s.isinf() | nothing, 0)
@@ -170,7 +170,7 @@ class _Linear(NamedTuple):
 
 def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
     e = 1 / (p - 1)
-    nothing = hi.abs() == HUGE
+    nothing = hi.abs() == greatest(hi)
     tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
     t = (hi.masked_fill(nothing, 0) + lo.masked_fill(nothing, 0)).unsqueeze(-1)
     s, y = s.to(hi.dtype), y.to(hi.dtype)

@@ -16,8 +16,8 @@ from khot import arguments, cdfs, soft_count
 from khot.arguments import Scalar
 from khot.cdfs import CDF
 from khot.kernels.scans import half_levels
-from khot.kernels.solver import HUGE
 from khot.laplace import laplace_rank, laplace_sort, laplace_thresholds
+from khot.precision import greatest, wide_dtype, widen
 
 __all__ = [
     "log_shares",
@@ -243,7 +243,7 @@ def soft_quantile(
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     q = _check_q(q, x)
-    levels = 0.5 + (1 - q.double()) * (x.shape[-1] - 1)
+    levels = 0.5 + (1 - widen(q)) * (x.shape[-1] - 1)
     t = _quantiles(x, levels.reshape(-1).expand(*x.shape[:-1], -1), tau, F)
     t = t.movedim(-1, 0)
     if keepdim:
@@ -278,7 +278,7 @@ def soft_median(
 def _check_q(q: Any, x: Tensor) -> Tensor:
     if not isinstance(q, Tensor):
         arguments.check_number(q, "q", low=0, high=1)
-        return torch.full((), q, dtype=torch.float64, device=x.device)
+        return torch.full((), q, dtype=wide_dtype(x.device), device=x.device)
     if q.dtype == torch.bool or q.is_complex():
         raise TypeError(f"q must be a real number or tensor, but got dtype {q.dtype}")
     if q.dim() > 1:
@@ -293,39 +293,42 @@ def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor,
     """The pairs of C⁻¹(level) for the CDF as it is: ±inf for levels among the infinite entries."""
     if isinstance(F, cdfs.Laplace):
         return laplace_thresholds(x, levels, tau)
-    first = (x == math.inf).sum(-1, keepdim=True).double()
-    last = (x != -math.inf).sum(-1, keepdim=True).double()
+    first = widen((x == math.inf).sum(-1, keepdim=True))
+    last = widen((x != -math.inf).sum(-1, keepdim=True))
     if x.shape[-1] == 0:
-        nan = torch.full((*x.shape[:-1], levels.shape[-1]), math.nan, dtype=torch.float64, device=x.device)
+        nan = torch.full(
+            (*x.shape[:-1], levels.shape[-1]), math.nan, dtype=wide_dtype(x.device), device=x.device
+        )
         return nan, nan
     hi, lo = soft_count.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
     beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
-    return hi.masked_fill(beyond, -HUGE), lo.masked_fill(beyond, -HUGE)
+    return hi.masked_fill(beyond, -greatest(hi)), lo.masked_fill(beyond, -greatest(hi))
 
 
 def _quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:
     """C⁻¹(level) for the centred CDF, in x's dtype."""
     hi, lo = _thresholds(x, levels, tau, F)
     if F.median:
-        shift = F.median * tau.double().unsqueeze(-1)
-        lo = torch.where(hi.abs() == HUGE, lo, lo + shift)
+        shift = F.median * widen(tau).unsqueeze(-1)
+        lo = torch.where(hi.abs() == greatest(hi), lo, lo + shift)
     return (hi + lo).to(x.dtype)
 
 
 def _boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
     """t_0 = +inf, t_1, …, t_n = −inf, as pairs (*batch, n + 1)."""
     n = x.shape[-1]
-    levels = torch.arange(1, max(n, 1), dtype=torch.float64, device=x.device)
+    levels = torch.arange(1, max(n, 1), dtype=wide_dtype(x.device), device=x.device)
     hi, lo = _thresholds(x, levels, tau, F)
-    end = torch.full_like(hi[..., :1], HUGE) if n > 1 else hi.new_full((*x.shape[:-1], 1), HUGE)
-    return torch.cat((end, hi, -end), -1), torch.cat((end, lo, -end), -1)
+    end = greatest(hi)
+    ends = torch.full_like(hi[..., :1], end) if n > 1 else hi.new_full((*x.shape[:-1], 1), end)
+    return torch.cat((ends, hi, -ends), -1), torch.cat((ends, lo, -ends), -1)
 
 
 def _standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
-    """(x − t)/τ in float64, for what broadcasts; without a gradient where t, or x, is infinite."""
-    infinite = hi.abs() == HUGE
-    x = x.double().masked_fill(x.isinf(), 0)
-    z = ((x - hi.masked_fill(infinite, 0)) - lo.masked_fill(infinite, 0)) / tau.double()
+    """(x − t)/τ, for what broadcasts; without a gradient where t, or x, is infinite."""
+    infinite = hi.abs() == greatest(hi)
+    x = widen(x).masked_fill(x.isinf(), 0)
+    z = ((x - hi.masked_fill(infinite, 0)) - lo.masked_fill(infinite, 0)) / widen(tau)
     return torch.where(infinite, -math.inf * hi.sign(), z)
 
 
@@ -374,7 +377,7 @@ def _infinite_shares(value: Tensor, x: Tensor, place: Tensor) -> Tensor:
     last = (x == -math.inf).sum(-1).reshape(first.shape)
     at_top = (place <= first) / first.clamp(min=1)
     at_bottom = (place > x.shape[-1] - last) / last.clamp(min=1)
-    return torch.where(value > 0, at_top, at_bottom).double()
+    return widen(torch.where(value > 0, at_top, at_bottom))
 
 
 def _bad(x: Tensor, tau: Tensor) -> Tensor:

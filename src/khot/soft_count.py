@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 import khot.kernels  # noqa: F401  (registers torch.ops.khot)
-from khot import arguments, cdfs
+from khot import arguments, cdfs, precision
 from khot.arguments import Scalar
 from khot.cdfs import CDF
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.counting import pull_count, push_count
 from khot.kernels.reference import log_scale as kernel_scale
 from khot.kernels.reference import neighbours
-from khot.kernels.solver import HUGE, Threshold
+from khot.kernels.solver import Threshold
+from khot.precision import greatest
 
 __all__ = ["Row", "count_above", "inverse_soft_count", "pull", "soft_count", "threshold_map", "thresholds"]
 
@@ -125,7 +126,7 @@ def _levels(
                 f"{name} must be a number or have the input's {input.dim()} dims, but got shape "
                 f"{tuple(value.shape)}"
             )
-        levels = value.movedim(dim, -1).to(x.device)
+        levels = precision.on(x.device, value.movedim(dim, -1))
         if any(a not in (1, b) for a, b in zip(levels.shape[:-1], x.shape[:-1], strict=True)):
             raise ValueError(
                 f"{name} must broadcast with the input's shape {tuple(input.shape)} outside dim {dim}, "
@@ -138,7 +139,7 @@ def _levels(
 
 
 def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False) -> Tensor:
-    """C(b) at every level of a row, in float64: the differentiable form of the kernel.
+    """C(b) at every level of a row: the differentiable form of the kernel.
 
     Args:
         x: (*batch, n).
@@ -288,7 +289,7 @@ def _linearize(
     x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, kind: str, near: tuple[Tensor, Tensor] | None
 ) -> _Linear:
     """Weights are relative to a scale like the greatest of them, right even where every f underflows."""
-    infinite = hi.abs() == HUGE  # nothing, or everything, is selected
+    infinite = hi.abs() == greatest(hi)  # nothing, or everything, is selected
     tau = tau.to(hi.dtype).expand(hi.shape)
     decided = x.isinf() | infinite.unsqueeze(-1)  # kept out of products such as 0·inf
     hi_safe, lo_safe = (v.masked_fill(infinite, 0).unsqueeze(-1) for v in (hi, lo))
@@ -298,7 +299,7 @@ def _linearize(
 
     still = log_f == -math.inf
     if near is None:
-        log_scale = log_f.detach().amax(-1).clamp(min=-HUGE) if x.shape[-1] else torch.zeros_like(hi)
+        log_scale = log_f.detach().amax(-1).clamp(min=-greatest(hi)) if x.shape[-1] else torch.zeros_like(hi)
     else:
         log_scale = kernel_scale(Threshold(hi, lo.detach(), *near), tau.detach(), cdf)
     log_weight = (log_f - log_scale.unsqueeze(-1)).masked_fill(still, 0)
@@ -310,12 +311,11 @@ def _linearize(
         up, down = (x.detach().to(hi.dtype) == v.unsqueeze(-1) for v in near)
         gap = up & ~infinite.unsqueeze(-1), down & ~infinite.unsqueeze(-1)
     if kind == "log":
-        log_y = cdf.log_cdf(z).masked_fill(decided, 0)
-        still = still | (log_y == -math.inf)
-        log_y = log_y.masked_fill(still, 0)
+        still = still | (cdf.log_cdf(z.detach()) == -math.inf)
         # w/y through logarithms: y may underflow where w/y does not
-        rate = torch.exp(log_f.masked_fill(still, 0) - log_y).masked_fill(still, 0)
-        k_rate = torch.exp(log_weight - log_y).masked_fill(still, 0)
+        log_rate = cdf.log_hazard(z.masked_fill(still, cdf.median)).masked_fill(still, 0)
+        rate = torch.exp(log_rate).masked_fill(still, 0)
+        k_rate = torch.exp(log_rate - log_scale.unsqueeze(-1)).masked_fill(still, 0)
     else:
         rate, k_rate = torch.exp(log_f), weight
     return _Linear(z, weight, log_scale, rate, k_rate, gap)

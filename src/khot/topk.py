@@ -12,9 +12,8 @@ from khot import arguments, cdfs
 from khot.arguments import Scalar
 from khot.cdfs import CDF
 from khot.dispatch import below_autograd, call, register, vmap_rows
+from khot.precision import large, widen
 from khot.soft_count import threshold_map
-
-TINIEST, LARGEST = 1e-300, 1e300  # of the temperatures that normalisation can come to
 
 __all__ = [
     "laplace_topk",
@@ -230,8 +229,8 @@ def ot_topk(
         options = {"epsilon": epsilon, "normalize": normalize, "largest": largest, "mask": mask, "hard": hard}
         return sharded.apply(ot_topk, input, k, dim, group, **options)
     x = arguments.rows(input, dim, mask, largest)
-    # in float64, where neither half an epsilon nor a squared score leaves the range
-    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
+    # in the wider dtype, where neither half an epsilon nor a squared score leaves the range
+    epsilon = widen(arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True))
     tau = ot_temperature(epsilon, costs(x).amax(-1) if normalize and x.shape[-1] else None)
     y = soft_topk(x, k, tau=tau, hard=hard)
     return arguments.unrows(y, input, dim)
@@ -240,7 +239,7 @@ def ot_topk(
 def costs(x: Tensor) -> Tensor:
     """The greater of an entry's costs (x − 0)² and (x − 1)²; none for infinite ones, and for a NaN, which
     makes its row NaN anyway."""
-    finite = x.double().nan_to_num(0.0, 0.0, 0.0)
+    finite = widen(x).nan_to_num(0.0, 0.0, 0.0)
     return torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
 
 
@@ -248,7 +247,7 @@ def ot_temperature(epsilon: Tensor, largest_cost: Tensor | None) -> Tensor:
     tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
     if largest_cost is None:
         return tau
-    scaled = (tau * largest_cost.masked_fill(largest_cost == 0, 1)).clamp(TINIEST, LARGEST)
+    scaled = (tau * largest_cost.masked_fill(largest_cost == 0, 1)).clamp(1 / large(tau), large(tau))
     return scaled.where((tau > 0) & (tau < math.inf), math.nan)
 
 

@@ -14,11 +14,12 @@ from khot import arguments
 from khot.arguments import Scalar
 from khot.dispatch import below_autograd, call, register, vmap_rows
 from khot.kernels.transport import FAR, plan, scale_of, solve_laplacian
-from khot.topk import LARGEST, TINIEST
+from khot.precision import large, on_cpu
 
 __all__ = ["sorted_soft_topk"]
 
 
+@on_cpu
 def sorted_soft_topk(
     input: Tensor,
     k: int,
@@ -83,7 +84,7 @@ def sorted_soft_topk(
         # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
         finite = x.double().nan_to_num(0.0, 0.0, 0.0)
         cost = torch.maximum(finite**2, (finite - k) ** 2).masked_fill(x.isinf(), 0).amax(-1)
-        scaled = (epsilon * cost.masked_fill(cost == 0, 1)).clamp(TINIEST, LARGEST)
+        scaled = (epsilon * cost.masked_fill(cost == 0, 1)).clamp(1 / large(epsilon), large(epsilon))
         epsilon = scaled.where((epsilon > 0) & (epsilon < math.inf), math.nan)
     y, *_ = call(_SortedTopk, torch.ops.khot.sorted_soft_topk, x, k, epsilon)
     return y.movedim((-2, -1), (dim % max(input.dim(), 1), dim % max(input.dim(), 1) + 1))

@@ -25,6 +25,7 @@ from khot.kernels import (
     selection,
     transport,
 )
+from khot.precision import wide_dtype
 
 __all__ = ["active"]
 
@@ -101,7 +102,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = x.shape[:-1]
     out = x.new_empty((*batch, 0) if output == "threshold" else x.shape)
-    hi = x.new_empty(batch, dtype=torch.float64)
+    hi = x.new_empty(batch, dtype=wide_dtype(x.device))
     return out, hi, torch.empty_like(hi)
 
 
@@ -127,7 +128,7 @@ def _(x: Tensor, k: Tensor) -> Tensor:
 
 @torch.library.register_fake("khot::soft_topk_magnitude")
 def _(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    hi = s.new_empty(s.shape[:-1], dtype=torch.float64)
+    hi = s.new_empty(s.shape[:-1], dtype=wide_dtype(s.device))
     return s.new_empty(s.shape), hi, torch.empty_like(hi)
 
 
@@ -148,14 +149,14 @@ def _(
 
 @torch.library.register_fake("khot::soft_count")
 def _(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
-    return x.new_empty(at.shape, dtype=torch.float64)
+    return x.new_empty(at.shape, dtype=wide_dtype(x.device))
 
 
 @torch.library.register_fake("khot::soft_count_backward")
 def _(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+    return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
 @torch.library.register_fake("khot::decay_scan")
@@ -170,7 +171,7 @@ def _(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("khot::laplace_rank_backward")
 def _(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
 @torch.library.register_fake("khot::laplace_sort")
@@ -182,7 +183,7 @@ def _(x: Tensor, tau: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
 def _(
     grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, descending: bool, want_tau: bool
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
 @torch.library.register_fake("khot::laplace_thresholds")
@@ -202,7 +203,7 @@ def _(
 @torch.library.register_fake("khot::sorted_soft_topk")
 def _(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *batch, n = x.shape
-    hi = x.new_empty(*batch, k, dtype=torch.float64)
+    hi = x.new_empty(*batch, k, dtype=wide_dtype(x.device))
     return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
 
 

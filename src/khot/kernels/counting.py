@@ -10,6 +10,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot.cdfs import CDF
+from khot.precision import large, wide_dtype, widen
 
 __all__ = ["pull_count", "push_count", "soft_count", "soft_count_backward"]
 
@@ -18,7 +19,7 @@ FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 
 
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
-    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in float64.
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of :func:`khot.precision.wide_dtype`.
 
     Args:
         x: (*batch, n).
@@ -33,7 +34,7 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
     """
     F = cdfs.resolve(cdf, shape)
     parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
-    return torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=torch.float64)
+    return torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=wide_dtype(x.device))
 
 
 def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
@@ -44,12 +45,12 @@ def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
 def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
     """z (*batch, m, n). Infinite scores are far away; infinite levels count as 0 and are for the caller."""
     infinite = x.isinf()
-    b = at.double().masked_fill(at.isinf(), 0)
-    tau = tau.double().expand(x.shape[:-1])
+    b = widen(at).masked_fill(at.isinf(), 0)
+    tau = widen(tau).expand(x.shape[:-1])
     tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)[..., None, None]
     # not in the difference, whose gradient would be 0·inf
-    z = (x.double().masked_fill(infinite, 0).unsqueeze(-2) - b.unsqueeze(-1)) / tau
-    z = torch.where(infinite.unsqueeze(-2) & ~tau.isnan(), FAR * x.sign().double().unsqueeze(-2), z)
+    z = (widen(x).masked_fill(infinite, 0).unsqueeze(-2) - b.unsqueeze(-1)) / tau
+    z = torch.where(infinite.unsqueeze(-2) & ~tau.isnan(), FAR * widen(x.sign()).unsqueeze(-2), z)
     return z + F.median if centred and F.median else z
 
 
@@ -58,7 +59,7 @@ def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
     own = 0.5 if centred else 0.0
     first = (x == math.inf).sum(-1, keepdim=True) * (1 - own)  # at an infinite level
     last = x.shape[-1] - (x == -math.inf).sum(-1, keepdim=True) * (1 - own)
-    at_infinity = torch.where(at > 0, first, last).double()
+    at_infinity = widen(torch.where(at > 0, first, last))
     return torch.where(at.isinf() & ~count.isnan(), at_infinity, count)
 
 
@@ -74,10 +75,10 @@ def pull_count(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
-    grad, scale = grad.double(), tau.double().expand(x.shape[:-1])
-    dx = torch.zeros_like(x, dtype=torch.float64)
+    grad, scale = widen(grad), widen(tau).expand(x.shape[:-1])
+    dx = torch.zeros_like(x, dtype=wide_dtype(x.device))
     dtau = torch.zeros_like(scale)
-    dat = [torch.empty_like(at[..., :0], dtype=torch.float64)]
+    dat = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
     for part in _groups(x, at):
         v = _at_rest(grad[..., part], at[..., part]).unsqueeze(-1)
         f, fz = _density(x, at[..., part], tau, F, centred)
@@ -98,24 +99,25 @@ def push_count(
     centred: bool,
 ) -> Tensor:
     """Forward mode."""
-    scale = tau.double().expand(x.shape[:-1]).unsqueeze(-1)
-    out = [torch.empty_like(at[..., :0], dtype=torch.float64)]
+    scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
+    out = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
     for part in _groups(x, at):
         f, fz = _density(x, at[..., part], tau, F, centred)
-        total = torch.zeros_like(at[..., part], dtype=torch.float64)
+        total = torch.zeros_like(at[..., part], dtype=wide_dtype(x.device))
         if dx is not None:
-            total = total + (f * dx.double().unsqueeze(-2)).sum(-1)
+            total = total + (f * widen(dx).unsqueeze(-2)).sum(-1)
         if dat is not None:
-            total = total - f.sum(-1) * dat[..., part].double()
+            total = total - f.sum(-1) * widen(dat[..., part])
         if dtau is not None:
-            total = total - fz.sum(-1) * dtau.double().expand(x.shape[:-1]).unsqueeze(-1)
+            total = total - fz.sum(-1) * widen(dtau).expand(x.shape[:-1]).unsqueeze(-1)
         out.append(_at_rest(total, at[..., part]) / scale)
     return torch.cat(out, -1)
 
 
 def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
     """f and f·(x − b)/τ, 0 where either is infinite."""
-    z = _standardize(x, at, tau, F, centred).clamp(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
+    z = _standardize(x, at, tau, F, centred)
+    z = z.clamp(-large(z), large(z))  # f = 0 there, and 0·inf would be NaN
     f = F.pdf(z)
     if centred and F.median:
         z = z - F.median

@@ -1,7 +1,7 @@
-"""The reference kernels: plain torch, any device, float64 inside. The oracle of every faster kernel.
+"""The reference kernels: plain torch, any device. The oracle of every faster kernel.
 
 Each reads its rows in tiles (:func:`khot.kernels.solver.tiles`), so that nothing of the input's size is
-allocated but what is returned.
+allocated but what is returned; and computes in the dtype of :func:`khot.precision.wide_dtype`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot.cdfs import CDF
-from khot.kernels.solver import HUGE, Reduce, Threshold, alone, solve, standardize, tiles
+from khot.kernels.solver import Reduce, Threshold, alone, solve, standardize, tiles
+from khot.precision import greatest, large, widen
 
 __all__ = ["backward", "forward", "log_scale", "neighbours", "soft_topk", "soft_topk_backward"]
 
@@ -41,8 +42,8 @@ def forward(
 ) -> tuple[Tensor, Threshold]:
     """:func:`soft_topk` of a row, or of this process's shard of it."""
     batch = x.shape[:-1]
-    tau = tau.double().expand(batch)
-    t = solve(x, k.double().expand(batch), tau, F, reduce)
+    tau = widen(tau).expand(batch)
+    t = solve(x, widen(k).expand(batch), tau, F, reduce)
     if output == "threshold":
         return x.new_empty(*batch, 0), t
     apply = F.log_cdf if output == "log" else F.cdf
@@ -83,7 +84,7 @@ def log_scale(t: Threshold, tau: Tensor, F: CDF) -> Tensor:
     if not F.full_support:
         return torch.zeros_like(t.hi)  # f is a power there
     near = torch.stack((t.above, t.below), -1)
-    return F.log_pdf(standardize(near, t.hi, t.lo, tau)).amax(-1).clamp(min=-HUGE)
+    return F.log_pdf(standardize(near, t.hi, t.lo, tau)).amax(-1).clamp(min=-greatest(tau))
 
 
 def backward(
@@ -101,21 +102,21 @@ def backward(
     The neighbours in ``t`` are needed for compact support and for shards.
     """
     hi, lo, *near = t
-    tau = tau.double().expand(x.shape[:-1])
+    tau = widen(tau).expand(x.shape[:-1])
     zero = torch.zeros_like(hi)
     top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
     for part, tile in tiles(x):
         z = standardize(tile, hi, lo, tau)
         log_f = F.log_pdf(z)
-        u, ratio, v = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
-        z = z.clamp_(-1e300, 1e300)  # f = 0 there, and 0·inf would be NaN
+        u, log_rate, v = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
+        z = z.clamp_(-large(z), large(z))  # f = 0 there, and 0·inf would be NaN
         new_top = torch.maximum(top, log_f.amax(-1))
-        scale = new_top.clamp(min=-HUGE)  # all f = 0 so far: exp(−inf) and not exp(NaN)
+        scale = new_top.clamp(min=-greatest(top))  # all f = 0 so far: exp(−inf) and not exp(NaN)
         rescale = torch.exp(top - scale)
         weight = torch.exp(log_f - scale.unsqueeze(-1))
         mass = mass * rescale + weight.sum(-1)
         wz_sum = wz_sum * rescale + (weight * z).sum(-1)
-        share = torch.exp(log_f + ratio - scale.unsqueeze(-1))
+        share = torch.exp(log_rate - scale.unsqueeze(-1))
         v_sum = v_sum * rescale + torch.where(v == 0, 0, share * v).sum(-1)
         u_sum, uz_sum = u_sum + u.sum(-1), uz_sum + (u * z).sum(-1)
         top = new_top
@@ -139,7 +140,7 @@ def backward(
         mean = 0.5 * up_sum / up_count
         if output == "y":
             mean = mean + 0.5 * down_sum / down_count
-        grad_k = grad_k.where(live, mean.where(hi.abs() != HUGE, 0))
+        grad_k = grad_k.where(live, mean.where(hi.abs() != greatest(hi), 0))
 
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     pull = (grad_lo - u_sum / tau).where(live, 0)
@@ -147,7 +148,7 @@ def backward(
         z = standardize(tile, hi, lo, tau)
         log_f = F.log_pdf(z)
         u, _, _ = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
-        weight = torch.exp(log_f - top.clamp(min=-HUGE).unsqueeze(-1))
+        weight = torch.exp(log_f - top.clamp(min=-greatest(top)).unsqueeze(-1))
         spread = (pull / mass.masked_fill(~live, 1)).unsqueeze(-1)
         grad_x[..., part] = u / tau.unsqueeze(-1) + weight * spread
     return grad_x, grad_k, grad_tau
@@ -156,17 +157,18 @@ def backward(
 def _cotangent(
     z: Tensor, log_f: Tensor, v: Tensor | None, F: CDF, output: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u = v·∂out/∂z; the logarithm of ∂out/∂F, so that v·f·∂out/∂F = u; and v, in float64."""
+    """u = v·∂out/∂z; the logarithm of ∂out/∂z, where v is not 0; and v."""
     zero = torch.zeros_like(z)
     if v is None:
         return zero, zero, zero
-    v = v.double()
+    v = widen(v)
     if output == "y":
-        return v * torch.exp(log_f), zero, v
+        return v * torch.exp(log_f), log_f, v
     log_F = F.log_cdf(z)
-    ratio = torch.where(log_F == -math.inf, zero, -log_F)  # y = 0 exactly: nothing moves
-    v = v.where(log_F != -math.inf, 0)
-    return torch.where(v == 0, 0, v * torch.exp(log_f + ratio)), ratio, v
+    still = log_F == -math.inf  # y = 0 exactly: nothing moves
+    v = v.masked_fill(still, 0)
+    rate = F.log_hazard(z).masked_fill(still, 0)
+    return torch.where(v == 0, 0, v * torch.exp(rate)), rate, v
 
 
 def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +186,7 @@ def _gap_sums(v: Tensor, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> lis
     """How many entries are equal to either neighbour of t, and v summed over them."""
     sums = [torch.zeros_like(hi) for _ in range(4)]
     for part, tile in tiles(x):
-        part_v = v[..., part].double()
+        part_v = widen(v[..., part])
         for i, near in enumerate((up, down)):
             there = tile == near.unsqueeze(-1)
             sums[2 * i] += there.sum(-1)

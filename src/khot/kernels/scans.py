@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.kernels.solver import HUGE
+from khot.precision import greatest, wide_dtype, widen
 
 __all__ = [
     "ahead",
@@ -38,7 +38,7 @@ __all__ = [
 
 Scan = Callable[[Tensor, Tensor, bool], Tensor]
 
-FAR = 1000.0  # a gap in τ from which e^(−g) is 0 in float64
+FAR = 1000.0  # a gap in τ from which e^(−g) is 0
 
 
 def behind(v: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), out_0 = 0; reverse, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)).
 
     Args:
-        w, g: (*batch, n), or what broadcasts to it, in float64. g ≥ 0 is the gap before each entry; the first
-            has none, and g_0 is not looked at.
+        w, g: (*batch, n), or what broadcasts to it. g ≥ 0 is the gap before each entry; the first has none,
+            and g_0 is not looked at.
 
     Linear in w. Log₂ n steps, each of which doubles how far back a sum reaches.
     """
@@ -92,11 +92,11 @@ def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tenso
         (*batch, n) of x's dtype; and the int32 indices that sort x, descending. Rows with a NaN, or whose τ
         is not positive, are NaN.
     """
-    y, order = torch.sort(x.double().contiguous(), dim=-1, descending=True, stable=True)
-    tau = tau.double().expand(x.shape[:-1])
+    y, order = torch.sort(widen(x).contiguous(), dim=-1, descending=True, stable=True)
+    tau = widen(tau).expand(x.shape[:-1])
     gap = _gaps(y, tau)
     one = torch.ones_like(y)
-    place = torch.arange(1, x.shape[-1] + 1, dtype=torch.float64, device=x.device)
+    place = torch.arange(1, x.shape[-1] + 1, dtype=wide_dtype(x.device), device=x.device)
     rank = place + 0.5 * (scan(one, gap, True) - scan(one, gap, False))
     rank = rank.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan)
     out = torch.empty_like(y).scatter_(-1, order, rank)
@@ -113,7 +113,7 @@ def laplace_rank_backward(
 def pull_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
     """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, which is as ∂r/∂x symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
     s = _sorted(x, order, tau, scan)
-    v = grad.double().gather(-1, s.order)
+    v = widen(grad).gather(-1, s.order)
     return _unsort(_spread(v, s, scan), s.order).to(x.dtype), (v * _rank_in_tau(s, scan)).sum(-1)
 
 
@@ -124,9 +124,9 @@ def push_rank(
     s = _sorted(x, order, tau, scan)
     out = torch.zeros_like(s.y)
     if dx is not None:
-        out = out + _spread(dx.double().gather(-1, s.order), s, scan)
+        out = out + _spread(widen(dx).gather(-1, s.order), s, scan)
     if dtau is not None:
-        out = out + _rank_in_tau(s, scan) * dtau.double().expand(s.tau.shape).unsqueeze(-1)
+        out = out + _rank_in_tau(s, scan) * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
     return _unsort(out, s.order).to(x.dtype)
 
 
@@ -142,8 +142,8 @@ class _Sorted(NamedTuple):
 
 def _sorted(x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> _Sorted:
     order = order.long()
-    y = x.double().gather(-1, order)
-    tau = tau.double().expand(x.shape[:-1])
+    y = widen(x).gather(-1, order)
+    tau = widen(tau).expand(x.shape[:-1])
     gap = _gaps(y, tau)
     free = ~y.isinf()  # a NaN spreads over its row
     one = torch.ones_like(y)
@@ -202,26 +202,26 @@ def laplace_thresholds(
 
     Args:
         x: (*batch, n).
-        levels: in float64, (m,) for every row or (*batch, m).
+        levels: (m,) for every row or (*batch, m).
         tau: broadcasts with batch.
 
     Returns:
-        hi and lo, (*batch, m) in float64, ±`HUGE` where t = ±inf: where no finite entry is counted, or every
-        one; the int32 indices that sort x, descending; and how many of these lie above t, int32. NaN in rows
-        with a NaN or whose τ is not positive, and for a level that is NaN.
+        hi and lo, (*batch, m), ±:func:`khot.precision.greatest` where t = ±inf: where no finite entry is
+        counted, or every one; the int32 indices that sort x, descending; and how many of these lie above t,
+        int32. NaN in rows with a NaN or whose τ is not positive, and for a level that is NaN.
     """
     batch, n = x.shape[:-1], x.shape[-1]
     levels = levels.expand(*batch, levels.shape[-1]).contiguous()
-    y, order = torch.sort(x.double().contiguous(), dim=-1, descending=True, stable=True)
+    y, order = torch.sort(widen(x).contiguous(), dim=-1, descending=True, stable=True)
     bad = (_bad(x, tau.expand(batch)) | (n == 0)).unsqueeze(-1) | levels.isnan()
     if n == 0:
         nan = torch.full_like(levels, math.nan)
         return nan, nan.clone(), order.int(), torch.zeros_like(levels, dtype=torch.int32)
-    tau = tau.double().expand(batch)
+    tau = widen(tau).expand(batch)
     gap = _gaps(y, tau)
     one = torch.ones_like(y)
     up, down = scan(one, gap, False), scan(one, gap, True)
-    count = torch.arange(n, dtype=torch.float64, device=x.device) + 0.5 * (1 + down - up)
+    count = torch.arange(n, dtype=wide_dtype(x.device), device=x.device) + 0.5 * (1 + down - up)
     first = (y == math.inf).sum(-1, keepdim=True)  # of the finite entries
     last = (y > -math.inf).sum(-1, keepdim=True)
     place = torch.searchsorted(count, levels, right=True)
@@ -238,9 +238,9 @@ def laplace_thresholds(
     lo = torch.where(short == 0, middle, -torch.sign(short) * tau.unsqueeze(-1) * near)
     hi = torch.where(short > 0, y_above, y_below)
 
-    none, every = levels <= first, levels >= last
-    hi = hi.masked_fill(every, -HUGE).masked_fill(none, HUGE).masked_fill(bad, math.nan)
-    lo = lo.masked_fill(every, -HUGE).masked_fill(none, HUGE).masked_fill(bad, math.nan)
+    none, every, end = levels <= first, levels >= last, greatest(hi)
+    hi = hi.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
+    lo = lo.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
     return hi, lo, order.int(), place.int()
 
 
@@ -255,7 +255,7 @@ def laplace_sort(x: Tensor, tau: Tensor, descending: bool, scan: Scan = decay_sc
 
 
 def half_levels(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) + 0.5
+    return torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5
 
 
 def laplace_sort_backward(
@@ -269,7 +269,7 @@ def laplace_sort_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
     hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
-    v = (grad if descending else grad.flip(-1)).double()
+    v = widen(grad if descending else grad.flip(-1))
     dx, _, dtau = pull_thresholds(v, x, order, hi, lo, place, tau, scan)
     return dx, dtau if want_tau else torch.zeros_like(dtau)
 
@@ -318,11 +318,11 @@ def push_thresholds(
     s, d = _linearize(x, order, hi, lo, place, tau, scan)
     out = torch.zeros_like(d.z_mean)
     if dx is not None:
-        v = dx.double().gather(-1, s.order).masked_fill(~s.free, 0)
+        v = widen(dx).gather(-1, s.order).masked_fill(~s.free, 0)
         up, down = v + scan(v, s.gap, False), v + scan(v, s.gap, True)
         out = d.share_above * up.gather(-1, d.above) / d.a + d.share_below * down.gather(-1, d.below) / d.b
     if dtau is not None:
-        out = out - d.z_mean * dtau.double().expand(s.tau.shape).unsqueeze(-1)
+        out = out - d.z_mean * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
     if dlevels is not None:
         out = out - _over_density(dlevels.expand(out.shape), d, s.tau)
     return out.masked_fill(~d.live, 0)
@@ -346,7 +346,7 @@ def _linearize(
     x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
 ) -> tuple[_Sorted, _Linear]:
     s = _sorted(x, order, tau, scan)
-    live = (hi.abs() != HUGE) & ~hi.isnan()
+    live = (hi.abs() != greatest(hi)) & ~hi.isnan()
     hi, lo = hi.masked_fill(~live, 0).detach(), lo.masked_fill(~live, 0)
     place, n = place.long(), s.y.shape[-1]
     above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.kernels.solver import HUGE, Reduce, alone, some, tiles, two_sum
+from khot.kernels.solver import Reduce, alone, some, tiles, two_sum
+from khot.kernels.steps import DIGITS
+from khot.precision import greatest, large, widen
 
 __all__ = [
     "Places",
@@ -28,7 +30,7 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none."""
     selectable = (x != -math.inf).sum(-1)
     bad = x.isnan().any(-1) | ~((k >= 0) & (k <= selectable))
-    count = torch.floor(k.double() + 0.5).expand(x.shape[:-1])
+    count = torch.floor(widen(k) + 0.5).expand(x.shape[:-1])
     bad = bad | ((x == math.inf).sum(-1) > count)
     count = count.masked_fill(bad, 0).long().unsqueeze(-1)
     value = _kth_largest(x, count)
@@ -62,10 +64,10 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
         k, tau: broadcast with batch; k integer valued.
 
     Returns:
-        y, of s's shape and dtype; hi and lo (*batch) in float64, ±`HUGE` where k = 0. NaN in rows with a
-        NaN, or more than k infinite entries, or k or τ out of range.
+        y, of s's shape and dtype; hi and lo (*batch), ±:func:`khot.precision.greatest` where k = 0. NaN in
+        rows with a NaN, or more than k infinite entries, or k or τ out of range.
     """
-    k = k.double().expand(s.shape[:-1])
+    k = widen(k).expand(s.shape[:-1])
     return magnitude(s, k, tau, p, _around(s, k), alone)
 
 
@@ -81,7 +83,7 @@ class Places(NamedTuple):
 
 def _around(s: Tensor, k: Tensor) -> Places:
     at = k.nan_to_num(0.0).clamp(0, s.shape[-1]).long().unsqueeze(-1)
-    least_in, most_out = (_kth_largest(s, i).squeeze(-1).double() for i in (at, at + 1))
+    least_in, most_out = (widen(_kth_largest(s, i).squeeze(-1)) for i in (at, at + 1))
     selectable, pinned = (s != -math.inf).sum(-1), (s == math.inf).sum(-1)
     return Places(s.isnan().any(-1), selectable, pinned, least_in, most_out)
 
@@ -91,7 +93,7 @@ def magnitude(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`soft_topk_magnitude` of rows, or of this process's shard of them; k is of the batch shape."""
     nan, selectable, pinned, least_in, most_out = places
-    tau = tau.double().expand(s.shape[:-1])
+    tau = widen(tau).expand(s.shape[:-1])
     bad = nan | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
     bad = bad | ~((tau > 0) & (tau < math.inf)) | (pinned > k)
     k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
@@ -102,8 +104,9 @@ def magnitude(
     pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
     hi, lo = _solve_block(s, k, tau, p, least_in, drop, gap, pooled, reduce)
     parting = torch.where(single == math.inf, most_out + 1, 0.5 * single + 0.5 * most_out)
-    hi = torch.where(pooled, hi, parting).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
-    lo = lo.masked_fill(~pooled, 0).masked_fill(k == 0, HUGE).masked_fill(bad, math.nan)
+    none = k == 0
+    hi = torch.where(pooled, hi, parting).masked_fill(none, greatest(hi)).masked_fill(bad, math.nan)
+    lo = lo.masked_fill(~pooled, 0).masked_fill(none, greatest(lo)).masked_fill(bad, math.nan)
 
     y = torch.empty_like(s, memory_format=torch.contiguous_format)
     for part, tile in tiles(s):
@@ -118,7 +121,7 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
         return s / (1 + tau), s * (tau / (1 + tau))
     e = 1 / (p - 1)
     # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
-    c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=1e300)  # abs: −0 to a negative power is −inf
+    c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=large(s))  # abs: −0 to a negative power is −inf
     b = (1 / c).clamp(max=1)
     for _ in range(UNPOOLED_STEPS):
         b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
@@ -159,6 +162,7 @@ def _solve_block(
     low, high = -drop, -gap.masked_fill(~pooled, 0)  # relative to hi, as lo is
     lo = 0.5 * low + 0.5 * high
     running = pooled
+    rounding = DIGITS[hi.dtype].value * drop
     for _ in range(STEPS):
         if not some(running, reduce):
             break
@@ -173,10 +177,10 @@ def _solve_block(
         G = (k - own) * (hi + lo) - total
         low, high = torch.where(G < 0, lo, low), torch.where(G > 0, lo, high)
         step = -G / (k - own + slope)
-        tiny = step.abs() <= 1e-15 * drop
+        tiny = step.abs() <= rounding
         trial = lo + step
         trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
-        done = tiny | (high - low <= 1e-16 * drop)
+        done = tiny | (high - low <= 0.1 * rounding)
         new_hi, new_lo = two_sum(hi, torch.where(running, trial, lo))
         low, high = low - (new_hi - hi), high - (new_hi - hi)
         hi, lo = new_hi, new_lo
@@ -215,13 +219,13 @@ def magnitude_backward(
     reduce: Reduce,
 ) -> tuple[Tensor, Tensor]:
     """:func:`soft_topk_magnitude_backward` for rows, or for this process's shard of them."""
-    tau = tau.double().expand(s.shape[:-1])
-    k = k.double().expand(s.shape[:-1])
+    tau = widen(tau).expand(s.shape[:-1])
+    k = widen(k).expand(s.shape[:-1])
     zero = torch.zeros_like(hi)
     single, mass, moment, pulled, direct = zero, zero, zero, zero, zero
     for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()
-        own, fall, rate = _rates(block, tile, y[..., part].double(), tau, p)
+        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
+        own, fall, rate = _rates(block, tile, widen(y[..., part]), tau, p)
         single = single + block.alone.sum(-1)
         mass = mass + rate.sum(-1)
         moment = moment + (rate * block.w).sum(-1)
@@ -232,8 +236,8 @@ def magnitude_backward(
     grad_tau = -direct - pull * moment
     grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
     for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), grad[..., part].double()
-        own, _, rate = _rates(block, tile, y[..., part].double(), tau, p)
+        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
+        own, _, rate = _rates(block, tile, widen(y[..., part]), tau, p)
         grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
     return grad_s, grad_tau
 

@@ -1,8 +1,9 @@
 """The solver: the threshold t of each row with soft count C(t) = Σ_j F((x_j − t)/τ) = k.
 
-Plain torch, any device, batched over rows, in float64 whatever the input. A pass reads each row once, a
-tile of columns at a time, and reduces it to a handful of sums a row; everything between passes works on
-these. The passes of one solve, in order (`PASSES` counts them for the tests):
+Plain torch, any device, batched over rows, in float64 (:func:`khot.precision.wide_dtype`) whatever the
+input. A pass reads each row once, a tile of columns at a time, and reduces it to a handful of sums a row;
+everything between passes works on these. The passes of one solve, in order (`PASSES` counts them for the
+tests):
 
 1. statistics: counts, extremes, mean and variance;
 2. histograms, where the scores spread far wider than τ: the order statistics around rank k, to within a
@@ -27,11 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.cdfs import CDF
-from khot.kernels.steps import TINY, Sums, newton_step
+from khot.cdfs import CDF, Normal
+from khot.kernels.steps import DIGITS, Sums, newton_step
+from khot.precision import greatest, wide_dtype, widen
 
 __all__ = [
-    "HUGE",
     "PASSES",
     "Reduce",
     "Threshold",
@@ -54,8 +55,6 @@ FAR = 1e12  # width, in τ, that histograms of equal bins would take too long to
 HISTOGRAMS = 5
 EVALUATIONS = 24
 LOG_EVALUATIONS = 4
-# hi = lo = ±HUGE stands for t = ±inf: (x − hi) − lo is ∓inf for finite x, and ±inf, not NaN, for x = ±inf
-HUGE = torch.finfo(torch.float64).max
 
 
 # Sums over, and maxima of, each process's shard of the rows; what comes back, in that order, is the row's.
@@ -78,7 +77,7 @@ class Threshold(NamedTuple):
 
 
 def tiles(x: Tensor, size: int = TILE) -> Iterator[tuple[slice, Tensor]]:
-    """The row in float64, as consecutive slices of the last dimension and what lies there."""
+    """The row, widened, as consecutive slices of the last dimension and what lies there."""
     PASSES["count"] += 1
     n = x.shape[-1]
     rows = max(1, x.numel() // max(1, n))
@@ -87,7 +86,7 @@ def tiles(x: Tensor, size: int = TILE) -> Iterator[tuple[slice, Tensor]]:
     width = min(n, max(64, size // rows))
     for start in range(0, n, max(1, width)):
         part = slice(start, min(start + width, n))
-        yield part, x[..., part].double()
+        yield part, widen(x[..., part])
 
 
 def standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
@@ -99,11 +98,12 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, reduce: Reduce = alone) -
     """The thresholds t with C(t) = k, of the batch shape.
 
     Rows without an answer (NaN among the scores, k outside what can be selected, tau not positive) get NaN;
-    where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`HUGE`.
+    where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`greatest`: (x − hi) − lo
+    is ∓inf then for finite x, and ±inf, not NaN, for x = ±inf.
 
     Args:
         x: scores, (*batch, n). −inf is never selected, +inf always.
-        k, tau: float64, of the batch shape.
+        k, tau: of the batch shape.
         reduce: makes the sums of a shard those of the row.
     """
     stats = _statistics(x, reduce)
@@ -124,7 +124,7 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, reduce: Reduce = alone) -
         )
     hi, lo, *near = _newton(x, k_safe, free, tau_safe, cdf, stats, live, guess, bracket, reduce)
 
-    infinite = torch.full_like(hi, -HUGE).masked_fill(none, HUGE)
+    infinite = torch.full_like(hi, -greatest(hi)).masked_fill(none, greatest(hi))
     hi, lo = hi.where(live, infinite), lo.where(live, infinite)
     return Threshold(hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan), *near)
 
@@ -146,12 +146,12 @@ class _Statistics(NamedTuple):
 
 def _statistics(x: Tensor, reduce: Reduce) -> _Statistics:
     batch = x.shape[:-1]
-    zero = x.new_zeros(batch, dtype=torch.float64)
+    zero = x.new_zeros(batch, dtype=wide_dtype(x.device))
     free, pinned, nan, total, squares, shift = zero, zero, zero, zero, zero, zero
     low, high = zero + math.inf, zero - math.inf
     for part, tile in tiles(x):
         finite = tile.isfinite()
-        count = finite.sum(-1).double()
+        count = widen(finite.sum(-1))
         if part.start == 0:  # a shift near the data keeps the one-pass variance from cancelling
             shift = tile.where(finite, 0).sum(-1) / count.clamp(min=1)
         centred = (tile - shift.unsqueeze(-1)).where(finite, 0)
@@ -198,10 +198,11 @@ def _order_bounds(
     C(b) ≤ (rank − 1) + (n − rank + 1)·F((value − b)/τ) from above where rank − 1 < k.
     Padded by what rounding could take; −inf and +inf where there is no bound.
     """
-    pad = 1e-9 * tau + 1e-15 * value.abs()
-    from_below = value - tau * cdf.icdf((k / rank).clamp(TINY, 1)) - pad
+    digits = DIGITS[tau.dtype]
+    pad = digits.quantile * tau + digits.value * value.abs()
+    from_below = value - tau * cdf.icdf((k / rank).clamp(digits.tiny, 1)) - pad
     share = (k - rank + 1) / (n - rank + 1)
-    from_above = value - tau * cdf.icdf(share.clamp(TINY, 1)) + pad
+    from_above = value - tau * cdf.icdf(share.clamp(digits.tiny, 1)) + pad
     return (
         torch.where((rank > k) & (rank >= 1), from_below, -math.inf),
         torch.where((rank - 1 < k) & (rank <= n), from_above, math.inf),
@@ -219,11 +220,12 @@ def _first_guess(
     low, high = torch.where(live, stats.low, 0), torch.where(live, stats.high, 0)
     bracket = _Bracket(*_order_bounds(low, n, k, n, tau, cdf))
     bracket.tighten(*_order_bounds(high, torch.ones_like(n), k, n, tau, cdf))
-    share = (k / n).clamp(TINY, 1 - 1e-16)
+    digits = DIGITS[tau.dtype]
+    share = (k / n).clamp(digits.tiny, digits.below_one)
     noise = tau * tau * cdf.variance
     total = noise + stats.variance
     own = (cdf.icdf(share) - cdf.mean) / math.sqrt(cdf.variance)
-    quantile = torch.lerp(torch.special.ndtri(share), own, noise / total)
+    quantile = torch.lerp(Normal().icdf(share), own, noise / total)
     guess = stats.mean - tau * cdf.mean - quantile * torch.sqrt(total)
     return guess, bracket
 
@@ -247,6 +249,7 @@ def _histogram_search(
     next to nothing, or has shown a gap between the two. A window with stand-ins for −inf in it, or tails
     as far, is first cut into bins of equal ratio of abs(x), down to τ.
     """
+    digits = DIGITS[tau.dtype]
     bins = 256 if x.shape[-1] <= 512 and reduce is alone else 1024  # the same for every shard
     rank_high, rank_low = torch.ceil(k), torch.floor(k) + 1
     log_tau = torch.log(tau)
@@ -255,7 +258,7 @@ def _histogram_search(
         return torch.sign(v) * (torch.log(v.abs()) - log_tau).clamp(min=0)
 
     def unfold(v: Tensor) -> Tensor:
-        return torch.sign(v) * torch.exp(v.abs() + log_tau).clamp(max=HUGE)
+        return torch.sign(v) * torch.exp(v.abs() + log_tau).clamp(max=greatest(v))
 
     low = torch.where(wide, stats.low, 0.0)
     high = torch.where(wide, stats.high, 1.0)
@@ -268,7 +271,7 @@ def _histogram_search(
             torch.where(folded, fold(low, log_tau), low),
             torch.where(folded, fold(high, log_tau), high),
         )
-        top = top + 1e-12 * (top - bottom)  # the window is half open, and the maximum belongs to it
+        top = top + digits.bin**2 * (top - bottom)  # the window is half open, and the maximum belongs to it
         width = (top - bottom) / bins
         # bin 0 and bin `bins` + 1 hold what lies below and above the window
         counts = x.new_zeros(*x.shape[:-1], bins + 2, dtype=torch.int32)
@@ -280,14 +283,14 @@ def _histogram_search(
             index = (tile - bottom.unsqueeze(-1)).div_(width.unsqueeze(-1)).floor_()
             index = index.nan_to_num_(nan=0.0).clamp_(-1, bins).add_(1).long()
             counts.scatter_add_(-1, index, one.expand(index.shape))
-        (counts,) = reduce([counts.double()], ())
+        (counts,) = reduce([widen(counts)], ())
         above = counts.flip(-1).cumsum(-1).flip(-1) - stats.pinned.unsqueeze(-1)
         bin_high = (above >= rank_high.unsqueeze(-1)).sum(-1) - 1
         bin_low = (above >= rank_low.unsqueeze(-1)).sum(-1) - 1
         inside = above.gather(-1, bin_low.clamp(min=0).unsqueeze(-1)) - above.gather(
             -1, (bin_high + 1).clamp(max=bins + 1).unsqueeze(-1)
         )
-        pad = 1e-6 * width + 1e-15 * torch.maximum(bottom.abs(), top.abs())
+        pad = digits.bin * width + digits.value * torch.maximum(bottom.abs(), top.abs())
         bottom, top = bottom + (bin_low - 1) * width - pad, bottom + bin_high * width + pad
         # folding makes one of all that lies within τ of 0
         next_low = torch.where(folded, unfold(bottom) - tau, bottom)
@@ -314,7 +317,7 @@ def _evaluate(
     for _, tile in tiles(x):
         z = standardize(tile, hi, lo, tau)
         above = z > cdf.median
-        weight = above.double()
+        weight = widen(above)
         tail, density = cdf.tail(z, above), cdf.pdf(z)
         tail_above, density_above = tail * weight, density * weight
         m = m + weight.sum(-1)
@@ -383,10 +386,11 @@ def _newton(
     C_below, C_over = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)  # C − k there
     misses = torch.full_like(hi, math.inf), torch.full_like(hi, math.inf)  # of the last two evaluations
     running, deep = live, torch.zeros_like(live)
-    # a Newton step leaves an error of its square
-    settled = 1e-8 if cdf.full_support else 1e-12
+    digits = DIGITS[tau.dtype]
+    settled = digits.settled if cdf.full_support else digits.settled_compact
     nearest_above, nearest_below = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
 
+    far = greatest(hi) / 4
     for _ in range(EVALUATIONS):
         if not some(running, reduce):
             break
@@ -415,15 +419,15 @@ def _newton(
         # Close to the root the sign of miss is rounding, and no bracket may overrule the last steps. But a
         # step too small for what is missing knows nothing, and then bisection is left.
         density = s.density_above + s.density_below
-        noise = 1e-12 * torch.minimum(k, n - k).clamp(min=1)
+        noise = digits.sum * torch.minimum(k, n - k).clamp(min=1)
         known = miss.abs() <= 8 * density * step.abs() / tau + noise
-        tiny = step.abs() <= 1e-6 * tau
+        tiny = step.abs() <= digits.near * tau
         trial = torch.where(tiny, torch.where(known, lo + step, middle), trial)
         done = known & (step.abs() <= settled * tau)
 
-        gap_middle = 0.5 * (s.next_above.clamp(max=HUGE / 4) + s.next_below.clamp(min=-HUGE / 4))
+        gap_middle = 0.5 * (s.next_above.clamp(max=far) + s.next_below.clamp(min=-far))
         if cdf.full_support:
-            gap = (excess == 0) & ((s.tail_above < TINY) | (s.tail_below < TINY))
+            gap = (excess == 0) & ((s.tail_above < digits.tiny) | (s.tail_below < digits.tiny))
             trial = torch.where(gap, gap_middle, trial)
             deep = deep | (gap & running)
             done = done | gap

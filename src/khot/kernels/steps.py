@@ -10,9 +10,27 @@ from torch import Tensor
 
 from khot.cdfs import CDF, Normal
 
-__all__ = ["TINY", "Sums", "newton_step"]
+__all__ = ["DIGITS", "Digits", "Sums", "newton_step"]
 
-TINY = 1e-290  # tails below this are taken in logarithms
+
+class Digits(NamedTuple):
+    """What rounding and underflow leave of the numbers a row."""
+
+    tiny: float  # tails below this are taken in logarithms
+    below_one: float  # the greatest number below 1
+    value: float  # of a score, relative: what rounding could take
+    quantile: float  # of a quantile, in τ
+    bin: float  # of a place among bins, in bins
+    sum: float  # of C, relative to min(k, n − k)
+    near: float  # a step, in τ, whose sign may be rounding
+    settled: float  # a step, in τ, after which Newton's error, its square, is rounding
+    settled_compact: float  # the same for CDFs of compact support, where it may not be its square
+
+
+DIGITS = {
+    torch.float64: Digits(1e-290, 1 - 1e-16, 1e-15, 1e-9, 1e-6, 1e-12, 1e-6, 1e-8, 1e-12),
+    torch.float32: Digits(1e-30, 1 - 6e-8, 5e-7, 0.25, 1e-3, 2e-6, 1e-4, 1e-4, 1e-6),
+}
 
 
 class Sums(NamedTuple):
@@ -46,6 +64,7 @@ def newton_step(
     Newton needs a function of C that is nearly linear in t. Which one that is depends on how many entries
     are undecided; Newton on C itself is right only close to the root.
     """
+    tiny, below_one, *_ = DIGITS[k.dtype]
     m, density = k + excess, s.density_above + s.density_below
     plain = (P - Q) / density
 
@@ -56,8 +75,8 @@ def newton_step(
     decided_below = (s.tail_below < 1e-3 * s.tail_above) & (excess > 0)
     base = torch.where(decided_above, m, 0)
     size = torch.where(decided_below, m, n) - base
-    z = link.icdf(((m - base + s.tail_below - s.tail_above) / size).clamp(TINY, 1 - 1e-16))
-    target = link.icdf(((k - base) / size).clamp(TINY, 1 - 1e-16))
+    z = link.icdf(((m - base + s.tail_below - s.tail_above) / size).clamp(tiny, below_one))
+    target = link.icdf(((k - base) / size).clamp(tiny, below_one))
     many = (z - target) * link.pdf(z) * size / density
     near = (P - Q).abs() <= 1e-4 * torch.minimum(k - base, base + size - k)
 
@@ -86,7 +105,7 @@ def _tail_step(s: Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: T
         torch.where(excess > 0, 1, like_down).nan_to_num(1.0),
         torch.where(excess < 0, 1, like_up).nan_to_num(1.0),
     )
-    zP, zQ = cdf.icdf((P / c).clamp(min=TINY)), cdf.icdf((Q / c).clamp(min=TINY))
+    zP, zQ = (cdf.icdf((tail / c).clamp(min=DIGITS[c.dtype].tiny)) for tail in (P, Q))
     return c * (zP - zQ) / (s.density_below / cdf.pdf(zP) + s.density_above / cdf.pdf(zQ))
 
 
@@ -126,7 +145,7 @@ def _edge_step(
     more = torch.where(none_below, fall, both).where(~none_above, start_above)  # C > k
     less = torch.where(none_above, -rise, both).where(~none_below, start_below)
     # m = k: at z = 1 the density jumps to its maximum, at z = 0 it may start from nothing
-    edge = cdf.pdf(torch.full_like(up, 1 - 1e-16))
+    edge = cdf.pdf(torch.full_like(up, DIGITS[up.dtype].below_one))
     level = both.where(~none_above, up - 1 + s.tail_below / (s.density_below + edge))
     drained = (s.tail_above + s.density_above * down).clamp(0, 1)
     level = level.where(~none_below, down - cdf.icdf(drained))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from khot.precision import widen
+
 __all__ = ["Anneal"]
 
 SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {
@@ -37,8 +39,8 @@ class Anneal(nn.Module):
             them the last is usual.
 
     Returns:
-        Called without arguments, the number of the moment: a 0-dim tensor in float64, on the module's
-        device. Reading it waits for nothing, and stepping compiles nothing anew.
+        Called without arguments, the number of the moment: a 0-dim tensor on the module's device, in float64
+        where that has it. Reading it waits for nothing, and stepping compiles nothing anew.
 
     Raises:
         ValueError: steps, schedule, start or end out of range.
@@ -79,7 +81,7 @@ class Anneal(nn.Module):
         self.taken += 1
 
     def forward(self) -> Tensor:
-        t = (self.taken.double() / self.steps).clamp(max=1)
+        t = (widen(self.taken) / self.steps).clamp(max=1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from khot import arguments, cdfs, topk
 from khot.cdfs import CDF
 from khot.nn.values import Value, current, describe, positive
+from khot.precision import wide_dtype, widen
 
 __all__ = ["ExpertChoiceRouter", "Router", "Routing", "TokenChoiceRouter"]
 
@@ -162,9 +163,9 @@ class ExpertChoiceRouter(Router):
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = scores.mT  # tokens last
         if mask is None:
-            n = torch.full(rows.shape[:-2], rows.shape[-1], dtype=torch.float64, device=rows.device)
+            n = torch.full(rows.shape[:-2], rows.shape[-1], dtype=wide_dtype(rows.device), device=rows.device)
         else:
-            n, mask = mask.sum(-1).double(), mask.unsqueeze(-2)
+            n, mask = widen(mask.sum(-1)), mask.unsqueeze(-2)
         k = torch.minimum((current(self.capacity) * n / self.num_experts).clamp(min=1), n).unsqueeze(-1)
         if self.training:
             selection = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, mask=mask)

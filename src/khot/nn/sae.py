@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from khot import cdfs, topk
 from khot.cdfs import CDF
 from khot.nn.values import Value, current, describe, positive
+from khot.precision import widen
 
 __all__ = ["TopKSAE"]
 
@@ -166,7 +167,7 @@ class TopKSAE(nn.Module):
 
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that the last so many inputs of the training did not use: 0-dim, in [0, 1]."""
-        return (self.idle >= inputs).double().mean()
+        return widen(self.idle >= inputs).mean()
 
     def _activations(self, input: Tensor) -> Tensor:
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)

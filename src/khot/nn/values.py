@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from khot import arguments
 from khot.arguments import Scalar
+from khot.precision import widen
 
 __all__ = ["Positive", "Value", "current", "describe", "positive", "what_is_there"]
 
@@ -61,4 +62,4 @@ def describe(**values: object) -> str:
 
 def what_is_there(k: Scalar, x: Tensor) -> Tensor:
     """k a row, at most the number of entries that may be selected (> −inf) along the last dim."""
-    return (x != -math.inf).sum(-1).double().clamp(max=k)
+    return widen((x != -math.inf).sum(-1)).clamp(max=k)

@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from khot import arguments
 from khot.cdfs import Logistic
+from khot.precision import on_cpu
 from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.soft_count import threshold_map
 
@@ -19,6 +20,7 @@ TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
 
 
+@on_cpu
 def calibrate(probs: Tensor) -> Tensor:
     """The logits θ whose :func:`marginals` are probs: with k = Σ probs, π(θ) = probs.
 

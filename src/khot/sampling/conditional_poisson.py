@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from khot.arguments import Scalar
+from khot.precision import on_cpu
 from khot.sampling.calibration import calibrate, solve
 from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 
+@on_cpu
 def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
     """log Z_k(θ) = log Σ_{|S|=k} exp(Σ_{i∈S} θ_i): its gradient is the marginals, its Hessian the covariance.
 
@@ -66,6 +68,7 @@ def log_normalizer(logits: Tensor, k: Scalar) -> Tensor:
     return (theta + _softness(trials) + log_size_prob(trials)).to(logits.dtype)
 
 
+@on_cpu
 def marginals(logits: Tensor, k: Scalar) -> Tensor:
     """The inclusion probabilities π_i = P(i ∈ S): the gradient of :func:`log_normalizer`.
 
@@ -87,6 +90,7 @@ def marginals(logits: Tensor, k: Scalar) -> Tensor:
     return inclusion(tilt(logits, k))[1].to(logits.dtype)
 
 
+@on_cpu
 def joint_marginals(logits: Tensor, k: Scalar) -> Tensor:
     """P(i ∈ S and j ∈ S) for all pairs; on the diagonal the marginals.
 
@@ -114,6 +118,7 @@ def joint_marginals(logits: Tensor, k: Scalar) -> Tensor:
     return torch.where(diagonal, single.unsqueeze(-1), joint).to(logits.dtype)
 
 
+@on_cpu
 def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
     """log P(S) = Σ_{i∈S} θ_i − log Z_k(θ).
 
@@ -143,6 +148,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar) -> Tensor:
     return result.masked_fill(impossible, -math.inf).to(logits.dtype)
 
 
+@on_cpu
 def entropy(logits: Tensor, k: Scalar) -> Tensor:
     """−Σ_S P(S) log P(S) = log Z_k(θ) − Σ_i π_i θ_i.
 
@@ -167,6 +173,7 @@ def entropy(logits: Tensor, k: Scalar) -> Tensor:
     return (log_size + _softness(trials) + against.sum(-1)).to(logits.dtype)
 
 
+@on_cpu
 def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
     """KL(p ‖ q) = Σ_S p(S) log(p(S)/q(S)) of two such designs of one size.
 
@@ -195,6 +202,7 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar) -> Tensor:
     return result.to(p_logits.dtype)
 
 
+@on_cpu
 def sample(
     logits: Tensor, k: Scalar, sample_shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None
 ) -> Tensor:

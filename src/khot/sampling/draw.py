@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from khot import arguments
+from khot.precision import on_cpu
 from khot.sampling import pareto, phantom
 from khot.sampling.table import designs, resolve
 
 __all__ = ["inclusion_probs", "joint_inclusion_probs", "sample"]
 
 
+@on_cpu
 def sample(
     probs: Tensor,
     design: str = "pareto",
@@ -82,6 +84,7 @@ def sample(
     return _marked(x.to(probs.dtype), valid).reshape(shape + probs.shape)
 
 
+@on_cpu
 def inclusion_probs(probs: Tensor, design: str = "pareto") -> Tensor:
     """The inclusion probabilities P(x_i = 1) that :func:`sample` really has: π itself for an exact design.
 
@@ -106,6 +109,7 @@ def inclusion_probs(probs: Tensor, design: str = "pareto") -> Tensor:
     return _marked(true.to(probs.dtype), valid).reshape(probs.shape)
 
 
+@on_cpu
 def joint_inclusion_probs(probs: Tensor, design: str) -> Tensor:
     """The joint inclusion probabilities P(x_i = 1 and x_j = 1), with P(x_i = 1) on the diagonal.
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from khot import arguments
 from khot.arguments import Scalar
 from khot.kernels import philox
+from khot.precision import on_cpu
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
 
 
+@on_cpu
 def gumbel_topk(
     logits: Tensor,
     k: Scalar,

@@ -1,0 +1,71 @@
+"""In which dtype numbers a row are held: float64, or float32 where the device has none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Generator, Tensor
+
+__all__ = ["WITHOUT_FLOAT64", "greatest", "in_float64", "large", "on", "on_cpu", "wide_dtype", "widen"]
+
+WITHOUT_FLOAT64 = {"mps"}  # types of devices
+
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums, thresholds, k and τ on a device."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in that dtype."""
+    return x.to(wide_dtype(x.device))
+
+
+def on(device: torch.device, value: Tensor) -> Tensor:
+    """A number, or one a row, on the device, in a dtype that it has."""
+    return (value.to(wide_dtype(device)) if value.dtype == torch.float64 else value).to(device)
+
+
+def greatest(x: Tensor) -> float:
+    """The greatest finite number of x's dtype."""
+    return torch.finfo(x.dtype).max
+
+
+def large(x: Tensor) -> float:
+    """A number of x's dtype beyond all that matters, with room above it."""
+    return 1e300 if x.dtype == torch.float64 else 1e30
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """x in float64, on the CPU where its own device has none."""
+    return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()
+
+
+def on_cpu(function: _Function) -> _Function:
+    """The function, run on the CPU for tensors of a device without float64; the result comes back from there.
+
+    For what float32 would spoil. Gradients go the way of the tensors; a generator of the device makes the
+    seed of one of the CPU.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Tensor:
+        for value in (*args, *options.values()):
+            if isinstance(value, Tensor) and value.device.type in WITHOUT_FLOAT64:
+                here = {name: _here(option) for name, option in options.items()}
+                return function(*map(_here, args), **here).to(value.device)
+        return function(*args, **options)
+
+    return run  # type: ignore[return-value]
+
+
+def _here(value: Any) -> Any:
+    if isinstance(value, Generator) and value.device.type in WITHOUT_FLOAT64:
+        seed = torch.randint(2**63 - 1, (), device=value.device, generator=value)
+        return Generator().manual_seed(int(seed))
+    return value.cpu() if isinstance(value, Tensor) else value

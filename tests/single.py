@@ -1,0 +1,79 @@
+"""A device without float64, as Apple's is, for machines that have none.
+
+Its tensors say that they are on "meta" and keep their data on the CPU. Any float64 among them is an error,
+and so is an operation on one of them and one that is elsewhere. The kernels are the reference's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from khot import kernels
+
+__all__ = ["NAME", "Device"]
+
+NAME = "meta"  # the only device but the CPU that autograd knows in every build of torch
+NOT_THERE = (torch.float64, torch.complex128)
+
+
+class _There(Tensor):
+    """A tensor on the device."""
+
+    data_here: Tensor
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> _There:
+        if data.dtype in NOT_THERE:
+            raise AssertionError(f"the device has no {data.dtype}")  # a TypeError can be caught by operators
+        there: _There = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=NAME,
+        )
+        there.data_here = data
+        return there
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("used without its Device")
+
+
+class Device(TorchDispatchMode):
+    """While it is active, what is made on `NAME` is there, and stays there until it is copied."""
+
+    def put(self, data: Tensor, *, requires_grad: bool = False) -> Tensor:
+        return _There(data.detach().clone()).requires_grad_(requires_grad)
+
+    def fetch(self, there: Tensor) -> Tensor:
+        assert there.device.type == NAME, "the result is on the CPU"
+        return there.detach().to("cpu")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, Tensor)]
+        there = any(isinstance(v, _There) for v in tensors)
+        if func.namespace == "khot" and there:
+            with self:
+                return kernels._OPERATORS[func._schema.name.removeprefix("khot::")][1](*args, **kwargs)
+        moves = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if there and not moves and any(v.dim() and not isinstance(v, _There) for v in tensors):
+            raise RuntimeError(f"{func} of tensors on two devices")
+        if kwargs.get("device") is not None:
+            there = torch.device(kwargs["device"]).type == NAME
+            kwargs["device"] = torch.device("cpu")
+        args, inner = tree_map_only(_There, lambda v: v.data_here, (args, kwargs))
+        result = func(*args, **inner)
+        if not there:
+            return result
+        known = {id(v.data_here): v for v in tensors if isinstance(v, _There)}  # changed in place
+        return tree_map_only(Tensor, lambda v: known[id(v)] if id(v) in known else _There(v), result)
