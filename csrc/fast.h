@@ -24,23 +24,81 @@ constexpr float kNever = 0x1p126f;  // the largest odds that are stored, which s
 struct FastSums {
   double m = 0, C = 0;  // the count is m + C: entries above, and tails F or F - 1; or all in C
   double S1 = 0;        // sum of f
-  double S2 = 0;        // sum of f', where it is of use
-  double S3 = 0, S4 = 0, S5 = 0;  // of the next three derivatives, for the logistic
+  double S2 = 0, S3 = 0, S4 = 0, S5 = 0;  // of its derivatives, where they are of use
   void operator+=(const FastSums& o) {
     m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5;
   }
 };
 
-// Sums from which those of the logistic f and its derivatives follow, which are polynomials in y.
-struct LogisticSums {
+// Sums from which those of f and its derivatives follow.
+template <class C>
+struct Derivatives {
+  VecF f{};
+  KHOT_INLINE void add(VecF /*z*/, IntF /*above*/, TailDensity<float> v) { f += v.density; }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    s.S1 += total(f);
+  }
+};
+
+template <>
+struct Derivatives<Logistic> {  // polynomials in y
   VecF f1{}, fy{}, ff{}, ffy{}, fff{};
-  KHOT_INLINE void add(VecF y) {
-    const VecF f = y - y * y, square = f * f;
+  KHOT_INLINE void add(VecF y) { add(y - y * y, y); }
+  KHOT_INLINE void add(VecF f, VecF y) {
+    const VecF square = f * f;
     f1 += f;
     fy += f * y;
     ff += square;
     ffy += square * y;
     fff += square * f;
+  }
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above ? 1 - v.tail : v.tail); }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    const auto S1 = total(f1), bend = S1 - 2 * total(fy), square = total(ff);
+    s.S1 += S1;
+    s.S2 += bend;                                   // f' = f (1 - 2y)
+    s.S3 += S1 - 6 * square;                        // f'' = f (1 - 6f)
+    s.S4 += bend - 12 * (square - 2 * total(ffy));  // f''' = f' (1 - 12f)
+    s.S5 += S1 - 30 * square + 120 * total(fff);    // f'''' = f (1 - 30f + 120f^2)
+  }
+};
+
+template <>
+struct Derivatives<Laplace> {
+  VecF f1{}, f2{};
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) {
+    f1 += v.density;
+    f2 += above ? -v.density : v.density;
+  }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    s.S1 += total(f1);
+    s.S2 += total(f2);
+  }
+};
+
+template <>
+struct Derivatives<Normal> {  // f times Hermite's polynomials
+  VecF f0{}, f1{}, f2{}, f3{}, f4{};  // sums of f z^i
+  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
+    const VecF near = clamp_above<float>(clamp_below<float>(z, -Normal::kEnd), Normal::kEnd);  // beyond, f = 0
+    const VecF square = near * near, bent = v.density * square;
+    f0 += v.density;
+    f1 += v.density * near;
+    f2 += bent;
+    f3 += bent * near;
+    f4 += bent * square;
+  }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    const auto m0 = total(f0), m1 = total(f1), m2 = total(f2);
+    s.S1 += m0;
+    s.S2 -= m1;
+    s.S3 += m2 - m0;
+    s.S4 += 3 * m1 - total(f3);
+    s.S5 += total(f4) - 6 * m2 + 3 * m0;
   }
 };
 
@@ -55,25 +113,15 @@ KHOT_INLINE T refined(T h, T miss, T S1, T S2, T S3, T S4, T S5) {
   return h;
 }
 
-// f'(z) from what is at hand.
-template <class C>
-KHOT_INLINE VecF slope(VecF z, IntF above, TailDensity<float> v) {
-  const VecF f = v.density;
-  if constexpr (std::is_same_v<C, Logistic>) return above ? 2 * f * v.tail - f : f - 2 * f * v.tail;
-  if constexpr (std::is_same_v<C, Laplace>) return above ? -f : f;
-  if constexpr (std::is_same_v<C, Normal>) return -clamp_above<float>(clamp_below<float>(z, -1e3f), 1e3f) * f;
-  return VecF{};
-}
-
 template <class C>
 class FastSolver {
  public:
-  static constexpr bool logistic = std::is_same_v<C, Logistic>;
+  static constexpr bool storing = std::is_same_v<C, Logistic>;
+  static constexpr bool smooth = storing || std::is_same_v<C, Normal>;
 
   // From a step h (in tau) on, the error left by it is below 1e-7: h^6/720 times a mean of the sixth derivative
-  // with five, about h^3/5 with two, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
-  static constexpr double kLastStoring = 0.25;
-  static constexpr double kLast = !C::full_support ? 1e-7 : std::is_same_v<C, Laplace> ? 3e-4 : 0.008;
+  // with five, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
+  static constexpr double kLast = storing ? 0.25 : smooth ? 0.15 : C::full_support ? 3e-4 : 1e-7;
 
   // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
   static constexpr double kLastUnseen = std::min(kLast, 1e-4);
@@ -91,7 +139,7 @@ class FastSolver {
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
     if (!(std::fabs(guess) < 1e30)) return false;
     if (out == nullptr) return solve_reading(guess, k, kLastUnseen, t);
-    if constexpr (logistic) {
+    if constexpr (storing) {
       if (row_.dtype == Dtype::kFloat) return solve_storing(guess, k, static_cast<float*>(out), t);
     }
     return solve_reading(guess, k, kLast, t) && reaches(write(t, out), k);
@@ -112,7 +160,7 @@ class FastSolver {
 
   bool solve_reading(double t, double k, double last, Threshold& result) const {
     for (int pass = 0; pass < kPasses; ++pass) {
-      const double h = step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
+      const double h = refined_step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
       if (std::fabs(h) <= last) {
@@ -133,7 +181,7 @@ class FastSolver {
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_, moved += h;
       const bool near = std::fabs(moved) < 1;  // or else e may overflow
-      if (near && std::fabs(h) <= kLastStoring) {
+      if (near && std::fabs(h) <= kLast) {
         result = split(t);
         return reaches(finish(moved, out), k);
       }
@@ -250,21 +298,15 @@ class FastSolver {
     return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
       const Value local = value;  // nothing that is stored can change it, so that it stays in registers
       LongSum total;
-      LogisticSums sums;
+      Derivatives<C> sums;
       auto add = [&](VecF x, int i, int lanes) {
         const VecF y = local(x, at + i, lanes);
         total.add(y);
         sums.add(y);
       };
       vectors<float>(p, count, pad, add, [&] { total.flush(); });
-      const double f = sum<float>(sums.f1), ff = sum<float>(sums.ff);
-      const double bend = f - 2 * sum<float>(sums.fy);
       s.C += sum<double>(total.total);
-      s.S1 += f;
-      s.S2 += bend;                                            // f' = f (1 - 2y)
-      s.S3 += f - 6 * ff;                                      // f'' = f (1 - 6f)
-      s.S4 += bend - 12 * (ff - 2 * sum<float>(sums.ffy));     // f''' = f' (1 - 12f)
-      s.S5 += f - 30 * ff + 120 * sum<float>(sums.fff);        // f'''' = f (1 - 30f + 120f^2)
+      sums.put(s, sum<float>);
     });
   }
 
@@ -296,23 +338,21 @@ class FastSolver {
     return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
       IntF m{};
       LongSum D;
-      VecF S1{}, S2{};
+      Derivatives<C> sums;
       auto add = [&](VecF x, int, int) {
         const VecF z = ((x - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
         D.add(above ? -v.tail : v.tail);
-        S1 += v.density;
-        S2 += slope<C>(z, above, v);
+        sums.add(z, above, v);
       };
       vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
       int32_t above_count = 0;
       for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
       s.m += above_count;
       s.C += sum<double>(D.total);
-      s.S1 += sum<float>(S1);
-      s.S2 += sum<float>(S2);
+      sums.put(s, sum<float>);
     });
   }
 
@@ -332,7 +372,7 @@ class FastSolver {
 
   static double refined_step(const FastSums& s, double k, double n) {
     const double h = step(s, k, n);
-    return std::fabs(h) < 0.5 ? refined(h, s.C - k, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    return smooth && std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
   }
 
   Row row_;
