@@ -19,7 +19,7 @@ constexpr int kSampleMax = 16384;
 // the next one into the cache.
 constexpr int64_t kAhead = 4096;
 
-constexpr float kNever = 0x1p126f;  // the largest odds that are stored, which stand for any beyond: y = 0
+constexpr float kNever = 0x1p126f;  // the largest odds exp(-z) that are stored, which stand for any beyond: y = 0
 
 struct FastSums {
   double m = 0, C = 0;  // the count is m + C: entries above, and tails F or F - 1; or all in C
@@ -66,16 +66,29 @@ struct Derivatives<Logistic> {  // polynomials in y
 };
 
 template <>
-struct Derivatives<Laplace> {
-  VecF f1{}, f2{};
-  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) {
-    f1 += v.density;
-    f2 += above ? -v.density : v.density;
+struct Derivatives<Laplace> {  // up to signs f itself, but for the kinks that entries near t bring
+  VecF f1{}, bend{}, ff{};
+  KHOT_INLINE void add(VecF y) {
+    const VecF rest = 1 - y;
+    const IntF above = y > 0.5f;
+    add(above ? rest : y, above);
+  }
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above); }
+  KHOT_INLINE void add(VecF f, IntF above) {
+    f1 += f;
+    bend += above ? -f : f;
+    ff += f * f;
   }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
-    s.S1 += total(f1);
-    s.S2 += total(f2);
+    // f'' = f less as much as there is of entries at t in a unit of tau: sum f is this with an error by the
+    // curvature of their density, and 4 sum f^2 with a quarter of that error
+    const auto S1 = total(f1), S2 = total(bend), dense = (16 * total(ff) - S1) * (1.0f / 3);
+    s.S1 += S1;
+    s.S2 += S2;
+    s.S3 += S1 - dense;
+    s.S4 += S2;
+    s.S5 += S1;
   }
 };
 
@@ -102,6 +115,13 @@ struct Derivatives<Normal> {  // f times Hermite's polynomials
   }
 };
 
+// y from the odds exp(-z), which are less than 2^128.
+template <class C>
+KHOT_INLINE VecF from_odds(VecF e) {
+  if constexpr (std::is_same_v<C, Logistic>) return inverse_1p(e);
+  return e < 1 ? 1 - e * 0.5f : inverse(e) * 0.5f;
+}
+
 // The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
 // Newton's method from a step that is near.
 template <class T>
@@ -116,12 +136,12 @@ KHOT_INLINE T refined(T h, T miss, T S1, T S2, T S3, T S4, T S5) {
 template <class C>
 class FastSolver {
  public:
-  static constexpr bool storing = std::is_same_v<C, Logistic>;
-  static constexpr bool smooth = storing || std::is_same_v<C, Normal>;
+  static constexpr bool logistic = std::is_same_v<C, Logistic>;
+  static constexpr bool storing = logistic || std::is_same_v<C, Laplace>;
 
   // From a step h (in tau) on, the error left by it is below 1e-7: h^6/720 times a mean of the sixth derivative
   // with five, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
-  static constexpr double kLast = storing ? 0.25 : smooth ? 0.15 : C::full_support ? 3e-4 : 1e-7;
+  static constexpr double kLast = logistic ? 0.25 : !C::full_support ? 1e-7 : storing ? 3e-4 : 0.15;
 
   // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
   static constexpr double kLastUnseen = std::min(kLast, 1e-4);
@@ -171,7 +191,7 @@ class FastSolver {
     return false;
   }
 
-  // The first pass stores the odds e = (1 - y)/y, which a move of t multiplies by a constant: no more exponentials.
+  // The first pass stores the odds e = exp(-z), which a move of t multiplies by a constant: no more exponentials.
   bool solve_storing(double t, double k, float* out, Threshold& result) const {
     FastSums sums = evaluate(split(t), out);
     double moved = 0;  // since then, in tau
@@ -260,14 +280,14 @@ class FastSolver {
       fetch_ahead<false>(start + at, next);
       const VecF e = exp2_held((hi - x) * scale + lo);
       lanes == kWidth<float> ? store(out + at, e) : store_part(out + at, lanes, e);
-      return inverse_1p(e);
+      return from_odds<C>(e);
     });
   }
 
   // The sums for stored odds, at t + h tau.
   FastSums shift(double h, const float* out) const {
     const float factor = static_cast<float>(std::exp(h));
-    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return inverse_1p(e * factor); });
+    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return from_odds<C>(e * factor); });
   }
 
   struct Total {
@@ -283,7 +303,7 @@ class FastSolver {
       LongSum total;
       auto add = [&](VecF e, int i, int lanes) {
         fetch_ahead<true>(out + at + i, next);
-        const VecF y = e < kNever ? inverse_1p(e * factor) : VecF{};
+        const VecF y = e < kNever ? from_odds<C>(e * factor) : VecF{};
         total.add(y);
         lanes == kWidth<float> ? store(out + at + i, y) : store_part(out + at + i, lanes, y);
       };
@@ -372,7 +392,7 @@ class FastSolver {
 
   static double refined_step(const FastSums& s, double k, double n) {
     const double h = step(s, k, n);
-    return smooth && std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    return C::full_support && std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
   }
 
   Row row_;

@@ -135,7 +135,7 @@ class LaneSolver {
         fetch_ahead<false>(from_, (n_ + i) * width);
         const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
         *column(y_, i) = e;
-        return inverse_1p(e);
+        return from_odds<C>(e);
       });
     } else {
       const VecF scale = scale_, hi = hi_, lo = lo_;
@@ -190,13 +190,13 @@ class LaneSolver {
 
   LaneSums shift(VecF h) {
     const VecF factor = exp<float>(h);
-    return sum_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
+    return sum_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
   }
 
   // y in place of the odds; by how much their sum misses k.
   VecF finish(VecF h) {
     const VecF factor = exp<float>(h);
-    return write_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
+    return write_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
   }
 
   VecF write() {
@@ -237,7 +237,7 @@ class LaneSolver {
     } else {
       good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few_, 1.0f)) | (abs<float>(newton) > kLast);
     }
-    if constexpr (FastSolver<C>::smooth) h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    if constexpr (C::full_support) h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
   }
