@@ -37,7 +37,7 @@ inline double normal_quantile(double y) {
 // Symmetric around 0, with f > 0 everywhere. F is a child with tail_density, log_tail and log_pdf of abs(z).
 template <class F>
 struct FullSupport {
-  static constexpr bool full_support = true;
+  static constexpr bool full_support = true, fits_float = true;
   static constexpr double median = 0, mean = 0;
 
   template <class R>
@@ -182,6 +182,7 @@ struct ClippedPower {
   static constexpr bool full_support = false;
   double e = 1, median = 0.5, mean = 0.5, variance = 1.0 / 12;
   int whole = 1;  // e where that is an integer, else 0
+  bool fits_float = true;  // e multiplies relative errors of z
 
   explicit ClippedPower(double p) {
     if constexpr (!kUniform) {
@@ -191,6 +192,7 @@ struct ClippedPower {
       variance = e / (e + 2) - mean * mean;
       const double nearest = std::round(e);
       whole = std::fabs(e - nearest) < 1e-14 * e ? static_cast<int>(nearest) : 0;
+      fits_float = whole != 0 && whole <= 3;
     }
   }
 
@@ -238,10 +240,10 @@ struct ClippedPower {
   template <class R>
   KHOT_INLINE void both(Vec<R> z, Vec<R>& F, Vec<R>& f) const {
     const Vec<R> inside = clamp_above<R>(clamp_below<R>(z, R(0)), R(1));
-    const Int<R> outside = (z <= 0) | (z >= 1);
+    const Int<R> within = (z > 0) & (z < 1);
     if constexpr (kUniform) {
       F = inside;
-      f = outside ? Vec<R>{} : splat<R>(1);
+      f = within ? splat<R>(1) : Vec<R>{};
     } else {
       Vec<R> lower = splat<R>(1);  // z^(e-1)
       if (whole != 0) {
@@ -249,8 +251,8 @@ struct ClippedPower {
       } else {
         lower = exp_minus<R>(static_cast<R>(1 - e) * log<R>(inside));
       }
-      F = outside ? inside : lower * inside;
-      f = outside ? Vec<R>{} : static_cast<R>(e) * lower;
+      F = within ? lower * inside : inside;
+      f = within ? static_cast<R>(e) * lower : Vec<R>{};
     }
   }
 };

@@ -143,6 +143,12 @@ class FastSolver {
   // with five, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
   static constexpr double kLast = logistic ? 0.25 : !C::full_support ? 1e-7 : storing ? 3e-4 : 0.15;
 
+  // Such a step is known only by y itself, which is written from a step like this one on.
+  static constexpr double kNear = 0.01;
+
+  // Of a sum of y as large as so many sums of f, float has lost digits that matter.
+  static constexpr double kDecided = logistic ? 16 : 6;
+
   // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
   static constexpr double kLastUnseen = std::min(kLast, 1e-4);
 
@@ -159,6 +165,7 @@ class FastSolver {
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
     if (!(std::fabs(guess) < 1e30)) return false;
     if (out == nullptr) return solve_reading(guess, k, kLastUnseen, t);
+    if constexpr (!C::full_support) return solve_writing(guess, k, out, t);
     if constexpr (storing) {
       if (row_.dtype == Dtype::kFloat) return solve_storing(guess, k, static_cast<float*>(out), t);
     }
@@ -166,7 +173,7 @@ class FastSolver {
   }
 
  private:
-  static constexpr int kPasses = 8;
+  static constexpr int kPasses = std::is_same_v<C, Power> ? 12 : 8;
 
   static Threshold split(double t) {
     const double hi = static_cast<double>(static_cast<float>(t));
@@ -191,13 +198,28 @@ class FastSolver {
     return false;
   }
 
+  bool solve_writing(double t, double k, void* out, Threshold& result) const {
+    double h = kInfinity;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool near = std::fabs(h) <= kNear;
+      const FastSums sums = sum_tails(row_, n_, inside_, split(t), near ? out : nullptr);
+      h = refined_step(sums, k, static_cast<double>(n_));
+      if (!(std::fabs(h) < 50)) return false;
+      if (near && std::fabs(h) <= kLast) {
+        result = split(t);
+        return reaches(sums.m + sums.C, k);
+      }
+      t += h * tau_;
+    }
+    return false;
+  }
+
   // The first pass stores the odds e = exp(-z), which a move of t multiplies by a constant: no more exponentials.
   bool solve_storing(double t, double k, float* out, Threshold& result) const {
     FastSums sums = evaluate(split(t), out);
     double moved = 0;  // since then, in tau
     for (int pass = 0; pass < kPasses; ++pass) {
-      // a float sum of y has lost digits that matter where few entries are undecided
-      const double h = sums.S1 * 16 > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
+      const double h = sums.S1 * kDecided > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_, moved += h;
       const bool near = std::fabs(moved) < 1;  // or else e may overflow
@@ -351,21 +373,32 @@ class FastSolver {
     }).sum;
   }
 
-  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
+  // y is written, too, unless out is null.
+  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t, void* out = nullptr) const {
     const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
     const float median = static_cast<float>(F_.median);
     const C F = F_;
-    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
+    const Dtype dtype = row.dtype;
+    const bool own = dtype == Dtype::kFloat;
+    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t at) {
+      float results[kBlock];
+      float* const target = own && out != nullptr ? static_cast<float*>(out) + at : results;
       IntF m{};
       LongSum D;
       Derivatives<C> sums;
-      auto add = [&](VecF x, int, int) {
+      auto add = [&](VecF x, int i, int lanes) {
         const VecF z = ((x - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D.add(above ? -v.tail : v.tail);
         sums.add(z, above, v);
+        if constexpr (C::full_support) {
+          D.add(above ? -v.tail : v.tail);
+        } else {
+          const VecF y = F.template value<float>(z);
+          D.add(above ? y - 1 : y);
+          if (out != nullptr) lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+        }
       };
       vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
       int32_t above_count = 0;
@@ -373,6 +406,7 @@ class FastSolver {
       s.m += above_count;
       s.C += sum<double>(D.total);
       sums.put(s, sum<float>);
+      if (!C::full_support && !own && out != nullptr) put(out, dtype, at, count, results);
     });
   }
 
@@ -392,7 +426,7 @@ class FastSolver {
 
   static double refined_step(const FastSums& s, double k, double n) {
     const double h = step(s, k, n);
-    return C::full_support && std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    return std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
   }
 
   Row row_;

@@ -40,14 +40,14 @@ class LaneSolver {
     }
     good_ &= ~pending;
     // y itself has to have the sum that is asked for, or the row is given back
-    const VecF miss = result(moved);
+    const VecF miss = result(moved, sums);
     const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
     good_ &= abs<float>(miss) <= allowed;
     scatter(rows, first, ordinary);
   }
 
  private:
-  static constexpr int kPasses = 6;
+  static constexpr int kPasses = std::is_same_v<C, Power> ? 10 : 6;  // its steps overshoot where f is next to 0
   static constexpr float kLast = FastSolver<C>::kLast;
 
   struct LaneSums {
@@ -122,9 +122,11 @@ class LaneSolver {
     return evaluate();
   }
 
-  VecF result(VecF moved) {
+  // By how much the sum of y, which is in its place then, misses k.
+  VecF result(VecF moved, const LaneSums& last) {
     if constexpr (storing) return finish(moved);
-    return write();
+    if constexpr (C::full_support) return write();
+    return last.miss;  // the last step had no length
   }
 
   // At hi + lo, perhaps with the odds stored, from which shift() and finish() go on, as in FastSolver.
@@ -149,8 +151,14 @@ class LaneSolver {
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D.add(above ? -v.tail : v.tail, i);
         sums.add(z, above, v);
+        if constexpr (C::full_support) {
+          D.add(above ? -v.tail : v.tail, i);
+        } else {
+          const VecF y = F.template value<float>(z);
+          D.add(above ? y - 1 : y, i);
+          *column(y_, i) = y;
+        }
       }
       return with(sums, missing(__builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_, D));
     }
@@ -193,7 +201,7 @@ class LaneSolver {
     return sum_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
   }
 
-  // y in place of the odds; by how much their sum misses k.
+  // y in place of the odds.
   VecF finish(VecF h) {
     const VecF factor = exp<float>(h);
     return write_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
@@ -223,7 +231,7 @@ class LaneSolver {
     const float n = static_cast<float>(n_);
     const VecF miss = s.miss, count = k_ + miss, rest = left_ - miss;
     good_ &= (count > 0) & (rest > 0) & (s.S1 > 1e-2f * clamp_above<float>(few_, 1.0f));
-    if (storing) good_ &= s.S1 * 20 > k_;  // y near 1 have lost digits that matter
+    if (storing) good_ &= s.S1 * static_cast<float>(FastSolver<C>::kDecided) > k_;
     const VecF safe = good_ ? s.S1 : splat(1.0f), below = good_ ? rest : splat(1.0f), above = good_ ? count : below;
     const VecF ratio = divide<float>(n * miss, k_ * below);
     const IntF small = abs<float>(ratio) < 0.5f;
@@ -237,7 +245,7 @@ class LaneSolver {
     } else {
       good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few_, 1.0f)) | (abs<float>(newton) > kLast);
     }
-    if constexpr (C::full_support) h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
   }

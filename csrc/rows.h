@@ -38,10 +38,9 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
 // is not that of z: near where F leaves 0, and where log y goes as the square of z. Nor where t itself is wanted,
 // which is less certain than y where C is flat.
 template <class C>
-bool fits_float(const Spec& spec, Dtype dtype, double tau) {
-  if (std::is_same_v<C, Power>) return false;  // the exponent multiplies relative errors
+bool fits_float(const Spec& spec, const C& F, Dtype dtype, double tau) {
   const bool keeps_logarithms = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
-  return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
+  return F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
          (spec.output != Output::kLog || keeps_logarithms);
 }
 
@@ -55,7 +54,7 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (fits_float<C>(spec, x.dtype, tau) && in_float()) {
+  } else if (fits_float(spec, F, x.dtype, tau) && in_float()) {
     fast = true;
   } else {
     t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
@@ -255,7 +254,7 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, d
     grad_k = grad_tau = value;
     return fill_constant<double, C>(spec, grad_x, x.dtype, x, value, value, 0);
   }
-  const bool fast = spec.output == Output::kValue && fits_float<C>(spec, x.dtype, tau);
+  const bool fast = spec.output == Output::kValue && fits_float(spec, F, x.dtype, tau);
   if (fast && backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) return;
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
@@ -288,7 +287,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
     if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneSolver<C> lanes(spec, F);
       bool ordinary[width];
       for (; i + width <= end; i += width) {
@@ -317,7 +316,7 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     int64_t i = begin;
     constexpr int width = ShortPull<C>::width;
     if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       ShortPull<C> together(spec, F);
       bool done[width];
       for (; i + width <= end; i += width) {
