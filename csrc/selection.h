@@ -24,16 +24,29 @@ struct Ordered {
 
   // The keys of a row, and how many of them are what.
   Counts keys(const Row& row, int64_t n, I* out) const {
-    const I* p = static_cast<const I*>(row.data);
-    int64_t selectable = 0, pinned = 0, nans = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const I value = key(p[i * row.step]);
-      selectable += value != -infinity;
-      pinned += value == infinity;
-      nans += (value > infinity) | (value < -infinity);
-      out[i] = value;
+    const I* p = whole(row, n, out);
+    Counts counts;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I selectable = 0, pinned = 0, nans = 0;  // of as many bits as the keys, so that lanes match
+      for (int i = 0; i < size; ++i) {
+        const I value = key(p[at + i]);
+        selectable += value != -infinity;
+        pinned += value == infinity;
+        nans |= (value > infinity) | (value < -infinity);
+        out[at + i] = value;
+      }
+      counts.selectable += selectable, counts.pinned += pinned, counts.nan |= nans != 0;
     }
-    return {selectable, pinned, nans > 0};
+    return counts;
+  }
+
+  // The entries of a row as stored; those of one that repeats a number are written out.
+  static const I* whole(const Row& row, int64_t n, I* out) {
+    const I* p = static_cast<const I*>(row.data);
+    if (row.step == 1) return p;
+    std::fill(out, out + n, p[0]);
+    return out;
   }
 
   void topk_mask(const Row& x, int64_t n, double k, I* out) const {
@@ -46,25 +59,94 @@ struct Ordered {
     }
     const int64_t count = static_cast<int64_t>(rounded);
     if (count == 0) return std::fill(out, out + n, I(0));
-    std::nth_element(out, out + (count - 1), out + n, std::greater<I>());
-    const I level = out[count - 1];
-    // those above the level are in front of it now; the others of its value are taken in their order
-    int64_t left = count;
-    for (int64_t i = 0; i < count; ++i) left -= out[i] > level;
-    const I* p = static_cast<const I*>(x.data);
-    for (int64_t i = 0; i < n; ++i) {
-      const I value = key(p[i * x.step]);
-      const bool tie = value == level && left > 0;
-      left -= tie;
-      out[i] = value > level || tie ? one : I(0);
+    const Cut cut = kth_largest(x, n, count, out);
+    const I* p = whole(x, n, out);
+    for (int64_t i = 0; i < n; ++i) out[i] = key(p[i]) >= cut.level ? one : I(0);
+    // of those at the level, the last are too many
+    for (int64_t i = n, more = cut.reached - count; more > 0;) {
+      const bool tie = out[--i] == one && key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
+      if (tie) out[i] = 0, --more;
     }
   }
 
-  // The k-th largest key, and the one after it.
-  static void neighbours(I* keys, int64_t n, int64_t k, I& in, I& out) {
-    std::nth_element(keys, keys + (k - 1), keys + n, std::greater<I>());
-    in = keys[k - 1];
-    out = k < n ? *std::max_element(keys + k, keys + n) : in;
+  struct Cut {
+    I level;          // at most the k-th largest key, and more than the next one, unless that is the same
+    int64_t reached;  // how many keys are at least as large: k, or more where there are ties
+  };
+
+  // Of keys in `keys`, which are lost.
+  Cut kth_largest(const Row& row, int64_t n, int64_t k, I* keys) const {
+    if (n > kNarrow) {
+      int64_t above = 0;
+      const int64_t size = narrow(keys, n, k, above);
+      if (above < k && k <= above + size) {
+        const Cut cut = search(keys, size, k - above);
+        return {cut.level, above + cut.reached};
+      }
+      this->keys(row, n, keys);
+    }
+    return search(keys, n, k);
+  }
+
+  // The k-th largest key, and the one after it; the keys are lost.
+  void neighbours(const Row& row, I* keys, int64_t n, int64_t k, I& in, I& out) const {
+    const Cut cut = kth_largest(row, n, k, keys);
+    const I* p = whole(row, n, keys);
+    I least = std::numeric_limits<I>::max(), most = std::numeric_limits<I>::min();
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = key(p[i]);
+      least = std::min(least, value >= cut.level ? value : std::numeric_limits<I>::max());
+      most = std::max(most, value < cut.level ? value : std::numeric_limits<I>::min());
+    }
+    in = least;
+    out = cut.reached > k || k == n ? least : most;
+  }
+
+ private:
+  static constexpr int64_t kNarrow = 1 << 14;  // keys that are more are too many to be counted for each bit
+  static constexpr int64_t kSample = 1 << 11;
+
+  static int64_t at_least(const I* keys, int64_t n, I level) {
+    int64_t count = 0;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I part = 0;
+      for (int i = 0; i < size; ++i) part += keys[at + i] >= level;
+      count += part;
+    }
+    return count;
+  }
+
+  // Bit by bit: branches on single keys would take longer than all the counting.
+  static Cut search(const I* keys, int64_t n, int64_t k) {
+    using Bits = std::make_unsigned_t<I>;
+    Cut cut{std::numeric_limits<I>::min(), n};
+    for (int bit = 8 * sizeof(I) - 1; bit >= 0 && cut.reached != k; --bit) {
+      const I level = static_cast<I>(static_cast<Bits>(cut.level) + (Bits(1) << bit));
+      const int64_t count = at_least(keys, n, level);
+      if (count >= k) cut = {level, count};
+    }
+    return cut;
+  }
+
+  // Moves the keys in a range that a sample says holds the k-th largest to the front; their number, and that of the
+  // keys above.
+  static int64_t narrow(I* keys, int64_t n, int64_t k, int64_t& above) {
+    I sample[kSample];
+    for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * n / kSample];
+    const double rank = static_cast<double>(k) / static_cast<double>(n) * kSample;
+    const double slack = 4 * std::sqrt(rank * (1 - rank / kSample)) + 4;
+    const int64_t first = static_cast<int64_t>(rank - slack), last = static_cast<int64_t>(rank + slack);
+    const I top = first > 0 ? search(sample, kSample, first).level : std::numeric_limits<I>::max();
+    const I bottom = last < kSample ? search(sample, kSample, last).level : std::numeric_limits<I>::min();
+    int64_t size = 0;
+    above = at_least(keys, n, top);
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = keys[i];
+      keys[size] = value;
+      size += (value >= bottom) & (value < top);
+    }
+    return size;
   }
 };
 
@@ -176,10 +258,12 @@ inline void magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
     every = m.k == selectable;
     if (bad || m.k == 0) return;
     decltype(order.one) ends[2];
-    order.neighbours(keys, n, static_cast<int64_t>(m.k), ends[0], ends[1]);
+    order.neighbours(s, keys, n, static_cast<int64_t>(m.k), ends[0], ends[1]);
     for (auto& end : ends) end = order.bits(end);
+    alignas(double) char stored[sizeof(ends)];
+    std::memcpy(stored, ends, sizeof(ends));  // or else the compiler may take reads of floats for no reads of these
     double buffer[2];
-    const Row row{ends, s.dtype, 1};
+    const Row row{stored, s.dtype, 1};
     const double* values = fetch(row, 0, 2, buffer);
     in = values[0], out = every ? 0 : values[1];
   });
