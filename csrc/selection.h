@@ -177,10 +177,18 @@ inline void topk_mask(const Row& x, int64_t n, double k, void* out) {
 // w^e, e = q - 1 = 1/(p - 1), and the closed forms.
 struct Exponent {
   double p, e;
-  explicit Exponent(double p) : p(p), e(1 / (p - 1)) {}
+  int whole;  // e where that is an integer, as for p = 2 and 4/3, else 0
+  explicit Exponent(double p) : p(p), e(1 / (p - 1)), whole(Power(p).whole) {}
 
-  double raise(double w) const { return p == 2 ? w : std::pow(w, e); }
-  double slope(double w) const { return p == 2 ? 1 : e * std::pow(w, e - 1); }
+  double lower(double w) const {  // w^(e-1)
+    if (whole == 0) return std::pow(w, e - 1);
+    double product = 1;
+    for (int i = 1; i < whole; ++i) product *= w;
+    return product;
+  }
+  double raise(double w) const { return whole == 0 ? std::pow(w, e) : lower(w) * w; }
+  double slope(double w) const { return e * lower(w); }
+  double root(double y) const { return p == 2 ? y : std::pow(y, p - 1); }
 
   // v with v + tau v^(p-1) = s, and s - v.
   double alone(double s, double tau, double& drop) const {
@@ -191,13 +199,13 @@ struct Exponent {
     const double c = std::min(tau * std::pow(std::max(s, 0.0), p - 2), 1e300);
     double b = std::min(1 / c, 1.0);
     for (int i = 0; i < 12; ++i) {  // from above the root of a convex function, as in the reference
-      const double power = std::pow(b, e - 1), step = (power * b + c * b - 1) / (e * power + c);
+      const double power = lower(b), step = (power * b + c * b - 1) / (e * power + c);
       b -= step;
       if (std::fabs(step) <= 1e-17 * b) break;
     }
     b = std::min(std::max(b, 0.0), 1.0);
     drop = s * std::min(c * b, 1.0);
-    return s * std::pow(b, e);
+    return s * raise(b);
   }
 };
 
@@ -300,13 +308,13 @@ struct Rates {  // dv/ds and -dv/dtau of an entry that is alone, dY/ds of one th
   Rates(double s, double y, const Magnitude& m, const Exponent& power) : block(s, m, power) {
     const double nothing = std::isnan(y) ? y : 0;
     own = rate = nothing;
+    double root = 1;  // y^(p-1)
     if (block.alone && s < kInfinity && (y > 0 || m.p == 2)) {
       if (y == 0) y = 1;
-      own = 1 / (1 + m.tau * (m.p - 1) * std::pow(y, m.p - 2));
-    } else {
-      y = 1;
+      root = power.root(y);
+      own = 1 / (1 + m.tau * (m.p - 1) * (root / y));
     }
-    fall = own * (s > 0 ? std::pow(y, m.p - 1) : 0);
+    fall = own * (s > 0 ? root : 0);
     if (block.inside) rate = power.slope(block.w) / m.tau;
   }
 };
