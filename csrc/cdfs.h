@@ -87,6 +87,12 @@ struct Logistic : FullSupport<Logistic> {
       return f > 1e-37f ? f : VecF{};
     }
   }
+  // f/F, of which log y changes with z, and f
+  static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
+    const VecF e = exp2_held(z * -static_cast<float>(kLog2E)), y = inverse_1p(e), square = e * y * y;
+    f = square > 1e-37f ? square : VecF{};
+    return e < 1 ? e * y : 1 - y;
+  }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return -a - log1p<R>(exp_minus<R>(a));
@@ -112,6 +118,11 @@ struct Laplace : FullSupport<Laplace> {
   static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
     const Vec<R> half = exp_minus<R>(a) / 2;
     return {half, half};
+  }
+  // As for the logistic.
+  static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
+    f = tail_density<float>(abs<float>(z)).density;
+    return z > 0 ? divide<float>(f, 1 - f) : splat(1.0f);
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
