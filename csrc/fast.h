@@ -19,30 +19,108 @@ constexpr int kSampleMax = 16384;
 // the next one into the cache.
 constexpr int64_t kAhead = 4096;
 
-constexpr float kNever = 0x1p126f;  // the largest odds that are stored, which stand for any beyond: y = 0
+constexpr float kNever = 0x1p126f;  // the largest odds exp(-z) that are stored, which stand for any beyond: y = 0
 
 struct FastSums {
   double m = 0, C = 0;  // the count is m + C: entries above, and tails F or F - 1; or all in C
   double S1 = 0;        // sum of f
-  double S2 = 0;        // sum of f', where it is of use
-  double S3 = 0, S4 = 0, S5 = 0;  // of the next three derivatives, for the logistic
+  double S2 = 0, S3 = 0, S4 = 0, S5 = 0;  // of its derivatives, where they are of use
   void operator+=(const FastSums& o) {
     m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5;
   }
 };
 
-// Sums from which those of the logistic f and its derivatives follow, which are polynomials in y.
-struct LogisticSums {
+// Sums from which those of f and its derivatives follow.
+template <class C>
+struct Derivatives {
+  VecF f{};
+  KHOT_INLINE void add(VecF /*z*/, IntF /*above*/, TailDensity<float> v) { f += v.density; }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    s.S1 += total(f);
+  }
+};
+
+template <>
+struct Derivatives<Logistic> {  // polynomials in y
   VecF f1{}, fy{}, ff{}, ffy{}, fff{};
-  KHOT_INLINE void add(VecF y) {
-    const VecF f = y - y * y, square = f * f;
+  KHOT_INLINE void add(VecF y) { add(y - y * y, y); }
+  KHOT_INLINE void add(VecF f, VecF y) {
+    const VecF square = f * f;
     f1 += f;
     fy += f * y;
     ff += square;
     ffy += square * y;
     fff += square * f;
   }
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above ? 1 - v.tail : v.tail); }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    const auto S1 = total(f1), bend = S1 - 2 * total(fy), square = total(ff);
+    s.S1 += S1;
+    s.S2 += bend;                                   // f' = f (1 - 2y)
+    s.S3 += S1 - 6 * square;                        // f'' = f (1 - 6f)
+    s.S4 += bend - 12 * (square - 2 * total(ffy));  // f''' = f' (1 - 12f)
+    s.S5 += S1 - 30 * square + 120 * total(fff);    // f'''' = f (1 - 30f + 120f^2)
+  }
 };
+
+template <>
+struct Derivatives<Laplace> {  // up to signs f itself, but for the kinks that entries near t bring
+  VecF f1{}, bend{}, ff{};
+  KHOT_INLINE void add(VecF y) {
+    const VecF rest = 1 - y;
+    const IntF above = y > 0.5f;
+    add(above ? rest : y, above);
+  }
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above); }
+  KHOT_INLINE void add(VecF f, IntF above) {
+    f1 += f;
+    bend += above ? -f : f;
+    ff += f * f;
+  }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    // f'' = f less as much as there is of entries at t in a unit of tau: sum f is this with an error by the
+    // curvature of their density, and 4 sum f^2 with a quarter of that error
+    const auto S1 = total(f1), S2 = total(bend), dense = (16 * total(ff) - S1) * (1.0f / 3);
+    s.S1 += S1;
+    s.S2 += S2;
+    s.S3 += S1 - dense;
+    s.S4 += S2;
+    s.S5 += S1;
+  }
+};
+
+template <>
+struct Derivatives<Normal> {  // f times Hermite's polynomials
+  VecF f0{}, f1{}, f2{}, f3{}, f4{};  // sums of f z^i
+  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
+    const VecF near = clamp_above<float>(clamp_below<float>(z, -Normal::kEnd), Normal::kEnd);  // beyond, f = 0
+    const VecF square = near * near, bent = v.density * square;
+    f0 += v.density;
+    f1 += v.density * near;
+    f2 += bent;
+    f3 += bent * near;
+    f4 += bent * square;
+  }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    const auto m0 = total(f0), m1 = total(f1), m2 = total(f2);
+    s.S1 += m0;
+    s.S2 -= m1;
+    s.S3 += m2 - m0;
+    s.S4 += 3 * m1 - total(f3);
+    s.S5 += total(f4) - 6 * m2 + 3 * m0;
+  }
+};
+
+// y from the odds exp(-z), which are less than 2^128.
+template <class C>
+KHOT_INLINE VecF from_odds(VecF e) {
+  if constexpr (std::is_same_v<C, Logistic>) return inverse_1p(e);
+  return e < 1 ? 1 - e * 0.5f : inverse(e) * 0.5f;
+}
 
 // The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
 // Newton's method from a step that is near.
@@ -55,25 +133,21 @@ KHOT_INLINE T refined(T h, T miss, T S1, T S2, T S3, T S4, T S5) {
   return h;
 }
 
-// f'(z) from what is at hand.
-template <class C>
-KHOT_INLINE VecF slope(VecF z, IntF above, TailDensity<float> v) {
-  const VecF f = v.density;
-  if constexpr (std::is_same_v<C, Logistic>) return above ? 2 * f * v.tail - f : f - 2 * f * v.tail;
-  if constexpr (std::is_same_v<C, Laplace>) return above ? -f : f;
-  if constexpr (std::is_same_v<C, Normal>) return -clamp_above<float>(clamp_below<float>(z, -1e3f), 1e3f) * f;
-  return VecF{};
-}
-
 template <class C>
 class FastSolver {
  public:
   static constexpr bool logistic = std::is_same_v<C, Logistic>;
+  static constexpr bool storing = logistic || std::is_same_v<C, Laplace>;
 
   // From a step h (in tau) on, the error left by it is below 1e-7: h^6/720 times a mean of the sixth derivative
-  // with five, about h^3/5 with two, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
-  static constexpr double kLastStoring = 0.25;
-  static constexpr double kLast = !C::full_support ? 1e-7 : std::is_same_v<C, Laplace> ? 3e-4 : 0.008;
+  // with five, h^2/2 where f has a kink. Where F has one only a step of no length is safe.
+  static constexpr double kLast = logistic ? 0.25 : !C::full_support ? 1e-7 : storing ? 3e-4 : 0.15;
+
+  // Such a step is known only by y itself, which is written from a step like this one on.
+  static constexpr double kNear = 0.01;
+
+  // Of a sum of y as large as so many sums of f, float has lost digits that matter.
+  static constexpr double kDecided = logistic ? 16 : 6;
 
   // Log y is written by others, and has no sum to be checked by: its last step has to be shorter.
   static constexpr double kLastUnseen = std::min(kLast, 1e-4);
@@ -91,14 +165,15 @@ class FastSolver {
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
     if (!(std::fabs(guess) < 1e30)) return false;
     if (out == nullptr) return solve_reading(guess, k, kLastUnseen, t);
-    if constexpr (logistic) {
+    if constexpr (!C::full_support) return solve_writing(guess, k, out, t);
+    if constexpr (storing) {
       if (row_.dtype == Dtype::kFloat) return solve_storing(guess, k, static_cast<float*>(out), t);
     }
     return solve_reading(guess, k, kLast, t) && reaches(write(t, out), k);
   }
 
  private:
-  static constexpr int kPasses = 8;
+  static constexpr int kPasses = std::is_same_v<C, Power> ? 12 : 8;
 
   static Threshold split(double t) {
     const double hi = static_cast<double>(static_cast<float>(t));
@@ -112,7 +187,7 @@ class FastSolver {
 
   bool solve_reading(double t, double k, double last, Threshold& result) const {
     for (int pass = 0; pass < kPasses; ++pass) {
-      const double h = step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
+      const double h = refined_step(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
       if (std::fabs(h) <= last) {
@@ -123,17 +198,32 @@ class FastSolver {
     return false;
   }
 
-  // The first pass stores the odds e = (1 - y)/y, which a move of t multiplies by a constant: no more exponentials.
+  bool solve_writing(double t, double k, void* out, Threshold& result) const {
+    double h = kInfinity;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool near = std::fabs(h) <= kNear;
+      const FastSums sums = sum_tails(row_, n_, inside_, split(t), near ? out : nullptr);
+      h = refined_step(sums, k, static_cast<double>(n_));
+      if (!(std::fabs(h) < 50)) return false;
+      if (near && std::fabs(h) <= kLast) {
+        result = split(t);
+        return reaches(sums.m + sums.C, k);
+      }
+      t += h * tau_;
+    }
+    return false;
+  }
+
+  // The first pass stores the odds e = exp(-z), which a move of t multiplies by a constant: no more exponentials.
   bool solve_storing(double t, double k, float* out, Threshold& result) const {
     FastSums sums = evaluate(split(t), out);
     double moved = 0;  // since then, in tau
     for (int pass = 0; pass < kPasses; ++pass) {
-      // a float sum of y has lost digits that matter where few entries are undecided
-      const double h = sums.S1 * 16 > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
+      const double h = sums.S1 * kDecided > sums.C ? refined_step(sums, k, static_cast<double>(n_)) : kNan;
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_, moved += h;
       const bool near = std::fabs(moved) < 1;  // or else e may overflow
-      if (near && std::fabs(h) <= kLastStoring) {
+      if (near && std::fabs(h) <= kLast) {
         result = split(t);
         return reaches(finish(moved, out), k);
       }
@@ -212,14 +302,14 @@ class FastSolver {
       fetch_ahead<false>(start + at, next);
       const VecF e = exp2_held((hi - x) * scale + lo);
       lanes == kWidth<float> ? store(out + at, e) : store_part(out + at, lanes, e);
-      return inverse_1p(e);
+      return from_odds<C>(e);
     });
   }
 
   // The sums for stored odds, at t + h tau.
   FastSums shift(double h, const float* out) const {
     const float factor = static_cast<float>(std::exp(h));
-    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return inverse_1p(e * factor); });
+    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return from_odds<C>(e * factor); });
   }
 
   struct Total {
@@ -235,7 +325,7 @@ class FastSolver {
       LongSum total;
       auto add = [&](VecF e, int i, int lanes) {
         fetch_ahead<true>(out + at + i, next);
-        const VecF y = e < kNever ? inverse_1p(e * factor) : VecF{};
+        const VecF y = e < kNever ? from_odds<C>(e * factor) : VecF{};
         total.add(y);
         lanes == kWidth<float> ? store(out + at + i, y) : store_part(out + at + i, lanes, y);
       };
@@ -250,21 +340,15 @@ class FastSolver {
     return reduce<float, FastSums>(row, n_, inside_, [=](FastSums& s, const float* p, int count, int64_t at) {
       const Value local = value;  // nothing that is stored can change it, so that it stays in registers
       LongSum total;
-      LogisticSums sums;
+      Derivatives<C> sums;
       auto add = [&](VecF x, int i, int lanes) {
         const VecF y = local(x, at + i, lanes);
         total.add(y);
         sums.add(y);
       };
       vectors<float>(p, count, pad, add, [&] { total.flush(); });
-      const double f = sum<float>(sums.f1), ff = sum<float>(sums.ff);
-      const double bend = f - 2 * sum<float>(sums.fy);
       s.C += sum<double>(total.total);
-      s.S1 += f;
-      s.S2 += bend;                                            // f' = f (1 - 2y)
-      s.S3 += f - 6 * ff;                                      // f'' = f (1 - 6f)
-      s.S4 += bend - 12 * (ff - 2 * sum<float>(sums.ffy));     // f''' = f' (1 - 12f)
-      s.S5 += f - 30 * ff + 120 * sum<float>(sums.fff);        // f'''' = f (1 - 30f + 120f^2)
+      sums.put(s, sum<float>);
     });
   }
 
@@ -289,30 +373,40 @@ class FastSolver {
     }).sum;
   }
 
-  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t) const {
+  // y is written, too, unless out is null.
+  FastSums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t, void* out = nullptr) const {
     const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
     const float median = static_cast<float>(F_.median);
     const C F = F_;
-    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t) {
+    const Dtype dtype = row.dtype;
+    const bool own = dtype == Dtype::kFloat;
+    return reduce<float, FastSums>(row, n, inside, [=](FastSums& s, const float* p, int count, int64_t at) {
+      float results[kBlock];
+      float* const target = own && out != nullptr ? static_cast<float*>(out) + at : results;
       IntF m{};
       LongSum D;
-      VecF S1{}, S2{};
-      auto add = [&](VecF x, int, int) {
+      Derivatives<C> sums;
+      auto add = [&](VecF x, int i, int lanes) {
         const VecF z = ((x - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D.add(above ? -v.tail : v.tail);
-        S1 += v.density;
-        S2 += slope<C>(z, above, v);
+        sums.add(z, above, v);
+        if constexpr (C::full_support) {
+          D.add(above ? -v.tail : v.tail);
+        } else {
+          const VecF y = F.template value<float>(z);
+          D.add(above ? y - 1 : y);
+          if (out != nullptr) lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+        }
       };
       vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
       int32_t above_count = 0;
       for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
       s.m += above_count;
       s.C += sum<double>(D.total);
-      s.S1 += sum<float>(S1);
-      s.S2 += sum<float>(S2);
+      sums.put(s, sum<float>);
+      if (!C::full_support && !own && out != nullptr) put(out, dtype, at, count, results);
     });
   }
 
@@ -332,7 +426,7 @@ class FastSolver {
 
   static double refined_step(const FastSums& s, double k, double n) {
     const double h = step(s, k, n);
-    return std::fabs(h) < 0.5 ? refined(h, s.C - k, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    return std::fabs(h) < 0.5 ? refined(h, (s.m - k) + s.C, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
   }
 
   Row row_;

@@ -15,7 +15,7 @@ template <class C>
 class LaneSolver {
  public:
   static constexpr int width = kWidth<float>;
-  static constexpr bool logistic = std::is_same_v<C, Logistic>;
+  static constexpr bool storing = FastSolver<C>::storing;
 
   LaneSolver(const Spec& spec, const C& F) : spec_(spec), F_(F), n_(static_cast<int>(spec.n)) {}
 
@@ -33,26 +33,25 @@ class LaneSolver {
       hi_ = before + next;
       lo_ = (before - hi_) + next;
       moved += h;
-      const bool near = logistic && !any(good_ & (abs<float>(moved) >= 1));  // or else odds may overflow
-      pending = good_ & ((abs<float>(h) > kLast) | (logistic ? abs<float>(moved) >= 1 : IntF{}));
+      const IntF far = storing ? abs<float>(moved) >= 1 : IntF{};  // stored odds may overflow
+      pending = good_ & ((abs<float>(h) > kLast) | far);
       if (!any(pending)) break;
-      if (!near) moved = VecF{};
-      sums = near ? shift(moved) : evaluate();
+      sums = again(any(good_ & far), moved);
     }
     good_ &= ~pending;
     // y itself has to have the sum that is asked for, or the row is given back
-    const VecF miss = logistic ? finish(moved) : write();
+    const VecF miss = result(moved, sums);
     const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
     good_ &= abs<float>(miss) <= allowed;
     scatter(rows, first, ordinary);
   }
 
  private:
-  static constexpr int kPasses = 6;
-  static constexpr float kLast = logistic ? FastSolver<C>::kLastStoring : FastSolver<C>::kLast;
+  static constexpr int kPasses = std::is_same_v<C, Power> ? 10 : 6;  // its steps overshoot where f is next to 0
+  static constexpr float kLast = FastSolver<C>::kLast;
 
   struct LaneSums {
-    VecF miss, S1, S2, S3{}, S4{}, S5{};  // of the count from k; the others as FastSums
+    VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // of the count from k; the others as FastSums
   };
 
   static KHOT_INLINE bool any(IntF mask) {
@@ -115,15 +114,30 @@ class LaneSolver {
     lo_ = VecF{};
   }
 
-  // At hi + lo: for the logistic with the odds stored, from which shift() and finish() go on, as in FastSolver.
+  LaneSums again(bool far, VecF& moved) {
+    if constexpr (storing) {
+      if (!far) return shift(moved);
+    }
+    moved = VecF{};
+    return evaluate();
+  }
+
+  // By how much the sum of y, which is in its place then, misses k.
+  VecF result(VecF moved, const LaneSums& last) {
+    if constexpr (storing) return finish(moved);
+    if constexpr (C::full_support) return write();
+    return last.miss;  // the last step had no length
+  }
+
+  // At hi + lo, perhaps with the odds stored, from which shift() and finish() go on, as in FastSolver.
   LaneSums evaluate() {
-    if constexpr (logistic) {
+    if constexpr (storing) {
       const VecF scale = scale_ * static_cast<float>(kLog2E), hi = hi_, lo = lo_ * scale;
       return sum_values([=](int i) {
         fetch_ahead<false>(from_, (n_ + i) * width);
         const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
         *column(y_, i) = e;
-        return inverse_1p(e);
+        return from_odds<C>(e);
       });
     } else {
       const VecF scale = scale_, hi = hi_, lo = lo_;
@@ -131,17 +145,22 @@ class LaneSolver {
       const C F = F_;
       IntF m{};
       BlockSum D;
-      VecF S1{}, S2{};
+      Derivatives<C> sums;
       for (int i = 0; i < n_; ++i) {
         const VecF z = ((*column(x_, i) - hi) - lo) * scale;
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
-        D.add(above ? -v.tail : v.tail, i);
-        S1 += v.density;
-        S2 += slope<C>(z, above, v);
+        sums.add(z, above, v);
+        if constexpr (C::full_support) {
+          D.add(above ? -v.tail : v.tail, i);
+        } else {
+          const VecF y = F.template value<float>(z);
+          D.add(above ? y - 1 : y, i);
+          *column(y_, i) = y;
+        }
       }
-      return {missing(__builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_, D), S1, S2};
+      return with(sums, missing(__builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_, D));
     }
   }
 
@@ -161,27 +180,31 @@ class LaneSolver {
   template <class Value>
   KHOT_INLINE LaneSums sum_values(Value value) {
     BlockSum count;
-    LogisticSums s;
+    Derivatives<C> sums;
     const VecF one = one_;
     for (int i = 0; i < n_; ++i) {
       const VecF y = value(i);
       count.add(y - one, i);
-      s.add(y);
+      sums.add(y);
     }
-    const VecF bend = s.f1 - 2 * s.fy;
-    return {missing(VecF{}, count), s.f1, bend, s.f1 - 6 * s.ff, bend - 12 * (s.ff - 2 * s.ffy),
-            s.f1 - 30 * s.ff + 120 * s.fff};
+    return with(sums, missing(VecF{}, count));
+  }
+
+  static KHOT_INLINE LaneSums with(const Derivatives<C>& sums, VecF miss) {
+    LaneSums s{miss};
+    sums.put(s, [](VecF v) { return v; });
+    return s;
   }
 
   LaneSums shift(VecF h) {
     const VecF factor = exp<float>(h);
-    return sum_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
+    return sum_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
   }
 
-  // y in place of the odds; by how much their sum misses k.
+  // y in place of the odds.
   VecF finish(VecF h) {
     const VecF factor = exp<float>(h);
-    return write_values([=](int i) { return inverse_1p(*column(y_, i) * factor); });
+    return write_values([=](int i) { return from_odds<C>(*column(y_, i) * factor); });
   }
 
   VecF write() {
@@ -208,7 +231,7 @@ class LaneSolver {
     const float n = static_cast<float>(n_);
     const VecF miss = s.miss, count = k_ + miss, rest = left_ - miss;
     good_ &= (count > 0) & (rest > 0) & (s.S1 > 1e-2f * clamp_above<float>(few_, 1.0f));
-    if (logistic) good_ &= s.S1 * 20 > k_;  // y near 1 have lost digits that matter
+    if (storing) good_ &= s.S1 * static_cast<float>(FastSolver<C>::kDecided) > k_;
     const VecF safe = good_ ? s.S1 : splat(1.0f), below = good_ ? rest : splat(1.0f), above = good_ ? count : below;
     const VecF ratio = divide<float>(n * miss, k_ * below);
     const IntF small = abs<float>(ratio) < 0.5f;
@@ -222,7 +245,7 @@ class LaneSolver {
     } else {
       good_ &= (abs<float>(miss) <= 3e-7f * clamp_below<float>(few_, 1.0f)) | (abs<float>(newton) > kLast);
     }
-    if constexpr (logistic) h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
+    h = abs<float>(h) < 0.5f ? refined(h, miss, s.S1, s.S2, s.S3, s.S4, s.S5) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
   }

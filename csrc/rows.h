@@ -34,15 +34,17 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
   }
 }
 
+// CDFs whose log y has no error in float but that of z.
+template <class C>
+constexpr bool kKeepsLogarithms = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
+
 // Whether float carries the row. Not temperatures at the ends of its exponent, and not log y where its error
 // is not that of z: near where F leaves 0, and where log y goes as the square of z. Nor where t itself is wanted,
 // which is less certain than y where C is flat.
 template <class C>
-bool fits_float(const Spec& spec, Dtype dtype, double tau) {
-  if (std::is_same_v<C, Power>) return false;  // the exponent multiplies relative errors
-  const bool keeps_logarithms = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
-  return dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
-         (spec.output != Output::kLog || keeps_logarithms);
+bool fits_float(const Spec& spec, const C& F, Dtype dtype, double tau) {
+  return F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
+         (spec.output != Output::kLog || kKeepsLogarithms<C>);
 }
 
 template <class C>
@@ -55,7 +57,7 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (fits_float<C>(spec, x.dtype, tau) && in_float()) {
+  } else if (fits_float(spec, F, x.dtype, tau) && in_float()) {
     fast = true;
   } else {
     t = Solver<C>(x, spec.n, tau, F, spec.inside).solve(k);
@@ -114,6 +116,62 @@ bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, 
         const VecF f = keep ? v : F.template density<R>(pull.standardized(v));
         const VecF value = f * pull.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
+      });
+      if (!own) put(grad_x, x.dtype, at, count, results);
+    }
+  });
+  return true;
+}
+
+// The same of log y, whose gradient is v f/F in place of v f.
+template <class C>
+bool backward_fast_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+                       Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+  const FlushSubnormals flush;
+  const PullOf<C> pull(F, t, tau);
+  auto turn = [=](VecF v, VecF z, VecF& f) {
+    const VecF u = v * C::log_slope(z, f);
+    return abs<float>(z) < kInf<float> ? u : VecF{};
+  };
+  auto load_grad = [](const float* g, int i, int lanes) {
+    return lanes == kWidth<float> ? load(g + i) : load_part(g + i, lanes, 0.0f);
+  };
+  const GradientSums s = reduce<float, GradientSums>(
+      x, spec.n, spec.inside, [=](GradientSums& sums, const float* p, int count, int64_t at) {
+        float buffer[kBlock];
+        const float* g = fetch(grad, at, count, buffer);
+        VecF f_sum{}, fz{};
+        LongSum u_sum, uz;
+        auto add = [&](VecF v, int i, int lanes) {
+          const VecF z = pull.standardized(v);
+          VecF f;
+          const VecF u = turn(load_grad(g, i, lanes), z, f);
+          f_sum += f;
+          fz += f > 0 ? f * z : VecF{};
+          u_sum.add(u);
+          uz.add(u != 0 ? u * z : VecF{});
+        };
+        vectors<float>(p, count, -kInf<float>, add, [&] { u_sum.flush(), uz.flush(); });
+        sums.f += sum<float>(f_sum), sums.fz += sum<float>(fz);
+        sums.fv += sum<double>(u_sum.total), sums.fzv += sum<double>(uz.total);
+      });
+  // u do not fade with f, and their rounding errors would be divided by a small sum
+  if (!(s.f > 1e-2 * std::sqrt(static_cast<double>(spec.n)))) return false;
+  const double z_mean = s.fz / s.f;
+  grad_k = s.fv / s.f - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
+  grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
+  const float offset = static_cast<float>(s.fv / s.f - grad_lo * tau / s.f);
+  const bool own = x.dtype == Dtype::kFloat;
+  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
+    float from[kBlock], incoming[kBlock], results[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const float *p = fetch(x, at, count, from), *g = fetch(grad, at, count, incoming);
+      float* const target = own ? static_cast<float*>(grad_x) + at : results;
+      vectors<float>(p, count, 0.0f, [&](VecF v, int i, int lanes) {
+        VecF f;
+        const VecF u = turn(load_grad(g, i, lanes), pull.standardized(v), f), value = (u - f * offset) * pull.scale;
+        lanes == kWidth<float> ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);
     }
@@ -255,8 +313,17 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, d
     grad_k = grad_tau = value;
     return fill_constant<double, C>(spec, grad_x, x.dtype, x, value, value, 0);
   }
-  const bool fast = spec.output == Output::kValue && fits_float<C>(spec, x.dtype, tau);
-  if (fast && backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) return;
+  const bool fast = fits_float(spec, F, x.dtype, tau);
+  if constexpr (kKeepsLogarithms<C>) {
+    if (fast && spec.output == Output::kLog &&
+        backward_fast_log(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) {
+      return;
+    }
+  }
+  if (fast && spec.output == Output::kValue &&
+      backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) {
+    return;
+  }
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
 
@@ -288,7 +355,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
     if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneSolver<C> lanes(spec, F);
       bool ordinary[width];
       for (; i + width <= end; i += width) {
@@ -317,7 +384,7 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     int64_t i = begin;
     constexpr int width = ShortPull<C>::width;
     if (spec.n > 0 && spec.n <= kShort && spec.output == Output::kValue && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && !std::is_same_v<C, Power>) {
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       ShortPull<C> together(spec, F);
       bool done[width];
       for (; i + width <= end; i += width) {

@@ -24,16 +24,29 @@ struct Ordered {
 
   // The keys of a row, and how many of them are what.
   Counts keys(const Row& row, int64_t n, I* out) const {
-    const I* p = static_cast<const I*>(row.data);
-    int64_t selectable = 0, pinned = 0, nans = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const I value = key(p[i * row.step]);
-      selectable += value != -infinity;
-      pinned += value == infinity;
-      nans += (value > infinity) | (value < -infinity);
-      out[i] = value;
+    const I* p = whole(row, n, out);
+    Counts counts;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I selectable = 0, pinned = 0, nans = 0;  // of as many bits as the keys, so that lanes match
+      for (int i = 0; i < size; ++i) {
+        const I value = key(p[at + i]);
+        selectable += value != -infinity;
+        pinned += value == infinity;
+        nans |= (value > infinity) | (value < -infinity);
+        out[at + i] = value;
+      }
+      counts.selectable += selectable, counts.pinned += pinned, counts.nan |= nans != 0;
     }
-    return {selectable, pinned, nans > 0};
+    return counts;
+  }
+
+  // The entries of a row as stored; those of one that repeats a number are written out.
+  static const I* whole(const Row& row, int64_t n, I* out) {
+    const I* p = static_cast<const I*>(row.data);
+    if (row.step == 1) return p;
+    std::fill(out, out + n, p[0]);
+    return out;
   }
 
   void topk_mask(const Row& x, int64_t n, double k, I* out) const {
@@ -46,25 +59,94 @@ struct Ordered {
     }
     const int64_t count = static_cast<int64_t>(rounded);
     if (count == 0) return std::fill(out, out + n, I(0));
-    std::nth_element(out, out + (count - 1), out + n, std::greater<I>());
-    const I level = out[count - 1];
-    // those above the level are in front of it now; the others of its value are taken in their order
-    int64_t left = count;
-    for (int64_t i = 0; i < count; ++i) left -= out[i] > level;
-    const I* p = static_cast<const I*>(x.data);
-    for (int64_t i = 0; i < n; ++i) {
-      const I value = key(p[i * x.step]);
-      const bool tie = value == level && left > 0;
-      left -= tie;
-      out[i] = value > level || tie ? one : I(0);
+    const Cut cut = kth_largest(x, n, count, out);
+    const I* p = whole(x, n, out);
+    for (int64_t i = 0; i < n; ++i) out[i] = key(p[i]) >= cut.level ? one : I(0);
+    // of those at the level, the last are too many
+    for (int64_t i = n, more = cut.reached - count; more > 0;) {
+      const bool tie = out[--i] == one && key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
+      if (tie) out[i] = 0, --more;
     }
   }
 
-  // The k-th largest key, and the one after it.
-  static void neighbours(I* keys, int64_t n, int64_t k, I& in, I& out) {
-    std::nth_element(keys, keys + (k - 1), keys + n, std::greater<I>());
-    in = keys[k - 1];
-    out = k < n ? *std::max_element(keys + k, keys + n) : in;
+  struct Cut {
+    I level;          // at most the k-th largest key, and more than the next one, unless that is the same
+    int64_t reached;  // how many keys are at least as large: k, or more where there are ties
+  };
+
+  // Of keys in `keys`, which are lost.
+  Cut kth_largest(const Row& row, int64_t n, int64_t k, I* keys) const {
+    if (n > kNarrow) {
+      int64_t above = 0;
+      const int64_t size = narrow(keys, n, k, above);
+      if (above < k && k <= above + size) {
+        const Cut cut = search(keys, size, k - above);
+        return {cut.level, above + cut.reached};
+      }
+      this->keys(row, n, keys);
+    }
+    return search(keys, n, k);
+  }
+
+  // The k-th largest key, and the one after it; the keys are lost.
+  void neighbours(const Row& row, I* keys, int64_t n, int64_t k, I& in, I& out) const {
+    const Cut cut = kth_largest(row, n, k, keys);
+    const I* p = whole(row, n, keys);
+    I least = std::numeric_limits<I>::max(), most = std::numeric_limits<I>::min();
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = key(p[i]);
+      least = std::min(least, value >= cut.level ? value : std::numeric_limits<I>::max());
+      most = std::max(most, value < cut.level ? value : std::numeric_limits<I>::min());
+    }
+    in = least;
+    out = cut.reached > k || k == n ? least : most;
+  }
+
+ private:
+  static constexpr int64_t kNarrow = 1 << 14;  // keys that are more are too many to be counted for each bit
+  static constexpr int64_t kSample = 1 << 11;
+
+  static int64_t at_least(const I* keys, int64_t n, I level) {
+    int64_t count = 0;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I part = 0;
+      for (int i = 0; i < size; ++i) part += keys[at + i] >= level;
+      count += part;
+    }
+    return count;
+  }
+
+  // Bit by bit: branches on single keys would take longer than all the counting.
+  static Cut search(const I* keys, int64_t n, int64_t k) {
+    using Bits = std::make_unsigned_t<I>;
+    Cut cut{std::numeric_limits<I>::min(), n};
+    for (int bit = 8 * sizeof(I) - 1; bit >= 0 && cut.reached != k; --bit) {
+      const I level = static_cast<I>(static_cast<Bits>(cut.level) + (Bits(1) << bit));
+      const int64_t count = at_least(keys, n, level);
+      if (count >= k) cut = {level, count};
+    }
+    return cut;
+  }
+
+  // Moves the keys in a range that a sample says holds the k-th largest to the front; their number, and that of the
+  // keys above.
+  static int64_t narrow(I* keys, int64_t n, int64_t k, int64_t& above) {
+    I sample[kSample];
+    for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * n / kSample];
+    const double rank = static_cast<double>(k) / static_cast<double>(n) * kSample;
+    const double slack = 4 * std::sqrt(rank * (1 - rank / kSample)) + 4;
+    const int64_t first = static_cast<int64_t>(rank - slack), last = static_cast<int64_t>(rank + slack);
+    const I top = first > 0 ? search(sample, kSample, first).level : std::numeric_limits<I>::max();
+    const I bottom = last < kSample ? search(sample, kSample, last).level : std::numeric_limits<I>::min();
+    int64_t size = 0;
+    above = at_least(keys, n, top);
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = keys[i];
+      keys[size] = value;
+      size += (value >= bottom) & (value < top);
+    }
+    return size;
   }
 };
 
@@ -95,10 +177,18 @@ inline void topk_mask(const Row& x, int64_t n, double k, void* out) {
 // w^e, e = q - 1 = 1/(p - 1), and the closed forms.
 struct Exponent {
   double p, e;
-  explicit Exponent(double p) : p(p), e(1 / (p - 1)) {}
+  int whole;  // e where that is an integer, as for p = 2 and 4/3, else 0
+  explicit Exponent(double p) : p(p), e(1 / (p - 1)), whole(Power(p).whole) {}
 
-  double raise(double w) const { return p == 2 ? w : std::pow(w, e); }
-  double slope(double w) const { return p == 2 ? 1 : e * std::pow(w, e - 1); }
+  double lower(double w) const {  // w^(e-1)
+    if (whole == 0) return std::pow(w, e - 1);
+    double product = 1;
+    for (int i = 1; i < whole; ++i) product *= w;
+    return product;
+  }
+  double raise(double w) const { return whole == 0 ? std::pow(w, e) : lower(w) * w; }
+  double slope(double w) const { return e * lower(w); }
+  double root(double y) const { return p == 2 ? y : std::pow(y, p - 1); }
 
   // v with v + tau v^(p-1) = s, and s - v.
   double alone(double s, double tau, double& drop) const {
@@ -109,13 +199,13 @@ struct Exponent {
     const double c = std::min(tau * std::pow(std::max(s, 0.0), p - 2), 1e300);
     double b = std::min(1 / c, 1.0);
     for (int i = 0; i < 12; ++i) {  // from above the root of a convex function, as in the reference
-      const double power = std::pow(b, e - 1), step = (power * b + c * b - 1) / (e * power + c);
+      const double power = lower(b), step = (power * b + c * b - 1) / (e * power + c);
       b -= step;
       if (std::fabs(step) <= 1e-17 * b) break;
     }
     b = std::min(std::max(b, 0.0), 1.0);
     drop = s * std::min(c * b, 1.0);
-    return s * std::pow(b, e);
+    return s * raise(b);
   }
 };
 
@@ -176,10 +266,12 @@ inline void magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
     every = m.k == selectable;
     if (bad || m.k == 0) return;
     decltype(order.one) ends[2];
-    order.neighbours(keys, n, static_cast<int64_t>(m.k), ends[0], ends[1]);
+    order.neighbours(s, keys, n, static_cast<int64_t>(m.k), ends[0], ends[1]);
     for (auto& end : ends) end = order.bits(end);
+    alignas(double) char stored[sizeof(ends)];
+    std::memcpy(stored, ends, sizeof(ends));  // or else the compiler may take reads of floats for no reads of these
     double buffer[2];
-    const Row row{ends, s.dtype, 1};
+    const Row row{stored, s.dtype, 1};
     const double* values = fetch(row, 0, 2, buffer);
     in = values[0], out = every ? 0 : values[1];
   });
@@ -216,13 +308,13 @@ struct Rates {  // dv/ds and -dv/dtau of an entry that is alone, dY/ds of one th
   Rates(double s, double y, const Magnitude& m, const Exponent& power) : block(s, m, power) {
     const double nothing = std::isnan(y) ? y : 0;
     own = rate = nothing;
+    double root = 1;  // y^(p-1)
     if (block.alone && s < kInfinity && (y > 0 || m.p == 2)) {
       if (y == 0) y = 1;
-      own = 1 / (1 + m.tau * (m.p - 1) * std::pow(y, m.p - 2));
-    } else {
-      y = 1;
+      root = power.root(y);
+      own = 1 / (1 + m.tau * (m.p - 1) * (root / y));
     }
-    fall = own * (s > 0 ? std::pow(y, m.p - 1) : 0);
+    fall = own * (s > 0 ? root : 0);
     if (block.inside) rate = power.slope(block.w) / m.tau;
   }
 };

@@ -332,9 +332,8 @@ KHOT_INLINE VecF exp2_held(VecF v) {
   return polynomial(r, kTerms) * (VecF)(((IntF)rounded << L::kMantissa) + L::kOne);
 }
 
-// 1/(1 + e) to within two ulp, for 0 <= e < 2^128 (at the end of which reciprocals are subnormal, and 0).
-KHOT_INLINE VecF inverse_1p(VecF e) {
-  const VecF b = e + 1;
+// 1/b to within two ulp, for normal b.
+KHOT_INLINE VecF inverse(VecF b) {
 #if KHOT_VECTOR_BYTES == 64
   const VecF r = (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)b);
   return r * (2 - b * r);
@@ -342,6 +341,9 @@ KHOT_INLINE VecF inverse_1p(VecF e) {
   return 1 / b;
 #endif
 }
+
+// 1/(1 + e), for 0 <= e < 2^128 (at the end of which reciprocals are subnormal, and 0).
+KHOT_INLINE VecF inverse_1p(VecF e) { return inverse(e + 1); }
 
 template <class R>
 KHOT_INLINE Vec<R> exp(Vec<R> x) {
