@@ -57,7 +57,7 @@ TEST_MASKS = 100
 @dataclass(frozen=True)
 class Args(study.Args):
     k: int = field(default=50, metadata={"help": "How many pixels to choose."})
-    steps: int = field(default=2500, metadata={"help": "Training steps."})
+    steps: int = field(default=6_000, metadata={"help": "Training steps."})
     batch: int = field(default=64, metadata={"help": "Images a step."})
     masks: int = field(default=16, metadata={"help": "Masks a step, each for batch/masks of the images."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate of the network."})
@@ -242,7 +242,7 @@ def draw_pixels(args: Args, rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Table 3",
     needs="MNIST",
-    takes="25 min of one core",
+    takes="50 min of one core",
     Args=Args,
     smoke={"k": 8, "steps": 20, "points": 2, "seeds": 1},
     trials=trials,

@@ -159,7 +159,7 @@ def draw(rows: list[study.Row], names: list[str], ns: list[int], path: Path) -> 
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Figure 6; lapsum, Figure 5; sparse-topk, Figure 4",
     needs="nothing",
-    takes="3 min of one core",
+    takes="2 min of one core",
     Args=Args,
     smoke={"ns": (64, 256), "seconds": 0.05},
     trials=trials,
