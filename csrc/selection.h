@@ -44,7 +44,7 @@ struct Ordered {
   // The entries of a row as stored; those of one that repeats a number are written out.
   static const I* whole(const Row& row, int64_t n, I* out) {
     const I* p = static_cast<const I*>(row.data);
-    if (row.step == 1) return p;
+    if (row.step == 1 || n == 0) return p;
     std::fill(out, out + n, p[0]);
     return out;
   }

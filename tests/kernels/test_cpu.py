@@ -213,6 +213,7 @@ def test_rows_that_are_not_numbers(cdf: str, dtype: torch.dtype) -> None:
 def test_empty_batches_and_broadcast_numbers() -> None:
     assert forward(torch.empty(0, 5), 1.0, 1.0, "logistic")[0].shape == (0, 5)
     assert forward(torch.empty(3, 0), 0.0, 1.0, "logistic")[0].shape == (3, 0)
+    assert khot.topk_mask(torch.empty(0, 4), 0, dim=0).shape == (0, 4)
     x = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(0))
     k = torch.arange(1.0, 5.0).view(4, 1)
     tau = torch.tensor([0.5, 1.0, 2.0])
