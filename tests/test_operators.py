@@ -387,7 +387,9 @@ def test_compiled_vmap() -> None:
     assert_close(got.detach(), mapped(x, k), 1e-13)
 
 
-@pytest.mark.xfail(strict=True, reason="torch.compile of torch.func.grad ignores a custom backward")
+@pytest.mark.xfail(
+    torch.__version__ < "2.14", strict=True, reason="torch.compile of torch.func.grad ignores a custom backward"
+)
 def test_compiled_func_grad() -> None:
     def loss(x: Tensor) -> Tensor:
         return khot.sigmoid_topk(x, 2.0, tau=0.5).square().sum()
