@@ -169,7 +169,7 @@ def draw(
 EXPERIMENT = study.Experiment(
     source="lapsum, Table 4",
     needs="MNIST",
-    takes="4 min of one core a seed",
+    takes="3 min of one core a seed",
     Args=Args,
     smoke={"seeds": 1, "ns": (3,), "steps": 150},
     trials=trials,
