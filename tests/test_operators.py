@@ -388,7 +388,9 @@ def test_compiled_vmap() -> None:
 
 
 @pytest.mark.xfail(
-    torch.__version__ < "2.14", strict=True, reason="torch.compile of torch.func.grad ignores a custom backward"
+    torch.__version__ < "2.14",
+    strict=True,
+    reason="torch.compile of torch.func.grad ignores a custom backward",
 )
 def test_compiled_func_grad() -> None:
     def loss(x: Tensor) -> Tensor:

@@ -167,7 +167,9 @@ def test_vmap(op: Operator, device: single.Device) -> None:
 
 
 # the sorted top-k is found on the CPU, and what is traced has no data to go there
-@pytest.mark.filterwarnings(r"ignore:aten..where. an autograd kernel was not registered")  # of "meta", in torch
+@pytest.mark.filterwarnings(
+    r"ignore:aten..where. an autograd kernel was not registered"
+)  # of "meta", in torch
 @pytest.mark.parametrize(
     "op", [op for op in OPERATORS if op.name != "sorted_soft_topk"], ids=lambda op: op.id
 )
