@@ -92,7 +92,8 @@ def _frame(x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor) -> _Frame:
     k = hi.shape[-1]
     scale = scale_of(epsilon).unsqueeze(-1)
     x = x.masked_fill(x == -math.inf, -2 * FAR).masked_fill(x == math.inf, 2 * FAR)  # beyond every threshold
-    below = (scale * (x - hi[..., -1:])).clamp(-STEEPEST, 0)
+    below = scale * (x - hi[..., -1:])
+    below = below.clamp(min=-STEEPEST).masked_fill(below > 0, 0)  # clamp() would have no slope at 0
     anchors = torch.arange(k, -1, -1, dtype=torch.float64, device=x.device)
     offsets = (scale * (hi[..., -1:] - hi)).clamp(-STEEPEST, STEEPEST)
     largest = x.gather(-1, order).unsqueeze(-2)
