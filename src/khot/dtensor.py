@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -83,9 +84,11 @@ class Pieces:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        self.mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-        self.groups = tuple(self.mesh.get_group(i) for i in range(self.mesh.ndim))
-        self.split = [
+        self.mesh: DeviceMesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+        self.groups: tuple[dist.ProcessGroup, ...] = tuple(
+            self.mesh.get_group(i) for i in range(self.mesh.ndim)
+        )
+        self.split: list[list[Placement]] = [
             [p if isinstance(p, Shard) else Shard(0) for p in x.placements]
             if isinstance(x, DTensor)
             else [Shard(0)] * self.mesh.ndim

@@ -36,11 +36,12 @@ class Shards:
     """
 
     def __init__(self, group: str) -> None:
-        self.groups = [
+        self.groups: list[dist.ProcessGroup] = [
             c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
             for name in group.split(",")
         ]
-        self.rank, self.world = 0, 1
+        self.rank: int = 0
+        self.world: int = 1
         for each in self.groups:
             self.rank = self.rank * each.size() + each.rank()
             self.world *= each.size()

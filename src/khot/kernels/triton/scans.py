@@ -117,9 +117,17 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 
 
 # Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
-laplace_rank = partial(reference.laplace_rank, scan=decay_scan)
-laplace_rank_backward = partial(reference.laplace_rank_backward, scan=decay_scan)
-laplace_sort = partial(reference.laplace_sort, scan=decay_scan)
-laplace_sort_backward = partial(reference.laplace_sort_backward, scan=decay_scan)
-laplace_thresholds = partial(reference.laplace_thresholds, scan=decay_scan)
-laplace_thresholds_backward = partial(reference.laplace_thresholds_backward, scan=decay_scan)
+laplace_rank: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_rank, scan=decay_scan)
+laplace_rank_backward: partial[tuple[Tensor, Tensor]] = partial(
+    reference.laplace_rank_backward, scan=decay_scan
+)
+laplace_sort: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_sort, scan=decay_scan)
+laplace_sort_backward: partial[tuple[Tensor, Tensor]] = partial(
+    reference.laplace_sort_backward, scan=decay_scan
+)
+laplace_thresholds: partial[tuple[Tensor, Tensor, Tensor, Tensor]] = partial(
+    reference.laplace_thresholds, scan=decay_scan
+)
+laplace_thresholds_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
+    reference.laplace_thresholds_backward, scan=decay_scan
+)
