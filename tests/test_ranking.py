@@ -74,13 +74,8 @@ def test_within_rounding_of_50_digits_on_the_adversarial_list(name: str, scores:
 
 @every_cdf
 @pytest.mark.parametrize("scores", ["normal_1", "normal_10000", "cauchy", "clusters", "ties", "minus_inf"])
-def test_permutations_within_rounding_of_50_digits(
-    name: str, scores: str, request: pytest.FixtureRequest
-) -> None:
+def test_permutations_within_rounding_of_50_digits(name: str, scores: str) -> None:
     cdf, p = CDFS[name]
-    if scores == "ties" and cdfs.resolve(cdf).median and not ON_COMPILED:
-        reason = "the reference solver gives up on soft_topk([2, 2, 2, 1, 1, 1, 1, 0, 0, -2], 6) at tau = 1"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     x64 = row(scores, 10)
     for dtype, absolute, relative in ((torch.float64, 1e-12, 1e-11), (torch.float32, 5e-7, 1e-5)):
         x = x64.to(dtype)
