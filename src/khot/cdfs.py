@@ -17,10 +17,8 @@ from khot.precision import wide_dtype
 
 __all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
-NEWTON, TINIEST = (
-    4,
-    1e-37,
-)  # steps to a quantile in float32, and the least probability that it can tell from 0
+NEWTON = 4  # steps to a quantile in float32
+TINIEST = 1e-37  # the least probability that float32 can tell from 0 there
 
 
 class CDF:
@@ -177,10 +175,10 @@ class Normal(CDF):
     def log_hazard(self, z: Tensor) -> Tensor:
         # without the two squares, next to which all else is rounding far below the median
         z, dtype = _at_least_float32(z)
-        above = z.clamp(min=0)
+        positive, above, below = _sides(z)
         upper = self.log_pdf(above) - self.log_cdf(above)
-        lower = 0.5 * math.log(2 / math.pi) - torch.log(torch.special.erfcx(z.clamp(max=0) * -math.sqrt(0.5)))
-        return torch.where(z > 0, upper, lower).to(dtype)
+        lower = 0.5 * math.log(2 / math.pi) - torch.log(torch.special.erfcx(below * -math.sqrt(0.5)))
+        return torch.where(positive, upper, lower).to(dtype)
 
     def icdf(self, y: Tensor) -> Tensor:
         y, dtype = _at_least_float32(y)
