@@ -162,8 +162,15 @@ class FastSolver {
     few_ = std::min(k, static_cast<double>(n_) - k);
     double guess = kNan;
     if (n_ >= kSampleFrom) guess = from_sample(k, goal);
-    if (!(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
+    if (!wide_ && !(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
+    if (wide_) return false;
+    return refine(guess, k, few_, t, out);
+  }
+
+  // The same from a guess; few = min(k, n - k), of what may be selected.
+  bool refine(double guess, double k, double few, Threshold& t, void* out) {
     if (!(std::fabs(guess) < 1e30)) return false;
+    few_ = few;
     if (out == nullptr) return solve_reading(guess, k, kLastUnseen, t);
     if constexpr (!C::full_support) return solve_writing(guess, k, out, t);
     if constexpr (storing) {
@@ -172,7 +179,14 @@ class FastSolver {
     return solve_reading(guess, k, kLast, t) && reaches(write(t, out), k);
   }
 
+  // Whether the sum of y, which is written, is as near to k as promised.
+  bool write(Threshold t, double k, double few, void* out) {
+    few_ = few;
+    return reaches(write(t, out), k);
+  }
+
  private:
+  static constexpr double kWide = 16;  // in tau: scores that deviate by more are left to WideSolver
   static constexpr int kPasses = std::is_same_v<C, Power> ? 12 : 8;
 
   static Threshold split(double t) {
@@ -242,6 +256,7 @@ class FastSolver {
       mean = stats.mean, variance = stats.variance;
     }
     if (n == n_) few_ = std::min(k, count - k);
+    wide_ = !(variance <= kWide * kWide * tau_ * tau_);
     goal.set(k, count, F_);
     return goal.guess(mean, variance, tau_, F_);
   }
@@ -354,7 +369,8 @@ class FastSolver {
 
   // y at t, written in the row's dtype; the sum before any rounding to half precision.
   double write(Threshold t, void* out) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>((t.hi - hi) + t.lo);
+    const float scale = static_cast<float>(1 / tau_);
     const C F = F_;
     const bool own = row_.dtype == Dtype::kFloat;
     const Dtype dtype = row_.dtype;
@@ -435,6 +451,7 @@ class FastSolver {
   C F_;
   const Parallel* inside_;
   double few_ = 0;  // min(k, n - k), of what may be selected
+  bool wide_ = false;
 };
 
 }  // namespace khot::KHOT_ISA

@@ -7,6 +7,7 @@
 #include "lanes.h"
 #include "pull.h"
 #include "solver.h"
+#include "wide.h"
 
 namespace khot::KHOT_ISA {
 
@@ -51,8 +52,11 @@ template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal, Threshold& t) {
   const bool log = spec.output == Output::kLog;
   auto in_float = [&] {
-    const FlushSubnormals flush;
-    return FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out);
+    {
+      const FlushSubnormals flush;
+      if (FastSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) return true;
+    }
+    return WideSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, t, out, log);
   };
   bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {

@@ -110,6 +110,10 @@ struct Bracket {
   void shift(double by) { low -= by, high -= by; }
 };
 
+struct Cut {  // the entries of rank ceil(k) and floor(k) + 1
+  double last, next;
+};
+
 struct Sums {
   double m = 0;                            // number of entries above: z > median
   double tail_above = 0, tail_below = 0;   // sums of 1 - F and of F
@@ -133,7 +137,8 @@ class Solver {
   Solver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
       : row_(row), size_(n), tau_(tau), F_(F), inside_(inside) {}
 
-  Threshold solve(double k) {
+  // From a cut, where one is known.
+  Threshold solve(double k, const Cut* cut = nullptr) {
     const Statistics stats = statistics<double>(row_, size_, inside_);
     const double k_free = k - stats.pinned;
     if (stats.nan || !(k_free >= 0 && k_free <= stats.free)) return {kNan, kNan};
@@ -144,7 +149,13 @@ class Solver {
     double guess = goal_.guess(stats.mean, stats.variance, tau_, F_);
     Bracket bracket = order_bounds(low_, n_);
     bracket.tighten(order_bounds(high_, 1));
-    if (bracket.high - bracket.low > (C::full_support ? 64 : 8) * tau_) guess = histogram_search(bracket);
+    if (cut != nullptr) {
+      bracket.tighten(order_bounds(cut->last, std::ceil(k_)));
+      bracket.tighten(order_bounds(cut->next, std::floor(k_) + 1));
+      guess = 0.5 * cut->last + 0.5 * cut->next - tau_ * F_.median;
+    } else if (bracket.high - bracket.low > (C::full_support ? 64 : 8) * tau_) {
+      guess = histogram_search(bracket);
+    }
     if (!(guess >= bracket.low && guess <= bracket.high)) guess = 0.5 * bracket.low + 0.5 * bracket.high;
     return newton(guess, bracket);
   }

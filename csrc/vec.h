@@ -146,6 +146,16 @@ KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
   std::memcpy(p, lanes, count * sizeof(R));
 }
 
+#if KHOT_VECTOR_BYTES == 64
+// The lanes of v where mask is -1, one behind the other, to p, where a whole vector is written; their number.
+KHOT_INLINE int compress(int32_t* p, IntF v, IntF mask) {
+  const __mmask16 bits = _mm512_movepi32_mask((__m512i)mask);
+  const IntF packed = (IntF)_mm512_maskz_compress_epi32(bits, (__m512i)v);
+  std::memcpy(p, &packed, sizeof(packed));
+  return __builtin_popcount(bits);
+}
+#endif
+
 // Lane l from a, but from b where bit d of l is set; from lane l ^ d of those that are to be swapped.
 template <int d, bool kSwapA, bool kSwapB, int... l>
 KHOT_INLINE VecF pick(VecF a, VecF b, std::integer_sequence<int, l...>) {

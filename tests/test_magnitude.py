@@ -226,6 +226,20 @@ def test_subproblem_of_appendix_A6() -> None:
 
 
 @each_p
+@pytest.mark.parametrize("tau", [1e-2, 1.0, 700.0, 1e5])
+def test_pooled_value_solves_its_equation_however_small_it_is(p: float, tau: float) -> None:
+    s, k = torch.cat((3 + 1e-3 * normal(8, 8), normal(8, 8, seed=1).exp())), 2.0
+    _, hi, lo = torch.ops.khot.soft_topk_magnitude(s, f64(k), f64(tau), p)
+    gamma = hi + lo
+    Y = ((((s - hi[:, None]) - lo[:, None]) / tau).clamp(min=0)) ** (1 / (p - 1))
+    alone = gamma.unsqueeze(-1) <= Y
+    pooled = (Y * ~alone).sum(-1)
+    some = pooled > 0
+    assert some[:8].all()  # the clusters
+    assert (((k - alone.sum(-1)) * gamma - pooled).abs() <= 1e-9 * pooled)[some].all()
+
+
+@each_p
 def test_slope_of_gamma_is_that_of_proposition_7(p: float) -> None:
     """Its second case with the misprint mended: dγ/ds_i = (q−1)|γ−s_i|^(q−2)/Σ[(q−1)|γ−s_j|^(q−2) + w_j]."""
     x, k = f64([1.0, 0.98, 0.97, 0.95, 0.2], requires_grad=True), 2

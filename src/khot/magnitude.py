@@ -84,7 +84,7 @@ def soft_topk_magnitude(
 def absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows' magnitudes, −inf where the mask is False, and their signs."""
     x = arguments.rows(input, dim)
-    sign = torch.where(x < 0, -1, 1).to(x.dtype)  # with a slope at 0, which abs() has not
+    sign = torch.copysign(torch.ones_like(x), x.detach())  # with a slope at 0, which abs() has not
     s = x * sign
     if mask is not None:
         s = torch.where(arguments.mask_rows(mask, input, dim), s, -math.inf)

@@ -14,7 +14,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot import kernels
-from khot.kernels import reference
+from khot.kernels import reference, selection
 
 compiled = kernels.active()["cpu"] != "reference"
 needs_extension = pytest.mark.skipif(not compiled, reason="the compiled kernels are not in use")
@@ -92,6 +92,52 @@ def test_log_as_the_reference(cdf: str, dtype: torch.dtype) -> None:
             relative *= 10
         close = (got - want).abs() <= relative * want.abs() + 1e-30
         assert (close | (got == want)).all()
+
+
+WIDE = {
+    "Cauchy": lambda x: torch.tan(1.5707 * torch.erf(x / 2**0.5)),
+    "log-normal": lambda x: torch.exp(3 * x).clamp(max=6e4),
+    "a thousand tau": lambda x: 1e3 * x,
+    "few values": lambda x: (3 * x).round() * 40,
+    "ends": lambda x: (300 * x).where(x < 1.8, torch.inf).where(x > -1.5, -torch.inf),
+}
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [300, 5_000, 70_000])
+def test_scores_that_spread_beyond_tau_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
+    """Where the k-th largest entry says where to look, and most others are decided."""
+    z = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    rounding = 0.51 * torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    for scores in WIDE.values():
+        x = scores(z).to(dtype)
+        pinned, selectable = int((x == torch.inf).sum()), int((x > -torch.inf).sum())
+        free = selectable - pinned
+        k = torch.tensor([1, 2.5, free // 10, free // 10 + 1e-3, free // 2 - 1e-3, free - 1]).double()
+        k = k + pinned
+        rows = x.repeat(len(k), 1)
+        y, want = forward(rows, k, 1.0, cdf)[0].double(), expected(rows, k, 1.0, cdf)[0]
+        assert ((y - want).abs() <= 5e-7 + rounding * want).all()
+        if dtype == torch.float32:
+            allowed = 1e-6 * torch.minimum(k, selectable - k).clamp(min=1) + n * 2**-24
+            assert ((y.sum(-1) - k).abs() <= allowed).all()
+        if cdf not in ("uniform", "power"):
+            y, want = forward(rows, k, 1.0, cdf, "log")[0], expected(rows, k, 1.0, cdf, "log")[0]
+            subnormal = max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps, 1e-30)
+            close = (y.double() - want).abs() <= (1e-5 + rounding) * want.abs() + subnormal
+            assert (close | (y == want.to(dtype))).all()
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_mask_of_long_rows_as_the_reference(dtype: torch.dtype) -> None:
+    z = torch.randn(30_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for x in (z, (3 * z).round(), z.relu(), torch.exp(3 * z).clamp(max=6e4), z.clamp(max=-1)):
+        k = torch.tensor([1, 2, 300, 15_000, 29_999, 30_000]).double()
+        rows = x.to(dtype).repeat(len(k), 1)
+        assert torch.equal(torch.ops.khot.topk_mask(rows, k), selection.topk_mask(rows, k))
 
 
 @needs_extension

@@ -102,7 +102,19 @@ def magnitude(
     single, drop = unpooled(least_in, tau, p)
     gap = least_in - most_out
     pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
-    hi, lo = _solve_block(s, k, tau, p, least_in, drop, gap, pooled, reduce)
+    near = drop < 0.5 * least_in  # or else γ may be next to nothing
+    slack = 1 + 10 * DIGITS[drop.dtype].value  # γ may be the bound itself
+    hi, lo = _solve_block(
+        s,
+        k,
+        tau,
+        p,
+        anchor=least_in.where(near, 0),
+        low=torch.where(near, -drop * slack, single / slack).masked_fill(~pooled, -1),
+        high=torch.where(near, -gap, most_out).masked_fill(~pooled, 1),
+        pooled=pooled,
+        reduce=reduce,
+    )
     parting = torch.where(single == math.inf, most_out + 1, 0.5 * single + 0.5 * most_out)
     none = k == 0
     hi = torch.where(pooled, hi, parting).masked_fill(none, greatest(hi)).masked_fill(bad, math.nan)
@@ -151,41 +163,42 @@ def _solve_block(
     tau: Tensor,
     p: float,
     anchor: Tensor,
-    drop: Tensor,
-    gap: Tensor,
+    low: Tensor,
+    high: Tensor,
     pooled: Tensor,
     reduce: Reduce,
 ) -> tuple[Tensor, Tensor]:
-    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor − [gap, drop] where pooled."""
+    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor + [low, high] where pooled.
+
+    The anchor is the k-th entry where γ is near it, so that s − γ keeps its digits, or else 0, so that
+    γ does.
+    """
     e = 1 / (p - 1)
-    hi, drop = anchor.masked_fill(~pooled, 0), drop.masked_fill(~pooled, 1)
-    low, high = -drop, -gap.masked_fill(~pooled, 0)  # relative to hi, as lo is
+    anchor, drop = anchor.masked_fill(~pooled, 0), -low
     lo = 0.5 * low + 0.5 * high
     running = pooled
-    rounding = DIGITS[hi.dtype].value * drop
     for _ in range(STEPS):
         if not some(running, reduce):
             break
-        own, total, slope = torch.zeros_like(hi), torch.zeros_like(hi), torch.zeros_like(hi)
+        own, total, slope = torch.zeros_like(lo), torch.zeros_like(lo), torch.zeros_like(lo)
         for _, tile in tiles(s):
-            block = _block(tile, hi, lo, tau, p)
+            block = _block(tile, anchor, lo, tau, p)
             own = own + block.alone.sum(-1)
             total = total + block.y.where(block.inside, 0).sum(-1)
             rate = e * block.w ** (e - 1) / tau.unsqueeze(-1)
             slope = slope + rate.where(block.inside, 0).sum(-1)
         own, total, slope = reduce([own, total, slope], ())
-        G = (k - own) * (hi + lo) - total
-        low, high = torch.where(G < 0, lo, low), torch.where(G > 0, lo, high)
-        step = -G / (k - own + slope)
-        tiny = step.abs() <= rounding
-        trial = lo + step
+        left = k - own
+        target = total - left * anchor
+        low = torch.where(target > left * lo, torch.maximum(low, lo), low)
+        high = torch.where(target < left * lo, torch.minimum(high, lo), high)
+        trial = (target + slope * lo) / (left + slope)  # Newton's
+        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial, drop)
+        tiny = (trial - lo).abs() <= rounding
         trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
-        done = tiny | (high - low <= 0.1 * rounding)
-        new_hi, new_lo = two_sum(hi, torch.where(running, trial, lo))
-        low, high = low - (new_hi - hi), high - (new_hi - hi)
-        hi, lo = new_hi, new_lo
-        running = running & ~done
-    return hi, lo
+        lo = torch.where(running, trial, lo)
+        running = running & ~(tiny | (high - low <= rounding))
+    return two_sum(anchor, lo)
 
 
 def soft_topk_magnitude_backward(

@@ -1,0 +1,208 @@
+// Floats in the order of integers, and the k-th largest of a row without a sort.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "passes.h"
+
+namespace khot::KHOT_ISA {
+
+// Floats in the order of integers of their size: sign and magnitude, with one 0 and not two.
+template <class I>
+struct Ordered {
+  Dtype dtype;
+  I infinity, one, nan;  // as they are stored
+
+  static constexpr I kMost = std::numeric_limits<I>::max(), kLeast = std::numeric_limits<I>::min();
+
+  static I key(I bits) { return bits < 0 ? static_cast<I>(-(bits & kMost)) : bits; }
+  static I bits(I key) { return key < 0 ? static_cast<I>(-key | kLeast) : key; }
+
+  // The number that a key stands for, and the key of a number, rounded.
+  double value(I key) const {
+    const I stored_bits = bits(key);
+    alignas(double) char stored[sizeof(double)] = {};  // the compiler takes reads of floats for no reads of integers
+    std::memcpy(stored, &stored_bits, sizeof(I));
+    double buffer = 0;
+    return *fetch(Row{stored, dtype, 1}, 0, 1, &buffer);
+  }
+  I key_of(double value) const {
+    I stored_bits;
+    alignas(double) char stored[sizeof(double)] = {};
+    put(stored, dtype, 0, 1, &value);
+    std::memcpy(&stored_bits, stored, sizeof(I));
+    return key(stored_bits);
+  }
+
+  struct Counts {
+    int64_t selectable = 0, pinned = 0;
+    bool nan = false;
+  };
+
+  // The keys of a row, and how many of them are what.
+  Counts keys(const Row& row, int64_t n, I* out) const {
+    const I* p = whole(row, n, out);
+    Counts counts;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I selectable = 0, pinned = 0, nans = 0;  // of as many bits as the keys, so that lanes match
+      for (int i = 0; i < size; ++i) {
+        const I value = key(p[at + i]);
+        selectable += value != -infinity;
+        pinned += value == infinity;
+        nans |= (value > infinity) | (value < -infinity);
+        out[at + i] = value;
+      }
+      counts.selectable += selectable, counts.pinned += pinned, counts.nan |= nans != 0;
+    }
+    return counts;
+  }
+
+  // The entries of a row as stored; those of one that repeats a number are written out.
+  static const I* whole(const Row& row, int64_t n, I* out) {
+    const I* p = static_cast<const I*>(row.data);
+    if (row.step == 1 || n == 0) return p;
+    std::fill(out, out + n, p[0]);
+    return out;
+  }
+
+  void topk_mask(const Row& x, int64_t n, double k, I* out) const {
+    const Counts counts = keys(x, n, out);
+    const double rounded = std::floor(k + 0.5);
+    if (counts.nan || !(k >= 0 && k <= static_cast<double>(counts.selectable)) ||
+        static_cast<double>(counts.pinned) > rounded) {
+      std::fill(out, out + n, nan);
+      return;
+    }
+    const int64_t count = static_cast<int64_t>(rounded);
+    if (count == 0) return std::fill(out, out + n, I(0));
+    const Level cut = kth_largest(x, n, count, out);
+    const I* p = whole(x, n, out);
+    for (int64_t i = 0; i < n; ++i) out[i] = key(p[i]) >= cut.level ? one : I(0);
+    // of those at the level, the last are too many
+    for (int64_t i = n, more = cut.reached - count; more > 0;) {
+      const bool tie = out[--i] == one && key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
+      if (tie) out[i] = 0, --more;
+    }
+  }
+
+  struct Level {
+    I level;          // at most the k-th largest key, and more than the next one, unless that is the same
+    int64_t reached;  // how many keys are at least as large: k, or more where there are ties
+  };
+
+  // Of keys in `keys`, which are lost.
+  Level kth_largest(const Row& row, int64_t n, int64_t k, I* keys) const {
+    if (n > kNarrow) {
+      int64_t above = 0;
+      const int64_t size = narrow(keys, n, k, above);
+      if (above < k && k <= above + size) {
+        const Level cut = search(keys, size, k - above);
+        return {cut.level, above + cut.reached};
+      }
+      this->keys(row, n, keys);
+    }
+    return search(keys, n, k);
+  }
+
+  // The k-th largest key, and the one after it. The keys are those of the row again.
+  void neighbours(const Row& row, I* keys, int64_t n, int64_t k, I& in, I& out) const {
+    const Level cut = kth_largest(row, n, k, keys);
+    const I* p = whole(row, n, keys);
+    I least = kMost, most = kLeast;
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = keys[i] = key(p[i]), chosen = -static_cast<I>(value >= cut.level);  // -1 or 0: no branches
+      const I above = (value & chosen) | (kMost & ~chosen), below = (value & ~chosen) | (kLeast & chosen);
+      least = above < least ? above : least;
+      most = below > most ? below : most;
+    }
+    in = least;
+    out = cut.reached > k || k == n ? least : most;
+  }
+
+  static int64_t at_least(const I* keys, int64_t n, I level) {
+    int64_t count = 0;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      I part = 0;
+      for (int i = 0; i < size; ++i) part += keys[at + i] >= level;
+      count += part;
+    }
+    return count;
+  }
+
+  // The keys that are at least bottom and less than top, in their order, to out, which may be where they are; their
+  // number.
+  static int64_t gather(const I* keys, int64_t n, I bottom, I top, I* out) {
+    int64_t size = 0, i = 0;
+#if KHOT_VECTOR_BYTES == 64
+    if constexpr (sizeof(I) == 4) {
+      for (; i + kWidth<float> <= n; i += kWidth<float>) {
+        IntF v;
+        std::memcpy(&v, keys + i, sizeof(v));
+        size += compress(out + size, v, (v >= bottom) & (v < top));
+      }
+    }
+#endif
+    for (; i < n; ++i) {
+      const I value = keys[i];
+      out[size] = value;
+      size += (value >= bottom) & (value < top);
+    }
+    return size;
+  }
+
+ private:
+  static constexpr int64_t kNarrow = 1 << 12;  // keys that are more are too many to be counted for each bit
+  static constexpr int64_t kSample = 1 << 11;  // that are looked at of the longest rows
+
+  // Bit by bit: branches on single keys would take longer than all the counting.
+  static Level search(const I* keys, int64_t n, int64_t k) {
+    using Bits = std::make_unsigned_t<I>;
+    Level cut{kLeast, n};
+    for (int bit = 8 * sizeof(I) - 1; bit >= 0 && cut.reached != k; --bit) {
+      const I level = static_cast<I>(static_cast<Bits>(cut.level) + (Bits(1) << bit));
+      const int64_t count = at_least(keys, n, level);
+      if (count >= k) cut = {level, count};
+    }
+    return cut;
+  }
+
+  // Moves the keys in a range that a sample says holds the k-th largest to the front; their number, and that of the
+  // keys above.
+  static int64_t narrow(I* keys, int64_t n, int64_t k, int64_t& above) {
+    I sample[kSample];
+    const int64_t size = std::min(kSample, n / 16);
+    for (int64_t i = 0; i < size; ++i) sample[i] = keys[i * n / size];
+    const double rank = static_cast<double>(k) / static_cast<double>(n) * static_cast<double>(size);
+    const double slack = 4 * std::sqrt(rank * (1 - rank / static_cast<double>(size))) + 4;
+    const int64_t first = static_cast<int64_t>(rank - slack), last = static_cast<int64_t>(rank + slack);
+    const I top = first > 0 ? search(sample, size, first).level : kMost;
+    const I bottom = last < size ? search(sample, size, last).level : kLeast;
+    above = at_least(keys, n, top);
+    return gather(keys, n, bottom, top, keys);
+  }
+};
+
+constexpr Ordered<int32_t> kOrderedFloat{Dtype::kFloat, 0x7f800000, 0x3f800000, 0x7fc00000};
+constexpr Ordered<int64_t> kOrderedDouble{Dtype::kDouble, 0x7ff0000000000000, 0x3ff0000000000000, 0x7ff8000000000000};
+constexpr Ordered<int16_t> kOrderedHalf{Dtype::kHalf, 0x7c00, 0x3c00, 0x7e00};
+constexpr Ordered<int16_t> kOrderedBFloat16{Dtype::kBFloat16, 0x7f80, 0x3f80, 0x7fc0};
+
+// call(the order of the dtype, a pointer to its integers)
+template <class Call>
+void with_order(Dtype dtype, void* p, Call call) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return call(kOrderedFloat, static_cast<int32_t*>(p));
+    case Dtype::kDouble:
+      return call(kOrderedDouble, static_cast<int64_t*>(p));
+    case Dtype::kHalf:
+      return call(kOrderedHalf, static_cast<int16_t*>(p));
+    case Dtype::kBFloat16:
+      return call(kOrderedBFloat16, static_cast<int16_t*>(p));
+  }
+}
+
+}  // namespace khot::KHOT_ISA
