@@ -13,11 +13,23 @@ from khot.experiments import feature_selection, learning_k, methods, polynomial,
 from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
 
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
-    (feature_selection, {"k": 8}, {"task": "reconstruction", "method": "gumbel", "seed": 0}),
-    (feature_selection, {"k": 8}, {"task": "classification", "method": "ncpss", "seed": 0}),
-    (learning_k, {}, {"size": "learned", "k": 20, "seed": 0}),
-    (vae, {}, {"size": "small", "method": "straight_through", "seed": 0}),
-    (polynomial, {"n": 8, "k": 4, "problems": 2, "batch": 4}, {"estimator": "second_order", "seed": 0}),
+    (
+        feature_selection,
+        {"k": 8, "reconstruction_steps": 6},
+        {"task": "reconstruction", "method": "gumbel", "seed": 0},
+    ),
+    (
+        feature_selection,
+        {"k": 8, "classification_steps": 6},
+        {"task": "classification", "method": "ncpss", "seed": 0},
+    ),
+    (learning_k, {"steps": 6}, {"size": "learned", "k": 20, "seed": 0}),
+    (vae, {"steps": 6}, {"size": "small", "method": "straight_through", "seed": 0}),
+    (
+        polynomial,
+        {"n": 8, "k": 4, "problems": 2, "batch": 4, "steps": 6},
+        {"estimator": "second_order", "seed": 0},
+    ),
 ]
 
 
@@ -36,9 +48,8 @@ def test_stopped_training_goes_on_to_the_same_figures(
 ) -> None:
     monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
     module, options, trial = TRIALS[case]
-    options = {**options, "steps": 6}
     if module is not polynomial:
-        options["points"] = 3
+        options = {**options, "points": 3}
     with study.one_thread():
         whole = rows(module, options, trial, tmp_path / "whole.pt")
         part = rows(module, options, trial, tmp_path / "part.pt", stop=2)
@@ -58,7 +69,9 @@ def test_selection_learns(method: str, tmp_path: Path) -> None:
     Over seeds 0 to 2 it is 0.48 to 0.64, and at least 98 % of a sample lies on the k largest logits.
     """
     trial: Trial = {"task": "classification", "method": method, "seed": 0}
-    row = final(feature_selection, {"k": 8, "steps": 400, "logits_lr": 0.1}, trial, tmp_path / "x.pt")
+    row = final(
+        feature_selection, {"k": 8, "classification_steps": 400, "logits_lr": 0.1}, trial, tmp_path / "x.pt"
+    )
     assert float(row["test_loss"]) < 1
     assert float(row["settled"]) > 0.9
     assert len(str(row["chosen"]).split()) == 8
