@@ -96,9 +96,9 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
     const double left = k - sums.alone, slope = power.e * sums.slope / m.tau, target = sums.total - left * anchor;
     if (target > left * offset) low = std::max(low, offset);
     if (target < left * offset) high = std::min(high, offset);
-    double trial = (target + slope * offset) / (left + slope);  // Newton's
+    double trial = target / (left + slope) + slope / (left + slope) * offset;  // Newton's
     const double digits = 1e-15 * (anchor == 0 ? trial : drop);
-    bool done = std::fabs(trial - offset) <= digits;
+    bool done = std::fabs(trial - offset) <= digits && std::isfinite(trial);
     if (!done && !(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high, done = high - low <= digits;
     offset = trial;
     if (done) break;

@@ -192,9 +192,9 @@ def _solve_block(
         target = total - left * anchor
         low = torch.where(target > left * lo, torch.maximum(low, lo), low)
         high = torch.where(target < left * lo, torch.minimum(high, lo), high)
-        trial = (target + slope * lo) / (left + slope)  # Newton's
+        trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
         rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial, drop)
-        tiny = (trial - lo).abs() <= rounding
+        tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
         trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
         lo = torch.where(running, trial, lo)
         running = running & ~(tiny | (high - low <= rounding))
