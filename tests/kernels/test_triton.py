@@ -209,6 +209,8 @@ entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "map
 integers = ("counts_pointer", "tally_pointer", "ties_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
+    if module is scans and dtype in ("bf16", "fp16"):
+        continue  # its rows come widened
     for constants, function in itertools.product(which[module], module.KERNELS):
         constants = {
             "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
