@@ -64,7 +64,7 @@ PAPER = {
 @dataclass(frozen=True)
 class Args(study.Args):
     seeds: int = field(default=2, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
-    steps: int = field(default=16_000, metadata={"help": "Training steps."})
+    steps: int = field(default=32_000, metadata={"help": "Training steps."})
     batch: int = field(default=64, metadata={"help": "Images a step."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate."})
     points: int = field(default=12, metadata={"help": "Points of the curve of test losses."})
@@ -190,7 +190,7 @@ def draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Table 4",
     needs="MNIST",
-    takes="85 min of one core",
+    takes="2 hours of one core",
     Args=Args,
     smoke={"steps": 20, "points": 2, "seeds": 1},
     trials=trials,
