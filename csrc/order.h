@@ -132,24 +132,30 @@ struct Ordered {
     return count;
   }
 
-  // The keys that are at least bottom and less than top, in their order, to out, which may be where they are; their
-  // number.
-  static int64_t gather(const I* keys, int64_t n, I bottom, I top, I* out) {
+  // Moves the keys that are at least bottom and less than top to the front, in their order; their number.
+  static int64_t gather(I* keys, int64_t n, I bottom, I top) {
     int64_t size = 0, i = 0;
 #if KHOT_VECTOR_BYTES == 64
     if constexpr (sizeof(I) == 4) {
       for (; i + kWidth<float> <= n; i += kWidth<float>) {
         IntF v;
         std::memcpy(&v, keys + i, sizeof(v));
-        size += compress(out + size, v, (v >= bottom) & (v < top));
+        size += compress(keys + size, v, (v >= bottom) & (v < top));
       }
     }
 #endif
     for (; i < n; ++i) {
       const I value = keys[i];
-      out[size] = value;
+      keys[size] = value;
       size += (value >= bottom) & (value < top);
     }
+    return size;
+  }
+
+  // The same, and the keys at the front become entries again.
+  static int64_t entries(I* keys, int64_t n, I bottom, I top) {
+    const int64_t size = gather(keys, n, bottom, top);
+    for (int64_t i = 0; i < size; ++i) keys[i] = bits(keys[i]);
     return size;
   }
 
@@ -181,7 +187,7 @@ struct Ordered {
     const I top = first > 0 ? search(sample, size, first).level : kMost;
     const I bottom = last < size ? search(sample, size, last).level : kLeast;
     above = at_least(keys, n, top);
-    return gather(keys, n, bottom, top, keys);
+    return gather(keys, n, bottom, top);
   }
 };
 

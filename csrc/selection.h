@@ -127,8 +127,7 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
   // entries below all gamma that there may be are in no block, and those that are alone for the largest always
   const double root = power.root(splat(out))[0];
   const I bottom = order.key_of(in - drop) - 1, top = std::max(order.key_of(out + m.tau * root), last) + 1;
-  const int64_t above = order.at_least(y, n, top), size = order.gather(y, n, bottom, top, y);
-  for (int64_t i = 0; i < size; ++i) y[i] = order.bits(y[i]);
+  const int64_t above = order.at_least(y, n, top), size = order.entries(y, n, bottom, top);
   const bool near = drop < 0.5 * in;  // or else gamma may be next to nothing
   constexpr double kSlack = 1 + 1e-14;  // gamma may be the bound itself
   return solve_block({y, s.dtype, 1}, size, m.k - static_cast<double>(above), m, power, near ? in : 0,

@@ -66,8 +66,7 @@ class WideSolver {
     const int64_t above = order.at_least(scratch, n_, top), size = order.at_least(scratch, n_, bottom) - above;
     const double few = std::min(k - pinned, selectable - k);
     if (size > n_ / 4) return {row_, n_, k, few, cut};
-    order.gather(scratch, n_, bottom, top, scratch);
-    for (int64_t i = 0; i < size; ++i) scratch[i] = order.bits(scratch[i]);
+    order.entries(scratch, n_, bottom, top);
     return {{scratch, row_.dtype, 1}, size, k - static_cast<double>(above), few, cut};
   }
 
