@@ -51,6 +51,7 @@ struct ForwardRows {
 
 struct BackwardRows {
   virtual Row x(int64_t row) const = 0;
+  virtual Row y(int64_t row) const = 0;  // of float; its data are null where it is not at hand, or d/dtau is wanted
   virtual Row grad(int64_t row) const = 0;
   virtual double grad_lo(int64_t row) const = 0;
   virtual double tau(int64_t row) const = 0;

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -128,20 +129,24 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
 
 struct Backward final : BackwardRows {
   Rows scores, incoming;
+  std::optional<Rows> outputs;
   Numbers incoming_lo, taus, his, los;
   char* out_data;
   int64_t row_bytes;
   double *dk, *dtau;
 
   Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
-           const Tensor& tau, const std::vector<int64_t>& batch)
+           const Tensor& tau, const std::optional<Tensor>& y, const std::vector<int64_t>& batch)
       : scores(x, batch),
         incoming(grad, batch),
         incoming_lo(grad_lo, batch),
         taus(tau, batch),
         his(hi, batch),
-        los(lo, batch) {}
+        los(lo, batch) {
+    if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y, batch);
+  }
   Row x(int64_t row) const override { return scores(row); }
+  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
   Row grad(int64_t row) const override { return incoming(row); }
   double grad_lo(int64_t row) const override { return incoming_lo(row); }
   double tau(int64_t row) const override { return taus(row); }
@@ -154,7 +159,7 @@ struct Backward final : BackwardRows {
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo,
                                                       Tensor tau, std::string cdf, double shape,
-                                                      std::string output) {
+                                                      std::string output, std::optional<Tensor> y) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
@@ -163,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   Tensor grad_tau = torch::stable::new_empty(hi, batch);
 
   if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
-  Backward rows(grad, grad_lo, x, hi, lo, tau, batch);
+  Backward rows(grad, grad_lo, x, hi, lo, tau, y, batch);
   rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
   rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();

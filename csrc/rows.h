@@ -74,17 +74,16 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
 }
 
 struct GradientSums {
-  double f = 0, fz = 0, fv = 0, fzv = 0;
-  void operator+=(const GradientSums& o) { f += o.f, fz += o.fz, fv += o.fv, fzv += o.fzv; }
+  double f = 0, fz = 0, fv = 0, fzv = 0, y = 0;
+  void operator+=(const GradientSums& o) { f += o.f, fz += o.fz, fv += o.fv, fzv += o.fzv, y += o.y; }
 };
 
-// The gradients of y in float; false where the densities are too small for it.
-template <class C>
-bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
-                   Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+// The gradients of y in float, from the x or the y that Pull is made of; false where the densities are too small.
+template <class Pull>
+bool backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& grad, double grad_lo, double tau,
+                   void* grad_x, double& grad_k, double& grad_tau) {
   using R = float;
   const FlushSubnormals flush;
-  const PullOf<C> pull(F, t, tau);
   // f is kept in the result between the passes, if the row is short enough to be in the cache still
   const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= (1 << 18);
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
@@ -99,9 +98,9 @@ bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, 
           if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
         });
         sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
-        sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv);
+        sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv), sums.y += sum<R>(parts.y);
       });
-  if (!(s.f > kLeastMass)) return false;
+  if (!Pull::reliable(s.f, s.y)) return false;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
   grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
@@ -117,7 +116,7 @@ bool backward_fast(const Spec& spec, const C& F, const Row& x, const Row& grad, 
       R* const target = own ? static_cast<R*>(grad_x) + at : results;
       vectors<R>(p, count, R(0), [&](VecF v, int i, int lanes) {
         const bool whole = lanes == kWidth<R>;
-        const VecF f = keep ? v : F.template density<R>(pull.standardized(v));
+        const VecF f = keep ? v : pull.density(v);
         const VecF value = f * pull.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
       });
@@ -309,7 +308,7 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
 }
 
 template <class C>
-void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo, double tau,
                   Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   grad_k = grad_tau = 0;
   if (!(std::fabs(t.hi) < kHuge)) {  // nothing selected, or everything; or NaN
@@ -324,9 +323,12 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& grad, d
       return;
     }
   }
-  if (fast && spec.output == Output::kValue &&
-      backward_fast(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) {
-    return;
+  if (fast && spec.output == Output::kValue) {
+    if constexpr (PullOfOutput<C>::serves) {
+      const PullOfOutput<C> pull(F, t, tau);
+      if (y.data != nullptr && backward_fast(spec, pull, y, grad, grad_lo, tau, grad_x, grad_k, grad_tau)) return;
+    }
+    if (backward_fast(spec, PullOf<C>(F, t, tau), x, grad, grad_lo, tau, grad_x, grad_k, grad_tau)) return;
   }
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
@@ -381,7 +383,7 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     using C = decltype(F);
     auto one = [&](int64_t i) {
       double grad_k, grad_tau;
-      backward_row(spec, F, rows.x(i), rows.grad(i), rows.grad_lo(i), rows.tau(i), rows.threshold(i),
+      backward_row(spec, F, rows.x(i), rows.y(i), rows.grad(i), rows.grad_lo(i), rows.tau(i), rows.threshold(i),
                    rows.grad_x(i), grad_k, grad_tau);
       rows.put(i, grad_k, grad_tau);
     };

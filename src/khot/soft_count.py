@@ -209,18 +209,19 @@ def threshold_map(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, output: str) -> t
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, k, tau, name, shape, ctx.kind = inputs
-    _, hi, lo = output
-    ctx.save_for_backward(x, tau, hi, lo)
+    out, hi, lo = output
+    serves = ctx.kind == "y" and name in ("logistic", "laplace") and x.dtype == torch.float32 and x.is_cpu
+    ctx.save_for_backward(x, tau, hi, lo, out if serves and not ctx.needs_input_grad[2] else None)
     ctx.k_like, ctx.cdf = (k.shape, k.dtype), (name, shape)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
-    x, tau, hi, lo = ctx.saved_tensors
+    x, tau, hi, lo, y = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         dx, dk, dtau = pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind, Row())
     else:
         dx, dk, dtau = torch.ops.khot.soft_topk_backward.default(
-            grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind
+            grad, grad_lo, x, hi, lo, tau, *ctx.cdf, ctx.kind, y
         )
     k_shape, k_dtype = ctx.k_like
     grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -177,6 +178,31 @@ def test_gradients_as_the_reference(cdf: str, dtype: torch.dtype, output: str) -
 
 
 @needs_extension
+@pytest.mark.parametrize("cdf", ["logistic", "laplace"])
+@pytest.mark.parametrize("shape", [(40, 1), (40, 7), (40, 64), (12, 1_500), (3, 300_000)], ids=str)
+def test_gradients_from_the_output(cdf: str, shape: tuple[int, int]) -> None:
+    count, n = shape
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(shape, generator=g)
+    x[::4] = x[::4].sign() * 40  # all decided: y near 1 has lost its f
+    x[1::4] *= 30
+    x[2::4, ::3] = -torch.inf
+    k = ((x > 0).sum(-1) + torch.linspace(0, 0.5, count, dtype=torch.float64)).clamp(max=n)
+    k = k.minimum((x > -torch.inf).sum(-1).double())
+    grad = torch.randn(shape, generator=g)
+    for tau in (1.0, 0.05):
+        y, hi, lo = forward(x, k, tau, cdf)
+        grad_lo = torch.zeros_like(hi)
+        rest = (hi, lo, torch.tensor(tau, dtype=torch.float64), cdf, CDFS[cdf], "y")
+        got = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, *rest, y)
+        want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *rest)
+        z = reference.standardize(x.double(), hi, lo, rest[2])
+        terms = torch.exp(-z.abs()).amax(-1) / tau  # which cancel in dx where n is small
+        assert ((got[0] - want[0]).abs().amax(-1) <= 2e-5 * want[0].abs().amax(-1) + 2e-6 * terms).all()
+        assert error(got[1], want[1]) <= 2e-5
+
+
+@needs_extension
 @every_cdf
 def test_gaps_and_ends_have_the_reference_gradients(cdf: str) -> None:
     x = torch.tensor([[5.0, 3.0, 3.0, 0.0, -2.0]] * 6, dtype=torch.float64)
@@ -280,7 +306,8 @@ def test_threads_do_not_change_a_bit(cdf: str, shape: tuple[int, int]) -> None:
             torch.set_num_threads(threads)
             y, hi, lo = forward(x, shape[1] / 10, 1.0, cdf)
             rest = (torch.ones_like(hi), x, hi, lo, torch.tensor(1.0).double(), cdf, CDFS[cdf], "y")
-            results.append((y, hi, lo, *torch.ops.khot.soft_topk_backward(y, *rest)))
+            gradients = (torch.ops.khot.soft_topk_backward(y, *rest, given) for given in (None, y))
+            results.append((y, hi, lo, *itertools.chain.from_iterable(gradients)))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

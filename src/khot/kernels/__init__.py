@@ -36,7 +36,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., object]]] = {
     ),
     "soft_topk_backward": (
         "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape, "
-        "str output) -> (Tensor, Tensor, Tensor)",
+        "str output, Tensor? y=None) -> (Tensor, Tensor, Tensor)",
         reference.soft_topk_backward,
     ),
     "topk_mask": ("(Tensor x, Tensor k) -> Tensor", selection.topk_mask),
@@ -117,6 +117,7 @@ def _(
     cdf: str,
     shape: float,
     output: str,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape)
 

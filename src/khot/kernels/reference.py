@@ -63,8 +63,12 @@ def soft_topk_backward(
     cdf: str,
     shape: float,
     output: str,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, k and τ (these two of the batch shape) from those in the output and in lo.
+
+    Whoever has ``y`` at hand and no use for dL/dτ may give it: some kernels take f from it, and leave
+    dL/dτ out.
 
     With u = grad·∂out/∂z, w = f/Σf and z̄ = Σwz:
 

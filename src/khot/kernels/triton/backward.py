@@ -322,6 +322,7 @@ def soft_topk_backward(
     cdf: str,
     shape: float,
     output: str,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`khot.kernels.reference.soft_topk_backward`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
