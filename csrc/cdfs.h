@@ -257,7 +257,10 @@ struct ClippedPower {
       f = within ? splat<R>(1) : Vec<R>{};
     } else {
       Vec<R> lower = splat<R>(1);  // z^(e-1)
-      if (whole != 0) {
+      if (sizeof(R) == 4) {  // up to 3, or float would not do: without a loop in the loops over the row
+        const Vec<R> twice = whole > 1 ? inside : lower;
+        lower = whole > 2 ? inside * inside : twice;
+      } else if (whole != 0) {
         for (int i = 1; i < whole; ++i) lower *= inside;
       } else {
         lower = exp_minus<R>(static_cast<R>(1 - e) * log<R>(inside));

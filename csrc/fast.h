@@ -115,6 +115,33 @@ struct Derivatives<Normal> {  // f times Hermite's polynomials
   }
 };
 
+template <>
+struct Derivatives<Power> {  // f = e z^(e-1) for e up to 3, where 0 < z < 1; entries that enter or leave that are not seen
+  int e;
+  VecF f{}, inner{}, inside{};
+  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
+    const IntF within = v.density > 0;
+    f += v.density;
+    inner += within ? z : VecF{};
+    inside += within ? splat(1.0f) : VecF{};
+  }
+  template <class Sums, class Total>
+  KHOT_INLINE void put(Sums& s, Total total) const {
+    s.S1 += total(f);
+    if (e == 2) s.S2 += 2 * total(inside);
+    if (e == 3) s.S2 += 6 * total(inner), s.S3 += 6 * total(inside);
+  }
+};
+
+template <class C>
+KHOT_INLINE Derivatives<C> derivatives(const C& F) {
+  if constexpr (std::is_same_v<C, Power>) {
+    return {F.whole};
+  } else {
+    return {};
+  }
+}
+
 // y from the odds exp(-z), which are less than 2^128.
 template <class C>
 KHOT_INLINE VecF from_odds(VecF e) {
@@ -401,7 +428,7 @@ class FastSolver {
       float* const target = own && out != nullptr ? static_cast<float*>(out) + at : results;
       IntF m{};
       LongSum D;
-      Derivatives<C> sums;
+      Derivatives<C> sums = derivatives(F);
       auto add = [&](VecF x, int i, int lanes) {
         const VecF z = ((x - hi) - lo) * scale;
         const IntF above = z > median;

@@ -145,7 +145,7 @@ class LaneSolver {
       const C F = F_;
       IntF m{};
       BlockSum D;
-      Derivatives<C> sums;
+      Derivatives<C> sums = derivatives(F);
       for (int i = 0; i < n_; ++i) {
         const VecF z = ((*column(x_, i) - hi) - lo) * scale;
         const IntF above = z > median;
