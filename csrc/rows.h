@@ -78,9 +78,11 @@ struct GradientSums {
   void operator+=(const GradientSums& o) { f += o.f, fz += o.fz, fv += o.fv, fzv += o.fzv, y += o.y; }
 };
 
-// The gradients of y in float, from the x or the y that Pull is made of; false where the densities are too small.
+enum class Pulled { kAll, kUnclear, kNothing };  // or the densities are too small, or all 0: then nothing is written
+
+// The gradients of y in float, from the x or the y that Pull is made of.
 template <class Pull>
-bool backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& grad, double grad_lo, double tau,
+Pulled backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& grad, double grad_lo, double tau,
                    void* grad_x, double& grad_k, double& grad_tau) {
   using R = float;
   const FlushSubnormals flush;
@@ -100,7 +102,7 @@ bool backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& 
         sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
         sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv), sums.y += sum<R>(parts.y);
       });
-  if (!Pull::reliable(s.f, s.y)) return false;
+  if (!Pull::reliable(s.f, s.y)) return s.f == 0 ? Pulled::kNothing : Pulled::kUnclear;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
   grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
@@ -123,10 +125,10 @@ bool backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& 
       if (!own) put(grad_x, x.dtype, at, count, results);
     }
   });
-  return true;
+  return Pulled::kAll;
 }
 
-// The same of log y, whose gradient is v f/F in place of v f.
+// The same of log y, whose gradient is v f/F in place of v f; false where the densities are too small.
 template <class C>
 bool backward_fast_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                        Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -207,23 +209,25 @@ struct EdgeSums {
 // dL/dk for compact support where no entry has f > 0, as _gap_grad_k of the reference.
 inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
   const Edges edges = reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
-    for (int i = 0; i < count; ++i) {
-      const double offset = p[i] - t.hi;
-      if (offset > t.lo) {
-        e.up = std::min(e.up, offset);
-      } else {
-        e.down = std::max(e.down, offset);
-      }
-    }
+    VecD up = splat(kInfinity), down = splat(-kInfinity);
+    vectors<double>(p, count, kNan, [&](VecD v, int, int) {
+      const VecD offset = v - t.hi;
+      up = (offset > t.lo) & (offset < up) ? offset : up;
+      down = (offset <= t.lo) & (offset > down) ? offset : down;
+    });
+    e += {-maximum<double>(-up), maximum<double>(down)};
   });
   const EdgeSums s = reduce<double, EdgeSums>(x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
     double buffer[kBlock];
-    const double* v = fetch(grad, at, count, buffer);
-    for (int i = 0; i < count; ++i) {
-      const double offset = p[i] - t.hi;
-      if (offset == edges.up) ++e.up_count, e.up += v[i];
-      if (offset == edges.down) ++e.down_count, e.down += v[i];
-    }
+    const double* g = fetch(grad, at, count, buffer);
+    VecD up_count{}, up{}, down_count{}, down{};
+    vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
+      const VecD offset = x - t.hi, v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
+      const IntD above = offset == edges.up, below = offset == edges.down;
+      up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
+      down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
+    });
+    e += {sum<double>(up_count), sum<double>(up), sum<double>(down_count), sum<double>(down)};
   });
   const double mean = 0.5 * s.up / s.up_count;
   return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
@@ -326,9 +330,17 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   if (fast && spec.output == Output::kValue) {
     if constexpr (PullOfOutput<C>::serves) {
       const PullOfOutput<C> pull(F, t, tau);
-      if (y.data != nullptr && backward_fast(spec, pull, y, grad, grad_lo, tau, grad_x, grad_k, grad_tau)) return;
+      if (y.data != nullptr &&
+          backward_fast(spec, pull, y, grad, grad_lo, tau, grad_x, grad_k, grad_tau) == Pulled::kAll) {
+        return;
+      }
     }
-    if (backward_fast(spec, PullOf<C>(F, t, tau), x, grad, grad_lo, tau, grad_x, grad_k, grad_tau)) return;
+    const Pulled pulled = backward_fast(spec, PullOf<C>(F, t, tau), x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
+    if (pulled == Pulled::kAll) return;
+    if (!C::full_support && pulled == Pulled::kNothing) {
+      grad_k = gap_gradient(spec, x, grad, t);
+      return fill_constant<float, C>(spec, grad_x, x.dtype, x, 0, 0, 0);
+    }
   }
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }

@@ -133,6 +133,24 @@ def test_half_precision(name: str, method: str, dtype: torch.dtype) -> None:
 
 @each_float
 @each_cdf
+def test_log_hazard(name: str, dtype: torch.dtype) -> None:
+    """log f − log F: to a few eps of these two, and of the result where they cancel as they do for Φ."""
+    F, oracle = TABLE[name]
+    eps = torch.finfo(dtype).eps
+    z = points("log_cdf", dtype)
+    z = z[z.isfinite() & (F.cdf(z) > 0)] if not F.full_support else z[z.isfinite()]
+    for a, value in zip(z.tolist(), F.log_hazard(z).tolist(), strict=True):
+        terms = oracle.log_pdf(mp.mpf(a)), oracle.log_cdf(mp.mpf(a))
+        if not mp.isfinite(terms[0]):
+            assert value == -math.inf, a
+            continue
+        want = terms[0] - terms[1]
+        size = abs(want) if name == "normal" and a < 0 else abs(terms[0]) + abs(terms[1])
+        assert abs(value - want) <= 4 * eps * (1 + size), (a, value, float(want))
+
+
+@each_float
+@each_cdf
 def test_tail_is_the_smaller_of_F_and_its_complement(name: str, dtype: torch.dtype) -> None:
     F, oracle = TABLE[name]
     z = points("cdf", dtype)
