@@ -80,7 +80,10 @@ def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n:
 @pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 @pytest.mark.parametrize(
     ("n", "tau"),
-    [(33, 0.3), *(pytest.param(*a, marks=pytest.mark.slow) for a in ((1, 0.7), (33, 0.01), (20, 30.0)))],
+    [
+        (33, 0.3),
+        *(pytest.param(*a, marks=pytest.mark.slow) for a in ((1, 0.7), (33, 0.01), (20, 30.0), (9, 1e5))),
+    ],
 )
 def test_magnitude(
     request: pytest.FixtureRequest, where: str, n: int, tau: float, dtype: torch.dtype, p: float
@@ -93,6 +96,9 @@ def test_magnitude(
     y, hi, lo = selection.soft_topk_magnitude(s.double(), k, scale, p)
     assert error(got[0], y) <= ACCURACY[dtype]
     assert torch.equal(got[1].isnan(), hi.isnan())
+    gamma, found_gamma = hi + lo, got[1] + got[2]
+    near = gamma.isfinite() & (gamma != 0)
+    assert error((found_gamma / gamma)[near], torch.ones_like(gamma)[near]) <= 10 * ACCURACY[dtype]
     generator = torch.Generator().manual_seed(0)
     v, v_lo = torch.randn(s.shape, generator=generator), torch.randn(11, generator=generator).double()
     want = selection.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)

@@ -85,36 +85,47 @@ def _unanswered(nan, k, selectable, pinned, tau):
 
 
 @triton.jit
-def _begin(least_in, most_out, k, tau, bad, FINE: tl.constexpr, P: tl.constexpr):
-    """γ to begin with, its bracket relative to hi, how wide that is, and whether nothing is to be solved."""
+def _begin(least_in, most_out, k, tau, bad, P: tl.constexpr):
+    """γ to begin with as anchor + offset, the offset's bracket, s − v of the k-th entry, and whether that is
+    all. The anchor is that entry or 0, as in the reference.
+    """
     most_out = tl.maximum(most_out, 0.0)
     tau = tl.where(bad, 1.0, tau)
     v, drop = _unpooled(least_in, tau, P)
     gap = least_in - most_out
     pooled = (gap < drop) & (k > 0) & ~bad
+    near = drop < 0.5 * least_in
+    slack: tl.constexpr = 1 + 1e-14
+    low, high = tl.where(near, -drop * slack, v / slack), tl.where(near, -gap, most_out)
     parting = tl.where(v == float("inf"), most_out + 1, 0.5 * v + 0.5 * most_out)
-    anchor = tl.where(pooled, least_in, 0.0)
-    drop = tl.where(pooled, drop, 1.0)
-    hi, lo = pair(anchor, tl.where(pooled, -0.5 * drop - 0.5 * gap, 0.0), FINE)
-    low, high = anchor - hi - drop, anchor - hi - tl.where(pooled, gap, 0.0)
     settled = tl.where(bad, float("nan"), tl.where(k == 0, HUGE, parting))
-    hi = tl.where(pooled, hi, settled)
-    lo = tl.where(pooled, lo, tl.where(k == 0, HUGE, 0.0))
-    return hi, tl.where(bad, float("nan"), lo), low, high, drop, tl.where(pooled, 0.0, 1.0).to(tl.float64)
+    anchor = tl.where(pooled, tl.where(near, least_in, 0.0), settled)
+    rest = tl.where(bad, float("nan"), tl.where(k == 0, HUGE, 0.0))
+    offset = tl.where(pooled, 0.5 * low + 0.5 * high, rest)
+    return anchor, offset, low, high, tl.where(pooled, drop, 1.0), tl.where(pooled, 0.0, 1.0).to(tl.float64)
 
 
 @triton.jit
-def _step(alone, total, slope, k, hi, lo, low, high, drop, FINE: tl.constexpr):
+def _gamma(anchor, offset, FINE: tl.constexpr):
+    """γ as hi + lo, or what stands for none."""
+    hi, lo = pair(anchor, offset, FINE)
+    some = tl.abs(anchor) < HUGE
+    return tl.where(some, hi, anchor), tl.where(some, lo, offset)
+
+
+@triton.jit
+def _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE: tl.constexpr):
     """One of safeguarded Newton for (k − #alone)·γ = ΣY, which increases in γ."""
-    G = (k - alone) * (hi + lo) - total
-    low, high = tl.where(G < 0, lo, low), tl.where(G > 0, lo, high)
-    step = -G / (k - alone + slope)
-    last = (tl.abs(step) <= 1e-15 * drop) | (tl.abs(G) <= (1e-15 if FINE else 1e-7) * total)
-    trial = lo + step
+    left = k - alone
+    target = total - left * anchor
+    low = tl.where(target > left * offset, tl.maximum(low, offset), low)
+    high = tl.where(target < left * offset, tl.minimum(high, offset), high)
+    trial = target / (left + slope) + slope / (left + slope) * offset
+    finite = tl.abs(trial) < HUGE
+    rounding = tl.where(anchor == 0, trial, drop) * (1e-15 if FINE else 1e-7)  # as ΣY
+    last = (tl.abs(trial - offset) <= rounding) & finite
     trial = tl.where(((trial > low) & (trial < high)) | last, trial, 0.5 * low + 0.5 * high)
-    last = last | (high - low <= 1e-16 * drop)
-    new_hi, new_lo = pair(hi, trial, FINE)
-    return new_hi, new_lo, low - (new_hi - hi), high - (new_hi - hi), last
+    return trial, low, high, last | (finite & (high - low <= rounding))
 
 
 # ------------------------------------------------------------------------------------ forward
@@ -147,15 +158,17 @@ def _resident(
     least_in = tl.min(tl.where(inside & (key >= parting), s, float("inf")), axis=1).to(tl.float64)
     most_out = tl.max(tl.where(inside & (key < parting), s, float("-inf")), axis=1).to(tl.float64)
     most_out = tl.where(reach > count, least_in, most_out)
-    hi, lo, low, high, drop, done = _begin(least_in, most_out, k, tau, bad, FINE, P)
+    anchor, offset, low, high, drop, done = _begin(least_in, most_out, k, tau, bad, P)
+    hi, lo = _gamma(anchor, offset, FINE)
     tau = tl.where(bad, 1.0, tau)
 
     left = evaluations
     running = tl.sum(tl.where(done > 0, 0, 1))
     while running > 0:
         alone, total, slope = _pooled_sums(s, valid, hi, lo, tau, P)
-        new_hi, new_lo, low, high, last = _step(alone, total, slope, k, hi, lo, low, high, drop, FINE)
-        hi, lo = tl.where(done > 0, hi, new_hi), tl.where(done > 0, lo, new_lo)
+        trial, low, high, last = _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE)
+        offset = tl.where(done > 0, offset, trial)
+        hi, lo = _gamma(anchor, offset, FINE)
         done = tl.where(last, 1.0, done)
         left -= 1
         running = tl.where(left > 0, tl.sum(tl.where(done > 0, 0, 1)), 0)
@@ -192,12 +205,11 @@ def _part_begin(
     k_pointer, k_stride, tau_pointer, tau_stride, counts_pointer, tally_pointer, sums_pointer, state_pointer,
     rows, parts, wanted, unused, P: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    FINE: tl.constexpr = tl.float64 == COMPUTE
     row = tl.program_id(0).to(tl.int64)
     one = row + tl.arange(0, 1)
     prefix, left, level = digits(counts_pointer, rows, row, whole(k_pointer, k_stride, row), wanted)
     key = (prefix << unused) + tl.zeros((1,), tl.int64)  # no entry is negative, but for −inf
-    if FINE:
+    if tl.float64 == COMPUTE:
         least_in = key.to(tl.float64, bitcast=True)
     else:
         least_in = key.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
@@ -207,21 +219,21 @@ def _part_begin(
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
     nan, selectable, pinned = get(tally_pointer + one * 3, 3)
     bad = _unanswered(nan, k, selectable, pinned, tau)
-    hi, lo, low, high, drop, done = _begin(least_in, most_out, k, tau, bad, FINE, P)
-    put(state_pointer + one * 8, (k, tl.where(bad, 1.0, tau), hi, lo, low, high, drop, done))
+    anchor, offset, low, high, drop, done = _begin(least_in, most_out, k, tau, bad, P)
+    put(state_pointer + one * 8, (k, tl.where(bad, 1.0, tau), anchor, offset, low, high, drop, done))
 
 
 @triton.jit
 def _advance(state, sums, parts, count, FINE: tl.constexpr, PARTS: tl.constexpr):
     """The state of a row after the step that its sums call for; as it was where it is done."""
-    k, tau, hi, lo, low, high, drop, done = get(state, 8)
+    k, tau, anchor, offset, low, high, drop, done = get(state, 8)
     if tl.sum(done) == 0 and count > 0:
         alone = tl.sum(gather(sums, parts, 0, PARTS, 3, 0.0), axis=1)
         total = tl.sum(gather(sums, parts, 1, PARTS, 3, 0.0), axis=1)
         slope = tl.sum(gather(sums, parts, 2, PARTS, 3, 0.0), axis=1)
-        hi, lo, low, high, last = _step(alone, total, slope, k, hi, lo, low, high, drop, FINE)
+        offset, low, high, last = _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE)
         done = tl.where(last, 1.0, 0.0).to(tl.float64)
-    return k, tau, hi, lo, low, high, drop, done
+    return k, tau, anchor, offset, low, high, drop, done
 
 
 @triton.jit
@@ -243,8 +255,9 @@ def _part_evaluate(
     state = _advance(state_before + at, sums_before + row * parts * 3, parts, count, FINE, PARTS)
     if part == 0:
         put(state_after + at, state)
-    _, tau, hi, lo, _, _, _, done = state
+    _, tau, anchor, offset, _, _, _, done = state
     if tl.sum(done) == 0:
+        hi, lo = _gamma(anchor, offset, FINE)
         zero = tl.zeros((1,), tl.float64)
         sums = chunks(
             _add_sums, (zero, zero, zero), (hi, lo, tau, P),
@@ -270,9 +283,10 @@ def _part_write(
     FINE: tl.constexpr = tl.float64 == COMPUTE
     row, part = place(parts)
     one = row + tl.arange(0, 1)
-    _, tau, hi, lo, _, _, _, _ = _advance(
+    _, tau, anchor, offset, _, _, _, _ = _advance(
         state_pointer + one * 8, sums_pointer + row * parts * 3, parts, count, FINE, PARTS
     )
+    hi, lo = _gamma(anchor, offset, FINE)
     if part == 0:
         tl.store(hi_pointer + one, hi)
         tl.store(lo_pointer + one, lo)
