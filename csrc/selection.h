@@ -97,9 +97,12 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
     if (target > left * offset) low = std::max(low, offset);
     if (target < left * offset) high = std::min(high, offset);
     double trial = target / (left + slope) + slope / (left + slope) * offset;  // Newton's
-    const double digits = 1e-15 * (anchor == 0 ? trial : drop);
+    const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(low, trial), high) : drop);
     bool done = std::fabs(trial - offset) <= digits && std::isfinite(trial);
-    if (!done && !(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high, done = high - low <= digits;
+    if (!done && !(trial > low && trial < high)) {  // from where G bends, Newton's may be as far as a digit below low
+      trial = std::fabs(trial - low) <= digits ? low + digits : 0.5 * low + 0.5 * high;
+      done = high - low <= digits;
+    }
     offset = trial;
     if (done) break;
   }

@@ -239,6 +239,23 @@ def test_pooled_value_solves_its_equation_however_small_it_is(p: float, tau: flo
     assert (((k - alone.sum(-1)) * gamma - pooled).abs() <= 1e-9 * pooled)[some].all()
 
 
+def test_pooled_value_of_entries_of_all_sizes() -> None:
+    """γ is next to where the fifth entry would be selected on its own, and G all but flat below that."""
+    s = [
+        0.0255126953125,
+        9.5367431640625e-07,
+        0.00665283203125,
+        16.25,
+        0.0005950927734375,
+        0.0033416748046875,
+    ]
+    tau = f64([32.060839912207436, 32.0, 31.5, 100.0])
+    _, hi, lo = torch.ops.khot.soft_topk_magnitude(f64([s] * 4), f64(5.0), tau, 1.15)
+    for got, t in zip((hi + lo).tolist(), tau.tolist(), strict=True):
+        # v + τ v^0.15 = s: v = (s/τ)^(20/3) but for a share of itself far below a digit
+        assert got == pytest.approx((0.0005950927734375 / t) ** (1 / (1.15 - 1)), rel=1e-12, abs=0)
+
+
 @each_p
 def test_slope_of_gamma_is_that_of_proposition_7(p: float) -> None:
     """Its second case with the misprint mended: dγ/ds_i = (q−1)|γ−s_i|^(q−2)/Σ[(q−1)|γ−s_j|^(q−2) + w_j]."""

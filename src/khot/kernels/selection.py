@@ -193,9 +193,11 @@ def _solve_block(
         low = torch.where(target > left * lo, torch.maximum(low, lo), low)
         high = torch.where(target < left * lo, torch.minimum(high, lo), high)
         trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
-        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial, drop)
+        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial.clamp(low, high), drop)
         tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
-        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, 0.5 * low + 0.5 * high)
+        # from where G bends, Newton's may be as far as a digit below the bracket
+        inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
+        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, inside)
         lo = torch.where(running, trial, lo)
         running = running & ~(tiny | (high - low <= rounding))
     return two_sum(anchor, lo)

@@ -122,9 +122,11 @@ def _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE: tl.cons
     high = tl.where(target < left * offset, tl.minimum(high, offset), high)
     trial = target / (left + slope) + slope / (left + slope) * offset
     finite = tl.abs(trial) < HUGE
-    rounding = tl.where(anchor == 0, trial, drop) * (1e-15 if FINE else 1e-7)  # as ΣY
+    inside = tl.minimum(tl.maximum(trial, low), high)
+    rounding = tl.where(anchor == 0, inside, drop) * (1e-15 if FINE else 1e-7)  # as ΣY
     last = (tl.abs(trial - offset) <= rounding) & finite
-    trial = tl.where(((trial > low) & (trial < high)) | last, trial, 0.5 * low + 0.5 * high)
+    inside = tl.where(tl.abs(trial - low) <= rounding, low + rounding, 0.5 * low + 0.5 * high)
+    trial = tl.where(((trial > low) & (trial < high)) | last, trial, inside)
     return trial, low, high, last | (finite & (high - low <= rounding))
 
 
