@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from khot.precision import wide_dtype
+from khot.precision import wide_dtype, widen
 
 __all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
@@ -278,10 +278,11 @@ class Power(CDF):
         return torch.where(z.isnan(), z, torch.where(outside, -math.inf, log_f))
 
     def icdf(self, y: Tensor) -> Tensor:
-        return y ** (self.p - 1)
+        # torch's float32 power is off by several eps for small y on some processors
+        return (widen(y) ** (self.p - 1)).to(y.dtype)
 
     def potential(self, y: Tensor) -> Tensor:
-        return y**self.p / self.p
+        return (widen(y) ** self.p / self.p).to(y.dtype)
 
     def conjugate(self, z: Tensor) -> Tensor:
         outside, base = self._split(z)
