@@ -347,3 +347,9 @@ def test_rows_keep_their_types(tmp_path: Path) -> None:
     found = runner._read(tmp_path / "x.csv")
     assert found == written
     assert [type(value) for row in found for value in row.values()] == [int, float, str, float, float]
+
+
+def test_learning_rates_fall_to_zero() -> None:
+    progress = (0, 1 / 2, 2 / 3, 3 / 4, 5 / 6, 1)
+    assert [study.falling(p) for p in progress] == pytest.approx([1, 1, 1, 3 / 4, 1 / 2, 0])
+    assert [study.annealed(p) for p in progress] == pytest.approx([1, 1, 3 / 4, 1 / 2, 1 / 4, 0])

@@ -39,6 +39,7 @@ __all__ = [
     "Experiment",
     "Row",
     "Trial",
+    "annealed",
     "check_choices",
     "check_device",
     "column",
@@ -294,6 +295,12 @@ def _permutation(count: int, epoch: int, seed: int) -> Tensor:
 def falling(progress: float) -> float:
     """The factor of a learning rate that is constant, and falls to 0 over the last third of the steps."""
     return min(1.0, 3 * (1 - progress))
+
+
+def annealed(progress: float) -> float:
+    """The factor of a learning rate that is constant, and falls to 0 along a cosine over the second half of
+    the steps: slowly at the end, so that the loss settles."""
+    return 0.5 * (1 + math.cos(math.pi * max(0.0, 2 * progress - 1)))
 
 
 def mlp(*widths: int) -> nn.Sequential:
