@@ -1,4 +1,4 @@
-// The gradients of y in float: what they are made of, and those of short rows, as many at once as a vector has lanes.
+// The gradients of y: what they are made of, and in float those of short rows, as many at once as a vector has lanes.
 //
 // With z = (x - t)/tau, f = f(z) and v the incoming gradient, sums of f, fz, fv and fzv give all that a row needs.
 #pragma once
@@ -10,49 +10,51 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr float kLeastMass = 1e-20f;  // of f over a row: below, float has lost it
+// Of f over a row: below, their products with v and z lose digits.
+template <class R>
+constexpr double kLeastMass = sizeof(R) == 4 ? 1e-20 : 1e-100;
 
+template <class R>
 struct PullSums {
-  VecF f{}, fz{}, fv{}, fzv{}, y{};
+  Vec<R> f{}, fz{}, fv{}, fzv{}, y{};
 };
 
-template <class C>
+template <class R, class C>
 struct PullOf {
+  using Real = R;
   C F;
-  float hi, lo, scale;
+  R hi, lo, scale;
 
   PullOf(const C& F, Threshold t, double tau)
-      : F(F),
-        hi(static_cast<float>(t.hi)),
-        lo(static_cast<float>((t.hi - hi) + t.lo)),
-        scale(static_cast<float>(1 / tau)) {}
+      : F(F), hi(static_cast<R>(t.hi)), lo(static_cast<R>((t.hi - hi) + t.lo)), scale(static_cast<R>(1 / tau)) {}
 
-  KHOT_INLINE VecF standardized(VecF x) const { return ((x - hi) - lo) * scale; }
+  KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
 
   // f, which is added to the sums with its products.
-  KHOT_INLINE VecF density(VecF x, VecF v, PullSums& sums) const {
-    const VecF z = standardized(x), f = F.template density<float>(z);
-    const VecF fz = f > 0 ? f * z : VecF{};  // z may be infinite
+  KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, PullSums<R>& sums) const {
+    const Vec<R> z = standardized(x), f = F.template density<R>(z);
+    const Vec<R> fz = f > 0 ? f * z : Vec<R>{};  // z may be infinite
     sums.f += f;
     sums.fz += fz;
     sums.fv += f * v;
     sums.fzv += fz * v;
     return f;
   }
-  KHOT_INLINE VecF density(VecF x) const { return F.template density<float>(standardized(x)); }
+  KHOT_INLINE Vec<R> density(Vec<R> x) const { return F.template density<R>(standardized(x)); }
 
-  static bool reliable(double mass, double /*y*/) { return mass > kLeastMass; }
+  static bool reliable(double mass, double /*y*/) { return mass > kLeastMass<R>; }
 };
 
-// The same of y in place of x, which needs no exponentials; fz and fzv are left out, and so is d/dtau.
+// The same of y in place of x, in float, which needs no exponentials; fz and fzv are left out, and so is d/dtau.
 template <class C>
 struct PullOfOutput {
+  using Real = float;
   static constexpr bool serves = std::is_same_v<C, Logistic> || std::is_same_v<C, Laplace>;
   float scale;
 
   PullOfOutput(const C&, Threshold, double tau) : scale(static_cast<float>(1 / tau)) {}
 
-  KHOT_INLINE VecF density(VecF y, VecF v, PullSums& sums) const {
+  KHOT_INLINE VecF density(VecF y, VecF v, PullSums<float>& sums) const {
     const VecF f = density(y);
     sums.f += f;
     sums.fv += f * v;
@@ -65,7 +67,7 @@ struct PullOfOutput {
   }
 
   // Of a y near 1 the rounding error is as large in f. Of all of them together it is less than a millionth.
-  static bool reliable(double mass, double y) { return mass > kLeastMass && 16 * mass > y; }
+  static bool reliable(double mass, double y) { return mass > kLeastMass<float> && 16 * mass > y; }
 };
 
 // Row by row, the sums across lanes and the numbers a row would take longer than the passes.
@@ -83,7 +85,7 @@ class ShortPull {
         return pull<PullOfOutput<C>>(rows, first, done, [&](int64_t row) { return rows.y(row); });
       }
     }
-    pull<PullOf<C>>(rows, first, done, [&](int64_t row) { return rows.x(row); });
+    pull<PullOf<float, C>>(rows, first, done, [&](int64_t row) { return rows.x(row); });
   }
 
  private:
@@ -106,14 +108,15 @@ class ShortPull {
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       const float* x = fetch(source(first + j), 0, n_, x_);
       const float* g = grads[j] = fetch(rows.grad(first + j), 0, n_, grads_ + j * kShort);
-      PullSums sums;
+      PullSums<float> sums;
       vectors<float>(x, n_, -kInf<float>, [&](VecF v, int i, int lanes) {
         const bool whole = lanes == width;
         store(f_ + j * kShort + i, row.density(v, whole ? load(g + i) : load_part(g + i, lanes, 0.0f), sums));
       });
       f[j] = sums.f, fz[j] = sums.fz, fv[j] = sums.fv, fzv[j] = sums.fzv, y[j] = sums.y;
     }
-    const VecF mass = sums_of(f), y_sum = sums_of(y), safe = mass > kLeastMass ? mass : splat(1.0f), v_sum = sums_of(fv);
+    const VecF mass = sums_of(f), y_sum = sums_of(y), v_sum = sums_of(fv);
+    const VecF safe = mass > static_cast<float>(kLeastMass<float>) ? mass : splat(1.0f);
     const VecF v_mean = v_sum / safe, z_mean = sums_of(fz) / safe, through_t = grad_lo * tau / safe;
     const VecF grad_k = v_mean - through_t, grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
     for (int j = 0; j < width; ++j) {

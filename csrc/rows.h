@@ -80,23 +80,25 @@ struct GradientSums {
 
 enum class Pulled { kAll, kUnclear, kNothing };  // or the densities are too small, or all 0: then nothing is written
 
-// The gradients of y in float, from the x or the y that Pull is made of.
+// The gradients of y, or with v = 0 of t alone, from the x or the y that Pull is made of.
 template <class Pull>
 Pulled backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row& grad, double grad_lo, double tau,
                    void* grad_x, double& grad_k, double& grad_tau) {
-  using R = float;
-  const FlushSubnormals flush;
+  using R = typename Pull::Real;
+  constexpr bool in_float = std::is_same_v<R, float>;
+  constexpr Dtype own_dtype = in_float ? Dtype::kFloat : Dtype::kDouble;
+  const FlushSubnormals flush(in_float);
   // f is kept in the result between the passes, if the row is short enough to be in the cache still
-  const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= (1 << 18);
+  const bool own = x.dtype == own_dtype, keep = own && spec.n <= (1 << 20) / static_cast<int64_t>(sizeof(R));
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
   const GradientSums s = reduce<R, GradientSums>(
       x, spec.n, spec.inside, [=](GradientSums& sums, const R* p, int count, int64_t at) {
         R buffer[kBlock];
         const R* g = fetch(grad, at, count, buffer);
-        PullSums parts;
-        vectors<R>(p, count, -kInf<R>, [&](VecF v, int i, int lanes) {
+        PullSums<R> parts;
+        vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
-          const VecF f = pull.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
+          const Vec<R> f = pull.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
           if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
         });
         sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
@@ -108,7 +110,7 @@ Pulled backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
   // dL/dx = f (v - mean)/tau + f grad_lo/sum f
   const R offset = static_cast<R>(v_mean - grad_lo * tau / s.f);
-  const Row source = keep ? Row{grad_x, Dtype::kFloat, 1} : x;
+  const Row source = keep ? Row{grad_x, own_dtype, 1} : x;
   chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
     R from[kBlock], incoming[kBlock], results[kBlock];
     for (int64_t at = begin; at < end; at += kBlock) {
@@ -116,10 +118,10 @@ Pulled backward_fast(const Spec& spec, const Pull& pull, const Row& x, const Row
       const R* p = fetch(source, at, count, from);
       const R* g = fetch(grad, at, count, incoming);
       R* const target = own ? static_cast<R*>(grad_x) + at : results;
-      vectors<R>(p, count, R(0), [&](VecF v, int i, int lanes) {
+      vectors<R>(p, count, R(0), [&](Vec<R> v, int i, int lanes) {
         const bool whole = lanes == kWidth<R>;
-        const VecF f = keep ? v : pull.density(v);
-        const VecF value = f * pull.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
+        const Vec<R> f = keep ? v : pull.density(v);
+        const Vec<R> value = f * pull.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);
@@ -133,7 +135,7 @@ template <class C>
 bool backward_fast_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                        Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   const FlushSubnormals flush;
-  const PullOf<C> pull(F, t, tau);
+  const PullOf<float, C> pull(F, t, tau);
   auto turn = [=](VecF v, VecF z, VecF& f) {
     const VecF u = v * C::log_slope(z, f);
     return abs<float>(z) < kInf<float> ? u : VecF{};
@@ -233,7 +235,8 @@ inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Thre
   return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
 }
 
-// The gradients of any output, in double, with weights relative to the largest density.
+// The gradients of any output, in double, with weights relative to the largest density: for log y, and where the
+// densities are too small.
 template <class C>
 void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                       Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -335,12 +338,19 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
         return;
       }
     }
-    const Pulled pulled = backward_fast(spec, PullOf<C>(F, t, tau), x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
+    const PullOf<float, C> pull(F, t, tau);
+    const Pulled pulled = backward_fast(spec, pull, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
     if (pulled == Pulled::kAll) return;
     if (!C::full_support && pulled == Pulled::kNothing) {
       grad_k = gap_gradient(spec, x, grad, t);
       return fill_constant<float, C>(spec, grad_x, x.dtype, x, 0, 0, 0);
     }
+  }
+  if (spec.output != Output::kLog && tau > 1e-100 && tau < 1e100) {
+    const double none = 0;
+    const Row v = spec.output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad;
+    const PullOf<double, C> pull(F, t, tau);
+    if (backward_fast(spec, pull, x, v, grad_lo, tau, grad_x, grad_k, grad_tau) == Pulled::kAll) return;
   }
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }

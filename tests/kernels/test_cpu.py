@@ -178,6 +178,32 @@ def test_gradients_as_the_reference(cdf: str, dtype: torch.dtype, output: str) -
 
 
 @needs_extension
+@every_cdf
+def test_densities_that_fade_have_the_reference_gradients(cdf: str) -> None:
+    """t lies between two clusters, where f is 1e-1 to 1e-300 and less: backward by logarithms, too."""
+    gaps = torch.tensor([4.0, 30, 42.5, 43, 60, 74, 450, 470, 1_000, 1_350, 3_000], dtype=torch.float64)
+    x = torch.randn(len(gaps), 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 4
+    x[:, :4] += gaps.unsqueeze(-1)
+    if cdf in ("uniform", "power"):  # compact: 0.4 to 4 where the others have 4 to 3,000
+        x[:, :4] -= (gaps - torch.linspace(0.4, 4, len(gaps), dtype=torch.float64)).unsqueeze(-1)
+    k = torch.full_like(gaps, 4)
+    grad = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for output in ("y", "threshold"):
+        _, hi, lo = expected(x, k, 1.0, cdf)
+        grad_lo = torch.linspace(-1, 1, len(gaps), dtype=torch.float64) if output == "threshold" else hi * 0
+        given = grad[..., :0] if output == "threshold" else grad
+        rest = (hi, lo, torch.tensor(1.0, dtype=torch.float64), cdf, CDFS[cdf], output)
+        got = torch.ops.khot.soft_topk_backward(given, grad_lo, x, *rest)
+        want = reference.soft_topk_backward(given, grad_lo, x, *rest)
+        if output == "y":
+            assert (want[0].abs().amax(-1) > 0).sum() >= 5
+        largest = want[0].abs().amax(-1)
+        assert ((got[0] - want[0]).abs().amax(-1) <= 1e-11 * largest).all()
+        torch.testing.assert_close(got[1], want[1], rtol=1e-11, atol=1e-11)  # inf where f is 0
+        assert ((got[2] - want[2]).abs() <= 1e-11 * (largest * (1 + gaps) + grad_lo.abs() * gaps)).all()
+
+
+@needs_extension
 @pytest.mark.parametrize("cdf", ["logistic", "laplace"])
 @pytest.mark.parametrize("shape", [(40, 1), (40, 7), (40, 64), (12, 1_500), (3, 300_000)], ids=str)
 def test_gradients_from_the_output(cdf: str, shape: tuple[int, int]) -> None:
