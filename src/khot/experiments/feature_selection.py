@@ -13,7 +13,7 @@ Adam and the network's learning rate, 0.001, too, and τ = 1.
 Where it departs from the paper, which gives neither batch size, nor number of steps, nor initial logits:
 
 - The logits start at 0, and learn faster than the network, so that the choice is made within few steps.
-- Both rates fall linearly to 0 over the last third of the steps.
+- Both rates fall to 0 along a cosine over the second half of the steps.
 - A minibatch shares few masks, each seen by some of its images: what SIMPLE and the sequential softmax cost
   is their number.
 - Every method gives k-hot samples forward, Xie & Ermon included, and a relaxed or expected sample backward.
@@ -125,15 +125,22 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         ],
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.falling(step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.annealed(step / steps))
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def sample(count: int) -> Tensor:
         return methods.draw(method, model.logits.expand(count, -1), args.k)
 
     @torch.no_grad()
-    def test_loss(masks: Tensor, limit: int) -> float:
-        count = min(limit, len(found.test_labels)) // len(masks) * len(masks)
+    def test_masks() -> Tensor:
+        """From the same random numbers each time, so that the curve moves where the model does."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return sample(TEST_MASKS)
+
+    @torch.no_grad()
+    def test_loss(masks: Tensor) -> float:
+        count = len(found.test_labels) // len(masks) * len(masks)
         images = found.test_images[:count].to(args.device)
         return model.losses(images, found.test_labels[:count].to(args.device), masks).mean().item()
 
@@ -145,13 +152,13 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         optimizer.step()
         schedule.step()
         if (step + 1) % max(1, steps // args.points) == 0:
-            yield {"step": step + 1, "train_loss": loss.item(), "curve": test_loss(sample(TEST_MASKS), 2000)}
+            yield {"step": step + 1, "train_loss": loss.item(), "curve": test_loss(test_masks())}
 
-    masks = sample(TEST_MASKS).detach()
+    masks = test_masks()
     chosen = topk_mask(model.logits.detach(), args.k)
     yield {
-        "test_loss": test_loss(masks, 10**9),
-        "top_k_loss": test_loss(chosen[None], 10**9),
+        "test_loss": test_loss(masks),
+        "top_k_loss": test_loss(chosen[None]),
         "size": masks.sum(-1).mean().item(),
         # how much of a sample lies on the k largest logits: 1 where the choice is made
         "settled": (masks * chosen).sum(-1).mean().item() / args.k,
