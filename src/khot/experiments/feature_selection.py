@@ -255,7 +255,7 @@ def draw_pixels(args: Args, rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Table 3",
     needs="MNIST",
-    takes="70 min of one core",
+    takes="85 min of one core",
     Args=Args,
     smoke={"k": 8, "reconstruction_steps": 20, "classification_steps": 20, "points": 2, "seeds": 1},
     trials=trials,
