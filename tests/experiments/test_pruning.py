@@ -10,7 +10,7 @@ from khot.experiments import pruning, study
 def test_smoke_run(smoke) -> None:
     found = smoke("pruning")
     error = {method: found.last("error", method=method) for method in pruning.NAMES}
-    # seeds 0 to 2: annealed 0.12 to 0.16, hard 0.31 to 0.51
+    # seeds 0 to 2: annealed 0.15 to 0.25, hard 0.35 to 0.53
     assert error["dense"] < error["annealed"] < 0.7 * error["hard"]
     for method in ("annealed", "p=2", "p=4/3", "hard"):
         assert found.last("kept", method=method) == pytest.approx(0.1, abs=0.002)
