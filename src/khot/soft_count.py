@@ -215,8 +215,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.k_like, ctx.cdf = (k.shape, k.dtype), (name, shape)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor, grad_lo: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None, grad_lo: Tensor | None) -> tuple[Any, ...]:
     x, tau, hi, lo, y = ctx.saved_tensors
+    if grad is None:
+        grad = x.new_zeros((*x.shape[:-1], 0) if ctx.kind == "threshold" else x.shape)
+    if grad_lo is None:  # nobody asked, as in every first derivative of y
+        grad_lo = hi.new_zeros((), device="cpu")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         dx, dk, dtau = pull(grad, grad_lo, x, hi, lo, tau, cdfs.resolve(*ctx.cdf), ctx.kind, Row())
     else:
@@ -248,6 +252,8 @@ class _ThresholdMap(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         _save(ctx, inputs, output)
+        # gradients that nobody asked for would each be filled with zeros, in a launch of its own
+        ctx.set_materialize_grads(torch._C._are_functorch_transforms_active())
         ctx.mark_non_differentiable(output[1])
         x, _, tau = inputs[:3]
         ctx.save_for_forward(x, tau, *output[1:])
@@ -341,7 +347,7 @@ def pull(
     row: Row,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode: the formulas of :func:`khot.kernels.reference.soft_topk_backward`, differentiable."""
-    tau = tau.to(hi.dtype).expand(hi.shape)
+    tau = precision.on(hi.device, tau).to(hi.dtype).expand(hi.shape)
     lo_shared, tau_shared = row.share([lo, tau])
     d = _linearize(x, hi, lo_shared, tau_shared, cdf, kind, row.near)
     v = torch.zeros_like(d.z) if kind == "threshold" else grad.to(hi.dtype)
@@ -383,7 +389,7 @@ def _push(
     kind: str,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Forward mode: the tangents of the output and of lo."""
-    tau = tau.to(hi.dtype).expand(hi.shape)
+    tau = precision.on(hi.device, tau).to(hi.dtype).expand(hi.shape)
     d = _linearize(x, hi, lo, tau, cdf, kind, None)
     dx = torch.zeros_like(d.z) if dx is None else dx.to(hi.dtype)
     dk = torch.zeros_like(hi) if dk is None else dk.to(hi.dtype).expand(hi.shape)

@@ -95,8 +95,8 @@ def soft_topk(
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
     n = x.shape[-1]
-    k = arguments.per_row(k, "k", x, low=0, high=n)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    k = arguments.per_row(k, "k", x, low=0, high=n, by_value=True)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
     y, _, _ = threshold_map(x, k, tau, F, "y")
     if hard:
         y = _hard(x.detach(), k.detach()) + (y - y.detach())
@@ -136,8 +136,8 @@ def log_soft_topk(
         return sharded.apply(log_soft_topk, input, k, dim, group, **options)
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest)
-    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1])
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], by_value=True)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
     y, _, _ = threshold_map(x, k, tau, F, "log")
     return arguments.unrows(y, input, dim)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from khot import cdfs
 from khot.cdfs import CDF
 from khot.kernels.solver import Reduce, Threshold, alone, solve, standardize, tiles
-from khot.precision import greatest, large, widen
+from khot.precision import greatest, large, on, widen
 
 __all__ = ["backward", "forward", "log_scale", "neighbours", "soft_topk", "soft_topk_backward"]
 
@@ -42,8 +42,8 @@ def forward(
 ) -> tuple[Tensor, Threshold]:
     """:func:`soft_topk` of a row, or of this process's shard of it."""
     batch = x.shape[:-1]
-    tau = widen(tau).expand(batch)
-    t = solve(x, widen(k).expand(batch), tau, F, reduce)
+    k, tau = (widen(on(x.device, number)).expand(batch) for number in (k, tau))
+    t = solve(x, k, tau, F, reduce)
     if output == "threshold":
         return x.new_empty(*batch, 0), t
     apply = F.log_cdf if output == "log" else F.cdf
@@ -106,7 +106,7 @@ def backward(
     The neighbours in ``t`` are needed for compact support and for shards.
     """
     hi, lo, *near = t
-    tau = widen(tau).expand(x.shape[:-1])
+    tau = widen(on(x.device, tau)).expand(x.shape[:-1])
     zero = torch.zeros_like(hi)
     top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
     for part, tile in tiles(x):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from khot.kernels.solver import Reduce, alone, some, tiles, two_sum
 from khot.kernels.steps import DIGITS
-from khot.precision import greatest, large, widen
+from khot.precision import greatest, large, on, widen
 
 __all__ = [
     "Places",
@@ -28,6 +28,7 @@ UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffi
 
 def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none."""
+    k = on(x.device, k)
     selectable = (x != -math.inf).sum(-1)
     bad = x.isnan().any(-1) | ~((k >= 0) & (k <= selectable))
     count = torch.floor(widen(k) + 0.5).expand(x.shape[:-1])

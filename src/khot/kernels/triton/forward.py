@@ -217,7 +217,7 @@ def soft_topk(
     if rows == 0:
         return out, hi, lo
     source = layout.rows(x, n)
-    if resident.serves(x.dtype, n, F.name, output):
+    if resident.serves(x.dtype, rows, n, F.name, output):
         numbers = (*layout.values(k, batch, x.device), *layout.values(tau, batch, x.device))
         with torch.cuda.device_of(x):
             resident.soft_topk(*source, *numbers, out, hi, lo, rows, n, output)

@@ -18,6 +18,7 @@ TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
 RESCUE = 256  # entries a warp that the float64 solver takes at a time
+STREAMS = 64  # long rows, from which on each has a program to itself
 SMALL_BATCH = 1 << 18  # entries of a batch that fill a large device once
 
 
@@ -46,13 +47,16 @@ class Tile(NamedTuple):
     pieces: int
     width: int  # of a piece
     warps: int
+    streams: bool = False  # past the program, as much at a time
 
 
 def tile(rows: int, n: int) -> Tile:
-    """For rows of up to `RESIDENT` entries: 8 to 32 entries a thread, fewer where there are few rows.
+    """8 to 64 entries a thread, fewer where there are few rows; of a row above `RESIDENT`, 16 at a time.
 
     A short row has a part of a warp, so that its sums take no barrier.
     """
+    if n > RESIDENT:
+        return Tile(1, 4, 2048, 16, True)
     width = triton.next_power_of_2(n)
     together, warps = max(1, min(8, 1024 // width)), min(16, max(1, width // 1024))
     if rows * width <= SMALL_BATCH:  # too few warps to hide a latency behind each other: shorter ones

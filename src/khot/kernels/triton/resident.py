@@ -40,6 +40,7 @@ from khot.kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F,
 from khot.kernels.triton.solver import add_statistics, add_sums, begin, take_step, write_chunk
 
 __all__ = [
+    "FLUSH",
     "KERNELS",
     "entries",
     "inside",
@@ -62,6 +63,7 @@ SHORT = tl.constexpr(0.2)
 SMALL = tl.constexpr(0.3)
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
 RESCUE_EVALUATIONS = tl.constexpr(64)
+FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
 
 
 # ------------------------------------------------------------------------------- what a program holds
@@ -108,11 +110,12 @@ def entries(row, stride, column, TOGETHER: tl.constexpr):
 @triton.jit
 def inside(there, column, n, TOGETHER: tl.constexpr, EXACT: tl.constexpr):
     """Which entries there are."""
-    if EXACT:
-        return wide(there, TOGETHER)
+    if EXACT and TOGETHER > 1:
+        return there[:, None]
     else:
-        # not "&", of which Triton's interpreter makes an integer where one side is a scalar
-        return tl.where(before(column, n, TOGETHER), wide(there, TOGETHER), False)
+        # neither "&" nor a broadcast: Triton's interpreter makes integers of scalar flags
+        present = column >= 0 if EXACT else before(column, n, TOGETHER)
+        return tl.where(present, wide(there, TOGETHER), False)
 
 
 @triton.jit
@@ -126,16 +129,15 @@ def before(column, n, TOGETHER: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    pointer, row, stride, there, n, other: tl.constexpr,
+    at, there, n,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The entries of the rows, in pieces that a thread holds side by side: they are summed first."""
     column = tl.arange(0, WIDTH)
-    at = pointer + entries(row, stride, column, TOGETHER)
     x = ()
     for i in tl.static_range(PIECES):
         valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
-        piece = tl.load(at + i * WIDTH, mask=valid, other=other).to(tl.float32)
+        piece = tl.load(at + i * WIDTH, mask=valid, other=float("-inf")).to(tl.float32)
         x = x + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     return x
 
@@ -144,9 +146,55 @@ def load_rows(
 
 
 @triton.jit
+def over(
+    x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """The sums over a row of the COUNT members of terms(x, given): of the pieces in x, or of what is at `at`.
+
+    A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
+    its digits to the many entries that a thread adds up.
+    """
+    if STREAM:
+        column = tl.arange(0, WIDTH)
+        STEP: tl.constexpr = PIECES * WIDTH
+        sums = ()
+        for _ in tl.static_range(COUNT):
+            sums = sums + (tl.zeros((), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
+        for begin_ in range(0, n, FLUSH * STEP):
+            part = ()
+            for _ in tl.static_range(COUNT):
+                part = part + (tl.zeros((WIDTH,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            for start in range(begin_, tl.minimum(n, begin_ + FLUSH * STEP), STEP):
+                held = ()
+                for i in tl.static_range(PIECES):  # all loads first
+                    valid = column + (start + i * WIDTH) < n
+                    piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
+                    held = held + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+                for i in tl.static_range(PIECES):
+                    part = plus(part, terms(held[i], given))
+            part = total(part, 1)
+            sums = plus(sums, part)
+        return sums
+    else:
+        held = terms(x[0], given)
+        for i in tl.static_range(1, PIECES):
+            held = plus(held, terms(x[i], given))
+        return total(held, TOGETHER)
+
+
+@triton.jit
+def _moment_terms(x, origin):
+    """Of what may be selected: one, x − origin and its square; not finite if x is not."""
+    selectable = x != float("-inf")
+    d = tl.where(selectable, x - origin, 0.0)
+    return tl.where(selectable, 1.0, 0.0), d, d * d
+
+
+@triton.jit
 def _moments(
     x, origin, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
-):
+):  # fmt: skip
     """Sums of x − origin and of its square; not finite if an entry is not."""
     column = tl.arange(0, WIDTH)
     sums = ()
@@ -154,62 +202,39 @@ def _moments(
         d = x[i] - wide(origin, TOGETHER)
         if not EXACT:
             d = tl.where(before(column + i * WIDTH, n, TOGETHER), d, 0.0)
-        terms = (d, d * d)
-        sums = plus(sums, terms)
+        sums = plus(sums, (d, d * d))
     return total(sums, TOGETHER)
 
 
 @triton.jit
-def _selectable_moments(x, origin, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
-    """The number of entries above −inf, and their sums."""
-    sums = ()
-    for i in tl.static_range(PIECES):
-        selectable = x[i] > float("-inf")
-        d = tl.where(selectable, x[i] - wide(origin, TOGETHER), 0.0)
-        terms = (tl.where(selectable, 1.0, 0.0), d, d * d)
-        sums = plus(sums, terms)
-    return total(sums, TOGETHER)
-
-
-@triton.jit
-def _ordinary_sums(x, hi, shift, scale, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
-    """Σy, and of y = σ(z), with w = 2y − 1 and f = y(1 − y): Σf, −Σfw, Σf², −Σf²w, Σf³.
+def _ordinary_terms(x, given):
+    """y = σ(z), and with f = y(1 − y): f, fy, f², f²y, f³.
 
     Σy itself has enough digits where many entries are undecided; this takes two thirds of the instructions
-    of :func:`_sums`. ``scale`` is log₂e/τ and ``shift`` lo·log₂e/τ.
+    of :func:`_terms`. Given are hi, lo·log₂e/τ and log₂e/τ.
     """
-    hi, shift, scale = wide(hi, TOGETHER), wide(shift, TOGETHER), wide(scale, TOGETHER)
-    sums = ()
-    for i in tl.static_range(PIECES):
-        y = reciprocal(1.0 + tl.exp2(shift - (x[i] - hi) * scale))
-        f = y - y * y
-        ff = f * f
-        terms = (y, f, f * y, ff, ff * y, ff * f)
-        sums = plus(sums, terms)
-    y_sum, f_sum, fy, ff_sum, ffy, fff = total(sums, TOGETHER)
-    return y_sum, f_sum, f_sum - 2 * fy, ff_sum, ff_sum - 2 * ffy, fff
+    hi, shift, scale = given
+    y = reciprocal(1.0 + tl.exp2(shift - (x - hi) * scale))
+    f = y - y * y
+    ff = f * f
+    return y, f, f * y, ff, ff * y, ff * f
 
 
 @triton.jit
-def _sums(x, hi, shift, scale, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
-    """How many entries lie above t less half of all; Σ∓min(y, 1 − y) (− above t), and the sums above.
+def _terms(x, given):
+    """±½ as the entry lies above t or below, ±min(y, 1 − y), and with w = 2y − 1: f, fw, f², f²w, f³.
 
-    The count is that of the hard mask plus the small parts, so that nothing is lost far from the entries.
+    The count is that of the hard mask less the tails, so that nothing is lost far from the entries.
     """
-    hi, shift, scale = wide(hi, TOGETHER), wide(shift, TOGETHER), wide(scale, TOGETHER)
-    sums = ()
-    for i in tl.static_range(PIECES):
-        v = (x[i] - hi) * scale - shift
-        e = tl.exp2(-tl.abs(v))
-        r = reciprocal(1.0 + e)
-        tail = e * r
-        f = tail * r
-        w = with_sign(r - tail, v)
-        ff = f * f
-        terms = (half_with_sign(v), with_sign(tail, v), f, f * w, ff, ff * w, ff * f)
-        sums = plus(sums, terms)
-    above, tails, f_sum, fw, ff_sum, ffw, fff = total(sums, TOGETHER)
-    return above, -tails, f_sum, -fw, ff_sum, -ffw, fff
+    hi, shift, scale = given
+    v = (x - hi) * scale - shift
+    e = tl.exp2(-tl.abs(v))
+    r = reciprocal(1.0 + e)
+    tail = e * r
+    f = tail * r
+    w = with_sign(r - tail, v)
+    ff = f * f
+    return half_with_sign(v), with_sign(tail, v), f, f * w, ff, ff * w, ff * f
 
 
 # ----------------------------------------------------------------------------------------------- the step
@@ -222,6 +247,8 @@ def _taylor(miss, f_sum, slope, ff_sum, fourth, fff):
     miss = μΣf, and the count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ: the
     derivatives of σ are f, −fw, f(1 − 6f), −fw(1 − 12f), f(1 − 30f + 120f²).
     """
+    f_sum, slope, ff_sum = f_sum.to(tl.float32), slope.to(tl.float32), ff_sum.to(tl.float32)
+    fourth, fff = fourth.to(tl.float32), fff.to(tl.float32)
     per = reciprocal(f_sum)
     mu, beta, gamma = miss * per, slope * per, 1 - 6 * ff_sum * per
     delta, epsilon = beta - 12 * fourth * per, 1 - 30 * ff_sum * per + 120 * fff * per
@@ -300,6 +327,17 @@ def _search(
         middle = _from_log(0.5 * _to_log(low, tau) + 0.5 * _to_log(high, tau), tau)
         step = tl.where(few, step, (middle - t) * inverse)
     return step, low, high, miss_low, miss_high, g_low, g_high, side
+
+
+@triton.jit
+def _result(x, given, OUTPUT: tl.constexpr):
+    """y or its logarithm."""
+    hi, shift, turn, sign, base, inverse, low = given
+    if OUTPUT == LOG:
+        z = (x - hi) * inverse - low
+        return tl.where(z == float("-inf"), z, log_F(z, 1.0, LOGISTIC))
+    else:
+        return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
 
 
 @triton.jit
@@ -397,25 +435,36 @@ def solve_rows(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = False,
+    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = False,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each.
+    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
+    many entries at a time.
 
     ORDINARY leaves out all but the path of an ordinary row: for counting its instructions, and for nothing
     else.
     """
     row, there = place_rows(rows, TOGETHER)
-    x = load_rows(x_pointer, row, x_stride, there, n_columns, float("-inf"), TOGETHER, PIECES, WIDTH, EXACT)
+    column = tl.arange(0, WIDTH)
+    at = x_pointer + entries(row, x_stride, column, TOGETHER)
+    x = ()
+    if not STREAM:
+        x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
     origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
     k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
     tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
 
-    first, second = _moments(x, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-    n = (row * 0 + n_columns).to(tl.float32)
-    if not ORDINARY:  # noqa: SIM102 (known when it is compiled, the other is not)
-        if any_row(~(second < float("inf")), TOGETHER):
-            n, first, second = _selectable_moments(x, origin, TOGETHER, PIECES)
+    if STREAM:
+        n, first, second = over(x, at, n_columns, _moment_terms, origin, 3, 1, PIECES, WIDTH, True)
+        n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
+    else:
+        n = (row * 0 + n_columns).to(tl.float32)
+        first, second = _moments(x, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
+        if not ORDINARY:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if any_row(~(second < float("inf")), TOGETHER):
+                n, first, second = over(
+                    x, at, n_columns, _moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
+                )
     inverse = reciprocal(tau)
     inverse = inverse * (2 - tau * inverse)  # to the last digit
     scale = inverse * LOG2E
@@ -442,8 +491,12 @@ def solve_rows(
     deep = done & ~done
 
     # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
-    y_sum, f_sum, slope, ff_sum, fourth, fff = _ordinary_sums(x, hi, lo * scale, scale, TOGETHER, PIECES)
-    h, mu, beta, gamma = _taylor((y_sum - k) - k_rest, f_sum, slope, ff_sum, fourth, fff)
+    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
+    y_sum, f_sum, fy, ff_sum, ffy, fff = over(
+        x, at, n_columns, _ordinary_terms, given, 6, TOGETHER, PIECES, WIDTH, STREAM
+    )
+    miss = ((y_sum - k) - k_rest).to(tl.float32)
+    h, mu, beta, gamma = _taylor(miss, f_sum, f_sum - 2 * fy, ff_sum, ff_sum - 2 * ffy, fff)
     last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
     hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
     done = done | last
@@ -457,21 +510,25 @@ def solve_rows(
         nothing = hi * 0
         miss_low, miss_high, g_low, g_high, side = nothing, nothing, nothing, nothing, nothing
         count = 0
-        running = any_row(~done, TOGETHER)
+        # as many halves as entries were looked at, those beyond the row's end among them
+        seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
+        running = (count < evaluations) & any_row(~done, TOGETHER)
         while running:
-            above, tails, f_sum, slope, ff_sum, fourth, fff = _sums(
-                x, hi, lo * scale, scale, TOGETHER, PIECES
+            given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
+            above, tails, f_sum, fw, ff_sum, ffw, fff = over(
+                x, at, n_columns, _terms, given, 7, TOGETHER, PIECES, WIDTH, STREAM
             )
-            excess = ((above + 0.5 * PIECES * WIDTH) - k) - k_rest
-            miss = excess + tails
-            h, mu, beta, gamma = _taylor(miss, f_sum, slope, ff_sum, fourth, fff)
-            live = f_sum > UNDECIDED
+            excess = (((above + 0.5 * seen) - k) - k_rest).to(tl.float32)
+            miss = excess - tails.to(tl.float32)
+            h, mu, beta, gamma = _taylor(miss, f_sum, -fw, ff_sum, -ffw, fff)
+            mass = f_sum.to(tl.float32)
+            live = mass > UNDECIDED
             last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & live
             deep = deep | (~done & ~live & (excess == 0))
             done = done | deep
             if any_row(~(last | done), TOGETHER):
                 step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
-                    miss, mu, beta, gamma, f_sum, hi + lo, k, n, tau, inverse, goal, crowd,
+                    miss, mu, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
                     low, high, miss_low, miss_high, g_low, g_high, side, count,
                 )  # fmt: skip
                 h = tl.where(last, h, step)
@@ -483,9 +540,12 @@ def solve_rows(
             count += 1
             running = (count < evaluations) & any_row(~done, TOGETHER)
         ok = ok & done
-        if any_row(deep, TOGETHER):
-            gap_hi, gap_lo = _gap(x, hi, lo, scale, tau, TOGETHER, PIECES)
-            hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
+        if STREAM:
+            ok = ok & ~deep
+        else:
+            if any_row(deep, TOGETHER):
+                gap_hi, gap_lo = _gap(x, hi, lo, scale, tau, TOGETHER, PIECES)
+                hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
     ok = ok & there
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
@@ -493,18 +553,30 @@ def solve_rows(
     # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
     flip = k > rest
     turn, sign, shift = tl.where(flip, -scale, scale), tl.where(flip, -1.0, 1.0), tl.where(flip, 1.0, 0.0)
-    center, low_turn, turn = wide(hi, TOGETHER), wide(lo * turn, TOGETHER), wide(turn, TOGETHER)
-    sign, shift = wide(sign, TOGETHER), wide(shift, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    at = out_pointer + entries(row, n_columns, column, TOGETHER)
-    for i in tl.static_range(PIECES):
-        valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-        if OUTPUT == LOG:
-            z = (x[i] - center) * wide(inverse, TOGETHER) - wide(lo * inverse, TOGETHER)
-            out = tl.where(z == float("-inf"), z, log_F(z, 1.0, LOGISTIC))
-        else:
-            out = reciprocal(1.0 + tl.exp2(low_turn - (x[i] - center) * turn)) * sign + shift
-        tl.store(at + i * WIDTH, out.to(out_pointer.dtype.element_ty), mask=valid)
+    given = (
+        wide(hi, TOGETHER), wide(lo * turn, TOGETHER), wide(turn, TOGETHER), wide(sign, TOGETHER),
+        wide(shift, TOGETHER), wide(inverse, TOGETHER), wide(lo * inverse, TOGETHER),
+    )  # fmt: skip
+    to = out_pointer + entries(row, n_columns, column, TOGETHER)
+    if STREAM:
+        STEP: tl.constexpr = PIECES * WIDTH
+        steps = tl.cdiv(n_columns, STEP)
+        for done_steps in range(steps):
+            start = (steps - 1 - done_steps) * STEP  # backwards: the row's end is what the cache still has
+            held = ()
+            for i in tl.static_range(PIECES):
+                valid = inside(ok, column + (start + i * WIDTH), n_columns, 1, False)
+                piece = tl.load(at + (start + i * WIDTH), mask=valid, other=0.0).to(tl.float32)
+                held = held + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+            for i in tl.static_range(PIECES):
+                valid = inside(ok, column + (start + i * WIDTH), n_columns, 1, False)
+                out = _result(held[i], given, OUTPUT).to(out_pointer.dtype.element_ty)
+                tl.store(to + (start + i * WIDTH), out, mask=valid)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            out = _result(x[i], given, OUTPUT).to(out_pointer.dtype.element_ty)
+            tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok
@@ -522,9 +594,13 @@ def solve_rows(
 KERNELS = (solve_rows,)
 
 
-def serves(dtype: torch.dtype, n: int, cdf: str, output: str) -> bool:
-    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
-    return cdf == "logistic" and output != "threshold" and dtype != torch.float64 and n <= layout.RESIDENT
+def serves(dtype: torch.dtype, rows: int, n: int, cdf: str, output: str) -> bool:
+    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`.
+
+    A long row takes a program to itself here: that fills a device only if there are many.
+    """
+    fits = n <= layout.RESIDENT or rows >= layout.STREAMS
+    return cdf == "logistic" and output != "threshold" and dtype != torch.float64 and fits
 
 
 def soft_topk(
@@ -538,6 +614,6 @@ def soft_topk(
         x, x_stride, k, k_stride, k_high, k_low, tau, tau_stride, tau_high, tau_low,
         out, hi, lo, rows, n, EVALUATIONS,
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
-        EXACT=n == tile.pieces * tile.width, CHUNK=layout.RESCUE * tile.warps,
+        EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from khot.kernels.triton import layout
 from khot.kernels.triton.fast import LN2, LOG2E, any_row, plus, reciprocal, split, total, wide
 from khot.kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks
 from khot.kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
-from khot.kernels.triton.resident import entries, inside, number64, numbers, place_rows
+from khot.kernels.triton.resident import FLUSH, entries, inside, number64, numbers, place_rows
 
 __all__ = ["KERNELS", "pull_rows", "soft_topk_backward"]
 
@@ -70,17 +70,19 @@ def pull_rows(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = False,
+    EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    ORDINARY: tl.constexpr = False,
 ):  # fmt: skip
     """dL/dx = (u − f·pull)/τ with pull = Σu/Σf = dL/dk; dL/dτ = (pull·Σfz − Σuz)/τ.
 
-    AGAIN reads x and the gradient a second time, mostly from L2, where they do not fit into the registers.
+    AGAIN reads x and the gradient a second time, mostly from L2, where they do not fit into the registers;
+    so does a row that streams past.
     ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
     hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
     lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
-    tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
     inverse = reciprocal(tau)
     inverse = inverse * (2 - tau * inverse)  # to the last digit
     center, scale = wide(hi, TOGETHER), wide(inverse * LOG2E, TOGETHER)
@@ -91,14 +93,37 @@ def pull_rows(
     grad_at = grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER)
     dx_at = dx_pointer + entries(row, n_columns, column, TOGETHER)
     step = (tl.zeros((), tl.int64) + WIDTH) * grad_column
-    fs, us, sums = (), (), ()
-    for i in tl.static_range(PIECES):
-        valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-        f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
-        sums = plus(sums, (f, u, f * z, u * z))
-        if not AGAIN:
-            fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
-    f_sum, u_sum, fz, uz = total(sums, TOGETHER)
+    fs, us = (), ()
+    if STREAM:
+        STEP: tl.constexpr = PIECES * WIDTH
+        steps = tl.cdiv(n_columns, STEP)
+        nothing = tl.zeros((), tl.float64)
+        sums = (nothing, nothing, nothing, nothing)
+        for first in range(0, steps, FLUSH):
+            zero = tl.zeros((WIDTH,), tl.float32)
+            part = (zero, zero, zero, zero)
+            for number in range(first, tl.minimum(steps, first + FLUSH)):
+                start = number * STEP
+                for i in tl.static_range(PIECES):
+                    offset = start + i * WIDTH
+                    f, u, z = _terms(
+                        x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
+                        column + offset < n_columns, center, shift, scale, OUTPUT,
+                    )  # fmt: skip
+                    part = plus(part, (f, u, f * z, u * z))
+            sums = plus(sums, total(part, 1))
+        f_sum, u_sum, fz, uz = sums
+        f_sum, u_sum = f_sum.to(tl.float32), u_sum.to(tl.float32)
+        fz, uz = fz.to(tl.float32), uz.to(tl.float32)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+            terms = (f, u, f * z, u * z)
+            held = terms if i == 0 else plus(held, terms)  # noqa: F821 (of the round before)
+            if not AGAIN:
+                fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
+        f_sum, u_sum, fz, uz = total(held, TOGETHER)
     pull = u_sum * reciprocal(f_sum)
     dtau = (pull * fz - uz) * inverse * LN2
     ok = (f_sum > FADED) & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
@@ -106,13 +131,27 @@ def pull_rows(
     tl.store(dk_pointer + row, pull.to(tl.float64), mask=ok)
     tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
     share, per = wide(pull, TOGETHER), wide(inverse, TOGETHER)
-    for i in tl.static_range(PIECES):
-        valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-        if AGAIN:
-            f, u, _ = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
-        else:
-            f, u = fs[i], us[i]
-        tl.store(dx_at + i * WIDTH, ((u - f * share) * per).to(dx_pointer.dtype.element_ty), mask=valid)
+    if STREAM:
+        for behind in range(steps):
+            start = (steps - 1 - behind) * STEP  # backwards: the row's end is what the cache still has
+            for i in tl.static_range(PIECES):
+                offset = start + i * WIDTH
+                valid = inside(ok, column + offset, n_columns, 1, False)
+                f, u, z = _terms(
+                    x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid, center, shift,
+                    scale, OUTPUT,
+                )  # fmt: skip
+                dx = (u - f * share) * per
+                tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            if AGAIN:
+                f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+            else:
+                f, u = fs[i], us[i]
+            dx = (u - f * share) * per
+            tl.store(dx_at + i * WIDTH, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok
@@ -142,6 +181,6 @@ def soft_topk_backward(
         grad, grad_row, grad_column, x, x_stride, hi, lo, tau, tau_stride, tau_high, tau_low,
         dx, dk, dtau, rows, n,
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
-        EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, CHUNK=layout.RESCUE * tile.warps,
-        num_warps=tile.warps, **layout.registers(),
+        EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
+        CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
