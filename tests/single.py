@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from khot import kernels
+from khot import _kernels as kernels
 
 __all__ = ["NAME", "Device"]
 

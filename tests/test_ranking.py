@@ -17,9 +17,10 @@ from torch import Tensor
 
 import khot
 import oracles
-from khot import cdfs, kernels
-from khot.kernels import scans
-from khot.laplace import laplace_thresholds
+from khot import _kernels as kernels
+from khot import cdfs
+from khot._kernels.reference import laplace as scans
+from khot._ops.laplace import laplace_thresholds
 
 INF, NAN = math.inf, math.nan
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}

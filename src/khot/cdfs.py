@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from khot.precision import wide_dtype, widen
+from khot._core.precision import wide_dtype, widen
 
 __all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import khot.kernels  # noqa: F401  (registers torch.ops.khot)
-from khot import arguments
-from khot.arguments import Scalar
-from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.precision import greatest
-from khot.soft_count import Row
+import khot._kernels  # noqa: F401  (registers torch.ops.khot)
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.dispatch import below_autograd, call, register, vmap_rows
+from khot._core.precision import greatest
+from khot.counting import Row
 
 __all__ = ["absolute", "pull", "rescaled", "soft_topk_magnitude"]
 
@@ -207,7 +207,7 @@ def pull(
     p: float,
     row: Row,
 ) -> tuple[Tensor, Tensor]:
-    """Reverse mode: as :func:`khot.kernels.selection.soft_topk_magnitude_backward`, differentiable."""
+    """Reverse mode: as `selection.soft_topk_magnitude_backward`, differentiable."""
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
     d = _linearize(s, y, hi, lo, tau, p)
     v = grad.to(hi.dtype)

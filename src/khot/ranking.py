@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import arguments, cdfs, soft_count
-from khot.arguments import Scalar
+from khot import cdfs, counting
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import greatest, wide_dtype, widen
+from khot._kernels.reference.laplace import half_levels
+from khot._ops.laplace import laplace_rank, laplace_sort, laplace_thresholds
 from khot.cdfs import CDF
-from khot.kernels.scans import half_levels
-from khot.laplace import laplace_rank, laplace_sort, laplace_thresholds
-from khot.precision import greatest, wide_dtype, widen
 
 __all__ = [
     "log_shares",
@@ -77,7 +78,7 @@ def soft_rank(
     if isinstance(F, cdfs.Laplace):
         rank = laplace_rank(x, tau)
     else:
-        rank = (soft_count.count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+        rank = (counting.count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
     return arguments.unrows(rank, input, dim)
 
 
@@ -300,7 +301,7 @@ def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor,
             (*x.shape[:-1], levels.shape[-1]), math.nan, dtype=wide_dtype(x.device), device=x.device
         )
         return nan, nan
-    hi, lo = soft_count.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
+    hi, lo = counting.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
     beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
     return hi.masked_fill(beyond, -greatest(hi)), lo.masked_fill(beyond, -greatest(hi))
 

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from khot import arguments, cdfs, magnitude, topk
-from khot.arguments import Scalar
+from khot import cdfs, magnitude, topk
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.dispatch import below_autograd, call
+from khot._kernels import sharded as kernels
+from khot._kernels.sharded import Shards
 from khot.cdfs import CDF
-from khot.dispatch import below_autograd, call
-from khot.kernels import sharded as kernels
-from khot.kernels.sharded import Shards
-from khot.soft_count import Row, pull
+from khot.counting import Row, pull
 
 __all__ = ["agreed", "apply", "groups_of", "hard_mask", "names"]
 
@@ -38,7 +39,7 @@ def apply(
 ) -> Tensor:
     """An operator on shards of rows: on tensors, with the process group that has them, or on DTensors."""
     if hasattr(input, "placements"):
-        from khot import dtensor
+        from khot._core import dtensor
 
         if group is not None:
             raise TypeError("group must be None for a DTensor, which knows its own, but got one")

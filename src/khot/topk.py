@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import arguments, cdfs
-from khot.arguments import Scalar
+from khot import cdfs
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.dispatch import below_autograd, call, register, vmap_rows
+from khot._core.precision import large, widen
 from khot.cdfs import CDF
-from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.precision import large, widen
-from khot.soft_count import threshold_map
+from khot.counting import threshold_map
 
 __all__ = [
     "laplace_topk",

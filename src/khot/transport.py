@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import khot.kernels  # noqa: F401  (registers torch.ops.khot)
-from khot import arguments
-from khot.arguments import Scalar
-from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.kernels.transport import FAR, plan, scale_of, solve_laplacian
-from khot.precision import large, on_cpu
+import khot._kernels  # noqa: F401  (registers torch.ops.khot)
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.dispatch import below_autograd, call, register, vmap_rows
+from khot._core.precision import large, on_cpu
+from khot._kernels.reference.transport import FAR, plan, scale_of, solve_laplacian
 
 __all__ = ["sorted_soft_topk"]
 

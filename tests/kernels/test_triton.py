@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oracles
 from khot import cdfs
-from khot.kernels import reference
+from khot._kernels.reference import soft_topk as reference
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -194,7 +194,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot.kernels.triton import backward, forward, functions, magnitude, scans, selection, transport
+from khot._kernels.triton import backward, forward, functions, magnitude, scans, selection, transport
 
 which = {
     forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],

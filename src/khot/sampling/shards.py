@@ -1,6 +1,6 @@
 """Sampling from rows that are spread over processes: what :func:`khot.sampling.sample` does with ``group=``.
 
-A unit's uniform depends on the seed and on the unit's place in the whole row (:mod:`khot.kernels.philox`), so
+A unit's uniform depends on the seed and on the unit's place in the whole row, so
 that it does not matter how the row is divided; the k largest keys are found as a hard mask of shards is.
 """
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import arguments, sharded
-from khot.arguments import Scalar
-from khot.kernels import philox
-from khot.kernels.sharded import Shards, topk_mask
+from khot import sharded
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._kernels.reference import philox
+from khot._kernels.sharded import Shards, topk_mask
 from khot.sampling.pareto import LEAST
 
 __all__ = ["gumbel_topk", "pareto"]

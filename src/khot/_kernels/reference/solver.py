@@ -1,6 +1,6 @@
 """The solver: the threshold t of each row with soft count C(t) = Σ_j F((x_j − t)/τ) = k.
 
-Plain torch, any device, batched over rows, in float64 (:func:`khot.precision.wide_dtype`) whatever the
+Plain torch, any device, batched over rows, in float64 (`wide_dtype`) whatever the
 input. A pass reads each row once, a tile of columns at a time, and reduces it to a handful of sums a row;
 everything between passes works on these. The passes of one solve, in order (`PASSES` counts them for the
 tests):
@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from khot._core.precision import greatest, wide_dtype, widen
+from khot._kernels.reference.steps import DIGITS, Sums, newton_step
 from khot.cdfs import CDF, Normal
-from khot.kernels.steps import DIGITS, Sums, newton_step
-from khot.precision import greatest, wide_dtype, widen
 
 __all__ = [
     "PASSES",

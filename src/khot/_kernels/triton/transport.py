@@ -1,6 +1,6 @@
 """The sorted SOFT top-k: one program a row solves for its k potentials, then programs write the plan.
 
-The method is the reference's (:mod:`khot.kernels.transport`), which has the formulas; all in float64.
+The method is the reference's (`_kernels.reference.transport`), which has the formulas; all in float64.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot.kernels import transport as reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import place
+from khot._kernels.reference import transport as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import place
 
 MOST = 127  # as many anchors leave a program its matrices on chip; the reference serves beyond
 SWEEPS = 2_000  # of Sinkhorn, for rows that Newton leaves: none of 13,000 did
@@ -275,7 +275,7 @@ KERNELS = (_newton, _plan)
 
 
 def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`khot.kernels.transport.sorted_soft_topk`, in Triton."""
+    """`transport.sorted_soft_topk`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     if k > MOST or rows == 0:

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot.kernels import reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import (
+from khot._kernels.reference import soft_topk as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import (
     CDFS,
     HUGE,
     LAPLACE,
@@ -324,7 +324,7 @@ def soft_topk_backward(
     output: str,
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`khot.kernels.reference.soft_topk_backward`, in Triton."""
+    """`soft_topk.soft_topk_backward`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
         return reference.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)

@@ -2,7 +2,7 @@
 
 They serve where the extension was built, with the best instruction set that the processor offers. The
 environment variable ``KHOT_KERNELS`` chooses otherwise: ``reference`` switches them off, ``avx2`` and
-``baseline`` hold them to less, ``triton`` is for tests (:mod:`khot.kernels.gpu`).
+``baseline`` hold them to less, ``triton`` is for tests (:mod:`khot._kernels.gpu`).
 """
 
 from __future__ import annotations

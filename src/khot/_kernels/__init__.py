@@ -1,7 +1,7 @@
 """The registered operators and the kernels under them.
 
 `torch.ops.khot.*` is what every caller calls; a faster kernel is registered under the same name for its
-device (:mod:`khot.kernels.cpu`, :mod:`khot.kernels.gpu`), and the reference serves all others.
+device (:mod:`khot._kernels.cpu`, :mod:`khot._kernels.gpu`), and the reference serves all others.
 """
 
 from __future__ import annotations
@@ -12,20 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot.kernels import (
-    counting,
-    cpu,
-    draws,
-    fixed_point,
-    gpu,
-    philox,
-    poisson_binomial,
-    reference,
-    scans,
-    selection,
-    transport,
-)
-from khot.precision import wide_dtype
+from khot._core.precision import wide_dtype
+from khot._kernels import cpu, gpu
+from khot._kernels.reference import draws, fixed_point, philox, poisson_binomial, selection, transport
+from khot._kernels.reference import laplace as scans
+from khot._kernels.reference import soft_count as counting
+from khot._kernels.reference import soft_topk as reference
 
 __all__ = ["active"]
 

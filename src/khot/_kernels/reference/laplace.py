@@ -5,7 +5,7 @@ as Σ_(j above p) e^(−(y_j − y_p)/τ) w_j follow from one another: :func:`de
 none of it overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
 
 The derivatives are written in torch operations and scans only. Given a differentiable ``scan`` they can be
-differentiated again, to any order and in either mode (:mod:`khot.laplace`).
+differentiated again, to any order and in either mode (:mod:`khot._ops.laplace`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.precision import greatest, wide_dtype, widen
+from khot._core.precision import greatest, wide_dtype, widen
 
 __all__ = [
     "ahead",
@@ -206,7 +206,7 @@ def laplace_thresholds(
         tau: broadcasts with batch.
 
     Returns:
-        hi and lo, (*batch, m), ±:func:`khot.precision.greatest` where t = ±inf: where no finite entry is
+        hi and lo, (*batch, m), ±`greatest` where t = ±inf: where no finite entry is
         counted, or every one; the int32 indices that sort x, descending; and how many of these lie above t,
         int32. NaN in rows with a NaN or whose τ is not positive, and for a level that is NaN.
     """

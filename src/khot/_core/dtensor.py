@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from khot import arguments
+from khot._core import arguments
 
 __all__ = ["apply", "local"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot.kernels.solver import Reduce, alone, some, tiles, two_sum
-from khot.kernels.steps import DIGITS
-from khot.precision import greatest, large, widen
+from khot._core.precision import greatest, large, widen
+from khot._kernels.reference.solver import Reduce, alone, some, tiles, two_sum
+from khot._kernels.reference.steps import DIGITS
 
 __all__ = [
     "Places",
@@ -64,7 +64,7 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
         k, tau: broadcast with batch; k integer valued.
 
     Returns:
-        y, of s's shape and dtype; hi and lo (*batch), ±:func:`khot.precision.greatest` where k = 0. NaN in
+        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. NaN in
         rows with a NaN, or more than k infinite entries, or k or τ out of range.
     """
     k = widen(k).expand(s.shape[:-1])

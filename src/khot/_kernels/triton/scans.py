@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot.kernels import scans as reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import place
+from khot._kernels.reference import laplace as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import place
 
 
 @triton.jit
@@ -88,7 +88,7 @@ KERNELS = (_part_maps, _part_scan)
 
 
 def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
-    """:func:`khot.kernels.scans.decay_scan`, in Triton."""
+    """`laplace.decay_scan`, in Triton."""
     shape = torch.broadcast_shapes(w.shape, g.shape)
     n = shape[-1]
     out = w.new_empty(shape)

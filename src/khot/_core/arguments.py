@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import precision
+from khot._core import precision
 
 __all__ = [
     "Scalar",

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from khot.kernels import reference, scans, selection, transport
+from khot._kernels.reference import laplace as scans
+from khot._kernels.reference import selection, transport
+from khot._kernels.reference import soft_topk as reference
 
 __all__ = ["KERNELS", "available", "register"]
 
@@ -55,6 +57,6 @@ def _late(name: str) -> Callable[..., Any]:
 def _kernels() -> dict[str, Callable[..., Any]]:
     if not available():
         return KERNELS
-    from khot.kernels import triton
+    from khot._kernels import triton
 
     return {name: getattr(triton, name) for name in KERNELS}

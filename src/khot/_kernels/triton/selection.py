@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot.kernels import selection as reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import chunks, get, load, place
+from khot._kernels.reference import selection as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import chunks, get, load, place
 
 # ----------------------------------------------------------------------------------- what is shared
 
@@ -225,7 +225,7 @@ KERNELS = (_part_digits, _resident_mask, _part_ties, _part_mask)
 
 
 def topk_mask(x: Tensor, k: Tensor) -> Tensor:
-    """:func:`khot.kernels.selection.topk_mask`, in Triton."""
+    """`selection.topk_mask`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     if n == 0:

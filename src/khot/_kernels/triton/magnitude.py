@@ -1,6 +1,6 @@
 """Top-k in magnitude: the k-th largest entry, Newton for the value that the pooled entries share, and y.
 
-The method is the reference's (:mod:`khot.kernels.selection`), which has the formulas.
+The method is the reference's (`_kernels.reference.selection`), which has the formulas.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot.kernels import selection as reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import HUGE, chunks, gather, get, load, pair, place, put
-from khot.kernels.triton.selection import digits, histograms, ordered, select, whole
+from khot._kernels.reference import selection as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import HUGE, chunks, gather, get, load, pair, place, put
+from khot._kernels.triton.selection import digits, histograms, ordered, select, whole
 
 EVALUATIONS = 60  # at most, of a resident row; bisection alone would need about as many
 LAUNCHES = 24  # passes over a long row, most of which find it done
@@ -23,7 +23,7 @@ LAUNCHES = 24  # passes over a long row, most of which find it done
 
 @triton.jit
 def _unpooled(s, tau, P: tl.constexpr):
-    """v ≥ 0 with v + τ v^(p−1) = s, and s − v: see :func:`khot.kernels.selection.unpooled`."""
+    """v ≥ 0 with v + τ v^(p−1) = s, and s − v: see `selection.unpooled`."""
     if P == 2:
         v, drop = s / (1 + tau), s * (tau / (1 + tau))
     else:
@@ -299,7 +299,7 @@ def _part_write(
 
 
 def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`khot.kernels.selection.soft_topk_magnitude`, in Triton."""
+    """`selection.soft_topk_magnitude`, in Triton."""
     batch, n = s.shape[:-1], s.shape[-1]
     if n == 0:
         return reference.soft_topk_magnitude(s, k, tau, p)
@@ -530,7 +530,7 @@ def soft_topk_magnitude_backward(
     tau: Tensor,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`khot.kernels.selection.soft_topk_magnitude_backward`, in Triton."""
+    """`selection.soft_topk_magnitude_backward`, in Triton."""
     batch, n = s.shape[:-1], s.shape[-1]
     if n == 0:
         return reference.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p)

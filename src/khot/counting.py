@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import khot.kernels  # noqa: F401  (registers torch.ops.khot)
-from khot import arguments, cdfs, precision
-from khot.arguments import Scalar
+import khot._kernels  # noqa: F401  (registers torch.ops.khot)
+from khot import cdfs
+from khot._core import arguments, precision
+from khot._core.arguments import Scalar
+from khot._core.dispatch import below_autograd, call, register, vmap_rows
+from khot._core.precision import greatest
+from khot._kernels.reference.soft_count import pull_count, push_count
+from khot._kernels.reference.soft_topk import log_scale as kernel_scale
+from khot._kernels.reference.soft_topk import neighbours
+from khot._kernels.reference.solver import Threshold
 from khot.cdfs import CDF
-from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.kernels.counting import pull_count, push_count
-from khot.kernels.reference import log_scale as kernel_scale
-from khot.kernels.reference import neighbours
-from khot.kernels.solver import Threshold
-from khot.precision import greatest
 
 __all__ = ["Row", "count_above", "inverse_soft_count", "pull", "soft_count", "threshold_map", "thresholds"]
 
@@ -340,7 +341,7 @@ def pull(
     kind: str,
     row: Row,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reverse mode: the formulas of :func:`khot.kernels.reference.soft_topk_backward`, differentiable."""
+    """Reverse mode: the formulas of `soft_topk.soft_topk_backward`, differentiable."""
     tau = tau.to(hi.dtype).expand(hi.shape)
     lo_shared, tau_shared = row.share([lo, tau])
     d = _linearize(x, hi, lo_shared, tau_shared, cdf, kind, row.near)

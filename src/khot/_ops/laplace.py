@@ -1,7 +1,7 @@
 """The Laplace count of a whole row at once, differentiable: ranks, sorting, thresholds of many levels.
 
 By one sort and scans, in O(n log n) time and O(n) memory in either direction (Struski et al. 2025, section
-4, evaluates so too; its backward of the rank does not). :mod:`khot.kernels.scans` has the formulas.
+4, evaluates so too; its backward of the rank does not). `_kernels.reference.laplace` has the formulas.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-import khot.kernels  # noqa: F401  (registers torch.ops.khot)
-from khot.dispatch import below_autograd, call, register, vmap_rows
-from khot.kernels import scans
-from khot.precision import widen
+import khot._kernels  # noqa: F401  (registers torch.ops.khot)
+from khot._core.dispatch import below_autograd, call, register, vmap_rows
+from khot._core.precision import widen
+from khot._kernels.reference import laplace as scans
 
 __all__ = ["laplace_rank", "laplace_sort", "laplace_thresholds"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot.kernels import philox
+from khot._kernels.reference import philox
 
 __all__ = ["order_sample", "smallest", "tournament"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core.precision import large, wide_dtype, widen
 from khot.cdfs import CDF
-from khot.precision import large, wide_dtype, widen
 
 __all__ = ["pull_count", "push_count", "soft_count", "soft_count_backward"]
 
@@ -19,7 +19,7 @@ FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 
 
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
-    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of :func:`khot.precision.wide_dtype`.
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `wide_dtype`.
 
     Args:
         x: (*batch, n).

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot.kernels import reference
-from khot.kernels.triton import layout
-from khot.kernels.triton.functions import (
+from khot._kernels.reference import soft_topk as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import (
     CDFS,
     HUGE,
     LOG,
@@ -58,7 +58,7 @@ def _statistics(x, valid):
 
 @triton.jit
 def _evaluate(x, valid, hi, lo, tau, near_up, near_down, power: tl.constexpr, CDF: tl.constexpr):
-    """The sums of one evaluation at t = hi + lo: see :class:`khot.kernels.steps.Sums`. The last two are the
+    """The sums of one evaluation at t = hi + lo: see `steps.Sums`. The last two are the
     nearest entries themselves.
 
     Tails and densities of each side are relative to those at near_up and near_down (:func:`_side`).
@@ -130,7 +130,7 @@ def _begin(
 
 @triton.jit
 def _order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr):
-    """Bounds on t from the rank-th largest entry: khot.kernels.solver._order_bounds."""
+    """Bounds on t from the rank-th largest entry: khot._kernels.reference.solver._order_bounds."""
     pad = (1e-3 if CDF == NORMAL else 1e-9) * tau + 1e-15 * tl.abs(value)
     share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
     low = value - tau * icdf(share, power, CDF) - pad
@@ -447,7 +447,7 @@ KERNELS = (_resident, _part_statistics, _part_begin, _part_evaluate, _part_write
 def soft_topk(
     x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`khot.kernels.reference.soft_topk`, in Triton."""
+    """`soft_topk.soft_topk`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
         return reference.soft_topk(x, k, tau, cdf, shape, output)

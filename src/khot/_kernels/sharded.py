@@ -17,8 +17,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from khot import cdfs
-from khot.kernels import reference, selection
-from khot.kernels.solver import Threshold
+from khot._kernels.reference import selection
+from khot._kernels.reference import soft_topk as reference
+from khot._kernels.reference.solver import Threshold
 
 __all__ = ["Shards"]
 

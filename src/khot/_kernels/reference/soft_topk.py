@@ -1,7 +1,7 @@
 """The reference kernels: plain torch, any device. The oracle of every faster kernel.
 
-Each reads its rows in tiles (:func:`khot.kernels.solver.tiles`), so that nothing of the input's size is
-allocated but what is returned; and computes in the dtype of :func:`khot.precision.wide_dtype`.
+Each reads its rows in tiles (`solver.tiles`), so that nothing of the input's size is
+allocated but what is returned; and computes in the dtype of `wide_dtype`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core.precision import greatest, large, widen
+from khot._kernels.reference.solver import Reduce, Threshold, alone, solve, standardize, tiles
 from khot.cdfs import CDF
-from khot.kernels.solver import Reduce, Threshold, alone, solve, standardize, tiles
-from khot.precision import greatest, large, widen
 
 __all__ = ["backward", "forward", "log_scale", "neighbours", "soft_topk", "soft_topk_backward"]
 
