@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from khot._kernels.reference import solver
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
-from khot.counting import threshold_map
 from khot.experiments import study, timing
 
 TOLERANCE = 1e-8
