@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is allocated is full of NaN, so that what no kernel writes shows; and programs are small."""
-    from khot.kernels.triton import layout
+    from khot._kernels.triton import layout
 
     monkeypatch.setattr(layout, "TOGETHER", 32)  # the interpreter takes as long for rows that are not there
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks import report, timing
 from benchmarks.cpu import call_operator, spread_normal
 from benchmarks.operators import OPERATORS, disagreement
-from khot import kernels
+from khot import _kernels as kernels
 from khot.experiments.peers import PEERS, missing
 from khot.experiments.timing import Call
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import khot
 from khot import cdfs
-from khot.kernels import reference, selection
+from khot._kernels.reference import selection
+from khot._kernels.reference import soft_topk as reference
 
 __all__ = ["CDFS", "ELSEWHERE", "OPERATORS", "Operator", "disagreement"]
 

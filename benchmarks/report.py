@@ -19,7 +19,7 @@ import torch
 
 import khot
 from benchmarks import timing
-from khot import kernels
+from khot import _kernels as kernels
 from khot.experiments.study import table
 
 __all__ = ["Results", "begin", "loglog", "machine", "ratio", "resume", "save", "table"]

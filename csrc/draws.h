@@ -1,4 +1,4 @@
-// Draws of k units, a row at a time: order sampling and the pivotal tournament; see khot/kernels/draws.py.
+// Draws of k units, a row at a time: order sampling and the pivotal tournament; see khot/_kernels/reference/draws.py.
 #pragma once
 
 #include <algorithm>

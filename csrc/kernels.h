@@ -63,7 +63,7 @@ struct BackwardRows {
   ~BackwardRows() = default;
 };
 
-// Top-k in magnitude of s >= 0; see khot/kernels/selection.py.
+// Top-k in magnitude of s >= 0; see khot/_kernels/reference/selection.py.
 struct Magnitude {
   double k, tau, p;
   Threshold gamma;  // the value of the pooled block
@@ -78,9 +78,9 @@ struct Kernels {
   void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                const Magnitude& problem, void* grad_s);  // the gradient in tau
-  // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/kernels/philox.py.
+  // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/_kernels/reference/philox.py.
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
-  // Draws from a row; see khot/kernels/draws.py.
+  // Draws from a row; see khot/_kernels/reference/draws.py.
   void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
   // Of trials with logits z: E[e^(i omega S)], with its period; P(S = k), pi and 1 - pi; covariance times u.

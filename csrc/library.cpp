@@ -1,5 +1,5 @@
 // khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
-// threads. The schemas are defined in khot/kernels/__init__.py.
+// threads. The schemas are defined in khot/_ops.
 #include <cmath>
 #include <cstdlib>
 #include <limits>

@@ -1,4 +1,4 @@
-// Philox 4x32-10: uniforms that depend on a seed, a row and a column only; see khot/kernels/philox.py.
+// Philox 4x32-10: uniforms that depend on a seed, a row and a column only; see khot/_kernels/reference/philox.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Forward and backward of a range of rows: khot/kernels/reference.py for one instruction set.
+// Forward and backward of a range of rows: khot/_kernels/reference/soft_topk.py for one instruction set.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The operators of sampling for the CPU (khot/kernels: philox.py, draws.py, poisson_binomial.py): shared among
+// The operators of sampling for the CPU (khot/_kernels/reference: philox.py, draws.py, poisson_binomial.py): shared among
 // torch's threads, on which no result depends.
 #include <memory>
 #include <tuple>

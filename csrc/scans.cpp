@@ -1,5 +1,5 @@
 // khot::laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan for the CPU: tensors in
-// and out, rows shared among torch's threads. The schemas are defined in khot/kernels/__init__.py.
+// and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

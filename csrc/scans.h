@@ -1,4 +1,4 @@
-// The sorted Laplace count, a row at a time: khot/kernels/scans.py in one sort and a few sweeps, in double.
+// The sorted Laplace count, a row at a time: khot/_kernels/reference/laplace.py in one sort and a few sweeps, in double.
 //
 // Included by scans.cpp only. One pass per direction carries every sum that goes that way.
 #pragma once

@@ -1,4 +1,4 @@
-// What stands on the k-th largest entry: the hard mask, and top-k in magnitude (khot/kernels/selection.py, where
+// What stands on the k-th largest entry: the hard mask, and top-k in magnitude (khot/_kernels/reference/selection.py, where
 // the formulas are explained).
 #pragma once
 

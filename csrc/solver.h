@@ -1,6 +1,6 @@
 // The threshold t of a row: soft count C(t) = sum F((x_j - t)/tau) = k.
 //
-// The algorithm of khot/kernels/solver.py, one row at a time, in double. Reasons are given there and not
+// The algorithm of khot/_kernels/reference/solver.py, one row at a time, in double. Reasons are given there and not
 // repeated here.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The sum of independent trials, and the trials given that sum, a row at a time: see
-// khot/kernels/poisson_binomial.py, where the formulas are explained.
+// khot/_kernels/reference/poisson_binomial.py, where the formulas are explained.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace khot::KHOT_ISA {
 
 constexpr int kTogether = 4;      // frequencies whose products are made at once
 constexpr double kUnseen = 46;    // of V (1 - cos): e^-46 is less than a rounding error of P(S = k)
-// of the calibration, as in khot/kernels/fixed_point.py
+// of the calibration, as in khot/_kernels/reference/fixed_point.py
 constexpr int kDepth = 3, kIterations = 40;
 constexpr double kNear = 1e-13, kClose = 1e-3, kRidge = 1e-13;
 constexpr int kCentring = 20;       // steps of at most 1
@@ -213,7 +213,7 @@ inline void solve(double (*A)[kDepth], double* b, int size) {
   }
 }
 
-// theta with the inclusion probabilities of logits `goal`: see khot/kernels/fixed_point.py. Returns the iterations.
+// theta with the inclusion probabilities of logits `goal`: see khot/_kernels/reference/fixed_point.py. Returns the iterations.
 inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratch, double* theta) {
   const int64_t length = Trials::padded(n);
   const Trials wanted(goal, n, scratch);

@@ -17,7 +17,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot import cdfs
-from khot.precision import on
+from khot._core.precision import on
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 

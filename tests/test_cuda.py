@@ -17,7 +17,8 @@ from torch import Tensor
 
 import khot
 import oracles
-from khot import cdfs, kernels
+from khot import _kernels as kernels
+from khot import cdfs
 from operators import OPERATORS, Operator
 
 pytestmark = [
@@ -178,7 +179,7 @@ def test_bad_rows_are_nan_and_spoil_no_other(op: Operator) -> None:
 
 
 def test_more_rows_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
-    from khot.kernels.triton import layout
+    from khot._kernels.triton import layout
 
     x = torch.randn(70_000, 100, device="cuda")
     want = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]

@@ -18,7 +18,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from khot.kernels import transport
+from khot._kernels.reference import transport
 from khot.topk import ot_topk
 from khot.transport import sorted_soft_topk
 from oracles import ADVERSARIAL

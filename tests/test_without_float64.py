@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import khot
 import single
-from khot import cdfs, precision
+from khot import cdfs
+from khot._core import precision
 from operators import OPERATORS, Operator
 
 every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)

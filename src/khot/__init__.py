@@ -10,6 +10,8 @@ from khot import estimators as estimators
 from khot import losses as losses
 from khot import nn as nn
 from khot import sampling as sampling
+from khot.counting import inverse_soft_count as inverse_soft_count
+from khot.counting import soft_count as soft_count
 from khot.estimators import sample_khot as sample_khot
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot.ranking import log_soft_permutation as log_soft_permutation
@@ -18,8 +20,6 @@ from khot.ranking import soft_permutation as soft_permutation
 from khot.ranking import soft_quantile as soft_quantile
 from khot.ranking import soft_rank as soft_rank
 from khot.ranking import soft_sort as soft_sort
-from khot.soft_count import inverse_soft_count as inverse_soft_count
-from khot.soft_count import soft_count as soft_count
 from khot.topk import laplace_topk as laplace_topk
 from khot.topk import log_soft_topk as log_soft_topk
 from khot.topk import ot_topk as ot_topk

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from khot import arguments
-from khot.arguments import Scalar
-from khot.precision import on_cpu
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import on_cpu
 
 __all__ = ["dykstra_topk", "pav_topk", "rescaled_sigmoid_topk", "sequential_softmax_topk", "sinkhorn_topk"]
 

@@ -28,8 +28,9 @@ from torch.distributions.distribution import Distribution
 from torch.distributions.utils import clamp_probs, lazy_property
 from torch.types import _size
 
-from khot import arguments, estimators, sampling
-from khot.precision import in_float64, on, widen
+from khot import estimators, sampling
+from khot._core import arguments
+from khot._core.precision import in_float64, on, widen
 from khot.sampling import conditional_poisson
 from khot.sampling.table import resolve
 from khot.topk import sigmoid_topk, topk_mask

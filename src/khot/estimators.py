@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from khot import arguments, sampling
-from khot.arguments import Scalar
-from khot.precision import on_cpu
+from khot import sampling
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import on_cpu
 from khot.sampling import conditional_poisson
 from khot.topk import sigmoid_topk, topk_mask
 

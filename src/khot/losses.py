@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from khot import arguments, cdfs, ranking
-from khot.arguments import Scalar
+from khot import cdfs, ranking
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import greatest, on, widen
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
-from khot.precision import greatest, on, widen
-from khot.soft_count import threshold_map
 
 __all__ = ["FenchelYoungTopKLoss", "TopKCrossEntropyLoss", "permutation_cross_entropy", "size_penalty"]
 

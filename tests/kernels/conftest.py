@@ -12,7 +12,7 @@ import torch
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernels, interpreted. What they allocate is full of NaN, so that what nobody writes shows."""
-    from khot.kernels import triton
+    from khot._kernels import triton
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     before = torch.are_deterministic_algorithms_enabled()

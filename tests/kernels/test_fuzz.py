@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from khot import kernels
-from khot.kernels import reference, selection
+from khot import _kernels as kernels
+from khot._kernels.reference import selection
+from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
 DTYPES = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from khot.kernels import active
-from khot.kernels import poisson_binomial as reference
-from khot.kernels.fixed_point import calibrate_kernel
+from khot._kernels import active
+from khot._kernels.reference import poisson_binomial as reference
+from khot._kernels.reference.fixed_point import calibrate_kernel
 from khot.sampling.tilting import tilt_rows
 
 pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")

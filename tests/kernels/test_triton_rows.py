@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from khot.kernels import gpu, scans, selection, transport
+from khot._kernels import gpu
+from khot._kernels.reference import laplace as scans
+from khot._kernels.reference import selection, transport
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

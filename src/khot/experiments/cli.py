@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 import torch
 
 import khot
-from khot import kernels
+from khot import _kernels as kernels
 
 MISSING = "khot: the command line needs packages that are not installed; pip install khot[demo]"
 

@@ -34,10 +34,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from khot._kernels.reference import solver
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
 from khot.experiments import study, timing
-from khot.kernels import solver
-from khot.soft_count import threshold_map
 
 TOLERANCE = 1e-8
 STEPS = ("bisection", "newton", "halley")

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import khot
-from khot import kernels
+from khot import _kernels as kernels
 from khot.experiments import study
 from khot.experiments.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
 

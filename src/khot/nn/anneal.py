@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from khot.precision import widen
+from khot._core.precision import widen
 
 __all__ = ["Anneal"]
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import arguments, cdfs, topk
-from khot.arguments import Scalar
+from khot import cdfs, topk
+from khot._core import arguments
+from khot._core.arguments import Scalar
 from khot.cdfs import CDF
 from khot.nn.values import Value, current, describe, positive, what_is_there
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from khot import arguments
+from khot._core import arguments
 from khot.transport import sorted_soft_topk
 
 __all__ = ["Beams", "Step", "soft_beam_loss", "soft_beam_search"]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from khot import arguments, topk
+from khot import topk
+from khot._core import arguments
 from khot.magnitude import soft_topk_magnitude
 from khot.nn.values import Value, current, describe, positive
 
@@ -194,7 +195,7 @@ class _Group:
         if not any(hasattr(x, "placements") for x in originals):
             row = self._row(originals, hard, None)
             return _split(row, originals), row
-        from khot.dtensor import Pieces
+        from khot._core.dtensor import Pieces
 
         pieces = Pieces(originals)
         local = pieces.locals()

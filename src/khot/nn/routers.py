@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import arguments, cdfs, topk
+from khot import cdfs, topk
+from khot._core import arguments
+from khot._core.precision import wide_dtype, widen
 from khot.cdfs import CDF
 from khot.nn.values import Value, current, describe, positive
-from khot.precision import wide_dtype, widen
 
 __all__ = ["ExpertChoiceRouter", "Router", "Routing", "TokenChoiceRouter"]
 

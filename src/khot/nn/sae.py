@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from khot import cdfs, topk
+from khot._core.precision import widen
 from khot.cdfs import CDF
 from khot.nn.values import Value, current, describe, positive
-from khot.precision import widen
 
 __all__ = ["TopKSAE"]
 

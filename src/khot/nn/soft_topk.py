@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from khot import arguments, cdfs, topk
+from khot import cdfs, topk
+from khot._core import arguments
 from khot.cdfs import CDF
 from khot.nn.values import Positive, Value, current, describe, positive, what_is_there
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import arguments
-from khot.arguments import Scalar
-from khot.precision import widen
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import widen
 
 __all__ = ["Positive", "Value", "current", "describe", "positive", "what_is_there"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from khot import arguments
+from khot._core import arguments
+from khot._core.precision import on_cpu
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
-from khot.precision import on_cpu
 from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
-from khot.soft_count import threshold_map
 
 __all__ = ["calibrate", "solve"]
 

@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from khot.arguments import Scalar
-from khot.precision import on_cpu
+from khot._core.arguments import Scalar
+from khot._core.precision import on_cpu
 from khot.sampling.calibration import calibrate, solve
 from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt

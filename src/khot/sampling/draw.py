@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import arguments
-from khot.precision import on_cpu
+from khot._core import arguments
+from khot._core.precision import on_cpu
 from khot.sampling import pareto, phantom
 from khot.sampling.table import designs, resolve
 

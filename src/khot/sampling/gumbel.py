@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import arguments
-from khot.arguments import Scalar
-from khot.kernels import philox
-from khot.precision import on_cpu
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import on_cpu
+from khot._ops import uniform as philox
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]

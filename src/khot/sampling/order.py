@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from khot.kernels.fixed_point import fixed_point
+from khot._kernels.reference.fixed_point import fixed_point
 from khot.sampling import tilting as conditional
 from khot.sampling.tilting import Tilted, mixture, tilt_rows
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from khot import arguments
-from khot.arguments import Scalar
-from khot.kernels import poisson_binomial
-from khot.kernels.poisson_binomial import Frequencies
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._kernels.reference import poisson_binomial
+from khot._kernels.reference.poisson_binomial import Frequencies
 
 __all__ = [
     "Tilted",
@@ -90,7 +90,7 @@ def covariance_product(trials: Tilted, u: Tensor) -> Tensor:
 
 
 def mixture(trials: Tilted) -> tuple[Tensor, Tensor]:
-    """:func:`khot.kernels.poisson_binomial.mixture`: the design as a mixture of independent trials."""
+    """`poisson_binomial.mixture`: the design as a mixture of independent trials."""
     q, p, at = _trials(trials.z, trials.change)
     return poisson_binomial.mixture(q, p, trials.k, at)
 

@@ -1,0 +1,1 @@
+"""What every operator shares: arguments, precision, dispatch, rows that are here or spread over processes."""

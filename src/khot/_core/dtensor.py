@@ -1,0 +1,119 @@
+"""Operators on DTensors: each process computes its own shard, with the group that shares its rows.
+
+What is sharded along ``dim`` stays where it is; the rows that other mesh dimensions shard are rows apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from khot._core import arguments
+
+__all__ = ["apply", "local"]
+
+
+def apply(
+    operator: Callable[..., Tensor], input: DTensor, k: Any, dim: int, mask: Any = None, **options: Any
+) -> DTensor:
+    """The operator on a DTensor; the result is placed as the input is, but for partial sums, which are
+    made whole.
+
+    Args:
+        operator: with the arguments (input, k, dim), and keywords, among them mask and group.
+        k, options: numbers, or tensors that broadcast with the batch shape; DTensors, or plain ones that are
+            the same on every process.
+        mask: a DTensor, or a plain one of all the entries.
+    """
+    arguments.check_input(input)
+    dim = arguments.check_dim(input, dim)
+    mesh = input.device_mesh
+    placements = tuple(Replicate() if p.is_partial() else p for p in input.placements)
+    if placements != input.placements:
+        input = input.redistribute(placements=placements)
+    rows = [d for d in range(input.dim()) if d != dim]
+
+    def shard(value: Any) -> Any:
+        return local(value, mesh, placements, rows) if isinstance(value, Tensor) else value
+
+    if isinstance(mask, Tensor):
+        mask = local(mask, mesh, placements, list(range(input.dim())))
+    options = {name: shard(value) for name, value in options.items()}
+    # over several dimensions of the mesh, sums go along one after the other
+    group = tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard(dim)) or None
+    y = operator(input.to_local(), shard(k), dim, mask=mask, **options, group=group)
+    like = torch.empty(input.shape, device="meta")
+    return DTensor.from_local(
+        y.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: list[int]) -> Tensor:
+    """This process's part of a tensor whose dimensions are these dims of the input, aligned at the right.
+
+    Its gradient is whole where the input's rows are spread, and a sum over the processes where it serves
+    different rows.
+    """
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    own = dims[len(dims) - value.dim() :] if value.dim() <= len(dims) else []
+    places: list[Placement] = []
+    grads: list[Placement] = []
+    for p in placements:
+        at = own.index(p.dim) if isinstance(p, Shard) and p.dim in own else None
+        split = at is not None and value.shape[at] > 1
+        places.append(Shard(at) if at is not None and split else Replicate())
+        shared = not isinstance(p, Shard) or p.dim not in dims
+        grads.append(places[-1] if split or shared else Partial())
+    return value.redistribute(placements=places).to_local(grad_placements=grads)
+
+
+class Pieces:
+    """Tensors on one mesh as pieces of a row: each process holds a part of every one, and no two the same.
+
+    Plain tensors among DTensors are whole on every process: parameters that FSDP has just gathered, or that
+    tensor parallelism leaves alone. What is made of them is whole again, and its gradient the mean of the
+    processes', as for data parallelism.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.mesh: DeviceMesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+        self.groups: tuple[dist.ProcessGroup, ...] = tuple(
+            self.mesh.get_group(i) for i in range(self.mesh.ndim)
+        )
+        self.split: list[list[Placement]] = [
+            [p if isinstance(p, Shard) else Shard(0) for p in x.placements]
+            if isinstance(x, DTensor)
+            else [Shard(0)] * self.mesh.ndim
+            for x in tensors
+        ]
+
+    def locals(self) -> list[Tensor]:
+        """This process's pieces."""
+        pieces = []
+        for x, placements in zip(self.tensors, self.split, strict=True):
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            pieces.append(x.redistribute(placements=placements).to_local())
+        return pieces
+
+    def join(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Pieces of the same shapes as tensors that are placed as the original ones."""
+        whole: list[Tensor] = []
+        for y, x, placements in zip(pieces, self.tensors, self.split, strict=True):
+            like = torch.empty(x.shape, device="meta")
+            z = DTensor.from_local(
+                y, self.mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
+            if isinstance(x, DTensor):
+                whole.append(z.redistribute(placements=x.placements))
+            else:
+                whole.append(z.full_tensor(grad_placements=[Partial("avg")] * self.mesh.ndim))
+        return whole

@@ -1,0 +1,35 @@
+"""The kernels: the reference in plain torch, the compiled ones for the CPU, and those in Triton for the GPU.
+
+`torch.ops.khot.*` is what every caller calls; a faster kernel is registered under the same name for its
+device, and the reference serves all others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from khot._kernels import cpu, gpu
+
+__all__ = ["active", "register"]
+
+_CPU: str | None = None  # the instruction set of the compiled kernels, where they are in use
+_INTERPRETED = os.environ.get("KHOT_KERNELS") == "triton"
+
+
+def register() -> None:
+    """Register the faster kernels for the operators, which are defined by now."""
+    global _CPU
+    _CPU = cpu.load()
+    gpu.register("CUDA")
+    if _INTERPRETED:
+        gpu.register("CPU")
+
+
+def active() -> dict[str, str]:
+    """Which kernels serve each kind of device, in the words of ``khot info``."""
+    return {
+        "cpu": f"compiled ({_CPU})" if _CPU else "triton, interpreted" if _INTERPRETED else "reference",
+        "gpu": ("triton" if gpu.available() else "reference") if torch.cuda.is_available() else "none",
+    }

@@ -1,0 +1,60 @@
+"""The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported when the first tensor comes.
+
+Where Triton is not installed the reference serves. With ``KHOT_KERNELS=triton`` and ``TRITON_INTERPRET=1``
+they take CPU tensors too, so that all tests of the operators can run on them without a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from khot._core.dispatch import OPERATORS
+
+__all__ = ["KERNELS", "available", "register"]
+
+#: The operators that have a kernel in Triton.
+KERNELS = (
+    "soft_topk",
+    "soft_topk_backward",
+    "soft_topk_magnitude",
+    "soft_topk_magnitude_backward",
+    "topk_mask",
+    "decay_scan",
+    "laplace_rank",
+    "laplace_rank_backward",
+    "laplace_sort",
+    "laplace_sort_backward",
+    "laplace_thresholds",
+    "laplace_thresholds_backward",
+    "sorted_soft_topk",
+)
+
+
+def available() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def register(device: str) -> None:
+    for name in KERNELS:
+        torch.library.impl(f"khot::{name}", device)(_late(name))
+
+
+def _late(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        return _kernels()[name](*args)
+
+    return kernel
+
+
+@functools.cache
+def _kernels() -> dict[str, Callable[..., Any]]:
+    if not available():
+        return {name: OPERATORS[name].kernel for name in KERNELS}
+    from khot._kernels import triton
+
+    return {name: getattr(triton, name) for name in KERNELS}

@@ -1,0 +1,1 @@
+"""The reference kernels: plain torch, any device. The oracle of every faster kernel."""

@@ -1,0 +1,376 @@
+"""Reference kernels of the sorted Laplace count: every sum over a row in O(n log n) time and O(n) memory.
+
+With the scores sorted, y_0 ≥ y_1 ≥ …, and the decays e^(−g_p) of the gaps g_p = (y_(p−1) − y_p)/τ, sums such
+as Σ_(j above p) e^(−(y_j − y_p)/τ) w_j follow from one another: :func:`decay_scan`. No decay exceeds 1, so
+none of it overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
+
+The derivatives are written in torch operations and scans only. Given a differentiable ``scan`` they can be
+differentiated again, to any order and in either mode (`khot._ops.laplace_rank` and its neighbours).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot._core.precision import greatest, wide_dtype, widen
+
+__all__ = [
+    "ahead",
+    "behind",
+    "decay_scan",
+    "half_levels",
+    "laplace_rank",
+    "laplace_rank_backward",
+    "laplace_sort",
+    "laplace_sort_backward",
+    "laplace_thresholds",
+    "laplace_thresholds_backward",
+    "vjp_rank",
+    "vjp_thresholds",
+    "jvp_rank",
+    "jvp_thresholds",
+]
+
+Scan = Callable[[Tensor, Tensor, bool], Tensor]
+
+FAR = 1000.0  # a gap in τ from which e^(−g) is 0
+
+
+def behind(v: Tensor) -> Tensor:
+    """v one place on: out_i = v_(i−1), out_0 = 0."""
+    return torch.cat((torch.zeros_like(v[..., :1]), v[..., :-1]), -1)
+
+
+def ahead(v: Tensor) -> Tensor:
+    """v one place back: out_i = v_(i+1), and 0 for the last."""
+    return torch.cat((v[..., 1:], torch.zeros_like(v[..., :1])), -1)
+
+
+def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
+    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), out_0 = 0; reverse, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)).
+
+    Args:
+        w, g: (*batch, n), or what broadcasts to it. g ≥ 0 is the gap before each entry; the first has none,
+            and g_0 is not looked at.
+
+    Linear in w. Log₂ n steps, each of which doubles how far back a sum reaches.
+    """
+    w, g = torch.broadcast_tensors(w, g)
+    n = w.shape[-1]
+    if reverse:
+        w, g = w.flip(-1), behind(g.flip(-1))
+    decay = torch.exp(-g)
+    out = decay * behind(w)
+    decay = torch.cat((torch.zeros_like(decay[..., :1]), decay[..., 1:]), -1)
+    reach = 1
+    while reach < n:
+        far = slice(reach, None)
+        out = torch.cat((out[..., :reach], out[..., far] + decay[..., far] * out[..., :-reach]), -1)
+        decay = torch.cat((torch.zeros_like(decay[..., :reach]), decay[..., far] * decay[..., :-reach]), -1)
+        reach *= 2
+    return out.flip(-1) if reverse else out
+
+
+# --------------------------------------------------------------------------------------------- rank
+
+
+def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
+    """r_i = ½ + Σ_j F((x_j − x_i)/τ) for Laplace's F: 1 is the largest; and what sorts x.
+
+    Equal entries, infinite ones among them, share the mean of their ranks.
+
+    Args:
+        x: (*batch, n).
+        tau: broadcasts with batch.
+
+    Returns:
+        (*batch, n) of x's dtype; and the int32 indices that sort x, descending. Rows with a NaN, or whose τ
+        is not positive, are NaN.
+    """
+    y, order = torch.sort(widen(x).contiguous(), dim=-1, descending=True, stable=True)
+    tau = widen(tau).expand(x.shape[:-1])
+    gap = _gaps(y, tau)
+    one = torch.ones_like(y)
+    place = torch.arange(1, x.shape[-1] + 1, dtype=wide_dtype(x.device), device=x.device)
+    rank = place + 0.5 * (scan(one, gap, True) - scan(one, gap, False))
+    rank = rank.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan)
+    out = torch.empty_like(y).scatter_(-1, order, rank)
+    return out.to(x.dtype), order.int()
+
+
+def laplace_rank_backward(
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan = decay_scan
+) -> tuple[Tensor, Tensor]:
+    """The gradients in x and in τ, this one of the batch shape."""
+    return vjp_rank(grad, x, order, tau, scan)
+
+
+def vjp_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+    """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, which is as ∂r/∂x symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
+    s = _sorted(x, order, tau, scan)
+    v = widen(grad).gather(-1, s.order)
+    return _unsort(_spread(v, s, scan), s.order).to(x.dtype), (v * _rank_in_tau(s, scan)).sum(-1)
+
+
+def jvp_rank(
+    dx: Tensor | None, dtau: Tensor | None, x: Tensor, order: Tensor, tau: Tensor, scan: Scan
+) -> Tensor:
+    """Forward mode."""
+    s = _sorted(x, order, tau, scan)
+    out = torch.zeros_like(s.y)
+    if dx is not None:
+        out = out + _spread(widen(dx).gather(-1, s.order), s, scan)
+    if dtau is not None:
+        out = out + _rank_in_tau(s, scan) * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
+    return _unsort(out, s.order).to(x.dtype)
+
+
+class _Sorted(NamedTuple):
+    order: Tensor  # int64
+    y: Tensor  # the scores, descending, 0 in place of infinite ones
+    free: Tensor  # which are finite
+    tau: Tensor  # (*batch)
+    gap: Tensor
+    up: Tensor  # Σ e^(−distance/τ) over the entries above
+    down: Tensor
+
+
+def _sorted(x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> _Sorted:
+    order = order.long()
+    y = widen(x).gather(-1, order)
+    tau = widen(tau).expand(x.shape[:-1])
+    gap = _gaps(y, tau)
+    free = ~y.isinf()  # a NaN spreads over its row
+    one = torch.ones_like(y)
+    return _Sorted(
+        order, y.masked_fill(~free, 0), free, tau, gap, scan(one, gap, False), scan(one, gap, True)
+    )
+
+
+def _gaps(y: Tensor, tau: Tensor) -> Tensor:
+    """(y_(p−1) − y_p)/τ, at most `FAR`, between which nothing infinite enters a product; 0 for the first."""
+    before, after = y[..., :-1], y[..., 1:]
+    gap = torch.where(before == after, 0, before - after)  # ∞ − ∞ too
+    tau = tau.unsqueeze(-1)
+    gap = torch.minimum(gap, FAR * tau) / tau
+    return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
+
+
+def _spread(v: Tensor, s: _Sorted, scan: Scan) -> Tensor:
+    """Σ_j f_ij (v_j − v_i)/τ, and 0 for infinite entries, which do not move."""
+    v = v.masked_fill(~s.free, 0)
+    around = scan(v, s.gap, False) + scan(v, s.gap, True)
+    out = 0.5 * (around - v * (s.up + s.down)) / s.tau.unsqueeze(-1)
+    return out.masked_fill(~s.free, 0)
+
+
+def _distances(s: _Sorted, scan: Scan) -> tuple[Tensor, Tensor]:
+    """Σ e^(−d) d over the entries above, and below, with d their distances in τ."""
+    up, down = s.gap * s.up, ahead(s.gap) * s.down
+    return up + scan(up, s.gap, False), down + scan(down, s.gap, True)
+
+
+def _rank_in_tau(s: _Sorted, scan: Scan) -> Tensor:
+    up, down = _distances(s, scan)
+    return 0.5 * (down - up) / s.tau.unsqueeze(-1)
+
+
+def _unsort(v: Tensor, order: Tensor) -> Tensor:
+    return torch.zeros_like(v).scatter(-1, order, v)
+
+
+def _bad(x: Tensor, tau: Tensor) -> Tensor:
+    return x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))
+
+
+# --------------------------------------------------------------------------------------- thresholds
+
+
+def laplace_thresholds(
+    x: Tensor, levels: Tensor, tau: Tensor, scan: Scan = decay_scan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """t = hi + lo with C(t) = level, for many levels of a row.
+
+    Between neighbouring scores with m entries above, C(t) = m − ½ a e^(−α) + ½ b e^(−β), where α and β are
+    the distances in τ to the two, and a and b the decayed counts at and beyond each. This is a quadratic
+    equation in e^(−α), or e^(−β). The one is taken which is not small, and t relative to that neighbour.
+
+    Args:
+        x: (*batch, n).
+        levels: (m,) for every row or (*batch, m).
+        tau: broadcasts with batch.
+
+    Returns:
+        hi and lo, (*batch, m), ±`greatest` where t = ±inf: where no finite entry is
+        counted, or every one; the int32 indices that sort x, descending; and how many of these lie above t,
+        int32. NaN in rows with a NaN or whose τ is not positive, and for a level that is NaN.
+    """
+    batch, n = x.shape[:-1], x.shape[-1]
+    levels = levels.expand(*batch, levels.shape[-1]).contiguous()
+    y, order = torch.sort(widen(x).contiguous(), dim=-1, descending=True, stable=True)
+    bad = (_bad(x, tau.expand(batch)) | (n == 0)).unsqueeze(-1) | levels.isnan()
+    if n == 0:
+        nan = torch.full_like(levels, math.nan)
+        return nan, nan.clone(), order.int(), torch.zeros_like(levels, dtype=torch.int32)
+    tau = widen(tau).expand(batch)
+    gap = _gaps(y, tau)
+    one = torch.ones_like(y)
+    up, down = scan(one, gap, False), scan(one, gap, True)
+    count = torch.arange(n, dtype=wide_dtype(x.device), device=x.device) + 0.5 * (1 + down - up)
+    first = (y == math.inf).sum(-1, keepdim=True)  # of the finite entries
+    last = (y > -math.inf).sum(-1, keepdim=True)
+    place = torch.searchsorted(count, levels, right=True)
+    place = torch.minimum(torch.maximum(place, first), last)
+
+    above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)
+    a = (1 + up).gather(-1, above).masked_fill(place == first, 0)
+    b = (1 + down).gather(-1, below).masked_fill(place == last, 0)
+    y_above, y_below = y.gather(-1, above), y.gather(-1, below)
+    short = place - levels
+    root = torch.sqrt(short * short + a * b * torch.exp(-gap.gather(-1, below)))
+    near = torch.log(torch.where(short > 0, a, b) / (short.abs() + root))
+    middle = 0.5 * (y_above - y_below) + 0.5 * tau.unsqueeze(-1) * torch.log(b / a)
+    lo = torch.where(short == 0, middle, -torch.sign(short) * tau.unsqueeze(-1) * near)
+    hi = torch.where(short > 0, y_above, y_below)
+
+    none, every, end = levels <= first, levels >= last, greatest(hi)
+    hi = hi.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
+    lo = lo.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
+    return hi, lo, order.int(), place.int()
+
+
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
+    """The thresholds of the levels i − ½, in x's dtype, in either order; and what sorts x, descending.
+
+    Infinite entries stay.
+    """
+    hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau, scan)
+    t = (hi + lo).to(x.dtype)
+    return t if descending else t.flip(-1), order
+
+
+def half_levels(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5
+
+
+def laplace_sort_backward(
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    tau: Tensor,
+    descending: bool,
+    want_tau: bool,
+    scan: Scan = decay_scan,
+) -> tuple[Tensor, Tensor]:
+    """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
+    hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
+    v = widen(grad if descending else grad.flip(-1))
+    dx, _, dtau = vjp_thresholds(v, x, order, hi, lo, place, tau, scan)
+    return dx, dtau if want_tau else torch.zeros_like(dtau)
+
+
+def laplace_thresholds_backward(
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    place: Tensor,
+    tau: Tensor,
+    scan: Scan = decay_scan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in x, the levels (*batch, m) and τ (batch)."""
+    return vjp_thresholds(grad, x, order, hi, lo, place, tau, scan)
+
+
+def vjp_thresholds(
+    grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
+    s, d = _linearize(x, order, hi, lo, place, tau, scan)
+    v = grad.masked_fill(~d.live, 0)
+    zero = torch.zeros_like(s.y)
+    up = zero.scatter_add(-1, d.above, v * d.share_above / d.a)
+    down = zero.scatter_add(-1, d.below, v * d.share_below / d.b)
+    dx = up + scan(up, s.gap, True) + down + scan(down, s.gap, False)
+    dx = dx.masked_fill(~s.free, 0)
+    return _unsort(dx, s.order).to(x.dtype), -_over_density(v, d, s.tau), -(v * d.z_mean).sum(-1)
+
+
+def jvp_thresholds(
+    dx: Tensor | None,
+    dlevels: Tensor | None,
+    dtau: Tensor | None,
+    x: Tensor,
+    order: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    place: Tensor,
+    tau: Tensor,
+    scan: Scan,
+) -> Tensor:
+    """Forward mode: the tangent of t."""
+    s, d = _linearize(x, order, hi, lo, place, tau, scan)
+    out = torch.zeros_like(d.z_mean)
+    if dx is not None:
+        v = widen(dx).gather(-1, s.order).masked_fill(~s.free, 0)
+        up, down = v + scan(v, s.gap, False), v + scan(v, s.gap, True)
+        out = d.share_above * up.gather(-1, d.above) / d.a + d.share_below * down.gather(-1, d.below) / d.b
+    if dtau is not None:
+        out = out - d.z_mean * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
+    if dlevels is not None:
+        out = out - _over_density(dlevels.expand(out.shape), d, s.tau)
+    return out.masked_fill(~d.live, 0)
+
+
+class _Linear(NamedTuple):
+    """At each threshold: all that lies above counts through the entry next to t, and below likewise."""
+
+    live: Tensor  # t is finite
+    above: Tensor  # where the entry next above t stands; any, where there is none
+    below: Tensor
+    share_above: Tensor  # Σ w over the entries above t
+    share_below: Tensor
+    a: Tensor  # Σ e^(−distance/τ) from the entry next above, over itself and those above
+    b: Tensor
+    z_mean: Tensor  # Σ w z
+    log_mass: Tensor  # log Σ e^(−abs(z)), which is log 2Σf
+
+
+def _linearize(
+    x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[_Sorted, _Linear]:
+    s = _sorted(x, order, tau, scan)
+    live = (hi.abs() != greatest(hi)) & ~hi.isnan()
+    hi, lo = hi.masked_fill(~live, 0).detach(), lo.masked_fill(~live, 0)
+    place, n = place.long(), s.y.shape[-1]
+    above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)
+    up, down = _distances(s, scan)
+    tau = s.tau.unsqueeze(-1)
+
+    has_above = live & (place > 0) & s.free.gather(-1, above)
+    has_below = live & (place < n) & s.free.gather(-1, below)
+    to_above = torch.where(has_above, ((s.y.gather(-1, above) - hi) - lo) / tau, 0)
+    to_below = torch.where(has_below, (lo - (s.y.gather(-1, below) - hi)) / tau, 0)
+    a, b = 1 + s.up.gather(-1, above), 1 + s.down.gather(-1, below)
+    log_a = torch.where(has_above | ~live, torch.log(a) - to_above, -math.inf)
+    log_b = torch.where(has_below | ~live, torch.log(b) - to_below, -math.inf)
+    logs = torch.stack((log_a, log_b))
+    share_above, share_below = torch.softmax(logs, 0)
+    z_mean = share_above * (to_above + up.gather(-1, above) / a)
+    z_mean = z_mean - share_below * (to_below + down.gather(-1, below) / b)
+    z_mean = z_mean.masked_fill(~live, 0)
+    log_mass = torch.logsumexp(logs, 0)
+    return s, _Linear(live, above, below, share_above, share_below, a, b, z_mean, log_mass)
+
+
+def _over_density(v: Tensor, d: _Linear, tau: Tensor) -> Tensor:
+    """v·τ/Σf, and 0 where v is 0 even if Σf underflows."""
+    idle = (v == 0) | ~d.live
+    rate = torch.exp(torch.log(2 * tau.unsqueeze(-1)) - d.log_mass.masked_fill(idle, 0))
+    return (v * rate).masked_fill(idle, 0)

@@ -1,0 +1,129 @@
+"""Reference kernels of the soft count at many levels: n entries times m levels, a few levels at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core.precision import large, wide_dtype, widen
+from khot.cdfs import CDF
+
+__all__ = ["vjp_count", "jvp_count", "soft_count", "soft_count_backward"]
+
+AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
+FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
+
+
+def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `precision.wide_dtype`.
+
+    Args:
+        x: (*batch, n).
+        at: (*batch, m).
+        tau: broadcasts with batch.
+        cdf, shape: as for :func:`khot.cdfs.resolve`.
+        centred: take F(z + F⁻¹(½)) for F, by which an entry counts itself as ½ where b is an infinite score,
+            too; else +inf always counts, and −inf never.
+
+    Returns:
+        (*batch, m); NaN where a row has a NaN or its τ is not positive.
+    """
+    F = cdfs.resolve(cdf, shape)
+    parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
+    return torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=wide_dtype(x.device))
+
+
+def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
+    size = max(1, AT_ONCE // max(1, x.numel()))
+    return (slice(i, i + size) for i in range(0, at.shape[-1], size))
+
+
+def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
+    """z (*batch, m, n). Infinite scores are far away; infinite levels count as 0 and are for the caller."""
+    infinite = x.isinf()
+    b = widen(at).masked_fill(at.isinf(), 0)
+    tau = widen(tau).expand(x.shape[:-1])
+    tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)[..., None, None]
+    # not in the difference, whose gradient would be 0·inf
+    z = (widen(x).masked_fill(infinite, 0).unsqueeze(-2) - b.unsqueeze(-1)) / tau
+    z = torch.where(infinite.unsqueeze(-2) & ~tau.isnan(), FAR * widen(x.sign()).unsqueeze(-2), z)
+    return z + F.median if centred and F.median else z
+
+
+def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
+    count = F.cdf(_standardize(x, at, tau, F, centred)).sum(-1)
+    own = 0.5 if centred else 0.0
+    first = (x == math.inf).sum(-1, keepdim=True) * (1 - own)  # at an infinite level
+    last = x.shape[-1] - (x == -math.inf).sum(-1, keepdim=True) * (1 - own)
+    at_infinity = widen(torch.where(at > 0, first, last))
+    return torch.where(at.isinf() & ~count.isnan(), at_infinity, count)
+
+
+def soft_count_backward(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in x, the levels and τ (batch)."""
+    dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+    return dx.contiguous(), dat.contiguous(), dtau
+
+
+def vjp_count(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
+    grad, scale = widen(grad), widen(tau).expand(x.shape[:-1])
+    dx = torch.zeros_like(x, dtype=wide_dtype(x.device))
+    dtau = torch.zeros_like(scale)
+    dat = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
+    for part in _groups(x, at):
+        v = _at_rest(grad[..., part], at[..., part]).unsqueeze(-1)
+        f, fz = _density(x, at[..., part], tau, F, centred)
+        dx = dx + (v * f).sum(-2) / scale.unsqueeze(-1)
+        dat.append(-(v * f).sum(-1) / scale.unsqueeze(-1))
+        dtau = dtau - (v * fz).sum((-1, -2)) / scale
+    return dx.to(x.dtype), torch.cat(dat, -1).to(at.dtype), dtau
+
+
+def jvp_count(
+    dx: Tensor | None,
+    dat: Tensor | None,
+    dtau: Tensor | None,
+    x: Tensor,
+    at: Tensor,
+    tau: Tensor,
+    F: CDF,
+    centred: bool,
+) -> Tensor:
+    """Forward mode."""
+    scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
+    out = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
+    for part in _groups(x, at):
+        f, fz = _density(x, at[..., part], tau, F, centred)
+        total = torch.zeros_like(at[..., part], dtype=wide_dtype(x.device))
+        if dx is not None:
+            total = total + (f * widen(dx).unsqueeze(-2)).sum(-1)
+        if dat is not None:
+            total = total - f.sum(-1) * widen(dat[..., part])
+        if dtau is not None:
+            total = total - fz.sum(-1) * widen(dtau).expand(x.shape[:-1]).unsqueeze(-1)
+        out.append(_at_rest(total, at[..., part]) / scale)
+    return torch.cat(out, -1)
+
+
+def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
+    """f and f·(x − b)/τ, 0 where either is infinite."""
+    z = _standardize(x, at, tau, F, centred)
+    z = z.clamp(-large(z), large(z))  # f = 0 there, and 0·inf would be NaN
+    f = F.pdf(z)
+    if centred and F.median:
+        z = z - F.median
+    return f, f * z
+
+
+def _at_rest(v: Tensor, at: Tensor) -> Tensor:
+    """v, and 0 at infinite levels: the derivative there is zero."""
+    return v.masked_fill(at.isinf(), 0)

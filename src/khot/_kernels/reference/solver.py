@@ -1,0 +1,284 @@
+"""The solver: the threshold t of each row with soft count C(t) = Σ_j F((x_j − t)/τ) = k.
+
+Plain torch, any device, batched over rows, in float64 (`precision.wide_dtype`) whatever the input is. A pass
+reads each row once, a tile of columns at a time, and reduces it to a handful of sums per row; everything
+between passes works on these. One solve takes these passes, in this order:
+
+1. statistics: counts, extremes, mean and variance;
+2. histograms, where the scores spread far wider than τ: the order statistics around rank k, to within a
+   few τ, and so a bracket for t;
+3. evaluations of C and C', each followed by a safeguarded Newton step;
+4. in a gap so wide that both tails underflow, the same in logarithms.
+
+Where a row is spread over processes, `Row.reduce` turns the sums of each shard into those of the row; all
+else is the same on every process.
+
+The threshold is a pair t = hi + lo with abs(lo) ≤ ulp(hi)/2: x − hi is exact for the entries near t, so that
+((x − hi) − lo)/τ has full relative accuracy however large x/τ is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot._core.precision import greatest, widen
+from khot._core.rows import HERE, Row
+from khot._kernels.reference.bracket import (
+    Bracket,
+    Statistics,
+    first_guess,
+    histogram_search,
+    order_bounds,
+    statistics,
+)
+from khot._kernels.reference.steps import DIGITS, Sums, newton_step
+from khot._kernels.reference.tiles import some, standardize, tiles, two_sum
+from khot.cdfs import CDF
+
+__all__ = ["Threshold", "solve"]
+
+# width of the first bracket, in τ, from which a histogram saves more passes than it costs; without
+# tails to lead it, Newton gets lost sooner
+WIDE = {True: 64.0, False: 8.0}
+EVALUATIONS = 24
+LOG_EVALUATIONS = 4
+
+
+class Threshold(NamedTuple):
+    """t = hi + lo for each row, and the entries next to it, ±inf where there is none: the least one with
+    F > ½ and the greatest other, as of the last evaluation."""
+
+    hi: Tensor
+    lo: Tensor
+    above: Tensor
+    below: Tensor
+
+
+def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, row: Row = HERE) -> tuple[Threshold, int]:
+    """The thresholds t with C(t) = k, of the batch shape, and how many passes over the rows it took.
+
+    Rows without an answer (NaN among the scores, k outside what can be selected, tau not positive) get NaN;
+    where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`greatest`: (x − hi) − lo
+    is ∓inf then for finite x, and ±inf, not NaN, for x = ±inf.
+
+    Args:
+        x: scores, (*batch, n). −inf is never selected, +inf always.
+        k, tau: of the batch shape.
+        row: turns the sums of a shard into those of the row.
+    """
+    stats = statistics(x, row)
+    passes = 1
+    k_free = k - stats.pinned  # what is left for the finite entries
+    none, every = k_free == 0, k_free == stats.free
+    bad = stats.nan | ~((k_free >= 0) & (k_free <= stats.free)) | ~((tau > 0) & (tau < math.inf))
+    live = ~(none | every | bad)
+    # rows that need no solving go through the motions with harmless numbers
+    k_safe = torch.where(live, k_free, 0.5)
+    free = torch.where(live, stats.free, 1.0)
+    tau_safe = torch.where(live, tau, 1.0)
+
+    guess, bracket = first_guess(stats, k_safe, free, tau_safe, cdf, live)
+    wide = live & (bracket.high - bracket.low > WIDE[cdf.full_support] * tau_safe)
+    if some(wide, row):
+        guess, histograms = histogram_search(x, k_safe, free, tau_safe, cdf, stats, wide, guess, bracket, row)
+        passes += histograms
+    (hi, lo, *near), evaluations = _newton(
+        _Problem(x, k_safe, free, tau_safe, cdf, stats, row), live, guess, bracket
+    )
+
+    infinite = torch.full_like(hi, -greatest(hi)).masked_fill(none, greatest(hi))
+    hi, lo = hi.where(live, infinite), lo.where(live, infinite)
+    t = Threshold(hi.masked_fill(bad, math.nan), lo.masked_fill(bad, math.nan), *near)
+    return t, passes + evaluations
+
+
+class _Problem(NamedTuple):
+    """What stays the same from one step to the next."""
+
+    x: Tensor
+    k: Tensor
+    n: Tensor  # number of finite entries
+    tau: Tensor
+    cdf: CDF
+    stats: Statistics
+    row: Row
+
+
+def _evaluate(p: _Problem, hi: Tensor, lo: Tensor) -> tuple[Sums, Tensor, Tensor]:
+    """The sums at t = hi + lo, and the entries next to it."""
+    zero = torch.zeros_like(hi)
+    m, A, B, fA, fB = zero, zero, zero, zero, zero
+    up, down = zero + math.inf, zero - math.inf
+    for _, tile in tiles(p.x):
+        z = standardize(tile, hi, lo, p.tau)
+        above = z > p.cdf.median
+        weight = widen(above)
+        tail, density = p.cdf.tail(z, above), p.cdf.pdf(z)
+        tail_above, density_above = tail * weight, density * weight
+        m = m + weight.sum(-1)
+        A = A + tail_above.sum(-1)
+        B = B + tail.sub_(tail_above).sum(-1)  # exact: one of the two is 0
+        fA = fA + density_above.sum(-1)
+        fB = fB + density.sub_(density_above).sum(-1)
+        up = torch.minimum(up, tile.masked_fill(~above, math.inf).amin(-1))
+        down = torch.maximum(down, tile.masked_fill(above, -math.inf).amax(-1))
+    m, A, B, fA, fB, up, down = p.row.reduce([m, A, B, fA, fB], [-up, down])
+    return Sums(m, A, B, fA, fB, -up - hi, down - hi), -up, down
+
+
+def _log_evaluate(p: _Problem, hi: Tensor, lo: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """log B − log A and its slope in −t/τ, where the tails themselves may underflow.
+
+    Every tail is taken relative to that of the nearest entry on its side, up or down.
+    """
+    cdf = p.cdf
+    zero = torch.zeros_like(hi)
+    A, B, fA, fB = zero, zero, zero, zero
+    z_up, z_down = (up - lo) / p.tau, (down - lo) / p.tau
+    log_up = cdf.log_tail(z_up, z_up > cdf.median).unsqueeze(-1)
+    log_down = cdf.log_tail(z_down, z_down > cdf.median).unsqueeze(-1)
+    for _, tile in tiles(p.x):
+        z = standardize(tile, hi, lo, p.tau)
+        above = z > cdf.median
+        reference = torch.where(above, log_up, log_down)
+        tail = torch.exp(cdf.log_tail(z, above) - reference)
+        density = torch.exp(cdf.log_pdf(z) - reference)
+        A = A + tail.where(above, 0).sum(-1)
+        B = B + tail.where(~above, 0).sum(-1)
+        fA = fA + density.where(above, 0).sum(-1)
+        fB = fB + density.where(~above, 0).sum(-1)
+    A, B, fA, fB = p.row.reduce([A, B, fA, fB])
+    log_ratio = (log_down - log_up).squeeze(-1) + torch.log(B) - torch.log(A)
+    return log_ratio, fA / A + fB / B
+
+
+@dataclass
+class _Iterate:
+    """Where the search stands. t = hi + lo; all other positions are kept relative to hi."""
+
+    hi: Tensor
+    lo: Tensor
+    bounds: Bracket
+    below: Tensor  # the greatest point evaluated with C > k
+    over: Tensor  # the least point evaluated with C < k
+    C_below: Tensor  # C − k there
+    C_over: Tensor
+    misses: tuple[Tensor, Tensor]  # |C − k| of the last two evaluations
+    running: Tensor
+    deep: Tensor  # rows in a gap so wide that both tails underflow
+    above: Tensor  # the entry next above t, as of the last evaluation
+    under: Tensor
+
+    @classmethod
+    def at(cls, guess: Tensor, bracket: Bracket, live: Tensor) -> _Iterate:
+        inside = (guess >= bracket.low) & (guess <= bracket.high)
+        hi = torch.where(inside, guess, 0.5 * bracket.low + 0.5 * bracket.high)
+        hi, lo = torch.where(live, hi, 0.0), torch.zeros_like(hi)
+        bounds = Bracket(bracket.low - hi, bracket.high - hi)
+        infinite = torch.full_like(hi, math.inf)
+        return cls(
+            hi,
+            lo,
+            bounds,
+            below=bounds.low - math.inf,
+            over=bounds.high + math.inf,
+            C_below=infinite,
+            C_over=-infinite,
+            misses=(infinite, infinite),
+            running=live,
+            deep=torch.zeros_like(live),
+            above=infinite,
+            under=-infinite,
+        )
+
+    def move(self, trial: Tensor, done: Tensor, next_above: Tensor, next_below: Tensor) -> None:
+        """Go on to hi + trial in the rows that are running."""
+        new_hi, self.lo = two_sum(self.hi, torch.where(self.running, trial, self.lo))
+        moved = new_hi - self.hi
+        self.bounds = Bracket(self.bounds.low - moved, self.bounds.high - moved)
+        self.below, self.over = self.below - moved, self.over - moved
+        self.above = torch.where(self.running, next_above, self.above)
+        self.under = torch.where(self.running, next_below, self.under)
+        self.hi = new_hi
+        self.running = self.running & ~done
+
+
+def _newton(p: _Problem, live: Tensor, guess: Tensor, bracket: Bracket) -> tuple[Threshold, int]:
+    """Safeguarded Newton from the guess, and how many evaluations it took."""
+    at = _Iterate.at(guess, bracket, live)
+    digits = DIGITS[p.tau.dtype]
+    settled = digits.settled if p.cdf.smooth else digits.settled_compact
+    passes = 0
+    while passes < EVALUATIONS and some(at.running, p.row):
+        passes += 1
+        s, next_above, next_below = _evaluate(p, at.hi, at.lo)
+        trial, done = _trial(p, at, s, settled)
+        at.move(trial, done, next_above, next_below)
+
+    hi, lo, deep, logs = at.hi, at.lo, at.deep, 0
+    while p.cdf.full_support and logs < LOG_EVALUATIONS and some(deep, p.row):
+        logs += 1
+        up, down = at.above - hi, at.under - hi
+        log_ratio, slope = _log_evaluate(p, hi, lo, up, down)
+        # where even the logarithms have lost their digits, the middle of the gap is the best guess
+        step = p.tau * log_ratio / slope
+        step = torch.where((lo + step > down) & (lo + step < up), step, 0.0)
+        hi, lo = two_sum(hi, torch.where(deep, lo + step, lo))
+        deep = deep & (step.abs() > settled * p.tau)
+    return Threshold(hi, lo, at.above, at.under), passes + logs
+
+
+def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, Tensor]:
+    """The next point to evaluate, relative to hi, from the sums at this one; and which rows end there."""
+    k, n, tau, lo, bounds = p.k, p.n, p.tau, at.lo, at.bounds
+    m = s.m - p.stats.pinned
+    excess = m - k
+    # C − k = P − Q without cancellation: in a gap both are small
+    P = s.tail_below + excess.clamp(min=0)
+    Q = s.tail_above + (-excess).clamp(min=0)
+    miss = P - Q
+    bounds.tighten(*order_bounds(s.next_above, m, k, n, tau, p.cdf))
+    bounds.tighten(*order_bounds(s.next_below, m + 1, k, n, tau, p.cdf))
+    at.below, at.C_below = torch.where(miss > 0, lo, at.below), torch.where(miss > 0, miss, at.C_below)
+    at.over, at.C_over = torch.where(miss < 0, lo, at.over), torch.where(miss < 0, miss, at.C_over)
+
+    # The root often sits on an order bound (one undecided entry), so a step beyond goes there; a point
+    # that was evaluated before cannot be the root, so a step to or beyond one is replaced by bisection.
+    opposite = (
+        torch.where(miss < 0, at.below - lo, at.over - lo),
+        torch.where(miss < 0, at.C_below, at.C_over),
+    )
+    low, high = p.stats.low - at.hi, p.stats.high - at.hi
+    step = newton_step(s, lo, low, high, opposite, k, n, excess, P, Q, tau, p.cdf)
+    trial = torch.minimum(torch.maximum(lo + step, bounds.low), bounds.high)
+    middle = 0.5 * torch.maximum(at.below, bounds.low) + 0.5 * torch.minimum(at.over, bounds.high)
+    # a miss that is back after two steps is a cycle
+    before = at.misses[0]
+    stuck = ((miss.abs() - before).abs() < 0.1 * before) & ((at.over - at.below) < math.inf)
+    at.misses = at.misses[1], miss.abs()
+    trial = torch.where((trial > at.below) & (trial < at.over) & ~stuck, trial, middle)
+    # Close to the root the sign of miss is rounding, and no bracket may overrule the last steps. But a
+    # step too small for what is missing knows nothing, and then bisection is left.
+    digits = DIGITS[tau.dtype]
+    density = s.density_above + s.density_below
+    noise = digits.sum * torch.minimum(k, n - k).clamp(min=1)
+    known = miss.abs() <= 8 * density * step.abs() / tau + noise
+    tiny = step.abs() <= digits.near * tau
+    trial = torch.where(tiny, torch.where(known, lo + step, middle), trial)
+    done = known & (step.abs() <= settled * tau)
+
+    far = greatest(lo) / 4
+    gap_middle = 0.5 * (s.next_above.clamp(max=far) + s.next_below.clamp(min=-far))
+    if p.cdf.full_support:
+        gap = (excess == 0) & ((s.tail_above < digits.tiny) | (s.tail_below < digits.tiny))
+        trial = torch.where(gap, gap_middle, trial)
+        at.deep = at.deep | (gap & at.running)
+    else:  # no entry has f > 0: any t in [next_below, next_above − τ] will do, so the middle
+        gap = (excess == 0) & (s.next_above - s.next_below >= tau)
+        trial = torch.where(gap, gap_middle - 0.5 * tau, trial)
+    return trial, done | gap

@@ -1,0 +1,133 @@
+"""The decay scan, with Triton's associative scan; and what stands on it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import laplace as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.functions import place
+
+
+@triton.jit
+def _compose(decay, value, next_decay, next_value):
+    """Of the maps h → decay·h + value, the first after the second."""
+    return decay * next_decay, value * next_decay + next_value
+
+
+@triton.jit
+def _scan(
+    w_pointer, w_stride, g_pointer, g_stride, row, there, start, n, REVERSE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The maps from what stands before `start` to each of the next sums."""
+    at = start + tl.arange(0, WIDTH)
+    valid = there[:, None] & ((at >= 1) & (at < n))[None, :]
+    gap = n - at if REVERSE else at
+    source = n - at if REVERSE else at - 1
+    g = tl.load(g_pointer + row[:, None] * g_stride + gap[None, :], mask=valid, other=0.0)
+    w = tl.load(w_pointer + row[:, None] * w_stride + source[None, :], mask=valid, other=0.0)
+    decay = tl.where(valid, tl.exp(-g.to(w.dtype)), 0.0)
+    return tl.associative_scan((decay, decay * w), 1, _compose)
+
+
+@triton.jit
+def _last(values, WIDTH: tl.constexpr):
+    return tl.sum(tl.where((tl.arange(0, WIDTH) == WIDTH - 1)[None, :], values, 0.0), axis=1)
+
+
+@triton.jit
+def _part_maps(
+    w_pointer, w_stride, g_pointer, g_stride, maps_pointer, rows, n, length, parts,
+    REVERSE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The map over the whole part, for the parts after it."""
+    row, part = place(parts)
+    row = row + tl.arange(0, 1)
+    decay = tl.zeros((1,), w_pointer.dtype.element_ty) + 1.0
+    value = decay * 0
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), WIDTH):
+        decays, values = _scan(
+            w_pointer, w_stride, g_pointer, g_stride, row, row < rows, start, n, REVERSE, WIDTH
+        )
+        decay, value = _compose(decay, value, _last(decays, WIDTH), _last(values, WIDTH))
+    tl.store(maps_pointer + (row * parts + part) * 2, decay)
+    tl.store(maps_pointer + (row * parts + part) * 2 + 1, value)
+
+
+@triton.jit
+def _part_scan(
+    w_pointer, w_stride, g_pointer, g_stride, maps_pointer, out_pointer, rows, n, length, parts,
+    REVERSE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    row = row * TOGETHER + tl.arange(0, TOGETHER)
+    there = row < rows
+    carry = tl.zeros((TOGETHER,), w_pointer.dtype.element_ty)
+    if PARTS > 1:  # a program has one row then
+        other = tl.arange(0, PARTS)[None, :]
+        maps = maps_pointer + (row[:, None] * parts + other) * 2
+        before = tl.load(maps, mask=other < part, other=1.0), tl.load(maps + 1, mask=other < part, other=0.0)
+        _, sums = tl.associative_scan(before, 1, _compose)
+        carry += _last(sums, PARTS)
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), WIDTH):
+        decays, values = _scan(w_pointer, w_stride, g_pointer, g_stride, row, there, start, n, REVERSE, WIDTH)
+        h = values + decays * carry[:, None]
+        carry = _last(h, WIDTH)
+        at = start + tl.arange(0, WIDTH)
+        column = n - 1 - at if REVERSE else at
+        offset = row[:, None] * n + column[None, :]
+        tl.store(out_pointer + offset, h, mask=there[:, None] & (at < n)[None, :])
+
+
+KERNELS = (_part_maps, _part_scan)
+
+
+def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
+    """`laplace.decay_scan`, in Triton."""
+    shape = torch.broadcast_shapes(w.shape, g.shape)
+    n = shape[-1]
+    out = w.new_empty(shape)
+    if out.numel() == 0:
+        return out
+    rows = out.numel() // n
+    given = (*layout.rows(w.expand(shape), n), *layout.rows(g.expand(shape), n))
+    with torch.cuda.device_of(w):
+        if n <= layout.CHUNK:
+            width, together, warps = layout.block(n)
+            _part_scan[(triton.cdiv(rows, together),)](
+                *given, out, out, rows, n, n, 1,
+                REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
+            )  # fmt: skip
+            return out
+        parts, length = layout.parts(rows, n)
+        maps = out.new_empty(rows * parts * 2)
+        which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
+        if parts > 1:
+            _part_maps[(rows * parts,)](*given, maps, rows, n, length, parts, **which)
+        _part_scan[(rows * parts,)](
+            *given, maps, out, rows, n, length, parts,
+            **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
+        )  # fmt: skip
+    return out
+
+
+# Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
+laplace_rank: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_rank, scan=decay_scan)
+laplace_rank_backward: partial[tuple[Tensor, Tensor]] = partial(
+    reference.laplace_rank_backward, scan=decay_scan
+)
+laplace_sort: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_sort, scan=decay_scan)
+laplace_sort_backward: partial[tuple[Tensor, Tensor]] = partial(
+    reference.laplace_sort_backward, scan=decay_scan
+)
+laplace_thresholds: partial[tuple[Tensor, Tensor, Tensor, Tensor]] = partial(
+    reference.laplace_thresholds, scan=decay_scan
+)
+laplace_thresholds_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
+    reference.laplace_thresholds_backward, scan=decay_scan
+)

@@ -1,0 +1,116 @@
+"""The soft count C(b) = Σ_j F((x_j − b)/τ), and its inverse: the level above which a given number lie.
+
+Every deterministic operator stands on these two.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import arguments, precision
+from khot._core.arguments import Scalar
+from khot._ops.soft_count import count_above
+from khot._ops.soft_topk import thresholds
+from khot.cdfs import CDF, CDFName
+
+__all__ = ["inverse_soft_count", "soft_count"]
+
+
+def soft_count(
+    input: Tensor, at: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
+) -> Tensor:
+    """How many entries of each row lie above ``at``, softened: C(b) = Σ_j F((x_j − b)/τ).
+
+    As τ → 0, C(b) tends to the number of entries above b, an entry equal to b counting F(0).
+
+    Args:
+        input: scores, of any floating-point dtype; ±inf count as 1 and 0.
+        at: where to count. A number, or a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``): one level per row, and ``dim`` is dropped. Or a tensor of the input's number of
+            dims with m levels along ``dim``, which otherwise broadcasts with the input.
+        dim: the dimension to count along.
+        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``).
+        cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
+            :mod:`khot.cdfs`.
+
+    Returns:
+        Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
+        Differentiable (exactly, to any order and in either mode) in input, at and tau. Memory is linear in
+        n + m, but where the backward pass is itself recorded.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 2.0, 0.0])
+        >>> khot.soft_count(x, 1.5, tau=0.01)
+        tensor(2.)
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    at, scalar = _levels(at, "at", input, x, dim, low=-math.inf)
+    count = count_above(x, at, tau, F).to(input.dtype)
+    return count.squeeze(-1) if scalar else count.movedim(-1, dim)
+
+
+def inverse_soft_count(
+    input: Tensor, count: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
+) -> Tensor:
+    """The threshold above which the soft count of each row is ``count``: t with Σ_j F((x_j − t)/τ) = count.
+
+    Where C is flat in floating point (an integer count and a gap much wider than τ) t is still the exact
+    root; where it is flat indeed (compact support) t is the middle of the gap.
+
+    Args:
+        input: scores, of any floating-point dtype. −inf never counts, +inf always.
+        count: in [0, n]; a number or a tensor, as ``at`` for :func:`soft_count`.
+        dim, tau, cdf: as for :func:`soft_count`.
+
+    Returns:
+        Thresholds of the input's dtype, with m entries along ``dim`` or without it; +inf for count = 0 and
+        −inf for count = n. Differentiable (exactly, by the implicit function theorem) in input, count and
+        tau.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 2.0, 0.0])
+        >>> khot.inverse_soft_count(x, 2, tau=0.01)
+        tensor(1.5000)
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    count, scalar = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
+    hi, lo = thresholds(x, count, tau, F)
+    t = (hi + lo).to(input.dtype)
+    return t.squeeze(-1) if scalar else t.movedim(-1, dim)
+
+
+def _levels(
+    value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
+) -> tuple[Tensor, bool]:
+    """Levels as (*batch, m), and whether they came as one per row."""
+    if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
+        level = arguments.per_row(value, name, x, low=low, high=high)
+        return level.unsqueeze(-1).expand(*x.shape[:-1], 1), True
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+    levels = precision.on(x.device, value.movedim(dim, -1))
+    if value.dim() != max(input.dim(), 1) or any(
+        a not in (1, b) for a, b in zip(levels.shape[:-1], x.shape[:-1], strict=True)
+    ):
+        raise ValueError(
+            f"{name} must be a number, or broadcast with the batch shape {tuple(x.shape[:-1])}, or have the "
+            f"input's {input.dim()} dims and broadcast with its shape {tuple(input.shape)} outside "
+            f"dim {dim}, but got shape {tuple(value.shape)}"
+        )
+    levels = arguments.check_values(levels, name, low=low, high=high)
+    return levels.expand(*x.shape[:-1], levels.shape[-1]), False

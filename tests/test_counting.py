@@ -1,0 +1,314 @@
+"""The solver: accuracy, passes and memory on the adversarial list; gaps; levels; exact gradients."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import khot
+import oracles
+from khot import cdfs
+from khot._kernels.reference import solver
+
+CDFS: dict[str, tuple[str | cdfs.CDF, float | None]] = {
+    "logistic": ("logistic", None),
+    "laplace": ("laplace", None),
+    "normal": ("normal", None),
+    "uniform": ("uniform", None),
+    "power": (cdfs.Power(4 / 3), 4 / 3),
+}
+EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
+every_cdf = pytest.mark.parametrize("name", CDFS)
+every_row = pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
+
+
+def row(scores: str, n: int, seed: int = 0) -> Tensor:
+    return oracles.ADVERSARIAL[scores](n, torch.Generator().manual_seed(seed))
+
+
+def selectable(x: Tensor) -> int:
+    return int((x > -math.inf).sum())
+
+
+def sum_error(y: Tensor, k: float, n: int) -> float:
+    """abs(Σy − k) in units of the goal of DESIGN section 5."""
+    goal = {torch.float64: 1e-12, torch.float32: 1e-6}[y.dtype] * max(1, min(k, n - k))
+    return abs(math.fsum(y.double().tolist()) - k) / (goal + y.numel() * EPS[y.dtype] / 2)
+
+
+# ----------------------------------------------------------------------------------- accuracy
+
+
+@every_cdf
+@every_row
+def test_within_rounding_of_50_digits_on_the_adversarial_list(name: str, scores: str) -> None:
+    cdf, p = CDFS[name]
+    x64 = row(scores, 30)
+    for dtype, absolute, relative in ((torch.float64, 1e-12, 1e-12), (torch.float32, 5e-7, 1e-5)):
+        x = x64.to(dtype)
+        n = selectable(x)
+        for tau in oracles.TAUS:
+            for k in oracles.adversarial_ks(n):
+                case = f"{dtype}, tau={tau}, k={k}"
+                want, log_want, t_want = oracles.soft_topk(x, k, tau, name, p)
+                y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+                assert np.abs(y.double().numpy() - want).max() <= absolute, case
+                assert sum_error(y, k, n) <= 1, case
+                if khot.cdfs.resolve(cdf).full_support:  # elsewhere log y is singular at the edge
+                    log_y = khot.log_soft_topk(x, k, tau=tau, cdf=cdf).double().numpy()
+                    np.testing.assert_allclose(log_y, log_want, rtol=relative, atol=absolute, err_msg=case)
+                t = khot.inverse_soft_count(x, k, tau=tau, cdf=cdf).item()
+                scale = abs(t_want) + tau
+                assert abs(t - t_want) <= 4 * EPS[dtype] * scale + 1e-12 * tau, case
+
+
+@pytest.mark.slow
+@every_cdf
+@every_row
+def test_within_rounding_of_50_digits_at_300_entries(name: str, scores: str) -> None:
+    cdf, p = CDFS[name]
+    x = row(scores, 300, seed=1)
+    for tau in oracles.TAUS:
+        for k in oracles.adversarial_ks(selectable(x)):
+            want, _, _ = oracles.soft_topk(x, k, tau, name, p)
+            y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+            assert np.abs(y.numpy() - want).max() <= 1e-12, (tau, k)
+
+
+@every_cdf
+def test_rows_of_every_kind_together_sum_to_k(name: str) -> None:
+    n = 2_000
+    rows = torch.stack([row(scores, n) for scores in oracles.ADVERSARIAL])
+    for dtype in EPS:
+        for tau in oracles.TAUS:
+            for j, _ in enumerate(oracles.adversarial_ks(n)):
+                ks = [oracles.adversarial_ks(selectable(x))[j] for x in rows]
+                k = torch.tensor(ks, dtype=torch.float64)
+                y = khot.soft_topk(rows.to(dtype), k, tau=tau, cdf=CDFS[name][0])
+                for x, y_x, k_x in zip(rows, y, ks, strict=True):
+                    assert sum_error(y_x, k_x, selectable(x)) <= 1, (tau, k_x)
+
+
+@every_cdf
+def test_six_million_equal_scores(name: str) -> None:
+    # the row on which a bracket of ±10 gives a sum of 285
+    n, k = 6_290_000, 64
+    for dtype in EPS:
+        y = khot.soft_topk(torch.full((n,), 0.3, dtype=dtype), k, cdf=CDFS[name][0])
+        want = torch.tensor(k / n, dtype=torch.float64).to(dtype)
+        assert (y - want).abs().max() <= ({4: 1e-6, 8: 1e-12}[y.itemsize] + EPS[dtype] / 2) * k / n
+        assert y.unique().numel() == 1
+        assert abs(n * y[0].double().item() - k) <= {4: 1e-6, 8: 1e-12}[y.itemsize] * k + n * EPS[dtype] / 2
+
+
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    for scores in oracles.ADVERSARIAL:
+        x = row(scores, 200).clamp(-60_000, 60_000).to(dtype)
+        for tau in oracles.TAUS:
+            k = selectable(x) / 10 + 0.5
+            y = khot.soft_topk(x, k, tau=tau, cdf=CDFS[name][0])
+            exact = khot.soft_topk(x.double(), k, tau=tau, cdf=CDFS[name][0])
+            # arithmetic in float32 may round the other way where the exact value lies near half-way
+            ulp = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+            assert ((y.double() - exact).abs() <= 0.5 * ulp + 5e-7).all()
+
+
+# --------------------------------------------------------------------------- passes and memory
+
+
+@every_cdf
+@pytest.mark.parametrize("n", [30, 1_000, 5_000])
+def test_at_most_ten_passes(name: str, n: int) -> None:
+    counts = []
+    for scores in oracles.ADVERSARIAL:
+        x = row(scores, n)[None]
+        for tau in oracles.TAUS:
+            for k in oracles.adversarial_ks(selectable(x)):
+                _, passes = solver.solve(
+                    x,
+                    torch.tensor([k], dtype=torch.float64),
+                    torch.tensor([tau], dtype=torch.float64),
+                    cdfs.resolve(CDFS[name][0]),
+                )
+                counts.append(passes)
+    assert max(counts) <= 10
+    assert sorted(counts)[len(counts) // 2] <= 5
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors created inside were holding at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {id(self.storage(t)) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_iter(out):
+            if not isinstance(t, Tensor):
+                continue
+            storage = self.storage(t)
+            key = storage._cdata
+            if key in self.seen or id(storage) in known or storage.nbytes() == 0:
+                continue
+            self.seen.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(t, self.free, key, storage.nbytes())
+        return out
+
+    @staticmethod
+    def storage(t: Tensor) -> Any:
+        return t.untyped_storage()
+
+    def free(self, key: int, nbytes: int) -> None:
+        if key in self.seen:
+            self.seen.remove(key)
+            self.now -= nbytes
+
+
+@pytest.mark.parametrize("shape", [(1, 2_000_000), (20_000, 100)], ids=str)
+@pytest.mark.parametrize("name", ["logistic", "power"])
+def test_at_most_three_buffers_of_the_input(name: str, shape: tuple[int, int]) -> None:
+    x = 30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))  # wide: histograms too
+    x.requires_grad_()
+    grad = torch.ones_like(x)
+    size = x.numel() * x.element_size()
+    with PeakMemory() as forward:
+        y = khot.soft_topk(x, shape[1] / 10, tau=0.1, cdf=CDFS[name][0])
+    assert forward.peak <= 3 * size
+    with PeakMemory() as backward:
+        torch.autograd.grad(y, x, grad)
+    assert backward.peak <= 3 * size
+
+
+# --------------------------------------------------------------------------------------- gaps
+
+
+@every_cdf
+@pytest.mark.parametrize("tau", [1.0, 0.01, 1e-4])
+def test_a_gap_determines_the_threshold(name: str, tau: float) -> None:
+    cdf, p = CDFS[name]
+    # two above, three below, and far apart: C is flat at 2 in floating point
+    x = torch.tensor([52.0, 50.5, -50.0, -50.0, -53.0], dtype=torch.float64)
+    _, log_want, t_want = oracles.soft_topk(x, 2, tau, name, p)
+    assert abs(khot.inverse_soft_count(x, 2, tau=tau, cdf=cdf).item() - t_want) <= 1e-13 * 50
+    if cdfs.resolve(cdf).full_support:
+        log_y = khot.log_soft_topk(x, 2, tau=tau, cdf=cdf)
+        np.testing.assert_allclose(log_y.numpy(), log_want, rtol=1e-12)
+
+
+@every_cdf
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+def test_dk_in_a_gap_is_the_limit_of_the_smooth_cdfs(name: str, tau: float) -> None:
+    cdf, p = CDFS[name]
+    x = torch.tensor([52.0, 50.0, 50.0, -50.0, -50.0, -50.0, -53.0], dtype=torch.float64)
+    v = torch.tensor([1.0, 2.0, 5.0, -3.0, 4.0, 7.0, 9.0], dtype=torch.float64)
+    _, dk_want, _ = oracles.soft_topk_grad(x, 3, tau, name, v, p)
+    for create_graph in (False, True):
+        k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+        (dk,) = torch.autograd.grad(y, k, v, create_graph=create_graph)
+        assert abs(dk.item() - dk_want) <= 1e-7 * 9
+    if not cdfs.resolve(cdf).full_support:
+        # ½ of the mean over ties on either side
+        assert dk_want == pytest.approx(0.5 * (2 + 5) / 2 + 0.5 * (-3 + 4 + 7) / 3, abs=1e-15)
+        assert dk.item() == pytest.approx(dk_want, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", ["logistic", "laplace", "normal"])
+def test_means_survive_underflow_of_every_density(name: str) -> None:
+    # between entries 2e4 τ apart every f underflows, and v̄ is still the mean of the two neighbours
+    x = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    k = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    y = khot.soft_topk(x, k, tau=1e-4, cdf=name)
+    (dk,) = torch.autograd.grad(y, k, torch.tensor([1.0, 3.0], dtype=torch.float64))
+    assert dk.item() == pytest.approx(2, abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+@every_cdf
+@every_row
+def test_gradients_against_50_digits(name: str, scores: str) -> None:
+    cdf, p = CDFS[name]
+    x = row(scores, 12)
+    finite = x.isfinite()
+    v = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    for tau in oracles.TAUS:
+        for k in (1.5, 4.0, 7.3):
+            leaves = [
+                x.clone().requires_grad_(),
+                torch.tensor(k, dtype=torch.float64, requires_grad=True),
+                torch.tensor(tau, dtype=torch.float64, requires_grad=True),
+            ]
+            y = khot.soft_topk(leaves[0], leaves[1], tau=leaves[2], cdf=cdf)
+            dx, dk, dtau = torch.autograd.grad(y, leaves, v)
+            want_dx, want_dk, want_dtau = oracles.soft_topk_grad(x, k, tau, name, v, p)
+            case = f"tau={tau}, k={k}"
+            # ties at a threshold: log f of a gap of z errs by eps·z², and so do the weights
+            z = ((x[finite] - x[finite].median()) / tau).abs().max().item()
+            weights = 1e-10 + 2.0**-52 * (z**2 if name == "normal" else z)
+            np.testing.assert_allclose(dx.numpy(), want_dx, rtol=1e-9, atol=4 * weights / tau, err_msg=case)
+            assert abs(dk.item() - want_dk) <= 4 * weights, case
+            assert abs(dtau.item() - want_dtau) <= 1e-9 * abs(want_dtau) + 10 * weights / tau, case
+
+
+# ------------------------------------------------------------------------------------- levels
+
+
+@every_cdf
+def test_evaluate_and_invert_are_inverse(name: str) -> None:
+    cdf = CDFS[name][0]
+    x = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    counts = torch.linspace(0.7, 49.2, 11, dtype=torch.float64).expand(3, 11)
+    t = khot.inverse_soft_count(x, counts, tau=0.8, cdf=cdf)
+    assert t.shape == (3, 11)
+    assert (t.diff(dim=-1) < 0).all()
+    torch.testing.assert_close(khot.soft_count(x, t, tau=0.8, cdf=cdf), counts, rtol=0, atol=1e-11)
+
+
+def test_counts_run_from_n_to_0() -> None:
+    x = torch.tensor([3.0, 1.0, -math.inf, math.inf])
+    assert khot.soft_count(x, -math.inf) == 3
+    assert khot.soft_count(x, math.inf) == 1
+    assert khot.inverse_soft_count(x[:2], torch.tensor([0.0, 2.0])).tolist() == [math.inf, -math.inf]
+
+
+def test_many_levels_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    counts = torch.linspace(0.5, 29.5, 30, dtype=torch.float64).expand(2, 30)
+    whole = khot.inverse_soft_count(x, counts, tau=0.5)
+    (grad,) = torch.autograd.grad(whole.square().sum(), x)
+    monkeypatch.setattr(sys.modules["khot._ops.soft_topk"], "LEVELS_AT_ONCE", 200)
+    grouped = khot.inverse_soft_count(x, counts, tau=0.5)
+    (grouped_grad,) = torch.autograd.grad(grouped.square().sum(), x)
+    torch.testing.assert_close(grouped, whole, rtol=0, atol=1e-14)
+    torch.testing.assert_close(grouped_grad, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_levels_broadcast_outside_dim() -> None:
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    at = torch.tensor([0.1, -0.4], dtype=torch.float64).reshape(1, 2, 1)
+    got = khot.soft_count(x, at, dim=1)
+    assert got.shape == (2, 2, 3)
+    for i, level in enumerate((0.1, -0.4)):
+        torch.testing.assert_close(got[:, i], khot.soft_count(x, level, dim=1))
+    count = torch.tensor([1.5, 2.0, 4.0], dtype=torch.float64).reshape(1, 3, 1)
+    t = khot.inverse_soft_count(x, count, dim=1, tau=torch.tensor([[0.5], [1.0]], dtype=torch.float64))
+    assert t.shape == (2, 3, 3)
+    torch.testing.assert_close(t[1, 2], khot.inverse_soft_count(x[1], 4.0, dim=0, tau=1.0))
