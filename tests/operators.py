@@ -17,7 +17,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot import cdfs
-from khot._core.precision import on
+from khot._core.precision import wide_dtype
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 
@@ -133,8 +133,9 @@ def _sorted(normalize: bool) -> Callable[..., Tensor]:
 
 
 def _weighed(y: Tensor) -> Tensor:
-    weights = torch.arange(y.shape[-1], dtype=torch.float64).cos()
-    return (y * on(y.device, weights)).sum(-1)
+    # made where they are used: a copy from the CPU would wait for the device
+    weights = torch.arange(y.shape[-1], dtype=wide_dtype(y.device), device=y.device).cos()
+    return (y * weights).sum(-1)
 
 
 def _sorted_oracle(normalize: bool) -> Oracle:

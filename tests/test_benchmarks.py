@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, gpu, operators, report, timing
+from benchmarks import cpu, device, gpu, operators, report, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -293,3 +293,40 @@ def test_the_profiler_sees_kernels() -> None:
     seconds, kernels = gpu.on_device(lambda: torch.softmax(x, -1), x.device)
     assert kernels == 1 and 1e-6 < seconds < 1e-3
     assert gpu.peak_memory(lambda: x + 1, x.device) == 4_000_000
+
+
+@pytest.mark.parametrize("what", ["check", "bench"])
+def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KHOT_REVISION", "of the variable")
+    command = [what, "--dry-run", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        device.main(command)
+    text = (tmp_path / "device.md").read_text(encoding="utf-8")
+    assert "of the variable" in text
+    for name in ["short rows, logarithm"] if what == "check" else ["khot, log", "(2, 33) bfloat16"]:
+        assert name in text
+    before = (tmp_path / "device.json").read_bytes()
+    monkeypatch.setattr(device, "examine", None)  # nothing is done twice
+    monkeypatch.setattr(device, "measure", None)
+    with pytest.raises(SystemExit, match="0"):
+        device.main(command)
+    assert (tmp_path / "device.json").read_bytes() == before
+
+
+def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = device.call
+    monkeypatch.setattr(
+        device, "call", lambda route, x: right(route, x) * (1 + 1e-3 * (x.dtype != torch.float64))
+    )
+    with pytest.raises(SystemExit, match="1"):
+        device.main(["check", "--dry-run", "--out", str(tmp_path)])
+    assert "False" in (tmp_path / "device.md").read_text(encoding="utf-8")
+
+
+def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        device.main(["check"])
+    assert "no GPU" in capsys.readouterr().err

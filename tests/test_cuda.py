@@ -56,11 +56,15 @@ def poisoned() -> Iterator[None]:
 def never_waiting() -> Iterator[None]:
     """An error as soon as the host waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
