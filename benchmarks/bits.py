@@ -387,7 +387,7 @@ def selection_case(
     leaves = {"input": scores(kind, shape, dtype)}
     k: float | Tensor
     if size == "rows":
-        k = narrow(spread(batch, 0, 0.7 * n), dtype)
+        k = narrow(spread(batch, 0, 0.5 * n), dtype)
         if integer or operator is khot.topk_mask:
             fixed["k"] = k.floor()
         else:
@@ -416,7 +416,8 @@ def selections(to: Recorder) -> None:
                     case = selection_case(operator, options, name, shape, dim, dtype)
                     if case is None:
                         continue
-                    second = n <= SMALL and name in SECOND and dtype != torch.bfloat16
+                    second = (n < SMALL and name in SECOND) or (n == SMALL and name in ("normal", "rows"))
+                    second = second and dtype != torch.bfloat16
                     record(to, f"{spelled}/{dtype_name}/{shape_name}/{name}", *case, second=second)
         x = scores("normal", (4, 64))
         record_plain(
@@ -427,6 +428,13 @@ def selections(to: Recorder) -> None:
 # Counts, ranks and transport
 
 KINDS = ("normal", "ties", "wide", "cauchy", "holes", "infinite", "nan")
+
+
+def temperatures(kind: str, n: int) -> tuple[float | str, ...]:
+    """All for scores like most, one or two for the others: for time."""
+    if n > SMALL:
+        return (1.0,)
+    return (1.0, 0.01, "rows") if kind == "normal" else (1.0, 0.01) if kind == "ties" else (1.0,)
 
 
 def counting_calls(
@@ -443,8 +451,8 @@ def counting_calls(
     yield "one", khot.inverse_soft_count, {"count": 0.4 * n}
     yield "integer", khot.inverse_soft_count, {"count": max(1, n // 4)}
     yield "none", khot.inverse_soft_count, {"count": 0}
-    yield "m levels", khot.inverse_soft_count, {"count": spread((m,), 0, 0.9 * n).view(several)}
-    yield "m levels per row", khot.inverse_soft_count, {"count": spread(tuple(every), 0, n)}
+    yield "m levels", khot.inverse_soft_count, {"count": spread((m,), 0, 0.6 * n).view(several)}
+    yield "m levels per row", khot.inverse_soft_count, {"count": spread(tuple(every), 0, 0.6 * n)}
 
 
 def counts(to: Recorder) -> None:
@@ -455,8 +463,8 @@ def counts(to: Recorder) -> None:
                 n = shape[dim]
                 for what, operator, options in counting_calls(dim, shape):
                     for kind in KINDS if n <= SMALL and what != "none" else ("normal", "ties"):
-                        for tau in (1.0, 0.01, "rows"):
-                            if dtype == torch.bfloat16 and kind not in ("normal", "ties"):
+                        for tau in temperatures(kind, n):
+                            if dtype == torch.bfloat16 and (kind != "normal" or n > SMALL):
                                 continue
                             leaves = {"input": scores(kind, shape, dtype)}
                             fixed: dict[str, Any] = {"dim": dim, "cdf": cdf}
@@ -470,7 +478,11 @@ def counts(to: Recorder) -> None:
                             else:
                                 fixed["tau"] = tau
                             key = f"{operator.__name__}(cdf={cdf_name})/{dtype_name}/{shape_name}/{what}"
-                            second = n <= SMALL and kind in ("normal", "ties") and tau != 0.01
+                            second = (
+                                n <= SMALL
+                                and tau == ("rows" if kind == "normal" else 1.0)
+                                and kind in ("normal", "ties")
+                            )
                             record(
                                 to,
                                 f"{key}/{kind}/tau={tau}",
@@ -511,8 +523,8 @@ def ranks(to: Recorder) -> None:
                     for kind in (
                         KINDS if n <= SMALL else ("normal",) if square else ("normal", "ties", "wide")
                     ):
-                        for tau in (1.0, 0.01, "rows") if n <= SMALL else (1.0,):
-                            if dtype == torch.bfloat16 and kind not in ("normal", "ties"):
+                        for tau in temperatures(kind, n):
+                            if dtype == torch.bfloat16 and (kind != "normal" or n > SMALL):
                                 continue
                             leaves = {"input": scores(kind, shape, dtype)}
                             fixed: dict[str, Any] = {"dim": dim, "cdf": cdf, **options}
@@ -522,7 +534,11 @@ def ranks(to: Recorder) -> None:
                                 leaves["tau"] = narrow(spread(batch_of(shape, dim), 0.01, 2), dtype)
                             else:
                                 fixed["tau"] = tau
-                            second = n <= SMALL and kind in ("normal", "ties") and tau != 0.01
+                            second = (
+                                n <= SMALL
+                                and tau == ("rows" if kind == "normal" else 1.0)
+                                and kind in ("normal", "ties")
+                            )
                             record(
                                 to,
                                 f"{spelled}/cdf={cdf}/{dtype_name}/{shape_name}/{kind}/tau={tau}",
@@ -765,19 +781,20 @@ def estimators(to: Recorder) -> None:
                     )
     x = scores("normal", (4, 64))
 
-    def score(logits: Tensor) -> Any:
-        torch.manual_seed(0)
+    def with_step(logits: Tensor) -> Any:
         return khot.estimators.imle(logits, 3, step=0.3, generator=generator("imle"))
 
-    record(to, "estimators.imle(step)/float64", score, {"logits": x})
+    record(to, "estimators.imle(step)/float64", with_step, {"logits": x})
 
-    def score_function(logits: Tensor) -> Any:
-        design = khot.distributions.ConditionalPoisson(3, logits)
-        options = {"generator": generator("score")} if "generator" in names else {}
-        return khot.estimators.score_function(lambda x: (x * x.cumsum(-1)).sum(-1), design, **options)
+    for baseline in (None, "leave_one_out"):
 
-    names = inspect.signature(khot.estimators.score_function).parameters
-    record(to, "estimators.score_function/float64", score_function, {"logits": x})
+        def score_function(logits: Tensor, baseline: Any = baseline) -> Any:
+            p = khot.distributions.ConditionalPoisson(3, logits=logits)
+            sample = p.sample((5,))
+            loss = (sample * torch.arange(64)).sum(-1)
+            return khot.estimators.score_function(loss, p.log_prob(sample), baseline)
+
+        record(to, f"estimators.score_function({baseline})", score_function, {"logits": x})
 
 
 def distributions(to: Recorder) -> None:
@@ -1121,7 +1138,9 @@ def spread_rows(to: Recorder, group: Any) -> None:
                     "nan",
                 ):
                     case = selection_case(operator, options, name, (3, n), -1, dtype)
-                    if case is None or (n > SMALL and name not in ("normal", "ties", "rows")):
+                    if case is None or (n > SMALL and name not in ("normal", "ties")):
+                        continue  # fewer, for time
+                    if dtype == torch.bfloat16 and (n > SMALL or name not in ("normal", "rows")):
                         continue
                     fixed_mask = mask_of((3, n)) if "mask" in SETTINGS[name][3] else None
                     _, leaves = case
@@ -1133,7 +1152,7 @@ def spread_rows(to: Recorder, group: Any) -> None:
                     def function(operator: Any = operator, fixed: Any = fixed, **leaves: Tensor) -> Tensor:
                         return call(operator, **{**fixed, **leaves}, group=group)
 
-                    second = n <= SMALL and dtype != torch.bfloat16 and name in SECOND
+                    second = n <= SMALL and dtype != torch.bfloat16 and name in ("normal", "mask", "rows")
                     _record_spread(
                         to,
                         f"{spelled}/{dtype_name}/{cuts}/{name}",
@@ -1171,7 +1190,7 @@ def _scalars(operator: Callable[..., Any], name: str, n: int) -> dict[str, Any]:
     integer = operator in (khot.soft_topk_magnitude, khot.topk_mask)
     if size == "rows":
         if integer:
-            fixed["k"] = spread((3,), 0, 0.7 * n).floor()
+            fixed["k"] = spread((3,), 0, 0.5 * n).floor()
     else:
         fixed["k"] = {"int": max(1, n // 4), "frac": n // 3 if integer else 0.3 * n, "n": n}[size]
     if tau != "rows":
