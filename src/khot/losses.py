@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from khot import cdfs, ranking
+from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import greatest, on, widen
+from khot._ops.permutation import log_shares
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
 
@@ -273,7 +274,7 @@ def permutation_cross_entropy(
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     _check_reduction(reduction)
     index = _order_rows(target, input, x, dim)
-    loss = 0.0 - ranking.log_shares(x, index, tau, F)  # 0 has no sign
+    loss = 0.0 - log_shares(x, index, tau, F)  # 0 has no sign
     if reduction == "none":
         return arguments.unrows(loss, input, dim)
     return _reduce(loss, reduction)
