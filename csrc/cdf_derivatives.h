@@ -1,8 +1,8 @@
 // What one pass over a row collects about f and its derivatives, one struct per CDF (its trait Derivatives).
 //
-// add(z, above, v) takes one vector of a pass over the scores, add(y) of a pass over the odds. put(s, total) adds the sums
-// of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a vector, and leaves those out
-// that are of no use to this CDF.
+// add(z, above, v) takes one vector of a pass over the scores, add(y) of a pass over the odds. put(s, total)
+// adds the sums of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a
+// vector, and leaves those out that are of no use to this CDF.
 #pragma once
 
 #include "simd/math.h"
@@ -37,7 +37,9 @@ struct LogisticDerivatives {
     ffy += square * y;
     fff += square * f;
   }
-  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above ? 1 - v.tail : v.tail); }
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) {
+    add(v.density, above ? 1 - v.tail : v.tail);
+  }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
     const auto S1 = total(f1), bend = S1 - 2 * total(fy), square = total(ff);
@@ -65,9 +67,9 @@ struct LaplaceDerivatives {
   }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
-    // f'' is f minus the number of entries per tau at t. Both the sum of f and four times the sum of f^2 estimate that
-    // number, with errors due to the curvature of the entries' density, and the second error is a quarter of the
-    // first: the combination below cancels them.
+    // f'' is f minus the number of entries per tau at t. Both the sum of f and four times the sum of f^2
+    // estimate that number, with errors due to the curvature of the entries' density, and the second error is
+    // a quarter of the first: the combination below cancels them.
     const auto S1 = total(f1), S2 = total(bend), dense = (16 * total(ff) - S1) * (1.0f / 3);
     s.S1 += S1;
     s.S2 += S2;

@@ -1,22 +1,21 @@
-// The five CDFs F with density f of khot/cdfs.py: on vectors, for the passes over a row, and on double scalars, for what
-// is computed once per row.
+// The five CDFs F with density f of khot/cdfs.py: on vectors, for the passes over a row, and on double
+// scalars, for what is computed once per row.
 //
-// A kernel asks what a CDF is like, by the traits below, and never which CDF it is. A new CDF is a struct here with all
-// of these traits, a case in with_cdf and a name in kernels.h.
+// A kernel asks what a CDF is like, by the traits below, and never which CDF it is. A new CDF is a struct
+// here with all of these traits, a case in with_cdf and a name in kernels.h.
 //
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
-//   log_fits_float      log F in float has no larger error than that of z; there is log_slope(z, f), which is f/F
-//   value_from_odds     y follows from the odds exp(-z) by from_odds(odds), and so without a new exponential when t moves
-//   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, float has lost digits
-//                       that matter, as most entries are decided
-//   density_from_value  f follows from y alone, by density_of(y)
-//   last_step           after a step of this length (in tau) the error that is left in y is below 1e-7
-//   extra_passes        how many more passes than usual its search may need
-//   tail_reach(a)       F or 1 - F is below e^-a beyond this many tau, up to a factor that the caller's margin covers
-//   Derivatives         the sums of f and its derivatives that one pass collects (cdf_derivatives.h); derivatives() is
-//                       an empty one
+//   log_fits_float      log F in float has no larger error than z; log_slope(z, f) is then f/F
+//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
+//   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
+//                       are decided, and float has lost digits that matter
+//   density_from_value  density_of(y) is f
+//   last_step           after a step of this length, in tau, the error left in y is below 1e-7
+//   extra_passes        how many more passes than usual the search may need
+//   tail_reach(a)       beyond this many tau, F or 1 - F is about e^-a or less
+//   Derivatives         what one pass collects about f (cdf_derivatives.h); derivatives() is an empty one
 #pragma once
 
 #include <cmath>
@@ -32,13 +31,14 @@ namespace khot::KHOT_ISA {
 constexpr double kLog2E = 1.44269504088896340736;  // 1/log(2)
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both tails, and each
-// of Halley's steps raises the error to its third power.
+// The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both
+// tails, and each of Halley's steps raises the error to its third power.
 inline double normal_quantile(double y) {
   if (y > 0.5) return -normal_quantile(1 - y);
   if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
   const double t = std::sqrt(-2 * std::log(y));
-  double z = (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
+  double z =
+      (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
   for (int i = 0; i < 2; ++i) {
     const double density = std::exp(-0.5 * z * z) * 0.39894228040143267794;
     const double miss = (0.5 * std::erfc(-z * 0.70710678118654752440) - y) / density;
@@ -47,8 +47,8 @@ inline double normal_quantile(double y) {
   return z;
 }
 
-// What the CDFs that are symmetric around 0 with f > 0 everywhere have in common. F is the derived struct, with
-// tail_density, log_lower and log_pdf of abs(z).
+// What the CDFs that are symmetric around 0 with f > 0 everywhere have in common. F is the derived struct,
+// with tail_density, log_lower and log_pdf of abs(z).
 template <class F>
 struct FullSupport {
   static constexpr bool full_support = true, fits_float = true;
@@ -139,7 +139,8 @@ struct Laplace : FullSupport<Laplace> {
   static constexpr double variance = 2;
   static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
   static constexpr double decided_ratio = 6;
-  static constexpr double last_step = 3e-4;  // f has a kink, so that the error after a step h is of the size of h^2/2
+  // f has a kink, so that the error after a step h is of the size of h^2/2.
+  static constexpr double last_step = 3e-4;
   static constexpr double tail_reach(double a) { return a; }
   using Derivatives = LaplaceDerivatives;
   KHOT_INLINE Derivatives derivatives() const { return {}; }
@@ -182,19 +183,20 @@ struct Normal : FullSupport<Normal> {
   using Derivatives = NormalDerivatives;
   KHOT_INLINE Derivatives derivatives() const { return {}; }
 
-  // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + 3/2) M(a) is nearly a polynomial in (a - 5)/(a + 5), and the one
-  // below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
+  // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + 3/2) M(a) is nearly a polynomial in (a - 5)/(a + 5), and
+  // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
     a = clamp_above<R>(a, R(1e15));  // for a = inf the quotient below would be inf/inf
-    constexpr R kTerms[] = {R(1.25325268064955247),      R(-0.409284920369224052),   R(0.223252281706877402),
-                            R(-0.076300727553944753),    R(-0.00619981121507899012), R(0.0321600733379138351),
-                            R(-0.0267575803615791184),   R(0.0133667921538693192),   R(-0.00392612428285258843),
-                            R(0.000187820804079843275),  R(0.000381309303757019339), R(-0.000133165801535498686),
-                            R(-0.000016478337378783385), R(0.0000211082468259921145), R(-1.02220349159413379e-6),
-                            R(-2.95587908946676958e-6),  R(4.16708492249091452e-7),  R(4.24463342572372312e-7),
-                            R(-7.9084546577124268e-8),   R(-5.73779755061995461e-8), R(1.09914657439360064e-8),
-                            R(4.98911271683873154e-9),   R(-8.8859206852651427e-10)};
+    constexpr R kTerms[] = {
+        R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
+        R(-0.076300727553944753),    R(-0.00619981121507899012),  R(0.0321600733379138351),
+        R(-0.0267575803615791184),   R(0.0133667921538693192),    R(-0.00392612428285258843),
+        R(0.000187820804079843275),  R(0.000381309303757019339),  R(-0.000133165801535498686),
+        R(-0.000016478337378783385), R(0.0000211082468259921145), R(-1.02220349159413379e-6),
+        R(-2.95587908946676958e-6),  R(4.16708492249091452e-7),   R(4.24463342572372312e-7),
+        R(-7.9084546577124268e-8),   R(-5.73779755061995461e-8),  R(1.09914657439360064e-8),
+        R(4.98911271683873154e-9),   R(-8.8859206852651427e-10)};
     return polynomial((a - 5) / (a + 5), kTerms) / (a + R(1.5));
   }
   template <class R>
@@ -204,12 +206,13 @@ struct Normal : FullSupport<Normal> {
       const Vec<R> density = exp_minus<R>(a * a / 2) * kRoot;
       return {density * mills<R>(a), density};
     } else {
-      // The tail is exp(-a^2/2) times a polynomial in 1/(a + 3), fitted for the least error in units of the tail to
-      // the power 3/5. The error is at most 2.4e-8; relative to the tail it is 2e-7 where that is 1e-3, and 3e-6
-      // where that is 1e-6.
-      constexpr float kTerms[] = {0.401340127f,  1.103687525f,  4.695775509f, -5.841536999f,
+      // The tail is exp(-a^2/2) times a polynomial in 1/(a + 3), fitted for the least error in units of the
+      // tail to the power 3/5. The error is at most 2.4e-8; relative to the tail it is 2e-7 where that is
+      // 1e-3, and 3e-6 where that is 1e-6.
+      constexpr float kTerms[] = {0.401340127f, 1.103687525f,  4.695775509f, -5.841536999f,
                                   75.84059906f, -157.6013947f, 100.3295059f};
-      const VecF near = clamp_above<float>(a, NormalDerivatives::kEnd), e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
+      const VecF near = clamp_above<float>(a, NormalDerivatives::kEnd),
+                 e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
       const VecF power = a > NormalDerivatives::kEnd ? VecF{} : e, r = inverse(near + 3);
       return {power * (r * polynomial(r, kTerms)), power * kRoot};
     }
@@ -233,7 +236,7 @@ template <bool kUniform>
 struct ClippedPower {
   static constexpr bool full_support = false, log_fits_float = false, value_from_odds = false;
   static constexpr bool density_from_value = false;
-  static constexpr double last_step = 1e-7;           // F has a kink, so that only a step of no length is safe
+  static constexpr double last_step = 1e-7;  // F has a kink, so that only a step of no length is safe
   static constexpr int extra_passes = kUniform ? 0 : 4;  // steps overshoot where f is close to 0
   static constexpr double tail_reach(double) { return 1; }
   using Derivatives = std::conditional_t<kUniform, DensitySum, PowerDerivatives>;

@@ -1,5 +1,5 @@
-// The interface between the bindings, which know tensors, and the kernels, which know rows. There is one copy of the
-// kernels per instruction set, and `Kernels` is the table of its entry points.
+// The interface between the bindings, which know tensors, and the kernels, which know rows. There is one copy
+// of the kernels per instruction set, and `Kernels` is the table of its entry points.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
 enum class Cdf { kLogistic, kLaplace, kNormal, kUniform, kPower };
 enum class Output { kValue, kLog, kThreshold };
 
-// The names under which the operators are asked for a CDF or an output. A name that is not here is an error, and the
-// bindings raise it before any work is shared among threads.
+// The names under which the operators are asked for a CDF or an output. A name that is not here is an error,
+// and the bindings raise it before any work is shared among threads.
 template <class Choice>
 struct Named {
   const char* name;
@@ -67,7 +67,8 @@ struct ForwardRows {
 
 struct BackwardRows {
   virtual Row x(int64_t row) const = 0;
-  virtual Row y(int64_t row) const = 0;  // float32; its data are null where y was not given or dL/dtau is wanted
+  // In float32. Its data are null where y was not given or dL/dtau is wanted.
+  virtual Row y(int64_t row) const = 0;
   virtual Row grad(int64_t row) const = 0;
   virtual double grad_lo(int64_t row) const = 0;
   virtual double tau(int64_t row) const = 0;
@@ -98,11 +99,12 @@ struct Kernels {
   // The uniforms of one row in the columns first, ..., first + n - 1 (khot/_kernels/reference/philox.py).
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
   // Draws from one row (khot/_kernels/reference/draws.py).
-  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch,
+                bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
-  // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi and
-  // 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the number of
-  // iterations (khot/_kernels/reference/poisson_binomial.py and fixed_point.py).
+  // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi
+  // and 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the
+  // number of iterations (khot/_kernels/reference/poisson_binomial.py and fixed_point.py).
   double (*characteristic)(const Row& z, int64_t n, double* scratch, double* re, double* im);
   double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
   void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
@@ -118,11 +120,12 @@ const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 
-// The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS allows.
+// The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS
+// allows.
 const Kernels& kernels();
 
-// Raises an error for a CDF that the calling switch does not handle. Names are checked in the bindings, so this is
-// reached only when a CDF was added to the enumeration and forgotten in that switch.
+// Raises an error for a CDF that the calling switch does not handle. Names are checked in the bindings, so
+// this is reached only when a CDF was added to the enumeration and forgotten in that switch.
 [[noreturn]] void unknown_cdf(Cdf cdf);
 
 }  // namespace khot

@@ -1,5 +1,7 @@
-// khot::laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan for the CPU: tensors in
-// and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+// khot::laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan for the CPU:
+// tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+#include "laplace/laplace.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -7,8 +9,6 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <tuple>
-
-#include "laplace/laplace.h"
 
 namespace khot {
 namespace {
@@ -73,11 +73,13 @@ Tensor narrowed(const Tensor& t, const Tensor& like) {
   return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
 }
 
-// Runs row_of(scores, n, tau, workspace, out, order) on every row, and returns out and the order of the entries.
+// Runs row_of(scores, n, tau, workspace, out, order) on every row, and returns out and the order of the
+// entries.
 template <class RowOf>
 std::tuple<Tensor, Tensor> of_rows(const Tensor& x, const Tensor& tau, int arrays, const RowOf& row_of) {
   const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
   Tensor out = torch::stable::new_empty(x, shape.sizes, shape.compute);
   Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
   for_dtype(shape.compute, [&](auto zero) {
@@ -95,14 +97,16 @@ std::tuple<Tensor, Tensor> of_rows(const Tensor& x, const Tensor& tau, int array
   return {narrowed(out, x), order};
 }
 
-// The gradients in x and tau of what of_rows returned. row_of(grad, scores, order, n, tau, workspace, dx) writes one row
-// of the first and returns the second.
+// The gradients in x and tau of what of_rows returned. row_of(grad, scores, order, n, tau, workspace, dx)
+// writes one row of the first and returns the second.
 template <class RowOf>
-std::tuple<Tensor, Tensor> of_rows_backward(const Tensor& grad, const Tensor& x, const Tensor& order, const Tensor& tau,
-                                            int arrays, const RowOf& row_of) {
+std::tuple<Tensor, Tensor> of_rows_backward(const Tensor& grad, const Tensor& x, const Tensor& order,
+                                            const Tensor& tau, int arrays, const RowOf& row_of) {
   const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
-  const Tensor incoming = dense(grad, shape.sizes, shape.compute), indices = dense(order, shape.sizes, ScalarType::Int);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor incoming = dense(grad, shape.sizes, shape.compute),
+               indices = dense(order, shape.sizes, ScalarType::Int);
   Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
   Tensor dtau = torch::stable::new_empty(x, shape.batch, ScalarType::Double);
   for_dtype(shape.compute, [&](auto zero) {
@@ -126,7 +130,8 @@ std::tuple<Tensor, Tensor> laplace_rank(Tensor x, Tensor tau) {
 }
 
 std::tuple<Tensor, Tensor> laplace_rank_backward(Tensor grad, Tensor x, Tensor order, Tensor tau) {
-  return of_rows_backward(grad, x, order, tau, 5, [](auto&&... row) { return laplace::rank_backward_row(row...); });
+  return of_rows_backward(grad, x, order, tau, 5,
+                          [](auto&&... row) { return laplace::rank_backward_row(row...); });
 }
 
 std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
@@ -135,8 +140,8 @@ std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
   });
 }
 
-std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor order, Tensor tau, bool descending,
-                                                 bool want_tau) {
+std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor order, Tensor tau,
+                                                 bool descending, bool want_tau) {
   return of_rows_backward(
       grad, x, order, tau, 6,
       [=](auto* v, auto* from, const int32_t* index, int64_t n, double t, auto& work, auto* to) {
@@ -148,9 +153,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor l
   const Shape shape(x);
   const int64_t n = shape.n, m = levels.size(levels.dim() - 1);
   const bool shared = levels.dim() == 1;  // the same levels for every row
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
   const Tensor asked = dense(levels, shared ? Sizes{m} : shape.with(m), ScalarType::Double);
-  Tensor hi = torch::stable::new_empty(asked, shape.with(m)), lo = torch::stable::new_empty(asked, shape.with(m));
+  Tensor hi = torch::stable::new_empty(asked, shape.with(m)),
+         lo = torch::stable::new_empty(asked, shape.with(m));
   Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
   Tensor place = torch::stable::new_empty(x, shape.with(m), ScalarType::Int);
   for_dtype(shape.compute, [&](auto zero) {
@@ -161,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor l
     int32_t *index = order.mutable_data_ptr<int32_t>(), *j = place.mutable_data_ptr<int32_t>();
     shape.share<R>(std::max(n, m), 5, [=](laplace::Workspace<R>& work, int64_t row) {
       laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, t[row], work, h + row * m,
-                            l + row * m, index + row * n, j + row * m);
+                              l + row * m, index + row * n, j + row * m);
     });
   });
   return {hi, lo, order, place};
@@ -172,8 +179,10 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
   const Shape shape(x);
   const int64_t n = shape.n, m = hi.size(hi.dim() - 1);
   const Sizes levels = shape.with(m);
-  const Tensor scores = dense(x, shape.sizes, shape.compute), taus = dense(tau, shape.batch, ScalarType::Double);
-  const Tensor incoming = dense(grad, levels, ScalarType::Double), indices = dense(order, shape.sizes, ScalarType::Int);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor incoming = dense(grad, levels, ScalarType::Double),
+               indices = dense(order, shape.sizes, ScalarType::Int);
   const Tensor high = dense(hi, levels, ScalarType::Double), low = dense(lo, levels, ScalarType::Double);
   const Tensor places = dense(place, levels, ScalarType::Int);
   Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
@@ -188,8 +197,8 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
     double *dl = dlevels.mutable_data_ptr<double>(), *dt = dtau.mutable_data_ptr<double>();
     shape.share<R>(n, 6, [=](laplace::Workspace<R>& work, int64_t row) {
       const int64_t i = row * n, k = row * m;
-      dt[row] = laplace::thresholds_backward_row(v + k, from + i, index + i, n, h + k, l + k, j + k, m, t[row], work,
-                                               to + i, dl + k);
+      dt[row] = laplace::thresholds_backward_row(v + k, from + i, index + i, n, h + k, l + k, j + k, m,
+                                                 t[row], work, to + i, dl + k);
     });
   });
   return {narrowed(dx, x), dlevels, dtau};
@@ -197,7 +206,8 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
 
 Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
   const Shape shape(w.dim() >= g.dim() ? w : g);
-  const Tensor weights = dense(w, shape.sizes, ScalarType::Double), gaps = dense(g, shape.sizes, ScalarType::Double);
+  const Tensor weights = dense(w, shape.sizes, ScalarType::Double),
+               gaps = dense(g, shape.sizes, ScalarType::Double);
   Tensor out = torch::stable::new_empty(weights, shape.sizes);
   const double *from = weights.const_data_ptr<double>(), *gap = gaps.const_data_ptr<double>();
   double* to = out.mutable_data_ptr<double>();

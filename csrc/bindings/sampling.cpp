@@ -1,5 +1,5 @@
-// The operators of sampling for the CPU: tensors in and out, rows shared among torch's threads. The schemas are defined
-// in khot/_ops, the reference kernels in khot/_kernels/reference (philox.py, draws.py,
+// The operators of sampling for the CPU: tensors in and out, rows shared among torch's threads. The schemas
+// are defined in khot/_ops, the reference kernels in khot/_kernels/reference (philox.py, draws.py,
 // poisson_binomial.py, fixed_point.py).
 #include <memory>
 #include <tuple>
@@ -112,7 +112,8 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const int64_t n = goal.size(goal.dim() - 1);
   const Rows rows(goal, batch);
   const RowScalars ks(k, batch);
-  Tensor theta = torch::stable::new_empty(goal, goal.sizes()), iterations = torch::stable::new_empty(goal, batch);
+  Tensor theta = torch::stable::new_empty(goal, goal.sizes()),
+         iterations = torch::stable::new_empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
     count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);

@@ -1,5 +1,5 @@
-// khot::topk_mask, khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared among torch's
-// threads. The schemas are defined in khot/_ops.
+// khot::topk_mask, khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared
+// among torch's threads. The schemas are defined in khot/_ops.
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -23,7 +23,8 @@ Tensor topk_mask(Tensor x, Tensor k) {
   const RowScalars ks(k, batch);
   char* const data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t bytes = n * size_of(scores.dtype());
-  each_row(product(batch), n, [&](int64_t row) { kernels().topk_mask(scores(row), n, ks(row), data + row * bytes); });
+  each_row(product(batch), n,
+           [&](int64_t row) { kernels().topk_mask(scores(row), n, ks(row), data + row * bytes); });
   return out;
 }
 
@@ -46,21 +47,23 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tenso
   return {y, hi, lo};
 }
 
-std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k,
-                                                        Tensor hi, Tensor lo, Tensor tau, double p) {
+std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
+                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau,
+                                                        double p) {
   const std::vector<int64_t> batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor grad_s = torch::stable::new_empty(s, s.sizes());
   Tensor grad_tau = torch::stable::new_empty(hi, batch);
   const Rows scores(s, batch), values(y, batch), incoming(grad, batch);
-  const RowScalars incoming_lo(grad_lo, batch), ks(k, batch), his(hi, batch), los(lo, batch), taus(tau, batch);
+  const RowScalars incoming_lo(grad_lo, batch), ks(k, batch), his(hi, batch), los(lo, batch),
+      taus(tau, batch);
   char* const data = static_cast<char*>(grad_s.mutable_data_ptr());
   double* const dtau = grad_tau.mutable_data_ptr<double>();
   const int64_t bytes = n * size_of(scores.dtype());
   each_row(product(batch), n, [&](int64_t row) {
     const Magnitude problem{ks(row), taus(row), p, {his(row), los(row)}};
-    dtau[row] = kernels().magnitude_backward(incoming(row), incoming_lo(row), scores(row), values(row), n, problem,
-                                             data + row * bytes);
+    dtau[row] = kernels().magnitude_backward(incoming(row), incoming_lo(row), scores(row), values(row), n,
+                                             problem, data + row * bytes);
   });
   return {grad_s, grad_tau};
 }

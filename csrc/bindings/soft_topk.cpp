@@ -1,5 +1,5 @@
-// khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's threads. The
-// schemas are defined in khot/_ops.
+// khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
+// threads. The schemas are defined in khot/_ops.
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -29,7 +29,8 @@ Spec to_spec(const std::string& cdf, double shape, const std::string& output, in
   return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
 }
 
-// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is shared.
+// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
+// shared.
 template <class Serve>
 void share(Spec spec, int64_t rows, const Serve& serve) {
   if (rows == 0) return;
@@ -84,9 +85,8 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
   Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
   rows.out_data = static_cast<char*>(out.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
-  share(spec, product(batch), [&](const Spec& spec, int64_t begin, int64_t end) {
-    kernels().forward(spec, rows, begin, end);
-  });
+  share(spec, product(batch),
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().forward(spec, rows, begin, end); });
   return {out, hi, lo};
 }
 
@@ -120,8 +120,8 @@ struct Backward final : BackwardRows {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo,
-                                                      Tensor tau, std::string cdf, double shape,
+std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
+                                                      Tensor lo, Tensor tau, std::string cdf, double shape,
                                                       std::string output, std::optional<Tensor> y) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
@@ -135,9 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
   rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
-  share(spec, product(batch), [&](const Spec& spec, int64_t begin, int64_t end) {
-    kernels().backward(spec, rows, begin, end);
-  });
+  share(spec, product(batch),
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().backward(spec, rows, begin, end); });
   return {grad_x, grad_k, grad_tau};
 }
 

@@ -1,5 +1,5 @@
-// The kernels of the sorted Laplace count. Unlike the others they are not copied for each instruction set: their sweeps are
-// recurrences, which wider vectors do not speed up.
+// The kernels of the sorted Laplace count. Unlike the others they are not copied for each instruction set:
+// their sweeps are recurrences, which wider vectors do not speed up.
 #pragma once
 
 #include "laplace/rank.h"

@@ -29,10 +29,11 @@ void rank_row(const R* x, int64_t n, double tau, Workspace<R>& work, R* rank, in
 
 // dx_j = sum_i f_ij (v_i - v_j)/tau. Returns dL/dtau.
 template <class R>
-double rank_backward_row(const R* grad, const R* x, const int32_t* order, int64_t n, double tau, Workspace<R>& work,
-                         R* dx) {
+double rank_backward_row(const R* grad, const R* x, const int32_t* order, int64_t n, double tau,
+                         Workspace<R>& work, R* dx) {
   work.taken = 0;
-  double *y = work.take(), *decay = work.take(), *v = work.take(), *partial = work.take(), *mass = work.take();
+  double *y = work.take(), *decay = work.take(), *v = work.take(), *partial = work.take(),
+         *mass = work.take();
   for (int64_t p = 0; p < n; ++p) {
     const int32_t i = order[p];
     y[p] = x[i], v[p] = std::isinf(x[i]) ? 0.0 : static_cast<double>(grad[i]);

@@ -1,6 +1,6 @@
-// What the kernels of the sorted Laplace count share: a row's order, and the decayed sums from which its counts follow.
-// The method is that of khot/_kernels/reference/laplace.py, in one sort and a few sweeps, in double. One sweep per
-// direction carries every sum that goes in that direction.
+// What the kernels of the sorted Laplace count share: a row's order, and the decayed sums from which its
+// counts follow. The method is that of khot/_kernels/reference/laplace.py, in one sort and a few sweeps, in
+// double. One sweep per direction carries every sum that goes in that direction.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 #include <immintrin.h>
 #endif
 
-// One copy of these kernels serves all processors, and only the functions with KHOT_CLONES are compiled twice. Vectors are
-// two registers wide where there is no AVX2.
+// One copy of these kernels serves all processors, and only the functions with KHOT_CLONES are compiled
+// twice. Vectors are two registers wide where there is no AVX2.
 #define KHOT_ISA laplace
 #define KHOT_VECTOR_BYTES 32
 #include "simd/math.h"
@@ -76,8 +76,8 @@ struct Workspace {
   double* take() { return numbers.data() + stride * taken++; }
 };
 
-// order and y = x[order], which descends; equal entries keep their order. A radix sort by bytes, the least significant one
-// first, which skips the bytes that all keys share (widened half precision has some).
+// order and y = x[order], which descends; equal entries keep their order. A radix sort by bytes, the least
+// significant one first, which skips the bytes that all keys share (widened half precision has some).
 template <class R>
 void argsort_row(const R* x, int64_t n, Workspace<R>& work, int32_t* order, double* y) {
   work.items.resize(n);
@@ -119,8 +119,8 @@ inline bool has_nan(const double* y, int64_t n) {
 
 inline bool is_temperature(double tau) { return tau > 0 && tau < std::numeric_limits<double>::infinity(); }
 
-// exp(-a) and log(a) in place, for whole vectors. Only these gain from wider vectors: all other loops wait for their
-// recurrences.
+// exp(-a) and log(a) in place, for whole vectors. Only these gain from wider vectors: all other loops wait
+// for their recurrences.
 KHOT_CLONES inline void each_exp_minus(double* a, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store<double>(a + i, exp_minus<double>(load<double>(a + i)));
 }
@@ -135,8 +135,8 @@ KHOT_INLINE double gap_of(double above, double below, double tau) {
   return g < kFar ? g : kFar;
 }
 
-// decay[p] = exp(-gap) for the gap between the entries p - 1 and p. decay[0] and decay[n] are 0, as nothing comes before
-// the first entry or after the last one.
+// decay[p] = exp(-gap) for the gap between the entries p - 1 and p. decay[0] and decay[n] are 0, as nothing
+// comes before the first entry or after the last one.
 inline void decays(const double* y, int64_t n, double tau, double* decay) {
   for (int64_t p = 1; p < n; ++p) decay[p] = gap_of(y[p - 1], y[p], tau);
   decay[0] = kFar;
@@ -144,7 +144,8 @@ inline void decays(const double* y, int64_t n, double tau, double* decay) {
   each_exp_minus(decay, n + 1);
 }
 
-// For each entry the sum of exp(-distance/tau) over the entries at and above it, and over those at and below it.
+// For each entry the sum of exp(-distance/tau) over the entries at and above it, and over those at and below
+// it.
 inline void masses(const double* decay, int64_t n, double* above, double* below) {
   double sum = 0;
   for (int64_t p = 0; p < n; ++p) above[p] = sum = decay[p] * sum + 1;
@@ -152,10 +153,11 @@ inline void masses(const double* decay, int64_t n, double* above, double* below)
   for (int64_t p = n - 1; p >= 0; --p) below[p] = sum = decay[p + 1] * sum + 1;
 }
 
-// Spreads what was sent to each entry, up and down from there, and so gives dx. Returns what the distances add to dL/dtau.
+// Spreads what was sent to each entry, up and down from there, and so gives dx. Returns what the distances
+// add to dL/dtau.
 template <class R>
-double collect(const double* up, const double* down, const double* y, const double* decay, const int32_t* order,
-               int64_t n, double tau, bool want_tau, double* partial, R* dx) {
+double collect(const double* up, const double* down, const double* y, const double* decay,
+               const int32_t* order, int64_t n, double tau, bool want_tau, double* partial, R* dx) {
   double sum = 0, dtau = 0;
   for (int64_t p = 0; p < n; ++p) partial[p] = sum = decay[p] * sum + down[p];
   sum = 0;

@@ -15,9 +15,9 @@ struct Finite {
   int64_t clamp(int64_t p) const { return std::min(std::max(p, first), last); }
 };
 
-// t in the segment with j entries above it: C(t) = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta are the
-// distances in tau from t to its neighbours. big is the larger one of a e^(-alpha) and b e^(-beta): it is the smaller one
-// plus 2|j - level|, and computed without cancellation where level is not j.
+// t in the segment with j entries above it: C(t) = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta
+// are the distances in tau from t to its neighbours. big is the larger one of a e^(-alpha) and b e^(-beta):
+// it is the smaller one plus 2|j - level|, and computed without cancellation where level is not j.
 struct Segment {
   double a, b, lack, root, big;
   Segment(int64_t j, double level, const Finite& finite, const double* above, const double* below,

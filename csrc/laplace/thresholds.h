@@ -5,8 +5,8 @@
 
 namespace khot::laplace {
 
-// How many entries lie above the threshold of a level. The levels mostly ascend by about one, so that the search begins
-// where the last one ended.
+// How many entries lie above the threshold of a level. The levels mostly ascend by about one, so that the
+// search begins where the last one ended.
 class Place {
  public:
   Place(const double* above, const double* below, int64_t n) : above_(above), below_(below), n_(n) {}
@@ -38,10 +38,11 @@ class Place {
 };
 
 template <class R>
-void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work, double* hi,
-                    double* lo, int32_t* order, int32_t* places) {
+void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work,
+                    double* hi, double* lo, int32_t* order, int32_t* places) {
   work.taken = 0;
-  double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take(), *ratio = work.take();
+  double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take(),
+         *ratio = work.take();
   argsort_row(x, n, work, order, y);
   if (n == 0 || has_nan(y, n) || !is_temperature(tau)) {
     std::fill(hi, hi + m, kNan), std::fill(lo, lo + m, kNan), std::fill(places, places + m, 0);
@@ -75,9 +76,9 @@ void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, doub
 
 // Writes dL/dx and dL/dlevel. Returns dL/dtau.
 template <class R>
-double thresholds_backward_row(const double* grad, const R* x, const int32_t* order, int64_t n, const double* hi,
-                               const double* lo, const int32_t* places, int64_t m, double tau, Workspace<R>& work,
-                               R* dx, double* dlevel) {
+double thresholds_backward_row(const double* grad, const R* x, const int32_t* order, int64_t n,
+                               const double* hi, const double* lo, const int32_t* places, int64_t m,
+                               double tau, Workspace<R>& work, R* dx, double* dlevel) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
   for (int64_t p = 0; p < n; ++p) y[p] = x[order[p]];
@@ -100,7 +101,8 @@ double thresholds_backward_row(const double* grad, const R* x, const int32_t* or
     const double alpha = has_above ? ((y[j - 1] - hi[i]) - lo[i]) / tau : 0;
     const double beta = has_below ? (lo[i] - (y[j] - hi[i])) / tau : 0;
     // Both shares are relative to the larger one, since in a wide gap both would underflow.
-    const double log_a = has_above ? std::log(a) - alpha : -kHuge, log_b = has_below ? std::log(b) - beta : -kHuge;
+    const double log_a = has_above ? std::log(a) - alpha : -kHuge,
+                 log_b = has_below ? std::log(b) - beta : -kHuge;
     const double top = std::max(log_a, log_b);
     double share_above = std::exp(log_a - top), share_below = std::exp(log_b - top);
     const double mass = share_above + share_below, v = grad[i] / mass;

@@ -33,14 +33,15 @@ inline void solve(double (*A)[kDepth], double* b, int size) {
   }
 }
 
-// Finds the logits theta whose conditional Poisson design has the inclusion probabilities sigmoid(goal). Returns the number
-// of iterations.
+// Finds the logits theta whose conditional Poisson design has the inclusion probabilities sigmoid(goal).
+// Returns the number of iterations.
 inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratch, double* theta) {
   const int64_t length = Trials::padded(n);
   const Trials wanted(goal, n, scratch);
   double* free = scratch + 2 * length;
   const auto take = [&] { return std::exchange(free, free + length); };
-  double *const own = take(), *const pi = take(), *const out = take(), *const residual = take(), *const work = take();
+  double *const own = take(), *const pi = take(), *const out = take(), *const residual = take(),
+                *const work = take();
   take();  // work has room for two arrays
   double *moves[kDepth], *turns[kDepth];
   for (int j = 0; j < kDepth; ++j) moves[j] = take(), turns[j] = take();
@@ -49,13 +50,17 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
     const double* p = fetch(goal, at, count, own + at);
     if (p != own + at) std::copy(p, p + count, own + at);
   }
-  std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0), std::fill(out + n, out + length, 1.0);
+  std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0),
+      std::fill(out + n, out + length, 1.0);
   std::copy(own, own + n, theta);
   const Row row{theta, Dtype::kDouble, 1};
-  int kept = 0, next = 0;  // the newest move is at next - 1; its turn is the residual before it, until the next one is known
+  // The newest move is at next - 1. Its turn holds the residual before it until the next residual is known.
+  int kept = 0, next = 0;
   for (int iteration = 1;; ++iteration) {
     Trials trials(row, n, work);
-    for (int tries = 0; tries < kCentring && std::fabs(trials.mean - k) > kOffCentre * std::sqrt(trials.variance + kSmall); ++tries) {
+    for (int tries = 0;
+         tries < kCentring && std::fabs(trials.mean - k) > kOffCentre * std::sqrt(trials.variance + kSmall);
+         ++tries) {
       const double shift = std::min(std::max((trials.mean - k) / trials.variance, -1.0), 1.0);
       for (int64_t i = 0; i < n; ++i) theta[i] -= shift;
       trials = Trials(row, n, work);
@@ -81,7 +86,8 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
       for (int a = 0; a < kept; ++a) {
         VecD sums[kDepth + 1] = {};
         for (int64_t i = 0; i < length; i += kWidth<double>) {
-          const VecD f = load<double>(turns[a] + i) * (load<double>(wanted.p + i) * load<double>(wanted.q + i));
+          const VecD f =
+              load<double>(turns[a] + i) * (load<double>(wanted.p + i) * load<double>(wanted.q + i));
           for (int b = 0; b < kept; ++b) sums[b] += f * load<double>(turns[b] + i);
           sums[kDepth] += f * load<double>(residual + i);
         }

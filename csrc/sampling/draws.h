@@ -1,4 +1,5 @@
-// Draws of k units, one row at a time: order sampling and the pivotal tournament (khot/_kernels/reference/draws.py).
+// Draws of k units, one row at a time: order sampling and the pivotal tournament
+// (khot/_kernels/reference/draws.py).
 #pragma once
 
 #include <algorithm>
@@ -27,15 +28,16 @@ inline void order_keys(const Row& theta, int64_t n, uint64_t seed, uint64_t row,
   }
 }
 
-// Selects the units of the k smallest keys; of equal keys the first are selected. The sigmoids of theta sum to about k, so
-// that about k keys are below 0, and only the few keys near 0 have to be put in order.
+// Selects the units of the k smallest keys; of equal keys the first are selected. The sigmoids of theta sum
+// to about k, so that about k keys are below 0, and only the few keys near 0 have to be put in order.
 inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, uint64_t row, double* scratch,
                       bool* out) {
   const int64_t k = static_cast<int64_t>(size);
   if (k <= 0 || k >= n) return std::fill(out, out + n, k > 0);
   double *const keys = scratch, *const near = scratch + n + kWidth<double>;
   order_keys(theta, n, seed, row, keys);
-  double width = kDeviations / std::sqrt(static_cast<double>(n - k) * (static_cast<double>(k) / static_cast<double>(n)));
+  double width =
+      kDeviations / std::sqrt(static_cast<double>(n - k) * (static_cast<double>(k) / static_cast<double>(n)));
   int64_t below, within;
   for (;; width = width < kFar ? 4 * width : kInf<double>) {
     below = within = 0;
@@ -55,9 +57,10 @@ inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, u
   }
 }
 
-// One round of duels between neighbours: whether the first of a pair goes on, whether the pair has more than 1 in all, and
-// what goes on to the next round.
-inline void duels(const double* x, const double* u, int64_t pairs, uint8_t* first, uint8_t* over, double* next) {
+// One round of duels between neighbours: whether the first of a pair goes on, whether the pair has more than
+// 1 in all, and what goes on to the next round.
+inline void duels(const double* x, const double* u, int64_t pairs, uint8_t* first, uint8_t* over,
+                  double* next) {
   for (int64_t i = 0; i < pairs; ++i) {
     const double a = x[2 * i], total = a + x[2 * i + 1], one = total > 1 ? 1.0 : 0.0;
     first[i] = u[i] * std::fabs(total - 2 * one) < std::fabs(a - one);
@@ -67,14 +70,16 @@ inline void duels(const double* x, const double* u, int64_t pairs, uint8_t* firs
 }
 
 // The unit of a pair that went on gets the result of the later rounds, the other one gets `over`.
-inline void results(const uint8_t* later, const uint8_t* first, const uint8_t* over, int64_t pairs, uint8_t* out) {
+inline void results(const uint8_t* later, const uint8_t* first, const uint8_t* over, int64_t pairs,
+                    uint8_t* out) {
   for (int64_t i = 0; i < pairs; ++i) {
     const uint8_t differ = later[i] ^ over[i], x = (differ & first[i]) ^ over[i];
     out[2 * i] = x, out[2 * i + 1] = x ^ differ;
   }
 }
 
-inline void tournament_row(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out) {
+inline void tournament_row(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch,
+                           bool* out) {
   int64_t pairs[64], rounds = 0, total = 0;
   for (int64_t m = n; m > 1; m = pairs[rounds++]) total += pairs[rounds] = (m + 1) / 2;
   double *x = scratch, *u = x + 2 * total + 1;

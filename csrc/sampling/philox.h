@@ -1,4 +1,5 @@
-// Philox 4x32-10: uniforms that depend only on a seed, a row and a column (khot/_kernels/reference/philox.py).
+// Philox 4x32-10: uniforms that depend only on a seed, a row and a column
+// (khot/_kernels/reference/philox.py).
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,8 @@
 
 namespace khot::KHOT_ISA {
 
-using Word = uint64_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));  // the lower 32 bits count
+using Word =
+    uint64_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));  // only the lower 32 bits of each count
 
 constexpr uint64_t kWord = 0xffffffff;
 constexpr int kGroups = 2;  // vectors that are computed together, since each waits for its products

@@ -1,5 +1,5 @@
-// The sum of independent trials, and the trials given that sum, one row at a time. The formulas are explained in
-// khot/_kernels/reference/poisson_binomial.py.
+// The sum of independent trials, and the trials given that sum, one row at a time. The formulas are explained
+// in khot/_kernels/reference/poisson_binomial.py.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,9 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr int kTogether = 4;    // frequencies whose products are computed together
-constexpr double kUnseen = 46;  // frequencies with a larger V (1 - cos) change P(S = k) by less than a rounding error
+constexpr int kTogether = 4;  // frequencies whose products are computed together
+// Frequencies with a larger V (1 - cos) change P(S = k) by less than a rounding error.
+constexpr double kUnseen = 46;
 constexpr double kTurn = 6.283185307179586476925;
 
 KHOT_INLINE VecD reciprocal(VecD x) {
@@ -48,7 +49,8 @@ struct Trials {
   static int64_t padded(int64_t n) { return (n + kWidth<double> - 1) / kWidth<double> * kWidth<double>; }
 };
 
-// The frequencies 2 pi l/N, l < count, that P(S = k) needs. characteristic() computes E[e^(i omega S)] at these.
+// The frequencies 2 pi l/N, l < count, that P(S = k) needs. characteristic() computes E[e^(i omega S)] at
+// these.
 struct Spectrum {
   double period;
   int count = 0;
@@ -93,7 +95,8 @@ struct Spectrum {
   double weigh(double k) {
     double total = 0;
     for (int l = 0; l < count; ++l) {
-      const double angle = kTurn * (std::fmod(l * k, period) / period), c = std::cos(angle), s = std::sin(angle);
+      const double angle = kTurn * (std::fmod(l * k, period) / period), c = std::cos(angle),
+                   s = std::sin(angle);
       const double scale = (l == 0 ? 1 : 2) / period, a = re[l], b = im[l];
       re[l] = scale * (a * c + b * s), im[l] = scale * (b * c - a * s);
       total += re[l];
@@ -112,8 +115,8 @@ inline double characteristic_row(const Row& z, int64_t n, double* scratch, doubl
   return spectrum.period;
 }
 
-// pi and 1 - pi are means over frequencies with the weights a_l of r = p e^(i omega) (q + p e^(-i omega)) v and of 1 - r,
-// where v = 1/|q + p e^(i omega)|^2. Returns P(S = k).
+// pi and 1 - pi are means over frequencies with the weights a_l of r = p e^(i omega) (q + p e^(-i omega)) v
+// and of 1 - r, where v = 1/|q + p e^(i omega)|^2. Returns P(S = k).
 inline double inclusion_of(const Trials& trials, int64_t n, double k, double* pi, double* out) {
   if (!(trials.variance >= 0)) {
     std::fill(pi, pi + n, trials.variance), std::fill(out, out + n, trials.variance);
@@ -125,7 +128,8 @@ inline double inclusion_of(const Trials& trials, int64_t n, double k, double* pi
   double twice[kMostFrequencies], turned[kMostFrequencies], back[kMostFrequencies];
   for (int l = 0; l < f.count; ++l) {
     const double c = 1 - f.less[l];
-    twice[l] = 2 * f.less[l], turned[l] = f.re[l] * c - f.im[l] * f.sin[l], back[l] = f.re[l] * c + f.im[l] * f.sin[l];
+    twice[l] = 2 * f.less[l], turned[l] = f.re[l] * c - f.im[l] * f.sin[l],
+    back[l] = f.re[l] * c + f.im[l] * f.sin[l];
   }
   for (int64_t i = 0; i < n; i += kWidth<double>) {
     const VecD p = load<double>(trials.p + i), q = load<double>(trials.q + i), pq = p * q;
@@ -148,8 +152,8 @@ inline double inclusion_row(const Row& z, int64_t n, double k, double* scratch, 
   return inclusion_of(Trials(z, n, scratch), n, k, pi, out);
 }
 
-// Cov u = Re sum_l a_l d_l (d_l . u) - delta (delta . u) + own u, with d_l = r_l - p = p q ((p - q)(1 - cos) + i sin) v,
-// delta = pi - p = Re sum_l a_l d_l and own = Re sum_l a_l r_l (1 - r_l).
+// Cov u = Re sum_l a_l d_l (d_l . u) - delta (delta . u) + own u, with d_l = r_l - p = p q ((p - q)(1 - cos)
+// + i sin) v, delta = pi - p = Re sum_l a_l d_l and own = Re sum_l a_l r_l (1 - r_l).
 inline void covariance_row(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result) {
   const Trials trials(z, n, scratch);
   if (!(trials.variance >= 0)) return std::fill(result, result + n, trials.variance);
@@ -166,11 +170,14 @@ inline void covariance_row(const Row& z, const Row& u, int64_t n, double k, doub
       store<double>(even + at + i, p * q * x), store<double>(odd + at + i, p * q * x * (p - q));
     });
   }
-  double E[kMostFrequencies], F[kMostFrequencies], shift = 0;  // parts of a_l (d_l . u), times 1 - cos and sin
+  // E and F are the real and imaginary parts of a_l (d_l . u), times 1 - cos and sin. shift sums the real
+  // parts.
+  double E[kMostFrequencies], F[kMostFrequencies], shift = 0;
   for (int l = 0; l < f.count; ++l) {
     VecD a{}, b{};
     for (int64_t i = 0; i < length; i += kWidth<double>) {
-      const VecD v = reciprocal(1 - (2 * f.less[l]) * (load<double>(trials.p + i) * load<double>(trials.q + i)));
+      const VecD v =
+          reciprocal(1 - (2 * f.less[l]) * (load<double>(trials.p + i) * load<double>(trials.q + i)));
       a += load<double>(odd + i) * v, b += load<double>(even + i) * v;
     }
     const double re = f.less[l] * sum<double>(a), im = f.sin[l] * sum<double>(b);
@@ -185,7 +192,8 @@ inline void covariance_row(const Row& z, const Row& u, int64_t n, double k, doub
       const VecD v = reciprocal(1 - (2 * f.less[l]) * pq), w = v * v;
       e += E[l] * v, o += F[l] * v;
       e_mean += (f.re[l] * f.less[l]) * v, o_mean += (f.im[l] * f.sin[l]) * v;
-      one += (f.re[l] * (2 - f.less[l])) * w, two += (f.re[l] * f.less[l]) * w, three += (f.im[l] * f.sin[l]) * w;
+      one += (f.re[l] * (2 - f.less[l])) * w, two += (f.re[l] * f.less[l]) * w,
+          three += (f.im[l] * f.sin[l]) * w;
     }
     const VecD delta = g * e_mean - o_mean, own = 0.5 * (one - g * g * two) + g * three;
     const int lanes = static_cast<int>(std::min<int64_t>(kWidth<double>, n - i));

@@ -8,8 +8,8 @@
 
 namespace khot::KHOT_ISA {
 
-// Floats are compared as integers of their size, their keys. Sign and magnitude become two's complement, so that -0 and 0
-// have the same key.
+// Floats are compared as integers of their size, their keys. Sign and magnitude become two's complement, so
+// that -0 and 0 have the same key.
 template <class I>
 struct Ordered {
   Dtype dtype;
@@ -41,13 +41,15 @@ struct Ordered {
     bool nan = false;
   };
 
-  // Writes the keys of a row, and counts the entries above -inf (selectable) and those that are +inf (pinned).
+  // Writes the keys of a row, and counts the entries above -inf (selectable) and those that are +inf
+  // (pinned).
   Counts keys(const Row& row, int64_t n, I* out) const {
     const I* p = whole(row, n, out);
     Counts counts;
     for (int64_t at = 0; at < n; at += kBlock) {
       const int size = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-      I selectable = 0, pinned = 0, nans = 0;  // of the same width as the keys, so that the compiler vectorises the loop
+      // These have the width of the keys, so that the compiler vectorises the loop.
+      I selectable = 0, pinned = 0, nans = 0;
       for (int i = 0; i < size; ++i) {
         const I value = key(p[at + i]);
         selectable += value != -infinity;
@@ -93,7 +95,8 @@ struct Ordered {
     const I* p = whole(row, n, keys);
     I least = kMost, most = kLeast;
     for (int64_t i = 0; i < n; ++i) {
-      const I value = keys[i] = key(p[i]), chosen = -static_cast<I>(value >= cut.level);  // -1 or 0: no branches
+      const I value = keys[i] = key(p[i]);
+      const I chosen = -static_cast<I>(value >= cut.level);  // -1 or 0, which saves a branch
       const I above = (value & chosen) | (kMost & ~chosen), below = (value & ~chosen) | (kLeast & chosen);
       least = above < least ? above : least;
       most = below > most ? below : most;
@@ -141,7 +144,7 @@ struct Ordered {
   }
 
  private:
-  static constexpr int64_t kNarrow = 1 << 12;  // more keys than this are narrowed down before they are counted bit by bit
+  static constexpr int64_t kNarrow = 1 << 12;  // more keys than this are narrowed down before the search
   static constexpr int64_t kSample = 1 << 11;  // the size of the sample of the longest rows
 
   // Finds the level bit by bit, by counting. Branches on single keys would take longer than all the counting.
@@ -156,8 +159,8 @@ struct Ordered {
     return cut;
   }
 
-  // Moves the keys of a range that, according to a sample, holds the k-th largest key to the front. Returns their number,
-  // and in above the number of keys above the range.
+  // Moves the keys of a range that, according to a sample, holds the k-th largest key to the front. Returns
+  // their number, and in above the number of keys above the range.
   static int64_t narrow(I* keys, int64_t n, int64_t k, int64_t& above) {
     I sample[kSample];
     const int64_t size = std::min(kSample, n / 16);
@@ -173,7 +176,8 @@ struct Ordered {
 };
 
 constexpr Ordered<int32_t> kOrderedFloat{Dtype::kFloat, 0x7f800000, 0x3f800000, 0x7fc00000};
-constexpr Ordered<int64_t> kOrderedDouble{Dtype::kDouble, 0x7ff0000000000000, 0x3ff0000000000000, 0x7ff8000000000000};
+constexpr Ordered<int64_t> kOrderedDouble{Dtype::kDouble, 0x7ff0000000000000, 0x3ff0000000000000,
+                                          0x7ff8000000000000};
 constexpr Ordered<int16_t> kOrderedHalf{Dtype::kHalf, 0x7c00, 0x3c00, 0x7e00};
 constexpr Ordered<int16_t> kOrderedBFloat16{Dtype::kBFloat16, 0x7f80, 0x3f80, 0x7fc0};
 

@@ -36,7 +36,8 @@ struct Exponent {
     }
     const VecD c = clamp_above<double>(tau * pow(s < 0 ? VecD{} : s, p - 2), 1e150);
     VecD b = (1 + 0.25 * c) / (1 + c * (0.25 + 1 / e + 0.25 * c));  // exact in the limits c = 0 and c = inf
-    for (int i = 0; i < 12; ++i) {  // the function is convex: from the second step on, b decreases to its root
+    // The function is convex: from the second step on, b decreases to its root, as in the reference.
+    for (int i = 0; i < 12; ++i) {
       const VecD power = lower(b), step = (power * b + c * b - 1) / (e * power + c);
       b -= step;
       if (minimum<double>(1e-9 * b - abs<double>(step)) >= 0) break;  // the error is the square of this step
@@ -71,33 +72,37 @@ struct BlockSums {
   void operator+=(const BlockSums& o) { alone += o.alone, total += o.total, slope += o.slope; }
 };
 
-// Searches gamma between anchor + low and anchor + high: (k - #alone) gamma is the sum of Y over the block. The anchor is the
-// k-th entry where gamma is near it, so that s - gamma keeps its digits, and otherwise 0, so that gamma keeps its own.
-inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, const Exponent& power, double anchor,
-                             double low, double high) {
+// Searches gamma between anchor + low and anchor + high: (k - #alone) gamma is the sum of Y over the block.
+// The anchor is the k-th entry where gamma is near it, so that s - gamma keeps its digits, and otherwise 0,
+// so that gamma keeps its own.
+inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, const Exponent& power,
+                             double anchor, double low, double high) {
   const double drop = -low;
   double offset = 0.5 * low + 0.5 * high;
   for (int step = 0; step < 60; ++step) {
     m.gamma = {anchor, offset};
-    const BlockSums sums = reduce<double, BlockSums>(s, n, nullptr, [=](BlockSums& sums, const double* p, int count, int64_t) {
-      IntD alone{};
-      VecD total{}, slope{};
-      vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
-        const Block block(v, m, power);
-        alone += block.alone;
-        total += block.inside ? block.y : VecD{};
-        slope += block.inside ? power.lower(block.w) : VecD{};
-      });
-      sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
-      sums.total += sum<double>(total), sums.slope += sum<double>(slope);
-    });
-    const double left = k - sums.alone, slope = power.e * sums.slope / m.tau, target = sums.total - left * anchor;
+    const BlockSums sums =
+        reduce<double, BlockSums>(s, n, nullptr, [=](BlockSums& sums, const double* p, int count, int64_t) {
+          IntD alone{};
+          VecD total{}, slope{};
+          vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
+            const Block block(v, m, power);
+            alone += block.alone;
+            total += block.inside ? block.y : VecD{};
+            slope += block.inside ? power.lower(block.w) : VecD{};
+          });
+          sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
+          sums.total += sum<double>(total), sums.slope += sum<double>(slope);
+        });
+    const double left = k - sums.alone, slope = power.e * sums.slope / m.tau,
+                 target = sums.total - left * anchor;
     if (target > left * offset) low = std::max(low, offset);
     if (target < left * offset) high = std::min(high, offset);
     double trial = target / (left + slope) + slope / (left + slope) * offset;  // Newton's step
     const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(low, trial), high) : drop);
     bool done = std::fabs(trial - offset) <= digits && std::isfinite(trial);
-    if (!done && !(trial > low && trial < high)) {  // where the slope changes, Newton's step may fall short of low by a digit
+    // Where the slope changes, Newton's step may fall short of low by a digit.
+    if (!done && !(trial > low && trial < high)) {
       trial = std::fabs(trial - low) <= digits ? low + digits : 0.5 * low + 0.5 * high;
       done = high - low <= digits;
     }
@@ -113,8 +118,8 @@ template <class Order, class I>
 Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const Exponent& power, I* y) {
   const auto counts = order.keys(s, n, y);
   const double selectable = static_cast<double>(counts.selectable);
-  if (counts.nan || !(m.k >= 0 && m.k <= selectable && m.k == std::floor(m.k)) || !(m.tau > 0 && m.tau < kInfinity) ||
-      static_cast<double>(counts.pinned) > m.k) {
+  if (counts.nan || !(m.k >= 0 && m.k <= selectable && m.k == std::floor(m.k)) ||
+      !(m.tau > 0 && m.tau < kInfinity) || static_cast<double>(counts.pinned) > m.k) {
     return {kNan, kNan};
   }
   if (m.k == 0) return {kHuge, kHuge};
@@ -125,8 +130,8 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
   const double alone = power.alone(splat(in), m.tau, drops)[0], drop = drops[0];
   if (!(gap < drop)) return {alone == kInfinity ? out + 1 : 0.5 * alone + 0.5 * out, 0};
 
-  // Entries below the least possible gamma are in no block, and entries that are alone for the largest possible gamma are
-  // alone for all: neither takes part in the search.
+  // Entries below the least possible gamma are in no block, and entries that are alone for the largest
+  // possible gamma are alone for all: neither takes part in the search.
   const double root = power.root(splat(out))[0];
   const I bottom = order.key_of(in - drop) - 1, top = std::max(order.key_of(out + m.tau * root), last) + 1;
   const int64_t above = order.at_least(y, n, top), size = order.entries(y, n, bottom, top);
@@ -182,24 +187,25 @@ inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, 
   auto at = [](const double* p, int i, int lanes) {
     return lanes == kWidth<double> ? load(p + i) : load_part(p + i, lanes, 0.0);
   };
-  const RateSums sums = reduce<double, RateSums>(s, n, nullptr, [=](RateSums& sums, const double* p, int count, int64_t begin) {
-    double y_buffer[kBlock], v_buffer[kBlock];
-    const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
-    IntD alone{};
-    VecD mass{}, moment{}, shift{}, tau{};
-    vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-      const Rates r(x, at(ys, i, lanes), m, power);
-      const VecD v = at(vs, i, lanes), w = r.block.inside | (r.block.w != r.block.w) ? r.block.w : VecD{};
-      alone += r.block.alone;
-      mass += r.rate;
-      moment += r.rate * w;
-      shift -= r.rate * v;
-      tau -= v * (r.fall + r.rate * w);
-    });
-    sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
-    sums.mass += sum<double>(mass), sums.moment += sum<double>(moment);
-    sums.shift += sum<double>(shift), sums.tau += sum<double>(tau);
-  });
+  const RateSums sums =
+      reduce<double, RateSums>(s, n, nullptr, [=](RateSums& sums, const double* p, int count, int64_t begin) {
+        double y_buffer[kBlock], v_buffer[kBlock];
+        const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
+        IntD alone{};
+        VecD mass{}, moment{}, shift{}, tau{};
+        vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+          const Rates r(x, at(ys, i, lanes), m, power);
+          const VecD v = at(vs, i, lanes), w = r.block.inside | (r.block.w != r.block.w) ? r.block.w : VecD{};
+          alone += r.block.alone;
+          mass += r.rate;
+          moment += r.rate * w;
+          shift -= r.rate * v;
+          tau -= v * (r.fall + r.rate * w);
+        });
+        sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
+        sums.mass += sum<double>(mass), sums.moment += sum<double>(moment);
+        sums.shift += sum<double>(shift), sums.tau += sum<double>(tau);
+      });
   // What gamma, which all pooled entries share, adds to the gradient of each.
   const double shift = sums.mass != 0 ? (grad_lo + sums.shift) / (m.k - sums.alone + sums.mass) : 0;
   double s_buffer[kBlock], y_buffer[kBlock], v_buffer[kBlock], results[kBlock + kWidth<double>];

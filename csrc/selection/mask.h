@@ -1,4 +1,5 @@
-// The hard mask: 1 for the k largest entries of a row, 0 for the others. Of equal entries the first are selected.
+// The hard mask: 1 for the k largest entries of a row, 0 for the others. Of equal entries the first are
+// selected.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,8 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   for (int64_t i = 0; i < n; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
   // Of the entries at the level, only the first are selected.
   for (int64_t i = n, more = cut.reached - count; more > 0;) {
-    const bool tie = out[--i] == order.one && order.key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
+    const bool tie =
+        out[--i] == order.one && order.key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
     if (tie) out[i] = 0, --more;
   }
 }

@@ -1,5 +1,5 @@
-// Every kernel, compiled for one instruction set. Each isa_*.cpp includes this file once, after it has chosen its
-// instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
+// Every kernel, compiled for one instruction set. Each isa_*.cpp includes this file once, after it has chosen
+// its instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
 #pragma once
 
 #include "kernels.h"
@@ -15,8 +15,8 @@
 namespace khot::KHOT_ISA {
 
 constexpr Kernels table(const char* name) {
-  return {name,          forward,   backward,       topk_mask,          magnitude,     magnitude_backward,
-          uniform_row,   order_row, tournament_row, characteristic_row, inclusion_row, covariance_row,
+  return {name,         forward,   backward,       topk_mask,          magnitude,     magnitude_backward,
+          uniform_row,  order_row, tournament_row, characteristic_row, inclusion_row, covariance_row,
           calibrate_row};
 }
 

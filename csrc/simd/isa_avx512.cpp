@@ -1,5 +1,5 @@
-// The standard headers are included before the instruction set is chosen: the linker may merge their inline functions
-// with those of other files, which must run on any processor.
+// The standard headers are included before the instruction set is chosen: the linker may merge their inline
+// functions with those of other files, which must run on any processor.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

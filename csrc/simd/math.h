@@ -27,10 +27,10 @@ KHOT_INLINE V polynomial(V x, const R (&coefficients)[N]) {
   return p;
 }
 
-// exp(r) for abs(r) <= log(2)/2. In single precision the minimax polynomial of Cephes, in double the Taylor polynomial
-// with an error of 4e-18.
+// exp(r) for abs(r) <= log(2)/2. In single precision the minimax polynomial of Cephes, in double the Taylor
+// polynomial with an error of 4e-18.
 KHOT_INLINE VecF exp_core(VecF r) {
-  constexpr float kTerms[] = {0.5000000120f,     0.16666665459f,    4.1665795894e-2f,
+  constexpr float kTerms[] = {0.5000000120f,    0.16666665459f,   4.1665795894e-2f,
                               8.3334519073e-3f, 1.3981999507e-3f, 1.9875691500e-4f};
   return polynomial(r, kTerms) * (r * r) + r + 1;
 }
@@ -54,12 +54,12 @@ KHOT_INLINE Vec<R> exp_minus(Vec<R> a) {
   return a > L::kExpEnd ? Vec<R>{} : exp_core(r) * scale;
 }
 
-// 2^v with a relative error of at most 2e-7 for -126 <= v <= 126; 2^126 for larger v, less than 2^-125 for smaller v, and
-// NaN for NaN.
+// 2^v with a relative error of at most 2e-7 for -126 <= v <= 126; 2^126 for larger v, less than 2^-125 for
+// smaller v, and NaN for NaN.
 KHOT_INLINE VecF exp2_held(VecF v) {
   using L = Lanes<float>;
   // 2^r for abs(r) <= 1/2, interpolated at Chebyshev's nodes
-  constexpr float kTerms[] = {1.000000075f,    0.693147188f,    0.2402210749f,
+  constexpr float kTerms[] = {1.000000075f,   0.693147188f,    0.2402210749f,
                               0.05550357114f, 0.009676031918f, 0.001339086336f};
 #if KHOT_VECTOR_BYTES == 64  // AVX-512 can do it in half the instructions
   const VecF held = clamp_above<float>(v, 126);
@@ -116,7 +116,9 @@ KHOT_INLINE Vec<R> log(Vec<R> x) {
   const Vec<R> e = __builtin_convertvector(exponent, Vec<R>);
   const Vec<R> core = twice_artanh<R>((mantissa - 1) / (mantissa + 1));
   const Vec<R> value = e * L::kLn2High + (e * L::kLn2Low + core);
-  return x > 0 ? value : (x < 0) | (x != x) ? splat<R>(std::numeric_limits<R>::quiet_NaN()) : splat<R>(-kInf<R>);
+  return x > 0                ? value
+         : (x < 0) | (x != x) ? splat<R>(std::numeric_limits<R>::quiet_NaN())
+                              : splat<R>(-kInf<R>);
 }
 
 }  // namespace khot::KHOT_ISA

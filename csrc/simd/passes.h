@@ -1,4 +1,5 @@
-// Passes over a row: it is read in blocks, which are converted to the type of the computation, and reduced in chunks.
+// Passes over a row: it is read in blocks, which are converted to the type of the computation, and reduced in
+// chunks.
 //
 // Chunks have a fixed size and their sums are combined in order, so that results do not depend on how many
 // threads shared the work.
@@ -14,7 +15,7 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr int kBlock = 1024;  // entries that are converted at a time; the sums of float rows are float within a block
+constexpr int kBlock = 1024;  // entries converted at a time; sums of floats are float within a block
 constexpr int64_t kChunk = int64_t{1} << 16;  // entries that a thread takes at a time
 
 KHOT_INLINE float from_bfloat16(uint16_t bits) {
@@ -63,7 +64,8 @@ KHOT_INLINE uint16_t to_half(float value) {
   return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13);
 }
 
-// Entries [at, at + count) of the row: where they are if they are stored as R, otherwise converted into the buffer.
+// Entries [at, at + count) of the row: where they are if they are stored as R, otherwise converted into the
+// buffer.
 template <class R>
 const R* fetch(const Row& row, int64_t at, int count, R* buffer) {
   constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
@@ -107,7 +109,8 @@ void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
       for (int i = 0; i < count; ++i) static_cast<double*>(p)[at + i] = static_cast<double>(values[i]);
       break;
     case Dtype::kHalf:
-      for (int i = 0; i < count; ++i) static_cast<uint16_t*>(p)[at + i] = to_half(static_cast<float>(values[i]));
+      for (int i = 0; i < count; ++i)
+        static_cast<uint16_t*>(p)[at + i] = to_half(static_cast<float>(values[i]));
       break;
     case Dtype::kBFloat16:
       for (int i = 0; i < count; ++i) {
@@ -117,7 +120,8 @@ void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
   }
 }
 
-// body(v, i, lanes) for the vectors v of a block. v begins at entry i and has so many lanes; the others hold pad.
+// body(v, i, lanes) for the vectors v of a block. v begins at entry i and has so many lanes; the others hold
+// pad.
 template <class R, class Body>
 KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
   constexpr int width = kWidth<R>;

@@ -1,8 +1,9 @@
-// Vectors of the instruction set that this translation unit is compiled for: how to load, store, shuffle and sum them.
+// Vectors of the instruction set that this translation unit is compiled for: how to load, store, shuffle and
+// sum them.
 //
-// The including file defines KHOT_ISA, which names the namespace, so that the linker does not merge the copies for
-// different instruction sets, and KHOT_VECTOR_BYTES, the width of a register. GCC's vector types compile to NEON, SSE or
-// AVX alike. Functions on vectors are in simd/math.h.
+// The including file defines KHOT_ISA, which names the namespace, so that the linker does not merge the
+// copies for different instruction sets, and KHOT_VECTOR_BYTES, the width of a register. GCC's vector types
+// compile to NEON, SSE or AVX alike. Functions on vectors are in simd/math.h.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ using VecD = double __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 using IntF = int32_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 using IntD = int64_t __attribute__((vector_size(KHOT_VECTOR_BYTES)));
 
-// While it lives, results that would be subnormal are 0. A subnormal result takes a hundred cycles on x86, and the
-// squares of small y are often subnormal. (On Arm they take no longer than other results.)
+// While it lives, results that would be subnormal are 0. A subnormal result takes a hundred cycles on x86,
+// and the squares of small y are often subnormal. (On Arm they take no longer than other results.)
 class FlushSubnormals {
  public:
 #if defined(__SSE2__)
@@ -57,7 +58,8 @@ template <>
 struct Lanes<double> {
   using V = VecD;
   using I = IntD;
-  static constexpr int64_t kAbs = 0x7fffffffffffffff, kSqrtHalf = 0x3fe6a09e667f3bcd, kOne = 0x3ff0000000000000;
+  static constexpr int64_t kAbs = 0x7fffffffffffffff, kSqrtHalf = 0x3fe6a09e667f3bcd,
+                           kOne = 0x3ff0000000000000;
   static constexpr int kMantissa = 52;
   static constexpr double kRound = 0x1.8p52;
   static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
@@ -90,7 +92,8 @@ KHOT_INLINE void store(R* p, Vec<R> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// Asks the cache for what lies so many entries beyond p, to be read or, with kWrite, written. It need not exist.
+// Asks the cache for what lies so many entries beyond p, to be read or, with kWrite, written. It need not
+// exist.
 template <bool kWrite>
 KHOT_INLINE void fetch_ahead(const float* p, int64_t entries) {
   __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + entries * 4), kWrite, 3);
@@ -106,8 +109,8 @@ KHOT_INLINE Int<R> first_lanes(int count) {
 }
 #endif
 
-// The first count lanes from memory, and pad in the others. Masked loads are used where there are some: copying by way
-// of an array would cost a noticeable share of a row of a thousand entries.
+// The first count lanes from memory, and pad in the others. Masked loads are used where there are some:
+// copying by way of an array would cost a noticeable share of a row of a thousand entries.
 template <class R>
 KHOT_INLINE Vec<R> load_part(const R* p, int count, R pad) {
 #if KHOT_VECTOR_BYTES == 64
@@ -135,8 +138,10 @@ template <class R>
 KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
 #if KHOT_VECTOR_BYTES == 64
   const unsigned lanes_written = (1u << count) - 1;
-  if constexpr (sizeof(R) == 4) return _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes_written), (__m512)v);
-  if constexpr (sizeof(R) == 8) return _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lanes_written), (__m512d)v);
+  if constexpr (sizeof(R) == 4)
+    return _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes_written), (__m512)v);
+  if constexpr (sizeof(R) == 8)
+    return _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lanes_written), (__m512d)v);
 #elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
   if constexpr (sizeof(R) == 4) return _mm256_maskstore_ps(p, (__m256i)first_lanes<R>(count), (__m256)v);
   if constexpr (sizeof(R) == 8) return _mm256_maskstore_pd(p, (__m256i)first_lanes<R>(count), (__m256d)v);
@@ -147,7 +152,8 @@ KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
 }
 
 #if KHOT_VECTOR_BYTES == 64
-// Writes the lanes of v where mask is -1 to p, without gaps, and returns their number. A whole vector is written.
+// Writes the lanes of v where mask is -1 to p, without gaps, and returns their number. A whole vector is
+// written.
 KHOT_INLINE int compress(int32_t* p, IntF v, IntF mask) {
   const __mmask16 bits = _mm512_movepi32_mask((__m512i)mask);
   const IntF packed = (IntF)_mm512_maskz_compress_epi32(bits, (__m512i)v);
@@ -156,7 +162,8 @@ KHOT_INLINE int compress(int32_t* p, IntF v, IntF mask) {
 }
 #endif
 
-// Lane l comes from a, or from b where bit d of l is set; with kSwapA or kSwapB, from lane l ^ d of that vector.
+// Lane l comes from a, or from b where bit d of l is set; with kSwapA or kSwapB, from lane l ^ d of that
+// vector.
 template <int d, bool kSwapA, bool kSwapB, int... l>
 KHOT_INLINE VecF pick(VecF a, VecF b, std::integer_sequence<int, l...>) {
   constexpr int width = sizeof...(l);
@@ -222,7 +229,8 @@ template <class R>
 KHOT_INLINE R sum(Vec<R> v) {
 #if KHOT_VECTOR_BYTES == 64  // by way of memory, four such sums would take longer than a row of 64 entries
   const __m512d all = (__m512d)v;
-  const __m256d half = _mm512_maskz_extractf64x4_pd(0xf, all, 0), rest = _mm512_maskz_extractf64x4_pd(0xf, all, 1);
+  const __m256d half = _mm512_maskz_extractf64x4_pd(0xf, all, 0),
+                rest = _mm512_maskz_extractf64x4_pd(0xf, all, 1);
   if constexpr (sizeof(R) == 4) {
     const __m256 eight = (__m256)half + (__m256)rest;
     const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
@@ -253,7 +261,8 @@ struct LongSum {
 #if KHOT_VECTOR_BYTES == 64  // by way of memory, a flush would take as long as adding the terms
     const __m256d first = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 0);
     const __m256d second = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 1);
-    total += (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first) + (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
+    total +=
+        (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first) + (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
     part = VecF{};
     return;
 #endif

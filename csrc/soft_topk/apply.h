@@ -7,13 +7,13 @@
 
 namespace khot::KHOT_ISA {
 
-// Whether float carries the row. It does not carry temperatures at the ends of its exponent; nor log y where that has a
-// larger error than z, as near where F leaves 0, and where log y is of the size of z^2; nor t itself, which is less
-// certain than y where C is flat.
+// Whether float carries the row. It does not carry temperatures at the ends of its exponent; nor log y where
+// that has a larger error than z, as near where F leaves 0, and where log y is of the size of z^2; nor t
+// itself, which is less certain than y where C is flat.
 template <class C>
 bool float_carries(const Spec& spec, const C& F, Dtype dtype, double tau) {
-  return F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 && spec.output != Output::kThreshold &&
-         (spec.output != Output::kLog || C::log_fits_float);
+  return F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&
+         spec.output != Output::kThreshold && (spec.output != Output::kLog || C::log_fits_float);
 }
 
 // Writes `value` to every entry of out, but at_infinity where x is the given infinity.
@@ -36,9 +36,11 @@ void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, 
   const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo), scale = static_cast<R>(1 / tau);
   auto z = [=](Vec<R> v) { return ((v - hi) - lo) * scale; };
   if (log) {
-    map<R>(x, spec.n, spec.inside, out, x.dtype, [=](Vec<R> v, int64_t, int) { return F.template log_value<R>(z(v)); });
+    map<R>(x, spec.n, spec.inside, out, x.dtype,
+           [=](Vec<R> v, int64_t, int) { return F.template log_value<R>(z(v)); });
   } else {
-    map<R>(x, spec.n, spec.inside, out, x.dtype, [=](Vec<R> v, int64_t, int) { return F.template value<R>(z(v)); });
+    map<R>(x, spec.n, spec.inside, out, x.dtype,
+           [=](Vec<R> v, int64_t, int) { return F.template value<R>(z(v)); });
   }
 }
 

@@ -10,11 +10,11 @@
 
 namespace khot::KHOT_ISA {
 
-// One row: in float where that carries it, then in double, and with weights relative to the largest density where the
-// densities are too small for either, and for log y.
+// One row: in float where that carries it, then in double, and with weights relative to the largest density
+// where the densities are too small for either, and for log y.
 template <class C>
-void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo, double tau,
-                  Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo,
+                  double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   grad_k = grad_tau = 0;
   if (!(std::fabs(t.hi) < kHuge)) {  // nothing is selected, or everything, or the row is bad
     const double value = std::isnan(t.hi) ? kNan : 0;
@@ -31,13 +31,14 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   if (fast && spec.output == Output::kValue) {
     if constexpr (C::density_from_value) {
       const ValueDensity<C> density(F, t, tau);
-      if (y.data != nullptr &&
-          backward_ordinary(spec, density, y, grad, grad_lo, tau, grad_x, grad_k, grad_tau) == Gradients::kWritten) {
+      if (y.data != nullptr && backward_ordinary(spec, density, y, grad, grad_lo, tau, grad_x, grad_k,
+                                                 grad_tau) == Gradients::kWritten) {
         return;
       }
     }
     const ScoreDensity<float, C> density(F, t, tau);
-    const Gradients gradients = backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
+    const Gradients gradients =
+        backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
     if (gradients == Gradients::kWritten) return;
     if (!C::full_support && gradients == Gradients::kFlat) {
       grad_k = gap_gradient(spec, x, grad, t);
@@ -48,7 +49,8 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     const double none = 0;
     const Row v = spec.output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad;
     const ScoreDensity<double, C> density(F, t, tau);
-    if (backward_ordinary(spec, density, x, v, grad_lo, tau, grad_x, grad_k, grad_tau) == Gradients::kWritten) return;
+    if (backward_ordinary(spec, density, x, v, grad_lo, tau, grad_x, grad_k, grad_tau) == Gradients::kWritten)
+      return;
   }
   backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
@@ -59,8 +61,8 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     using C = decltype(F);
     auto one = [&](int64_t i) {
       double grad_k, grad_tau;
-      backward_row(spec, F, rows.x(i), rows.y(i), rows.grad(i), rows.grad_lo(i), rows.tau(i), rows.threshold(i),
-                   rows.grad_x(i), grad_k, grad_tau);
+      backward_row(spec, F, rows.x(i), rows.y(i), rows.grad(i), rows.grad_lo(i), rows.tau(i),
+                   rows.threshold(i), rows.grad_x(i), grad_k, grad_tau);
       rows.put(i, grad_k, grad_tau);
     };
     int64_t i = begin;

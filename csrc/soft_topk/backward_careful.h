@@ -20,30 +20,33 @@ struct EdgeSums {
   }
 };
 
-// dL/dk for compact support where no entry has f > 0: the mean of v over the entries at both edges of the gap around t, as
-// in khot/_kernels/reference/soft_topk.py.
+// dL/dk for compact support where no entry has f > 0: the mean of v over the entries at both edges of the gap
+// around t, as in khot/_kernels/reference/soft_topk.py.
 inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
-  const Edges edges = reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
-    VecD up = splat(kInfinity), down = splat(-kInfinity);
-    vectors<double>(p, count, kNan, [&](VecD v, int, int) {
-      const VecD offset = v - t.hi;
-      up = (offset > t.lo) & (offset < up) ? offset : up;
-      down = (offset <= t.lo) & (offset > down) ? offset : down;
-    });
-    e += {-maximum<double>(-up), maximum<double>(down)};
-  });
-  const EdgeSums s = reduce<double, EdgeSums>(x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
-    double buffer[kBlock];
-    const double* g = fetch(grad, at, count, buffer);
-    VecD up_count{}, up{}, down_count{}, down{};
-    vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
-      const VecD offset = x - t.hi, v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
-      const IntD above = offset == edges.up, below = offset == edges.down;
-      up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
-      down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
-    });
-    e += {sum<double>(up_count), sum<double>(up), sum<double>(down_count), sum<double>(down)};
-  });
+  const Edges edges =
+      reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
+        VecD up = splat(kInfinity), down = splat(-kInfinity);
+        vectors<double>(p, count, kNan, [&](VecD v, int, int) {
+          const VecD offset = v - t.hi;
+          up = (offset > t.lo) & (offset < up) ? offset : up;
+          down = (offset <= t.lo) & (offset > down) ? offset : down;
+        });
+        e += {-maximum<double>(-up), maximum<double>(down)};
+      });
+  const EdgeSums s = reduce<double, EdgeSums>(
+      x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
+        double buffer[kBlock];
+        const double* g = fetch(grad, at, count, buffer);
+        VecD up_count{}, up{}, down_count{}, down{};
+        vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
+          const VecD offset = x - t.hi,
+                     v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
+          const IntD above = offset == edges.up, below = offset == edges.down;
+          up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
+          down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
+        });
+        e += {sum<double>(up_count), sum<double>(up), sum<double>(down_count), sum<double>(down)};
+      });
   const double mean = 0.5 * s.up / s.up_count;
   return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
 }
@@ -58,8 +61,8 @@ struct CarefulSums {
   void operator+=(const CarefulSums& o) { mass += o.mass, wz += o.wz, v += o.v, u += o.u, uz += o.uz; }
 };
 
-// The gradients of any output, in double, with weights relative to the largest density. It serves log y, and rows whose
-// densities are too small for the ordinary kernel.
+// The gradients of any output, in double, with weights relative to the largest density. It serves log y, and
+// rows whose densities are too small for the ordinary kernel.
 template <class C>
 void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
                       Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -84,33 +87,37 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
     return lanes == kWidth<R> ? load(g + i) : load_part(g + i, lanes, 0.0);
   };
 
-  const double top = reduce<R, LargestDensity>(x, spec.n, spec.inside, [=](LargestDensity& s, const R* p, int count, int64_t) {
-                       VecD most = splat(-kInfinity);
-                       vectors<R>(p, count, -kInfinity, [&](VecD v, int, int) {
-                         const VecD log_f = F.template log_density<R>(standardize(v));
-                         most = log_f > most ? log_f : most;
-                       });
-                       s.log_f = std::max(s.log_f, maximum<R>(most));
-                     }).log_f;
+  const LargestDensity largest = reduce<R, LargestDensity>(
+      x, spec.n, spec.inside, [=](LargestDensity& s, const R* p, int count, int64_t) {
+        VecD most = splat(-kInfinity);
+        vectors<R>(p, count, -kInfinity, [&](VecD v, int, int) {
+          const VecD log_f = F.template log_density<R>(standardize(v));
+          most = log_f > most ? log_f : most;
+        });
+        s.log_f = std::max(s.log_f, maximum<R>(most));
+      });
+  const double top = largest.log_f;
   const double base = std::max(top, -kHuge);
-  const CarefulSums s = reduce<R, CarefulSums>(x, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, int count, int64_t at) {
-    double buffer[kBlock];
-    const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, buffer);
-    VecD mass{}, wz{}, v_sum{}, u_sum{}, uz{};
-    vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
-      const VecD z = standardize(v), log_f = F.template log_density<R>(z);
-      const VecD bounded = clamp_above<R>(clamp_below<R>(z, -1e300), 1e300);
-      const VecD weight = exp<R>(log_f - base);
-      const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
-      mass += weight;
-      wz += weight * bounded;
-      v_sum += c.share;
-      u_sum += c.u;
-      uz += c.u * bounded;
-    });
-    sums.mass += sum<R>(mass), sums.wz += sum<R>(wz), sums.v += sum<R>(v_sum);
-    sums.u += sum<R>(u_sum), sums.uz += sum<R>(uz);
-  });
+  const CarefulSums s = reduce<R, CarefulSums>(
+      x, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, int count, int64_t at) {
+        double buffer[kBlock];
+        const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, buffer);
+        VecD mass{}, wz{}, v_sum{}, u_sum{}, uz{};
+        vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+          const VecD z = standardize(v), log_f = F.template log_density<R>(z);
+          const VecD bounded = clamp_above<R>(clamp_below<R>(z, -1e300), 1e300);
+          const VecD weight = exp<R>(log_f - base);
+          const Cotangent c =
+              cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+          mass += weight;
+          wz += weight * bounded;
+          v_sum += c.share;
+          u_sum += c.u;
+          uz += c.u * bounded;
+        });
+        sums.mass += sum<R>(mass), sums.wz += sum<R>(wz), sums.v += sum<R>(v_sum);
+        sums.u += sum<R>(u_sum), sums.uz += sum<R>(uz);
+      });
 
   const bool live = s.mass != 0;
   const double z_mean = live ? s.wz / s.mass : 0;

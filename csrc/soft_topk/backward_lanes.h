@@ -1,7 +1,8 @@
 // The gradients of short rows in float, as many rows at once as a vector has lanes.
 //
-// The passes go row by row. Their sums are then gathered, one row per lane, and the per-row scalars of all rows computed
-// together: row by row, the sums across lanes and these scalars would take longer than the passes.
+// The passes go row by row. Their sums are then gathered, one row per lane, and the per-row scalars of all
+// rows computed together: row by row, the sums across lanes and these scalars would take longer than the
+// passes.
 #pragma once
 
 #include <cmath>
@@ -17,8 +18,8 @@ class LaneBackward {
 
   LaneBackward(const Spec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)) {}
 
-  // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first + i are
-  // written; float does not carry the others.
+  // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first +
+  // i are written; float does not carry the others.
   void run(const BackwardRows& rows, int64_t first, bool* done) {
     if constexpr (C::density_from_value) {
       if (rows.y(first).data != nullptr) {
@@ -51,14 +52,16 @@ class LaneBackward {
       DensitySums<float> sums;
       vectors<float>(x, n_, -kInf<float>, [&](VecF v, int i, int lanes) {
         const bool whole = lanes == width;
-        store(f_ + j * kShortRow + i, row.density(v, whole ? load(g + i) : load_part(g + i, lanes, 0.0f), sums));
+        store(f_ + j * kShortRow + i,
+              row.density(v, whole ? load(g + i) : load_part(g + i, lanes, 0.0f), sums));
       });
       f[j] = sums.f, fz[j] = sums.fz, fv[j] = sums.fv, fzv[j] = sums.fzv, y[j] = sums.y;
     }
     const VecF mass = sums_of(f), y_sum = sums_of(y), v_sum = sums_of(fv);
     const VecF safe = mass > static_cast<float>(kLeastMass<float>) ? mass : splat(1.0f);
     const VecF v_mean = v_sum / safe, z_mean = sums_of(fz) / safe, through_t = grad_lo * tau / safe;
-    const VecF grad_k = v_mean - through_t, grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
+    const VecF grad_k = v_mean - through_t,
+               grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
     for (int j = 0; j < width; ++j) {
       done[j] = fits[j] && Density::reliable(mass[j], y_sum[j]);
       if (!done[j]) continue;

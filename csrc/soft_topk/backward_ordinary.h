@@ -12,18 +12,20 @@ struct GradientSums {
   void operator+=(const GradientSums& o) { f += o.f, fz += o.fz, fv += o.fv, fzv += o.fzv, y += o.y; }
 };
 
-enum class Gradients { kWritten, kUnreliable, kFlat };  // kUnreliable: the densities are too small; kFlat: all are 0
+// kUnreliable: the densities are too small. kFlat: all densities are 0.
+enum class Gradients { kWritten, kUnreliable, kFlat };
 
-// The gradients of y or, with v = 0, of t alone. x is what Density takes f from. The gradients are written only if the
-// densities are large enough.
+// The gradients of y or, with v = 0, of t alone. x is what Density takes f from. The gradients are written
+// only if the densities are large enough.
 template <class Density>
-Gradients backward_ordinary(const Spec& spec, const Density& density, const Row& x, const Row& grad, double grad_lo,
-                            double tau, void* grad_x, double& grad_k, double& grad_tau) {
+Gradients backward_ordinary(const Spec& spec, const Density& density, const Row& x, const Row& grad,
+                            double grad_lo, double tau, void* grad_x, double& grad_k, double& grad_tau) {
   using R = typename Density::Real;
   constexpr bool in_float = std::is_same_v<R, float>;
   constexpr Dtype own_dtype = in_float ? Dtype::kFloat : Dtype::kDouble;
   const FlushSubnormals flush(in_float);
-  // f is kept in the place of the result between the passes, if the row is so short that it is still in the cache then.
+  // f is kept in the place of the result between the passes, if the row is so short that it is still in the
+  // cache then.
   const bool own = x.dtype == own_dtype, keep = own && spec.n <= (1 << 20) / static_cast<int64_t>(sizeof(R));
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
   const GradientSums s = reduce<R, GradientSums>(
@@ -56,7 +58,8 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
       vectors<R>(p, count, R(0), [&](Vec<R> v, int i, int lanes) {
         const bool whole = lanes == kWidth<R>;
         const Vec<R> f = keep ? v : density.density(v);
-        const Vec<R> value = f * density.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
+        const Vec<R> value =
+            f * density.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);
@@ -65,11 +68,11 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
   return Gradients::kWritten;
 }
 
-// The gradients of log y in float, in which f/F takes the place of f. Returns false where the densities are too small, and
-// then nothing is written.
+// The gradients of log y in float, in which f/F takes the place of f. Returns false where the densities are
+// too small, and then nothing is written.
 template <class C>
-bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
-                           Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
+                           double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   const FlushSubnormals flush;
   const ScoreDensity<float, C> density(F, t, tau);
   auto slope = [=](VecF v, VecF z, VecF& f) {
@@ -113,7 +116,8 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
       float* const target = own ? static_cast<float*>(grad_x) + at : results;
       vectors<float>(p, count, 0.0f, [&](VecF v, int i, int lanes) {
         VecF f;
-        const VecF u = slope(load_grad(g, i, lanes), density.standardized(v), f), value = (u - f * offset) * density.scale;
+        const VecF u = slope(load_grad(g, i, lanes), density.standardized(v), f),
+                   value = (u - f * offset) * density.scale;
         lanes == kWidth<float> ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);

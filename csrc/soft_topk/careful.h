@@ -1,7 +1,7 @@
 // The careful solver: the threshold t of any row, with soft count C(t) = sum F((x_j - t)/tau) = k, in double.
 //
-// The algorithm is that of khot/_kernels/reference/solver.py and steps.py, one row at a time. The reasons are given there
-// and not repeated here.
+// The algorithm is that of khot/_kernels/reference/solver.py and steps.py, one row at a time. The reasons are
+// given there and not repeated here.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +71,7 @@ class CarefulSolver {
   }
 
  private:
-  static constexpr double kFar = 1e12;  // a window wider than this many tau takes too many steps with bins of equal width
+  static constexpr double kFar = 1e12;  // in a window of more tau, bins of equal width take too many steps
   static constexpr int kHistograms = 5, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
   Bracket order_bounds(double value, double rank) const {
@@ -94,7 +94,8 @@ class CarefulSolver {
 
   double histogram_search(Bracket& bracket) const {
     const double rank_high = std::ceil(k_), rank_low = std::floor(k_) + 1, log_tau = std::log(tau_);
-    // A wide window, as where -1e30 stands for -inf, is cut into bins whose ends have equal ratios, down to tau.
+    // A wide window, as where -1e30 stands for -inf, is cut into bins whose ends have equal ratios, down to
+    // tau.
     auto fold = [log_tau](double v) {
       return v == 0 ? 0 : std::copysign(std::max(0.0, std::log(std::fabs(v)) - log_tau), v);
     };
@@ -108,8 +109,8 @@ class CarefulSolver {
       top += 1e-12 * (top - bottom);  // the window is half open, and must contain the maximum
       const double width = (top - bottom) / kBins, inverse = 1 / width;
       if (!(inverse < kInfinity)) break;
-      const Counts counts = reduce<double, Counts>(
-          row_, size_, inside_, [=](Counts& c, const double* p, int count, int64_t) {
+      const Counts counts =
+          reduce<double, Counts>(row_, size_, inside_, [=](Counts& c, const double* p, int count, int64_t) {
             int32_t bin[kBlock];
             // Infinite entries go to the outer bins.
             for (int i = 0; i < count; ++i) {
@@ -169,8 +170,8 @@ class CarefulSolver {
     });
   }
 
-  // log B - log A for the sums A of 1 - F above and B of F below, and its slope. The tails are summed relative to those of
-  // the nearest entries, which lie at up and down.
+  // log B - log A for the sums A of 1 - F above and B of F below, and its slope. The tails are summed
+  // relative to those of the nearest entries, which lie at up and down.
   void log_evaluate(double hi, double lo, double up, double down, double& log_ratio, double& slope) const {
     const C F = F_;
     const double tau = tau_;
@@ -179,28 +180,30 @@ class CarefulSolver {
       return F.template log_tail<double>(v, v > F.median)[0];
     };
     const double log_up = log_tail((up - lo) / tau_), log_down = log_tail((down - lo) / tau_);
-    const LogSums s = reduce<double, LogSums>(row_, size_, inside_, [=](LogSums& sums, const double* p, int count, int64_t) {
-      VecD A{}, B{}, fA{}, fB{};
-      vectors<double>(p, count, -kInfinity, [&](VecD x, int, int) {
-        const VecD z = ((x - hi) - lo) / tau;
-        const IntD above = z > F.median;
-        const VecD reference = above ? splat(log_up) : splat(log_down);
-        const VecD tail = exp<double>(F.template log_tail<double>(z, above) - reference);
-        const VecD density = exp<double>(F.template log_density<double>(z) - reference);
-        const VecD zero{};
-        A += above ? tail : zero;
-        B += above ? zero : tail;
-        fA += above ? density : zero;
-        fB += above ? zero : density;
-      });
-      sums.A += sum<double>(A), sums.B += sum<double>(B);
-      sums.fA += sum<double>(fA), sums.fB += sum<double>(fB);
-    });
+    const LogSums s = reduce<double, LogSums>(
+        row_, size_, inside_, [=](LogSums& sums, const double* p, int count, int64_t) {
+          VecD A{}, B{}, fA{}, fB{};
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int, int) {
+            const VecD z = ((x - hi) - lo) / tau;
+            const IntD above = z > F.median;
+            const VecD reference = above ? splat(log_up) : splat(log_down);
+            const VecD tail = exp<double>(F.template log_tail<double>(z, above) - reference);
+            const VecD density = exp<double>(F.template log_density<double>(z) - reference);
+            const VecD zero{};
+            A += above ? tail : zero;
+            B += above ? zero : tail;
+            fA += above ? density : zero;
+            fB += above ? zero : density;
+          });
+          sums.A += sum<double>(A), sums.B += sum<double>(B);
+          sums.fA += sum<double>(fA), sums.fB += sum<double>(fB);
+        });
     log_ratio = log_down - log_up + std::log(s.B) - std::log(s.A);
     slope = s.fA / s.A + s.fB / s.B;
   }
 
-  // Makes hi + new_lo the new threshold, with the rounding error of the new hi as its lo. Returns by how much hi moved.
+  // Makes hi + new_lo the new threshold, with the rounding error of the new hi as its lo. Returns by how much
+  // hi moved.
   static double move(double& hi, double& lo, double new_lo) {
     const double s = hi + new_lo, moved = s - hi;
     lo = (hi - (s - moved)) + (new_lo - moved);
@@ -226,16 +229,20 @@ class CarefulSolver {
       if (Pk < Qk) seen.high = std::min(seen.high, lo);
 
       const double step = newton_step(s, hi, lo, excess, Pk, Qk);
-      double trial = std::fabs(step) < kInfinity ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
+      double trial =
+          std::fabs(step) < kInfinity ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
       const double middle = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
-      const bool stuck = std::fabs(std::fabs(Pk - Qk) - misses[0]) < 0.1 * misses[0] && seen.high - seen.low < kInfinity;
+      const bool stuck =
+          std::fabs(std::fabs(Pk - Qk) - misses[0]) < 0.1 * misses[0] && seen.high - seen.low < kInfinity;
       misses[0] = misses[1], misses[1] = std::fabs(Pk - Qk);
       if (!(trial > seen.low && trial < seen.high) || stuck) trial = middle;
-      const double density = s.density_above + s.density_below, noise = 1e-12 * std::max(1.0, std::min(k_, n_ - k_));
+      const double density = s.density_above + s.density_below,
+                   noise = 1e-12 * std::max(1.0, std::min(k_, n_ - k_));
       const bool informed = std::fabs(Pk - Qk) <= 8 * density * std::fabs(step) / tau_ + noise;
       if (std::fabs(step) <= 1e-6 * tau_) trial = informed ? lo + step : middle;
       bool done = informed && std::fabs(step) <= settled * tau_;
-      const double gap_middle = 0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
+      const double gap_middle =
+          0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
       if constexpr (C::full_support) {
         if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {
           trial = gap_middle;
@@ -268,7 +275,8 @@ class CarefulSolver {
     const double plain = (Pk - Qk) / density;
     const double few_limit = C::full_support ? 1 : 3;
     if ((Pk < few_limit && Qk < few_limit) || (!C::full_support && density == 0)) {
-      const double few = C::full_support ? tail_step(s, lo, excess, Pk, Qk) : edge_step(s, lo, excess, Pk, Qk);
+      const double few =
+          C::full_support ? tail_step(s, lo, excess, Pk, Qk) : edge_step(s, lo, excess, Pk, Qk);
       if (std::fabs(few) < kInfinity) return tau_ * few;
     }
     const bool decided_above = s.tail_above < 1e-3 * s.tail_below && excess < 0;
@@ -322,7 +330,8 @@ class CarefulSolver {
       if (!none_above) return both;
       return -down * (std::pow(Qk / Pk, s.tail_below / (s.density_below * down)) - 1);
     }
-    if (none_below) return down - F_.icdf(std::min(std::max(s.tail_above + s.density_above * down, 0.0), 1.0));
+    if (none_below)
+      return down - F_.icdf(std::min(std::max(s.tail_above + s.density_above * down, 0.0), 1.0));
     if (none_above) return up - 1 + s.tail_below / (s.density_below + F_.pdf(1 - 1e-16));
     return both;
   }

@@ -1,5 +1,5 @@
-// The entry point of the forward pass (khot/_kernels/reference/soft_topk.py): which solver takes which row. The table in
-// csrc/README.md says the same in words.
+// The entry point of the forward pass (khot/_kernels/reference/soft_topk.py): which solver takes which row.
+// The table in csrc/README.md says the same in words.
 #pragma once
 
 #include <cmath>
@@ -12,14 +12,17 @@
 
 namespace khot::KHOT_ISA {
 
-// One row: the ordinary solver first, then the wide one, then the careful one, until one of them has an answer.
+// One row: the ordinary solver first, then the wide one, then the careful one, until one of them has an
+// answer.
 template <class C>
-void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal, Threshold& t) {
+void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
+                 Threshold& t) {
   const bool log = spec.output == Output::kLog;
   auto in_float = [&] {
     {
       const FlushSubnormals flush;
-      if (OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out)) return true;
+      if (OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out))
+        return true;
     }
     return WideSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, t, out, log);
   };
@@ -38,8 +41,8 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   }
 }
 
-// The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What a group
-// gives back is solved one by one, too.
+// The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
+// a group gives back is solved one by one, too.
 inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);

@@ -1,6 +1,7 @@
 // What the gradients of y are made of: f, from the scores or from y itself, and its sums.
 //
-// With z = (x - t)/tau, f = f(z) and the incoming gradient v, the sums of f, fz, fv and fzv give all per-row scalars.
+// With z = (x - t)/tau, f = f(z) and the incoming gradient v, the sums of f, fz, fv and fzv give all per-row
+// scalars.
 #pragma once
 
 #include <cmath>
@@ -27,7 +28,10 @@ struct ScoreDensity {
   R hi, lo, scale;
 
   ScoreDensity(const C& F, Threshold t, double tau)
-      : F(F), hi(static_cast<R>(t.hi)), lo(static_cast<R>((t.hi - hi) + t.lo)), scale(static_cast<R>(1 / tau)) {}
+      : F(F),
+        hi(static_cast<R>(t.hi)),
+        lo(static_cast<R>((t.hi - hi) + t.lo)),
+        scale(static_cast<R>(1 / tau)) {}
 
   KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
 
@@ -63,7 +67,8 @@ struct ValueDensity {
   }
   KHOT_INLINE VecF density(VecF y) const { return C::density_of(y); }
 
-  // The rounding error of a y near 1 is as large in f. With this bound it is less than a millionth of the sum of f.
+  // The rounding error of a y near 1 is as large in f. With this bound it is less than a millionth of the sum
+  // of f.
   static bool reliable(double mass, double y) { return mass > kLeastMass<float> && 16 * mass > y; }
 };
 

@@ -19,7 +19,8 @@ struct Statistics {
   double pinned = 0;  // the number of entries that are +inf
   bool nan = false;
   double low = kInfinity, high = -kInfinity;
-  double mean = 0, variance = 0;  // of the finite entries; before finish(), the sums of d and d^2 for d = x - shift
+  // Of the finite entries. Before finish(), these are the sums of d and d^2 for d = x - shift.
+  double mean = 0, variance = 0;
   void operator+=(const Statistics& o) {
     free += o.free, pinned += o.pinned, nan |= o.nan;
     low = std::min(low, o.low), high = std::max(high, o.high);
@@ -32,8 +33,8 @@ struct Statistics {
   }
 };
 
-// The first finite entry of the first block, or 0. Deviations from it are summed for the variance: deviations from 0
-// would cancel where the mean is far from 0.
+// The first finite entry of the first block, or 0. Deviations from it are summed for the variance: deviations
+// from 0 would cancel where the mean is far from 0.
 template <class R>
 R finite_entry(const Row& row, int64_t n) {
   R buffer[kBlock];
@@ -48,8 +49,8 @@ R finite_entry(const Row& row, int64_t n) {
 template <class R>
 Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
   const R shift = finite_entry<R>(row, n);
-  Statistics stats = reduce<R, Statistics>(
-      row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
+  Statistics stats =
+      reduce<R, Statistics>(row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
         Int<R> finite_count{}, pinned_count{}, nan{};
         Vec<R> low = splat(kInf<R>), high = -low, total{}, squares{};
         vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
@@ -77,7 +78,8 @@ Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
   return stats;
 }
 
-// k out of n and the quantiles that it stands for. Both are kept from one row to the next, which often asks for the same.
+// k out of n and the quantiles that it stands for. Both are kept from one row to the next, which often asks
+// for the same.
 struct Goal {
   double k = -1, n = -1;
   double own = 0, normal = 0;  // F^-1(k/n) and Phi^-1(k/n), standardized to mean 0 and variance 1

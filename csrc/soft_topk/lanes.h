@@ -1,8 +1,9 @@
-// The lane solver: short rows, as those of MoE routers, as many at once as a vector of floats has lanes, one row per lane.
+// The lane solver: short rows, as those of MoE routers, as many at once as a vector of floats has lanes, one
+// row per lane.
 //
-// Row by row, the sums across lanes and the scalar steps between passes would take longer than the passes. Transposed, a
-// pass is a plain loop and a step is taken for all rows together. The method is that of the ordinary solver, and rows
-// that are not ordinary are given back.
+// Row by row, the sums across lanes and the scalar steps between passes would take longer than the passes.
+// Transposed, a pass is a plain loop and a step is taken for all rows together. The method is that of the
+// ordinary solver, and rows that are not ordinary are given back.
 #pragma once
 
 #include <cmath>
@@ -18,7 +19,8 @@ class LaneSolver {
 
   LaneSolver(const Spec& spec, const C& F) : spec_(spec), F_(F), n_(static_cast<int>(spec.n)) {}
 
-  // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was ordinary.
+  // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
+  // ordinary.
   void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
     gather(rows, first);
     from_ = static_cast<const float*>(rows.x(first).data), to_ = static_cast<const float*>(rows.out(first));
@@ -62,7 +64,8 @@ class LaneSolver {
       const int count = std::min(width, n_ - i);
       VecF v[width];
 #pragma GCC unroll 16
-      for (int j = 0; j < width; ++j) v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
+      for (int j = 0; j < width; ++j)
+        v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
       transpose(v);
 #pragma GCC unroll 16
       for (int j = 0; j < width; ++j) *column(x_, i + j) = v[j];
@@ -70,7 +73,8 @@ class LaneSolver {
     for (int j = 0; j < width; ++j) {
       k_all_[j] = rows.k(first + j);
       tau_[j] = static_cast<float>(rows.tau(first + j));
-      // Where most y are near 1, y - 1 is summed instead of y: otherwise these ones would take the digits of the sum.
+      // Where most y are near 1, y - 1 is summed instead of y: otherwise these ones would take the digits of
+      // the sum.
       one_[j] = 2 * k_all_[j] > n_;
       const double sum = k_all_[j] - (one_[j] ? n_ : 0);
       k_[j] = static_cast<float>(k_all_[j]);
@@ -122,8 +126,8 @@ class LaneSolver {
     return last.miss;  // y is that of the last pass, as the last step had no length
   }
 
-  // The sums at hi + lo. With value_from_odds it stores the odds, from which shift() and finish() go on, as in
-  // OrdinarySolver.
+  // The sums at hi + lo. With value_from_odds it stores the odds, from which shift() and finish() go on, as
+  // in OrdinarySolver.
   LaneSums evaluate() {
     if constexpr (C::value_from_odds) {
       const VecF scale = scale_ * static_cast<float>(kLog2E), hi = hi_, lo = lo_ * scale;
@@ -237,7 +241,8 @@ class LaneSolver {
     const Dtype dtype = rows.x(first).dtype;
     const bool direct = dtype == Dtype::kFloat;
     float* p[width];
-    for (int j = 0; j < width; ++j) p[j] = direct ? static_cast<float*>(rows.out(first + j)) : rows_ + j * kShortRow;
+    for (int j = 0; j < width; ++j)
+      p[j] = direct ? static_cast<float*>(rows.out(first + j)) : rows_ + j * kShortRow;
     for (int i = 0; i < n_; i += width) {
       const int count = std::min(width, n_ - i);
       VecF v[width];
@@ -245,7 +250,8 @@ class LaneSolver {
       for (int j = 0; j < width; ++j) v[j] = *column(y_, i + j);
       transpose(v);
 #pragma GCC unroll 16
-      for (int j = 0; j < width; ++j) count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
+      for (int j = 0; j < width; ++j)
+        count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
     }
     for (int j = 0; j < width && !direct; ++j) put(rows.out(first + j), dtype, 0, n_, p[j]);
   }

@@ -1,6 +1,6 @@
-// The ordinary solver: rows with many undecided entries, so that log(C/(n - C)) is nearly linear in t, and a few steps of
-// Halley's kind from a good guess end the search. The passes are in float. Rows that are not like this are given back,
-// and the wide or the careful solver takes them.
+// The ordinary solver: rows with many undecided entries, so that log(C/(n - C)) is nearly linear in t, and a
+// few steps of Halley's kind from a good guess end the search. The passes are in float. Rows that are not
+// like this are given back, and the wide or the careful solver takes them.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,12 @@ constexpr int64_t kSampleFrom = 65536;  // from this length on, the guess comes 
 constexpr int kSampleBlocks = 16;
 constexpr int kSampleMax = 16384;
 
-// Rows mostly lie one behind the other, and the processor's prefetcher notices the next row too late. Up to this length,
-// the passes over a row fetch the next one into the cache.
+// Rows mostly lie one behind the other, and the processor's prefetcher notices the next row too late. Up to
+// this length, the passes over a row fetch the next one into the cache.
 constexpr int64_t kAhead = 4096;
 
-constexpr float kNever = 0x1p126f;  // the largest odds exp(-z) that are stored; they stand for all larger odds, with y = 0
+// The largest odds exp(-z) that are stored. They stand for all larger odds, and y = 0.
+constexpr float kNever = 0x1p126f;
 
 struct OrdinarySums {
   // The count is m + C. Either m is the number of entries above and C sums F or, for these, F - 1; or m is 0.
@@ -36,8 +37,8 @@ class OrdinarySolver {
   OrdinarySolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
       : row_(row), n_(n), next_(n <= kAhead ? n : 0), tau_(tau), F_(F), inside_(inside) {}
 
-  // Returns whether the row was ordinary. Then t is the threshold, and out, unless it is null, holds y, whose sum is as
-  // near to k as promised.
+  // Returns whether the row was ordinary. Then t is the threshold, and out, unless it is null, holds y, whose
+  // sum is as near to k as promised.
   bool solve(double k, Goal& goal, Threshold& t, void* out) {
     if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return false;
     few_ = std::min(k, static_cast<double>(n_) - k);
@@ -67,13 +68,15 @@ class OrdinarySolver {
   }
 
  private:
-  static constexpr double kWide = 16;  // scores with a larger standard deviation, in tau, are left to WideSolver
+  // Rows whose scores have a larger standard deviation, in tau, are left to WideSolver.
+  static constexpr double kWide = 16;
   static constexpr int kPasses = 8 + C::extra_passes;
 
   // Log y is written elsewhere and has no sum that could be checked, so that its last step has to be shorter.
   static constexpr double kLastUnchecked = std::min(C::last_step, 1e-4);
 
-  // Where F has a kink, only y itself tells whether a step was the last. It is written from a step of this length on.
+  // Where F has a kink, only y itself tells whether a step was the last. It is written from a step of this
+  // length on.
   static constexpr double kNear = 0.01;
 
   static Threshold split(double t) {
@@ -81,10 +84,11 @@ class OrdinarySolver {
     return {hi, t - hi};
   }
 
-  // The tolerance is half of what is promised, since this sum of floats has an error of its own. The second term allows
-  // for the rounding of y, which is less where all y are small.
+  // The tolerance is half of what is promised, since this sum of floats has an error of its own. The second
+  // term allows for the rounding of y, which is less where all y are small.
   bool reaches(double total, double k) const {
-    return std::fabs(total - k) <= 5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k * 0x1p-23);
+    return std::fabs(total - k) <=
+           5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k * 0x1p-23);
   }
 
   bool solve_reading(double t, double k, double last, Threshold& result) const {
@@ -116,8 +120,8 @@ class OrdinarySolver {
     return false;
   }
 
-  // The first pass stores the odds exp(-z). A move of t multiplies them by a constant, so that the later passes need no
-  // exponentials.
+  // The first pass stores the odds exp(-z). A move of t multiplies them by a constant, so that the later
+  // passes need no exponentials.
   bool solve_storing(double t, double k, float* out, Threshold& result) const {
     OrdinarySums sums = evaluate(split(t), out);
     double moved = 0;  // by how much t has moved since then, in tau
@@ -160,15 +164,16 @@ class OrdinarySolver {
   bool moments(const Row& row, int64_t n, double& mean, double& variance) const {
     float start = 0;
     const float origin = *fetch(row, 0, 1, &start);
-    const Moments sums = reduce<float, Moments>(row, n, inside_, [origin](Moments& s, const float* p, int count, int64_t) {
-      VecF first{}, second{};
-      vectors<float>(p, count, origin, [&](VecF x, int, int) {
-        const VecF d = x - origin;
-        first += d;
-        second += d * d;
-      });
-      s.first += sum<float>(first), s.second += sum<float>(second);
-    });
+    const Moments sums =
+        reduce<float, Moments>(row, n, inside_, [origin](Moments& s, const float* p, int count, int64_t) {
+          VecF first{}, second{};
+          vectors<float>(p, count, origin, [&](VecF x, int, int) {
+            const VecF d = x - origin;
+            first += d;
+            second += d * d;
+          });
+          s.first += sum<float>(first), s.second += sum<float>(second);
+        });
     const double count = static_cast<double>(n), off = sums.first / count;
     mean = origin + off;
     variance = std::max(sums.second / count - off * off, 0.0);
@@ -214,7 +219,8 @@ class OrdinarySolver {
   // The sums at t + h tau, from the odds that were stored at t.
   OrdinarySums shift(double h, const float* out) const {
     const float factor = static_cast<float>(std::exp(h));
-    return sum_values(Row{out, Dtype::kFloat, 1}, kNever, [=](VecF e, int64_t, int) { return C::from_odds(e * factor); });
+    return sum_values(Row{out, Dtype::kFloat, 1}, kNever,
+                      [=](VecF e, int64_t, int) { return C::from_odds(e * factor); });
   }
 
   struct Total {
@@ -226,35 +232,39 @@ class OrdinarySolver {
   double finish(double h, float* out) const {
     const float factor = static_cast<float>(std::exp(h));
     const int64_t next = next_;
-    return reduce<float, Total>(Row{out, Dtype::kFloat, 1}, n_, inside_, [=](Total& s, const float* p, int count, int64_t at) {
-      LongSum total;
-      auto add = [&](VecF e, int i, int lanes) {
-        fetch_ahead<true>(out + at + i, next);
-        const VecF y = e < kNever ? C::from_odds(e * factor) : VecF{};
-        total.add(y);
-        lanes == kWidth<float> ? store(out + at + i, y) : store_part(out + at + i, lanes, y);
-      };
-      vectors<float>(p, count, kNever, add, [&] { total.flush(); });
-      s.sum += sum<double>(total.total);
-    }).sum;
+    return reduce<float, Total>(Row{out, Dtype::kFloat, 1}, n_, inside_,
+                                [=](Total& s, const float* p, int count, int64_t at) {
+                                  LongSum total;
+                                  auto add = [&](VecF e, int i, int lanes) {
+                                    fetch_ahead<true>(out + at + i, next);
+                                    const VecF y = e < kNever ? C::from_odds(e * factor) : VecF{};
+                                    total.add(y);
+                                    lanes == kWidth<float> ? store(out + at + i, y)
+                                                           : store_part(out + at + i, lanes, y);
+                                  };
+                                  vectors<float>(p, count, kNever, add, [&] { total.flush(); });
+                                  s.sum += sum<double>(total.total);
+                                })
+        .sum;
   }
 
   // The sums of a pass. value(x, i, lanes) is y of the entries from i on.
   template <class Value>
   OrdinarySums sum_values(const Row& row, float pad, Value value) const {
-    return reduce<float, OrdinarySums>(row, n_, inside_, [=](OrdinarySums& s, const float* p, int count, int64_t at) {
-      const Value local = value;  // a local copy stays in registers, as no store can change it
-      LongSum total;
-      typename C::Derivatives sums;
-      auto add = [&](VecF x, int i, int lanes) {
-        const VecF y = local(x, at + i, lanes);
-        total.add(y);
-        sums.add(y);
-      };
-      vectors<float>(p, count, pad, add, [&] { total.flush(); });
-      s.C += sum<double>(total.total);
-      sums.put(s, sum<float>);
-    });
+    return reduce<float, OrdinarySums>(
+        row, n_, inside_, [=](OrdinarySums& s, const float* p, int count, int64_t at) {
+          const Value local = value;  // a local copy stays in registers, as no store can change it
+          LongSum total;
+          typename C::Derivatives sums;
+          auto add = [&](VecF x, int i, int lanes) {
+            const VecF y = local(x, at + i, lanes);
+            total.add(y);
+            sums.add(y);
+          };
+          vectors<float>(p, count, pad, add, [&] { total.flush(); });
+          s.C += sum<double>(total.total);
+          sums.put(s, sum<float>);
+        });
   }
 
   // Writes y at t in the row's dtype, and returns its sum before any rounding to half precision.
@@ -264,56 +274,63 @@ class OrdinarySolver {
     const C F = F_;
     const bool own = row_.dtype == Dtype::kFloat;
     const Dtype dtype = row_.dtype;
-    return reduce<float, Total>(row_, n_, inside_, [=](Total& s, const float* p, int count, int64_t at) {
-      float results[kBlock];
-      float* const target = own ? static_cast<float*>(out) + at : results;
-      LongSum total;
-      auto add = [&](VecF x, int i, int lanes) {
-        const VecF y = F.template value<float>(((x - hi) - lo) * scale);
-        total.add(y);
-        lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
-      };
-      vectors<float>(p, count, -kInf<float>, add, [&] { total.flush(); });
-      s.sum += sum<double>(total.total);
-      if (!own) put(out, dtype, at, count, results);
-    }).sum;
+    return reduce<float, Total>(row_, n_, inside_,
+                                [=](Total& s, const float* p, int count, int64_t at) {
+                                  float results[kBlock];
+                                  float* const target = own ? static_cast<float*>(out) + at : results;
+                                  LongSum total;
+                                  auto add = [&](VecF x, int i, int lanes) {
+                                    const VecF y = F.template value<float>(((x - hi) - lo) * scale);
+                                    total.add(y);
+                                    lanes == kWidth<float> ? store(target + i, y)
+                                                           : store_part(target + i, lanes, y);
+                                  };
+                                  vectors<float>(p, count, -kInf<float>, add, [&] { total.flush(); });
+                                  s.sum += sum<double>(total.total);
+                                  if (!own) put(out, dtype, at, count, results);
+                                })
+        .sum;
   }
 
   // The sums of a pass. It also writes y, unless out is null.
-  OrdinarySums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t, void* out = nullptr) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo), scale = static_cast<float>(1 / tau_);
+  OrdinarySums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t,
+                         void* out = nullptr) const {
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo),
+                scale = static_cast<float>(1 / tau_);
     const float median = static_cast<float>(F_.median);
     const C F = F_;
     const Dtype dtype = row.dtype;
     const bool own = dtype == Dtype::kFloat;
-    return reduce<float, OrdinarySums>(row, n, inside, [=](OrdinarySums& s, const float* p, int count, int64_t at) {
-      float results[kBlock];
-      float* const target = own && out != nullptr ? static_cast<float*>(out) + at : results;
-      IntF m{};
-      LongSum D;
-      typename C::Derivatives sums = F.derivatives();
-      auto add = [&](VecF x, int i, int lanes) {
-        const VecF z = ((x - hi) - lo) * scale;
-        const IntF above = z > median;
-        const TailDensity<float> v = F.template split<float>(z, above);
-        m -= above;
-        sums.add(z, above, v);
-        if constexpr (C::full_support) {
-          D.add(above ? -v.tail : v.tail);
-        } else {
-          const VecF y = F.template value<float>(z);
-          D.add(above ? y - 1 : y);
-          if (out != nullptr) lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
-        }
-      };
-      vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
-      int32_t above_count = 0;
-      for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
-      s.m += above_count;
-      s.C += sum<double>(D.total);
-      sums.put(s, sum<float>);
-      if (!C::full_support && !own && out != nullptr) put(out, dtype, at, count, results);
-    });
+    return reduce<float, OrdinarySums>(
+        row, n, inside, [=](OrdinarySums& s, const float* p, int count, int64_t at) {
+          float results[kBlock];
+          float* const target = own && out != nullptr ? static_cast<float*>(out) + at : results;
+          IntF m{};
+          LongSum D;
+          typename C::Derivatives sums = F.derivatives();
+          auto add = [&](VecF x, int i, int lanes) {
+            const VecF z = ((x - hi) - lo) * scale;
+            const IntF above = z > median;
+            const TailDensity<float> v = F.template split<float>(z, above);
+            m -= above;
+            sums.add(z, above, v);
+            if constexpr (C::full_support) {
+              D.add(above ? -v.tail : v.tail);
+            } else {
+              const VecF y = F.template value<float>(z);
+              D.add(above ? y - 1 : y);
+              if (out != nullptr)
+                lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+            }
+          };
+          vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(); });
+          int32_t above_count = 0;
+          for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
+          s.m += above_count;
+          s.C += sum<double>(D.total);
+          sums.put(s, sum<float>);
+          if (!C::full_support && !own && out != nullptr) put(out, dtype, at, count, results);
+        });
   }
 
   static CountSums<double> count_sums(const OrdinarySums& s, double k, double n) {

@@ -1,5 +1,5 @@
-// The step from one trial threshold to the next, which the ordinary solver takes for one row in double and the lane solver
-// for one row per lane in float.
+// The step from one trial threshold to the next, which the ordinary solver takes for one row in double and
+// the lane solver for one row per lane in float.
 //
 // log(C/(n - C)) is nearly linear in t, and a step of Halley's kind goes to where it is log(k/(n - k)).
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace khot::KHOT_ISA {
 
-// What a pass has found for each row: the count, n less the count, by how much the count misses k, and the sums of f and
-// of its derivatives.
+// What a pass has found for each row: the count, n less the count, by how much the count misses k, and the
+// sums of f and of its derivatives.
 template <class T>
 struct CountSums {
   T count, rest, miss, S1, S2, S3, S4, S5;
@@ -55,8 +55,8 @@ struct LaneArithmetic {
   }
 };
 
-// The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and Newton's
-// method from a step that is near.
+// The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
+// Newton's method from a step that is near.
 template <class T>
 KHOT_INLINE T refined(T h, const CountSums<T>& s) {
   for (int i = 0; i < 2; ++i) {
@@ -66,8 +66,8 @@ KHOT_INLINE T refined(T h, const CountSums<T>& s) {
   return h;
 }
 
-// The step in t/tau to a count of k, where few = min(k, n - k). Rows that this kind of step does not suit leave `good`, and
-// what is returned for them means nothing.
+// The step in t/tau to a count of k, where few = min(k, n - k). Rows that this kind of step does not suit
+// leave `good`, and what is returned for them means nothing.
 template <class C, class A, class T = typename A::Value, class R = typename A::Real>
 KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Mask& good) {
   good &= (s.count > 0) & (s.rest > 0) & (s.S1 > R(1e-2) * A::at_most(few, 1));
@@ -79,7 +79,8 @@ KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Ma
     const T bend = A::curvature(count, rest, S1) + A::divide(s.S2, S1);
     return A::divide(newton, A::at_least(1 - R(0.5) * newton * bend, R(0.5)));
   } else {
-    // y = z^e: where y is small, small errors in z are large errors in the sum of y, which no further step removes.
+    // y = z^e: where y is small, small errors in z are large errors in the sum of y, which no further step
+    // removes.
     good &= (A::abs(s.miss) <= R(3e-7) * A::at_least(few, 1)) | (A::abs(newton) > R(C::last_step));
     return newton;
   }
