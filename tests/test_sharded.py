@@ -339,9 +339,9 @@ def test_without_a_seed_rank_0_decides() -> None:
 
 
 def test_sampling_errors() -> None:
-    with pytest.raises(ValueError, match="seed goes with group"):
+    with pytest.raises(ValueError, match="seed is used only together with group"):
         khot.sampling.sample(torch.full((4,), 0.5), seed=1)
-    with pytest.raises(ValueError, match="seed goes with group"):
+    with pytest.raises(ValueError, match="seed is used only together with group"):
         khot.sampling.gumbel_topk(torch.zeros(4), 2, seed=1)
     with pytest.raises(ValueError, match="with group, design must be 'pareto'"):
         khot.sampling.sample(torch.full((4,), 0.5), "brewer", group="all")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from khot._core.precision import wide_dtype, widen
 
-__all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
+__all__ = ["CDF", "CDFName", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
+
+CDFName = Literal["logistic", "laplace", "normal", "uniform"]
 
 NEWTON = 4  # steps to a quantile in float32
 TINIEST = 1e-37  # the least probability that float32 can tell from 0 there
