@@ -76,6 +76,11 @@ def members(hint: Any) -> list[Any]:
     return list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
 
 
+@pytest.mark.parametrize("package", [khot, khot.losses, khot.nn, khot.sampling], ids=lambda p: p.__name__)
+def test_completion_shows_public_names_only(package: types.ModuleType) -> None:
+    assert set(dir(package)) - {"__version__"} == set(package.__all__)
+
+
 # ------------------------------------------------------------------------------------ names and order
 
 KEYWORD_ONLY = (

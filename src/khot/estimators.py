@@ -44,8 +44,8 @@ __all__ = [
     "straight_through",
 ]
 
-#: The names of the estimators, as the argument ``estimator`` of every function and layer takes them.
 EstimatorName = Literal["straight_through", "second_order", "gumbel", "simple", "imle"]
+"""The names of the estimators, which are the values of the argument ``estimator``."""
 
 
 def sample_khot(

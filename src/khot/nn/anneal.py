@@ -14,8 +14,8 @@ from khot._core.precision import widen
 
 __all__ = ["Anneal", "ScheduleName"]
 
-#: The names of the schedules of :class:`Anneal`.
 ScheduleName = Literal["linear", "cosine", "exponential"]
+"""The names of the schedules of :class:`Anneal`."""
 
 # After so many reads in train mode a schedule at its start was not just tried out: its steps were forgotten.
 SEVERAL = 10

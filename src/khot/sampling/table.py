@@ -14,10 +14,10 @@ from khot.sampling._designs import brewer, conditional_poisson, pareto, pivotal,
 
 __all__ = ["Design", "DesignName", "designs"]
 
-#: The names of the designs, as the argument ``design`` of every function takes them.
 DesignName = Literal[
     "pareto", "conditional_poisson", "sampford", "brewer", "pivotal", "random_pivotal", "systematic"
 ]
+"""The names in :data:`designs`, which are the values of the argument ``design``."""
 
 
 @dataclass(frozen=True)
