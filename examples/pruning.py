@@ -60,7 +60,7 @@ def train(images: Images, method: str, steps: int, seed: int, report: Progress) 
     )
     tau = khot.nn.Anneal(1.0, 0.01, steps, "exponential")
     if method != "dense":
-        khot.nn.prune_global([(layer, "weight") for layer in model[::2]], AMOUNT, tau)
+        khot.nn.prune_global([(layer, "weight") for layer in model[::2]], AMOUNT, tau=tau)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = Result(model)
     for step in range(steps):

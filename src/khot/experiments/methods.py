@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from khot import baselines, estimators
+from khot.sampling._noise import gumbel_noise
 from khot.topk import topk_mask
 
 __all__ = ["LABELS", "METHODS", "draw"]
@@ -23,7 +24,7 @@ def draw(method: str, logits: Tensor, k: int) -> Tensor:
 
 def sequential_softmax(logits: Tensor, k: int) -> Tensor:
     """The top k of perturbed logits, with the gradient of their relaxation (Xie and Ermon 2019)."""
-    perturbed = logits + estimators.gumbel_noise(logits)
+    perturbed = logits + gumbel_noise(logits)
     relaxed = baselines.sequential_softmax_topk(perturbed, k)
     return topk_mask(perturbed.detach(), k) + (relaxed - relaxed.detach())
 

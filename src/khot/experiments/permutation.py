@@ -99,7 +99,7 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
         pictures, value = numbers.draw(images.train_images, images.train_labels, images.shape, index)
         order = value.argsort(-1).to(args.device)
         loss = khot.losses.permutation_cross_entropy(
-            network(pictures.to(args.device)), order, tau=network.log_tau.exp(), cdf=cdf
+            network(pictures.to(args.device)), order, tau=network.log_tau.exp(), cdf=khot.cdfs.resolve(cdf)
         )
         optimizer.zero_grad()
         loss.backward()

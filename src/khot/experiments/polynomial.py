@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +89,8 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         x = estimators.sample_khot(
             logits[0].expand(args.batch, -1, -1),
             args.k,
-            estimator=str(trial["estimator"]),
-            design=args.design,
+            estimator=cast(estimators.EstimatorName, trial["estimator"]),
+            design=cast(khot.sampling.DesignName, args.design),
         )
         loss = (x - c).square().sum(-1).mean(0).sum()  # the problems do not share their gradients
         optimizer.zero_grad()

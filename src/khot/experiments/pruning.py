@@ -86,7 +86,7 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         nn.init.zeros_(layer.bias)
         if method != "dense":
-            khot.nn.prune_magnitude(layer, "weight", AMOUNT, tau, p=4 / 3 if method == "p=4/3" else 2)
+            khot.nn.prune_magnitude(layer, "weight", AMOUNT, tau=tau, p=4 / 3 if method == "p=4/3" else 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.annealed(step / total))
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}

@@ -57,9 +57,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": F.cross_entropy,
     "p=2": sparse(2),
     "p=4/3": sparse(4 / 3),
-    "last": khot.losses.TopKCrossEntropyLoss([0, 0, 0, 0, 1], cdf="laplace"),
-    "even": khot.losses.TopKCrossEntropyLoss([0.2] * 5, cdf="laplace"),
-    "ends": khot.losses.TopKCrossEntropyLoss([0.5, 0, 0, 0, 0.5], cdf="laplace"),
+    "last": khot.losses.TopKCrossEntropyLoss(5, cdf="laplace"),
+    "even": khot.losses.TopKCrossEntropyLoss(dict.fromkeys(range(1, 6), 0.2), cdf="laplace"),
+    "ends": khot.losses.TopKCrossEntropyLoss({1: 0.5, 5: 0.5}, cdf="laplace"),
 }
 NAMES = {
     "cross-entropy": "cross-entropy",

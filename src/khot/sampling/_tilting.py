@@ -1,7 +1,8 @@
 """The design P(S) ∝ exp(Σ_{i∈S} θ_i) on k-subsets, as independent trials given that their sum is k.
 
-The trials' logits are z = θ − t, with t from the sigmoid top-k: σ(z) sums to k, so that their sum is k as
-often as can be. What follows does not depend on t, which is a constant in every derivative.
+The trials' logits are z = θ − t, with t from the sigmoid top-k: σ(z) sums to k, so that the sum of the trials
+is k with nearly the largest probability possible. The design does not depend on t, which is therefore a
+constant in every derivative.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._kernels.reference import poisson_binomial
 from khot._kernels.reference.poisson_binomial import Frequencies
+from khot.sampling._axes import to_last
 
 __all__ = [
     "Tilted",
@@ -31,32 +33,35 @@ __all__ = [
 
 
 class Tilted(NamedTuple):
-    """Independent trials whose sum, given that it is k, is the design. All but change are constants."""
+    """Independent trials; given that their sum is k, they are the design. Only change is not constant."""
 
     k: Tensor  # of the batch shape
     hi: Tensor  # t = hi + lo
     lo: Tensor
     z: Tensor  # θ − t, infinite for units that are certain
-    change: Tensor  # θ less its own value: 0, with θ's derivatives; and 0 for infinite θ
+    change: Tensor  # θ minus its detached value: 0, with the derivatives of θ; a constant 0 for infinite θ
 
 
-def tilt(logits: Tensor, k: Scalar) -> Tilted:
-    """The trials for logits (*batch, n) and integers k that broadcast with batch."""
-    return tilt_rows(*check_design(logits, k))
+def tilt(logits: Tensor, k: Scalar, dim: int) -> Tilted:
+    """The trials for logits with the units along dim < 0, and integers k that broadcast with the batch."""
+    return tilt_rows(*check_design(logits, k, dim))
 
 
-def check_design(logits: Tensor, k: Scalar) -> tuple[Tensor, Tensor]:
-    """θ, and k in its batch shape, in float64."""
+def check_design(logits: Tensor, k: Scalar, dim: int) -> tuple[Tensor, Tensor]:
+    """θ with the units along the last dim, and k in its batch shape, both in float64."""
     arguments.check_input(logits, "logits")
     if not logits.dim():
-        raise ValueError("logits must have the units along their last dim, but got a 0-dim tensor")
-    n = logits.shape[-1]
-    k = arguments.per_row(k, "k", logits, low=0, high=float(n), integer=True).double()
-    return logits.double(), k.expand(logits.shape[:-1])
+        raise ValueError(
+            "logits must have at least one dim, along which the units lie, but got a 0-dim tensor"
+        )
+    arguments.check_dim(logits, dim)
+    theta = to_last(logits, dim).double()
+    k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
+    return theta, k.expand(theta.shape[:-1])
 
 
 def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
-    """The same for float64 of matching shapes."""
+    """The same for θ (*batch, n) and k (*batch), both in float64."""
     value = theta.detach()
     one = value.new_ones(())
     _, hi, lo = torch.ops.khot.soft_topk.default(value, k, one, "logistic", 0.0, "threshold")
@@ -76,7 +81,7 @@ def log_size_prob(trials: Tilted) -> Tensor:
 
 
 def inclusion(trials: Tilted) -> tuple[Tensor, Tensor, Tensor]:
-    """log P(size = k), π and 1 − π, neither of these by subtraction."""
+    """log P(size = k), π and 1 − π; neither of the last two is computed by subtraction."""
     if torch.compiler.is_compiling():
         q, p, at = _trials(trials.z, trials.change)
         prob, pi, out = poisson_binomial.inclusion(q, p, trials.k, at)
@@ -128,7 +133,7 @@ class _LogSizeProb(Function):
 
 
 class _Inclusion(Function):
-    """log P(size = k), π and 1 − π: the gradient of the first is the second, and of that the covariance."""
+    """log P(size = k), π and 1 − π. The first has the gradient π, and π has the covariance as Jacobian."""
 
     @staticmethod
     def forward(change: Tensor, z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +172,7 @@ class _Inclusion(Function):
 
 
 class _Covariance(Function):
-    """Cov·u; from here on derivatives are those of the torch operations of the reference."""
+    """Cov·u. Its derivative in change is taken through the torch operations of the reference kernels."""
 
     @staticmethod
     def forward(change: Tensor, u: Tensor, z: Tensor, k: Tensor) -> Tensor:
@@ -205,7 +210,7 @@ def _reference(change: Tensor, u: Tensor, z: Tensor, k: Tensor) -> Tensor:
 
 
 def in_front(info: Any, in_dims: tuple[Any, ...], args: tuple[Tensor, ...]) -> list[Tensor]:
-    """What vmap maps over, as one more batch dim of every argument."""
+    """The arguments with the dim that vmap maps over in front, as one more batch dim of each of them."""
     return [
         arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
         for arg, dim in zip(args, in_dims, strict=True)

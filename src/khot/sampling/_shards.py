@@ -1,7 +1,7 @@
 """Sampling from rows that are spread over processes: what :func:`khot.sampling.sample` does with ``group=``.
 
-A unit's uniform depends on the seed and on the unit's place in the whole row, so
-that it does not matter how the row is divided; the k largest keys are found as a hard mask of shards is.
+A unit's uniform depends on the seed and on the unit's place in the whole row, so that it does not matter how
+the row is divided. The k largest keys are found in the same way as the hard mask of shards.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from khot._core.arguments import Scalar
 from khot._core.rows import Shards
 from khot._ops import uniform as philox
 from khot._ops.topk_mask import hard_mask
-from khot.sampling.pareto import LEAST
+from khot.sampling._axes import from_end, to_dim
+from khot.sampling._designs.pareto import LEAST
 
 __all__ = ["gumbel_topk", "pareto"]
 
 
 def pareto(
     probs: Tensor,
+    dim: int,
     sample_shape: Sequence[int],
     generator: torch.Generator | None,
     seed: int | None,
     group: Any,
 ) -> Tensor:
-    """The design "pareto" of shards, adjusted by its formula."""
+    """The design "pareto" for shards of rows, adjusted by its formula."""
 
     def prepare() -> tuple[Tensor]:
         arguments.check_input(probs, "probs")
-        return (arguments.check_values(arguments.rows(probs, -1).detach(), "probs", low=0, high=1),)
+        return (arguments.check_values(arguments.rows(probs, dim).detach(), "probs", low=0, high=1),)
 
     shards = rows.named(group)
     assert isinstance(shards, Shards)
@@ -52,8 +54,8 @@ def pareto(
     invalid = bad_count > 0
     if bool(((d < LEAST) & ~invalid).any()):
         raise ValueError(
-            f"with group, probs must have a sum of π(1 − π) of at least {LEAST} in every row, or its "
-            f"formula does not hold, but got {d[(d < LEAST) & ~invalid][0].item()}"
+            f"with group, probs must have a sum of π(1 − π) of at least {LEAST} in every row, because the "
+            f"formula for the adjustment does not hold below, but got {d[(d < LEAST) & ~invalid][0].item()}"
         )
     if shards.rank == shards.world - 1:
         pi = torch.cat((pi, phantom.unsqueeze(-1)), -1)
@@ -63,12 +65,13 @@ def pareto(
     k = (total + phantom).round().expand(shape + total.shape)
     chosen = hard_mask(theta - uniform.logit_(), k, shards)
     chosen = chosen[..., : x.shape[-1]].masked_fill(invalid.unsqueeze(-1), math.nan)
-    return chosen.to(probs.dtype).reshape(shape + probs.shape)
+    return to_dim(chosen.to(probs.dtype), probs, from_end(probs, dim))
 
 
 def gumbel_topk(
     logits: Tensor,
     k: Scalar,
+    dim: int,
     sample_shape: Sequence[int],
     generator: torch.Generator | None,
     seed: int | None,
@@ -77,7 +80,7 @@ def gumbel_topk(
     """:func:`khot.sampling.gumbel_topk` of shards."""
 
     def prepare() -> tuple[Tensor]:
-        x = arguments.rows(logits, -1).detach()
+        x = arguments.rows(logits, dim).detach()
         arguments.per_row(k, "k", x, low=0, integer=True)
         return (x,)
 
@@ -89,13 +92,13 @@ def gumbel_topk(
     shape = torch.Size(sample_shape) + x.shape
     exponential = _uniform(halves, shape, shards).log_().neg_()
     chosen = hard_mask(x - exponential.log_(), k, shards)
-    return chosen.to(logits.dtype).reshape(torch.Size(sample_shape) + logits.shape)
+    return to_dim(chosen.to(logits.dtype), logits, from_end(logits, dim))
 
 
 def _halves(
     device: torch.device, generator: torch.Generator | None, seed: int | None, shards: Shards
 ) -> Tensor:
-    """The seed that is asked for, or rank 0's, as two numbers that a sum over float64 does not round."""
+    """The given seed, or rank 0's, as two halves: a sum in float64 rounds neither of them."""
     if seed is None:
         value = philox.new_seed(device, generator)
     else:

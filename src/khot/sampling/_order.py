@@ -1,4 +1,4 @@
-"""What order sampling with Pareto variables selects: inclusion probabilities, and parameters for given ones.
+"""Order sampling with Pareto variables: its inclusion probabilities, and the parameters for prescribed ones.
 
 Let L_i = logit U_i − θ_i, whose distribution function is σ(t + θ_i), and S the k units with the smallest.
 With t the largest of these, P(S) = ∫ Σ_{i∈S} σ'(t + θ_i) Π_{j∈S∖i} σ(t + θ_j) Π_{j∉S} σ(−t − θ_j) dt, so that
@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from khot._kernels.reference.fixed_point import fixed_point
-from khot.sampling import tilting as conditional
-from khot.sampling.tilting import Tilted, mixture, tilt_rows
+from khot.sampling import _tilting as conditional
+from khot.sampling._tilting import Tilted, mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint"]
 
-NEAR = 1e-7  # errors of probabilities from which one more step leads below 1e-8: 10^15 draws would not tell
-NEGLIGIBLE = 40.0  # e^−40 of the integrand's maximum is less than a rounding error of it
-# Trapezoids err by exp(−2π·π/step), the integrand's poles being π from the real line, and, where it is like a
-# normal density of variance 1/V, by exp(−2π²/(step²V)): both are 1e-15 or less.
+NEAR = 1e-7  # one more step leads from this error of the probabilities to less than 1e-8
+NEGLIGIBLE = 40.0  # e^−40 times the integrand's maximum is less than its rounding error
+# The trapezoidal rule has the error exp(−2π·π/step), because the integrand's poles are π away from the real
+# line, and, where the integrand is like a normal density of variance 1/V, exp(−2π²/(step²V)): both are at
+# most 1e-15.
 STEP, NORMAL_STEP = 0.5, 0.75
-LARGEST = 600.0  # t; no exponential overflows, and only a logit below −560 would want more
-NEWTON = 6  # the ends of the integral need not be exact, and no step of Newton's falls short of them
+LARGEST = 600.0  # the largest t: no exponential overflows, and only a logit below −560 would need more
+NEWTON = 6  # Newton steps: the ends of the integral need not be exact, and no step falls short of them
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
@@ -65,10 +66,10 @@ def joint(theta: Tensor, k: Tensor) -> Tensor:
 
 
 def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
-    """c, up to a factor a row, and (*batch, 1) whether nothing is left to chance in the row.
+    """c, up to one factor per row, and whether the row has no random unit, (*batch, 1).
 
     The integrand is σ(−t − z_i) e^−D(t) with D(t) = Σ [softplus(t + z) − softplus(z)] − kt, which is convex
-    and has its minimum, 0, at t = 0. Units with z = ∞ are not in it: it has k less of them.
+    and has its minimum, 0, at t = 0. Units with z = ∞ are left out, and k is reduced by their number.
     """
     always = trials.z == torch.inf
     z = trials.z.masked_fill(always, -torch.inf)
@@ -87,7 +88,7 @@ def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
         p = (z + t.unsqueeze(-1)).sigmoid()
         return t, (p * (1 - p)).sum(-1)
 
-    # where z_i is large, σ(−t − z_i) is small around t = 0, and the lower tail counts for more
+    # where z_i is large, σ(−t − z_i) is small around t = 0, so that the lower tail matters more
     low, low_variance = end(-1, NEGLIGIBLE + softplus(z.amax(-1)))
     high, high_variance = end(1, torch.full_like(low, NEGLIGIBLE))
     high = high.clamp(max=LARGEST)

@@ -1,20 +1,20 @@
-"""Systematic sampling: one uniform for all units, which lie end to end along a line with ticks 1 apart."""
+"""Systematic sampling: the units lie end to end on a line, and one uniform places ticks 1 apart on it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from khot.sampling.phantom import distinct, size
+from khot.sampling._phantom import distinct, size
 
 __all__ = ["draw", "joint"]
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A unit is selected if its interval, of length π, has one of the ticks u, u + 1, ..., u + k − 1 in it.
+    """A unit is selected if its interval, of length π, contains one of the ticks u, u + 1, ..., u + k − 1.
 
-    In integers of 1/``scale``: sums of floats round, so that a unit could get two ticks, and a GPU's are not
-    even monotone. With integers only the end of the line can be short of k, or beyond it, by rounding.
+    Lengths are integer multiples of 1/``scale``. Sums of floats are rounded, so that a unit could get two
+    ticks, and on a GPU they are not even monotone. With integers, rounding affects only where the line ends.
     """
     n, rows = probs.shape[-1], probs.shape[:-1]
     probs = distinct(probs)
@@ -35,7 +35,7 @@ def joint(probs: Tensor) -> Tensor:
     """P(i and j): how much of their intervals overlaps when the line is wound around a circle of length 1."""
     start = torch.where(probs == 1, 0, probs).cumsum(-1) - probs
     p, q = probs.unsqueeze(-1), probs.unsqueeze(-2)
-    apart = (start.unsqueeze(-2) - start.unsqueeze(-1)).remainder(1)  # from i's start on to j's
+    apart = (start.unsqueeze(-2) - start.unsqueeze(-1)).remainder(1)  # from the start of i to the start of j
     overlap = torch.minimum(p - apart, q).clamp_(min=0) + torch.minimum(p, apart + q - 1).clamp_(min=0)
     overlap.diagonal(dim1=-2, dim2=-1).copy_(probs)
     return overlap

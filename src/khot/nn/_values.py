@@ -12,9 +12,9 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 
-__all__ = ["Positive", "Value", "current", "describe", "positive", "what_is_there"]
+__all__ = ["Positive", "Value", "current", "describe", "positive", "available"]
 
-Value = float | nn.Module  # a module is called without arguments for the number of the moment
+Value = float | nn.Module  # a module is called without arguments and returns the current number
 
 
 def positive(value: Value, name: str) -> Value:
@@ -25,7 +25,7 @@ def positive(value: Value, name: str) -> Value:
 
 
 class Positive(nn.Module):
-    """A learned number > 0: log(1 + e^raw), near 0 a factor and far from it a distance a step."""
+    """A learned number > 0, log(1 + e^raw): a step multiplies a small number, and adds to a large one."""
 
     init: float
     raw: nn.Parameter
@@ -52,14 +52,15 @@ class Positive(nn.Module):
 
 
 def current(value: Value) -> Scalar:
+    """The number itself, or the one that the module returns now."""
     return value() if isinstance(value, nn.Module) else value
 
 
 def describe(**values: object) -> str:
-    """``name=value`` of what is not a module: those appear in a repr by themselves."""
+    """``name=value`` of all values but modules, which a repr shows as children of the layer."""
     return ", ".join(f"{name}={v!r}" for name, v in values.items() if not isinstance(v, nn.Module))
 
 
-def what_is_there(k: Scalar, x: Tensor) -> Tensor:
-    """k a row, at most the number of entries that may be selected (> −inf) along the last dim."""
+def available(k: Scalar, x: Tensor) -> Tensor:
+    """k for each row, at most the number of entries that may be selected (> −inf) along the last dim."""
     return widen((x != -math.inf).sum(-1)).clamp(max=k)

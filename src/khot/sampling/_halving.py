@@ -1,9 +1,10 @@
 """Exact draws of k-subsets with P(S) ∝ exp(Σ_{i∈S} θ_i), by halves, in O(n log n).
 
-Tilted so that independent trials make k on average, one half A of the units is drawn as such trials and kept
-with probability P(S_B = k − S_A)/max P(S_B): as often as the other half B can make up the rest. Then B is
-drawn the same way, for what is left. About √2 tries a half, where rejecting whole draws of the wrong
-size takes √(2πV).
+The design is tilted so that independent trials select k units on average. One half A of the units is drawn as
+such trials and accepted with probability P(S_B = k − S_A)/max P(S_B), that is, in proportion to the
+probability that the other half B selects the remaining units. Then B is drawn in the same way, with the
+remaining size. This takes about √2 tries per half, whereas rejecting whole draws of the wrong size takes
+about √(2πV) tries.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ from torch import Tensor
 
 from khot._kernels.reference.poisson_binomial import Frequencies, of_period, pmf
 from khot._ops import uniform as philox
-from khot.sampling.phantom import distinct
-from khot.sampling.tilting import tilt_rows
+from khot.sampling._phantom import distinct
+from khot.sampling._tilting import tilt_rows
 
 __all__ = ["draw_rows", "numbered"]
 
-WHOLE = 16.0  # variance up to which whole draws are tried: one in ten, or more, has the right size
-OFF_CENTRE = 0.2  # in deviations: a fiftieth of the draws is lost
+WHOLE = 16.0  # the variance up to which whole draws are tried: at least one in ten has the right size
+OFF_CENTRE = 0.2  # in standard deviations: this loses a fiftieth of the draws
 TINY = torch.finfo(torch.float64).tiny
 
-Acceptance = Callable[[Tensor, Tensor], Tensor]  # sizes, and the designs they are of → probabilities
+Acceptance = Callable[[Tensor, Tensor], Tensor]  # (sizes, indices of their designs) → probabilities
 
 
 def draw_rows(theta: Tensor, k: Tensor, which: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Bool (*shape, n): draws of the designs that which (*shape) names, with their k True in each row.
+    """Bool (*shape, n): one draw per entry of which (*shape), with k entries True in each row.
 
     Args:
-        theta: float64 logits (m, n), a design a row.
-        k: (m). Where it does not suit the design (NaN, too many certain units) draws stay empty.
+        theta: float64 logits (m, n), one design per row.
+        k: (m). Where it does not suit the design (NaN, too many certain units) the draws stay empty.
+        which: the index in [0, m) of the design of each draw.
     """
     n, shape = theta.shape[-1], which.shape
-    # every second unit in the order of θ: whatever the tilt, both halves have nearly the same variance
+    # the halves alternate in the order of θ, so that they have nearly the same variance whatever the tilt
     theta, order = theta.sort(-1)
     which = which.reshape(-1)
     drawn = torch.zeros((len(which), n), dtype=torch.bool, device=theta.device)
@@ -51,7 +53,7 @@ def draw_rows(theta: Tensor, k: Tensor, which: Tensor, generator: torch.Generato
             break
         half = drawn[:, stride :: 2 * stride]
         _draw_trials(half, p[:, 1::2], which, pending, _completion(z[:, ::2], k), generator)
-        # what is left of each draw is a design of its own
+        # the rest of each draw is a design of its own
         theta, k = theta[:, ::2][which], k[which] - half.sum(-1)
         z = _centred(z[:, ::2][which], theta, k)
         which = torch.arange(len(which), device=which.device)
@@ -68,9 +70,10 @@ def numbered(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centred(z: Tensor, theta: Tensor, k: Tensor) -> Tensor:
-    """z + c, with c such that trials make k on average, or nearly: any c is right, and this one fast.
+    """z + c, with c such that the trials select k on average, or nearly so. Any c is right; this one is fast.
 
-    The half that was drawn moved k by a deviation or so: two Newton steps do, or else the solver.
+    The half that was drawn moved k by about one standard deviation: two Newton steps are mostly enough, and
+    the solver does the other rows.
     """
     for _ in range(2):
         p = torch.sigmoid(z)
@@ -88,7 +91,7 @@ def _right_size(k: Tensor) -> Acceptance:
 
 
 def _completion(z: Tensor, k: Tensor) -> Acceptance:
-    """P(these trials make k − size), over its maximum."""
+    """P(these trials select k − size), divided by its maximum."""
     mean, n = torch.sigmoid(z).sum(-1), z.shape[-1]
     period, re, im = torch.ops.khot.characteristic.default(z)
     at = of_period(period)
@@ -99,7 +102,7 @@ def _completion(z: Tensor, k: Tensor) -> Acceptance:
         rest = k[design] - size
         period = at.period[design]
         prob = pmf(re[design], im[design], rest, Frequencies(period, at.order, at.weight[design]))
-        # beyond half a period lie aliases, of what has a probability below rounding
+        # beyond half a period lie aliases of sizes whose probability is below rounding
         inside = (rest >= 0) & (rest <= n) & ((rest - mean[design]).abs() < period / 2)
         return prob.where(inside, 0) / mode[design]
 
@@ -114,7 +117,7 @@ def _draw_trials(
     accept: Acceptance,
     generator: torch.Generator | None,
 ) -> None:
-    """Fill the pending rows of drawn with trials of probabilities p[which], again until they are accepted."""
+    """Fill the pending rows of drawn with trials of probabilities p[which], until all are accepted."""
 
     def uniforms(*size: int) -> Tensor:
         return philox.rand(size, p.device, generator)

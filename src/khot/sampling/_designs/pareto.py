@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from khot._ops import uniform as philox
-from khot.sampling import order
-from khot.sampling.phantom import distinct, size
+from khot.sampling import _order as order
+from khot.sampling._phantom import distinct, size
 
-__all__ = ["draw", "draw_exact", "joint", "marginals"]
+__all__ = ["LEAST", "draw", "draw_exact", "joint", "marginals"]
 
-LEAST = 2.5  # of d, for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it puts .01 above .99
+LEAST = (
+    2.5  # the least d for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it prefers 0.01 to 0.99
+)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     rows = distinct(probs)
-    return _rank(parameters(rows), size(rows), probs.shape, generator)
+    return _rank(_parameters(rows), size(rows), probs.shape, generator)
 
 
 def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -34,15 +36,15 @@ def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tenso
 
 def marginals(probs: Tensor) -> Tensor:
     """The inclusion probabilities of :func:`draw`."""
-    return order.inclusion(parameters(probs), size(probs).double())[0]
+    return order.inclusion(_parameters(probs), size(probs).double())[0]
 
 
 def joint(probs: Tensor) -> Tensor:
     """The joint inclusion probabilities of :func:`draw`."""
-    return order.joint(parameters(probs), size(probs).double())
+    return order.joint(_parameters(probs), size(probs).double())
 
 
-def parameters(probs: Tensor) -> Tensor:
+def _parameters(probs: Tensor) -> Tensor:
     """θ (*batch, n): adjusted by the formula, or calibrated where that is not enough; ±inf if certain."""
     variance = torch.addcmul(probs, probs, probs, value=-1)
     d = variance.sum(-1, keepdim=True)

@@ -1,8 +1,9 @@
 """The pivotal method: duels between units, each of which decides one of the two (Deville, Tillé 1998).
 
-Of two units with probabilities a + b ≤ 1 one gets 0 and the other goes on with a + b; if a + b > 1, one gets
-1 and the other goes on with a + b − 1. Played as a tournament between neighbours: ⌈log₂ n⌉ rounds, all duels
-of a round at once. In the order given, units close to each other are seldom selected together.
+If the probabilities of two units have a sum a + b ≤ 1, one unit gets 0 and the other continues with a + b. If
+a + b > 1, one unit gets 1 and the other continues with a + b − 1. The duels are a tournament between
+neighbours with ⌈log₂ n⌉ rounds, and all duels of a round run at once. Units that are close to each other in
+the given order are seldom selected together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draw_random_order(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """As :func:`draw`, with the units shuffled for every draw: more entropy, and no order that matters."""
+    """As :func:`draw`, with the units shuffled for every draw: more entropy, and no effect of order."""
     order = philox.rand(probs.shape, probs.device, generator).argsort(-1)
     chosen = draw(probs.gather(-1, order), generator)
     return torch.empty_like(chosen).scatter_(-1, order, chosen)

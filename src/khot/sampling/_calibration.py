@@ -1,4 +1,8 @@
-"""The logits of the conditional Poisson design with prescribed inclusion probabilities."""
+"""The logits of the conditional Poisson design with prescribed inclusion probabilities.
+
+The fixed point θ ← θ + logit probs − logit π(θ) is iterated with Anderson's acceleration; its derivative
+solves Cov(θ) dθ = dprobs.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from khot._core import arguments
-from khot._core.precision import on_cpu
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
-from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
+from khot.sampling._tilting import covariance_product, in_front, inclusion, tilt_rows
 
-__all__ = ["calibrate", "solve"]
+__all__ = ["solve"]
 
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
 
 
-@on_cpu
-def calibrate(probs: Tensor) -> Tensor:
-    """The logits θ whose :func:`marginals` are probs: with k = Σ probs, π(θ) = probs.
-
-    They are unique up to a constant, which is chosen so that Σσ(θ) = k. The fixed point
-    θ ← θ + logit probs − logit π(θ) is iterated with Anderson's acceleration.
-
-    Args:
-        probs: (*batch, n) in [0, 1], with integer sums (to within 8n·eps).
-
-    Returns:
-        θ, (*batch, n), of probs' dtype; −inf and +inf for units of probability 0 and 1. Differentiable in
-        probs along changes that keep their sum, exactly and to any order: the derivative solves
-        Cov(θ) dθ = dprobs.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and what is allowed.
-
-    Source:
-        Chen, Dempster, Liu (1994) for the design; Anderson (1965) for the acceleration.
-
-    Example:
-        >>> from khot.sampling.conditional_poisson import calibrate, marginals
-        >>> logits = calibrate(torch.tensor([0.9, 0.6, 0.5, 0.0]))
-        >>> marginals(logits, 2)
-        tensor([0.9000, 0.6000, 0.5000, 0.0000])
-    """
-    arguments.check_input(probs, "probs")
-    if not probs.dim():
-        raise ValueError("probs must have the units along their last dim, but got a 0-dim tensor")
-    arguments.check_values(probs, "probs", low=0, high=1)
-    pi = probs.double()
-    size = pi.detach().sum(-1)
-    slack = 8 * probs.shape[-1] * torch.finfo(probs.dtype).eps
-    arguments.check_values(
-        (size - size.round()).abs(), "the distance of probs' sum from an integer", low=0, high=slack
-    )
-    return solve(pi).to(probs.dtype)
-
-
 def solve(probs: Tensor) -> Tensor:
-    """:func:`calibrate` for float64 rows, which sum to integers up to what their first dtype rounded."""
+    """θ with π(θ) = probs and Σσ(θ) = k, for rows (*batch, n) in float64.
+
+    Each row sums to an integer, up to the rounding of the dtype that it came from.
+    """
     k = probs.detach().sum(-1).round()
     theta = _Calibrate.apply(probs, k)
     _, hi, lo = threshold_map(theta, k, theta.new_ones(()), Logistic(), "threshold")
@@ -75,7 +40,8 @@ class _Calibrate(Function):
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        # the nearest probabilities that sum to k exactly: what rounding left of the sum is not to be chased
+        # start from the nearest probabilities that sum to k exactly: the iteration must not chase a rounding
+        # error
         return torch.ops.khot.calibrate.default(tilt_rows(torch.logit(probs), k).z, k)[0]
 
     @staticmethod
@@ -113,8 +79,8 @@ class _Solve(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         theta, k, u = ctx.saved_tensors
         w = _Solve.apply(theta, k, grad)
-        pull = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k), u), theta)[1]
-        return -pull(w)[0], None, w
+        vjp = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k), u), theta)[1]
+        return -vjp(w)[0], None, w
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
@@ -122,7 +88,7 @@ class _Solve(Function):
 
 
 def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Preconditioned by the variances, next to which the covariances are small where there are many."""
+    """Conjugate gradients, preconditioned by the variances: with many units, the covariances are small."""
     trials = tilt_rows(theta, k)
     _, pi, out = inclusion(trials)
     variance = pi * out
@@ -131,7 +97,7 @@ def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
     total = variance.where(free, 0).sum(-1, keepdim=True).clamp(TINY)
 
     def precondition(r: Tensor) -> Tensor:
-        """Without the constant, which Cov does not see and rounding would let grow."""
+        """Divide by the variances, and remove the constant, which Cov maps to 0 but rounding amplifies."""
         u = (r / variance).masked_fill(~free, 0)
         mean = (u * variance).sum(-1, keepdim=True) / total
         return (u - mean).masked_fill(~free, 0)

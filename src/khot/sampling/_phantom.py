@@ -1,7 +1,7 @@
-"""The phantom unit: inclusion probabilities of any sum, made ready for designs of fixed size.
+"""The phantom unit: it makes inclusion probabilities of any sum usable for designs of fixed size.
 
-A temporary unit of probability ⌈Σπ⌉ − Σπ makes the sum an integer. It is dropped after the draw, which leaves
-⌊Σπ⌋ units with the phantom's probability and ⌈Σπ⌉ otherwise, and E[x] = π (Bondesson, Grafström 2011; Wijk,
+A temporary unit of probability ⌈Σπ⌉ − Σπ makes the sum an integer. It is dropped after the draw. Then ⌊Σπ⌋
+units remain with the phantom's probability and ⌈Σπ⌉ otherwise, and E[x] = π (Bondesson, Grafström 2011; Wijk,
 Vinuesa, Azizpour 2025, eq. 14 and, with its two cases exchanged, eq. 15).
 """
 
@@ -14,7 +14,7 @@ __all__ = ["append", "distinct", "size"]
 
 
 def append(probs: Tensor, tolerance: float) -> Tensor:
-    """probs (*batch, n) with a phantom in the place n, if any row needs one; those that do not get 0 there.
+    """probs (*batch, n), with a phantom as entry n if any row needs one; it is 0 in rows that need none.
 
     A sum within ``tolerance`` of an integer is that integer.
     """
@@ -31,5 +31,5 @@ def size(probs: Tensor) -> Tensor:
 
 
 def distinct(probs: Tensor) -> Tensor:
-    """probs without the rows that expand() repeats: what depends on probs alone is computed for them once."""
+    """probs without the rows that expand() repeats, so that what depends on probs alone is computed once."""
     return probs[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in probs.stride()[:-1])]
