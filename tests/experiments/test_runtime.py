@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from khot.experiments import runtime, study
-from khot.experiments.peers import PEERS, missing
+from khot.experiments.harness import study
+from khot.experiments.papers import runtime
+from khot.experiments.tasks.peers import PEERS, missing
 
 
 def test_smoke_run(smoke) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from khot.experiments import feature_selection, learning_k, methods, polynomial, study, vae
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.harness import training
+from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.papers import feature_selection, learning_k, polynomial, vae
+from khot.experiments.tasks import methods
 
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
     (
@@ -46,11 +48,11 @@ def rows(module: Any, options: dict[str, Any], trial: Trial, path: Path, stop: i
 def test_stopped_training_goes_on_to_the_same_figures(
     case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
     module, options, trial = TRIALS[case]
     if module is not polynomial:
         options = {**options, "points": 3}
-    with study.one_thread():
+    with training.one_thread():
         whole = rows(module, options, trial, tmp_path / "whole.pt")
         part = rows(module, options, trial, tmp_path / "part.pt", stop=2)
         assert part == whole[:2]
