@@ -66,6 +66,6 @@ def test_methods_without_a_network_are_tried_once_and_unknown_methods_refused() 
 
 def test_differences_are_called_by_their_noise() -> None:
     # two standard errors of 99.4 % on 10,000 images are 0.154
-    assert knn.beside([99.5, 99.6], 99.4) == ["99.4", "+0.15, within noise"]
-    assert knn.beside([99.56], 99.4) == ["99.4", "+0.16, **above**"]
-    assert knn.beside([98.0], 99.4) == ["99.4", "-1.40, **below**"]
+    assert knn.with_difference([99.5, 99.6], 99.4) == ["99.4", "+0.15, within noise"]
+    assert knn.with_difference([99.56], 99.4) == ["99.4", "+0.16, **above**"]
+    assert knn.with_difference([98.0], 99.4) == ["99.4", "-1.40, **below**"]

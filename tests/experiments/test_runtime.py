@@ -47,5 +47,5 @@ def test_report_computes_ratios(tmp_path: Path) -> None:
     ]
     body = runtime.report(runtime.Args(), rows, tmp_path)
     assert "| dykstra | 5 / 5 |" in body
-    assert "pav takes 0.5 times as long, at n = 64." in body
+    assert "pav takes 0.5 times as long at n = 64." in body
     assert "Figure 6: halley" not in body

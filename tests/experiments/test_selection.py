@@ -11,7 +11,7 @@ import torch
 
 from khot.experiments.harness import training
 from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
-from khot.experiments.papers import feature_selection, learning_k, polynomial, vae
+from khot.experiments.papers import attention, beam_search, feature_selection, learning_k, polynomial, vae
 from khot.experiments.tasks import methods
 
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
@@ -87,6 +87,16 @@ def test_learned_size_comes_to_the_same_place(k: int, tmp_path: Path) -> None:
     assert 16 < float(row["final_size"]) < 28
 
 
+@pytest.mark.parametrize("steps", [6, 7])
+def test_curve_ends_with_the_test_loss_if_it_ends_at_the_last_step(steps: int, tmp_path: Path) -> None:
+    options = {"k": 8, "classification_steps": steps, "points": 3}
+    trial: Trial = {"task": "classification", "method": "gumbel", "seed": 0}
+    found = rows(feature_selection, options, trial, tmp_path / "x.pt")
+    curve, last = [row["curve"] for row in found if "curve" in row], found[-1]["test_loss"]
+    assert len(curve) == 3
+    assert (curve[-1] == last) == (steps == 6)
+
+
 def test_vae_learns(tmp_path: Path) -> None:
     """Pixels at their mean, without a latent, have a loss of 27.1; over seeds 0 and 1 it is 22.3 to 22.4."""
     trial: Trial = {"size": "large", "method": "gumbel", "seed": 0}
@@ -130,6 +140,8 @@ def test_tables_have_a_figure_for_every_method() -> None:
 
 REFUSED = {
     "unknown method": (feature_selection, {"methods": ("gumble",)}, "'gumble': expected some of"),
+    "unknown attention": (attention, {"methods": ("soft",)}, "'soft': expected some of softmax, topk, hard"),
+    "unknown training": (beam_search, {"methods": ("beams",)}, "'beams': expected some of teacher_forcing"),
     "unknown task": (feature_selection, {"tasks": ("play",)}, "'play': expected some of"),
     "masks": (feature_selection, {"masks": 3}, "masks = 3: expected a divisor of batch = 64"),
     "k above n": (feature_selection, {"k": 65}, "k = 65: expected at most 64"),

@@ -56,8 +56,9 @@ def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str =
         jobs: the number of parallel processes for trials.
         command: the command that was typed, which the report names.
 
-    Returns: The part of the report about the result, in Markdown (empty if there are no rows), and one line
-        for each trial that failed.
+    Returns:
+        The part of the report about the result, in Markdown (empty if there are no rows), and one line for
+        each trial that failed.
 
     Raises:
         ArgumentError: jobs < 1, or the folder has results of other arguments or cannot be written to.

@@ -161,12 +161,15 @@ class Checkpoint:
 class Experiment(Generic[A]):
     """An experiment of one of the papers.
 
-    Attributes: source: the paper, by its name in :data:`PAPERS`, and the table or figure. needs: "MNIST"
-        (which :func:`khot.experiments.harness.training.images` loads) or "nothing". takes: how long it took
-        when it was measured. Args: its arguments. smoke: the arguments that make it a run of seconds. trials:
-        all trials, in the order in which they are run. run: yields the rows of a trial: points of curves as
-        they come, then the result. The trial's own entries
-            are added to every row.
+    Attributes:
+        source: the paper, by its name in :data:`PAPERS`, and the table or figure.
+        needs: "MNIST" (which :func:`khot.experiments.harness.training.images` loads) or "nothing".
+        takes: how long it took when it was measured.
+        Args: its arguments.
+        smoke: the arguments that make it a run of seconds.
+        trials: all trials, in the order in which they are run.
+        run: yields the rows of a trial: points of curves as they are computed, then the result. The entries
+            of the trial are added to every row.
         report: draws plots into the folder and returns the report's Markdown. The rows may be those of some
             trials only.
     """

@@ -60,7 +60,7 @@ __all__ = [
     "UNTRAINED_K",
     "Args",
     "Network",
-    "beside",
+    "with_difference",
     "report",
     "run",
     "trials",
@@ -215,7 +215,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
         last = [row for row in reporting.where(rows, by=name) if row["epoch"] in (0, args.epochs)]
         accuracy = [100 * (1 - error) for error in reporting.column(last, "error")]
         if accuracy:
-            lines.append([label, reporting.spread(accuracy, 2), *beside(accuracy, paper.get(name))])
+            lines.append([label, reporting.spread(accuracy, 2), *with_difference(accuracy, paper.get(name))])
     _draw(args, rows, paper, folder / "error.png")
     return (
         reporting.table(["test accuracy, %", "here", "papers", "difference"], lines)
@@ -227,7 +227,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     )
 
 
-def beside(accuracy: list[float], paper: float | None) -> list[str]:
+def with_difference(accuracy: list[float], paper: float | None) -> list[str]:
     """The cells "papers" and "difference"."""
     if paper is None:
         return ["–", "–"]
@@ -270,7 +270,7 @@ def _draw(args: Args, rows: list[study.Row], paper: dict[str, float], path: Path
 EXPERIMENT = study.Experiment(
     source="soft-ot-topk, Table 1; lapsum, Table 3",
     needs="MNIST",
-    takes="9 min of one core a seed",
+    takes="9 min of one core per seed",
     Args=Args,
     smoke={"seeds": 1, "epochs": 15, "batch": 60},
     trials=trials,

@@ -197,7 +197,7 @@ def _draw(args: Args, rows: list[study.Row], present: list[str], path: Path) -> 
 EXPERIMENT = study.Experiment(
     source="sparse-topk, Figure 5",
     needs="MNIST",
-    takes="15 min of one core a seed",
+    takes="15 min of one core per seed",
     Args=Args,
     smoke={"seeds": 1, "epochs": 20, "batch": 32, "lr": 0.2},
     trials=trials,

@@ -133,7 +133,9 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
             "What the papers' figures show, at the largest n that both methods can do:",
             "\n".join(says),
             "![Time and memory against n](runtime.png)",
-            f"These were not installed: {', '.join(left_out)}." if left_out else "",
+            f"Not measured, because the package is not installed or n is too large: {', '.join(left_out)}."
+            if left_out
+            else "",
         ]
     )
 

@@ -12,8 +12,7 @@ from khot import baselines, estimators
 
 __all__ = ["LABELS", "METHODS", "draw", "iterative_poisson"]
 
-# The number of corrections in iterative Poisson sampling. After the last one the size may still differ from
-# k.
+# The number of corrections in iterative Poisson sampling, after which the size may still differ from k.
 ROUNDS = 3
 
 
