@@ -141,7 +141,9 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
         yield {"by": method, "epoch": 0, "error": untrained_error(images, method, args.device)}
         return
     network, head = Network(images.shape).to(args.device), nn.Linear(FEATURES, CLASSES).to(args.device)
-    knn = khot.nn.SoftKNN(K, CLASSES, args.tau, cdf="logistic" if method == "entropy" else method)
+    knn = khot.nn.SoftKNN(
+        K, CLASSES, tau=args.tau, cdf=khot.cdfs.resolve("logistic" if method == "entropy" else method)
+    )
     parameters = [*network.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=args.lr, weight_decay=5e-4)
     per_epoch = len(images.train_labels) // args.batch
