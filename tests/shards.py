@@ -163,16 +163,16 @@ def checked_operators(group: Any) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for cdf, shape in (("logistic", 0.0), ("power", 1.5)):
         args = (x, k, tau, cdf, shape, "y", on)
-        out, *t = ops.sharded_soft_topk(*args)
-        torch.library.opcheck(ops.sharded_soft_topk.default, args, test_utils=tests)
+        out, *t = ops.reference_soft_topk(*args)
+        torch.library.opcheck(ops.reference_soft_topk.default, args, test_utils=tests)
         backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
-        torch.library.opcheck(ops.sharded_soft_topk_backward.default, backward, test_utils=tests)
-    torch.library.opcheck(ops.sharded_topk_mask.default, (x, k, on), test_utils=tests)
+        torch.library.opcheck(ops.reference_soft_topk_backward.default, backward, test_utils=tests)
+    torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
-    y, hi, lo = ops.sharded_soft_topk_magnitude(*args)
-    torch.library.opcheck(ops.sharded_soft_topk_magnitude.default, args, test_utils=tests)
+    y, hi, lo = ops.reference_soft_topk_magnitude(*args)
+    torch.library.opcheck(ops.reference_soft_topk_magnitude.default, args, test_utils=tests)
     backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, on)
-    torch.library.opcheck(ops.sharded_soft_topk_magnitude_backward.default, backward, test_utils=tests)
+    torch.library.opcheck(ops.reference_soft_topk_magnitude_backward.default, backward, test_utils=tests)
 
 
 def left_alone(group: Any) -> tuple[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from khot import _kernels as kernels
+from khot._core.dispatch import OPERATORS
 
 __all__ = ["NAME", "Device"]
 
@@ -64,7 +64,7 @@ class Device(TorchDispatchMode):
         there = any(isinstance(v, _There) for v in tensors)
         if func.namespace == "khot" and there:
             with self:
-                return kernels._OPERATORS[func._schema.name.removeprefix("khot::")][1](*args, **kwargs)
+                return OPERATORS[func._schema.name.removeprefix("khot::")].kernel(*args, **kwargs)
         moves = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
         if there and not moves and any(v.dim() and not isinstance(v, _There) for v in tensors):
             raise RuntimeError(f"{func} of tensors on two devices")

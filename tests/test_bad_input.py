@@ -703,9 +703,9 @@ def scores(call: Call) -> Tensor:
     return x.movedim(call.dim, -1) if x.dim() else x.reshape(1)
 
 
-def has_levels(name: str, value: Any) -> bool:
-    """The counting operators take a tensor with m levels along dim."""
-    return name in ("at", "count") and isinstance(value, Tensor) and value.dim() > 0
+def has_levels(name: str, value: Any, dims: int) -> bool:
+    """The counting operators take a tensor with m levels along dim, or one level per row."""
+    return name in ("at", "count") and isinstance(value, Tensor) and value.dim() >= max(dims, 1)
 
 
 def values_of(value: Any, s: Tensor, levels_dim: int | None = None) -> Tensor:
@@ -728,7 +728,7 @@ def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], li
     elif mask is not None and not broadcasts(mask.shape, tuple(x.shape)):
         must.append((ValueError, "mask"))
     for name, value in arguments.items():
-        if has_levels(name, value) and value.dtype != torch.bool:
+        if has_levels(name, value, call.x.dim()) and value.dtype != torch.bool:
             if value.dim() != x.dim() or not broadcasts(value.movedim(call.dim, -1).shape[:-1], batch):
                 must.append((ValueError, name))
         else:
@@ -740,7 +740,7 @@ def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[F
     s, number, wrong = scores(call), not isinstance(value, Tensor), [(ValueError, name)]
     if number and value is HUGE_INT:  # which a level may be: so may inf
         return ([], wrong) if name == "at" else (wrong, [])
-    v = values_of(value, s, call.dim if has_levels(name, value) else None)
+    v = values_of(value, s, call.dim if has_levels(name, value, call.x.dim()) else None)
     if name == "at":  # a NaN level in a tensor may also make a NaN count
         nan = bool(v.isnan().any())
         return (wrong, []) if number and nan else ([], wrong if nan or not v.numel() else [])
@@ -783,7 +783,7 @@ def faults(call: Call) -> tuple[list[Fault], list[Fault]]:
 
 def assert_answer(call: Call, y: Tensor) -> None:
     op, s = call.op, scores(call)
-    levels = has_levels(op.k, call.k)
+    levels = has_levels(op.k, call.k, call.x.dim())
     k = values_of(call.k, s, call.dim if levels else None)
     assert y.dtype == call.x.dtype
     y = y.double()

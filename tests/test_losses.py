@@ -274,7 +274,7 @@ def test_permutation_cross_entropy_learns_to_sort() -> None:
 
 
 def test_permutation_cross_entropy_in_linear_memory() -> None:
-    from test_soft_count import PeakMemory
+    from test_counting import PeakMemory
 
     n = 20_000
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -20,7 +20,7 @@ import oracles
 from khot import _kernels as kernels
 from khot import cdfs
 from khot._kernels.reference import laplace as scans
-from khot._ops.laplace import laplace_thresholds
+from khot._ops.laplace_thresholds import laplace_thresholds
 
 INF, NAN = math.inf, math.nan
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
@@ -403,7 +403,7 @@ def test_ranks_of_a_million() -> None:
 
 @pytest.mark.parametrize("n", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_memory_is_linear(n: int) -> None:
-    from test_soft_count import PeakMemory
+    from test_counting import PeakMemory
 
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
     square = 8 * n * n

@@ -1,96 +1,245 @@
 """The CDFs that soften a count: one choice of F, one relaxed top-k operator.
 
-Every operator of khot replaces the step in "how many entries lie above b?" by a CDF F. This module is
-the table of them, each with what the solver and the gradients need, accurate in both tails.
+Every operator of khot replaces the step in "how many entries lie above b?" by a CDF F. This module has those
+of the papers, each with what the solver and the gradients need, accurate in both tails; and the base class
+from which you derive your own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from khot._core.precision import wide_dtype, widen
 
-__all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
+__all__ = ["CDF", "CDFName", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
 NEWTON = 4  # steps to a quantile in float32
 TINIEST = 1e-37  # the least probability that float32 can tell from 0 there
+DOUBLINGS = 1100  # of a bracket for a quantile: beyond float64's range
+STEPS = 200  # towards that quantile: a third of them halve the bracket
+QUARTILES = 1.3489795003921634  # the distance between the quartiles of the standard normal distribution
+
+CDFName = Literal["logistic", "laplace", "normal", "uniform"]
+_OWN: weakref.WeakValueDictionary[str, CDF] = weakref.WeakValueDictionary()  # users' CDFs by their keys
+_numbers = itertools.count()
 
 
 class CDF:
     """A cumulative distribution function F with density f, as used to soften a count.
 
+    To use your own, derive a class from this one and define :meth:`cdf`; every operator that takes ``cdf=``
+    takes an object of it. It runs on the reference kernels, on any device, with exact gradients to second
+    order, under ``vmap`` and ``torch.compile``. What else is listed here has a default made from F. Override
+    :meth:`pdf` and :meth:`icdf` where there is a closed form, since the defaults differentiate and bisect,
+    and :meth:`log_cdf`, :meth:`log_pdf` and :meth:`sf` where the defaults lose digits in a tail.
+
+    A class derived from :class:`Logistic` or another CDF of this module keeps that CDF's compiled kernels as
+    long as it overrides nothing of it. One that overrides something is a CDF of its own, and one that
+    overrides :meth:`cdf` inherits nothing else of it but ``full_support``.
+
     All methods are elementwise on floating-point tensors, keep shape and dtype, and are differentiable
     wherever F is. ``z`` is any real number, infinities included; ``y`` lies in [0, 1].
 
     Attributes:
-        name: what ``cdf="..."`` calls it.
+        name: what ``cdf="..."`` calls it, and what error messages call it.
         shape: the parameter p of :class:`Power`; 0 where there is none.
         median: F⁻¹(½).
-        mean, variance: moments of a variable distributed as F.
+        mean, variance: the moments of a variable distributed as F. They guide the solver's first guess and no
+            more, so that a distribution without moments can have any location and squared scale there; the
+            defaults are the median, and the variance of the normal distribution with the same quartiles.
         full_support: whether f > 0 everywhere. Where it is not, y can be exactly 0 and 1.
+        symmetric: whether F(−z) = 1 − F(z), from which the default of :meth:`sf` takes the upper tail.
+        smooth: whether f is continuous, so that a Newton step next to the root squares the error; by default
+            where the support is full.
+        density_from_value: whether :meth:`pdf_from_cdf` finds f from y without losing digits.
+
+    Source of the example: Student's distribution with 3 degrees of freedom.
+
+    Example:
+        >>> class Student3(khot.cdfs.CDF):
+        ...     name, symmetric = "student3", True
+        ...
+        ...     def cdf(self, z):
+        ...         t = torch.atan(z / 3**0.5)
+        ...         return 0.5 + (t + 0.5 * torch.sin(2 * t)) / torch.pi
+        >>> y = khot.soft_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=0.5, cdf=Student3())
+        >>> y
+        tensor([0.1955, 0.9303, 0.8045, 0.0697])
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "custom"
     full_support: ClassVar[bool] = True
-    median: float = 0.0
-    mean: float = 0.0
-    variance: ClassVar[float]
+    symmetric: ClassVar[bool] = False
+    density_from_value: ClassVar[bool] = False
+    _built_in: ClassVar[bool] = False
+
+    def __init_subclass__(cls, built_in: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if built_in:
+            cls._built_in = True
+        elif cls._built_in:  # inherited, and lost by an override
+            parent = super(cls, cls)
+            cls._built_in = not any(hasattr(parent, n) for n in vars(cls) if not n.startswith("__"))
+            if "cdf" in vars(cls):  # what the parent says of its own F does not hold for this one
+                for name in _DERIVED:
+                    if name not in vars(cls):
+                        setattr(cls, name, vars(CDF)[name])
+
+    def __new__(cls, *args: Any, **options: Any) -> CDF:
+        self = super().__new__(cls)
+        if not cls._built_in:
+            object.__setattr__(self, "_key", f"own:{next(_numbers)}")  # frozen dataclasses, too
+            _OWN[self._key] = self  # type: ignore[attr-defined]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the key, which a copy, or the same object in another process, has of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_key"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    @property
+    def built_in(self) -> bool:
+        """Whether compiled kernels know this CDF."""
+        return self._built_in
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """The name and the parameter that stand for this CDF in an operator's schema: see :func:`resolve`."""
+        return (self.name, self.shape) if self._built_in else (self._key, 0.0)  # type: ignore[attr-defined]
 
     @property
     def shape(self) -> float:
         return 0.0
 
+    @property
+    def median(self) -> float:
+        return 0.0 if self.symmetric else self._quantile(0.5)
+
+    @property
+    def mean(self) -> float:
+        return self.median
+
+    @property
+    def variance(self) -> float:
+        return ((self._quantile(0.75) - self._quantile(0.25)) / QUARTILES) ** 2
+
+    @property
+    def smooth(self) -> bool:
+        return self.full_support
+
+    def _quantile(self, y: float) -> float:
+        return float(self.icdf(torch.tensor(y, dtype=torch.float64)))
+
     def cdf(self, z: Tensor) -> Tensor:
         """F(z), in [0, 1], with full relative accuracy in the lower tail."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define cdf(z)")
 
     def pdf(self, z: Tensor) -> Tensor:
-        """The density f(z) = F'(z)."""
-        raise NotImplementedError
+        """The density f(z) = F'(z). The default differentiates F."""
+        return torch.func.jvp(self.cdf, (z,), (torch.ones_like(z),))[1]
+
+    def sf(self, z: Tensor) -> Tensor:
+        """1 − F(z), with full relative accuracy in the upper tail."""
+        return self.cdf(-z) if self.symmetric else 1 - self.cdf(z)
 
     def log_cdf(self, z: Tensor) -> Tensor:
         """log F(z), finite where F(z) underflows."""
-        raise NotImplementedError
+        return torch.log(self.cdf(z))
 
     def log_pdf(self, z: Tensor) -> Tensor:
         """log f(z), finite where f(z) underflows."""
-        raise NotImplementedError
+        return torch.log(self.pdf(z))
 
     def log_hazard(self, z: Tensor) -> Tensor:
         """log(f(z)/F(z)), the logarithm of how fast log F rises."""
         return self.log_pdf(z) - self.log_cdf(z)
 
+    def pdf_from_cdf(self, y: Tensor) -> Tensor:
+        """f at the point where F = y, if ``density_from_value``."""
+        raise NotImplementedError(f"{type(self).__name__} does not find its density from its value")
+
     def icdf(self, y: Tensor) -> Tensor:
-        """The quantile F⁻¹(y)."""
-        raise NotImplementedError
+        """The quantile F⁻¹(y). The default solves for it by secants and bisection; it is not differentiable."""
+        y = y.detach()
+        inside = (y > 0) & (y < 1)
+        low, high = torch.full_like(y, -1.0), torch.ones_like(y)
+        for _ in range(DOUBLINGS):
+            under, over = inside & (self.cdf(low) > y), inside & (self.cdf(high) < y)
+            if not bool((under | over).any()):
+                break
+            low, high = torch.where(under, 2 * low, low), torch.where(over, 2 * high, high)
+        last, z = low, 0.5 * low + 0.5 * high
+        last_miss = self.cdf(last) - y
+        for step in range(STEPS):
+            miss = self.cdf(z) - y
+            low, high = torch.where(miss < 0, z, low), torch.where(miss > 0, z, high)
+            secant, middle = z - miss * (z - last) / (miss - last_miss), 0.5 * low + 0.5 * high
+            use = (secant > low) & (secant < high) & (step % 4 < 3)
+            new = torch.where(miss == 0, z, torch.where(use, secant, middle))
+            moved, last, last_miss, z = (new - z).abs(), z, miss, new
+            if not bool((inside & (moved > 4 * torch.finfo(y.dtype).eps * z.abs().clamp(min=1e-3))).any()):
+                break
+        ends = torch.where(y <= 0, -math.inf, math.inf).to(y.dtype)
+        return torch.where(y.isnan(), y, torch.where(inside, z, ends))
 
     def potential(self, y: Tensor) -> Tensor:
         """ω(y) = ∫ F⁻¹, the regulariser whose capped-simplex argmax is the soft top-k of this CDF."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define potential(y) for this")
 
     def conjugate(self, z: Tensor) -> Tensor:
         """ω*(z) = ∫ F from −∞ to z, the convex conjugate of the potential: ω(y) + ω*(z) ≥ yz."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define conjugate(z) for this")
 
     def tail(self, z: Tensor, above: Tensor) -> Tensor:
         """min(F, 1 − F): 1 − F(z) where ``above`` (z > median), else F(z); never by cancellation."""
-        return self.cdf(-z.abs())
+        return self.cdf(-z.abs()) if self.symmetric else torch.where(above, self.sf(z), self.cdf(z))
 
     def log_tail(self, z: Tensor, above: Tensor) -> Tensor:
         """The logarithm of :meth:`tail`, finite where that underflows."""
-        return self.log_cdf(-z.abs())
+        return self.log_cdf(-z.abs()) if self.symmetric else torch.log(self.tail(z, above))
+
+
+# what follows from F, and has a default in CDF
+_DERIVED = (
+    "conjugate",
+    "density_from_value",
+    "icdf",
+    "log_cdf",
+    "log_hazard",
+    "log_pdf",
+    "log_tail",
+    "mean",
+    "median",
+    "pdf",
+    "pdf_from_cdf",
+    "potential",
+    "sf",
+    "shape",
+    "smooth",
+    "symmetric",
+    "tail",
+    "variance",
+)
 
 
 @dataclass(frozen=True)
-class Logistic(CDF):
+class Logistic(CDF, built_in=True):
     """F(z) = 1/(1 + e^−z): sigmoid top-k (Wijk et al. 2025), SOFT top-k (Xie et al. 2020) at τ = ε/2."""
 
     name: ClassVar[str] = "logistic"
+    symmetric: ClassVar[bool] = True
+    density_from_value: ClassVar[bool] = True
+    median: ClassVar[float] = 0.0
+    mean: ClassVar[float] = 0.0
     variance: ClassVar[float] = math.pi**2 / 3
 
     def cdf(self, z: Tensor) -> Tensor:
@@ -105,6 +254,9 @@ class Logistic(CDF):
     def log_pdf(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
 
+    def pdf_from_cdf(self, y: Tensor) -> Tensor:
+        return y * (1 - y)
+
     def icdf(self, y: Tensor) -> Tensor:
         return torch.log(y) - torch.log1p(-y)
 
@@ -116,10 +268,14 @@ class Logistic(CDF):
 
 
 @dataclass(frozen=True)
-class Laplace(CDF):
+class Laplace(CDF, built_in=True):
     """F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0: LapSum (Struski et al. 2025)."""
 
     name: ClassVar[str] = "laplace"
+    symmetric: ClassVar[bool] = True
+    density_from_value: ClassVar[bool] = True
+    median: ClassVar[float] = 0.0
+    mean: ClassVar[float] = 0.0
     variance: ClassVar[float] = 2.0
 
     def cdf(self, z: Tensor) -> Tensor:
@@ -136,6 +292,9 @@ class Laplace(CDF):
     def log_pdf(self, z: Tensor) -> Tensor:
         return -z.abs() - math.log(2)
 
+    def pdf_from_cdf(self, y: Tensor) -> Tensor:
+        return torch.minimum(y, 1 - y)
+
     def icdf(self, y: Tensor) -> Tensor:
         w = torch.where(y > 0.5, 1 - y, y)
         return torch.where(y > 0.5, -torch.log(2 * w), torch.log(2 * w))
@@ -150,10 +309,13 @@ class Laplace(CDF):
 
 
 @dataclass(frozen=True)
-class Normal(CDF):
+class Normal(CDF, built_in=True):
     """F = Φ, the standard normal CDF: probit top-k."""
 
     name: ClassVar[str] = "normal"
+    symmetric: ClassVar[bool] = True
+    median: ClassVar[float] = 0.0
+    mean: ClassVar[float] = 0.0
     variance: ClassVar[float] = 1.0
 
     def cdf(self, z: Tensor) -> Tensor:
@@ -217,7 +379,7 @@ def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 @dataclass(frozen=True)
-class Power(CDF):
+class Power(CDF, built_in=True):
     """F(z) = clip(z, 0, 1)^(1/(p−1)): the sparse top-k mask with a p-norm (Sander et al. 2023).
 
     p = 2 is the Euclidean projection onto the capped simplex; p = 4/3 gives z³. F is smooth where y leaves
@@ -247,15 +409,15 @@ class Power(CDF):
         return float(self.p)
 
     @property
-    def median(self) -> float:  # type: ignore[override]
+    def median(self) -> float:
         return 0.5 ** (self.p - 1)
 
     @property
-    def mean(self) -> float:  # type: ignore[override]
+    def mean(self) -> float:
         return self.exponent / (self.exponent + 1)
 
     @property
-    def variance(self) -> float:  # type: ignore[override]
+    def variance(self) -> float:
         return self.exponent / (self.exponent + 2) - self.mean**2
 
     def cdf(self, z: Tensor) -> Tensor:
@@ -304,7 +466,7 @@ class Power(CDF):
         return outside, torch.where(outside, 1, z)
 
 
-class Uniform(Power):
+class Uniform(Power, built_in=True):
     """F(z) = clip(z, 0, 1): the Euclidean projection onto the capped simplex; :class:`Power` with p = 2."""
 
     name: ClassVar[str] = "uniform"
@@ -323,7 +485,7 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
     """The CDF that a name or an object stands for; ``shape`` is p for the name ``"power"``.
 
     Raises:
-        ValueError: for a name that is not in the table.
+        ValueError: for a name that is not in the table, and for the key of a CDF that is gone.
         TypeError: for anything that is neither a name nor a CDF.
     """
     if isinstance(cdf, CDF):
@@ -332,7 +494,12 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
         raise TypeError(f"cdf must be a name or a khot.cdfs object, but got {type(cdf).__name__}")
     if cdf == "power" and shape:
         return Power(shape)
-    if cdf not in _BY_NAME:
-        allowed = ", ".join(map(repr, _BY_NAME))
-        raise ValueError(f"cdf must be one of {allowed} or khot.cdfs.Power(p), but got {cdf!r}")
-    return _BY_NAME[cdf]
+    if cdf in _BY_NAME:
+        return _BY_NAME[cdf]
+    if cdf.startswith("own:"):
+        own = _OWN.get(cdf)
+        if own is None:
+            raise ValueError(f"the CDF with the key {cdf!r} no longer exists: keep a reference to it")
+        return own
+    allowed = ", ".join(map(repr, _BY_NAME))
+    raise ValueError(f"cdf must be one of {allowed} or khot.cdfs.Power(p), but got {cdf!r}")

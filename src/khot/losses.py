@@ -13,8 +13,8 @@ from khot import cdfs, ranking
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import greatest, on, widen
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
-from khot.counting import threshold_map
 
 __all__ = ["FenchelYoungTopKLoss", "TopKCrossEntropyLoss", "permutation_cross_entropy", "size_penalty"]
 

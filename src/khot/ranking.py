@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import cdfs, counting
+from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import greatest, wide_dtype, widen
-from khot._kernels.reference.laplace import half_levels
-from khot._ops.laplace import laplace_rank, laplace_sort, laplace_thresholds
-from khot.cdfs import CDF
+from khot._ops.laplace_rank import laplace_rank
+from khot._ops.laplace_sort import laplace_sort
+from khot._ops.laplace_thresholds import laplace_thresholds
+from khot._ops.soft_count import count_above
+from khot._ops.soft_topk import thresholds
+from khot.cdfs import CDF, CDFName
 
 __all__ = [
     "log_shares",
@@ -36,8 +39,9 @@ def soft_rank(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The place of each entry in its sorted row, softened: r_i = ½ + Σ_j F((x_i − x_j)/τ).
 
@@ -53,9 +57,11 @@ def soft_rank(
         cdf: ``"laplace"``, in O(n log n) time; ``"logistic"``, ``"normal"``, ``"uniform"``, or an object of
             :mod:`khot.cdfs`, in O(n²).
         descending: give rank 1 to the largest: the ranks of −input.
+        mask: bool, broadcastable to the input; True where an entry takes part. What lies under False is
+            ignored, NaN and inf included: the others have the ranks of a row without it.
 
     Returns:
-        Same shape and dtype as the input, in [1, n]. A row with a NaN is NaN.
+        Same shape and dtype as the input, in [1, n], and 0 where the mask is False. A row with a NaN is NaN.
 
     The gradient in input and tau is exact, to any order and in either mode. Memory is O(n), but where the
     backward pass of a CDF other than Laplace's is itself recorded.
@@ -73,13 +79,23 @@ def soft_rank(
         tensor([1., 3., 2.])
     """
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, largest=descending)
+    x = arguments.rows(input, dim, mask, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    if isinstance(F, cdfs.Laplace):
+    if _by_scans(F):
         rank = laplace_rank(x, tau)
     else:
-        rank = (counting.count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+        rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+    if mask is not None:
+        selected = arguments.mask_rows(mask, input, dim)
+        out = (~selected).sum(-1, keepdim=True)
+        rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # with which the masked ones were tied
+        rank = rank * selected  # so that a NaN stays
     return arguments.unrows(rank, input, dim)
+
+
+def _by_scans(F: CDF) -> bool:
+    """Whether sums over a sorted row follow from one another, as those of exponentials do."""
+    return isinstance(F, cdfs.Laplace) and F.built_in
 
 
 def soft_sort(
@@ -87,8 +103,9 @@ def soft_sort(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The sorted row, softened: the i-th value is where the soft count from below is i − ½.
 
@@ -100,9 +117,11 @@ def soft_sort(
         dim: the dimension to sort along.
         tau, cdf: as for :func:`soft_rank`.
         descending: the largest first: minus the soft sort of −input.
+        mask: as for :func:`soft_rank`.
 
     Returns:
-        Same shape and dtype as the input, in ascending (or descending) order. A row with a NaN is NaN.
+        Same shape and dtype as the input, in ascending (or descending) order; with a mask, the entries that
+        take part come first, and 0 stands in the places behind them. A row with a NaN is NaN.
 
     Gradients, memory, errors: as for :func:`soft_rank`.
 
@@ -113,14 +132,21 @@ def soft_sort(
         tensor([10., 20., 30.])
     """
     F = cdfs.resolve(cdf)
-    if isinstance(F, cdfs.Laplace):  # symmetric: ascending is descending from the other end
-        x = arguments.rows(input, dim)
+    if _by_scans(F):  # symmetric: ascending is descending from the other end
+        x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-        return arguments.unrows(laplace_sort(x, tau, descending), input, dim)
-    x = arguments.rows(input, dim, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    t = _quantiles(x, half_levels(x), tau, F)
-    return arguments.unrows(t if descending else -t, input, dim)
+        t = laplace_sort(x, tau, descending)
+    else:
+        x = arguments.rows(input, dim, mask, largest=descending)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        t = _quantiles(
+            x, torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5, tau, F
+        )
+        t = t if descending else -t
+    if mask is not None:
+        taken = _places(x) <= arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
+        t = torch.where(taken | t.isnan(), t, 0)
+    return arguments.unrows(t, input, dim)
 
 
 def soft_permutation(
@@ -128,8 +154,9 @@ def soft_permutation(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The matrix that sorts a row, softened to a doubly stochastic one.
 
@@ -143,10 +170,12 @@ def soft_permutation(
         tau: as for :func:`soft_rank`.
         cdf: as for :func:`soft_rank`; Laplace's thresholds take O(n log n) time, the others' O(n²).
         descending: the first row stands for the largest entry, not for the smallest.
+        mask: as for :func:`soft_rank`.
 
     Returns:
         ``dim`` replaced by two dims (n, n), places by entries; the input's dtype, in [0, 1], rows and columns
-        summing to 1. A row of scores with a NaN makes a matrix of NaN.
+        summing to 1. With a mask, the columns of the entries under False are 0, and so are the rows behind
+        the places of the others. A row of scores with a NaN makes a matrix of NaN.
 
     The gradient in input and tau is exact, to any order and in either mode. Errors: as for :func:`soft_rank`.
 
@@ -159,12 +188,12 @@ def soft_permutation(
                 [0.0234, 0.8040, 0.1726]])
     """
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    x, tau, selected = _oriented(input, dim, tau, descending, mask)
     hi, lo = _boundaries(x, tau, F)
     y = F.cdf(_standardize(x.unsqueeze(-2), hi.unsqueeze(-1), lo.unsqueeze(-1), tau[..., None, None]))
-    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1))
-    return _matrix(torch.where(x.isinf().unsqueeze(-2), share, y.diff(dim=-2)), x, tau, input, dim)
+    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1), selected)
+    p = torch.where(x.isinf().unsqueeze(-2), share, y.diff(dim=-2))
+    return _matrix(p, x, tau, input, dim)
 
 
 def log_soft_permutation(
@@ -172,13 +201,14 @@ def log_soft_permutation(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of :func:`soft_permutation`, finite where the entry itself underflows.
 
     Args:
-        input, dim, tau, cdf, descending: as for :func:`soft_permutation`.
+        input, dim, tau, cdf, descending, mask: as for :func:`soft_permutation`.
 
     Returns:
         log P in [−inf, 0], of its shape and dtype; −inf where P is exactly 0: for CDFs with full support,
@@ -192,11 +222,10 @@ def log_soft_permutation(
                 [   0.0000, -200.6931]])
     """
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    x, tau, selected = _oriented(input, dim, tau, descending, mask)
     hi, lo = (v.unsqueeze(-1) for v in _boundaries(x, tau, F))
     z = _standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
-    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1))
+    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1), selected)
     log_p = _log_difference(z[..., :-1, :], z[..., 1:, :], F)
     log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
     return _matrix(log_p, x, tau, input, dim) + 0.0  # 0 has no sign
@@ -209,7 +238,8 @@ def soft_quantile(
     keepdim: bool = False,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
 
@@ -221,11 +251,11 @@ def soft_quantile(
         q: in [0, 1]; a number or a tensor of at most one dim.
         dim: the dimension to reduce.
         keepdim: keep it, with one entry.
-        tau, cdf: as for :func:`soft_rank`.
+        tau, cdf, mask: as for :func:`soft_rank`; n is then the number of entries that take part.
 
     Returns:
         Of the input's dtype and, as from ``torch.quantile``, of its shape without ``dim``, behind a first dim
-        of q's length if q has one. A row with a NaN, or without entries, is NaN.
+        of q's length if q has one. A row with a NaN, or without entries that take part, is NaN.
 
     The gradient in input, q and tau is exact, to any order and in either mode.
 
@@ -241,11 +271,16 @@ def soft_quantile(
         tensor([1.0000, 1.5000, 9.0000])
     """
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim)
+    x = arguments.rows(input, dim, mask)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     q = _check_q(q, x)
-    levels = 0.5 + (1 - widen(q)) * (x.shape[-1] - 1)
-    t = _quantiles(x, levels.reshape(-1).expand(*x.shape[:-1], -1), tau, F)
+    below = (1 - widen(q)).reshape(-1)
+    if mask is None:
+        levels = (0.5 + below * (x.shape[-1] - 1)).expand(*x.shape[:-1], -1)
+    else:
+        n = arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
+        levels = (0.5 + below * (n - 1)).masked_fill(n == 0, math.nan)
+    t = _quantiles(x, levels, tau, F)
     t = t.movedim(-1, 0)
     if keepdim:
         t = t.unsqueeze(arguments.check_dim(input, dim) + 1) if input.dim() else t
@@ -258,14 +293,15 @@ def soft_median(
     keepdim: bool = False,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "laplace",
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The median of each row, softened: :func:`soft_quantile` at q = ½, half the entries on either side.
 
     As τ → 0 it tends to the middle entry, and to the middle of the two for even n.
 
     Args:
-        input, dim, keepdim, tau, cdf: as for :func:`soft_quantile`.
+        input, dim, keepdim, tau, cdf, mask: as for :func:`soft_quantile`.
 
     Returns, gradients, errors: as for :func:`soft_quantile`.
 
@@ -273,7 +309,7 @@ def soft_median(
         >>> khot.soft_median(torch.tensor([3.0, 1.0, 4.0, 9.0]), tau=0.01)
         tensor(3.5000)
     """
-    return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf)
+    return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf, mask=mask)
 
 
 def _check_q(q: Any, x: Tensor) -> Tensor:
@@ -292,7 +328,7 @@ def _check_q(q: Any, x: Tensor) -> Tensor:
 
 def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
     """The pairs of C⁻¹(level) for the CDF as it is: ±inf for levels among the infinite entries."""
-    if isinstance(F, cdfs.Laplace):
+    if _by_scans(F):
         return laplace_thresholds(x, levels, tau)
     first = widen((x == math.inf).sum(-1, keepdim=True))
     last = widen((x != -math.inf).sum(-1, keepdim=True))
@@ -301,7 +337,7 @@ def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor,
             (*x.shape[:-1], levels.shape[-1]), math.nan, dtype=wide_dtype(x.device), device=x.device
         )
         return nan, nan
-    hi, lo = counting.thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
+    hi, lo = thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
     beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
     return hi.masked_fill(beyond, -greatest(hi)), lo.masked_fill(beyond, -greatest(hi))
 
@@ -372,13 +408,29 @@ def _places(x: Tensor) -> Tensor:
     return torch.arange(1, x.shape[-1] + 1, device=x.device)
 
 
-def _infinite_shares(value: Tensor, x: Tensor, place: Tensor) -> Tensor:
-    """What an entry of this value, if it is infinite, has of a place: each kind shares its places equally."""
-    first = (x == math.inf).sum(-1).reshape(*x.shape[:-1], *(1,) * (value.dim() - x.dim() + 1))
-    last = (x == -math.inf).sum(-1).reshape(first.shape)
+def _oriented(
+    input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The rows such that the largest entry comes first, τ, and which entries take part (None: all)."""
+    x = arguments.rows(input, dim, mask, largest=descending)
+    selected = None if mask is None else arguments.mask_rows(mask, input, dim)
+    return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected
+
+
+def _infinite_shares(value: Tensor, x: Tensor, place: Tensor, selected: Tensor | None = None) -> Tensor:
+    """What an entry of this value, if it is infinite, has of a place: each kind shares its places equally,
+    and entries that do not take part have none."""
+    shape = (*x.shape[:-1], *(1,) * (value.dim() - x.dim() + 1))
+    first = (x == math.inf).sum(-1).reshape(shape)
+    last = (x == -math.inf).sum(-1).reshape(shape)
+    end = torch.full_like(last, x.shape[-1])
+    if selected is not None:
+        out = (~selected).sum(-1).reshape(shape)
+        last, end = last - out, end - out
     at_top = (place <= first) / first.clamp(min=1)
-    at_bottom = (place > x.shape[-1] - last) / last.clamp(min=1)
-    return widen(torch.where(value > 0, at_top, at_bottom))
+    at_bottom = ((place > end - last) & (place <= end)) / last.clamp(min=1)
+    share = widen(torch.where(value > 0, at_top, at_bottom))
+    return share if selected is None else share * selected.unsqueeze(-2)
 
 
 def _bad(x: Tensor, tau: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments
+from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._core.dispatch import below_autograd, call, register, vmap_rows
 from khot._core.precision import large, widen
-from khot.cdfs import CDF
-from khot.counting import threshold_map
+from khot._core.rows import Row
+from khot._ops.soft_topk import threshold_map
+from khot._ops.topk_mask import hard_mask
+from khot.cdfs import CDF, CDFName
 
 __all__ = [
     "laplace_topk",
@@ -33,7 +34,7 @@ def soft_topk(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "logistic",
+    cdf: CDFName | CDF = "logistic",
     largest: bool = True,
     mask: Tensor | None = None,
     hard: bool = False,
@@ -88,20 +89,10 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    if arguments.spread(input, group):
-        from khot import sharded
-
-        options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
-        return sharded.apply(soft_topk, input, k, dim, group, **options)
-    F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, mask, largest)
-    n = x.shape[-1]
-    k = arguments.per_row(k, "k", x, low=0, high=n)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    y, _, _ = threshold_map(x, k, tau, F, "y")
-    if hard:
-        y = _hard(x.detach(), k.detach()) + (y - y.detach())
-    return arguments.unrows(y, input, dim)
+    options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
+    if rows.is_dtensor(input):
+        return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
+    return _soft(input, k, dim, group, **options)
 
 
 def log_soft_topk(
@@ -110,7 +101,7 @@ def log_soft_topk(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "logistic",
+    cdf: CDFName | CDF = "logistic",
     largest: bool = True,
     mask: Tensor | None = None,
     group: Any = None,
@@ -130,17 +121,44 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
-    if arguments.spread(input, group):
-        from khot import sharded
+    options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
+    if rows.is_dtensor(input):
+        return rows.on_dtensor(log_soft_topk, input, k, dim, group, **options)
+    return _soft(input, k, dim, group, **options, output="log")
 
-        options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
-        return sharded.apply(log_soft_topk, input, k, dim, group, **options)
-    F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, mask, largest)
-    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1])
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    y, _, _ = threshold_map(x, k, tau, F, "log")
-    return arguments.unrows(y, input, dim)
+
+def _soft(
+    input: Tensor,
+    k: Scalar,
+    dim: int,
+    group: Any,
+    *,
+    tau: Scalar,
+    cdf: str | CDF,
+    largest: bool,
+    mask: Tensor | None,
+    hard: bool = False,
+    output: str = "y",
+) -> Tensor:
+    """:func:`soft_topk`, or with output "log" :func:`log_soft_topk`."""
+    row = rows.named(group)
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
+        F = cdfs.resolve(cdf)
+        x = arguments.rows(input, dim, mask, largest)
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
+        return x, count, arguments.per_row(tau, "tau", x, low=0, low_open=True), F
+
+    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
+    x, count, scale, F = row.agree(prepare, k=k, tau=tau, cdf=said, largest=largest, output=output, hard=hard)
+    row.check(k, x)
+    y, _, _ = threshold_map(x, count, scale, F, output, row)
+    return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
+
+
+def _hardened(y: Tensor, x: Tensor, k: Tensor, row: Row) -> Tensor:
+    """The hard mask, with the gradient of y."""
+    return hard_mask(x.detach(), k.detach(), row) + (y - y.detach())
 
 
 def sigmoid_topk(
@@ -224,27 +242,35 @@ def ot_topk(
         >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
         True
     """
-    if arguments.spread(input, group):
-        from khot import sharded
-
+    if rows.is_dtensor(input):
         options = {"epsilon": epsilon, "normalize": normalize, "largest": largest, "mask": mask, "hard": hard}
-        return sharded.apply(ot_topk, input, k, dim, group, **options)
-    x = arguments.rows(input, dim, mask, largest)
-    # in the wider dtype, where neither half an epsilon nor a squared score leaves the range
-    epsilon = widen(arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True))
-    tau = ot_temperature(epsilon, costs(x).amax(-1) if normalize and x.shape[-1] else None)
-    y = soft_topk(x, k, tau=tau, hard=hard)
-    return arguments.unrows(y, input, dim)
+        return rows.on_dtensor(ot_topk, input, k, dim, group, **options)
+    row = rows.named(group)
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor]:
+        x = arguments.rows(input, dim, mask, largest)
+        scale = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True)
+        # in the wider dtype, where neither half an epsilon nor a squared score leaves the range
+        return x, arguments.per_row(k, "k", x, low=0, high=row.limit(x)), widen(scale)
+
+    said = {"largest": largest, "normalize": normalize, "hard": hard}
+    x, count, scale = row.agree(prepare, k=k, epsilon=epsilon, **said)
+    row.check(k, x)
+    tau = _ot_temperature(scale, _largest_cost(x, row) if normalize else None)
+    y, _, _ = threshold_map(x, count, tau, cdfs.Logistic(), "y", row)
+    return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
 
 
-def costs(x: Tensor) -> Tensor:
-    """The greater of an entry's costs (x − 0)² and (x − 1)²; none for infinite ones, and for a NaN, which
-    makes its row NaN anyway."""
+def _largest_cost(x: Tensor, row: Row) -> Tensor:
+    """The greatest of the costs (x − 0)² and (x − 1)² of each row. Infinite entries have none, nor has a NaN,
+    which makes its row NaN anyway."""
     finite = widen(x).nan_to_num(0.0, 0.0, 0.0)
-    return torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
+    costs = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
+    cost = costs.amax(-1) if x.shape[-1] else costs.sum(-1)
+    return row.largest(cost)
 
 
-def ot_temperature(epsilon: Tensor, largest_cost: Tensor | None) -> Tensor:
+def _ot_temperature(epsilon: Tensor, largest_cost: Tensor | None) -> Tensor:
     tau = torch.where(epsilon / 2 == 0, epsilon, epsilon / 2)
     if largest_cost is None:
         return tau
@@ -279,7 +305,7 @@ def sparse_topk(
         >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
-    cdf = "uniform" if p == 2 else cdfs.Power(p)
+    cdf = cdfs.Uniform() if p == 2 else cdfs.Power(p)
     return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group)
 
 
@@ -310,36 +336,14 @@ def topk_mask(
         >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
-    if arguments.spread(input, group):
-        from khot import sharded
+    if rows.is_dtensor(input):
+        return rows.on_dtensor(topk_mask, input, k, dim, group, largest=largest, mask=mask)
+    row = rows.named(group)
 
-        return sharded.apply(topk_mask, input, k, dim, group, largest=largest, mask=mask)
-    x = arguments.rows(input, dim, mask, largest).detach()
-    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1]).detach()
-    return arguments.unrows(_hard(x, k), input, dim)
+    def prepare() -> tuple[Tensor, Tensor]:
+        x = arguments.rows(input, dim, mask, largest).detach()
+        return x, arguments.per_row(k, "k", x, low=0, high=row.limit(x)).detach()
 
-
-def _hard(x: Tensor, k: Tensor) -> Tensor:
-    return call(_TopkMask, torch.ops.khot.topk_mask, x, k)
-
-
-register("khot::topk_mask")
-
-
-class _TopkMask(torch.autograd.Function):
-    """Without a derivative; a Function so that bad values are reported from inside vmap, too."""
-
-    @staticmethod
-    def forward(x: Tensor, k: Tensor) -> Tensor:
-        with below_autograd():
-            y: Tensor = torch.ops.khot.topk_mask.default(x, k)
-        arguments.explain_nan(y[..., :1], x, k)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return vmap_rows(_TopkMask.apply, info, in_dims, *args)
+    x, count = row.agree(prepare, k=k, largest=largest)
+    row.check(k, x)
+    return arguments.unrows(hard_mask(x, count, row), input, dim)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot._core import precision
+from khot._core.torch_internals import is_transformed
 
 __all__ = [
     "Scalar",
@@ -27,16 +29,10 @@ __all__ = [
     "per_row",
     "readable",
     "rows",
-    "spread",
     "unrows",
 ]
 
-Scalar = float | Tensor  # a number, or a tensor with one entry a row
-
-
-def spread(input: Any, group: Any) -> bool:
-    """Whether the rows may lie on several processes, which is the business of :mod:`khot.sharded`."""
-    return group is not None or (type(input) is not Tensor and hasattr(input, "placements"))
+Scalar = float | Tensor  # a number, or a tensor with one entry per row
 
 
 def check_input(input: Any, name: str = "input") -> None:
@@ -56,8 +52,10 @@ def check_dim(input: Tensor, dim: Any) -> int:
     return index % ndim
 
 
-def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = True) -> Tensor:
-    """The scores with dim last, larger is better, and −inf where the mask is False."""
+def rows(
+    input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = True, fill: float = -math.inf
+) -> Tensor:
+    """The scores with dim last, such that larger is better, and ``fill`` where the mask is False."""
     check_input(input)
     dim = check_dim(input, dim)
     x = input
@@ -66,7 +64,7 @@ def rows(input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = Tr
     if not largest:
         x = -x
     if mask is not None:
-        x = torch.where(mask_rows(mask, input, dim), x, -math.inf)
+        x = torch.where(mask_rows(mask, input, dim), x, fill)
     return x
 
 
@@ -171,7 +169,7 @@ def readable(value: Tensor) -> bool:
         value.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and type(value) in (Tensor, torch.nn.Parameter)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and not is_transformed(value)
     )
 
 
@@ -189,19 +187,19 @@ def explain_nan(
     tau: Tensor | None = None,
     name: str = "k",
     integer: bool = False,
-    reduce: Any = lambda selectable: selectable,
+    count: Callable[[Tensor], Tensor] = lambda selectable: selectable,
 ) -> None:
     """Raise if a row of the result is NaN because of k or tau, and not because of its scores.
 
-    Only on the CPU: elsewhere looking would wait for the device, and such rows stay NaN. ``reduce`` makes
-    the counts of shards those of rows.
+    This happens on the CPU only: elsewhere looking would wait for the device, and such rows stay NaN.
+    ``count`` turns the number of selectable entries of a shard into that of the row.
     """
     # one NaN makes the sum NaN, at half the cost of isnan().any()
     if not readable(result) or not math.isnan(result.sum().item()):
         return
     if tau is not None:
         check_values(tau, "tau", low=0, low_open=True)
-    k, selectable = torch.broadcast_tensors(k, reduce((x != -math.inf).sum(-1)))
+    k, selectable = torch.broadcast_tensors(k, count((x != -math.inf).sum(-1)))
     bad = ~((k >= 0) & (k <= selectable))
     if bool(bad.any()):
         raise ValueError(

@@ -1,50 +1,169 @@
-"""How an operator on rows is called: eagerly, under transforms, and while torch.compile traces."""
+"""How an operator is registered with torch, and how it is called: eagerly, under transforms, and in a trace.
+
+:func:`define` takes all that torch has to know of an operator: its schema, its reference kernel, the shapes
+of its results, and its :class:`Rule`, which is how it is differentiated. Faster kernels are registered under
+the same name for their device (:mod:`khot._kernels`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-__all__ = ["below_autograd", "call", "register", "vmap_rows"]
+from khot._core.torch_internals import (
+    apply_outside_transforms,
+    below_autograd,
+    forward_mode_is_on,
+    transforms_are_on,
+)
 
-
-def register(operator: str, backward: Any = None, save: Any = None) -> None:
-    """Give the operator itself the batching rule and the reverse mode of its Function."""
-    if backward is not None:
-        torch.library.register_autograd(operator, backward, setup_context=save)
-    namespace, _, name = operator.partition("::")
-    overload = getattr(getattr(torch.ops, namespace), name)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return vmap_rows(overload, info, in_dims, *args)
-
-    torch.library.register_vmap(operator, rule)
+__all__ = ["OPERATORS", "Operator", "Rule", "by_kernel", "define", "vmap_rows"]
 
 
-def call(rule: type[Function], operator: Any, *args: Any) -> Any:
-    """Apply an operator in the cheapest form that serves.
+class Rule:
+    """How an operator is differentiated: in both modes, from the same saved tensors."""
 
-    Dynamo rejects a Function that defines jvp, so while it traces the operator stands for itself, with what
-    :func:`register` gave it. In eager mode ``rule``, a Function around it, adds forward mode; where no
-    derivative of any kind is asked for, its forward alone will do.
+    #: The outputs that are constants: integers, and numbers whose derivative another output carries.
+    constants: ClassVar[tuple[int, ...]] = ()
+    #: False for an operator whose results are constants, and which has a rule for vmap and errors alone.
+    differentiable: ClassVar[bool] = True
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
+        """The tensors that both modes need. What is not a tensor goes into attributes of ``ctx``."""
+        return ()
+
+    @staticmethod
+    def vjp(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Reverse mode: the gradients of the inputs from those of the outputs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Forward mode: the tangents of the outputs from those of the inputs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def examine(outputs: Any, *inputs: Any) -> None:
+        """Raise if the outputs show that an input was out of its range."""
+
+
+def by_kernel() -> bool:
+    """Whether a vjp may call a backward kernel, which autograd does not record."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
+
+
+class Operator:
+    """A registered operator, ready to be called.
+
+    Attributes:
+        name: what follows ``khot::``.
+        kernel: the reference kernel, plain torch on any device.
+        overload: torch's own handle on the operator.
     """
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    if torch._C._are_functorch_transforms_active():
-        return rule.apply(*args)
-    reverse = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    if not reverse and forward_ad._current_level < 0:  # tangents do not show in requires_grad
-        return rule.forward(*args)
-    # what Function.apply does outside of transforms, less 10 µs of binding the arguments by signature
-    return super(Function, rule).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+    def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
+        self.name = name
+        self.kernel = kernel
+        self.overload = getattr(torch.ops.khot, name).default
+        self.function = None if rule is None else _function(self.overload, rule)
+
+    def __call__(self, *args: Any) -> Any:
+        """Apply the operator in the cheapest form that serves.
+
+        Dynamo rejects a Function that defines jvp, so while it traces the operator stands for itself, with
+        the rule that :func:`define` registered. In eager mode the Function adds forward mode; where no
+        derivative of any kind is asked for, its forward alone is enough.
+        """
+        if self.function is None or torch.compiler.is_compiling():
+            return self.overload(*args)
+        if transforms_are_on():
+            return self.function.apply(*args)
+        reverse = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if not reverse and not forward_mode_is_on():
+            return self.function.forward(*args)
+        return apply_outside_transforms(self.function, args)
 
 
-# Inside a Function the operator's own autograd rule has nothing to do, and costs more than a small row.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+#: Every operator by its name, in the order of definition.
+OPERATORS: dict[str, Operator] = {}
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    rule: type[Rule] | None = None,
+) -> Operator:
+    """Register an operator on rows.
+
+    Args:
+        name: what follows ``khot::``.
+        schema: its arguments and results, in torch's schema language.
+        kernel: the reference kernel, for every device that has no faster one.
+        fake: the shapes and dtypes of the results, without their values.
+        rule: how it is differentiated; None if it is not.
+    """
+    full = f"khot::{name}"
+    torch.library.define(full, schema)
+    torch.library.impl(full, "CompositeExplicitAutograd")(kernel)
+    torch.library.register_fake(full, fake)
+    operator = OPERATORS[name] = Operator(name, kernel, rule)
+    if rule is not None:
+        if rule.differentiable:
+
+            def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                ctx.save_for_backward(*rule.save(ctx, inputs, output))
+
+            torch.library.register_autograd(full, rule.vjp, setup_context=setup)
+
+        def batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return vmap_rows(operator.overload, info, in_dims, *args)
+
+        torch.library.register_vmap(full, batch)
+    return operator
+
+
+def _function(overload: Any, rule: type[Rule]) -> type[Function]:
+    """The operator as an autograd Function, which has what a registered rule cannot have: forward mode."""
+
+    class Applied(Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with below_autograd():
+                output = overload(*args)
+            rule.examine(output, *args)
+            return output
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if not rule.differentiable:
+                ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+                return
+            saved = rule.save(ctx, inputs, output)
+            ctx.save_for_backward(*saved)
+            ctx.save_for_forward(*saved)
+            if rule.constants:
+                ctx.mark_non_differentiable(*(output[i] for i in rule.constants if i < len(output)))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return rule.vjp(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            return rule.jvp(ctx, *tangents)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return vmap_rows(Applied.apply, info, in_dims, *args)
+
+    return Applied
 
 
 def vmap_rows(function: Any, info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Any, Any]:

@@ -13,28 +13,26 @@ from typing import Any
 
 import torch
 
-from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import selection, transport
-from khot._kernels.reference import soft_topk as reference
+from khot._core.dispatch import OPERATORS
 
 __all__ = ["KERNELS", "available", "register"]
 
-# their names, and what serves without Triton
-KERNELS: dict[str, Callable[..., Any]] = {
-    "soft_topk": reference.soft_topk,
-    "soft_topk_backward": reference.soft_topk_backward,
-    "soft_topk_magnitude": selection.soft_topk_magnitude,
-    "soft_topk_magnitude_backward": selection.soft_topk_magnitude_backward,
-    "topk_mask": selection.topk_mask,
-    "decay_scan": scans.decay_scan,
-    "laplace_rank": scans.laplace_rank,
-    "laplace_rank_backward": scans.laplace_rank_backward,
-    "laplace_sort": scans.laplace_sort,
-    "laplace_sort_backward": scans.laplace_sort_backward,
-    "laplace_thresholds": scans.laplace_thresholds,
-    "laplace_thresholds_backward": scans.laplace_thresholds_backward,
-    "sorted_soft_topk": transport.sorted_soft_topk,
-}
+#: The operators that have a kernel in Triton.
+KERNELS = (
+    "soft_topk",
+    "soft_topk_backward",
+    "soft_topk_magnitude",
+    "soft_topk_magnitude_backward",
+    "topk_mask",
+    "decay_scan",
+    "laplace_rank",
+    "laplace_rank_backward",
+    "laplace_sort",
+    "laplace_sort_backward",
+    "laplace_thresholds",
+    "laplace_thresholds_backward",
+    "sorted_soft_topk",
+)
 
 
 def available() -> bool:
@@ -56,7 +54,7 @@ def _late(name: str) -> Callable[..., Any]:
 @functools.cache
 def _kernels() -> dict[str, Callable[..., Any]]:
     if not available():
-        return KERNELS
+        return {name: OPERATORS[name].kernel for name in KERNELS}
     from khot._kernels import triton
 
     return {name: getattr(triton, name) for name in KERNELS}

@@ -1,1 +1,34 @@
-"""The registered operators, one file each: schema, shape rule, autograd rule, vjp and jvp."""
+"""The registered operators, one file each: schema, kernel, shapes, and the rule with its vjp and jvp."""
+
+from khot import _kernels
+from khot._ops import (
+    decay_scan,
+    draws,
+    laplace_rank,
+    laplace_sort,
+    laplace_thresholds,
+    magnitude,
+    poisson_binomial,
+    soft_count,
+    soft_topk,
+    sorted_soft_topk,
+    topk_mask,
+    uniform,
+)
+
+__all__ = [
+    "decay_scan",
+    "draws",
+    "laplace_rank",
+    "laplace_sort",
+    "laplace_thresholds",
+    "magnitude",
+    "poisson_binomial",
+    "soft_count",
+    "soft_topk",
+    "sorted_soft_topk",
+    "topk_mask",
+    "uniform",
+]
+
+_kernels.register()  # now that the operators are defined

@@ -10,8 +10,8 @@ from torch.autograd import Function
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
-from khot.counting import threshold_map
 from khot.sampling.tilting import covariance_product, in_front, inclusion, tilt_rows
 
 __all__ = ["calibrate", "solve"]

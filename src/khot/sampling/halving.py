@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import philox
 from khot._kernels.reference.poisson_binomial import Frequencies, of_period, pmf
+from khot._ops import uniform as philox
 from khot.sampling.phantom import distinct
 from khot.sampling.tilting import tilt_rows
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import philox
+from khot._ops import uniform as philox
 from khot.sampling import order
 from khot.sampling.phantom import distinct, size
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import philox
+from khot._ops import uniform as philox
 
 __all__ = ["draw", "draw_random_order"]
 

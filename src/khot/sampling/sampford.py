@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import philox
+from khot._ops import uniform as philox
 from khot.sampling import conditional_poisson
 from khot.sampling.halving import draw_rows, numbered
 from khot.sampling.tilting import inclusion, mixture, tilt_rows

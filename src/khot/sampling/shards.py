@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot import sharded
-from khot._core import arguments
+from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._kernels.reference import philox
-from khot._kernels.sharded import Shards, topk_mask
+from khot._core.rows import Shards
+from khot._ops import uniform as philox
+from khot._ops.topk_mask import hard_mask
 from khot.sampling.pareto import LEAST
 
 __all__ = ["gumbel_topk", "pareto"]
@@ -36,16 +36,16 @@ def pareto(
         arguments.check_input(probs, "probs")
         return (arguments.check_values(arguments.rows(probs, -1).detach(), "probs", low=0, high=1),)
 
-    groups = sharded.groups_of(group)
-    (rows,), lengths = sharded.agreed(groups, prepare, None, None, f"{tuple(sample_shape)}, seed={seed}")
-    shards = Shards(sharded.names(groups))
-    tolerance = sum(lengths) * torch.finfo(probs.dtype).eps
-    pi = rows.double()
+    shards = rows.named(group)
+    assert isinstance(shards, Shards)
+    (x,) = shards.agree(prepare, sample_shape=tuple(sample_shape), seed=seed)
+    tolerance = sum(shards.lengths) * torch.finfo(probs.dtype).eps
+    pi = x.double()
     bad = ~((pi >= 0) & (pi <= 1))
     pi = pi.masked_fill(bad, 0)
     halves = _halves(pi.device, generator, seed, shards)
     variance = pi * (1 - pi)
-    total, d, bad_count, halves = shards([pi.sum(-1), variance.sum(-1), bad.sum(-1), halves])
+    total, d, bad_count, halves = shards.reduce([pi.sum(-1), variance.sum(-1), bad.sum(-1), halves])
     rest = total.ceil() - total
     phantom = rest.masked_fill((total - total.round()).abs() <= tolerance, 0)
     d = d + phantom * (1 - phantom)
@@ -59,10 +59,10 @@ def pareto(
         pi = torch.cat((pi, phantom.unsqueeze(-1)), -1)
     theta = torch.logit(pi) - pi * (1 - pi) * (pi - 0.5) / d.clamp(min=LEAST).square().unsqueeze(-1)
     shape = torch.Size(sample_shape)
-    uniform = _uniform(halves, shape + pi.shape, lengths, shards)
+    uniform = _uniform(halves, shape + pi.shape, shards)
     k = (total + phantom).round().expand(shape + total.shape)
-    chosen, _ = topk_mask(theta - uniform.logit_(), k, sharded.names(groups))
-    chosen = chosen[..., : rows.shape[-1]].masked_fill(invalid.unsqueeze(-1), math.nan)
+    chosen = hard_mask(theta - uniform.logit_(), k, shards)
+    chosen = chosen[..., : x.shape[-1]].masked_fill(invalid.unsqueeze(-1), math.nan)
     return chosen.to(probs.dtype).reshape(shape + probs.shape)
 
 
@@ -81,14 +81,14 @@ def gumbel_topk(
         arguments.per_row(k, "k", x, low=0, integer=True)
         return (x,)
 
-    groups = sharded.groups_of(group)
-    (x,), lengths = sharded.agreed(groups, prepare, k, None, f"{tuple(sample_shape)}, seed={seed}")
-    k = arguments.per_row(k, "k", x, low=0, high=sum(lengths), integer=True)
-    shards = Shards(sharded.names(groups))
-    (halves,) = shards([_halves(x.device, generator, seed, shards)])
+    shards = rows.named(group)
+    assert isinstance(shards, Shards)
+    (x,) = shards.agree(prepare, k=k, sample_shape=tuple(sample_shape), seed=seed)
+    k = arguments.per_row(k, "k", x, low=0, high=shards.limit(x), integer=True)
+    (halves,) = shards.reduce([_halves(x.device, generator, seed, shards)])
     shape = torch.Size(sample_shape) + x.shape
-    exponential = _uniform(halves, shape, lengths, shards).log_().neg_()
-    chosen = sharded.hard_mask(x - exponential.log_(), k, groups)
+    exponential = _uniform(halves, shape, shards).log_().neg_()
+    chosen = hard_mask(x - exponential.log_(), k, shards)
     return chosen.to(logits.dtype).reshape(torch.Size(sample_shape) + logits.shape)
 
 
@@ -103,6 +103,6 @@ def _halves(
     return torch.stack((value & philox.LOW, value >> 32)) * int(shards.rank == 0)
 
 
-def _uniform(halves: Tensor, shape: torch.Size, lengths: list[float], shards: Shards) -> Tensor:
+def _uniform(halves: Tensor, shape: torch.Size, shards: Shards) -> Tensor:
     low, high = halves.long().unbind()
-    return philox.uniform(high << 32 | low, shape, offset=int(sum(lengths[: shards.rank])))
+    return philox.uniform(high << 32 | low, shape, offset=int(sum(shards.lengths[: shards.rank])))

@@ -5,7 +5,7 @@ as Σ_(j above p) e^(−(y_j − y_p)/τ) w_j follow from one another: :func:`de
 none of it overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
 
 The derivatives are written in torch operations and scans only. Given a differentiable ``scan`` they can be
-differentiated again, to any order and in either mode (:mod:`khot._ops.laplace`).
+differentiated again, to any order and in either mode (`khot._ops.laplace_rank` and its neighbours).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
     "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
-    "pull_rank",
-    "pull_thresholds",
-    "push_rank",
-    "push_thresholds",
+    "vjp_rank",
+    "vjp_thresholds",
+    "jvp_rank",
+    "jvp_thresholds",
 ]
 
 Scan = Callable[[Tensor, Tensor, bool], Tensor]
@@ -107,17 +107,17 @@ def laplace_rank_backward(
     grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor]:
     """The gradients in x and in τ, this one of the batch shape."""
-    return pull_rank(grad, x, order, tau, scan)
+    return vjp_rank(grad, x, order, tau, scan)
 
 
-def pull_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+def vjp_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
     """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, which is as ∂r/∂x symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
     s = _sorted(x, order, tau, scan)
     v = widen(grad).gather(-1, s.order)
     return _unsort(_spread(v, s, scan), s.order).to(x.dtype), (v * _rank_in_tau(s, scan)).sum(-1)
 
 
-def push_rank(
+def jvp_rank(
     dx: Tensor | None, dtau: Tensor | None, x: Tensor, order: Tensor, tau: Tensor, scan: Scan
 ) -> Tensor:
     """Forward mode."""
@@ -270,7 +270,7 @@ def laplace_sort_backward(
     """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
     hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
     v = widen(grad if descending else grad.flip(-1))
-    dx, _, dtau = pull_thresholds(v, x, order, hi, lo, place, tau, scan)
+    dx, _, dtau = vjp_thresholds(v, x, order, hi, lo, place, tau, scan)
     return dx, dtau if want_tau else torch.zeros_like(dtau)
 
 
@@ -285,10 +285,10 @@ def laplace_thresholds_backward(
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels (*batch, m) and τ (batch)."""
-    return pull_thresholds(grad, x, order, hi, lo, place, tau, scan)
+    return vjp_thresholds(grad, x, order, hi, lo, place, tau, scan)
 
 
-def pull_thresholds(
+def vjp_thresholds(
     grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
@@ -302,7 +302,7 @@ def pull_thresholds(
     return _unsort(dx, s.order).to(x.dtype), -_over_density(v, d, s.tau), -(v * d.z_mean).sum(-1)
 
 
-def push_thresholds(
+def jvp_thresholds(
     dx: Tensor | None,
     dlevels: Tensor | None,
     dtau: Tensor | None,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["cipher", "new_seed", "rand", "uniform", "uniform_kernel"]
+__all__ = ["LOW", "cipher", "uniform", "uniform_kernel"]
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -21,29 +21,10 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # of the golden ratio and √3
 LOW = 0xFFFFFFFF  # 32-bit words are kept in int64, whose products wrap around as those of uint64 do
 
 
-def rand(
-    shape: Sequence[int], device: torch.device | str = "cpu", generator: torch.Generator | None = None
-) -> Tensor:
-    """float64 uniforms in (0, 1): torch.rand with threads, taking a single number from the generator."""
-    return uniform(new_seed(device, generator), shape)
-
-
-def new_seed(device: torch.device | str = "cpu", generator: torch.Generator | None = None) -> Tensor:
-    """A seed, any int64, from torch's own random numbers; it stays on the device."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-
-
 def uniform(seed: Tensor, shape: Sequence[int], *, offset: int = 0) -> Tensor:
-    """float64 uniforms in (0, 1), on the seed's device: odd multiples of 2^−53, so never 0 or 1.
-
-    Args:
-        seed: an int64 of any value; 0-dim.
-        shape: (*batch, n). The number at (row, j) depends on the seed, on which row it is (the batch counted
-            through in row-major order) and on the column offset + j.
-        offset: the column that the first one counts as: where a part of longer rows begins.
-    """
-    *batch, n = shape or (1,)
-    return torch.ops.khot.uniform.default(seed, math.prod(batch), n, offset).reshape(shape)
+    """:func:`uniform_kernel` for any shape, whose last dimension has the columns."""
+    *batch, n = shape
+    return uniform_kernel(seed, math.prod(batch), n, offset).reshape(shape)
 
 
 def uniform_kernel(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:

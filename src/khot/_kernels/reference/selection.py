@@ -1,4 +1,4 @@
-"""Reference kernels that stand on the k-th largest entry: the hard mask, and top-k in magnitude."""
+"""The k-th largest entry of each row, which the hard mask and the top-k in magnitude stand on."""
 
 from __future__ import annotations
 
@@ -8,39 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot._core.precision import greatest, large, widen
-from khot._kernels.reference.solver import Reduce, alone, some, tiles, two_sum
-from khot._kernels.reference.steps import DIGITS
+from khot._core.rows import BLOCK, Shards
 
-__all__ = [
-    "Places",
-    "magnitude",
-    "magnitude_backward",
-    "soft_topk_magnitude",
-    "soft_topk_magnitude_backward",
-    "topk_mask",
-    "unpooled",
-]
-
-STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
-UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffice for every p >= 1.15
+__all__ = ["Place", "from_keys", "keys_of", "kth_largest", "place"]
 
 
-def topk_mask(x: Tensor, k: Tensor) -> Tensor:
-    """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none."""
-    selectable = (x != -math.inf).sum(-1)
-    bad = x.isnan().any(-1) | ~((k >= 0) & (k <= selectable))
-    count = torch.floor(widen(k) + 0.5).expand(x.shape[:-1])
-    bad = bad | ((x == math.inf).sum(-1) > count)
-    count = count.masked_fill(bad, 0).long().unsqueeze(-1)
-    value = _kth_largest(x, count)
-    above, level = x > value, x == value
-    left = count - above.sum(-1, keepdim=True)
-    chosen = (above | (level & (level.cumsum(-1, dtype=torch.int32) <= left))) & (count > 0)
-    return chosen.to(x.dtype).masked_fill_(bad.unsqueeze(-1), math.nan)
-
-
-def _kth_largest(x: Tensor, k: Tensor) -> Tensor:
+def kth_largest(x: Tensor, k: Tensor) -> Tensor:
     """The k-th largest entry of each row; k is (*batch, 1), in [1, n] or clamped to it."""
     n = x.shape[-1]
     if n == 0 or k.numel() == 0:
@@ -51,220 +24,69 @@ def _kth_largest(x: Tensor, k: Tensor) -> Tensor:
     return x.sort(dim=-1, descending=True).values.gather(-1, k - 1)
 
 
-def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
+class Place(NamedTuple):
+    """The k-th largest entry of each row, and what else was counted while selecting it."""
 
-    A selected entry on its own has y = v(s), the root of v + τ v^(p−1) = s. Around the k-th place, entries
-    for which that would break the order are pooled at γ: they have y = Y(γ) = ((s − γ)₊/τ)^(q−1), and
-    Σ min(γ, Y) = kγ over the row makes γ. Entries with Y ≥ γ are not pooled. Where nothing is, γ is any
-    number that parts the selected v from the rejected s.
-
-    Args:
-        s: (*batch, n); −inf where an entry may not be selected.
-        k, tau: broadcast with batch; k integer valued.
-
-    Returns:
-        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. NaN in
-        rows with a NaN, or more than k infinite entries, or k or τ out of range.
-    """
-    k = widen(k).expand(s.shape[:-1])
-    return magnitude(s, k, tau, p, _around(s, k), alone)
-
-
-class Places(NamedTuple):
-    """What top-k in magnitude asks of a row, once."""
-
-    nan: Tensor  # whether there is one
+    key: Tensor
+    left: Tensor  # how many of the entries equal to it are among the k
+    equal: Tensor  # how many there are
+    nan: Tensor
     selectable: Tensor  # how many entries are not −inf
     pinned: Tensor  # how many are +inf
-    least_in: Tensor  # the k-th largest entry; any number where k is out of range
-    most_out: Tensor  # the next one
 
 
-def _around(s: Tensor, k: Tensor) -> Places:
-    at = k.nan_to_num(0.0).clamp(0, s.shape[-1]).long().unsqueeze(-1)
-    least_in, most_out = (widen(_kth_largest(s, i).squeeze(-1)) for i in (at, at + 1))
-    selectable, pinned = (s != -math.inf).sum(-1), (s == math.inf).sum(-1)
-    return Places(s.isnan().any(-1), selectable, pinned, least_in, most_out)
+def keys_of(x: Tensor) -> Tensor:
+    """Integers as wide as x's numbers and in the same order; 0 and −0 have the same one."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return _flip((x + 0.0).contiguous().view(integer))
 
 
-def magnitude(
-    s: Tensor, k: Tensor, tau: Tensor, p: float, places: Places, reduce: Reduce
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`soft_topk_magnitude` of rows, or of this process's shard of them; k is of the batch shape."""
-    nan, selectable, pinned, least_in, most_out = places
-    tau = widen(tau).expand(s.shape[:-1])
-    bad = nan | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
-    bad = bad | ~((tau > 0) & (tau < math.inf)) | (pinned > k)
-    k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
-    most_out = most_out.masked_fill(k == selectable, 0)
-
-    single, drop = unpooled(least_in, tau, p)
-    gap = least_in - most_out
-    pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
-    near = drop < 0.5 * least_in  # or else γ may be next to nothing
-    slack = 1 + 10 * DIGITS[drop.dtype].value  # γ may be the bound itself
-    hi, lo = _solve_block(
-        s,
-        k,
-        tau,
-        p,
-        anchor=least_in.where(near, 0),
-        low=torch.where(near, -drop * slack, single / slack).masked_fill(~pooled, -1),
-        high=torch.where(near, -gap, most_out).masked_fill(~pooled, 1),
-        pooled=pooled,
-        reduce=reduce,
-    )
-    parting = torch.where(single == math.inf, most_out + 1, 0.5 * single + 0.5 * most_out)
-    none = k == 0
-    hi = torch.where(pooled, hi, parting).masked_fill(none, greatest(hi)).masked_fill(bad, math.nan)
-    lo = lo.masked_fill(~pooled, 0).masked_fill(none, greatest(lo)).masked_fill(bad, math.nan)
-
-    y = torch.empty_like(s, memory_format=torch.contiguous_format)
-    for part, tile in tiles(s):
-        block = _block(tile, hi, lo, tau, p)
-        y[..., part] = torch.where(block.alone, unpooled(tile, tau.unsqueeze(-1), p)[0], block.y)
-    return y, hi, lo
+def from_keys(keys: Tensor, x: Tensor) -> Tensor:
+    """The numbers of x's dtype that have these keys."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return _flip(keys.to(integer)).view(x.dtype)
 
 
-def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """v(s) ≥ 0 with v + τ v^(p−1) = s, and the difference s − v, with full relative accuracy."""
-    if p == 2:
-        return s / (1 + tau), s * (tau / (1 + tau))
-    e = 1 / (p - 1)
-    # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
-    c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=large(s))  # abs: −0 to a negative power is −inf
-    b = (1 / c).clamp(max=1)
-    for _ in range(UNPOOLED_STEPS):
-        b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
-    b = b.clamp(0, 1)
-    return s * b**e, s * (c * b).clamp(max=1)
+def _flip(bits: Tensor) -> Tensor:
+    """Negative floating-point numbers are in falling order of their bits. Its own inverse."""
+    return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
 
-class _Block(NamedTuple):
-    w: Tensor  # (s − γ)₊/τ
-    y: Tensor  # Y = w^(q−1)
-    alone: Tensor  # Y ≥ γ: selected and not pooled
-    inside: Tensor  # 0 < Y < γ: pooled
+def place(x: Tensor, keys: Tensor, k: Tensor, row: Shards) -> Place:
+    """The place of the k-th largest entry of spread rows, digit by digit of its key, from the highest.
 
+    Each round counts the entries that share the digits known so far. The digits of one row have 16 bits,
+    which makes 2 rounds for float32; those of many rows have fewer.
 
-def _block(tile: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Block:
-    hi, lo, tau = hi.unsqueeze(-1), lo.unsqueeze(-1), tau.unsqueeze(-1)
-    w = ((tile - hi) - lo).clamp(min=0) / tau
-    y = w ** (1 / (p - 1))
-    alone = (y >= hi + lo) & (tile >= 0)
-    inside = (y > 0) & ~alone
-    return _Block(w.where(inside | w.isnan(), 0), y, alone, inside)
-
-
-def _solve_block(
-    s: Tensor,
-    k: Tensor,
-    tau: Tensor,
-    p: float,
-    anchor: Tensor,
-    low: Tensor,
-    high: Tensor,
-    pooled: Tensor,
-    reduce: Reduce,
-) -> tuple[Tensor, Tensor]:
-    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor + [low, high] where pooled.
-
-    The anchor is the k-th entry where γ is near it, so that s − γ keeps its digits, or else 0, so that
-    γ does.
+    Args:
+        x, keys: (*batch, n), this process's shard.
+        k: (*batch), of any dtype, in [1, n].
     """
-    e = 1 / (p - 1)
-    anchor, drop = anchor.masked_fill(~pooled, 0), -low
-    lo = 0.5 * low + 0.5 * high
-    running = pooled
-    for _ in range(STEPS):
-        if not some(running, reduce):
-            break
-        own, total, slope = torch.zeros_like(lo), torch.zeros_like(lo), torch.zeros_like(lo)
-        for _, tile in tiles(s):
-            block = _block(tile, anchor, lo, tau, p)
-            own = own + block.alone.sum(-1)
-            total = total + block.y.where(block.inside, 0).sum(-1)
-            rate = e * block.w ** (e - 1) / tau.unsqueeze(-1)
-            slope = slope + rate.where(block.inside, 0).sum(-1)
-        own, total, slope = reduce([own, total, slope], ())
-        left = k - own
-        target = total - left * anchor
-        low = torch.where(target > left * lo, torch.maximum(low, lo), low)
-        high = torch.where(target < left * lo, torch.minimum(high, lo), high)
-        trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
-        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial.clamp(low, high), drop)
-        tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
-        # from where G bends, Newton's may be as far as a digit below the bracket
-        inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
-        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, inside)
-        lo = torch.where(running, trial, lo)
-        running = running & ~(tiny | (high - low <= rounding))
-    return two_sum(anchor, lo)
-
-
-def soft_topk_magnitude_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradients in s and τ. With r = dY/ds in the block and D = dv/ds outside it:
-
-    dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
-    """
-    return magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p, alone)
-
-
-def magnitude_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    reduce: Reduce,
-) -> tuple[Tensor, Tensor]:
-    """:func:`soft_topk_magnitude_backward` for rows, or for this process's shard of them."""
-    tau = widen(tau).expand(s.shape[:-1])
-    k = widen(k).expand(s.shape[:-1])
-    zero = torch.zeros_like(hi)
-    single, mass, moment, pulled, direct = zero, zero, zero, zero, zero
-    for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
-        own, fall, rate = _rates(block, tile, widen(y[..., part]), tau, p)
-        single = single + block.alone.sum(-1)
-        mass = mass + rate.sum(-1)
-        moment = moment + (rate * block.w).sum(-1)
-        pulled = pulled + (rate * v).sum(-1)
-        direct = direct + (v * (fall + rate * block.w)).sum(-1)
-    single, mass, moment, pulled, direct = reduce([single, mass, moment, pulled, direct], ())
-    pull = ((grad_lo - pulled) / (k - single + mass)).where(mass != 0, 0)
-    grad_tau = -direct - pull * moment
-    grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
-    for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
-        own, _, rate = _rates(block, tile, widen(y[..., part]), tau, p)
-        grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
-    return grad_s, grad_tau
-
-
-def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dv/ds and −dv/dτ where an entry is alone, dY/ds where it is pooled, 0 elsewhere; NaN rows stay NaN."""
-    tau = tau.unsqueeze(-1)
-    e = 1 / (p - 1)
-    nothing = torch.where(y.isnan(), y, 0)
-    alone = block.alone & (s < math.inf) & ((y > 0) | (p == 2))
-    y = y.masked_fill(~alone | (y == 0), 1)
-    own = (1 / (1 + tau * (p - 1) * y ** (p - 2))).where(alone, nothing)
-    fall = own * torch.where(s > 0, y ** (p - 1), 0)
-    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
-    return own, fall, rate.where(block.inside, nothing)
+    shift = 8 * keys.element_size()
+    extra = [x.isnan().sum(-1), (x != -math.inf).sum(-1), (x == math.inf).sum(-1)]
+    facts: list[Tensor] = []
+    left, equal = k.double(), torch.zeros_like(k, dtype=torch.float64)
+    prefix = torch.full_like(k, -1, dtype=torch.int64)
+    most = max(8, min(16, (BLOCK // max(1, k.numel())).bit_length() - 1))
+    while shift:
+        digit = min(most, shift)
+        shift -= digit
+        bins = 1 << digit
+        # the highest digit has a sign
+        base = prefix << digit if facts else torch.full_like(prefix, -bins // 2)
+        counts = x.new_zeros(*k.shape, bins + 1, dtype=torch.int32)  # the last is for all others
+        one = counts.new_ones(())
+        size = max(1, (1 << 20) // max(1, k.numel()))
+        for part in keys.split(size, -1):
+            index = (part.long() >> shift) - base.unsqueeze(-1)
+            index = torch.where((index >= 0) & (index < bins), index, bins)
+            counts.scatter_add_(-1, index, one.expand(index.shape))
+        counts_all, *new = row.reduce([counts[..., :-1], *([] if facts else extra)])
+        facts = facts or new
+        above = torch.nn.functional.pad(counts_all.flip(-1).cumsum(-1).flip(-1), (0, 1))
+        at = ((above[..., :-1] >= left.unsqueeze(-1)).sum(-1, keepdim=True) - 1).clamp(min=0)
+        left = left - above.gather(-1, at + 1).squeeze(-1)
+        equal = counts_all.gather(-1, at).squeeze(-1)
+        prefix = base + at.squeeze(-1)
+    nan, selectable, pinned = facts
+    return Place(prefix, left, equal, nan > 0, selectable, pinned)

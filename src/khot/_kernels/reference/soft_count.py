@@ -12,14 +12,14 @@ from khot import cdfs
 from khot._core.precision import large, wide_dtype, widen
 from khot.cdfs import CDF
 
-__all__ = ["pull_count", "push_count", "soft_count", "soft_count_backward"]
+__all__ = ["vjp_count", "jvp_count", "soft_count", "soft_count_backward"]
 
 AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
 FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 
 
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
-    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `wide_dtype`.
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `precision.wide_dtype`.
 
     Args:
         x: (*batch, n).
@@ -67,11 +67,11 @@ def soft_count_backward(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels and τ (batch)."""
-    dx, dat, dtau = pull_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+    dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
     return dx.contiguous(), dat.contiguous(), dtau
 
 
-def pull_count(
+def vjp_count(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
@@ -88,7 +88,7 @@ def pull_count(
     return dx.to(x.dtype), torch.cat(dat, -1).to(at.dtype), dtau
 
 
-def push_count(
+def jvp_count(
     dx: Tensor | None,
     dat: Tensor | None,
     dtau: Tensor | None,
@@ -125,5 +125,5 @@ def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple
 
 
 def _at_rest(v: Tensor, at: Tensor) -> Tensor:
-    """0 for infinite levels, which do not move and feel nothing move."""
+    """v, and 0 at infinite levels: the derivative there is zero."""
     return v.masked_fill(at.isinf(), 0)

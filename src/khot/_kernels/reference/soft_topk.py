@@ -1,7 +1,7 @@
-"""The reference kernels: plain torch, any device. The oracle of every faster kernel.
+"""The reference kernels of the soft top-k, forward and backward.
 
-Each reads its rows in tiles (`solver.tiles`), so that nothing of the input's size is
-allocated but what is returned; and computes in the dtype of `wide_dtype`.
+Each reads its rows in tiles, so that nothing of the input's size is allocated but what is returned, and
+computes in the dtype of `precision.wide_dtype`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import rows
 from khot._core.precision import greatest, large, widen
-from khot._kernels.reference.solver import Reduce, Threshold, alone, solve, standardize, tiles
+from khot._core.rows import HERE, Row
+from khot._kernels.reference.solver import Threshold, solve
+from khot._kernels.reference.tiles import standardize, tiles
 from khot.cdfs import CDF
 
-__all__ = ["backward", "forward", "log_scale", "neighbours", "soft_topk", "soft_topk_backward"]
+__all__ = [
+    "backward",
+    "log_scale",
+    "neighbours",
+    "reference_soft_topk",
+    "reference_soft_topk_backward",
+    "soft_topk",
+    "soft_topk_backward",
+]
 
 
 def soft_topk(
@@ -33,17 +44,23 @@ def soft_topk(
     Returns:
         (*batch, n) of x's dtype; hi and lo as :func:`solve` returns them.
     """
-    out, t = forward(x, k, tau, cdfs.resolve(cdf, shape), output)
+    out, t = _forward(x, k, tau, cdfs.resolve(cdf, shape), output, HERE)
     return out, t.hi, t.lo
 
 
-def forward(
-    x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, reduce: Reduce = alone
-) -> tuple[Tensor, Threshold]:
-    """:func:`soft_topk` of a row, or of this process's shard of it."""
+def reference_soft_topk(
+    x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str, group: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`soft_topk` for what no faster kernel takes: a user's CDF, and rows spread over the processes of
+    ``group``. It also returns the entries next to t, which the backward pass needs at once."""
+    out, t = _forward(x, k, tau, cdfs.resolve(cdf, shape), output, rows.of(group))
+    return out, *t
+
+
+def _forward(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, row: Row) -> tuple[Tensor, Threshold]:
     batch = x.shape[:-1]
     tau = widen(tau).expand(batch)
-    t = solve(x, widen(k).expand(batch), tau, F, reduce)
+    t, _ = solve(x, widen(k).expand(batch), tau, F, row)
     if output == "threshold":
         return x.new_empty(*batch, 0), t
     apply = F.log_cdf if output == "log" else F.cdf
@@ -67,7 +84,7 @@ def soft_topk_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, k and τ (these two of the batch shape) from those in the output and in lo.
 
-    Whoever has ``y`` at hand and no use for dL/dτ may give it: some kernels take f from it, and leave
+    A caller that has ``y`` and does not need dL/dτ may pass it: some kernels then take f from it, and leave
     dL/dτ out.
 
     With u = grad·∂out/∂z, w = f/Σf and z̄ = Σwz:
@@ -80,13 +97,32 @@ def soft_topk_backward(
     near = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
     if not F.full_support and output != "threshold":
         near = neighbours(x, hi, lo)
-    return backward(grad, grad_lo, x, Threshold(hi, lo, *near), tau, F, output)
+    return backward(grad, grad_lo, x, Threshold(hi, lo, *near), tau, F, output, HERE)
+
+
+def reference_soft_topk_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    above: Tensor,
+    below: Tensor,
+    tau: Tensor,
+    cdf: str,
+    shape: float,
+    output: str,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`soft_topk_backward` for the results of :func:`reference_soft_topk`."""
+    t, F = Threshold(hi, lo, above, below), cdfs.resolve(cdf, shape)
+    return backward(grad, grad_lo, x, t, tau, F, output, rows.of(group))
 
 
 def log_scale(t: Threshold, tau: Tensor, F: CDF) -> Tensor:
-    """A number near the greatest log f of the row, which every shard of it can tell."""
+    """A number near the greatest log f of the row, which every shard of it can compute."""
     if not F.full_support:
-        return torch.zeros_like(t.hi)  # f is a power there
+        return torch.zeros_like(t.hi)  # the densities of compact support stay in float64's range
     near = torch.stack((t.above, t.below), -1)
     return F.log_pdf(standardize(near, t.hi, t.lo, tau)).amax(-1).clamp(min=-greatest(tau))
 
@@ -99,9 +135,9 @@ def backward(
     tau: Tensor,
     F: CDF,
     output: str,
-    reduce: Reduce = alone,
+    row: Row,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`soft_topk_backward` for a row, or for this process's shard of it.
+    """:func:`soft_topk_backward` for rows that are here or spread.
 
     The neighbours in ``t`` are needed for compact support and for shards.
     """
@@ -125,12 +161,12 @@ def backward(
         u_sum, uz_sum = u_sum + u.sum(-1), uz_sum + (u * z).sum(-1)
         top = new_top
 
-    if reduce is not alone:  # the scale has to be one that all shards know
+    if not row.here:  # the scale has to be one that all shards know
         rescale = torch.exp(top - log_scale(t, tau, F))
         mass, wz_sum, v_sum = mass * rescale, wz_sum * rescale, v_sum * rescale
         top = log_scale(t, tau, F)
     gap = [] if F.full_support or output == "threshold" else _gap_sums(grad, x, hi, *near)
-    mass, wz_sum, v_sum, u_sum, uz_sum, *gap = reduce([mass, wz_sum, v_sum, u_sum, uz_sum, *gap], ())
+    mass, wz_sum, v_sum, u_sum, uz_sum, *gap = row.reduce([mass, wz_sum, v_sum, u_sum, uz_sum, *gap])
     live = mass != 0
     z_mean = (wz_sum / mass).where(live, 0)
     grad_k = (v_sum / mass).where(live, 0)

@@ -14,7 +14,7 @@ __all__ = ["DIGITS", "Digits", "Sums", "newton_step"]
 
 
 class Digits(NamedTuple):
-    """What rounding and underflow leave of the numbers a row."""
+    """What rounding and underflow leave of a row's numbers, for one dtype."""
 
     tiny: float  # tails below this are taken in logarithms
     below_one: float  # the greatest number below 1

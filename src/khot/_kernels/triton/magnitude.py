@@ -1,6 +1,6 @@
 """Top-k in magnitude: the k-th largest entry, Newton for the value that the pooled entries share, and y.
 
-The method is the reference's (`_kernels.reference.selection`), which has the formulas.
+The method is the reference's (`_kernels.reference.magnitude`), which has the formulas.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.reference import selection as reference
+from khot._kernels.reference import magnitude as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import HUGE, chunks, gather, get, load, pair, place, put
 from khot._kernels.triton.selection import digits, histograms, ordered, select, whole

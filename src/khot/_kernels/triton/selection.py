@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.reference import selection as reference
+from khot._kernels.reference import topk_mask as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import chunks, get, load, place
 

@@ -1,0 +1,277 @@
+"""A row that is here as a whole, or spread over processes: one interface, so that an operator has one body.
+
+An operator sees its rows through a few sums. Where a row is spread, each process of a group calls the
+operator with its *shard* of the row and gets its shard of the result; sums over the shard become sums over
+the row by one all-reduce, and nothing else changes. What is common to the shards, k and τ, is *replicated*:
+every process passes the same numbers, and gets the same gradient, that of the whole loss, which is the sum
+of the processes' losses. So they stay equal when every process takes the same step, and nothing has to be
+summed afterwards. A loss that is computed from such a gradient (for a second derivative) is replicated as
+well, and counts once and not once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from khot._core import arguments
+from khot._core.torch_internals import collective_device, process_group
+
+__all__ = ["BLOCK", "HERE", "Row", "Shards", "is_dtensor", "named", "of", "on_dtensor"]
+
+#: How many numbers cost as much to carry as an all-reduce costs to start: 0.5 MB, which a link of 10 GB/s
+#: carries twice in 100 µs, and over 1,000 processes latencies add up to about that.
+BLOCK = 1 << 16
+
+Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
+
+
+class Row:
+    """Rows that are here as a whole.
+
+    Attributes:
+        name: the names of the process groups that the rows are spread over; "" for rows that are here.
+        here: whether the rows are here as a whole.
+        rank, world: which shard this is, and how many there are.
+        lengths: of all shards, once :meth:`agree` has exchanged them.
+    """
+
+    name = ""
+    here = True
+    rank = 0
+    world = 1
+    lengths: Sequence[float] = ()
+
+    def reduce(self, sums: Sequence[Tensor], maxima: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The row's sums and maxima from those over this shard, in that order. Not differentiable."""
+        return [*sums, *maxima]
+
+    def total(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """The row's sums from those over this shard, differentiable: the results are replicated."""
+        return list(sums)
+
+    def share(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Replicated numbers, for use by this shard: their gradient is summed over all shards."""
+        return list(values)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The row's largest value from the shard's, differentiable."""
+        return values
+
+    def count(self, values: Tensor) -> Tensor:
+        """The row's number of entries of some kind, from the shard's."""
+        return values
+
+    def limit(self, x: Tensor) -> float:
+        """The most entries that can be selected from rows x, as far as it is known here."""
+        return x.shape[-1]
+
+    def check(self, k: Any, x: Tensor, integer: bool = False) -> None:
+        """Raise if k exceeds the length of the whole row, which :meth:`limit` could not tell before."""
+
+    def agree(self, prepare: Callable[[], Prepared], **said: Any) -> Prepared:
+        """What ``prepare`` returns from the arguments, checked; for shards, checked against one another.
+
+        Args:
+            prepare: checks the arguments and brings them into the kernels' form, the scores first.
+            said: the arguments that must be the same on every process, by name.
+        """
+        return prepare()
+
+
+HERE = Row()
+
+
+class Shards(Row):
+    """Rows that are spread over the processes of a group.
+
+    Args:
+        name: the name of the group; or of several, separated by commas, which are the dimensions of a grid of
+            processes.
+    """
+
+    here = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @functools.cached_property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [process_group(each) for each in self.name.split(",")]
+
+    @functools.cached_property
+    def rank(self) -> int:  # type: ignore[override]
+        rank = 0
+        for each in self.groups:
+            rank = rank * each.size() + each.rank()
+        return rank
+
+    @functools.cached_property
+    def world(self) -> int:  # type: ignore[override]
+        return math.prod(each.size() for each in self.groups)
+
+    def reduce(self, sums: Sequence[Tensor], maxima: Sequence[Tensor] = ()) -> list[Tensor]:
+        """One all-reduce. In the sum, each process writes its maxima to slots of their own, where all others
+        add 0. Where rows and processes are so many that a second all-reduce costs less, there are two."""
+        lengths = [v.numel() for v in (*sums, *maxima)]
+        totals = _flat(sums)
+        tops = _flat(maxima).to(totals.device)
+        if self.world * tops.numel() <= BLOCK:
+            slots = totals.new_zeros(self.world, tops.numel())
+            slots[self.rank] = tops
+            block = torch.cat((totals, slots.flatten()))
+            self._all_reduce(block, dist.ReduceOp.SUM)
+            totals, slots = block.split([totals.numel(), slots.numel()])
+            tops = slots.view(self.world, -1).amax(0)
+        else:
+            self._all_reduce(totals, dist.ReduceOp.SUM)
+            self._all_reduce(tops, dist.ReduceOp.MAX)
+        parts = torch.cat((totals, tops)).split(lengths)
+        return [part.view(v.shape) for part, v in zip(parts, (*sums, *maxima), strict=True)]
+
+    def _all_reduce(self, block: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        for group in self.groups if block.numel() else ():
+            dist.all_reduce(block, op, group=group)
+
+    def total(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        return list(_Total.apply(self, *sums))
+
+    def share(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return list(_Share.apply(self, *values))
+
+    def largest(self, values: Tensor) -> Tensor:
+        return self.total([self.slots(values)])[0].amax(-1)
+
+    def count(self, values: Tensor) -> Tensor:
+        return self.reduce([values])[0]
+
+    def slots(self, value: Tensor) -> Tensor:
+        """(*batch) → (*batch, processes): one place per process, of which all but this one's are 0, to be
+        summed."""
+        places = value.new_zeros(*value.shape, self.world)
+        places[..., self.rank] = value
+        return places
+
+    def limit(self, x: Tensor) -> float:
+        return sum(self.lengths) if self.lengths else math.inf
+
+    def check(self, k: Any, x: Tensor, integer: bool = False) -> None:
+        arguments.per_row(k, "k", x, low=0, high=self.limit(x), integer=integer)
+
+    def agree(self, prepare: Callable[[], Prepared], **said: Any) -> Prepared:
+        """What prepare() returns, its first tensor being this shard; or the error that one of the processes
+        met, on all of them.
+
+        It takes one all-reduce of three numbers per process. Without it the other processes would wait for
+        the one with the error, and so would processes whose arguments lead to different numbers of passes. In
+        a trace errors are those of the trace, and the lengths stay unknown.
+        """
+        if torch.compiler.is_compiling():
+            return prepare()
+        prepared, error, call, length = None, None, "", 0
+        try:
+            prepared = prepare()
+            x = prepared[0]
+            length = x.shape[-1]
+            words = ", ".join(f"{name}={_text(value)}" for name, value in said.items())
+            call = f"rows {tuple(x.shape[:-1])} of {x.dtype}, {words}"
+        except (TypeError, ValueError, IndexError) as caught:
+            error = caught
+        # on a device of the group's, whatever the input may be
+        device = collective_device(self.groups[0])
+        facts = [float(error is not None), float(zlib.crc32(call.encode())), float(length)]
+        (status,) = self.reduce([self.slots(torch.tensor(facts, dtype=torch.float64, device=device))])
+        failed, calls, lengths = status.tolist()
+        if prepared is None or any(failed) or len(set(calls)) > 1:
+            self._raise(error or call)
+        self.lengths = lengths
+        return prepared  # type: ignore[return-value]
+
+    def _raise(self, mine: Any) -> None:
+        """Raise the first error that a process met, or else an error that says how the arguments differ."""
+        met: list[Any] = [mine]
+        for group in reversed(self.groups):
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, met, group=group)
+            met = [one for part in parts for one in part]
+        for one in met:
+            if isinstance(one, Exception):
+                raise one
+        other = next(i for i, one in enumerate(met) if one != met[0])
+        raise ValueError(
+            f"all processes of group must pass the same arguments but for their shards of the rows, but "
+            f"rank 0 has {met[0]}; rank {other} has {met[other]}"
+        )
+
+
+def of(name: str) -> Row:
+    """The rows of an operator whose schema has ``str group``: "" for rows that are here."""
+    return Shards(name) if name else HERE
+
+
+def named(group: Any) -> Row:
+    """The rows that a user describes by ``group``: None, a process group, or a tuple of them for a grid."""
+    if group is None:
+        return HERE
+    groups = group if isinstance(group, tuple) else (group,)
+    for each in groups:
+        if not isinstance(each, dist.ProcessGroup):
+            raise TypeError(f"group must be a torch.distributed.ProcessGroup, but got {type(each).__name__}")
+    return Shards(",".join(each.group_name for each in groups))
+
+
+def is_dtensor(input: Any) -> bool:
+    return type(input) is not Tensor and hasattr(input, "placements")
+
+
+def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group: Any, **options: Any) -> Any:
+    """The operator on a DTensor, with the group that shares its rows."""
+    from khot._core import dtensor  # here, because torch.distributed.tensor takes a second to import
+
+    if group is not None:
+        raise TypeError("group must be None for a DTensor, which knows its own, but got one")
+    return dtensor.apply(operator, input, k, dim, **options)
+
+
+def _text(value: Any) -> str:
+    """The numbers of a tensor as text; the shape alone of one that cannot be read without waiting."""
+    if isinstance(value, Tensor):
+        return str(value.tolist() if arguments.readable(value) else tuple(value.shape))
+    return str(value)
+
+
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([v.double().flatten() for v in values]) if values else torch.zeros(0).double()
+
+
+class _Total(torch.autograd.Function):
+    """Sums over each shard → sums over the rows, which are replicated, and so are their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Shards, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.row = row
+        return tuple(row.reduce(values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *_Share.apply(ctx.row, *grads)
+
+
+class _Share(torch.autograd.Function):
+    """Replicated numbers → the same, for use by this shard: their gradients are summed over all shards."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Shards, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.row = row
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *_Total.apply(ctx.row, *grads)

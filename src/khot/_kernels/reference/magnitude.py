@@ -1,0 +1,274 @@
+"""The reference kernels of the top-k in magnitude, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot._core import rows
+from khot._core.precision import greatest, large, widen
+from khot._core.rows import HERE, Row, Shards
+from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
+from khot._kernels.reference.steps import DIGITS
+from khot._kernels.reference.tiles import some, tiles, two_sum
+
+__all__ = [
+    "reference_soft_topk_magnitude",
+    "reference_soft_topk_magnitude_backward",
+    "soft_topk_magnitude",
+    "soft_topk_magnitude_backward",
+    "unpooled",
+]
+
+STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
+UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffice for every p >= 1.15
+
+
+def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
+
+    A selected entry on its own has y = v(s), the root of v + τ v^(p−1) = s. Around the k-th place, entries
+    for which that would break the order are pooled at γ: they have y = Y(γ) = ((s − γ)₊/τ)^(q−1), and
+    Σ min(γ, Y) = kγ over the row makes γ. Entries with Y ≥ γ are not pooled. Where nothing is, γ is any
+    number that parts the selected v from the rejected s.
+
+    Args:
+        s: (*batch, n); −inf where an entry may not be selected.
+        k, tau: broadcast with batch; k integer valued.
+
+    Returns:
+        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. NaN in
+        rows with a NaN, or more than k infinite entries, or k or τ out of range.
+    """
+    return _magnitude(s, k, tau, p, HERE)
+
+
+def reference_soft_topk_magnitude(
+    s: Tensor, k: Tensor, tau: Tensor, p: float, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`soft_topk_magnitude` of rows spread over the processes of ``group``."""
+    return _magnitude(s, k, tau, p, rows.of(group))
+
+
+class _Places(NamedTuple):
+    """What top-k in magnitude asks of a row, once."""
+
+    nan: Tensor  # whether there is one
+    selectable: Tensor  # how many entries are not −inf
+    pinned: Tensor  # how many are +inf
+    least_in: Tensor  # the k-th largest entry; any number where k is out of range
+    most_out: Tensor  # the next one
+
+
+def _around(s: Tensor, k: Tensor, row: Row) -> _Places:
+    if isinstance(row, Shards):
+        keys = keys_of(s)
+        at = place(s, keys, k.nan_to_num(1.0).clamp(1), row)
+        least_in = from_keys(at.key, s).double()
+        next_out = s.double().masked_fill(keys >= at.key.unsqueeze(-1), -math.inf)
+        next_out = next_out.amax(-1) if s.shape[-1] else torch.full_like(least_in, -math.inf)
+        (next_out,) = row.reduce([], [next_out])
+        most_out = torch.where(at.left < at.equal, least_in, next_out)
+        return _Places(at.nan, at.selectable, at.pinned, least_in, most_out)
+    index = k.nan_to_num(0.0).clamp(0, s.shape[-1]).long().unsqueeze(-1)
+    least_in, most_out = (widen(kth_largest(s, i).squeeze(-1)) for i in (index, index + 1))
+    selectable, pinned = (s != -math.inf).sum(-1), (s == math.inf).sum(-1)
+    return _Places(s.isnan().any(-1), selectable, pinned, least_in, most_out)
+
+
+def _magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+    k = widen(k).expand(s.shape[:-1])
+    nan, selectable, pinned, least_in, most_out = _around(s, k, row)
+    tau = widen(tau).expand(s.shape[:-1])
+    bad = nan | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k)))
+    bad = bad | ~((tau > 0) & (tau < math.inf)) | (pinned > k)
+    k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
+    most_out = most_out.masked_fill(k == selectable, 0)
+
+    single, drop = unpooled(least_in, tau, p)
+    gap = least_in - most_out
+    pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
+    near = drop < 0.5 * least_in  # or else γ may be next to nothing
+    slack = 1 + 10 * DIGITS[drop.dtype].value  # γ may be the bound itself
+    hi, lo = _solve_block(
+        s,
+        k,
+        tau,
+        p,
+        anchor=least_in.where(near, 0),
+        low=torch.where(near, -drop * slack, single / slack).masked_fill(~pooled, -1),
+        high=torch.where(near, -gap, most_out).masked_fill(~pooled, 1),
+        pooled=pooled,
+        row=row,
+    )
+    parting = torch.where(single == math.inf, most_out + 1, 0.5 * single + 0.5 * most_out)
+    none = k == 0
+    hi = torch.where(pooled, hi, parting).masked_fill(none, greatest(hi)).masked_fill(bad, math.nan)
+    lo = lo.masked_fill(~pooled, 0).masked_fill(none, greatest(lo)).masked_fill(bad, math.nan)
+
+    y = torch.empty_like(s, memory_format=torch.contiguous_format)
+    for part, tile in tiles(s):
+        block = _block(tile, hi, lo, tau, p)
+        y[..., part] = torch.where(block.alone, unpooled(tile, tau.unsqueeze(-1), p)[0], block.y)
+    return y, hi, lo
+
+
+def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """v(s) ≥ 0 with v + τ v^(p−1) = s, and the difference s − v, with full relative accuracy."""
+    if p == 2:
+        return s / (1 + tau), s * (tau / (1 + tau))
+    e = 1 / (p - 1)
+    # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
+    c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=large(s))  # abs: −0 to a negative power is −inf
+    b = (1 / c).clamp(max=1)
+    for _ in range(UNPOOLED_STEPS):
+        b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
+    b = b.clamp(0, 1)
+    return s * b**e, s * (c * b).clamp(max=1)
+
+
+class _Block(NamedTuple):
+    w: Tensor  # (s − γ)₊/τ
+    y: Tensor  # Y = w^(q−1)
+    alone: Tensor  # Y ≥ γ: selected and not pooled
+    inside: Tensor  # 0 < Y < γ: pooled
+
+
+def _block(tile: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Block:
+    hi, lo, tau = hi.unsqueeze(-1), lo.unsqueeze(-1), tau.unsqueeze(-1)
+    w = ((tile - hi) - lo).clamp(min=0) / tau
+    y = w ** (1 / (p - 1))
+    alone = (y >= hi + lo) & (tile >= 0)
+    inside = (y > 0) & ~alone
+    return _Block(w.where(inside | w.isnan(), 0), y, alone, inside)
+
+
+def _solve_block(
+    s: Tensor,
+    k: Tensor,
+    tau: Tensor,
+    p: float,
+    anchor: Tensor,
+    low: Tensor,
+    high: Tensor,
+    pooled: Tensor,
+    row: Row,
+) -> tuple[Tensor, Tensor]:
+    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor + [low, high] where pooled.
+
+    The anchor is the k-th entry where γ is near it, so that s − γ keeps its digits, or else 0, so that
+    γ does.
+    """
+    e = 1 / (p - 1)
+    anchor, drop = anchor.masked_fill(~pooled, 0), -low
+    lo = 0.5 * low + 0.5 * high
+    running = pooled
+    for _ in range(STEPS):
+        if not some(running, row):
+            break
+        own, total, slope = torch.zeros_like(lo), torch.zeros_like(lo), torch.zeros_like(lo)
+        for _, tile in tiles(s):
+            block = _block(tile, anchor, lo, tau, p)
+            own = own + block.alone.sum(-1)
+            total = total + block.y.where(block.inside, 0).sum(-1)
+            rate = e * block.w ** (e - 1) / tau.unsqueeze(-1)
+            slope = slope + rate.where(block.inside, 0).sum(-1)
+        own, total, slope = row.reduce([own, total, slope])
+        left = k - own
+        target = total - left * anchor
+        low = torch.where(target > left * lo, torch.maximum(low, lo), low)
+        high = torch.where(target < left * lo, torch.minimum(high, lo), high)
+        trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
+        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial.clamp(low, high), drop)
+        tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
+        # from where G bends, Newton's may be as far as a digit below the bracket
+        inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
+        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, inside)
+        lo = torch.where(running, trial, lo)
+        running = running & ~(tiny | (high - low <= rounding))
+    return two_sum(anchor, lo)
+
+
+def soft_topk_magnitude_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients in s and τ. With r = dY/ds in the block and D = dv/ds outside it:
+
+    dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
+    """
+    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, HERE)
+
+
+def reference_soft_topk_magnitude_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`soft_topk_magnitude_backward` of rows spread over the processes of ``group``."""
+    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
+
+
+def _backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    row: Row,
+) -> tuple[Tensor, Tensor]:
+    tau = widen(tau).expand(s.shape[:-1])
+    k = widen(k).expand(s.shape[:-1])
+    zero = torch.zeros_like(hi)
+    single, mass, moment, pulled, direct = zero, zero, zero, zero, zero
+    for part, tile in tiles(s):
+        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
+        own, fall, rate = _rates(block, tile, widen(y[..., part]), tau, p)
+        single = single + block.alone.sum(-1)
+        mass = mass + rate.sum(-1)
+        moment = moment + (rate * block.w).sum(-1)
+        pulled = pulled + (rate * v).sum(-1)
+        direct = direct + (v * (fall + rate * block.w)).sum(-1)
+    single, mass, moment, pulled, direct = row.reduce([single, mass, moment, pulled, direct])
+    pull = ((grad_lo - pulled) / (k - single + mass)).where(mass != 0, 0)
+    grad_tau = -direct - pull * moment
+    grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
+    for part, tile in tiles(s):
+        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
+        own, _, rate = _rates(block, tile, widen(y[..., part]), tau, p)
+        grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
+    return grad_s, grad_tau
+
+
+def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dv/ds and −dv/dτ where an entry is alone, dY/ds where it is pooled, 0 elsewhere; NaN rows stay NaN."""
+    tau = tau.unsqueeze(-1)
+    e = 1 / (p - 1)
+    nothing = torch.where(y.isnan(), y, 0)
+    alone = block.alone & (s < math.inf) & ((y > 0) | (p == 2))
+    y = y.masked_fill(~alone | (y == 0), 1)
+    own = (1 / (1 + tau * (p - 1) * y ** (p - 2))).where(alone, nothing)
+    fall = own * torch.where(s > 0, y ** (p - 1), 0)
+    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
+    return own, fall, rate.where(block.inside, nothing)

@@ -1,0 +1,64 @@
+"""The reference kernel of the hard k-hot mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot._core import rows
+from khot._core.precision import widen
+from khot._core.rows import HERE, Row, Shards
+from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
+
+__all__ = ["reference_topk_mask", "topk_mask"]
+
+
+def topk_mask(x: Tensor, k: Tensor) -> Tensor:
+    """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none.
+
+    Args:
+        x: (*batch, n).
+        k: broadcasts with batch.
+    """
+    return _mask(x, k, HERE)[0]
+
+
+def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """:func:`topk_mask` of rows spread over the processes of ``group``; ties go to the lowest rank first, and
+    within it to the lowest index.
+
+    It also returns one number per row that is NaN where there is no answer, which an empty shard could not
+    tell otherwise.
+    """
+    return _mask(x, k, rows.of(group))
+
+
+def _mask(x: Tensor, k: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+    k = widen(k).expand(x.shape[:-1])
+    count = torch.floor(k + 0.5)
+    if isinstance(row, Shards):
+        at = place(x, keys_of(x), count.nan_to_num(0.0).clamp(0), row)
+        nan, selectable, pinned = at.nan, at.selectable, at.pinned
+    else:
+        nan, selectable, pinned = x.isnan().any(-1), (x != -math.inf).sum(-1), (x == math.inf).sum(-1)
+    bad = nan | ~((k >= 0) & (k <= selectable)) | (pinned > count)
+    count = count.masked_fill(bad, 0)
+
+    if isinstance(row, Shards):
+        value = from_keys(at.key, x).unsqueeze(-1)
+        above, level = x > value, x == value
+        left = at.left
+        if bool(((left < at.equal) & ~bad).any()):  # ties to share out among the processes
+            (there,) = row.reduce([row.slots(level.sum(-1))])
+            left = left - there[..., : row.rank].sum(-1)
+    else:
+        value = kth_largest(x, count.long().unsqueeze(-1))
+        above, level = x > value, x == value
+        left = count.long() - above.sum(-1)
+    chosen = (above | (level & (level.cumsum(-1, dtype=torch.int32) <= left.unsqueeze(-1)))) & (
+        count > 0
+    ).unsqueeze(-1)
+    y = chosen.to(x.dtype).masked_fill_(bad.unsqueeze(-1), math.nan)
+    return y, count.masked_fill(bad, math.nan)

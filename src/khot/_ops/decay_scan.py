@@ -1,0 +1,50 @@
+"""The scan that the sorted Laplace count stands on: each mode of its derivative is again a scan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import Rule, define
+from khot._kernels.reference import laplace as kernels
+
+__all__ = ["scan"]
+
+
+def scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
+    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), differentiable; see the reference kernel."""
+    out: Tensor = _decay_scan(*torch.broadcast_tensors(w, g), reverse)
+    return out
+
+
+class _Rule(Rule):
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
+        _, g, ctx.reverse = inputs
+        return g, outputs
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
+        g, out = ctx.saved_tensors
+        dw = scan(grad, g, not ctx.reverse)
+        dg = -(grad + dw) * out
+        return dw, kernels.behind(dg) if ctx.reverse else dg, None
+
+    @staticmethod
+    def jvp(ctx: Any, dw: Tensor | None, dg: Tensor | None, *_: None) -> Tensor:
+        g, out = ctx.saved_tensors
+        if dg is None:
+            return scan(torch.zeros_like(out) if dw is None else dw, g, ctx.reverse)
+        direct = -(kernels.ahead(dg) if ctx.reverse else dg) * out
+        return direct + scan(direct if dw is None else direct + dw, g, ctx.reverse)
+
+
+def _fake(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
+    return w.new_empty(torch.broadcast_shapes(w.shape, g.shape))
+
+
+_decay_scan = define(
+    "decay_scan", "(Tensor w, Tensor g, bool reverse) -> Tensor", kernels.decay_scan, _fake, _Rule
+)

@@ -1,0 +1,27 @@
+"""Draws of k units from each row: order sampling, and the tournament of the pivotal method."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import define
+from khot._kernels.reference import draws as kernels
+
+__all__ = ["order_sample", "tournament"]
+
+
+def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
+    return theta.new_empty(theta.shape, dtype=torch.bool)
+
+
+def _fake_tournament(probs: Tensor, seed: Tensor) -> Tensor:
+    return probs.new_empty(probs.shape, dtype=torch.bool)
+
+
+order_sample = define(
+    "order_sample", "(Tensor theta, Tensor k, Tensor seed) -> Tensor", kernels.order_sample, _fake_sample
+)
+tournament = define(
+    "tournament", "(Tensor probs, Tensor seed) -> Tensor", kernels.tournament, _fake_tournament
+)

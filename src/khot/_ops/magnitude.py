@@ -1,0 +1,216 @@
+"""The top-k in magnitude of s = |x|, of rows that are here or spread over processes.
+
+As for the soft top-k, the value γ = hi + lo that the pooled entries share is a result, so that the vjp,
+written in torch operations on s, γ and τ, can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot._core import arguments, rows
+from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.precision import greatest, wide_dtype
+from khot._core.rows import HERE, Row
+from khot._kernels.reference import magnitude as kernels
+
+__all__ = ["magnitude", "rescaled"]
+
+
+def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> tuple[Tensor, Tensor, Tensor]:
+    """y ≥ 0, and the pooled value γ = hi + lo, of which lo carries the derivatives.
+
+    Args:
+        s: (*batch, n), −inf where an entry may not be selected.
+        k, tau: broadcast with batch; k is integer valued.
+        row: whether s is the whole rows or a shard of them.
+    """
+    if row.here:
+        return _magnitude(s, k, tau, p)
+    return _reference_magnitude(s, k, tau, p, row.name)
+
+
+def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row = HERE) -> Tensor:
+    """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ where it is."""
+    nothing = (hi.abs() == greatest(hi)).unsqueeze(-1)
+    lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
+    hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau))
+    # infinities stay out of arithmetic whose gradient would be 0·inf
+    finite = s.to(hi.dtype).masked_fill(s.isinf() | nothing, 0)
+    w = ((finite - hi.masked_fill(nothing, 0)) - lo.masked_fill(nothing, 0)) / tau
+    outside = (w <= 0) | s.isinf() | nothing
+    w = w.masked_fill(outside, 1)
+    Y = w ** (1 / (p - 1))
+    alone = ((hi + lo <= Y) & ~outside) | (s == math.inf) | ((hi == 0) & (s == 0))
+    pooled = (Y + tau * w).masked_fill(outside, 0).to(s.dtype)
+    return torch.where(alone, s, pooled).masked_fill(hi.isnan(), math.nan)
+
+
+class _Rule(Rule):
+    constants = (1,)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        s, k, tau, ctx.p, *group = inputs
+        ctx.group, ctx.inputs = (*group, "")[0], len(inputs)
+        y, hi, lo = outputs
+        return s, y, k, hi, lo, tau
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor) -> tuple[Any, ...]:
+        s, y, k, hi, lo, tau = ctx.saved_tensors
+        if not by_kernel():
+            ds, dtau = _vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
+        elif ctx.group:
+            ds, dtau = _reference_backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, ctx.group)
+        else:
+            ds, dtau = _backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+        return ds, None, grad_tau, *[None] * (ctx.inputs - 3)
+
+    @staticmethod
+    def jvp(ctx: Any, ds: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
+        s, y, k, hi, lo, tau = ctx.saved_tensors
+        dy, dlo = _jvp(ds, dtau, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
+        return dy, None, dlo
+
+    @staticmethod
+    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        s, k, tau, _, *group = inputs
+        count = rows.of((*group, "")[0]).count
+        arguments.explain_nan(outputs[1], s, k, tau, integer=True, count=count)
+
+
+def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float, group: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    hi = s.new_empty(s.shape[:-1], dtype=wide_dtype(s.device))
+    return s.new_empty(s.shape), hi, torch.empty_like(hi)
+
+
+def _backward_fake(
+    grad: Tensor, grad_lo: Tensor, s: Tensor, y: Tensor, k: Tensor, hi: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return s.new_empty(s.shape), hi.new_empty(hi.shape)
+
+
+_magnitude = define(
+    "soft_topk_magnitude",
+    "(Tensor s, Tensor k, Tensor tau, float p) -> (Tensor, Tensor, Tensor)",
+    kernels.soft_topk_magnitude,
+    _fake,
+    _Rule,
+)
+_backward = define(
+    "soft_topk_magnitude_backward",
+    "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
+    "-> (Tensor, Tensor)",
+    kernels.soft_topk_magnitude_backward,
+    _backward_fake,
+)
+_reference_magnitude = define(
+    "reference_soft_topk_magnitude",
+    "(Tensor s, Tensor k, Tensor tau, float p, str group) -> (Tensor, Tensor, Tensor)",
+    kernels.reference_soft_topk_magnitude,
+    _fake,
+    _Rule,
+)
+_reference_backward = define(
+    "reference_soft_topk_magnitude_backward",
+    "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p, "
+    "str group) -> (Tensor, Tensor)",
+    kernels.reference_soft_topk_magnitude_backward,
+    _backward_fake,
+)
+
+
+# ------------------------------------------------------------------------------------ derivatives
+
+
+class _Linear(NamedTuple):
+    """The derivative at a point, as differentiable functions of s, y, γ and τ."""
+
+    own: Tensor  # dv/ds where an entry is selected on its own
+    fall: Tensor  # −dv/dτ there
+    rate: Tensor  # r = dY/ds in the pooled block
+    w: Tensor  # (s − γ)/τ there, so that dY/dτ = −rw
+    selected: Tensor  # whether an entry is selected on its own
+    inside: Tensor  # whether it is pooled
+
+
+def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
+    e = 1 / (p - 1)
+    nothing = hi.abs() == greatest(hi)
+    tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
+    t = (hi.masked_fill(nothing, 0) + lo.masked_fill(nothing, 0)).unsqueeze(-1)
+    s, y = s.to(hi.dtype), y.to(hi.dtype)
+    infinite = s.isinf()
+    offset = s.masked_fill(infinite, 0) - hi.masked_fill(nothing, 0).unsqueeze(-1)
+    w = (offset - lo.masked_fill(nothing, 0).unsqueeze(-1)) / tau
+    idle = infinite | nothing.unsqueeze(-1)
+    alone = (s >= 0) & (w.clamp(min=0) ** e >= t) & ~idle
+    inside = (w > 0) & ~alone & ~idle
+    w = w.masked_fill(~inside, 1)
+    rate = torch.where(inside, e / tau * w ** (e - 1), 0)
+    y = torch.where(alone & (y > 0), y, 1)
+    own = torch.where(alone & ((s > 0) | (p == 2)), 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
+    fall = own * torch.where(s > 0, y ** (p - 1), 0)
+    return _Linear(own, fall, rate, w, alone | (s == math.inf), inside)
+
+
+def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Tensor:
+    """1/(k − #alone + Σr), 0 where nothing is pooled; from sums over the row."""
+    empty = pooled == 0
+    left = k.to(rate.dtype).expand(rate.shape) - selected
+    return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))
+
+
+def _vjp(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    row: Row,
+) -> tuple[Tensor, Tensor]:
+    """Reverse mode: the formulas of the reference's backward kernel, in operations that autograd records."""
+    lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
+    d = _linearize(s, y, hi, lo, tau, p)
+    v = grad.to(hi.dtype)
+    turn = d.rate * d.w
+    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, turn, d.rate * v, v * (d.fall + turn)]
+    selected, pooled, rate, moment, along, direct = row.total([part.sum(-1) for part in parts])
+    through = (grad_lo - along) * _per_pooled(k, selected, pooled, rate)
+    ds = d.own * v + d.rate * (v + row.share([through])[0].unsqueeze(-1))
+    return ds.to(s.dtype), -direct - through * moment
+
+
+def _jvp(
+    ds: Tensor | None,
+    dtau: Tensor | None,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    row: Row,
+) -> tuple[Tensor, Tensor]:
+    """Forward mode: the tangents of y and of lo."""
+    d = _linearize(s, y, hi, lo, tau, p)
+    ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
+    dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
+    dtau = dtau.unsqueeze(-1)
+    block = d.rate * (ds - d.w * dtau)
+    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, block]
+    selected, pooled, rate, moved = row.total([part.sum(-1) for part in parts])
+    dlo = moved * _per_pooled(k, selected, pooled, rate)
+    dy = d.own * ds - d.fall * dtau + block - d.rate * dlo.unsqueeze(-1)
+    return dy.to(y.dtype), dlo

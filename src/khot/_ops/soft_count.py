@@ -1,0 +1,75 @@
+"""The soft count at many levels of a row. Either mode recomputes the entries, a group of levels at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from khot import cdfs
+from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.precision import wide_dtype
+from khot._kernels.reference import soft_count as kernels
+from khot._kernels.reference.soft_count import jvp_count, vjp_count
+from khot.cdfs import CDF
+
+__all__ = ["count_above"]
+
+
+def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False) -> Tensor:
+    """C(b) at every level of a row.
+
+    Args:
+        x: (*batch, n).
+        at: (*batch, m).
+        tau: broadcasts with batch.
+        centred: shift F to the median 0; a score then counts itself as ½, infinite ones too.
+    """
+    count: Tensor = _soft_count(x, at, tau, *cdf.key, centred)
+    return count
+
+
+class _Rule(Rule):
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
+        x, at, tau, *ctx.key, ctx.centred = inputs
+        ctx.cdf = cdfs.resolve(*ctx.key)
+        return x, at, tau
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        x, at, tau = ctx.saved_tensors
+        if by_kernel():
+            dx, dat, dtau = _soft_count_backward(grad, x, at, tau, *ctx.key, ctx.centred)
+        else:
+            dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred)
+        return dx, dat, dtau.sum_to_size(tau.shape).to(tau.dtype), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
+        x, at, tau = ctx.saved_tensors
+        return jvp_count(dx, dat, dtau, x, at, tau, ctx.cdf, ctx.centred)
+
+
+def _fake(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+    return x.new_empty(at.shape, dtype=wide_dtype(x.device))
+
+
+def _backward_fake(grad: Tensor, x: Tensor, at: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
+
+
+_soft_count = define(
+    "soft_count",
+    "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor",
+    kernels.soft_count,
+    _fake,
+    _Rule,
+)
+_soft_count_backward = define(
+    "soft_count_backward",
+    "(Tensor grad, Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) "
+    "-> (Tensor, Tensor, Tensor)",
+    kernels.soft_count_backward,
+    _backward_fake,
+)

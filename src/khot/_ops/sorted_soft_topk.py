@@ -1,0 +1,145 @@
+"""The sorted SOFT top-k. Its potentials are results, so that the vjp can be differentiated again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot._core import arguments
+from khot._core.dispatch import Rule, define
+from khot._core.precision import wide_dtype
+from khot._kernels.reference import transport as kernels
+from khot._kernels.reference.transport import FAR, plan, scale_of, solve_laplacian
+
+__all__ = ["sorted_soft_topk"]
+
+
+def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
+    """n times the transport plan of rows (*batch, n), less its last anchor: (*batch, k, n).
+
+    Args:
+        epsilon: broadcasts with batch.
+    """
+    y: Tensor = _sorted_soft_topk(x, k, epsilon)[0]
+    return y
+
+
+class _Rule(Rule):
+    constants = (1, 2)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, _, epsilon = inputs
+        return x, epsilon, *outputs[1:]
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, _: Any, __: Any, grad_shift: Tensor) -> tuple[Any, ...]:
+        x, epsilon, order, hi, shift = ctx.saved_tensors
+        dx, depsilon = _vjp(grad, grad_shift, x, epsilon, order, hi, shift)
+        wanted = ctx.needs_input_grad[2]
+        grad_epsilon = depsilon.sum_to_size(epsilon.shape).to(epsilon.dtype) if wanted else None
+        return dx, None, grad_epsilon
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, _: None, depsilon: Tensor | None) -> Any:
+        dy, dshift = _jvp(dx, depsilon, *ctx.saved_tensors)
+        return dy, None, None, dshift
+
+    @staticmethod
+    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        x, k, epsilon = inputs
+        arguments.check_values(epsilon, "epsilon", low=0, low_open=True)  # again: vmap hid them before
+        arguments.explain_nan(outputs[3], x, torch.full((), k, dtype=torch.float64))
+
+
+def _fake(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *batch, n = x.shape
+    hi = x.new_empty(*batch, k, dtype=wide_dtype(x.device))
+    return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
+
+
+_sorted_soft_topk = define(
+    "sorted_soft_topk",
+    "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+    kernels.sorted_soft_topk,
+    _fake,
+    _Rule,
+)
+
+
+# ------------------------------------------------------------------------------------ derivatives
+
+
+# With a_r the anchors, s = 2/ε, w_r = Σ_(q ≥ r) hi_q, and everything in terms of
+#
+#     L_ri = s·(a_r x_i − w_r) + b_r,   Γ = softmax of L over r,   shift_r = b_(r+1) − b_r,   b_(k+1) = 0,
+#
+# b is implicit: db = −K⁻¹ dc for the change dc of the column sums at fixed b. dc, and its adjoint, are sums
+# over pairs of anchors, dc_r = Σ_q Σ_i Γ_ri Γ_qi (dL_ri − dL_qi), so that they vanish as K does where the
+# plan is nearly hard, and K⁻¹ of them is bounded.
+
+
+def _points(x: Tensor, epsilon: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """s (*batch, 1); a_r; x_i and w_r relative to the largest score that is nobody's: only x − hi matters."""
+    k = hi.shape[-1]
+    scale = scale_of(epsilon.to(hi.dtype)).expand(hi.shape[:-1]).unsqueeze(-1)
+    anchors = torch.arange(k, -1, -1, dtype=hi.dtype, device=hi.device)
+    far = hi.abs() == FAR
+    origin = hi[..., -1:].masked_fill(far[..., -1:], 0)
+    centred = x.to(hi.dtype).masked_fill(x.isinf(), 0) - origin
+    w = (hi - origin).masked_fill(far, 0).flip(-1).cumsum(-1).flip(-1)
+    return scale, anchors, centred, torch.nn.functional.pad(w, (0, 1))
+
+
+def _vjp(
+    grad: Tensor,
+    grad_shift: Tensor,
+    x: Tensor,
+    epsilon: Tensor,
+    order: Tensor,
+    hi: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Reverse mode: the gradients in x and ε (of the batch shape), differentiable."""
+    scale, anchors, centred, w = _points(x, epsilon, hi)
+    gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
+    placed, v = gamma[..., :-1, :], grad.to(hi.dtype)
+    flow = (placed * v) @ gamma.mT
+    between = flow[..., :-1]
+    grad_b = (between - between.mT).sum(-1) + flow[..., -1]
+    grad_b_shift = torch.nn.functional.pad(grad_shift, (1, 0))[..., :-1] - grad_shift
+    through_b = solve_laplacian(gamma @ gamma.mT, hi, grad_b + grad_b_shift)
+    v = placed * (v - through_b.unsqueeze(-1))
+    along = anchors[:-1] @ v - (anchors @ gamma) * v.sum(-2)
+    dscale = (centred * along).sum(-1) + (w[..., :-1] * grad_b_shift).sum(-1)
+    return (scale * along).to(x.dtype), -(scale.squeeze(-1) * dscale) / epsilon
+
+
+def _jvp(
+    dx: Tensor | None,
+    depsilon: Tensor | None,
+    x: Tensor,
+    epsilon: Tensor,
+    order: Tensor,
+    hi: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Forward mode: the tangents of y and of shift."""
+    scale, anchors, centred, w = _points(x, epsilon, hi)
+    gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
+    along = torch.zeros_like(centred) if dx is None else scale * dx.to(hi.dtype)
+    dw = torch.zeros_like(w)
+    if depsilon is not None:
+        dscale = -scale * (depsilon / epsilon).to(hi.dtype).expand(hi.shape[:-1]).unsqueeze(-1)
+        along, dw = along + dscale * centred, dscale * w
+    gram = gamma @ gamma.mT
+    flow = (gamma * along.unsqueeze(-2)) @ gamma.mT * (anchors.unsqueeze(-1) - anchors)
+    flow = flow - gram * (dw.unsqueeze(-1) - dw.unsqueeze(-2))
+    db = -solve_laplacian(gram, hi, flow.sum(-1)[..., :-1])
+    db = torch.nn.functional.pad(db, (0, 1))
+    dlogits = anchors.unsqueeze(-1) * along.unsqueeze(-2) + (db - dw).unsqueeze(-1)
+    mean = (gamma * dlogits).sum(-2, keepdim=True)
+    dy = gamma[..., :-1, :] * (dlogits[..., :-1, :] - mean)
+    return dy.to(x.dtype), db.diff(dim=-1)
