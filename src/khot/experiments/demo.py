@@ -210,13 +210,14 @@ def _choose_pixels(split: _Split, k: int, args: Args, report: _Report) -> tuple[
             {"params": [scores], "lr": SCORE_TRAVEL / args.steps},
         ]
     )
-    deviation = khot.cdfs.resolve(args.cdf).variance ** 0.5
+    cdf = khot.cdfs.resolve(args.cdf)
+    deviation = cdf.variance**0.5
     curve = Curve()
     for step, batch in enumerate(_minibatches(split, CHOICE_BATCH, args)):
         # the last tenth of the steps uses the final tau
         progress = min(step / (0.9 * args.steps), 1.0)
         tau = WIDTH_START * (WIDTH_END / WIDTH_START) ** progress / deviation
-        y = khot.soft_topk(scores, k, tau=tau, cdf=args.cdf)
+        y = khot.soft_topk(scores, k, tau=tau, cdf=cdf)
         logits = model(split.train_images[batch] * y)
         labels = split.train_labels[batch]
         _descend(optimizer, logits, labels)
