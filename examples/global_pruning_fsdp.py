@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits
+from khot.experiments.harness.data import Images, load_digits
 
 HIDDEN, AMOUNT, BATCH = 32, 0.9, 128
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments import data
+from khot.experiments.harness import data
 
 K, FEATURES, BATCH = 9, 32, 100
 NAMES = {"soft": "nn.SoftKNN", "entropy": "cross-entropy", "pixels": "the pixels"}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits, load_mnist
+from khot.experiments.harness.data import Images, load_digits, load_mnist
 
 HIDDEN, AMOUNT, BATCH, POINTS = 32, 0.9, 128, 10
 NAMES = {"soft": "soft, annealed", "hard": "hard", "dense": "all weights"}

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits, load_mnist
+from khot.experiments.harness.data import Images, load_digits, load_mnist
 
 LATENTS, BATCH, POINTS, LATELY = 256, 128, 20, 10_000
 NAMES = {"straight": "straight-through", "soft": "soft, annealed", "hard": "hard"}

@@ -1,4 +1,4 @@
-"""The images that the experiments learn from: scikit-learn's own digits, and MNIST, from a folder."""
+"""The images that the experiments learn from: scikit-learn's digits, and MNIST from a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MNIST_FILES = (
 
 
 class DataError(ValueError):
-    """A file is missing or broken. The message is one line: which file, what was expected, what was found."""
+    """A file is missing or broken. The message is one line: the file, what was expected, what was found."""
 
     def __init__(self, path: Path, expected: str, found: str) -> None:
         super().__init__(f"{path}: expected {expected}, found {found}")
@@ -34,7 +34,7 @@ class Images:
     """Labelled images, split into training and test.
 
     Attributes:
-        name: what to call them in a heading.
+        name: the name of the data set, for headings.
         shape: (height, width) of an image; n = height · width.
         train_images, test_images: (N, n), float32, in [0, 1].
         train_labels, test_labels: (N,), int64, 0 to 9.
@@ -54,13 +54,14 @@ class Images:
 
 
 def load_digits() -> Images:
-    """The 1,797 digits of 8 x 8 pixels that scikit-learn ships, 30 % of every class kept for the test."""
+    """The 1,797 digits of 8 x 8 pixels that scikit-learn ships; 30 % of every class are test images."""
     from sklearn import datasets
 
     images, labels = datasets.load_digits(return_X_y=True)
     inputs = torch.from_numpy(images).float() / 16  # scikit-learn's grey levels are 0 to 16
     targets = torch.from_numpy(labels).long()
-    # Three of every ten of a class: stratified, and the same split with every version and seed.
+    # Three of every ten images of a class are test images: the split is stratified, and does not depend on
+    # versions or seeds.
     place = torch.nn.functional.one_hot(targets, 10).cumsum(0).gather(1, targets[:, None])[:, 0]
     test = place % 10 < 3
     return Images(
@@ -74,10 +75,10 @@ def load_digits() -> Images:
 
 
 def load_mnist(folder: Path) -> Images:
-    """MNIST, or any set in its form, from a folder with the four gzipped IDX files of :data:`MNIST_FILES`.
+    """MNIST, or any data set in its form, from a folder with the gzipped IDX files of :data:`MNIST_FILES`.
 
     Raises:
-        DataError: the folder or a file is missing, broken, or does not fit the others.
+        DataError: the folder or a file is missing or broken, or a file does not fit the others.
     """
     missing = [name for name in MNIST_FILES if not (folder / name).is_file()]
     if missing:
@@ -101,7 +102,7 @@ def load_mnist(folder: Path) -> Images:
 
 
 def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
-    """The images of one file with the labels of the other."""
+    """The images of one file and their labels from the other."""
     images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(labels) != len(images):
         expected = f"{len(images)} labels, as many as there are images in {images_path.name}"
@@ -114,18 +115,19 @@ def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
 def read_idx(path: Path, ndim: int) -> Tensor:
     """The array in a gzipped IDX file of unsigned bytes.
 
-    The format is a big-endian header and then the bytes, the last dimension varying fastest: two zero bytes,
-    0x08 for unsigned bytes, the number of dimensions, and the size of each in four bytes.
+    The file has a big-endian header, then the bytes with the last dimension varying fastest. The header is
+    two zero bytes, 0x08 for unsigned bytes, the number of dimensions, and the size of each dimension in four
+    bytes.
 
     Args:
         path: the file.
-        ndim: how many dimensions it has to have: 3 for images, 1 for labels.
+        ndim: the number of dimensions that the array must have: 3 for images, 1 for labels.
 
     Returns:
         A uint8 tensor with ``ndim`` dimensions, none of them empty.
 
     Raises:
-        DataError: the file is missing, not gzip, cut short, too long, or something else than asked for.
+        DataError: the file is missing, is not gzip, is too short or too long, or holds another kind of array.
     """
     try:
         content = gzip.decompress(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Pictures of numbers, made by setting digits side by side: more classes, and an order, from MNIST."""
+"""Pictures of numbers, which are digits side by side. They have more classes than MNIST, and an order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["draw", "pick"]
 
 
 def pick(count: tuple[int, ...], digits: int, seed: int, of: int) -> Tensor:
-    """Which of ``of`` images the digits of that many numbers are: int64, (*count, digits)."""
+    """Random indices of images, out of ``of`` images, one for each digit of each number.
+
+    Returns:
+        int64 indices with shape (*count, digits).
+    """
     return torch.randint(of, (*count, digits), generator=torch.Generator().manual_seed(seed))
 
 
@@ -18,9 +22,9 @@ def draw(images: Tensor, labels: Tensor, shape: tuple[int, int], index: Tensor) 
 
     Args:
         images: (N, height · width).
-        labels: their digits, (N,).
+        labels: the digits that the images show, (N,).
         shape: (height, width).
-        index: which images are the digits of each number, the most significant first: (..., digits).
+        index: the image of each digit of each number, the most significant first: (..., digits).
 
     Returns:
         Pictures (..., height, digits · width) and values (...).

@@ -1,4 +1,4 @@
-"""The methods that Tables 3 and 4 of sigmoid-topk compare: k-hot samples of logits, with a gradient."""
+"""The methods that Tables 3 and 4 of sigmoid-topk compare: k-hot samples from logits, with a gradient."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import khot
 from khot import baselines, estimators
-from khot.sampling._noise import gumbel_noise
-from khot.topk import topk_mask
 
-__all__ = ["LABELS", "METHODS", "draw"]
+__all__ = ["LABELS", "METHODS", "draw", "iterative_poisson"]
 
-# After this many corrections iterative Poisson sampling takes the size it has.
+# The number of corrections in iterative Poisson sampling, after which the size may still differ from k.
 ROUNDS = 3
 
 
 def draw(method: str, logits: Tensor, k: int) -> Tensor:
-    """Samples (..., n) of zeros and ones with k ones (NCPSS: about k), and that method's gradient."""
+    """Samples (..., n) of zeros and ones with k ones (NCPSS: about k), which have that method's gradient."""
     return METHODS[method](logits, k)
 
 
-def sequential_softmax(logits: Tensor, k: int) -> Tensor:
+def _sequential_softmax(logits: Tensor, k: int) -> Tensor:
     """The top k of perturbed logits, with the gradient of their relaxation (Xie and Ermon 2019)."""
-    perturbed = logits + gumbel_noise(logits)
+    # drawn in float64: uniform numbers in float32 have 24 bits, so that extreme values would often tie
+    exponential = torch.empty_like(logits, dtype=torch.float64, requires_grad=False).exponential_()
+    perturbed = logits - exponential.log().to(logits.dtype)
     relaxed = baselines.sequential_softmax_topk(perturbed, k)
-    return topk_mask(perturbed.detach(), k) + (relaxed - relaxed.detach())
+    return khot.topk_mask(perturbed.detach(), k) + (relaxed - relaxed.detach())
 
 
-def ncpss(logits: Tensor, k: int) -> Tensor:
+def _ncpss(logits: Tensor, k: int) -> Tensor:
     """NCPSS (Pervez, Lippe, Gavves 2023): rescaled sigmoids, iterative Poisson sampling, straight-through."""
     probs = baselines.rescaled_sigmoid_topk(logits, k)
     return iterative_poisson(probs.detach(), k) + (probs - probs.detach())
 
 
 def iterative_poisson(probs: Tensor, k: int) -> Tensor:
-    """Independent draws, corrected: too many are drawn again among the drawn, what is missing among the rest.
+    """Independent draws, followed by corrections of the size.
 
-    The probabilities of those among which a correction draws are rescaled, linearly as those of NCPSS are, so
-    that they sum to what is wanted. Sizes come closer to k with each round, but need not reach it.
+    If there are too many ones, a correction draws k of them again, in expectation. If there are too few, it
+    draws the missing ones among the zeros. The probabilities of the entries among which it draws are rescaled
+    linearly, as in NCPSS, so that they sum to the wanted number. Sizes come closer to k in each round, but
+    need not reach it.
     """
     x = torch.bernoulli(probs)
     for _ in range(ROUNDS):
@@ -55,7 +58,7 @@ def iterative_poisson(probs: Tensor, k: int) -> Tensor:
     return x
 
 
-# The pivotal design has exact inclusion probabilities, whatever they are, and needs no calibration.
+# The pivotal design has exact inclusion probabilities without any calibration.
 def _straight_through(logits: Tensor, k: int) -> Tensor:
     return estimators.straight_through(logits, k, design="pivotal")
 
@@ -65,15 +68,15 @@ def _second_order(logits: Tensor, k: int) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sequential_softmax": sequential_softmax,
-    "ncpss": ncpss,
+    "sequential_softmax": _sequential_softmax,
+    "ncpss": _ncpss,
     "simple": estimators.simple,
     "straight_through": _straight_through,
     "second_order": _second_order,
     "gumbel": estimators.gumbel,
 }
 
-# As the paper's tables call them.
+# The names that the paper's tables use.
 LABELS = {
     "sequential_softmax": "Xie & Ermon",
     "ncpss": "NCPSS",

@@ -1,7 +1,8 @@
-"""What people run today for a relaxed top-k, written from its description, to compare with.
+"""Other ways to compute a relaxed top-k, to compare khot with.
 
-:data:`PEERS` lists them under one signature, ``call(x, k, tau)`` for rows along the last dim and a whole k:
-loops that are written by hand, the methods of :mod:`khot.baselines`, and packages where they are installed.
+:data:`PEERS` lists them with one signature, ``call(x, k, tau)`` for rows along the last dim and an integer k:
+loops that users write by hand and methods of papers, both written anew from their descriptions, the methods
+of :mod:`khot.baselines`, and packages where they are installed.
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ from torch import Tensor
 
 import khot
 from khot import baselines
-from khot.experiments.root_finding import iterate
+from khot.experiments.tasks.root_finders import iterate
 
-__all__ = ["PEERS", "Peer", "bisection_topk", "halley_topk", "missing", "sorted_laplace_topk"]
+__all__ = ["PEERS", "Peer", "TopK", "bisection_topk", "halley_topk", "missing", "sorted_laplace_topk"]
 
 TopK = Callable[[Tensor, int, float], Tensor]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to a relaxed top-k.
+    """One way to compute a relaxed top-k.
 
     Attributes:
-        call: of x (*batch, n), k and tau.
-        source: who described it, or the package.
-        equals: khot's operator for the same function, which a fixed number of iterations only approaches;
-            None if it has no counterpart.
-        fits: whether rows, n and k leave it within about 10 GB and a minute.
-        ranks: it gives soft ranks, not a top-k, and is here for what a sort costs.
-        needs: the module and its attribute that ``call`` imports, as "module:attribute"; empty for none.
+        call: a function of x (*batch, n), k and tau.
+        source: the authors who described it, or the package.
+        equals: khot's operator for the same function, or None if there is none. Peers with a fixed number of
+            iterations only approach that function.
+        fits: a function of rows, n and k that tells whether the call takes less than about 10 GB and a
+            minute.
+        ranks: True if it computes soft ranks and no top-k, and is listed to show what a sort costs.
+        needs: the module and its attribute that ``call`` imports, as "module:attribute"; empty if none.
     """
 
     call: TopK
@@ -67,7 +69,7 @@ def bisection_topk(x: Tensor, k: int, tau: float) -> Tensor:
     """Sigmoid top-k by 50 steps of bisection in the input's dtype, from 10 below to 10 above the scores.
 
     The bracket misses the threshold where k/n is beyond σ(±10): for 6.29 million equal scores and k = 64
-    the sum is 285. In bfloat16 the threshold has two digits, and the sum is off as much.
+    the sum is 285. In bfloat16 the threshold has only two digits, and the sum has a large error, too.
     """
     z = x.detach() / tau
     low, high = z.amin(-1, keepdim=True) - 10, z.amax(-1, keepdim=True) + 10
@@ -79,10 +81,10 @@ def bisection_topk(x: Tensor, k: int, tau: float) -> Tensor:
 
 
 def halley_topk(x: Tensor, k: int, tau: float) -> Tensor:
-    """Sigmoid top-k as published: Halley's method in float64 from the better of two guesses.
+    """Sigmoid top-k as published: Halley's method in float64, from the better of two guesses.
 
-    Each step also tries the middle of the bracket, and keeps what is closer. Stops when every row's sum is
-    within 1e-8 of k.
+    Each step also tries the middle of the bracket, and keeps whichever has the smaller error. The iteration
+    stops when the sum of every row is within 1e-8 of k.
     """
     z = x.detach().double() / tau
     quantile = z.kthvalue(max(1, z.shape[-1] - k), -1, keepdim=True).values
@@ -94,7 +96,8 @@ def halley_topk(x: Tensor, k: int, tau: float) -> Tensor:
 
 
 def sorted_laplace_topk(x: Tensor, k: int, tau: float) -> Tensor:
-    """LapSum top-k as published: a sort, the soft count at every score by scans, a closed form in between."""
+    """LapSum top-k as published: a sort, the soft count at every score by scans, and a closed form between
+    neighbouring scores."""
     z = x.detach() / tau
     n = z.shape[-1]
     s = z.sort(-1, descending=True).values
@@ -118,7 +121,7 @@ def sorted_laplace_topk(x: Tensor, k: int, tau: float) -> Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """y, whose rows sum to a constant: its gradient by the implicit function theorem."""
+    """Returns y, whose rows sum to a constant, with its gradient by the implicit function theorem."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, tau: float, cdf: str) -> Tensor:
@@ -143,7 +146,7 @@ def _sparse(x: Tensor, k: int, tau: float) -> Tensor:
 
 
 def _sinkhorn(x: Tensor, k: int, tau: float) -> Tensor:
-    # the temperature in the units of the scores, whatever the batch's largest cost
+    # undoes the division by the batch's largest cost, so that the temperature has the units of the scores
     cost = torch.maximum(x.detach() ** 2, (x.detach() - 1) ** 2).max()
     return baselines.sinkhorn_topk(x, k, epsilon=2 * tau / cost)
 

@@ -1,18 +1,18 @@
 """Learning how many features to select (sigmoid-topk, Figure 5)
 
-Feature selection for the classification of digits, as in `feature-selection`, where each pixel has a price
-λ = 0.01: the loss is the cross-entropy + λ Σπ. *learned*: the inclusion probabilities are π = σ(logits), a
-sample's size is one of the two integers next to Σπ, and so the size is learned; it starts at several
-guesses. *fixed*: the same with π = σ_k(logits), for each k of a grid. Both draw by the pivotal design and
-have the straight-through gradient. The learned size should end, wherever it started, where the penalised
-test loss of the grid has its minimum.
+This is feature selection for the classification of digits, as in `feature-selection`, but each pixel has a
+price λ = 0.01: the loss is the cross-entropy + λ Σπ. *Learned*: the inclusion probabilities are π =
+σ(logits), and the size of a sample is one of the two integers next to Σπ, so that the size is learned. It
+starts from several guesses. *Fixed*: the same with π = σ_k(logits), for each k of a grid. Both draw by the
+pivotal design and have the straight-through gradient. From every guess, the learned size should end where the
+penalised test loss of the grid has its minimum.
 
-Where it departs from the paper, which has a picture and no numbers, and gives neither batch size, nor
-number of steps, nor guesses, nor grid:
+Departures from the paper, which has a picture without numbers, and gives neither batch size nor number of
+steps nor guesses nor grid:
 
-- Everything is as in `feature-selection`, but that the logits learn a little slower: else the pixels are gone
-  before the network knows what they are good for.
-- The guesses and the grid are ours. The logits of a guess k₀ start at the logit of k₀/n.
+- Everything is as in `feature-selection`, except that the logits learn more slowly. Otherwise the pixels are
+  dropped before the network has learned to use them.
+- The guesses and the grid are ours. All logits of a guess k₀ start at the logit of k₀/n.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ import torch
 from torch import Tensor
 
 from khot import estimators, losses, sigmoid_topk
-from khot.experiments import study
-from khot.experiments.feature_selection import TEST_MASKS, Selection
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.harness import reporting, study, training
+from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.tasks.selection import TEST_MASKS, Selection
 
-__all__ = ["EXPERIMENT", "Args"]
+__all__ = ["EXPERIMENT", "Args", "report", "run", "trials"]
 
 
 @dataclass(frozen=True)
 class Args(study.Args):
-    seeds: int = field(default=1, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
+    """The price of a pixel, the sizes, and the training."""
+
+    seeds: int = field(default=1, metadata={"help": "Number of seeds; they are 0, 1, ...", "selects": True})
     weight: float = field(default=0.01, metadata={"help": "Price λ of a pixel."})
     steps: int = field(default=4_000, metadata={"help": "Training steps."})
-    batch: int = field(default=64, metadata={"help": "Images a step."})
-    masks: int = field(default=16, metadata={"help": "Masks a step, each for batch/masks of the images."})
+    batch: int = field(default=64, metadata={"help": "Images per step."})
+    masks: int = field(default=16, metadata={"help": "Masks per step, each for batch/masks images."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate of the network."})
     logits_lr: float = field(default=0.03, metadata={"help": "Learning rate of the logits."})
-    points: int = field(default=50, metadata={"help": "Points of the curve of sizes."})
+    points: int = field(default=50, metadata={"help": "Number of points of the curve of sizes."})
     guesses: tuple[int, ...] = field(
-        default=(10, 30, 100, 300), metadata={"help": "Initial sizes of the learned one.", "selects": True}
+        default=(10, 30, 100, 300), metadata={"help": "Initial values of the learned size.", "selects": True}
     )
     grid: tuple[int, ...] = field(
         default=(5, 10, 15, 20, 30, 50, 100), metadata={"help": "Fixed sizes.", "selects": True}
@@ -57,7 +59,7 @@ class Args(study.Args):
 
 
 def trials(args: Args) -> list[Trial]:
-    n = study.images(args).n
+    n = training.images(args).n
     for k in (*args.guesses, *args.grid):
         if not 0 < k < n:
             raise ArgumentError(f"size {k}: expected more than 0 and less than {n}, the number of pixels")
@@ -70,7 +72,7 @@ def trials(args: Args) -> list[Trial]:
 
 
 def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
-    found = study.images(args)
+    found = training.images(args)
     k, learned = int(trial["k"]), trial["size"] == "learned"
     images, labels = found.train_images.to(args.device), found.train_labels.to(args.device)
     model = Selection(found.n, "classification").to(args.device)
@@ -82,7 +84,7 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         ],
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.falling(step / args.steps))
+    schedule = training.lr_schedule(optimizer, training.linear_over_last_third, args.steps)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def sample(count: int) -> Tensor:
@@ -93,8 +95,8 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         probs = model.logits.sigmoid() if learned else sigmoid_topk(model.logits, k)
         return losses.size_penalty(probs, args.weight)
 
-    for step in study.steps(checkpoint, state, args.steps):
-        batch = study.minibatches(len(labels), args.batch, step, int(trial["seed"])).to(args.device)
+    for step in training.steps(checkpoint, state, args.steps):
+        batch = training.minibatches(len(labels), args.batch, step, int(trial["seed"])).to(args.device)
         loss = model.losses(images[batch], labels[batch], sample(args.masks)).mean()
         if learned:
             loss = loss + penalty()
@@ -121,54 +123,58 @@ def report(args: Args, rows: list[Row], folder: Path) -> str:
     parts = []
     for size, start in (("learned", "starts at"), ("fixed", "k")):
         lines = []
-        for k in sorted({int(row["k"]) for row in study.where(rows, size=size)}):
-            found = study.where(rows, size=size, k=k)
+        for k in sorted({int(row["k"]) for row in reporting.where(rows, size=size)}):
+            found = reporting.where(rows, size=size, k=k)
             cells = [
-                study.spread(study.column(found, name), digits)
+                reporting.spread(reporting.column(found, name), digits)
                 for name, digits in (("final_size", 1), ("test_loss", 3), ("penalised", 3))
             ]
             lines.append((str(k), *cells))
         if lines:
             head = (start, "ends at", "cross-entropy", "penalised")
-            parts.append(f"### {size.capitalize()} size\n\n{study.table(head, lines)}")
-    draw(rows, folder / "sizes.png")
+            parts.append(f"### {size.capitalize()} size\n\n{reporting.table(head, lines)}")
+    _draw(rows, folder / "sizes.png")
     return (
         "\n".join(parts)
         + """
-On the test images. The paper's Figure 5 has no numbers: "Learning k finds a near-optimal k in a single run
-for different initial guesses."
+The losses are those on the test images. The paper's Figure 5 has no numbers. Its caption says: "Learning k
+finds a near-optimal k in a single run for different initial guesses."
 
-![penalised loss by size, and sizes in the course of the training](sizes.png)
+![Penalised loss by size, and sizes during the training](sizes.png)
 """
     )
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    figure, (left, right) = study.figure(2, width=12)
+def _draw(rows: list[Row], path: Path) -> None:
+    figure, (left, right) = reporting.figure(2, width=12)
     final = sorted((row for row in rows if "final_size" in row), key=lambda row: float(row["final_size"]))
-    grid, learned = study.where(final, size="fixed"), study.where(final, size="learned")
+    grid, learned = reporting.where(final, size="fixed"), reporting.where(final, size="learned")
     left.plot(
-        study.column(grid, "final_size"),
-        study.column(grid, "penalised"),
-        color=study.GREY,
+        reporting.column(grid, "final_size"),
+        reporting.column(grid, "penalised"),
+        color=reporting.GREY,
         marker="o",
         label="fixed k",
     )
-    for color, row in zip(study.COLORS, sorted(learned, key=lambda row: int(row["k"])), strict=False):
+    for color, row in zip(reporting.COLORS, sorted(learned, key=lambda row: int(row["k"])), strict=False):
         start = row["k"]
         left.plot(row["final_size"], row["penalised"], "*", color=color, markersize=14, label=f"from {start}")
-        steps, sizes = study.curve(study.where(rows, size="learned", k=start, seed=row["seed"]), "size_now")
+        steps, sizes = reporting.curve(
+            reporting.where(rows, size="learned", k=start, seed=row["seed"]), "size_now"
+        )
         right.plot([0, *steps], [float(start), *sizes], color=color, linewidth=2, label=f"from {start}")
     if grid:
         best = min(grid, key=lambda row: float(row["penalised"]))
-        right.axhline(float(best["final_size"]), color=study.GREY, linestyle="--", label="best of the grid")
+        right.axhline(
+            float(best["final_size"]), color=reporting.GREY, linestyle="--", label="best of the grid"
+        )
     left.set_title("Penalised test loss", fontsize=13)
     left.set_xlabel("size: k, or the learned Σπ")
     left.set_ylabel("cross-entropy + λ Σπ")
     right.set_title("The learned size", fontsize=13)
     right.set_xlabel("step")
     right.set_ylabel("Σπ")
-    study.log_axis(right)
+    reporting.log_axis(right)
     for plot in (left, right):
         if plot.lines:
             plot.legend(frameon=False)

@@ -1,8 +1,8 @@
-"""Time and memory of calls beside one another, in one run.
+"""Time and memory of several calls, measured side by side in one run.
 
-A shared machine is never equally fast twice, so what counts are ratios: the calls take turns, round after
-round and each round in another order, since a call that follows a large one finds the caches cold. Each is
-summed up by its median.
+The speed of a shared machine changes from run to run, so only ratios within a run are comparable. The calls
+take turns, each round in another order, because a call that follows a large one finds the caches cold. The
+time of a call is the median over its rounds.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def clock(cpu_time: bool = False) -> Clock:
-    """Wall time; or one thread and its CPU time, which others on the machine disturb less."""
+    """A clock of wall time, or of the CPU time of one thread, which other processes disturb less."""
     if not cpu_time:
         return time.perf_counter
     torch.set_num_threads(1)
     return time.thread_time
 
 
-def settle_allocator() -> None:
-    """Bring glibc to where a training process soon is: it keeps freed memory of up to 64 MB.
+def _settle_allocator() -> None:
+    """Bring glibc's allocator into the state of a training process, which keeps up to 64 MB of freed memory.
 
-    Its threshold is twice the largest block under 32 MB that was freed so far. Below it a call whose results
-    outgrow those of another by a few numbers a row hands all its memory back each time, and pays for the
-    page faults.
+    Its threshold for that is twice the largest block below 32 MB that was freed so far. With a low threshold,
+    a call whose results are slightly larger than those of another gives all its memory back each time, and
+    its time includes the page faults.
     """
     torch.zeros((1 << 23) - 4_096)  # freed at once
 
@@ -53,9 +53,9 @@ def medians(
 
     Args:
         calls: what to time, by name.
-        seconds: of time for each call; one that has used them up sits out the later rounds. The first call
-            of each does not count, unless it takes ten times as long, and repeating it nearly doubles that.
-        rounds: at most.
+        seconds: the time for each call; a call that has used it up takes no part in later rounds. The first
+            run of each call is a warm-up and does not count, unless it takes more than ten times ``seconds``.
+        rounds: the largest number of rounds.
         clock: see :func:`clock`.
     """
 
@@ -64,7 +64,7 @@ def medians(
         call()
         return clock() - start
 
-    settle_allocator()
+    _settle_allocator()
     times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
     order, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(rounds):
@@ -76,9 +76,9 @@ def medians(
 
 
 def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
-    """A call of function(*inputs) and of its backward from random gradients, anew each time.
+    """A call that runs function(*inputs) and its backward pass, from fixed random gradients.
 
-    Inputs of floating-point dtype are copied and get gradients.
+    Inputs of floating-point dtype are copied, and gradients are computed for them.
     """
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     wanted = [x for x in leaves if x.requires_grad]
@@ -94,17 +94,17 @@ def forward_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Call:
 
 
 def peak_memory(call: Call) -> int | None:
-    """Bytes by which the process grows at most while the call runs, results included; None off Linux.
+    """The largest growth of the process in bytes while the call runs, including its results; None off Linux.
 
-    Good to about 0.1 MB. Meanwhile every tensor is mapped and unmapped on its own, so that no hole in the
-    heap hides or doubles one. The allocator's threshold for that stays fixed afterwards, so measure times
-    first.
+    The accuracy is about 0.1 MB. During the measurement every tensor gets its own memory map, so that free
+    space in the heap does not hide a tensor. The allocator's threshold for that stays fixed afterwards, so
+    measure times before memory.
     """
     if not CLEAR_REFS.exists():
         return None
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    call()  # what is loaded or compiled on first use is not counted
+    call()  # so that what is loaded or compiled on first use is not counted
     gc.collect()
     libc.malloc_trim(0)
     CLEAR_REFS.write_text("5")  # the kernel's way to reset the peak
@@ -112,7 +112,7 @@ def peak_memory(call: Call) -> int | None:
     result = call()
     peak = _status("VmHWM")
     del result
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # where glibc's own, growing threshold ends
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the largest value of glibc's own threshold
     return max(0, peak - before)
 
 

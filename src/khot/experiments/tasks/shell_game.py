@@ -1,9 +1,9 @@
-"""A transduction task that teacher forcing gets wrong: where was the ball, from the end back to the start?
+"""A transduction task on which teacher forcing fails: the places of a hidden ball, in reverse order.
 
-A ball lies under the first of six cups, which are shuffled again and again, in one of a few fixed ways each
-time. The source is what was done, the last first; the target is the cup with the ball after each shuffle, in
-the same order. So the first token takes all shuffles to answer, and every other one is the token before it,
-with one shuffle undone.
+A ball lies under the first of six cups. The cups are shuffled many times, each time in one of a few fixed
+ways. The source is the list of shuffles, the last one first. The target is the cup with the ball after each
+shuffle, in the same order. The first token of the target therefore depends on all shuffles, and every other
+token follows from the one before it by undoing one shuffle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUPS, SHUFFLES = 6, 3
 
 
 def draw_shuffles() -> Tensor:
-    """Where each way to shuffle puts each cup, (SHUFFLES, CUPS)."""
+    """The new place of each cup in each way to shuffle, (SHUFFLES, CUPS)."""
     return torch.stack([torch.randperm(CUPS) for _ in range(SHUFFLES)])
 
 
@@ -47,8 +47,10 @@ class Decoder(NamedTuple):
 
 
 class Retracer(nn.Module):
-    """A recurrent encoder that reads both ways, and a recurrent decoder that reads along: its t-th token sees
-    what the encoder says at the t-th place."""
+    """A recurrent encoder in both directions, and a recurrent decoder.
+
+    Step t of the decoder sees output t of the encoder.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -62,7 +64,8 @@ class Retracer(nn.Module):
         memory, _ = self.encoder(self.shuffles(source))
 
         def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            # the last entry of a state counts the steps: it is the same in all beams, so mixing leaves it
+            # the last entry of a state counts the steps: it is the same in all beams, so mixing does not
+            # change it
             h, place = state[..., :-1], state[..., -1:]
             h = self.cell(x.flatten(0, 1), h.flatten(0, 1)).unflatten(0, x.shape[:2])
             here = memory[:, int(place[0, 0].round())].unsqueeze(1).expand(-1, x.shape[1], -1)
@@ -74,10 +77,10 @@ class Retracer(nn.Module):
 
 @contextmanager
 def no_denormals() -> Iterator[None]:
-    """Round what is smaller than a normal number to 0.
+    """Round numbers below the smallest normal number to 0.
 
-    Most of what comes back through the beams of a model that is sure is, and makes steps on a CPU several
-    times slower.
+    When the model is certain of its tokens, most gradients through the beams are that small, and would make
+    steps on a CPU several times slower.
     """
     torch.set_flush_denormal(True)
     try:
@@ -87,7 +90,7 @@ def no_denormals() -> Iterator[None]:
 
 
 class Score(NamedTuple):
-    """Shares that are right: of sequences; of tokens, at each place; of tokens after right beginnings."""
+    """Shares of right sequences, of right tokens at each place, and of right tokens after right prefixes."""
 
     exact: float
     tokens: list[float]
@@ -96,7 +99,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(model: Retracer, source: Tensor, target: Tensor, k: int) -> Score:
-    """Of beam search with k beams."""
+    """The score of beam search with k beams."""
     decoder: Decoder = model(source)
     right = soft_beam_search(*decoder, target.shape[1], k, hard=True).tokens[:, 0] == target
     x, state, forced = decoder.start.expand(len(source), 1, -1), decoder.state.unsqueeze(1), []

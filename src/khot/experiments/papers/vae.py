@@ -1,20 +1,20 @@
 """Variational autoencoders with a k-hot latent space (sigmoid-topk, Table 4)
 
-The encoder turns an image into logits, a k-hot sample of them is the latent, and the decoder turns that
-into the image. The loss is the binary cross-entropy of the image, summed over its pixels, plus the
-Kullback-Leibler divergence of softmax(logits) from the uniform distribution, summed over the latent
-vectors, which stands in for the prior term, whatever the method. *small* has ten latent vectors with n = 10
-and k = 5, *large* has one with n = 1000 and k = 500. The encoder is 784-512-256-logits, the decoder
-latent-256-512-784, with ReLU; Adam; τ = 1.
+The encoder computes logits from an image. A k-hot sample from them is the latent, from which the decoder
+computes the image. The loss is the binary cross-entropy of the image, summed over its pixels, plus the
+Kullback-Leibler divergence of softmax(logits) from the uniform distribution, summed over the latent vectors.
+The divergence serves as the prior term of all methods. *Small* has ten latent vectors with n = 10 and k = 5;
+*large* has one with n = 1000 and k = 500. The encoder is 784-512-256-logits and the decoder is
+latent-256-512-784, both with ReLU. The optimiser is Adam, and τ is 1.
 
-Where it departs from the paper, which gives neither batch size nor number of steps:
+Departures from the paper, which gives neither batch size nor number of steps:
 
-- The learning rate is 0.001 instead of 0.0001, with which these steps would stop far from the end, and falls
-  to 0 along a cosine over the second half of the steps.
-- straight_through and second_order draw by the pivotal design, whose inclusion probabilities are exact.
+- The learning rate is 0.001 instead of 0.0001, and falls to 0 along a cosine over the second half of the
+  steps. With 0.0001 this number of steps would end far from convergence.
+- `straight_through` and `second_order` draw by the pivotal design, whose inclusion probabilities are exact.
 - NCPSS is written anew from its description in the paper, with three rounds of iterative Poisson sampling.
-- Xie & Ermon and SIMPLE are run only if asked for (`--methods`).
-- There are two seeds, and not five.
+- Xie & Ermon and SIMPLE only run on request (`--methods`).
+- There are two seeds instead of five.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot.experiments import methods, study
-from khot.experiments.study import Checkpoint, Row, Trial
+from khot.experiments.harness import reporting, study, training
+from khot.experiments.harness.study import Checkpoint, Row, Trial
+from khot.experiments.tasks import methods
 
-__all__ = ["EXPERIMENT", "PAPER", "SIZES", "Args", "Latent"]
+__all__ = ["EXPERIMENT", "PAPER", "SIZES", "Args", "Latent", "report", "run", "trials"]
 
 
 class Latent(NamedTuple):
+    """The shape of a latent space: k of n ones in each of several vectors."""
+
     vectors: int
     n: int
     k: int
@@ -63,17 +66,17 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Args(study.Args):
-    seeds: int = field(default=2, metadata={"help": "How many seeds: 0, 1, and so on.", "selects": True})
+    """The latent spaces, the methods, and the training."""
+
+    seeds: int = field(default=2, metadata={"help": "Number of seeds; they are 0, 1, ...", "selects": True})
     steps: int = field(default=40_000, metadata={"help": "Training steps."})
-    batch: int = field(default=64, metadata={"help": "Images a step."})
+    batch: int = field(default=64, metadata={"help": "Images per step."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate."})
-    points: int = field(default=12, metadata={"help": "Points of the curve of test losses."})
-    sizes: tuple[str, ...] = field(
-        default=tuple(SIZES), metadata={"help": "Which latent spaces.", "selects": True}
-    )
+    points: int = field(default=12, metadata={"help": "Number of points of the curve of test losses."})
+    sizes: tuple[str, ...] = field(default=tuple(SIZES), metadata={"help": "Latent spaces.", "selects": True})
     methods: tuple[str, ...] = field(
         default=("ncpss", "straight_through", "second_order", "gumbel"),
-        metadata={"help": "Which methods.", "selects": True},
+        metadata={"help": "Methods to compare.", "selects": True},
     )
 
     def __post_init__(self) -> None:
@@ -91,16 +94,18 @@ def trials(args: Args) -> list[Trial]:
     ]
 
 
-class VAE(nn.Module):
+class _VAE(nn.Module):
+    """An autoencoder whose latent is a k-hot sample."""
+
     def __init__(self, pixels: int, latent: Latent, method: str) -> None:
         super().__init__()
         self.latent, self.method = latent, method
         width = latent.vectors * latent.n
-        self.encoder = study.mlp(pixels, 512, 256, width)
-        self.decoder = study.mlp(width, 256, 512, pixels)
+        self.encoder = training.mlp(pixels, 512, 256, width)
+        self.decoder = training.mlp(width, 256, 512, pixels)
 
     def losses(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Reconstruction and prior term of each image."""
+        """The reconstruction loss and the prior term of each image."""
         logits = self.encoder(images).unflatten(-1, (self.latent.vectors, self.latent.n))
         sample = methods.draw(self.method, logits, self.latent.k)
         decoded = self.decoder(sample.flatten(-2))
@@ -111,11 +116,11 @@ class VAE(nn.Module):
 
 
 def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
-    found = study.images(args)
+    found = training.images(args)
     images = found.train_images.to(args.device)
-    model = VAE(found.n, SIZES[str(trial["size"])], str(trial["method"])).to(args.device)
+    model = _VAE(found.n, SIZES[str(trial["size"])], str(trial["method"])).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.annealed(step / args.steps))
+    schedule = training.lr_schedule(optimizer, training.cosine_over_last_half, args.steps)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     @torch.no_grad()
@@ -124,8 +129,8 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         loss, divergence = (torch.cat(values).mean().item() for values in zip(*parts, strict=True))
         return loss, divergence
 
-    for step in study.steps(checkpoint, state, args.steps):
-        batch = study.minibatches(len(images), args.batch, step, int(trial["seed"])).to(args.device)
+    for step in training.steps(checkpoint, state, args.steps):
+        batch = training.minibatches(len(images), args.batch, step, int(trial["seed"])).to(args.device)
         loss = torch.stack(model.losses(images[batch])).sum(0).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -147,41 +152,41 @@ def report(args: Args, rows: list[Row], folder: Path) -> str:
     for size, latent in SIZES.items():
         lines = []
         for method, label in methods.LABELS.items():
-            found = study.where(rows, size=size, method=method)
-            losses = study.column(found, "test_loss")
+            found = reporting.where(rows, size=size, method=method)
+            losses = reporting.column(found, "test_loss")
             paper = PAPER[size].get(method, {}).get(args.setting()["dataset"])
             if losses:
-                divergence = study.spread(study.column(found, "divergence"), 2)
-                last = study.settling(found, "curve")
-                lines.append((label, *study.compare(paper, losses, 2), divergence, last))
+                divergence = reporting.spread(reporting.column(found, "divergence"), 2)
+                last = reporting.last_change(found, "curve")
+                lines.append((label, *reporting.compare(paper, losses, 2), divergence, last))
         if lines:
-            head = ("method", "paper", "here", "difference", "of it divergence", "last change")
+            head = ("method", "paper", "here", "difference", "divergence in it", "last change")
             title = f"### {size.capitalize()}: {latent.vectors} × {latent.k} of {latent.n}"
-            parts.append(f"{title}\n\n{study.table(head, lines)}")
-    draw(rows, folder / "curves.png")
+            parts.append(f"{title}\n\n{reporting.table(head, lines)}")
+    _draw(rows, folder / "curves.png")
     return (
         "\n\n".join(parts)
         + f"""
-The test loss, mean and deviation over seeds; the difference to the paper is bold where it is more than the
-paper's deviation. *last change*: of the test loss, over the last {args.steps // args.points} of {args.steps}
-steps.
+The figures are mean and deviation over the seeds of the test loss. A difference from the paper is bold if it
+is larger than the paper's deviation. *divergence in it*: the part of the loss that is the divergence. *last
+change*: the change of the test loss over the last {args.steps // args.points:,} of {args.steps:,} steps.
 
-![test losses in the course of the training](curves.png)
+![Test losses during the training](curves.png)
 """
     )
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    figure, plots = study.figure(2, width=12)
+def _draw(rows: list[Row], path: Path) -> None:
+    figure, plots = reporting.figure(2, width=12)
     for plot, (size, latent) in zip(plots, SIZES.items(), strict=True):
-        for color, (method, label) in zip(study.COLORS, methods.LABELS.items(), strict=False):
-            steps, losses = study.curve(study.where(rows, size=size, method=method), "curve")
+        for color, (method, label) in zip(reporting.COLORS, methods.LABELS.items(), strict=False):
+            steps, losses = reporting.curve(reporting.where(rows, size=size, method=method), "curve")
             if steps:
                 plot.plot(steps, losses, color=color, linewidth=2, label=label)
         plot.set_title(f"k-hot VAE: {latent.vectors} × {latent.k} of {latent.n}", fontsize=13)
         plot.set_xlabel("step")
         plot.set_ylabel("test loss, mean over seeds")
-        study.log_axis(plot)
+        reporting.log_axis(plot)
         if plot.lines:
             plot.legend(frameon=False)
     figure.savefig(path, dpi=120)

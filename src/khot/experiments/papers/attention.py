@@ -1,19 +1,23 @@
-"""Attention to the k best places of the source, beside softmax attention. (soft-ot-topk, Table 4)
+"""Attention to the k best places of the source, compared with softmax attention (soft-ot-topk, Table 4)
 
-The paper puts softmax(s + log A), A the soft top-k of the scores s, into a translator of WMT'16 English to
-German, and reports BLEU. The translation corpora are not at hand. What is translated here is generated: every
-place of a source has a tag, a vector of length 1, and a word, in no order. Six tags are fixed; two places
-have the t-th of them, and the t-th token of the target is the sum of their two words modulo eight. The tags
-of the other places are drawn from the sphere. Sources have 24 places in training, and in the test up to 384:
-the more there are, the more others come near and share the weight that softmax gives out.
+The paper puts softmax(s + log A), where A is the soft top-k of the scores s, into a translator from English
+to German (WMT'16), and reports BLEU. This experiment uses generated data instead of the translation corpora.
+A source is a set of places without an order. Each place has a tag, which is a vector of length 1, and a word.
+Six tags are fixed, and two places have each of them. The t-th token of the target is the sum, modulo eight,
+of the two words at the places with the t-th fixed tag. The tags of all other places are random points on the
+sphere. Sources have 24 places in training and up to 384 in the test. The more places there are, the more
+random tags are close to a fixed one, and the more of softmax's weight goes to them.
 
-Both decoders have the same parameters, from the same start, and train by teacher forcing; the figures are the
-shares of sequences and tokens that beam search with 5 beams finds. `topk` chooses softly in training and hard
-in the test (`khot.nn.TopKAttention`), `hard` chooses hard in training, too.
+All decoders have the same parameters and the same initial values, and train by teacher forcing. The figures
+are the shares of sequences and tokens that beam search with 5 beams finds. `topk` selects softly in training
+and hard in the test (`khot.nn.TopKAttention`); `hard` also selects hard in training.
 
-Where it departs from the paper: data and metric, as said; a source is embedded but not read by a recurrent
-encoder, since its order means nothing. k = 2, and a temperature that falls from 4 to 1: the paper names
-neither k nor ε here. One head.
+Departures from the paper:
+
+- The data and the metric are different, as described above.
+- A source is embedded, but not read by a recurrent encoder, since its order has no meaning.
+- k is 2, and the temperature falls from 4 to 1; the paper names neither k nor ε for this table.
+- There is one attention head.
 """
 
 from __future__ import annotations
@@ -27,36 +31,37 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments import study
-from khot.experiments.shell_game import Decoder
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.harness import reporting, study, training
+from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.tasks.shell_game import Decoder
 
-__all__ = ["EXPERIMENT", "METHODS", "Args", "Translator", "draw_sources"]
+__all__ = ["EXPERIMENT", "METHODS", "Args", "report", "run", "trials"]
 
 METHODS = ("softmax", "topk", "hard")
-TOKENS, WORDS, DIM, K = 6, 8, 8, 2  # of a target; there are; of a tag; places that a token is made of
+TOKENS, WORDS = 6, 8  # tokens of a target, and different words
+DIM, K = 8, 2  # dimension of a tag, and places with each of the fixed tags
 BEAMS, TEST = 5, 1000
 TAU = (4.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Args(study.Args):
-    """Sizes of the sources and of the training."""
+    """Sizes of the sources, and the training."""
 
     methods: tuple[str, ...] = field(
-        default=METHODS, metadata={"help": "Attentions, comma-separated.", "selects": True}
+        default=METHODS, metadata={"help": "Kinds of attention, comma-separated.", "selects": True}
     )
     places: int = field(default=24, metadata={"help": "Places of a source in training."})
     steps: int = field(default=400, metadata={"help": "Steps of Adam."})
-    batch: int = field(default=64, metadata={"help": "Sequences a step."})
-    size: int = field(default=32, metadata={"help": "Units of embeddings and decoder."})
-    lr: float = field(default=1e-2, metadata={"help": "Learning rate; it falls over the last third."})
+    batch: int = field(default=64, metadata={"help": "Sequences per step."})
+    size: int = field(default=32, metadata={"help": "Units of the embeddings and of the decoder."})
+    lr: float = field(
+        default=1e-2, metadata={"help": "Learning rate; it falls to 0 over the last third of the steps."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.methods:
-            if name not in METHODS:
-                raise ArgumentError(f"methods = {name!r}: expected some of {', '.join(METHODS)}")
+        study.check_choices("methods", self.methods, METHODS)
         if self.places < K * TOKENS:
             raise ArgumentError(f"places = {self.places}: expected at least {K * TOKENS}")
 
@@ -65,26 +70,26 @@ def trials(args: Args) -> list[Trial]:
     return [{"method": name, "seed": seed} for seed in range(args.seeds) for name in args.methods]
 
 
-def draw_tags(*shape: int) -> Tensor:
+def _draw_tags(*shape: int) -> Tensor:
     return F.normalize(torch.randn(*shape, DIM), dim=-1)
 
 
-def draw_sources(fixed: Tensor, size: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_sources(fixed: Tensor, size: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tags (size, places, DIM), words (size, places) and targets (size, TOKENS)."""
-    tags = torch.cat([fixed.repeat(size, K, 1), draw_tags(size, places - K * TOKENS)], 1)
+    tags = torch.cat([fixed.repeat(size, K, 1), _draw_tags(size, places - K * TOKENS)], 1)
     words = torch.randint(WORDS, (size, places))
     target = words[:, : K * TOKENS].unflatten(1, (K, TOKENS)).sum(1) % WORDS
     order = torch.rand(size, places).argsort(1)
     return tags.take_along_dim(order.unsqueeze(-1), 1), words.gather(1, order), target
 
 
-class Translator(nn.Module):
+class _Translator(nn.Module):
     """A recurrent decoder that attends to the places of a source."""
 
     def __init__(self, size: int, attention: nn.MultiheadAttention) -> None:
         super().__init__()
         self.tags, self.words = nn.Linear(DIM, size), nn.Embedding(WORDS, size)
-        self.tokens = nn.Embedding(WORDS + 1, size)  # the last one starts
+        self.tokens = nn.Embedding(WORDS + 1, size)  # the last one is the start token
         self.cell, self.attention = nn.GRUCell(size, size), attention
         self.head = nn.Sequential(nn.Linear(size, 2 * size), nn.ReLU(), nn.Linear(2 * size, WORDS))
 
@@ -99,7 +104,7 @@ class Translator(nn.Module):
         return Decoder(step, table[:-1], table[-1], table.new_zeros(len(tags), table.shape[1]))
 
 
-def make(args: Args, method: str) -> tuple[Translator, khot.nn.Anneal]:
+def _make(args: Args, method: str) -> tuple[_Translator, khot.nn.Anneal]:
     tau = khot.nn.Anneal(*TAU, args.steps, "exponential")
     plain = nn.MultiheadAttention(args.size, 1, batch_first=True)
     if method == "softmax":
@@ -107,19 +112,19 @@ def make(args: Args, method: str) -> tuple[Translator, khot.nn.Anneal]:
     else:
         attention = khot.nn.TopKAttention(args.size, 1, K, batch_first=True, tau=tau)
         attention.load_state_dict(plain.state_dict(), strict=False)
-    return Translator(args.size, attention).to(args.device), tau
+    return _Translator(args.size, attention).to(args.device), tau
 
 
 def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
-    method, fixed = str(trial["method"]), draw_tags(TOKENS)
-    model, tau = make(args, method)
+    method, fixed = str(trial["method"]), _draw_tags(TOKENS)
+    model, tau = _make(args, method)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.falling(step / args.steps))
+    schedule = training.lr_schedule(optimizer, training.linear_over_last_third, args.steps)
     state = {"model": model, "tau": tau, "optimizer": optimizer, "schedule": schedule}
-    for step in study.steps(checkpoint, state, args.steps):
+    for step in training.steps(checkpoint, state, args.steps):
         model.train()
         model.attention.train(method != "hard")
-        tags, words, target = (x.to(args.device) for x in draw_sources(fixed, args.batch, args.places))
+        tags, words, target = (x.to(args.device) for x in _draw_sources(fixed, args.batch, args.places))
         decoder: Decoder = model(tags, words)
         loss = khot.nn.soft_beam_loss(*decoder, target, k=1, rho=1)
         optimizer.zero_grad()
@@ -131,14 +136,14 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
             yield {"step": step + 1, "loss": loss.item()}
     model.eval()
     for places in (args.places * 2**i for i in range(5)):
-        exact, tokens = score(args, model, fixed, places)
+        exact, tokens = _score(args, model, fixed, places)
         yield {"places": places, "exact": exact, "tokens": tokens, "seconds": round(checkpoint.clock(), 1)}
 
 
 @torch.no_grad()
-def score(args: Args, model: Translator, fixed: Tensor, places: int) -> tuple[float, float]:
-    """Shares of sequences and of tokens that beam search finds."""
-    tags, words, target = (x.to(args.device) for x in draw_sources(fixed, TEST, places))
+def _score(args: Args, model: _Translator, fixed: Tensor, places: int) -> tuple[float, float]:
+    """The shares of sequences and of tokens that beam search finds."""
+    tags, words, target = (x.to(args.device) for x in _draw_sources(fixed, TEST, places))
     decoder: Decoder = model(tags, words)
     found = khot.nn.soft_beam_search(*decoder, TOKENS, BEAMS, hard=True)
     right = found.tokens[:, 0] == target
@@ -151,35 +156,35 @@ def report(args: Args, rows: list[Row], folder: Path) -> str:
     for name in ("exact", "tokens"):
         lines = []
         for method in METHODS:
-            of = study.where(rows, method=method)
-            cells = ([100 * x for x in study.column(study.where(of, places=n), name)] for n in places)
+            of = reporting.where(rows, method=method)
+            cells = ([100 * x for x in reporting.column(reporting.where(of, places=n), name)] for n in places)
             if of:
-                lines.append((f"`{method}`", *(study.spread(cell, 1) for cell in cells)))
-        parts.append(study.table(("attention", *(f"{n} places" for n in places)), lines))
-    draw(args, rows, folder / "attention.png")
+                lines.append((f"`{method}`", *(reporting.spread(cell, 1) for cell in cells)))
+        parts.append(reporting.table(("attention", *(f"{n} places" for n in places)), lines))
+    _draw(args, rows, folder / "attention.png")
     return f"""Exact match, %:
 
 {parts[0]}
 Tokens, %:
 
 {parts[1]}
-Of {TEST} sequences, mean and standard deviation over the seeds; trained with {args.places} places. The paper,
-on WMT'16 English to German: BLEU 36.54 with softmax attention, 37.30 with top-k attention. The figures have
-different units and cannot be compared but in their order.
+Mean and standard deviation over the seeds, of {TEST} test sequences, after training with {args.places}
+places. The paper reports for WMT'16 English to German: BLEU 36.54 with softmax attention, 37.30 with top-k
+attention. The figures have different units, so that only their order can be compared.
 
-![Exact match by places, and the loss in training](attention.png)
+![Exact match by number of places, and the training loss](attention.png)
 """
 
 
-def draw(args: Args, rows: list[Row], path: Path) -> None:
-    figure, (right, loss) = study.figure(2, width=9)
-    for name, color in zip(METHODS, study.COLORS, strict=False):
-        of = study.where(rows, method=name)
+def _draw(args: Args, rows: list[Row], path: Path) -> None:
+    figure, (right, loss) = reporting.figure(2, width=9)
+    for name, color in zip(METHODS, reporting.COLORS, strict=False):
+        of = reporting.where(rows, method=name)
         places = sorted({int(row["places"]) for row in of if "places" in row})
-        exact = [study.column(study.where(of, places=n), "exact") for n in places]
+        exact = [reporting.column(reporting.where(of, places=n), "exact") for n in places]
         means = [100 * sum(shares) / len(shares) for shares in exact]
         right.plot(places, means, "o-", color=color, linewidth=2, label=name)
-        loss.plot(*study.curve(of, "loss"), color=color, linewidth=2, label=name)
+        loss.plot(*reporting.curve(of, "loss"), color=color, linewidth=2, label=name)
     right.axvline(args.places, color="#cccccc", linestyle="--", zorder=0)
     right.set_title("Sequences found by beam search", fontsize=13)
     right.set_xscale("log", base=2)
@@ -188,9 +193,9 @@ def draw(args: Args, rows: list[Row], path: Path) -> None:
     right.set_ylabel("exact match, %")
     right.set_ylim(0, 104)
     loss.set_title("Training", fontsize=13)
-    study.log_axis(loss)
+    reporting.log_axis(loss)
     loss.set_xlabel("step of Adam")
-    loss.set_ylabel("cross-entropy of a token")
+    loss.set_ylabel("cross-entropy per token")
     right.legend(frameon=False)
     figure.savefig(path, dpi=120)
 

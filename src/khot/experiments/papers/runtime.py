@@ -1,19 +1,21 @@
 """Time and memory of a relaxed top-k (sigmoid-topk, Figure 6; lapsum, Figure 5; sparse-topk, Figure 4)
 
-khot's operators, what the papers and their competitors do (`khot.experiments.peers`: written from their
-description, and packages where they are installed), and torch.softmax, against n: forward, and forward and
-backward. Scores are normal with deviations from 0.1 to 5, k = n/10.
+This experiment measures khot's operators, the methods of the papers and of their competitors, and
+torch.softmax, as functions of n, in the forward pass and in forward and backward.
+`khot.experiments.tasks.peers` has the other methods, which are written anew from their descriptions, and
+packages where they are installed. Scores are normal with standard deviations from 0.1 to 5, and k = n/10.
 
     khot reproduce runtime
 
-Where it departs from the papers:
+Departures from the papers:
 
-- Times are CPU times of one thread, medians of calls that take turns, since the machine is shared. The papers
-  have GPUs and TPUs, and wall times. What counts are ratios.
-- There are 4 rows, in float32; sigmoid-topk has 100 with any k, and lapsum computes in float64.
-- What would take more than about 10 GB or minutes at some n is left out there.
-- sigmoid-topk's figure has a second part, on sampling; `python -m benchmarks.sampling` and
-  `benchmarks.conditional_poisson` stand for it.
+- Times are CPU times of one thread, as medians of calls that take turns, since the machine is shared. The
+  papers have wall times of GPUs and TPUs. Only ratios can be compared.
+- There are 4 rows in float32. sigmoid-topk has 100 rows, each with a random k, and lapsum computes in
+  float64.
+- A method is left out at sizes at which it would take more than about 10 GB, or minutes.
+- sigmoid-topk's figure has a second part on sampling. `python -m benchmarks.sampling` and
+  `python -m benchmarks.conditional_poisson` measure that.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ import torch
 from torch import Tensor
 
 import khot
-from khot.experiments import study, timing
-from khot.experiments.peers import PEERS, missing
+from khot.experiments.harness import reporting, study, timing
+from khot.experiments.tasks.peers import PEERS, missing
+
+__all__ = ["EXPERIMENT", "OURS", "PASSES", "Args", "methods", "report", "run", "trials"]
 
 OURS: dict[str, Callable[[Tensor, int, float], Tensor]] = {
     "khot.sigmoid_topk": lambda x, k, tau: khot.sigmoid_topk(x, k, tau=tau),
@@ -37,7 +41,7 @@ OURS: dict[str, Callable[[Tensor, int, float], Tensor]] = {
     "khot.sparse_topk": lambda x, k, tau: khot.sparse_topk(x, k, tau=tau),
 }
 PASSES = ("forward", "forward + backward")
-# What the papers' figures show: the second takes longer than the first.
+# What the papers' figures show: the second method takes longer than the first.
 PAPER = (
     ("sigmoid-topk, Figure 6", "halley", "sinkhorn"),
     ("lapsum, Figure 5", "sorted laplace", "sinkhorn"),
@@ -47,22 +51,22 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Args(study.Args):
-    """The sizes, and for how long each is timed."""
+    """The sizes, and the timing."""
 
     ns: tuple[int, ...] = field(
-        default=tuple(4**i for i in range(3, 9)), metadata={"help": "Lengths of a row.", "selects": True}
+        default=tuple(4**i for i in range(3, 9)), metadata={"help": "Lengths of the rows.", "selects": True}
     )
-    rows: int = field(default=4, metadata={"help": "Rows."})
-    seconds: float = field(default=0.2, metadata={"help": "For which each call is timed."})
+    rows: int = field(default=4, metadata={"help": "Number of rows."})
+    seconds: float = field(default=0.2, metadata={"help": "Seconds for which each call is timed."})
 
 
 def trials(args: Args) -> list[study.Trial]:
-    # times first: measuring memory changes how it is allocated
+    # times come first: measuring memory changes how the process allocates it
     return [{"what": what, "n": n} for what in ("time", "memory") for n in args.ns]
 
 
 def methods(rows: int, n: int, k: int) -> dict[str, Callable[[Tensor, int, float], Tensor]]:
-    """What can be run at this size."""
+    """The methods that can be run at this size."""
     found = {name: peer.call for name, peer in PEERS.items() if not missing(peer) and peer.fits(rows, n, k)}
     return {"torch.softmax": lambda x, k, tau: torch.softmax(x / tau, -1), **OURS, **found}
 
@@ -90,10 +94,10 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
 
 
 def report(args: Args, rows: list[study.Row], folder: Path) -> str:
-    """Times as ratios, memory, and what the papers' figures show."""
+    """The times as ratios, the memory, and what the papers' figures show."""
 
     def at(name: str, n: int, unit: str, kind: str = PASSES[1]) -> float | None:
-        found = study.column(study.where(rows, method=name, n=n, **{"pass": kind}), unit)
+        found = reporting.column(reporting.where(rows, method=name, n=n, **{"pass": kind}), unit)
         return found[0] if found else None
 
     ns = sorted({int(row["n"]) for row in rows})
@@ -113,38 +117,41 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
         if common:
             n, a, b = common[-1]
             says.append(
-                f"- {source}: {fast} is faster than {slow}. Here {slow} takes {b / a:.3g} times as long, at "
+                f"- {source}: {fast} is faster than {slow}. Here {slow} takes {b / a:.3g} times as long at "
                 f"n = {n:,}."
             )
-    left_out = [f"{name} ({why})" for name, peer in PEERS.items() if (why := missing(peer))]
-    draw(rows, names, ns, folder / "runtime.png")
+    left_out = [name for name in PEERS if name not in names]
+    _draw(rows, names, ns, folder / "runtime.png")
     head = ["", *(f"n = {n:,}" for n in ns)]
     return "\n\n".join(
         [
-            f"CPU time in times of torch.softmax, forward / forward + backward, {args.rows} rows, k = n/10:",
-            study.table(head, times).strip(),
-            "Memory, MB, by which the process grows at most in forward + backward (good to 0.1):",
-            study.table(head, sizes).strip(),
-            "What the papers' figures show, at the largest n that both could do:",
+            "CPU time divided by that of torch.softmax, in forward / forward + backward, with "
+            f"{args.rows} rows and k = n/10:",
+            reporting.table(head, times).strip(),
+            "The largest growth of the process in forward + backward, in MB, with an accuracy of 0.1:",
+            reporting.table(head, sizes).strip(),
+            "What the papers' figures show, at the largest n that both methods can do:",
             "\n".join(says),
             "![Time and memory against n](runtime.png)",
-            f"Not here: {', '.join(left_out)}." if left_out else "",
+            f"Not measured, because the package is not installed or n is too large: {', '.join(left_out)}."
+            if left_out
+            else "",
         ]
     )
 
 
-def draw(rows: list[study.Row], names: list[str], ns: list[int], path: Path) -> None:
-    """Time and memory of forward + backward against n: khot's operators in full."""
+def _draw(rows: list[study.Row], names: list[str], ns: list[int], path: Path) -> None:
+    """Plot time and memory of forward + backward against n; solid lines are khot's operators."""
     from matplotlib import colormaps
 
-    figure, panels = study.figure(2, width=12, height=5)
+    figure, panels = reporting.figure(2, width=12, height=5)
     others = [name for name in names if name not in OURS]
     colors = dict(zip(others, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
-    colors |= dict(zip(OURS, study.COLORS, strict=False))
+    colors |= dict(zip(OURS, reporting.COLORS, strict=False))
     for plot, unit, label in zip(panels, ("ms", "mb"), ("CPU time, ms", "memory, MB"), strict=True):
         for name in names:
-            mine = study.where(rows, method=name, **{"pass": PASSES[1]})
-            points = [(n, y) for n in ns for y in study.column(study.where(mine, n=n), unit) if y > 0]
+            mine = reporting.where(rows, method=name, **{"pass": PASSES[1]})
+            points = [(n, y) for n in ns for y in reporting.column(reporting.where(mine, n=n), unit) if y > 0]
             if points:
                 style = ".-" if name in OURS else ".--"
                 plot.loglog(*zip(*points, strict=True), style, color=colors[name], label=name)

@@ -1,13 +1,13 @@
-"""What ``khot reproduce`` does: run an experiment's trials, keep their rows, write the report.
+"""Runs the trials of an experiment, keeps their rows, and writes the report, for ``khot reproduce``.
 
-Trials are run one after the other or in processes of their own, each seeded and on one thread, so that a
-rerun gives the same figures. In the experiment's folder lie
+Trials run one after the other, or in parallel processes. Each trial is seeded and uses one thread, so that
+another run gives the same figures. The experiment's folder contains
 
-    metrics.csv     the rows of the trials that are finished; a trial that is in it is not run again
-    checkpoints/    what there is of the others; the same command goes on from it
+    metrics.csv     the rows of the finished trials, which are not run again
+    checkpoints/    the state of unfinished trials, from which the same command continues
     config.json     the arguments and versions
-    notes.md        if somebody wrote it: what there is to say about the figures; it becomes part of
-    report.md       the figures beside the paper's, with plots
+    notes.md        optional, written by hand: a discussion of the figures, which becomes part of the report
+    report.md       our figures next to the paper's, with plots
 """
 
 from __future__ import annotations
@@ -34,49 +34,41 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import khot
 from khot import _kernels as kernels
-from khot.experiments import study
-from khot.experiments.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
+from khot.experiments.harness import study, training
+from khot.experiments.harness.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
 
 __all__ = ["reproduce"]
-
-# The names by which `source` calls them.
-PAPERS = {
-    "sigmoid-topk": "Wijk, Vinuesa, Azizpour 2025, Differentiable Top-k: From One-Hot to k-Hot",
-    "soft-ot-topk": "Xie et al. 2020, Differentiable Top-k Operator with Optimal Transport",
-    "lapsum": "Struski et al. 2025, LapSum: One Method to Differentiate Them All",
-    "sparse-topk": "Sander et al. 2023, Fast, Differentiable and Sparse Top-k: a Convex Analysis Perspective",
-}
 
 
 class _Outcome(NamedTuple):
     rows: list[Row]
     seconds: float
-    error: str  # a traceback, or nothing
+    error: str  # a traceback, or empty
 
 
 def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str = "") -> tuple[str, list[str]]:
-    """Run the trials that are not done yet, and write the report.
+    """Run the trials that are not finished, and write the report.
 
     Args:
-        name: of the experiment.
+        name: the name of the experiment.
         args: its arguments.
-        out: the folder in which the experiment has its own.
-        jobs: how many processes to run trials in.
-        command: what was typed, for the report.
+        out: the folder for results; the experiment's own folder in it has the experiment's name.
+        jobs: the number of parallel processes for trials.
+        command: the command that was typed, which the report names.
 
     Returns:
-        The report's Markdown on the result (empty if there is no row to report on), and a line for each trial
-        that failed.
+        The part of the report about the result, in Markdown (empty if there are no rows), and one line for
+        each trial that failed.
 
     Raises:
-        ArgumentError: jobs < 1, no data where they are needed, or a folder with results of other arguments.
+        ArgumentError: jobs < 1, or the folder has results of other arguments or cannot be written to.
         DataError: a file of ``args.data_dir`` is missing or broken.
     """
     if jobs < 1:
         raise ArgumentError(f"jobs = {jobs}: expected at least 1")
     experiment, folder = study.find(name), out / name
     if experiment.needs == "MNIST":
-        study.images(args)
+        training.images(args)
     trials = experiment.trials(args)
     config = _settle(folder, experiment, args)
     metrics = folder / "metrics.csv"
@@ -103,7 +95,7 @@ def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str =
             progress.advance(task)
         progress.update(task, now="")
 
-    with suppress(OSError):  # not there, or not empty
+    with suppress(OSError):  # the folder does not exist, or is not empty
         (folder / "checkpoints").rmdir()
     rows = _read(metrics)
     if not rows:
@@ -120,14 +112,14 @@ def reproduce(name: str, args: Args, out: Path, *, jobs: int = 1, command: str =
 def _outcomes(
     name: str, args: Args, trials: list[Trial], folder: Path, jobs: int, tell: Callable[[Row], None]
 ) -> Iterator[tuple[Trial, _Outcome]]:
-    """Each trial with what became of it, as they finish."""
-    # what a process that imports everything anew can find, whatever the table of this one holds
-    module = study.EXPERIMENTS[study.names().index(name)]
+    """Each trial with its outcome, in the order in which they finish."""
+    # another process is given the module: its own table of experiments may be a different one
+    module = study.module_of(name)
     if jobs == 1 or len(trials) < 2:
         for trial in trials:
             yield trial, _work(module, args, trial, _checkpoint(folder, trial), tell)
         return
-    # spawned, since a fork would share the state of torch's threads
+    # spawned: a forked process would share the state of torch's threads
     with ProcessPoolExecutor(min(jobs, len(trials)), get_context("spawn")) as pool:
         running = {
             pool.submit(_work, module, args, trial, _checkpoint(folder, trial)): trial for trial in trials
@@ -140,18 +132,18 @@ def _outcomes(
                     outcome = _Outcome([], 0.0, f"{type(error).__name__}: {error}")
                 tell(running[future])
                 yield running[future], outcome
-        finally:  # after a stop nothing new is begun
+        finally:  # after a stop no further trial starts
             pool.shutdown(cancel_futures=True)
 
 
 def _work(
     module: str, args: Args, trial: Trial, path: Path, tell: Callable[[Row], None] | None = None
 ) -> _Outcome:
-    """Run one trial; an exception becomes its outcome."""
-    experiment = importlib.import_module(module, __package__).EXPERIMENT
+    """Run one trial; if it raises an exception, the outcome holds the traceback."""
+    experiment = importlib.import_module(module).EXPERIMENT
     checkpoint = Checkpoint(path)
     try:
-        with study.one_thread(), torch.random.fork_rng(devices=[]):
+        with training.one_thread(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(trial.get("seed", 0)))
             for row in experiment.run(args, trial, checkpoint):
                 checkpoint.rows.append({**trial, **row})
@@ -182,7 +174,7 @@ def _short(value: str | int | float) -> str:
 
 
 def _settle(folder: Path, experiment: Experiment[Any], args: Args) -> dict[str, Any]:
-    """The contents of config.json, written. What is in the folder must be of these arguments."""
+    """Write config.json and return its contents. Refuse a folder with results of other arguments."""
     path, setting = folder / "config.json", args.setting()
     if experiment.needs != "MNIST":
         del setting["dataset"]
@@ -202,7 +194,7 @@ def _settle(folder: Path, experiment: Experiment[Any], args: Args) -> dict[str, 
         "khot": khot.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, one thread a trial",
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, one thread per trial",
         "kernels": kernels.active()["cpu"],
         "cpu_seconds": seconds,
     }
@@ -219,14 +211,14 @@ def _save_json(path: Path, content: Any) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Written beside and moved into place, so that a stop leaves no half a file."""
+    """Write another file and move it into place, so that a stop never leaves half a file."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", newline="")
     part.replace(path)
 
 
 def _read(path: Path) -> list[Row]:
-    """The rows of a CSV file, numbers as numbers; a cell that is empty is not there."""
+    """The rows of a CSV file. Numbers become int or float; a row has no entry for an empty cell."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -261,17 +253,17 @@ def _write_report(name: str, body: str, folder: Path, config: dict[str, Any], co
     lines = [
         f"# {title}",
         f"Written by `{command}`, from {experiment.source}:",
-        "\n".join(f"- {key}: {title}" for key, title in PAPERS.items() if key in experiment.source),
+        "\n".join(f"- {key}: {paper}" for key, paper in study.PAPERS.items() if key in experiment.source),
         "## Result",
         body.strip(),
-        *([notes.read_text(encoding="utf-8").strip()] if notes.exists() else []),
+        *(["## Discussion", notes.read_text(encoding="utf-8").strip()] if notes.exists() else []),
         "## What was done",
         text.strip("\n"),
         "## Setting",
         f"- arguments: {arguments}\n"
         + "\n".join(f"- {key}: {value}" for key, value in setting.items())
         + f"\n- time: {minutes:.1f} minutes of one core, {len(config['cpu_seconds'])} trials",
-        "Every figure is in [metrics.csv](metrics.csv), the configuration in [config.json](config.json).",
+        "All figures are in [metrics.csv](metrics.csv); the configuration is in [config.json](config.json).",
     ]
     _replace(folder / "report.md", "\n\n".join(lines) + "\n")
 

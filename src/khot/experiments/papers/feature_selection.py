@@ -1,25 +1,26 @@
-"""Feature selection: which k pixels tell the digits, or the image (sigmoid-topk, Table 3)
+"""Feature selection: choosing the k pixels that predict the image or the digit (sigmoid-topk, Table 3)
 
-A vector of n logits and a network are trained together. The network sees image × x, with x a k-hot sample
-whose parameters the logits are, one a pixel; six methods of sampling, and of its gradient, are compared.
-After the training the test loss is taken with masks that the same method draws, and with the k pixels of
-largest logits.
+A vector of n logits, one per pixel, and a network are trained together. The network sees image × x, where x
+is a k-hot sample whose parameters are the logits. The experiment compares six methods of sampling, each with
+its gradient. After the training, the test loss is computed with masks that the same method draws, and with
+the k pixels of largest logits.
 
-The paper does not say which loss its "test loss" is, so both are trained for: *reconstruction* is the binary
-cross-entropy of the whole image, mean over pixels, of a network 784-512-256-512-784; *classification* is the
-cross-entropy of the label, of a network 784-512-256-10. Both networks are those of its Appendix D, with ReLU;
-Adam and the network's learning rate, 0.001, too, and τ = 1.
+The paper does not say which loss its "test loss" is, so the experiment has two tasks. *Reconstruction* has
+the binary cross-entropy of the whole image, averaged over the pixels, with a network 784-512-256-512-784.
+*Classification* has the cross-entropy of the label, with a network 784-512-256-10. As in the paper's Appendix
+D, both networks have ReLU and are trained by Adam with a learning rate of 0.001, and τ is 1.
 
-Where it departs from the paper, which gives neither batch size, nor number of steps, nor initial logits:
+Departures from the paper, which gives neither batch size nor number of steps nor initial logits:
 
-- The logits start at 0, and learn faster than the network, so that the choice is made within few steps.
-- Both rates fall to 0 along a cosine over the second half of the steps.
-- A minibatch shares few masks, each seen by some of its images: what SIMPLE and the sequential softmax cost
-  is their number.
-- Every method gives k-hot samples forward, Xie & Ermon included, and a relaxed or expected sample backward.
-- straight_through and second_order draw by the pivotal design, whose inclusion probabilities are exact.
+- The logits start at 0 and learn faster than the network, so that the choice is made within few steps.
+- Both learning rates fall to 0 along a cosine over the second half of the steps.
+- A minibatch has only a few masks, each for a part of its images, because the cost of SIMPLE and of the
+  sequential softmax is proportional to the number of masks.
+- Every method, including Xie & Ermon, has k-hot samples in the forward pass, and a relaxed or expected sample
+  in the backward pass.
+- `straight_through` and `second_order` draw by the pivotal design, whose inclusion probabilities are exact.
 - NCPSS is written anew from its description in the paper, with three rounds of iterative Poisson sampling.
-- There are three seeds, and not five.
+- There are three seeds instead of five.
 """
 
 from __future__ import annotations
@@ -29,16 +30,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from khot.experiments import methods, study
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
-from khot.topk import topk_mask
+import khot
+from khot.experiments.harness import reporting, study, training
+from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.tasks import methods
+from khot.experiments.tasks.selection import TASKS, TEST_MASKS, Selection
 
-__all__ = ["EXPERIMENT", "PAPER", "TASKS", "Args"]
-
-TASKS = ("reconstruction", "classification")
+__all__ = ["EXPERIMENT", "PAPER", "Args", "report", "run", "trials"]
 
 # Table 3, MNIST and Fashion-MNIST: mean and deviation over five seeds.
 PAPER = {
@@ -50,25 +50,24 @@ PAPER = {
     "gumbel": {"mnist": (0.096, 5.06e-4), "fashion-mnist": (0.286, 4.89e-4)},
 }
 
-HIDDEN = (512, 256)
-TEST_MASKS = 100
-
 
 @dataclass(frozen=True)
 class Args(study.Args):
-    k: int = field(default=50, metadata={"help": "How many pixels to choose."})
-    reconstruction_steps: int = field(default=6_000, metadata={"help": "Training steps, for the image."})
-    classification_steps: int = field(default=15_000, metadata={"help": "Training steps, for the label."})
-    batch: int = field(default=64, metadata={"help": "Images a step."})
-    masks: int = field(default=16, metadata={"help": "Masks a step, each for batch/masks of the images."})
+    """What is selected, by which methods, and the training."""
+
+    k: int = field(default=50, metadata={"help": "Number of pixels to choose."})
+    reconstruction_steps: int = field(default=6_000, metadata={"help": "Training steps for reconstruction."})
+    classification_steps: int = field(default=15_000, metadata={"help": "Training steps for classification."})
+    batch: int = field(default=64, metadata={"help": "Images per step."})
+    masks: int = field(default=16, metadata={"help": "Masks per step, each for batch/masks images."})
     lr: float = field(default=1e-3, metadata={"help": "Learning rate of the network."})
     logits_lr: float = field(default=0.05, metadata={"help": "Learning rate of the logits."})
-    points: int = field(default=12, metadata={"help": "Points of the curve of test losses."})
+    points: int = field(default=12, metadata={"help": "Number of points of the curve of test losses."})
     tasks: tuple[str, ...] = field(
-        default=TASKS, metadata={"help": "What the network is to tell.", "selects": True}
+        default=TASKS, metadata={"help": "What the network predicts.", "selects": True}
     )
     methods: tuple[str, ...] = field(
-        default=tuple(methods.METHODS), metadata={"help": "Which methods.", "selects": True}
+        default=tuple(methods.METHODS), metadata={"help": "Methods to compare.", "selects": True}
     )
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ class Args(study.Args):
 
 
 def trials(args: Args) -> list[Trial]:
-    n = study.images(args).n
+    n = training.images(args).n
     if args.k > n:
         raise ArgumentError(f"k = {args.k}: expected at most {n}, the number of pixels")
     return [
@@ -94,26 +93,8 @@ def trials(args: Args) -> list[Trial]:
     ]
 
 
-class Selection(nn.Module):
-    """Logits of the pixels, and the network behind the mask."""
-
-    def __init__(self, n: int, task: str) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(n))
-        outputs = (HIDDEN[0], n) if task == "reconstruction" else (10,)
-        self.network = study.mlp(n, *HIDDEN, *outputs)
-
-    def losses(self, images: Tensor, labels: Tensor, masks: Tensor) -> Tensor:
-        """The loss of each image, mask after mask: the first images behind the first mask, and so on."""
-        seen = (images.view(len(masks), -1, images.shape[-1]) * masks.unsqueeze(1)).flatten(0, 1)
-        told = self.network(seen)
-        if told.shape == images.shape:
-            return F.binary_cross_entropy_with_logits(told, images, reduction="none").mean(-1)
-        return F.cross_entropy(told, labels, reduction="none")
-
-
 def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
-    found = study.images(args)
+    found = training.images(args)
     images, labels = found.train_images.to(args.device), found.train_labels.to(args.device)
     task, method, seed = str(trial["task"]), str(trial["method"]), int(trial["seed"])
     steps = args.steps(task)
@@ -125,7 +106,7 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         ],
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: study.annealed(step / steps))
+    schedule = training.lr_schedule(optimizer, training.cosine_over_last_half, steps)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def sample(count: int) -> Tensor:
@@ -133,7 +114,7 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
 
     @torch.no_grad()
     def test_masks() -> Tensor:
-        """From the same random numbers each time, so that the curve moves where the model does."""
+        """Masks from the same random numbers in each call: the curve only shows changes of the model."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return sample(TEST_MASKS)
@@ -144,23 +125,26 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         images = found.test_images[:count].to(args.device)
         return model.losses(images, found.test_labels[:count].to(args.device), masks).mean().item()
 
-    for step in study.steps(checkpoint, state, steps):
-        batch = study.minibatches(len(labels), args.batch, step, seed).to(args.device)
+    every, latest = max(1, steps // args.points), 0.0
+    for step in training.steps(checkpoint, state, steps):
+        batch = training.minibatches(len(labels), args.batch, step, seed).to(args.device)
         loss = model.losses(images[batch], labels[batch], sample(args.masks)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        if (step + 1) % max(1, steps // args.points) == 0:
-            yield {"step": step + 1, "train_loss": loss.item(), "curve": test_loss(test_masks())}
+        if (step + 1) % every == 0:
+            latest = test_loss(test_masks())
+            yield {"step": step + 1, "train_loss": loss.item(), "curve": latest}
 
     masks = test_masks()
-    chosen = topk_mask(model.logits.detach(), args.k)
+    chosen = khot.topk_mask(model.logits.detach(), args.k)
     yield {
-        "test_loss": test_loss(masks),
+        # if the curve has a point at the last step, that point is the test loss
+        "test_loss": latest if steps % every == 0 else test_loss(masks),
         "top_k_loss": test_loss(chosen[None]),
         "size": masks.sum(-1).mean().item(),
-        # how much of a sample lies on the k largest logits: 1 where the choice is made
+        # the share of a sample that lies on the k largest logits, which is 1 when the choice is made
         "settled": (masks * chosen).sum(-1).mean().item() / args.k,
         "chosen": " ".join(str(pixel) for pixel in chosen.nonzero().squeeze(1).tolist()),
     }
@@ -169,13 +153,13 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
 def report(args: Args, rows: list[Row], folder: Path) -> str:
     parts = []
     for task in TASKS:
-        of_task = study.where(rows, task=task)
+        of_task = reporting.where(rows, task=task)
         if not of_task:
             continue
         lines, means = [], {}
         for method, label in methods.LABELS.items():
-            found = study.where(of_task, method=method)
-            losses = study.column(found, "test_loss")
+            found = reporting.where(of_task, method=method)
+            losses = reporting.column(found, "test_loss")
             if not losses:
                 continue
             means[label] = sum(losses) / len(losses)
@@ -183,61 +167,66 @@ def report(args: Args, rows: list[Row], folder: Path) -> str:
             lines.append(
                 (
                     label,
-                    *study.compare(paper, losses),
-                    study.spread(study.column(found, "top_k_loss")),
-                    study.spread([100 * share for share in study.column(found, "settled")], 0),
-                    study.settling(found, "curve"),
+                    *reporting.compare(paper, losses),
+                    reporting.spread(reporting.column(found, "top_k_loss")),
+                    reporting.spread([100 * share for share in reporting.column(found, "settled")], 0),
+                    reporting.last_change(found, "curve"),
                 )
             )
         head = ("method", "paper", "here", "difference", "k largest logits", "settled, %", "last change")
         order = " < ".join(sorted(means, key=means.__getitem__))
-        parts.append(f"### {task.capitalize()}\n\n{study.table(head, lines)}\nFrom best to worst: {order}.")
-    draw_curves(rows, folder / "curves.png")
-    draw_pixels(args, rows, folder / "pixels.png")
+        parts.append(
+            f"### {task.capitalize()}\n\n{reporting.table(head, lines)}\nFrom best to worst: {order}."
+        )
+    _draw_curves(rows, folder / "curves.png")
+    _draw_pixels(args, rows, folder / "pixels.png")
     return (
         "\n\n".join(parts)
         + f"""
 
-The test loss, with masks drawn by the method, mean and deviation over seeds; the difference to the paper is
-bold where it is more than the paper's deviation. *k largest logits*: the same, with those pixels and no
-draws. *settled*: how much of a sample lies on them, 100 when the choice is made. *last change*: of the test
-loss, over the last 1/{args.points} of the steps: {args.reconstruction_steps} of reconstruction, and
-{args.classification_steps} of classification.
+The figures are mean and deviation over the seeds of the test loss, with masks drawn by the method. A
+difference from the paper is bold if it is larger than the paper's deviation. *k largest logits*: the test
+loss with those pixels, without sampling. *settled*: the share of a sample that lies on those pixels, which is
+100 when the choice is made. *last change*: the change of the test loss over the last 1/{args.points} of the
+steps. There are {args.reconstruction_steps:,} steps of reconstruction and {args.classification_steps:,} of
+classification.
 
-![test losses in the course of the training](curves.png)
+![Test losses during the training](curves.png)
 
-![the pixels with the largest logits, by method](pixels.png)
+![The pixels with the largest logits, by method](pixels.png)
 """
     )
 
 
-def draw_curves(rows: list[Row], path: Path) -> None:
-    figure, plots = study.figure(2, width=12)
+def _draw_curves(rows: list[Row], path: Path) -> None:
+    figure, plots = reporting.figure(2, width=12)
     for plot, task in zip(plots, TASKS, strict=True):
-        of_task = study.where(rows, task=task)
-        for color, (method, label) in zip(study.COLORS, methods.LABELS.items(), strict=False):
-            steps, losses = study.curve(study.where(of_task, method=method), "curve")
+        of_task = reporting.where(rows, task=task)
+        for color, (method, label) in zip(reporting.COLORS, methods.LABELS.items(), strict=False):
+            steps, losses = reporting.curve(reporting.where(of_task, method=method), "curve")
             if steps:
                 plot.plot(steps, losses, color=color, linewidth=2, label=label)
         plot.set_title(f"Feature selection: {task}", fontsize=13)
         plot.set_xlabel("step")
         plot.set_ylabel("test loss, mean over seeds")
-        study.log_axis(plot)
+        reporting.log_axis(plot)
         if plot.lines:
             plot.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def draw_pixels(args: Args, rows: list[Row], path: Path) -> None:
+def _draw_pixels(args: Args, rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = study.images(args)
+    found = training.images(args)
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     plots = figure.subplots(len(TASKS), len(methods.LABELS))
     for line, task in zip(plots, TASKS, strict=True):
         for plot, (method, label) in zip(line, methods.LABELS.items(), strict=True):
             chosen = [
-                str(row["chosen"]) for row in study.where(rows, task=task, method=method) if "chosen" in row
+                str(row["chosen"])
+                for row in reporting.where(rows, task=task, method=method)
+                if "chosen" in row
             ]
             counts = torch.zeros(found.n)
             for pixels in chosen:
