@@ -1,5 +1,6 @@
 """khot: choose k of n, as easily, exactly and cheaply as softmax chooses one."""
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from khot import baselines as baselines
@@ -28,7 +29,10 @@ from khot.topk import sparse_topk as sparse_topk
 from khot.topk import topk_mask as topk_mask
 from khot.transport import sorted_soft_topk as sorted_soft_topk
 
-__version__ = _version("khot")
+try:
+    __version__ = _version("khot")
+except _PackageNotFoundError:  # a bare checkout that was never installed has no metadata
+    __version__ = "0+unknown"
 __all__ = [
     "baselines",
     "cdfs",

@@ -146,8 +146,8 @@ def _soft(
     def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
-        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
-        return x, count, arguments.per_row(tau, "tau", x, low=0, low_open=True), F
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), by_value=row.here)
+        return x, count, arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=row.here), F
 
     said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
     x, count, scale, F = row.agree(prepare, k=k, tau=tau, cdf=said, largest=largest, output=output, hard=hard)

@@ -104,10 +104,13 @@ def per_row(
     high: float = math.inf,
     low_open: bool = False,
     integer: bool = False,
+    by_value: bool = False,
 ) -> Tensor:
     """A number or a tensor as a floating-point tensor on x's device that broadcasts with x's batch shape.
 
-    A number must lie in [low, high], or be finite and above low where low_open.
+    A number must lie in [low, high], or be finite and above low where low_open. With ``by_value`` a number
+    stays on the CPU where the kernels for x's device take it from there: a launch to fill a tensor of one
+    element takes as long as a short row's kernel.
     """
     if isinstance(value, Tensor):
         if value.dtype == torch.bool or value.is_complex():
@@ -133,7 +136,9 @@ def per_row(
     if not inside_number or (integer and number != math.floor(number)):
         raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {value}")
     device = x.device
-    return torch.full((), number, dtype=precision.wide_dtype(device), device=device)
+    by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
+    where = torch.device("cpu") if by_value else device
+    return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
 
 
 def check_values(

@@ -31,6 +31,8 @@ class Rule:
     constants: ClassVar[tuple[int, ...]] = ()
     #: False for an operator whose results are constants, and which has a rule for vmap and errors alone.
     differentiable: ClassVar[bool] = True
+    #: False if the vjp takes None for the gradients that nobody asked for. Zeros take a launch each.
+    zeros: ClassVar[bool] = True
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
@@ -148,6 +150,8 @@ def _function(overload: Any, rule: type[Rule]) -> type[Function]:
             saved = rule.save(ctx, inputs, output)
             ctx.save_for_backward(*saved)
             ctx.save_for_forward(*saved)
+            if not rule.zeros:
+                ctx.set_materialize_grads(transforms_are_on())
             if rule.constants:
                 ctx.mark_non_differentiable(*(output[i] for i in rule.constants if i < len(output)))
 

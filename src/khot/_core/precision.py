@@ -27,8 +27,23 @@ def widen(x: Tensor) -> Tensor:
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:
-    """A number, or one a row, on the device, in a dtype that it has."""
-    return (value.to(wide_dtype(device)) if value.dtype == torch.float64 else value).to(device)
+    """A number, or one a row, on the device, in a dtype that it has, without waiting for the device."""
+    value = value.to(wide_dtype(device)) if value.dtype == torch.float64 else value
+    if value.device == device:
+        return value
+    if value.dim() == 0 and not value.requires_grad and _plain_on_cpu(value):
+        return torch.full((), value.item(), dtype=value.dtype, device=device)
+    return value.to(device, non_blocking=True)
+
+
+def _plain_on_cpu(value: Tensor) -> bool:
+    """Whether reading a number waits for nothing and is not hidden by a transform or a trace."""
+    return (
+        value.is_cpu
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def greatest(x: Tensor) -> float:

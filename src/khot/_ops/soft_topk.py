@@ -17,7 +17,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import greatest, wide_dtype
+from khot._core.precision import greatest, on, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_topk as kernels
 from khot._kernels.reference.soft_topk import log_scale, neighbours
@@ -63,6 +63,7 @@ def thresholds(x: Tensor, levels: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor
 
 class _Rule(Rule):
     constants = (1, 3, 4)
+    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -76,8 +77,12 @@ class _Rule(Rule):
         return x, tau, hi, lo, y, *near
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor, *__: Any) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None, *__: Any) -> tuple[Any, ...]:
         x, tau, hi, lo, y, *near = ctx.saved_tensors
+        if grad is None:
+            grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
+        if grad_lo is None:  # as in every first derivative of y
+            grad_lo = hi.new_zeros((), device="cpu")
         if not by_kernel():
             row = rows.of(ctx.group)
             dx, dk, dtau = _vjp(grad, grad_lo, x, hi, lo, tau, ctx.cdf, ctx.output, row, near)
@@ -227,7 +232,7 @@ def _vjp(
     near: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode: the formulas of the reference's backward kernel, in operations that autograd records."""
-    tau = tau.to(hi.dtype).expand(hi.shape)
+    tau = on(hi.device, tau).to(hi.dtype).expand(hi.shape)
     lo_shared, tau_shared = row.share([lo, tau])
     d = _linearize(x, hi, lo_shared, tau_shared, cdf, output, near)
     v = torch.zeros_like(d.z) if output == "threshold" else grad.to(hi.dtype)
@@ -271,7 +276,7 @@ def _jvp(
     near: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Forward mode: the tangents of the output and of lo."""
-    tau = tau.to(hi.dtype).expand(hi.shape)
+    tau = on(hi.device, tau).to(hi.dtype).expand(hi.shape)
     d = _linearize(x, hi, lo, tau, cdf, output, near)
     dx = torch.zeros_like(d.z) if dx is None else dx.to(hi.dtype)
     dk = torch.zeros_like(hi) if dk is None else dk.to(hi.dtype).expand(hi.shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core import rows
-from khot._core.precision import widen
+from khot._core.precision import on, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
@@ -36,7 +36,7 @@ def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tenso
 
 
 def _mask(x: Tensor, k: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-    k = widen(k).expand(x.shape[:-1])
+    k = widen(on(x.device, k)).expand(x.shape[:-1])
     count = torch.floor(k + 0.5)
     if isinstance(row, Shards):
         at = place(x, keys_of(x), count.nan_to_num(0.0).clamp(0), row)

@@ -9,241 +9,35 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, resident
 from khot._kernels.triton.functions import (
     CDFS,
-    HUGE,
-    LOG,
-    NORMAL,
     OUTPUTS,
     THRESHOLD,
-    TINY,
-    UNIFORM,
     chunks,
     gather,
     get,
-    icdf,
     load,
-    log_F,
-    median,
-    normal_icdf,
     pair,
     place,
     put,
-    side,
-    standardize,
+)
+from khot._kernels.triton.solver import (
+    add_statistics,
+    add_sums,
+    begin,
+    evaluate,
+    statistics,
+    take_step,
+    write,
+    write_chunk,
 )
 
 EVALUATIONS = 64  # at most, of a resident row
 LAUNCHES = 40  # passes over a long row, most of which find it done
 
 
-# ------------------------------------------------------------------- passes: sums over entries
-
-
-@triton.jit
-def _statistics(x, valid):
-    """Of the entries in x (rows, columns): whether one is NaN; how many are finite, and +inf; least and
-    greatest finite one; mean and sum of squared deviations of these."""
-    nan = tl.max(tl.where(valid & (x != x), 1, 0), axis=1)
-    finite = valid & (tl.abs(x) < float("inf"))
-    n = tl.sum(tl.where(finite, 1, 0), axis=1).to(tl.float64)
-    pinned = tl.sum(tl.where(valid & (x == float("inf")), 1, 0), axis=1).to(tl.float64)
-    low = tl.min(tl.where(finite, x, float("inf")), axis=1).to(tl.float64)
-    high = tl.max(tl.where(finite, x, float("-inf")), axis=1).to(tl.float64)
-    mean = tl.sum(tl.where(finite, x, 0.0).to(tl.float64), axis=1) / tl.maximum(n, 1.0)
-    centred = tl.where(finite, x.to(tl.float64) - mean[:, None], 0.0)
-    return nan, n, pinned, low, high, mean, tl.sum(centred * centred, axis=1)
-
-
-@triton.jit
-def _evaluate(x, valid, hi, lo, tau, near_up, near_down, power: tl.constexpr, CDF: tl.constexpr):
-    """The sums of one evaluation at t = hi + lo: see `steps.Sums`. The last two are the
-    nearest entries themselves.
-
-    Tails and densities of each side are relative to those at near_up and near_down (:func:`_side`).
-    """
-    z, rest = standardize(x, hi, lo, tau, CDF)
-    above = (z > median(power, CDF)) & valid
-    below = (z <= median(power, CDF)) & valid
-    near = tl.where(above, near_up.to(z.dtype)[:, None], near_down.to(z.dtype)[:, None])
-    tail, density = side(z, rest, above, near, power, CDF)
-    tail, density = tail.to(tl.float64), density.to(tl.float64)
-    m = tl.sum(tl.where(above, 1, 0), axis=1).to(tl.float64)
-    A = tl.sum(tl.where(above, tail, 0.0), axis=1)
-    B = tl.sum(tl.where(below, tail, 0.0), axis=1)
-    f_above = tl.sum(tl.where(above, density, 0.0), axis=1)
-    f_below = tl.sum(tl.where(below, density, 0.0), axis=1)
-    up = tl.min(tl.where(above, x, float("inf")), axis=1).to(tl.float64)
-    down = tl.max(tl.where(below, x, float("-inf")), axis=1).to(tl.float64)
-    return m, A, B, f_above, f_below, up, down
-
-
-# ------------------------------------------------------------- between passes: numbers of a row
-
-
-@triton.jit
-def _begin(
-    nan,
-    n,
-    pinned,
-    xmin,
-    xmax,
-    mean,
-    variance,
-    k,
-    tau,
-    MEAN: tl.constexpr,
-    VARIANCE: tl.constexpr,
-    power: tl.constexpr,
-    CDF: tl.constexpr,
-):
-    """The first guess and bracket, and which rows need no solving: what :func:`solve` does before Newton.
-
-    Returns k and n of the finite entries, tau made harmless where it is not, settled (hi where no solving is
-    needed: ±HUGE or NaN, else 0), the guess, and the bracket.
-    """
-    free = k - pinned
-    bad = (nan > 0) | (free != free) | (free < 0) | (free > n) | (tau != tau) | (tau <= 0) | (tau > HUGE)
-    settled = tl.where(free == 0, HUGE, tl.where(free == n, -HUGE, 0.0))
-    settled = tl.where(bad, float("nan"), settled)
-    live = settled == 0
-    k = tl.where(live, free, 0.5)
-    n = tl.where(live, n, 1.0)
-    tau = tl.where(live, tau, 1.0)
-    xmin, xmax = tl.where(live, xmin, 0.0), tl.where(live, xmax, 0.0)
-    mean, variance = tl.where(live, mean, 0.0), tl.where(live, variance, 0.0)
-
-    share = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
-    own = icdf(share, power, CDF)
-    pad = 1e-3 * tau if CDF == NORMAL else 1e-9 * tau
-    low = xmin - tau * own - pad - 1e-15 * tl.abs(xmin)
-    high = xmax - tau * own + pad + 1e-15 * tl.abs(xmax)
-    noise = tau * tau * VARIANCE
-    total = noise + variance
-    quantile = normal_icdf(share)
-    quantile += ((own - MEAN) / tl.sqrt(VARIANCE) - quantile) * (noise / total)
-    guess = mean - tau * MEAN - quantile * tl.sqrt(total)
-    guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
-    return k, n, tau, settled, guess, low, high
-
-
-@triton.jit
-def _order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr):
-    """Bounds on t from the rank-th largest entry: khot._kernels.reference.solver._order_bounds."""
-    pad = (1e-3 if CDF == NORMAL else 1e-9) * tau + 1e-15 * tl.abs(value)
-    share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
-    low = value - tau * icdf(share, power, CDF) - pad
-    share = (k - rank + 1) / tl.maximum(n - rank + 1, 1.0)
-    high = value - tau * icdf(tl.minimum(tl.maximum(share, TINY), 1 - 1e-16), power, CDF) + pad
-    low = tl.where((rank > k) & (rank >= 1) & (tl.abs(value) < HUGE), low, float("-inf"))
-    return low, tl.where((rank - 1 < k) & (rank <= n) & (tl.abs(value) < HUGE), high, float("inf"))
-
-
-@triton.jit
-def _step(
-    m, A, B, f_above, f_below, up, down, pinned, k, n, tau,
-    hi, lo, low, high, near_up, near_down, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
-):  # fmt: skip
-    """One step of the solver: the new hi, lo, low, high, near_up, near_down; and whether it was the last.
-
-    low and high bracket t. near_up or near_down above 0 mark a row in a gap so deep that both tails
-    underflow, where log A = log B is solved.
-    """
-    excess = m - pinned - k
-    deep = (near_up > 0) | (near_down > 0)
-    # C − k = P − Q without cancellation: in a gap both are small
-    P = B + tl.maximum(excess, 0.0)
-    Q = A + tl.maximum(-excess, 0.0)
-    miss = P - Q
-    density = f_above + f_below
-    t = hi + lo
-    rank = m - pinned
-    low_1, high_1 = _order_bounds(up, rank, k, n, tau, power, CDF)
-    low_2, high_2 = _order_bounds(down, rank + 1, k, n, tau, power, CDF)
-    new_low = tl.maximum(low, tl.maximum(low_1, low_2))
-    new_high = tl.minimum(high, tl.minimum(high_1, high_2))
-    new_low = tl.maximum(new_low, tl.where(miss > 0, t, float("-inf")))
-    new_high = tl.minimum(new_high, tl.where(miss < 0, t, float("inf")))
-
-    # Many undecided entries: Newton on logit(C/n), nearly linear in t. Few: on log P = log Q.
-    share = tl.minimum(tl.maximum((k + miss) / n, TINY), 1 - 1e-16)
-    target = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
-    logit = tl.log(share) - tl.log(1 - share) - tl.log(target) + tl.log(1 - target)
-    step = logit * share * (1 - share) * n / density
-    step = tl.where(tl.abs(miss) <= 1e-4 * tl.minimum(k, n - k), miss / density, step)
-    if CDF < UNIFORM:
-        few = tl.log(P / Q) / (f_below / P + f_above / Q)
-        step = tl.where((P < 1) & (Q < 1) & (tl.abs(few) < HUGE), few, step)
-    step = step * tau
-    middle = 0.5 * new_low + 0.5 * new_high
-    inside = (t + step > new_low) & (t + step < new_high)
-    # now and then the middle, since Newton may creep
-    newton = inside & ((count < 8) | (count % 3 != 0))
-    close = tl.abs(step) <= (1e-6 if FINE else 1e-3) * tau
-    # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
-    newton = newton | close
-    settled = (1e-8 if FINE else 3e-4) if CDF < UNIFORM else (1e-12 if FINE else 1e-6)
-    finished = tl.abs(step) <= settled * tau
-    finished = finished | (miss == 0)
-    stuck = (middle <= new_low) | (middle >= new_high)
-    finished = finished | (stuck & (density == 0))
-
-    up, down = up - hi, down - hi
-    gap_middle = 0.5 * tl.minimum(up, HUGE / 4) + 0.5 * tl.maximum(down, -HUGE / 4)
-    if CDF < UNIFORM:
-        gap = (excess == 0) & (tl.minimum(A, B) < (TINY if FINE else 1e-30)) & (deep == 0)
-        log_ratio = tl.log(B) - tl.log(A)
-        if CDF == NORMAL:
-            log_ratio += 0.5 * (near_up - near_down) * (near_up + near_down)
-        else:
-            log_ratio += near_up - near_down
-        deep_step = tau * log_ratio / (f_above / A + f_below / B)
-        # where even the logarithms have lost their digits, the middle of the gap is the best guess
-        ok = (lo + deep_step > down) & (lo + deep_step < up)
-        step = tl.where(deep, tl.where(ok, deep_step, 0.0), step)
-        newton = newton | deep
-        finished = tl.where(
-            deep, (tl.abs(step) <= settled * tau) | (near_up != near_up), finished & (gap == 0)
-        )
-    else:  # no entry has f > 0: any t in [down, up − tau] will do, so the middle
-        gap = (excess == 0) & (up - down >= tau)
-        gap_middle -= 0.5 * tau
-        finished = finished | gap
-
-    # hi takes what its precision holds, lo the rest
-    base = tl.where(newton | gap, hi, middle)
-    rest = tl.where(gap, gap_middle, tl.where(newton, lo + step, 0.0))
-    rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
-    base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
-    new_hi, new_lo = pair(base, rest, FINE)
-    if CDF < UNIFORM:
-        near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)
-        near_down = tl.where(deep | gap, tl.maximum((new_hi + new_lo - hi - down) / tau, 1e-300), 0.0)
-    return new_hi, new_lo, new_low, new_high, near_up, near_down, finished
-
-
 # ------------------------------------------------------------------------------ the kernels
-
-
-@triton.jit
-def _write(
-    pointer, x, valid, offset, hi, lo, tau, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr
-):
-    settled = tl.abs(hi) == HUGE
-    z, rest = standardize(x, tl.where(settled, 0.0, hi), tl.where(settled, 0.0, lo), tau, CDF)
-    nothing = tl.where(hi > 0, float("-inf"), float("inf")).to(z.dtype)
-    z = tl.where(settled[:, None] & (tl.abs(x) < float("inf")), nothing[:, None], z)
-    z = tl.where(tl.abs(x) == float("inf"), x, z)
-    if OUTPUT == LOG:
-        out = tl.where(z == float("-inf"), z, log_F(z, power, CDF))
-    else:
-        above = z > median(power, CDF)
-        tail, _ = side(z, rest, above, 0.0, power, CDF)
-        out = tl.where(above, 1 - tail, tail)
-    # a row without an answer is NaN everywhere
-    out = tl.where((hi != hi)[:, None], float("nan"), out)
-    tl.store(pointer + offset, out.to(pointer.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -263,9 +57,9 @@ def _resident(
     k = tl.load(k_pointer + row * k_stride, mask=there, other=0.0).to(tl.float64)
     tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
 
-    nan, size, pinned, xmin, xmax, mean, squares = _statistics(x, valid)
+    nan, size, pinned, xmin, xmax, mean, squares = statistics(x, valid)
     variance = squares / tl.maximum(size, 1.0)
-    k, size, tau, settled, hi, low, high = _begin(
+    k, size, tau, settled, hi, low, high = begin(
         nan, size, pinned, xmin, xmax, mean, variance, k, tau, MEAN, VARIANCE, power, CDF
     )
     hi, lo = pair(hi, hi * 0, FINE)
@@ -274,8 +68,8 @@ def _resident(
     count = 0
     running = tl.sum(tl.where(done, 0, 1))
     while running > 0:
-        m, A, B, f_above, f_below, up, down = _evaluate(x, valid, hi, lo, tau, near_up, near_down, power, CDF)
-        new_hi, new_lo, low, high, new_up, new_down, finished = _step(
+        m, A, B, f_above, f_below, up, down = evaluate(x, valid, hi, lo, tau, near_up, near_down, power, CDF)
+        new_hi, new_lo, low, high, new_up, new_down, finished = take_step(
             m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
             hi, lo, low, high, near_up, near_down, count, FINE, power, CDF,
         )  # fmt: skip
@@ -290,23 +84,10 @@ def _resident(
     tl.store(lo_pointer + row, lo, mask=there)
     if OUTPUT != THRESHOLD:
         offset = row[:, None] * n + column[None, :]
-        _write(out_pointer, x, valid, offset, hi, lo, tau, power, CDF, OUTPUT)
+        write(out_pointer, x, valid, offset, hi, lo, tau, power, CDF, OUTPUT)
 
 
 # A long row: its parts leave sums, which all programs of the next launch combine alike.
-
-
-@triton.jit
-def _add_statistics(sums, given, x, valid, row, column):
-    nan, size, pinned, low, high, mean, squares = sums
-    nan_c, size_c, pinned_c, low_c, high_c, mean_c, squares_c = _statistics(x, valid)
-    # moments of the union from those of the parts (Chan, Golub, LeVeque)
-    both = tl.maximum(size + size_c, 1.0)
-    shift = mean_c - mean
-    squares += squares_c + shift * shift * size * size_c / both
-    mean += shift * size_c / both
-    nan, pinned = tl.maximum(nan, nan_c.to(tl.float64)), pinned + pinned_c
-    return nan, size + size_c, pinned, tl.minimum(low, low_c), tl.maximum(high, high_c), mean, squares
 
 
 @triton.jit
@@ -316,7 +97,7 @@ def _part_statistics(
     row, part = place(parts)
     zero = tl.zeros((1,), tl.float64)
     sums = (zero, zero, zero, zero + float("inf"), zero - float("inf"), zero, zero)
-    sums = chunks(_add_statistics, sums, (), x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK)
+    sums = chunks(add_statistics, sums, (), x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK)
     put(sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
@@ -341,7 +122,7 @@ def _part_begin(
     squares = tl.sum(gather(sums, parts, 6, PARTS, 7, 0.0), axis=1) + between
     k = tl.load(k_pointer + one * k_stride).to(tl.float64)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
-    k, size, tau, settled, hi, low, high = _begin(
+    k, size, tau, settled, hi, low, high = begin(
         nan, size, pinned, xmin, xmax, mean, squares / tl.maximum(size, 1.0), k, tau,
         MEAN, VARIANCE, power, CDF,
     )  # fmt: skip
@@ -365,25 +146,12 @@ def _advance(
         f_below = tl.sum(gather(sums, parts, 4, PARTS, 7, 0.0), axis=1)
         up = tl.min(gather(sums, parts, 5, PARTS, 7, float("inf")), axis=1)
         down = tl.max(gather(sums, parts, 6, PARTS, 7, float("-inf")), axis=1)
-        hi, lo, low, high, near_up, near_down, finished = _step(
+        hi, lo, low, high, near_up, near_down, finished = take_step(
             m, A, B, f_above, f_below, up, down, pinned, k, n, tau,
             hi, lo, low, high, near_up, near_down, count - 1, FINE, power, CDF,
         )  # fmt: skip
         done = tl.where(finished, 1.0, 0.0).to(tl.float64)
     return k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done
-
-
-@triton.jit
-def _add_sums(sums, given, x, valid, row, column):
-    m, A, B, f_above, f_below, up, down = sums
-    hi, lo, tau, near_up, near_down = given[:5]
-    power: tl.constexpr = given[5]
-    CDF: tl.constexpr = given[6]
-    m_c, A_c, B_c, f_above_c, f_below_c, up_c, down_c = _evaluate(
-        x, valid, hi, lo, tau, near_up, near_down, power, CDF
-    )
-    up, down = tl.minimum(up, up_c), tl.maximum(down, down_c)
-    return m + m_c, A + A_c, B + B_c, f_above + f_above_c, f_below + f_below_c, up, down
 
 
 @triton.jit
@@ -402,20 +170,10 @@ def _part_evaluate(
         zero = tl.zeros((1,), tl.float64)
         sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
         sums = chunks(
-            _add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
+            add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
             x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
         )  # fmt: skip
         put(sums_after + (row * parts + part) * 7 + tl.arange(0, 1), sums)
-
-
-@triton.jit
-def _write_chunk(sums, given, x, valid, row, column):
-    pointer, n, hi, lo, tau = given[:5]
-    power: tl.constexpr = given[5]
-    CDF: tl.constexpr = given[6]
-    OUTPUT: tl.constexpr = given[7]
-    _write(pointer, x, valid, row * n + column[None, :], hi, lo, tau, power, CDF, OUTPUT)
-    return sums
 
 
 @triton.jit
@@ -436,7 +194,7 @@ def _part_write(
         tl.store(lo_pointer + one, lo)
     if OUTPUT != THRESHOLD:
         chunks(
-            _write_chunk, (), (out_pointer, n, hi, lo, tau, power, CDF, OUTPUT),
+            write_chunk, (), (out_pointer, n, hi, lo, tau, power, CDF, OUTPUT),
             x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
         )  # fmt: skip
 
@@ -458,7 +216,13 @@ def soft_topk(
     rows = hi.numel()
     if rows == 0:
         return out, hi, lo
-    source, k_row, tau_row = layout.rows(x, n), layout.numbers(k, batch), layout.numbers(tau, batch)
+    source = layout.rows(x, n)
+    if resident.serves(x.dtype, rows, n, F.name, output):
+        numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
+        with torch.cuda.device_of(x):
+            resident.soft_topk(source, *numbers, out, hi, lo, rows, n, output)
+        return out, hi, lo
+    k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
     which = {"power": layout.power(F), "CDF": CDFS[F.name]}
     moments = {"MEAN": F.mean, "VARIANCE": F.variance}
     how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype)}

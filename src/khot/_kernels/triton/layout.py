@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+import struct
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
+from khot._kernels.triton import fast
 
 RESIDENT = 32768  # entries of a row that stay on chip
 TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
+RESCUE = 256  # entries a warp that the float64 solver takes at a time
+STREAMS = 64  # long rows, from which on each has a program to itself
+SMALL_BATCH = 1 << 18  # entries of a batch that fill a large device once
 
 
 def block(n: int) -> tuple[int, int, int]:
     """Of a resident row: the width it is padded to, rows in a program, warps."""
     width = triton.next_power_of_2(n)
     return width, max(1, TOGETHER // width), min(16, max(4, width // 1024))
+
+
+_FLOAT32 = struct.Struct("f")
+
+
+class Values(NamedTuple):
+    """A number of each row: in memory, or, where there is no tensor, the sum of two of float32."""
+
+    pointer: Tensor | None
+    stride: int
+    high: float
+    low: float
+
+
+class Tile(NamedTuple):
+    """How a program of the float32 kernels holds rows: in pieces, of four entries a thread each."""
+
+    together: int
+    pieces: int
+    width: int  # of a piece
+    warps: int
+    streams: bool = False  # past the program, as much at a time
+
+
+def tile(rows: int, n: int) -> Tile:
+    """8 to 64 entries a thread, fewer where there are few rows; of a row above `RESIDENT`, 16 at a time.
+
+    A short row has a part of a warp, so that its sums take no barrier.
+    """
+    if n > RESIDENT:
+        return Tile(1, 4, 2048, 16, True)
+    width = triton.next_power_of_2(n)
+    together, warps = max(1, min(8, 1024 // width)), min(16, max(1, width // 1024))
+    if rows * width <= SMALL_BATCH:  # too few warps to hide a latency behind each other: shorter ones
+        if together > 1:
+            together //= 2
+        else:
+            warps = min(16, 4 * warps)
+    piece = 128 * warps // together
+    return Tile(together, triton.cdiv(n, piece), piece, warps)
+
+
+def registers() -> dict[str, int]:
+    """How many a thread may have: the float64 solver, which few rows need, is not to crowd the others out.
+
+    Without a word ptxas gives programs of 16 warps 64, which spills where it hurts, and others up to 180.
+    """
+    return {"maxnreg": 128} if fast.PTX.value else {}
 
 
 def parts(rows: int, n: int) -> tuple[int, int]:
@@ -36,11 +91,24 @@ def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
     return flat, flat.stride(0)
 
 
-def numbers(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
-    """A number a row, likewise."""
+def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Tensor, int]:
+    """A number a row, likewise, on the device; one number may come on the CPU."""
     if value.numel() == 1:
+        if value.device != device:
+            value = torch.full((), value.item(), dtype=value.dtype, device=device)
         return value, 0
     return value.expand(batch).contiguous(), 1
+
+
+def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
+    """A number a row for the float32 kernels, where one number that lies on the CPU goes by value."""
+    if value.dim() == 0 and value.is_cpu:
+        number = float(value.item())
+        # float32 holds both halves, to the last digit of float64
+        if number == 0 or 1e-20 < abs(number) < 1e30:
+            high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
+            return Values(None, 0, high, number - high)
+    return Values(*numbers(value, batch, device), 0.0, 0.0)
 
 
 def power(F: cdfs.CDF) -> float:

@@ -307,7 +307,11 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
     lo, rows = torch.empty_like(hi), hi.numel()
     if rows == 0:
         return y, hi, lo
-    source, k_row, tau_row = layout.rows(s, n), layout.numbers(k, batch), layout.numbers(tau, batch)
+    source, k_row, tau_row = (
+        layout.rows(s, n),
+        layout.numbers(k, batch, s.device),
+        layout.numbers(tau, batch, s.device),
+    )
     which = {"P": float(p), "COMPUTE": layout.compute(s.dtype)}
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
@@ -540,9 +544,9 @@ def soft_topk_magnitude_backward(
         return ds, dtau
     hi, lo = hi.contiguous(), lo.contiguous()
     incoming = grad.expand(s.shape).reshape(-1, n)
-    cotangent, cotangent_lo = (incoming, *incoming.stride()), layout.numbers(grad_lo, batch)
+    cotangent, cotangent_lo = (incoming, *incoming.stride()), layout.numbers(grad_lo, batch, s.device)
     source, result = layout.rows(s, n), layout.rows(y, n)
-    k_row, tau_row = layout.numbers(k, batch), layout.numbers(tau, batch)
+    k_row, tau_row = layout.numbers(k, batch, s.device), layout.numbers(tau, batch, s.device)
     which = {"P": float(p), "COMPUTE": layout.compute(s.dtype)}
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:

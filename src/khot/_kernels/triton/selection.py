@@ -233,7 +233,7 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     if rows == 0:
         return out
-    source, k_row, compute = layout.rows(x, n), layout.numbers(k, batch), layout.compute(x.dtype)
+    source, k_row, compute = layout.rows(x, n), layout.numbers(k, batch, x.device), layout.compute(x.dtype)
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)

@@ -1,0 +1,271 @@
+"""What the kernels of the soft top-k compile to for a GPU that is not there: `python -m benchmarks.resources`.
+
+Compiles the float32 kernels (logistic CDF) at the constants that they run with, for an NVIDIA GPU of compute
+capability 9.0, and reads registers, spills and instructions off the machine code. "Ordinary" is the path of
+a row that takes one evaluation, "whole" the kernel with everything else; instructions are those of a warp for
+each entry that a thread holds. Beside them a softmax in the same style, and the ratio of the two times that
+follows from memory traffic and issue slots alone. With --check nothing is written, and the exit code is 1 if
+a bound is exceeded.
+
+No figure here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from khot._kernels.triton import layout, resident, resident_backward
+from khot._kernels.triton.fast import LOG2E, reciprocal, wide
+from khot._kernels.triton.resident import entries, inside, load_rows, place_rows
+
+RESULTS = Path(__file__).parent / "results" / "gpu_resources.md"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGET = GPUTarget("cuda", 90, 32)
+# of an H100, for the model: bytes a second that a copy moves, clock, schedulers; and the share of issue slots
+# and of bandwidth that a kernel of this kind may hope for
+BANDWIDTH, CLOCK, SCHEDULERS, ISSUE = 3.0e12, 1.755e9, 528, 0.75
+
+
+class Case(NamedTuple):
+    """A shape, and what its kernels may take: instructions an entry on the ordinary path, and spills."""
+
+    rows: int
+    n: int
+    dtype: str
+    forward: float
+    backward: float
+
+    @property
+    def id(self) -> str:
+        return f"({self.rows:,}, {self.n:,}) {self.dtype}"
+
+
+CASES = [
+    Case(1_000_000, 64, "fp32", 42, 31),
+    Case(4_096, 64, "fp32", 60, 42),
+    Case(32_768, 512, "bf16", 37, 30),
+    Case(128, 1_000, "fp32", 77, 52),
+    Case(4_096, 4_096, "fp32", 37, 29),
+    Case(4_096, 8_192, "fp32", 38, 29),
+    Case(4_096, 32_768, "fp32", 32, 39),
+    # static instructions of three passes, of which each entry takes all
+    Case(100, 100_000, "fp32", 76, 60),
+    Case(2_048, 65_536, "bf16", 80, 64),
+]
+REGISTERS = 128
+SPILLS = 16  # stores a thread, in what few rows need; the ordinary path has none
+HELD_SPILLS = 80  # the same where a thread holds 64 entries
+SHARED_STORES = 24  # of the ordinary path: the sums of several warps, and nothing of size n
+
+
+@triton.jit(do_not_specialize=["rows"])
+def softmax_rows(
+    x_pointer, x_stride, out_pointer, rows, n_columns,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Softmax in the style of the kernels that it is compared with."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    x = load_rows(
+        x_pointer + entries(row, x_stride, column, TOGETHER), there, n_columns, TOGETHER, PIECES, WIDTH, EXACT
+    )
+    greatest = x[0]
+    for i in tl.static_range(1, PIECES):
+        greatest = tl.maximum(greatest, x[i])
+    top = wide(tl.max(greatest, axis=AXIS) * LOG2E, TOGETHER)
+    powers = (tl.exp2(x[0] * LOG2E - top),)
+    total = powers[0]
+    for i in tl.static_range(1, PIECES):
+        power = tl.exp2(x[i] * LOG2E - top)
+        powers = powers + (power,)  # type: ignore[assignment]  # noqa: RUF005
+        total += power
+    factor = wide(reciprocal(tl.sum(total, axis=AXIS)), TOGETHER)
+    at = out_pointer + entries(row, n_columns, column, TOGETHER)
+    for i in tl.static_range(PIECES):
+        valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+        tl.store(at + i * WIDTH, (powers[i] * factor).to(out_pointer.dtype.element_ty), mask=valid)
+
+
+class Counts(NamedTuple):
+    registers: int
+    instructions: int
+    spills: int  # stores to local memory
+    shared: int  # stores to shared memory
+
+
+def constants(case: Case, **more: Any) -> dict[str, Any]:
+    tile = layout.tile(case.rows, case.n)
+    return {
+        "TOGETHER": tile.together,
+        "PIECES": tile.pieces,
+        "WIDTH": tile.width,
+        "EXACT": case.n == tile.pieces * tile.width,
+        **more,
+    }
+
+
+def counts(case: Case, kernel: str, ordinary: bool) -> Counts:
+    """Of one kernel, "forward", "backward" or "softmax"; with k and tau given as numbers."""
+    tile = layout.tile(case.rows, case.n)
+    if kernel == "softmax":
+        function, given = softmax_rows, constants(case)
+    else:
+        given = constants(
+            case, OUTPUT=0, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps, ORDINARY=ordinary,
+            tau_pointer=None, tau_stride=0,
+        )  # fmt: skip
+        if kernel == "forward":
+            function = resident.solve_rows
+            given |= {"k_pointer": None, "k_stride": 0}
+        else:
+            function = resident_backward.pull_rows
+            given |= {"AGAIN": tile.pieces > 8, "grad_column": 1}
+    names = function.arg_names
+    signature = {name: _type(name, case.dtype) for name in names} | dict.fromkeys(given, "constexpr")
+    multiples = [n for n in names if n.endswith("_pointer") and n not in given]
+    if case.n % 16 == 0:
+        multiples += [n for n in ("x_stride", "n_columns", "grad_row") if n in names]
+    source = ASTSource(
+        function,
+        signature,
+        {(names.index(name),): value for name, value in given.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
+    )
+    options = {"num_warps": tile.warps, **layout.registers()}
+    return _read(triton.compile(source, target=TARGET, options=options).asm["cubin"])
+
+
+def _type(name: str, dtype: str) -> str:
+    if name in ("x_pointer", "out_pointer", "grad_pointer", "dx_pointer"):
+        return f"*{dtype}"
+    return "*fp64" if name.endswith("_pointer") else "fp32" if name.endswith(("_high", "_low")) else "i32"
+
+
+def _read(cubin: bytes) -> Counts:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run(
+                [TOOLS / tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    found = re.search(r"REG:(\d+)", usage)
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][A-Z0-9_]*)", code)
+    kinds = Counter(lines)
+    if found is None or not kinds:
+        raise RuntimeError("cuobjdump and nvdisasm say nothing that is understood here")
+    del kinds["NOP"]
+    return Counts(int(found[1]), kinds.total(), kinds["STL"], kinds["STS"])
+
+
+class Line(NamedTuple):
+    """All of a case: one direction."""
+
+    case: Case
+    kernel: str
+    ordinary: Counts
+    whole: Counts
+    softmax: Counts | None
+
+    @property
+    def per_entry(self) -> float:
+        return self.ordinary.instructions / _held(self.case)
+
+    def ratio(self) -> str:
+        """The modelled time of an ordinary row, in softmaxes."""
+        if self.softmax is None:
+            return "–"
+        size = 4 if self.case.dtype == "fp32" else 2
+        memory = 2 * size * 32 / (BANDWIDTH / SCHEDULERS / CLOCK)
+        times = [
+            max(memory, c.instructions / _held(self.case) / ISSUE) for c in (self.ordinary, self.softmax)
+        ]
+        return f"{times[0] / times[1]:.2f}"
+
+    def faults(self) -> Iterator[str]:
+        bound = self.case.forward if self.kernel == "forward" else self.case.backward
+        most = HELD_SPILLS if _held(self.case) > 32 else SPILLS
+        for what, value, limit in (
+            ("instructions an entry", self.per_entry, bound),
+            ("registers", max(self.ordinary.registers, self.whole.registers), REGISTERS),
+            ("spills of the ordinary path", self.ordinary.spills, 0),
+            ("spills", self.whole.spills, most),
+            ("stores to shared memory", self.ordinary.shared, SHARED_STORES),
+        ):
+            if value > limit:
+                yield f"{self.kernel} {self.case.id}: {value:.1f} {what}, and {limit} are allowed"
+
+
+def _held(case: Case) -> float:
+    """Entries that a thread holds."""
+    tile = layout.tile(case.rows, case.n)
+    return tile.pieces * 4 if tile.streams else tile.together * case.n / 32 / tile.warps
+
+
+def line(case: Case, kernel: str) -> Line:
+    with_softmax = kernel == "forward" and not layout.tile(case.rows, case.n).streams
+    softmax = counts(case, "softmax", True) if with_softmax else None
+    return Line(case, kernel, counts(case, kernel, True), counts(case, kernel, False), softmax)
+
+
+def table(lines: list[Line]) -> str:
+    head = [
+        "shape", "kernel", "instructions an entry", "softmax's", "modelled ratio", "registers, ordinary",
+        "registers, whole", "spills, ordinary", "spills, whole", "instructions, whole",
+    ]  # fmt: skip
+    body = [
+        [
+            each.case.id, each.kernel, f"{each.per_entry:.1f}",
+            f"{each.softmax.instructions / _held(each.case):.1f}" if each.softmax else "–", each.ratio(),
+            str(each.ordinary.registers), str(each.whole.registers), str(each.ordinary.spills),
+            str(each.whole.spills), f"{each.whole.instructions:,}",
+        ]
+        for each in lines
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.resources", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--check", action="store_true", help="only compare with the bounds")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    args = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("benchmarks.resources compiles, which TRITON_INTERPRET=1 rules out")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    with ProcessPoolExecutor(args.jobs) as pool:
+        tasks = [pool.submit(line, case, kernel) for case in CASES for kernel in ("forward", "backward")]
+        lines = [task.result() for task in tasks]
+    text = f"# Machine code of the GPU kernels\n\nTriton {triton.__version__}, sm_90.\n\n{table(lines)}\n"
+    print(text)
+    if not args.check:
+        RESULTS.write_text(text + "\n" + (__doc__ or "").partition("\n\n")[2], encoding="utf-8")
+    faults = [fault for each in lines for fault in each.faults()]
+    print(*faults, sep="\n", file=sys.stderr)
+    raise SystemExit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Arithmetic in float32 that takes few instructions, and sums of several things at once."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "PTX",
+    "any_row",
+    "log2",
+    "plus",
+    "reciprocal",
+    "split",
+    "total",
+    "two_sum",
+    "wide",
+    "with_sign",
+]
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# NVIDIA's approximations, of one instruction each. Elsewhere the exact functions take their place.
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def reciprocal(x):
+    """1/x to one unit in the last place; a division takes eight instructions."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def log2(x):
+    """log₂ x with an absolute error of 2⁻²², for guesses; tl.log2 takes 22 instructions."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def with_sign(x, v):
+    """|x| with the sign of v, in one instruction."""
+    sign = v.to(tl.int32, bitcast=True) & -0x80000000
+    return ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_with_sign(v):
+    """±½ with the sign of v: summed, they count."""
+    sign = v.to(tl.int32, bitcast=True) & -0x80000000
+    return (sign | 0x3F000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_sum(a, b):
+    """a + b, rounded, and what rounding took from it (Knuth)."""
+    s = a + b
+    v = s - a
+    return s, (a - (s - v)) + (b - v)
+
+
+@triton.jit
+def split(value):
+    """A float64 number as two of float32."""
+    high = value.to(tl.float32)
+    return high, (value - high.to(tl.float64)).to(tl.float32)
+
+
+# ------------------------------------------------------------------------------------ rows and entries
+#
+# A program that holds one row keeps the row's numbers as scalars: tensors of one element cost a trip through
+# shared memory whenever they meet the entries.
+
+
+@triton.jit
+def wide(v, TOGETHER: tl.constexpr):
+    """Numbers of rows, so that they broadcast with the rows' entries."""
+    if TOGETHER == 1:
+        return v
+    else:
+        return v[:, None]
+
+
+@triton.jit
+def any_row(flag, TOGETHER: tl.constexpr):
+    """Whether the flag is up for any of the program's rows."""
+    if TOGETHER == 1:
+        return flag
+    else:
+        return tl.sum(tl.where(flag, 1, 0)) > 0
+
+
+@triton.jit
+def plus(a, b):
+    """The sums of two tuples' members; of nothing and a tuple, the tuple."""
+    if len(a) == 0:
+        return b
+    else:
+        sums = ()
+        for i in tl.static_range(len(b)):
+            sums = sums + (a[i] + b[i],)  # type: ignore[assignment]  # noqa: RUF005
+        return sums
+
+
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@triton.jit
+def _add7(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
+
+
+@triton.jit
+def total(terms, TOGETHER: tl.constexpr):
+    """The members of a tuple, each summed over its row, all in one reduction."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    if INTERPRETED:  # its reduction adds one after another, and loses digits that the device's keeps
+        sums = ()
+        for i in tl.static_range(len(terms)):
+            sums = sums + (tl.sum(terms[i], axis=AXIS),)  # type: ignore[assignment]  # noqa: RUF005
+        return sums
+    elif len(terms) == 2:
+        return tl.reduce(terms, AXIS, _add2)
+    elif len(terms) == 3:
+        return tl.reduce(terms, AXIS, _add3)
+    elif len(terms) == 4:
+        return tl.reduce(terms, AXIS, _add4)
+    elif len(terms) == 6:
+        return tl.reduce(terms, AXIS, _add6)
+    else:
+        return tl.reduce(terms, AXIS, _add7)

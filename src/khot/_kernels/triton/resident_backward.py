@@ -1,0 +1,190 @@
+"""Backward of the logistic soft top-k for rows that stay on chip, in float32.
+
+Of x and the incoming gradient one read, of the result one write, as softmax's backward has. The density f is
+taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish, and rows
+without an ordinary threshold, are done again, in the same program, by the float64 functions of
+:mod:`.gradients`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.triton import layout
+from khot._kernels.triton.fast import LN2, LOG2E, any_row, plus, reciprocal, split, total, wide
+from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks
+from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
+from khot._kernels.triton.resident import FLUSH, entries, inside, number64, numbers, place_rows
+
+__all__ = ["KERNELS", "pull_rows", "soft_topk_backward"]
+
+FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost their digits
+
+
+@triton.jit
+def _terms(x_at, grad_at, valid, hi, shift, scale, OUTPUT: tl.constexpr):
+    """f; u = v·∂out/∂z for the incoming gradient v; and z·log₂e."""
+    x = tl.load(x_at, mask=valid, other=float("-inf")).to(tl.float32)
+    v = tl.load(grad_at, mask=valid, other=0.0).to(tl.float32)
+    finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient
+    z = tl.where(finite, (x - hi) * scale - shift, -1e4)
+    e = tl.exp2(-tl.abs(z))
+    r = reciprocal(1.0 + e)
+    f = e * r * r
+    rate = tl.where(z > 0, e * r, r) if OUTPUT == LOG else f
+    return f, tl.where(finite, v * rate, 0.0), z
+
+
+@triton.jit
+def _rescue(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
+    dtau_pointer, row, n, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row by the float64 functions, which read it again a chunk at a time."""
+    one = row + tl.arange(0, 1)
+    zero = tl.zeros((1,), tl.float64)
+    hi, lo, tau = hi + zero, lo + zero, tau + zero
+    up, down = zero + float("inf"), zero - float("inf")
+    sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
+    incoming = (grad_pointer, grad_row, grad_column)
+    near, mass, mass_z, u_sum, u_z, share, _, up_count, up_sum, _, down_count, down_sum = chunks(
+        add_gradient_sums, sums, (incoming, hi, lo, tau, 1.0, LOGISTIC, OUTPUT),
+        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
+    )  # fmt: skip
+    dk, dtau, pull = gradient_row(
+        near, mass, mass_z, u_sum, u_z, share, up_count, up_sum, down_count, down_sum, zero, hi, tau,
+        LOGISTIC, OUTPUT,
+    )  # fmt: skip
+    tl.store(dk_pointer + one, dk)
+    tl.store(dtau_pointer + one, dtau)
+    chunks(
+        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, 1.0, LOGISTIC, OUTPUT),
+        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pull_rows(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
+    tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
+    OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    ORDINARY: tl.constexpr = False,
+):  # fmt: skip
+    """dL/dx = (u − f·pull)/τ with pull = Σu/Σf = dL/dk; dL/dτ = (pull·Σfz − Σuz)/τ.
+
+    AGAIN reads x and the gradient a second time, mostly from L2, where they do not fit into the registers;
+    so does a row that streams past.
+    ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
+    """
+    row, there = place_rows(rows, TOGETHER)
+    hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
+    lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
+    tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
+    inverse = reciprocal(tau)
+    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    center, scale = wide(hi, TOGETHER), wide(inverse * LOG2E, TOGETHER)
+    shift = wide(lo * inverse * LOG2E, TOGETHER)
+
+    column = tl.arange(0, WIDTH)
+    x_at = x_pointer + entries(row, x_stride, column, TOGETHER)
+    grad_at = grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER)
+    dx_at = dx_pointer + entries(row, n_columns, column, TOGETHER)
+    step = (tl.zeros((), tl.int64) + WIDTH) * grad_column
+    fs, us = (), ()
+    if STREAM:
+        STEP: tl.constexpr = PIECES * WIDTH
+        steps = tl.cdiv(n_columns, STEP)
+        nothing = tl.zeros((), tl.float64)
+        sums = (nothing, nothing, nothing, nothing)
+        for first in range(0, steps, FLUSH):
+            zero = tl.zeros((WIDTH,), tl.float32)
+            part = (zero, zero, zero, zero)
+            for number in range(first, tl.minimum(steps, first + FLUSH)):
+                start = number * STEP
+                for i in tl.static_range(PIECES):
+                    offset = start + i * WIDTH
+                    f, u, z = _terms(
+                        x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
+                        column + offset < n_columns, center, shift, scale, OUTPUT,
+                    )  # fmt: skip
+                    part = plus(part, (f, u, f * z, u * z))
+            sums = plus(sums, total(part, 1))
+        f_sum, u_sum, fz, uz = sums
+        f_sum, u_sum = f_sum.to(tl.float32), u_sum.to(tl.float32)
+        fz, uz = fz.to(tl.float32), uz.to(tl.float32)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+            terms = (f, u, f * z, u * z)
+            held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
+            if not AGAIN:
+                fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
+        f_sum, u_sum, fz, uz = total(held, TOGETHER)
+    pull = u_sum * reciprocal(f_sum)
+    dtau = (pull * fz - uz) * inverse * LN2
+    ok = (f_sum > FADED) & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
+    ok = ok & (tau > 1e-25) & (tau < 1e25) & there
+    tl.store(dk_pointer + row, pull.to(tl.float64), mask=ok)
+    tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
+    share, per = wide(pull, TOGETHER), wide(inverse, TOGETHER)
+    if STREAM:
+        for behind in range(steps):
+            start = (steps - 1 - behind) * STEP  # backwards: the row's end is what the cache still has
+            for i in tl.static_range(PIECES):
+                offset = start + i * WIDTH
+                valid = inside(ok, column + offset, n_columns, 1, False)
+                f, u, z = _terms(
+                    x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid, center, shift,
+                    scale, OUTPUT,
+                )  # fmt: skip
+                dx = (u - f * share) * per
+                tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            if AGAIN:
+                f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+            else:
+                f, u = fs[i], us[i]
+            dx = (u - f * share) * per
+            tl.store(dx_at + i * WIDTH, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+
+    if not ORDINARY:
+        bad = there & ~ok
+        if any_row(bad, TOGETHER):
+            start = tl.program_id(0).to(tl.int64) * TOGETHER
+            for r in range(TOGETHER):
+                if any_row(bad & (row == start + r), TOGETHER):
+                    _rescue(
+                        grad_pointer, grad_row, grad_column, x_pointer, x_stride,
+                        tl.load(hi_pointer + start + r), tl.load(lo_pointer + start + r),
+                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
+                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, OUTPUT, CHUNK,
+                    )  # fmt: skip
+
+
+KERNELS = (pull_rows,)
+
+
+def soft_topk_backward(
+    grad: tuple[Tensor, int, int],
+    source: tuple[Tensor, int],
+    t: tuple[Tensor, Tensor],
+    tau: layout.Values,
+    results: tuple[Tensor, Tensor, Tensor],
+    rows: int,
+    n: int,
+    output: str,
+) -> None:
+    """Fill the results: dx, dk and dtau."""
+    tile = layout.tile(rows, n)
+    pull_rows[(triton.cdiv(rows, tile.together),)](
+        *grad, *source, *t, *tau, *results, rows, n,
+        OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
+        EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
+        CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),
+    )  # fmt: skip
