@@ -1,4 +1,4 @@
-"""What the kernels of the soft top-k compile to for a GPU that is not there: `python -m benchmarks.resources`.
+"""What the soft top-k compiles to for a GPU that is not there: `python -m benchmarks.resources`.
 
 Compiles the float32 kernels (logistic CDF) at the constants that they run with, for an NVIDIA GPU of compute
 capability 9.0, and reads registers, spills and instructions off the machine code. "Ordinary" is the path of

@@ -131,8 +131,9 @@ def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
             module = aliases.get(node.value.id)
             if module and node.value.id not in shadowed and not is_module(f"{module}.{node.attr}"):
                 taken.append((module, node.attr))
-    hidden = [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")]
-    assert hidden == []
+    triton = "khot._kernels.triton"  # one room: its files share Triton functions and constants freely
+    taken = [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
+    assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
 
 
 @pytest.mark.parametrize(

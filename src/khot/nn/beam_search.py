@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from khot._core import arguments
 from khot.transport import sorted_soft_topk
 
-__all__ = ["Beams", "Step", "soft_beam_loss", "soft_beam_search"]
+__all__ = ["Beams", "soft_beam_loss", "soft_beam_search"]
 
-Step = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # (input, state) → (logits, state); all (B, beams, ·)
+# (input, state) → (logits, state), all of them (B, beams, ·)
+_Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Beams(NamedTuple):
@@ -34,7 +33,7 @@ class Beams(NamedTuple):
 
 
 def soft_beam_search(
-    step: Step,
+    step: _Step,
     embedding: Tensor,
     start: Tensor,
     state: Tensor,
@@ -138,7 +137,7 @@ def soft_beam_search(
 
 
 def soft_beam_loss(
-    step: Step,
+    step: _Step,
     embedding: Tensor,
     start: Tensor,
     state: Tensor,

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from khot import topk
 from khot._core import arguments
+from khot._core.torch_internals import is_transformed
 from khot.magnitude import soft_topk_magnitude
 from khot.nn._values import Value, current, describe, positive
 
@@ -232,7 +233,7 @@ class _Group:
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
         for x in tensors:
-            if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference():
+            if is_transformed(x) or x.is_inference():
                 return None
         held = [getattr(x, "_local_tensor", x) for x in tensors]
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))

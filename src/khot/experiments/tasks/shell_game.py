@@ -8,14 +8,14 @@ token follows from the one before it by undoing one shuffle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from khot.nn.beam_search import Step, soft_beam_search
+from khot.nn import soft_beam_search
 
 __all__ = ["CUPS", "Decoder", "Retracer", "Score", "draw_games", "draw_shuffles", "no_denormals", "score"]
 
@@ -40,7 +40,7 @@ def draw_games(shuffles: Tensor, size: int, length: int) -> tuple[Tensor, Tensor
 class Decoder(NamedTuple):
     """The first four arguments of :func:`khot.nn.soft_beam_search`."""
 
-    step: Step
+    step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     embedding: Tensor
     start: Tensor
     state: Tensor
