@@ -18,7 +18,7 @@ help: ## list these commands
 .venv: $(INSTALLED) ## build the virtual environment (the others do it when needed)
 
 # torch goes in first and the build is not isolated, so that compiled parts are built against it.
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*.h csrc/*/*.h csrc/*/*.cpp)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]'

@@ -41,8 +41,10 @@ def extension() -> dict[str, Any]:
     sanitize = SANITIZE if os.environ.get("KHOT_SANITIZE") == "1" else []
     kernels = CppExtension(
         "khot._C",
-        sorted(glob.glob("csrc/*.cpp")),
-        depends=sorted(glob.glob("csrc/*.h")),
+        sorted(glob.glob("csrc/**/*.cpp", recursive=True)),
+        depends=sorted(glob.glob("csrc/**/*.h", recursive=True)),
+        # includes are written from csrc on: "simd/vec.h"
+        include_dirs=[os.path.abspath("csrc")],
         py_limited_api=True,
         # the stable ABI of torch 2.10, so that one build serves every later torch
         define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],

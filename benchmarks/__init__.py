@@ -1,3 +1,3 @@
-"""What khot costs; the clocks are those of the runtime experiment."""
+"""Benchmarks of khot. Their clocks are those of the runtime experiment."""
 
-from khot.experiments import timing as timing
+from khot.experiments.harness import timing as timing

@@ -32,8 +32,8 @@ from benchmarks import report, timing
 from benchmarks.cpu import call_operator, spread_normal
 from benchmarks.operators import OPERATORS, disagreement
 from khot import _kernels as kernels
-from khot.experiments.peers import PEERS, missing
-from khot.experiments.timing import Call
+from khot.experiments.harness.timing import Call
+from khot.experiments.tasks.peers import PEERS, missing
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 20  # calls that the profiler looks at

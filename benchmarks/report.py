@@ -20,7 +20,7 @@ import torch
 import khot
 from benchmarks import timing
 from khot import _kernels as kernels
-from khot.experiments.study import table
+from khot.experiments.harness.reporting import table
 
 __all__ = ["Results", "begin", "loglog", "machine", "ratio", "resume", "save", "table"]
 

@@ -1,31 +1,44 @@
-// The five CDFs F with density f: khot/cdfs.py in vectors, for the passes over a row, and in double scalars,
-// for what happens once a row.
+// The five CDFs F with density f of khot/cdfs.py: on vectors, for the passes over a row, and on double
+// scalars, for what is computed once per row.
+//
+// A kernel asks what a CDF is like, by the traits below, and never which CDF it is. A new CDF is a struct
+// here with all of these traits, a case in with_cdf and a name in kernels.h.
+//
+//   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
+//   median, mean, variance
+//   fits_float          float carries F: an error of z is not magnified
+//   log_fits_float      log F in float has no larger error than z; log_slope(z, f) is then f/F
+//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
+//   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
+//                       are decided, and float has lost digits that matter
+//   density_from_value  density_of(y) is f
+//   last_step           after a step of this length, in tau, the error left in y is below 1e-7
+//   extra_passes        how many more passes than usual the search may need
+//   tail_reach(a)       beyond this many tau, F or 1 - F is about e^-a or less
+//   Derivatives         what one pass collects about f (cdf_derivatives.h); derivatives() is an empty one
 #pragma once
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
+#include "cdf_derivatives.h"
 #include "kernels.h"
-#include "vec.h"
+#include "simd/math.h"
 
 namespace khot::KHOT_ISA {
 
 constexpr double kLog2E = 1.44269504088896340736;  // 1/log(2)
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-template <class R>
-struct TailDensity {
-  Vec<R> tail;     // min(F, 1 - F)
-  Vec<R> density;  // f
-};
-
-// The standard normal quantile. Abramowitz and Stegun 26.2.23 is within 5e-4 in both tails, and each of
-// Halley's steps takes the error to its third power.
+// The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both
+// tails, and each of Halley's steps raises the error to its third power.
 inline double normal_quantile(double y) {
   if (y > 0.5) return -normal_quantile(1 - y);
   if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
   const double t = std::sqrt(-2 * std::log(y));
-  double z = (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
+  double z =
+      (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
   for (int i = 0; i < 2; ++i) {
     const double density = std::exp(-0.5 * z * z) * 0.39894228040143267794;
     const double miss = (0.5 * std::erfc(-z * 0.70710678118654752440) - y) / density;
@@ -34,11 +47,13 @@ inline double normal_quantile(double y) {
   return z;
 }
 
-// Symmetric around 0, with f > 0 everywhere. F is a child with tail_density, log_tail and log_pdf of abs(z).
+// What the CDFs that are symmetric around 0 with f > 0 everywhere have in common. F is the derived struct,
+// with tail_density, log_lower and log_pdf of abs(z).
 template <class F>
 struct FullSupport {
   static constexpr bool full_support = true, fits_float = true;
   static constexpr double median = 0, mean = 0;
+  static constexpr int extra_passes = 0;
 
   template <class R>
   KHOT_INLINE TailDensity<R> split(Vec<R> z, Int<R> /*above*/) const {
@@ -70,6 +85,13 @@ struct FullSupport {
 
 struct Logistic : FullSupport<Logistic> {
   static constexpr double variance = 3.28986813369645287294;  // pi^2/3
+  static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
+  static constexpr double decided_ratio = 16;
+  // The error after a step h of the fifth-degree polynomial is h^6/720 times a mean of the sixth derivative.
+  static constexpr double last_step = 0.25;
+  static constexpr double tail_reach(double a) { return a; }
+  using Derivatives = LogisticDerivatives;
+  KHOT_INLINE Derivatives derivatives() const { return {}; }
 
   template <class R>
   static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
@@ -77,7 +99,7 @@ struct Logistic : FullSupport<Logistic> {
     const Vec<R> tail = divide<R>(e, 1 + e);
     return {tail, tail - tail * tail};
   }
-  // f = e/(1 + e)^2, and 0 where that is next to nothing.
+  // f = e/(1 + e)^2, and 0 where that is below 1e-37.
   template <class R>
   KHOT_INLINE Vec<R> density(Vec<R> z) const {
     if constexpr (sizeof(R) == 8) {
@@ -87,7 +109,7 @@ struct Logistic : FullSupport<Logistic> {
       return f > 1e-37f ? f : VecF{};
     }
   }
-  // f/F, of which log y changes with z, and f
+  // f/F, which is the derivative of log y in z, and f.
   static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
     const VecF e = exp2_held(z * -static_cast<float>(kLog2E)), y = inverse_1p(e), square = e * y * y;
     f = square > 1e-37f ? square : VecF{};
@@ -102,6 +124,9 @@ struct Logistic : FullSupport<Logistic> {
     return -a - 2 * log1p<R>(exp_minus<R>(a));
   }
 
+  static KHOT_INLINE VecF from_odds(VecF odds) { return inverse_1p(odds); }
+  static KHOT_INLINE VecF density_of(VecF y) { return y * (1 - y); }
+
   double cdf(double z) const { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
   double pdf(double z) const {
     const double e = std::exp(-std::fabs(z));
@@ -112,6 +137,13 @@ struct Logistic : FullSupport<Logistic> {
 
 struct Laplace : FullSupport<Laplace> {
   static constexpr double variance = 2;
+  static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
+  static constexpr double decided_ratio = 6;
+  // f has a kink, so that the error after a step h is of the size of h^2/2.
+  static constexpr double last_step = 3e-4;
+  static constexpr double tail_reach(double a) { return a; }
+  using Derivatives = LaplaceDerivatives;
+  KHOT_INLINE Derivatives derivatives() const { return {}; }
   static constexpr double kLog2 = 0.69314718055994530942;
 
   template <class R>
@@ -119,7 +151,6 @@ struct Laplace : FullSupport<Laplace> {
     const Vec<R> half = exp_minus<R>(a) / 2;
     return {half, half};
   }
-  // As for the logistic.
   static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
     f = tail_density<float>(abs<float>(z)).density;
     return z > 0 ? divide<float>(f, 1 - f) : splat(1.0f);
@@ -133,6 +164,12 @@ struct Laplace : FullSupport<Laplace> {
     return -a - static_cast<R>(kLog2);
   }
 
+  static KHOT_INLINE VecF from_odds(VecF odds) { return odds < 1 ? 1 - odds * 0.5f : inverse(odds) * 0.5f; }
+  static KHOT_INLINE VecF density_of(VecF y) {
+    const VecF rest = 1 - y;
+    return rest < y ? rest : y;
+  }
+
   double cdf(double z) const { return z > 0 ? 1 - std::exp(-z) / 2 : std::exp(z) / 2; }
   double pdf(double z) const { return std::exp(-std::fabs(z)) / 2; }
   double icdf(double y) const { return y > 0.5 ? -std::log(2 * (1 - y)) : std::log(2 * y); }
@@ -140,21 +177,26 @@ struct Laplace : FullSupport<Laplace> {
 
 struct Normal : FullSupport<Normal> {
   static constexpr double variance = 1;
-  static constexpr float kEnd = 13;  // here the tail leaves the range of floats
+  static constexpr bool log_fits_float = false, value_from_odds = false, density_from_value = false;
+  static constexpr double last_step = 0.15;  // as for the logistic
+  static double tail_reach(double a) { return 2 * std::sqrt(a); }
+  using Derivatives = NormalDerivatives;
+  KHOT_INLINE Derivatives derivatives() const { return {}; }
 
-  // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + 3/2) M(a) is nearly a polynomial in (a - 5)/(a + 5): this one
-  // interpolates it at Chebyshev's nodes, relative error 2e-16.
+  // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + 3/2) M(a) is nearly a polynomial in (a - 5)/(a + 5), and
+  // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
-    a = clamp_above<R>(a, R(1e15));  // inf/inf
-    constexpr R kTerms[] = {R(1.25325268064955247),      R(-0.409284920369224052),   R(0.223252281706877402),
-                            R(-0.076300727553944753),    R(-0.00619981121507899012), R(0.0321600733379138351),
-                            R(-0.0267575803615791184),   R(0.0133667921538693192),   R(-0.00392612428285258843),
-                            R(0.000187820804079843275),  R(0.000381309303757019339), R(-0.000133165801535498686),
-                            R(-0.000016478337378783385), R(0.0000211082468259921145), R(-1.02220349159413379e-6),
-                            R(-2.95587908946676958e-6),  R(4.16708492249091452e-7),  R(4.24463342572372312e-7),
-                            R(-7.9084546577124268e-8),   R(-5.73779755061995461e-8), R(1.09914657439360064e-8),
-                            R(4.98911271683873154e-9),   R(-8.8859206852651427e-10)};
+    a = clamp_above<R>(a, R(1e15));  // for a = inf the quotient below would be inf/inf
+    constexpr R kTerms[] = {
+        R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
+        R(-0.076300727553944753),    R(-0.00619981121507899012),  R(0.0321600733379138351),
+        R(-0.0267575803615791184),   R(0.0133667921538693192),    R(-0.00392612428285258843),
+        R(0.000187820804079843275),  R(0.000381309303757019339),  R(-0.000133165801535498686),
+        R(-0.000016478337378783385), R(0.0000211082468259921145), R(-1.02220349159413379e-6),
+        R(-2.95587908946676958e-6),  R(4.16708492249091452e-7),   R(4.24463342572372312e-7),
+        R(-7.9084546577124268e-8),   R(-5.73779755061995461e-8),  R(1.09914657439360064e-8),
+        R(4.98911271683873154e-9),   R(-8.8859206852651427e-10)};
     return polynomial((a - 5) / (a + 5), kTerms) / (a + R(1.5));
   }
   template <class R>
@@ -164,12 +206,14 @@ struct Normal : FullSupport<Normal> {
       const Vec<R> density = exp_minus<R>(a * a / 2) * kRoot;
       return {density * mills<R>(a), density};
     } else {
-      // the tail is exp(-a^2/2) times a polynomial in 1/(a + 3), fitted to the least error in units of the tail to
-      // the power 3/5: 2.4e-8 at most, relative to the tail 2e-7 where that is 1e-3, 3e-6 where it is 1e-6
-      constexpr float kTerms[] = {0.401340127f,  1.103687525f,  4.695775509f, -5.841536999f,
+      // The tail is exp(-a^2/2) times a polynomial in 1/(a + 3), fitted for the least error in units of the
+      // tail to the power 3/5. The error is at most 2.4e-8; relative to the tail it is 2e-7 where that is
+      // 1e-3, and 3e-6 where that is 1e-6.
+      constexpr float kTerms[] = {0.401340127f, 1.103687525f,  4.695775509f, -5.841536999f,
                                   75.84059906f, -157.6013947f, 100.3295059f};
-      const VecF near = clamp_above<float>(a, kEnd), e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
-      const VecF power = a > kEnd ? VecF{} : e, r = inverse(near + 3);
+      const VecF near = clamp_above<float>(a, NormalDerivatives::kEnd),
+                 e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
+      const VecF power = a > NormalDerivatives::kEnd ? VecF{} : e, r = inverse(near + 3);
       return {power * (r * polynomial(r, kTerms)), power * kRoot};
     }
   }
@@ -190,10 +234,23 @@ struct Normal : FullSupport<Normal> {
 // F(z) = clip(z, 0, 1)^e, e = 1/(p - 1).
 template <bool kUniform>
 struct ClippedPower {
-  static constexpr bool full_support = false;
+  static constexpr bool full_support = false, log_fits_float = false, value_from_odds = false;
+  static constexpr bool density_from_value = false;
+  static constexpr double last_step = 1e-7;  // F has a kink, so that only a step of no length is safe
+  static constexpr int extra_passes = kUniform ? 0 : 4;  // steps overshoot where f is close to 0
+  static constexpr double tail_reach(double) { return 1; }
+  using Derivatives = std::conditional_t<kUniform, DensitySum, PowerDerivatives>;
+  KHOT_INLINE Derivatives derivatives() const {
+    if constexpr (kUniform) {
+      return {};
+    } else {
+      return {whole};
+    }
+  }
+
   double e = 1, median = 0.5, mean = 0.5, variance = 1.0 / 12;
-  int whole = 1;  // e where that is an integer, else 0
-  bool fits_float = true;  // e multiplies relative errors of z
+  int whole = 1;           // e where that is an integer, otherwise 0
+  bool fits_float = true;  // relative errors of z are multiplied by e
 
   explicit ClippedPower(double p) {
     if constexpr (!kUniform) {
@@ -257,7 +314,7 @@ struct ClippedPower {
       f = within ? splat<R>(1) : Vec<R>{};
     } else {
       Vec<R> lower = splat<R>(1);  // z^(e-1)
-      if (sizeof(R) == 4) {  // up to 3, or float would not do: without a loop in the loops over the row
+      if (sizeof(R) == 4) {  // float serves up to e = 3 only, and needs no loop inside the loop over the row
         const Vec<R> twice = whole > 1 ? inside : lower;
         lower = whole > 2 ? inside * inside : twice;
       } else if (whole != 0) {
@@ -273,5 +330,23 @@ struct ClippedPower {
 
 using Uniform = ClippedPower<true>;
 using Power = ClippedPower<false>;
+
+// call(F) with the CDF that is asked for.
+template <class Call>
+void with_cdf(const Spec& spec, Call call) {
+  switch (spec.cdf) {
+    case Cdf::kLogistic:
+      return call(Logistic());
+    case Cdf::kLaplace:
+      return call(Laplace());
+    case Cdf::kNormal:
+      return call(Normal());
+    case Cdf::kUniform:
+      return call(Uniform(2));
+    case Cdf::kPower:
+      return call(Power(spec.power));
+  }
+  unknown_cdf(spec.cdf);
+}
 
 }  // namespace khot::KHOT_ISA

@@ -1,4 +1,5 @@
-// What the operators (library.cpp) and the rows' kernels (one copy an instruction set) know of each other.
+// The interface between the bindings, which know tensors, and the kernels, which know rows. There is one copy
+// of the kernels per instruction set, and `Kernels` is the table of its entry points.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +10,31 @@ enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
 enum class Cdf { kLogistic, kLaplace, kNormal, kUniform, kPower };
 enum class Output { kValue, kLog, kThreshold };
 
-// Rows up to this length are solved several at once, in groups that begin at a multiple of kLanesMost.
-constexpr int64_t kShort = 256;
-constexpr int64_t kLanesMost = 16;
+// The names under which the operators are asked for a CDF or an output. A name that is not here is an error,
+// and the bindings raise it before any work is shared among threads.
+template <class Choice>
+struct Named {
+  const char* name;
+  Choice choice;
+};
+constexpr Named<Cdf> kCdfs[] = {{"logistic", Cdf::kLogistic},
+                                {"laplace", Cdf::kLaplace},
+                                {"normal", Cdf::kNormal},
+                                {"uniform", Cdf::kUniform},
+                                {"power", Cdf::kPower}};
+constexpr Named<Output> kOutputs[] = {
+    {"y", Output::kValue}, {"log", Output::kLog}, {"threshold", Output::kThreshold}};
 
-// Runs body(context, i) for every i < count, in any order and perhaps at once.
+// Rows up to this length are solved several at once, in groups that begin at a multiple of kMostLanes.
+constexpr int64_t kShortRow = 256;
+constexpr int64_t kMostLanes = 16;
+
+// Runs body(context, i) for every i < count, in any order and perhaps at the same time.
 struct Parallel {
   void (*run)(int64_t count, void* context, void (*body)(void* context, int64_t i));
 };
 
-// A row of a tensor; step 0 repeats its first entry.
+// One row of a tensor. With step 0 its first entry is repeated, as in an expanded tensor.
 struct Row {
   const void* data;
   Dtype dtype;
@@ -27,17 +43,17 @@ struct Row {
 
 struct Spec {
   Cdf cdf;
-  double power;  // p of kPower
+  double power;  // p of Cdf::kPower
   Output output;
   int64_t n;
-  const Parallel* inside;  // parallel work inside a row; null where rows already run in parallel
+  const Parallel* inside;  // how one row is shared among threads; null where the rows already run in parallel
 };
 
 struct Threshold {
   double hi, lo;
 };
 
-// One call serves the consecutive rows [begin, end), which the getters below describe.
+// What the forward kernel reads and writes, row by row. One call serves the consecutive rows [begin, end).
 struct ForwardRows {
   virtual Row x(int64_t row) const = 0;
   virtual double k(int64_t row) const = 0;
@@ -51,7 +67,8 @@ struct ForwardRows {
 
 struct BackwardRows {
   virtual Row x(int64_t row) const = 0;
-  virtual Row y(int64_t row) const = 0;  // of float; its data are null where it is not at hand, or d/dtau is wanted
+  // In float32. Its data are null where y was not given or dL/dtau is wanted.
+  virtual Row y(int64_t row) const = 0;
   virtual Row grad(int64_t row) const = 0;
   virtual double grad_lo(int64_t row) const = 0;
   virtual double tau(int64_t row) const = 0;
@@ -63,7 +80,7 @@ struct BackwardRows {
   ~BackwardRows() = default;
 };
 
-// Top-k in magnitude of s >= 0; see khot/_kernels/reference/selection.py.
+// Top-k in magnitude of s >= 0. The formulas are explained in khot/_kernels/reference/selection.py.
 struct Magnitude {
   double k, tau, p;
   Threshold gamma;  // the value of the pooled block
@@ -73,29 +90,42 @@ struct Kernels {
   const char* isa;
   void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
-  // One row each; out, y and grad_s are of the dtype of the scores.
+  // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
   void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
+  // Returns dL/dtau.
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                               const Magnitude& problem, void* grad_s);  // the gradient in tau
-  // Uniforms of a row, for the columns first, ..., first + n - 1; see khot/_kernels/reference/philox.py.
+                               const Magnitude& problem, void* grad_s);
+  // The uniforms of one row in the columns first, ..., first + n - 1 (khot/_kernels/reference/philox.py).
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
-  // Draws from a row; see khot/_kernels/reference/draws.py.
-  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  // Draws from one row (khot/_kernels/reference/draws.py).
+  void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch,
+                bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
-  // Of trials with logits z: E[e^(i omega S)], with its period; P(S = k), pi and 1 - pi; covariance times u.
+  // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi
+  // and 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the
+  // number of iterations (khot/_kernels/reference/poisson_binomial.py and fixed_point.py).
   double (*characteristic)(const Row& z, int64_t n, double* scratch, double* re, double* im);
   double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
   void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
   double (*calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
 };
 
-constexpr int kFrequencies = 26, kFrequenciesMost = 28;  // that of poisson_binomial.py, and room for whole groups
-// Numbers that the kernels of a row of sampling may work in.
-constexpr int64_t scratch(int64_t n) { return 16 * n + 512; }
+// The number of frequencies in poisson_binomial.py, and that number rounded up to whole groups.
+constexpr int kFrequencies = 26, kMostFrequencies = 28;
+// How many doubles a sampling kernel may use as scratch space for a row of n entries.
+constexpr int64_t scratch_size(int64_t n) { return 16 * n + 512; }
 
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+
+// The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS
+// allows.
+const Kernels& kernels();
+
+// Raises an error for a CDF that the calling switch does not handle. Names are checked in the bindings, so
+// this is reached only when a CDF was added to the enumeration and forgotten in that switch.
+[[noreturn]] void unknown_cdf(Cdf cdf);
 
 }  // namespace khot

@@ -124,7 +124,7 @@ def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
     found = {}
     for name, design in khot.sampling.designs.items():
         generator = torch.Generator().manual_seed(0)
-        x = khot.sampling.sample(probs, name, (draws,), generator=generator)
+        x = khot.sampling.sample(probs, name, sample_shape=(draws,), generator=generator)
         code = (x.long() << torch.arange(len(probs))).sum(-1)
         share = torch.bincount(code).double() / draws
         seen = int((share > 0).sum())

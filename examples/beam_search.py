@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import khot
-from khot.experiments.shell_game import Retracer, Score, draw_games, draw_shuffles, no_denormals, score
+from khot.experiments.tasks.shell_game import Retracer, Score, draw_games, draw_shuffles, no_denormals, score
 
 LENGTH, BATCH, SIZE, BEAMS, LR = 20, 64, 32, 3, 1e-2
 RHO = {"beam": 0.0, "forced": 1.0, "longer": 1.0}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits, load_mnist
+from khot.experiments.harness.data import Images, load_digits, load_mnist
 
 BATCH, PRICE = 64, 0.01
 NAMES = {"fixed": "nn.KHotGate, k given", "learned": "nn.KHotGate, k learned", "variance": "highest variance"}

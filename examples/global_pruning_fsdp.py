@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits
+from khot.experiments.harness.data import Images, load_digits
 
 HIDDEN, AMOUNT, BATCH = 32, 0.9, 128
 
@@ -44,7 +44,7 @@ def train(images: Images, steps: int, seed: int) -> Result:
     )
     layers = list(model[::2])
     tau = khot.nn.Anneal(1.0, 0.01, steps, "exponential")
-    khot.nn.prune_global([(layer, "weight") for layer in layers], AMOUNT, tau)
+    khot.nn.prune_global([(layer, "weight") for layer in layers], AMOUNT, tau=tau)
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
     here = [layer.parametrizations["weight"].original.to_local().numel() for layer in layers]

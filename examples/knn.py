@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments import data
+from khot.experiments.harness import data
 
 K, FEATURES, BATCH = 9, 32, 100
 NAMES = {"soft": "nn.SoftKNN", "entropy": "cross-entropy", "pixels": "the pixels"}
@@ -69,7 +69,7 @@ def train(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     tau = khot.nn.Anneal(1.0, 0.2, steps, "exponential")
-    knn, head = khot.nn.SoftKNN(K, 10, tau), nn.Linear(FEATURES, 10)
+    knn, head = khot.nn.SoftKNN(K, 10, tau=tau), nn.Linear(FEATURES, 10)
     optimizer = torch.optim.Adam([*network.parameters(), *head.parameters()], lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):

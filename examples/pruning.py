@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits, load_mnist
+from khot.experiments.harness.data import Images, load_digits, load_mnist
 
 HIDDEN, AMOUNT, BATCH, POINTS = 32, 0.9, 128, 10
 NAMES = {"soft": "soft, annealed", "hard": "hard", "dense": "all weights"}
@@ -60,7 +60,7 @@ def train(images: Images, method: str, steps: int, seed: int, report: Progress) 
     )
     tau = khot.nn.Anneal(1.0, 0.01, steps, "exponential")
     if method != "dense":
-        khot.nn.prune_global([(layer, "weight") for layer in model[::2]], AMOUNT, tau)
+        khot.nn.prune_global([(layer, "weight") for layer in model[::2]], AMOUNT, tau=tau)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = Result(model)
     for step in range(steps):

@@ -3,7 +3,7 @@
 Every image is to be a sum of a few directions out of a dictionary that is learned. How many it may use is
 given; which, an encoder decides:
 
-- `nn.TopKSAE`, hard, but with the gradient of a soft selection (`straight_through=True`);
+- `nn.TopKSAE`, hard, but with the gradient of a soft selection (`hard=True`);
 - soft in training, with a temperature that an `nn.Anneal` lowers;
 - hard without any gradient of the selection, as top-k autoencoders are usually trained.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.data import Images, load_digits, load_mnist
+from khot.experiments.harness.data import Images, load_digits, load_mnist
 
 LATENTS, BATCH, POINTS, LATELY = 256, 128, 20, 10_000
 NAMES = {"straight": "straight-through", "soft": "soft, annealed", "hard": "hard"}
@@ -50,7 +50,7 @@ def train(images: Images, method: str, k: int, steps: int, seed: int, report: Pr
     torch.manual_seed(seed)
     tau = khot.nn.Anneal(0.05, 0.002, steps, "exponential")
     if method == "straight":
-        sae = khot.nn.TopKSAE(images.n, LATENTS, k, tau=0.1, straight_through=True)
+        sae = khot.nn.TopKSAE(images.n, LATENTS, k, tau=0.1, hard=True)
     elif method == "soft":
         sae = khot.nn.TopKSAE(images.n, LATENTS, k, tau=tau)
     else:  # at so low a temperature the selection is 0 or 1, and has no gradient

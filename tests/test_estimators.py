@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -174,7 +175,7 @@ def test_estimators_without_a_design_compile_and_map(name: str) -> None:
 
 
 def test_every_public_estimator_is_tested_here() -> None:
-    others = {"sample_khot", "score_function"}
+    others = {"EstimatorName", "sample_khot", "score_function"}
     assert set(estimators.__all__) == {*NAMES, *others}
     with pytest.raises(ValueError, match=", ".join(NAMES)):
         sample_khot(THETA, 2, estimator="reinforce")
@@ -479,7 +480,17 @@ def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -
         x = sample_khot(THETA, estimator=name, **options)
         assert x.shape == THETA.shape
     else:
-        with pytest.raises(ValueError, match=rf"^{argument} must .*'{name}'"):
+        message = f"{argument} has no effect with estimator '{name}'; it is used by "
+        users = {"design": "straight_through and second_order", "tau": "second_order, gumbel and imle"}
+        if option == "k=None":
+            message = f"k must be a number or tensor for estimator '{name}', but got None"
+        elif (name, option) == ("simple", "design"):
+            message = (
+                "design must be None or 'conditional_poisson' for estimator 'simple', but got 'systematic'"
+            )
+        else:
+            message += users.get(option, "gumbel")
+        with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
             sample_khot(THETA, estimator=name, **options)
 
 

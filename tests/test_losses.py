@@ -133,7 +133,7 @@ def test_a_nan_row_is_alone() -> None:
 
 def test_a_target_with_too_little_mass_is_refused() -> None:
     # one label and k = 3: adding a constant to all scores lowers the loss without end
-    with pytest.raises(ValueError, match="in units of k"):
+    with pytest.raises(ValueError, match=r"^each target row must sum to at least k = 3, but one sums to 1$"):
         FenchelYoungTopKLoss(3)(scores(2, 5), labels(2, 5, 1))
     with pytest.raises(ValueError, match="target must lie"):
         FenchelYoungTopKLoss(3)(scores(2, 5), 4 * labels(2, 5, 1))
@@ -157,7 +157,8 @@ def by_hand(row: Tensor, label: int, p: list[float], tau: float, name: str) -> f
 @pytest.mark.parametrize("tau", [1.0, 0.01])
 def test_cross_entropy_is_the_mixture(name: str, p: list[float], tau: float) -> None:
     x, label = scores(5, 6), torch.tensor([0, 1, 2, 5, 3])
-    got = TopKCrossEntropyLoss(p, tau=tau, cdf=name, reduction="none")(x, label)
+    weights = dict(enumerate(p, 1))
+    got = TopKCrossEntropyLoss(weights, tau=tau, cdf=name, reduction="none")(x, label)
     want = [by_hand(row, int(i), p, tau, name) for row, i in zip(x, label, strict=True)]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-11, atol=1e-11)
 
@@ -167,7 +168,7 @@ def test_cross_entropy_gradcheck(name: str) -> None:
     label = torch.tensor([0, 4, 2])
 
     def loss(x: Tensor, tau: Tensor) -> Tensor:
-        return TopKCrossEntropyLoss([0.5, 0.2, 0.3], tau=tau, cdf=name, reduction="none")(x, label)
+        return TopKCrossEntropyLoss({1: 0.5, 2: 0.2, 3: 0.3}, tau=tau, cdf=name, reduction="none")(x, label)
 
     args = scores(3, 6).requires_grad_(), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(loss, args, check_forward_ad=True)
@@ -176,7 +177,7 @@ def test_cross_entropy_gradcheck(name: str) -> None:
 
 def test_k_as_large_as_the_number_of_classes() -> None:
     x, tau = scores(2, 3).requires_grad_(), torch.tensor(0.5, requires_grad=True)
-    loss = TopKCrossEntropyLoss([0, 0, 1.0], tau=tau)(x, torch.tensor([0, 1]))
+    loss = TopKCrossEntropyLoss(3, tau=tau)(x, torch.tensor([0, 1]))
     loss.backward()
     assert loss == 0
     assert x.grad is not None
@@ -192,7 +193,7 @@ def test_cross_entropy_trains_top_k_accuracy() -> None:
     label = 2 * group + torch.randint(2, group.shape, generator=generator)
     weight = torch.zeros(8, 8, requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    loss = TopKCrossEntropyLoss([0, 1.0])
+    loss = TopKCrossEntropyLoss(2)
     for _ in range(100):
         optimizer.zero_grad()
         loss(x @ weight, label).backward()
@@ -203,19 +204,29 @@ def test_cross_entropy_trains_top_k_accuracy() -> None:
 
 def test_cross_entropy_refuses() -> None:
     with pytest.raises(ValueError, match="sum to 1"):
-        TopKCrossEntropyLoss([0.5, 0.2])
+        TopKCrossEntropyLoss({1: 0.5, 2: 0.2})
+    for k in ([0.5, 0.5], 2.5, True, None):
+        with pytest.raises(TypeError, match=r"k must be an int, or a mapping such as \{1: 0.5, 5: 0.5\}"):
+            TopKCrossEntropyLoss(k)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"k must be an int, but got 1\.5"):
+        TopKCrossEntropyLoss({1.5: 1.0})  # type: ignore[dict-item]
+    for k in (0, {0: 1.0}):
+        with pytest.raises(ValueError, match="k must be at least 1, but got 0"):
+            TopKCrossEntropyLoss(k)
+    with pytest.raises(ValueError, match=r"the weight of k = 2 must lie in \[0, 1\], but got -0.5"):
+        TopKCrossEntropyLoss({1: 1.5 - 0.5, 2: -0.5})
     with pytest.raises(ValueError, match="full support"):
-        TopKCrossEntropyLoss([1.0], cdf="uniform")
+        TopKCrossEntropyLoss(1, cdf="uniform")
     with pytest.raises(ValueError, match="reduction"):
-        TopKCrossEntropyLoss([1.0], reduction="avg")
-    with pytest.raises(ValueError, match="at most as many"):
-        TopKCrossEntropyLoss([0, 0, 1.0])(scores(1, 2), torch.tensor([0]))
+        TopKCrossEntropyLoss(1, reduction="avg")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k must be at most the number of classes, 2, but got 3"):
+        TopKCrossEntropyLoss(3)(scores(1, 2), torch.tensor([0]))
     with pytest.raises(ValueError, match="label"):
-        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([2]))
+        TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([2]))
     with pytest.raises(ValueError, match="label"):
-        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([0, 1]))
+        TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="int64"):
-        TopKCrossEntropyLoss([1.0])(scores(1, 2), torch.tensor([0.0]))
+        TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([0.0]))
 
 
 # ----------------------------------------------------------------------------- permutations
@@ -301,7 +312,7 @@ def test_permutation_cross_entropy_of_bad_arguments() -> None:
 
 MODULES: dict[str, tuple[nn.Module, Tensor]] = {
     "FenchelYoungTopKLoss": (FenchelYoungTopKLoss(2, tau=0.5), labels(4, 6, 2)),
-    "TopKCrossEntropyLoss": (TopKCrossEntropyLoss([0.5, 0.5], tau=0.5), torch.tensor([1, 2, 3, 0])),
+    "TopKCrossEntropyLoss": (TopKCrossEntropyLoss({1: 0.5, 2: 0.5}, tau=0.5), torch.tensor([1, 2, 3, 0])),
 }
 each_module = pytest.mark.parametrize("name", MODULES)
 
@@ -340,10 +351,10 @@ def test_compiles_whole(name: str) -> None:
 def test_any_dim_and_reduction(name: str) -> None:
     loss, target = MODULES[name]
     x = scores(4, 6)
-    rows = loss.__class__(loss.p if name.startswith("TopK") else 2, tau=0.5, reduction="none")(x, target)
+    rows = loss.__class__(loss.k, tau=0.5, reduction="none")(x, target)
     across = target.movedim(-1, 0) if target.dim() == 2 else target
     arguments = {"tau": 0.5, "reduction": "sum"}
-    moved = loss.__class__(loss.p if name.startswith("TopK") else 2, 0, **arguments)(x.T, across)
+    moved = loss.__class__(loss.k, 0, **arguments)(x.T, across)
     torch.testing.assert_close(rows.mean(), loss(x, target))
     torch.testing.assert_close(rows.sum(), moved)
     assert "tau=0.5" in repr(loss)

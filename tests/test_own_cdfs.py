@@ -61,6 +61,9 @@ class Gumbel(cdfs.CDF):
     def log_cdf(self, z: Tensor) -> Tensor:
         return -torch.exp(-z)
 
+    def log_sf(self, z: Tensor) -> Tensor:
+        return torch.where(z > 30, -z, torch.log(-torch.expm1(-torch.exp(-z.clamp(max=30)))))
+
     def log_pdf(self, z: Tensor) -> Tensor:
         return -z - torch.exp(-z)
 
@@ -76,7 +79,7 @@ class Bump(cdfs.CDF):
     """Compact support on [−1, 1], smooth at its ends: F = ½ + ¾z − ¼z³."""
 
     name = "bump"
-    full_support = False
+    support = (-1.0, 1.0)
     symmetric = True
 
     def cdf(self, z: Tensor) -> Tensor:

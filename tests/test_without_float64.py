@@ -244,7 +244,7 @@ def agree(device: single.Device, function: Callable[..., Tensor], *args: Tensor,
 
 @pytest.mark.parametrize("design", khot.sampling.designs)
 def test_designs(design: str, device: single.Device) -> None:
-    x = device.fetch(khot.sampling.sample(device.put(PROBS), design, (8,)))
+    x = device.fetch(khot.sampling.sample(device.put(PROBS), design, sample_shape=(8,)))
     assert x.shape == (8, 2, 5)
     assert torch.equal(x.sum(-1), PROBS.sum(-1).expand(8, 2))
     chances = device.fetch(khot.sampling.inclusion_probs(device.put(PROBS), design))
@@ -255,7 +255,7 @@ def test_designs(design: str, device: single.Device) -> None:
 
 
 def test_gumbel_topk(device: single.Device) -> None:
-    x = device.fetch(khot.sampling.gumbel_topk(device.put(LOGITS), 2, (8,)))
+    x = device.fetch(khot.sampling.gumbel_topk(device.put(LOGITS), 2, sample_shape=(8,)))
     assert torch.equal(x.sum(-1), torch.full((8, 2), 2.0))
 
 
@@ -271,7 +271,7 @@ def test_conditional_poisson_of_two(device: single.Device) -> None:
     # calibrated for what float32 makes of the probabilities
     theta = device.fetch(design.calibrate(device.put(PROBS)))
     assert error(theta, design.calibrate(PROBS).double()) <= 1e-5
-    x = device.fetch(design.sample(device.put(LOGITS), 3, (8,)))
+    x = device.fetch(design.sample(device.put(LOGITS), 3, sample_shape=(8,)))
     assert torch.equal(x.sum(-1), torch.full((8, 2), 3.0))
 
 
@@ -327,7 +327,7 @@ def test_distributions(device: single.Device) -> None:
 def test_losses(device: single.Device) -> None:
     losses = khot.losses
     agree(device, lambda x: losses.FenchelYoungTopKLoss(3)(x, K_HOT.to(x)), LOGITS)
-    agree(device, lambda x: losses.TopKCrossEntropyLoss([0.5, 0.5])(x, label.to(x.device)), LOGITS)
+    agree(device, lambda x: losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5})(x, label.to(x.device)), LOGITS)
     agree(device, lambda x: losses.permutation_cross_entropy(x, order.to(x.device)), LOGITS)
     agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
 

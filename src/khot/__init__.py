@@ -60,3 +60,7 @@ __all__ = [
     "sparse_topk",
     "topk_mask",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

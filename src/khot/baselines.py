@@ -1,7 +1,7 @@
-"""The relaxed top-k operators that came before, each as published, to compare with.
+"""Earlier relaxed top-k operators, each as published, for comparisons.
 
-Each has defects that its docstring names and that khot's own operators do not have. None treats what no
-source does: there are no masks, an infinite score may give NaN, k has no gradient (but in
+Each has defects that its docstring names and that khot's own operators do not have. Nothing was added to what
+the sources describe: there are no masks, an infinite score may give NaN, k has no gradient (except in
 :func:`rescaled_sigmoid_topk`), and :func:`torch.compile` and :func:`torch.func.vmap` are not supported.
 """
 
@@ -22,12 +22,12 @@ __all__ = ["dykstra_topk", "pav_topk", "rescaled_sigmoid_topk", "sequential_soft
 
 
 def sequential_softmax_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
-    """k softmaxes, one after the other, each over what the earlier ones have left.
+    """k softmaxes, one after the other; each one takes off what the earlier ones have selected.
 
     y = p¹ + … + pᵏ with pʲ = softmax(αʲ/τ), α¹ = x, αʲ⁺¹ = αʲ + log(1 − pʲ).
 
-    Defects: entries exceed 1 (for n = k = 2 all but equal ones do); their order may differ from that of the
-    scores; k is an integer; O(nk) time, and O(nk) memory for the gradient.
+    Defects: entries exceed 1 (for n = k = 2 one of them does unless they are equal); their order may differ
+    from that of the scores; k is an integer; O(nk) time, and O(nk) memory for the gradient.
 
     Args:
         input: scores, of any floating-point dtype.
@@ -65,8 +65,9 @@ def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scala
 
     With s = σ(x/τ): s·k/Σs where Σs ≥ k, else 1 − (1 − s)(n − k)/(n − Σs).
 
-    Defects: adding a constant to the scores changes the result, and where they all have one sign even
-    τ → 0 gives k/n everywhere and not the top k; saturated sigmoids stop learning though the sum is off.
+    Defects: adding a constant to the scores changes the result. If all scores have the same sign, the limit
+    τ → 0 is k/n everywhere instead of the top k. Saturated sigmoids have no gradient, even if their sum is
+    far from k.
 
     Args:
         input, dim, tau: as for :func:`sequential_softmax_topk`.
@@ -94,7 +95,7 @@ def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scala
     s, rest = torch.sigmoid(x / tau), torch.sigmoid(-x / tau)
     total, left = s.sum(-1, keepdim=True), rest.sum(-1, keepdim=True)
     shrink = total >= k
-    # neither branch may divide by 0, not even where the other is taken: the gradient would be NaN
+    # neither branch may divide by 0, even where the other one is used, because the gradient would be NaN
     down = k / torch.where(shrink & (total > 0), total, 1)
     up = (n - k) / torch.where(shrink, 1, left)
     y = torch.where(shrink, s * down, 1 - rest * up)
@@ -104,20 +105,21 @@ def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scala
 def sinkhorn_topk(
     input: Tensor, k: Scalar, dim: int = -1, *, epsilon: Scalar = 0.1, iterations: int = 200
 ) -> Tensor:
-    """SOFT top-k by a fixed number of Sinkhorn's iterations.
+    """SOFT top-k by a fixed number of Sinkhorn iterations.
 
-    n times the mass that goes to the anchor 1 in the entropic optimal transport of the scores onto 0 and 1,
-    with cost C_ij = (x_i − a_j)² divided by its maximum over the whole batch. Converged, it is
-    :func:`khot.ot_topk` at epsilon·max C. For ε ≤ 0.01, and after a NaN, the iterations are done in logs.
+    The result is n times the mass that goes to the anchor 1 in the entropic optimal transport of the scores
+    onto 0 and 1, with cost C_ij = (x_i − a_j)² divided by its maximum over the whole batch. When converged,
+    it is :func:`khot.ot_topk` at epsilon·max C. For ε ≤ 0.01, and after a NaN, the iterations work with
+    logarithms.
 
     Defects: a row's result depends on the other rows through the maximum, so that one NaN makes the whole
-    batch NaN and one +inf makes k/n of all other rows; stopped early, as it is for small ε, entries exceed
-    1, and the gradient is that of a fixed point that was not reached; the maximum has no gradient; for
-    k = 0 and k = n the gradient is NaN.
+    batch NaN, and one +inf makes every entry of the other rows k/n. If the iterations stop early, as they do
+    for small ε, entries exceed 1, and the gradient is that of a fixed point that was not reached. The maximum
+    has no gradient. For k = 0 and k = n the gradient is NaN.
 
     Args:
-        input: scores, of any floating-point dtype. −inf stands for a score as far below the batch's least
-            as this is below its greatest.
+        input: scores, of any floating-point dtype. −inf is replaced by a score that is as far below the
+            smallest of the batch as this is below the largest.
         k: as for :func:`rescaled_sigmoid_topk`.
         dim: the dimension to select along.
         epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape. No gradient.
@@ -172,13 +174,13 @@ class _Sinkhorn(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Appendix H, for two anchors: the dual of the second is fixed, so K is a number a row."""
+        """Appendix H for two anchors: the dual of the second is fixed, so that K is one number per row."""
         plan, nu, epsilon = ctx.saved_tensors
         first = plan.shape[-2] * plan[..., :1]  # Γ̄/μ
         kappa = nu[..., :1] - (first * plan[..., :1]).sum(-2, keepdim=True)
-        pulled = grad * plan
-        by_row = plan.shape[-2] * pulled.sum(-1, keepdim=True)
-        by_column = pulled[..., :1].sum(-2, keepdim=True)
+        weighted = grad * plan
+        by_row = plan.shape[-2] * weighted.sum(-1, keepdim=True)
+        by_column = weighted[..., :1].sum(-2, keepdim=True)
         # of the duals: ζ of the first anchor, and ξ of each entry
         zeta = (by_column - (by_row * plan[..., :1]).sum(-2, keepdim=True)) / kappa
         xi = by_row - first * zeta
@@ -208,12 +210,12 @@ def pav_topk(
 
     Converges to :func:`khot.sparse_topk`, or for magnitude to :func:`khot.soft_topk_magnitude`. Sorts, then
     finds v_1 ≥ … ≥ v_n that minimises Σ r*(s_i − v_i) + w_i φ(v_i), with w = 1_k, R = τ/p ‖·‖_p^p and φ(v) =
-    v or ½v²; y = r*'(s − v). With these w violators can only be pooled around the k-th place: the pool takes
-    in, in turn, all that violate to its left and all to its right, in every row at once. One sort, and O(n)
-    for each turn; up to 5 were seen.
+    v or ½v²; y = r*'(s − v). With these w violators can only be pooled around the k-th place. The pool is
+    extended in turn by all violators to its left and all violators to its right, in every row at once. This
+    takes one sort, and O(n) for each turn; we saw at most 5 turns.
 
-    Defects: y is taken from the difference s − v, so that where scores are much larger than τ nothing is
-    left of it, and it exceeds 1; an infinite score gives NaN; k is an integer and p is 2 or 4/3; O(n log n).
+    Defects: y is computed from the difference s − v, so that it has no correct digit and exceeds 1 where
+    scores are much larger than τ. An infinite score gives NaN. k is an integer and p is 2 or 4/3. O(n log n).
 
     Args:
         input: scores, of any floating-point dtype.
@@ -258,10 +260,10 @@ def dykstra_topk(
     Solves the isotonic regression of :func:`pav_topk` by projecting in turn onto {v_1 ≥ v_2, v_3 ≥ v_4, …}
     and {v_2 ≥ v_3, v_4 ≥ v_5, …}, with corrections.
 
-    Defects: stopped early, equal scores get unequal values and the gradient is that of another problem; m
-    entries between 0 and 1 take of the order of m² iterations; what comes out within √eps of its neighbour
-    counts as pooled with it, so that tied scores that are rejected get gradients; and all the defects of
-    :func:`pav_topk`.
+    Defects: if the iterations stop early, equal scores get unequal values and the gradient is that of another
+    problem. m entries between 0 and 1 take of the order of m² iterations. Values within √eps of their
+    neighbour count as pooled with it, so that tied scores that are not selected get gradients. All the
+    defects of :func:`pav_topk` apply, too.
 
     Args:
         input, k, dim, tau, magnitude: as for :func:`pav_topk`.
@@ -269,8 +271,8 @@ def dykstra_topk(
 
     Returns, raises: as for :func:`pav_topk`; ValueError also for iterations < 1.
 
-    Source: Sander et al. 2023, Algorithm 1 and Proposition 7; Boyle and Dykstra 1986. φ enters the point
-    that is projected, once, and not each projection as printed.
+    Source: Sander et al. 2023, Algorithm 1 and Proposition 7; Boyle and Dykstra 1986. φ enters once, in the
+    point that is projected, and not in each projection as printed.
 
     Example:
         >>> khot.baselines.dykstra_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1)
@@ -321,7 +323,7 @@ class _Isotonic(Function):
             return torch.zeros_like(z).scatter_add(-1, block, value).gather(-1, block)
 
         curvature = pooled(slope + c * selected)
-        # no curvature: a rejected entry on its own, whose y is flat there
+        # the curvature is 0 for an unselected entry on its own, where y is constant
         share = pooled(grad) / curvature.masked_fill(curvature == 0, 1)
         grad_c = -(share * v * selected).sum_to_size(c.shape)
         return slope * share, grad_c, None, None, None, None
@@ -330,8 +332,8 @@ class _Isotonic(Function):
 def _pool(z: Tensor, c: Tensor, k: Tensor, selected: Tensor, power: int, e: float) -> tuple[Tensor, Tensor]:
     """Pool adjacent violators; v, and for each entry the first index of its block.
 
-    Whether γ_B > v, that is whether h'_B(v) < 0, is told by the block's power sums, taken from the k-th
-    place outwards so that those of near entries owe nothing to far ones.
+    The sign of h'_B(v), which says whether γ_B > v, is computed from the power sums of the block. They are
+    summed from the k-th place outwards, so that far entries do not round off those of near ones.
     """
     n, index = z.shape[-1], torch.arange(z.shape[-1], device=z.device)
     k = k.expand(*z.shape[:-1], 1)
@@ -353,7 +355,7 @@ def _pool(z: Tensor, c: Tensor, k: Tensor, selected: Tensor, power: int, e: floa
         return count * (c * v + e) - spread
 
     violated = (alone.gather(-1, last) < alone.gather(-1, first)) & (k > 0) & (k < n)
-    start, stop = k - violated.long(), k + violated.long()  # nothing in between: no block
+    start, stop = k - violated.long(), k + violated.long()  # an empty interval: no block
     while True:
         left = selected & violated & (slope(alone, k - index, above + at(below, (stop - 1).clamp(min=0))) < 0)
         new_start = torch.minimum(start, torch.where(left, index, n).amin(-1, keepdim=True))
@@ -369,7 +371,7 @@ def _pool(z: Tensor, c: Tensor, k: Tensor, selected: Tensor, power: int, e: floa
 
 
 def _alone(z: Tensor, c: Tensor, power: int, e: float) -> Tensor:
-    """What a selected entry has if no other binds it: h_i'(v) = 0."""
+    """The value of a selected entry that is not in a block: h_i'(v) = 0."""
     return (z - e) / (1 + c) if power == 1 else z - _cubic_root(c, e + c * z)
 
 
@@ -396,7 +398,7 @@ def _cubic_root(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dykstra(z: Tensor, c: Tensor, selected: Tensor, e: float, iterations: int) -> tuple[Tensor, Tensor]:
-    """The projection onto the monotone cone, weighted by 1 + c w; v, and a number for each tied block."""
+    """The projection onto the monotone cone, weighted by 1 + c w; v, and the tied block of each entry."""
     weight = 1 + c * selected
     v = (z - e * selected) / weight
     corrections = [torch.zeros_like(v), torch.zeros_like(v)]
@@ -410,7 +412,7 @@ def _dykstra(z: Tensor, c: Tensor, selected: Tensor, e: float, iterations: int) 
 
 
 def _project_pairs(v: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Each pair (first + 2i, first + 2i + 1) that ascends is replaced by its mean."""
+    """Replace each ascending pair (first + 2i, first + 2i + 1) by its mean."""
     stop = first + (v.shape[-1] - first) // 2 * 2
     pair, share = (t[..., first:stop].unflatten(-1, (-1, 2)) for t in (v, weight))
     mean = (pair * share).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
@@ -421,7 +423,7 @@ def _project_pairs(v: Tensor, weight: Tensor, first: int) -> Tensor:
 def _prepare(
     input: Tensor, k: Any, dim: int, scale: Any, *, integer: bool = False, tau_name: str = "tau"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows in float32 or float64, and k and the scale in the same dtype with an axis for the entries."""
+    """Rows in float32 or float64, and k and the scale in the same dtype with a dim for the entries."""
     x = arguments.rows(input, dim)
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=integer)
     scale = arguments.per_row(scale, tau_name, x, low=0, low_open=True)

@@ -38,11 +38,11 @@ class CDF:
     takes an object of it. It runs on the reference kernels, on any device, with exact gradients to second
     order, under ``vmap`` and ``torch.compile``. What else is listed here has a default made from F. Override
     :meth:`pdf` and :meth:`icdf` where there is a closed form, since the defaults differentiate and bisect,
-    and :meth:`log_cdf`, :meth:`log_pdf` and :meth:`sf` where the defaults lose digits in a tail.
+    and :meth:`sf`, :meth:`log_cdf`, :meth:`log_sf` and :meth:`log_pdf` where a tail loses its digits.
 
     A class derived from :class:`Logistic` or another CDF of this module keeps that CDF's compiled kernels as
     long as it overrides nothing of it. One that overrides something is a CDF of its own, and one that
-    overrides :meth:`cdf` inherits nothing else of it but ``full_support``.
+    overrides :meth:`cdf` inherits nothing else of it but its support.
 
     All methods are elementwise on floating-point tensors, keep shape and dtype, and are differentiable
     wherever F is. ``z`` is any real number, infinities included; ``y`` lies in [0, 1].
@@ -54,7 +54,9 @@ class CDF:
         mean, variance: the moments of a variable distributed as F. They guide the solver's first guess and no
             more, so that a distribution without moments can have any location and squared scale there; the
             defaults are the median, and the variance of the normal distribution with the same quartiles.
-        full_support: whether f > 0 everywhere. Where it is not, y can be exactly 0 and 1.
+        support: the interval in which f > 0: the whole line, or bounded on either side. Where it is bounded,
+            y can be exactly 0 and 1.
+        full_support: whether it is the whole line.
         symmetric: whether F(−z) = 1 − F(z), from which the default of :meth:`sf` takes the upper tail.
         smooth: whether f is continuous, so that a Newton step next to the root squares the error; by default
             where the support is full.
@@ -75,13 +77,15 @@ class CDF:
     """
 
     name: ClassVar[str] = "custom"
-    full_support: ClassVar[bool] = True
+    support: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
     symmetric: ClassVar[bool] = False
     density_from_value: ClassVar[bool] = False
     _built_in: ClassVar[bool] = False
 
     def __init_subclass__(cls, built_in: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if math.isinf(cls.support[0]) != math.isinf(cls.support[1]):
+            raise ValueError(f"support must be bounded on both sides or on neither, but got {cls.support}")
         if built_in:
             cls._built_in = True
         elif cls._built_in:  # inherited, and lost by an override
@@ -133,6 +137,10 @@ class CDF:
         return ((self._quantile(0.75) - self._quantile(0.25)) / QUARTILES) ** 2
 
     @property
+    def full_support(self) -> bool:
+        return self.support == (-math.inf, math.inf)
+
+    @property
     def smooth(self) -> bool:
         return self.full_support
 
@@ -145,7 +153,8 @@ class CDF:
 
     def pdf(self, z: Tensor) -> Tensor:
         """The density f(z) = F'(z). The default differentiates F."""
-        return torch.func.jvp(self.cdf, (z,), (torch.ones_like(z),))[1]
+        f = torch.func.jvp(self.cdf, (z,), (torch.ones_like(z),))[1]
+        return torch.where(f.isnan() & ~z.isnan(), 0, f)  # 0·inf, far out in a tail
 
     def sf(self, z: Tensor) -> Tensor:
         """1 − F(z), with full relative accuracy in the upper tail."""
@@ -154,6 +163,10 @@ class CDF:
     def log_cdf(self, z: Tensor) -> Tensor:
         """log F(z), finite where F(z) underflows."""
         return torch.log(self.cdf(z))
+
+    def log_sf(self, z: Tensor) -> Tensor:
+        """log(1 − F(z)), finite where 1 − F(z) underflows."""
+        return self.log_cdf(-z) if self.symmetric else torch.log(self.sf(z))
 
     def log_pdf(self, z: Tensor) -> Tensor:
         """log f(z), finite where f(z) underflows."""
@@ -168,7 +181,7 @@ class CDF:
         raise NotImplementedError(f"{type(self).__name__} does not find its density from its value")
 
     def icdf(self, y: Tensor) -> Tensor:
-        """The quantile F⁻¹(y). The default solves for it by secants and bisection; it is not differentiable."""
+        """The quantile F⁻¹(y). The default takes secants and halves; it is not differentiable."""
         y = y.detach()
         inside = (y > 0) & (y < 1)
         low, high = torch.full_like(y, -1.0), torch.ones_like(y)
@@ -205,7 +218,9 @@ class CDF:
 
     def log_tail(self, z: Tensor, above: Tensor) -> Tensor:
         """The logarithm of :meth:`tail`, finite where that underflows."""
-        return self.log_cdf(-z.abs()) if self.symmetric else torch.log(self.tail(z, above))
+        if self.symmetric:
+            return self.log_cdf(-z.abs())
+        return torch.where(above, self.log_sf(z), self.log_cdf(z))
 
 
 # what follows from F, and has a default in CDF
@@ -216,6 +231,7 @@ _DERIVED = (
     "log_cdf",
     "log_hazard",
     "log_pdf",
+    "log_sf",
     "log_tail",
     "mean",
     "median",
@@ -391,7 +407,7 @@ class Power(CDF, built_in=True):
 
     p: float
     name: ClassVar[str] = "power"
-    full_support: ClassVar[bool] = False
+    support: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         if not isinstance(self.p, (int, float)) or isinstance(self.p, bool):

@@ -9,8 +9,8 @@ ConditionalPoisson     natural ones: p(x) ∝ exp(⟨logits, x⟩)           k-h
 RelaxedKHot            temperature, logits                             sums to k        exact
 =====================  ==============================================  ===============  =====================
 
-They work where torch's own do: batch and event shapes, ``expand``, ``Independent``, ``kl_divergence``,
-validation. As torch's they draw from the global random state.
+They can be used like torch's own distributions: with batch and event shapes, ``expand``, ``Independent``,
+``kl_divergence`` and validation. Like torch's they draw from the global random state.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.types import _size
 from khot import estimators, sampling
 from khot._core import arguments
 from khot._core.precision import in_float64, on, widen
-from khot.sampling import conditional_poisson
-from khot.sampling.table import resolve
+from khot.sampling import DesignName, conditional_poisson
+from khot.sampling._lookup import resolve
 from khot.topk import sigmoid_topk, topk_mask
 
 __all__ = ["ConditionalPoisson", "KHot", "KHotStraightThrough", "RelaxedKHot", "capped_simplex", "k_hot"]
@@ -92,7 +92,7 @@ _Self = TypeVar("_Self", bound="_ChoiceOfK")
 
 
 class _ChoiceOfK(Distribution):
-    """What the four share: k, and a vector of parameters, of the shapes batch and batch + event."""
+    """The base of the four: k of the batch shape, and a parameter vector of the shape batch + event."""
 
     temperature: Tensor
 
@@ -142,7 +142,7 @@ class _ChoiceOfK(Distribution):
 
 
 class _KHotVectors(_ChoiceOfK):
-    """What the discrete ones share: their support, and the moments that inclusion probabilities decide."""
+    """The base of the discrete ones: their support, and the moments given by the inclusion probabilities."""
 
     has_enumerate_support = True
     probs: Tensor
@@ -183,9 +183,10 @@ class KHot(_KHotVectors):
         logits: instead of probs; (*batch, n), with π = σ_k(logits) (:func:`khot.sigmoid_topk`).
         design: a name in :data:`khot.sampling.designs`. With ``"pareto"`` E[x] = π up to 2e-3.
 
-    ``log_prob`` is there for designs in which it is tractable (conditional_poisson, sampford), ``entropy``
-    and ``kl_divergence`` for conditional_poisson, ``mode`` where it is known to be the k most probable units;
-    all but mode are differentiable in probs or logits. The others raise NotImplementedError.
+    ``log_prob`` exists for designs in which it is tractable (conditional_poisson, sampford), ``entropy`` and
+    ``kl_divergence`` for conditional_poisson, and ``mode`` where it is known to be the k most probable units
+    (these two and pareto). All but mode are differentiable in probs or logits. With any other design they
+    raise NotImplementedError.
 
     Raises:
         ValueError: probs that do not sum to k, k that is not an integer in [0, n], an unknown design, both or
@@ -211,7 +212,8 @@ class KHot(_KHotVectors):
         k: int | Tensor,
         probs: Tensor | None = None,
         logits: Tensor | None = None,
-        design: str = "pareto",
+        *,
+        design: DesignName = "pareto",
         validate_args: bool | None = None,
     ) -> None:
         self.design = design
@@ -247,14 +249,14 @@ class KHot(_KHotVectors):
 
     @property
     def mode(self) -> Tensor:
-        # Exchanging a unit for a more probable one raises the probability where the units' variables have
-        # monotone likelihood ratios, as those of these designs have.
+        # The variables of the units have monotone likelihood ratios in these designs, so that exchanging a
+        # unit for a more probable one raises the probability.
         self._require("mode", ("pareto", "conditional_poisson", "sampford"))
         return topk_mask(self._param, self.k)
 
     def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
         with torch.no_grad():
-            return sampling.sample(self._summed_probs, self.design, sample_shape).to(self.probs)
+            return sampling.sample(self._summed_probs, self.design, sample_shape=sample_shape).to(self.probs)
 
     def log_prob(self, value: Tensor) -> Tensor:
         tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
@@ -275,7 +277,7 @@ class KHot(_KHotVectors):
 
     @property
     def _summed_probs(self) -> Tensor:
-        """The inclusion probabilities in float64, where rounding keeps them from summing to k no more."""
+        """The inclusion probabilities in float64, corrected so that rounding does not change their sum."""
         if self.probs.dtype == torch.float64:
             return self.probs
         probs = in_float64(self.probs)
@@ -297,8 +299,9 @@ class KHotStraightThrough(KHot):
 
     Args, errors: as for :class:`KHot`.
 
-    ``rsample`` has zeros and ones with a surrogate gradient, which is exact in expectation where it is used
-    linearly (Wijk, Vinuesa, Azizpour 2025, Proposition 3); so ``OneHotCategoricalStraightThrough`` does.
+    ``rsample`` returns zeros and ones with a surrogate gradient, as ``OneHotCategoricalStraightThrough``
+    does. It is exact in expectation where the sample is used linearly (Wijk, Vinuesa, Azizpour 2025,
+    Proposition 3).
 
     Example:
         >>> logits = torch.zeros(4, requires_grad=True)
@@ -317,15 +320,15 @@ class KHotStraightThrough(KHot):
 class ConditionalPoisson(_KHotVectors):
     """The k-hot softmax: p(x) ∝ exp(⟨logits, x⟩) over the k-hot vectors.
 
-    Independent Bernoulli variables with these logits, given that k of them are 1: of all distributions with
-    its inclusion probabilities the one of maximum entropy. Everything is exact and O(n), by
-    :mod:`khot.sampling.conditional_poisson`.
+    It is the distribution of independent Bernoulli variables with these logits, given that k of them are 1.
+    Of all distributions with the same inclusion probabilities it has the largest entropy. Everything is exact
+    and O(n), by :mod:`khot.sampling.conditional_poisson`.
 
     Args:
         k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
         logits: natural parameters θ, (*batch, n); −inf is never in a sample, +inf always. They are not the
-            scores of :class:`KHot`: ``KHot(k, logits=logits, design="conditional_poisson")`` has the
-            inclusion probabilities σ_k(logits), this one near them.
+            scores of :class:`KHot`: ``KHot(k, logits=logits, design="conditional_poisson")`` has exactly the
+            inclusion probabilities σ_k(logits), whereas those of this distribution are only close to them.
 
     ``log_prob``, ``mean`` (= ``probs``, the inclusion probabilities), ``variance``, ``entropy`` and
     ``kl_divergence`` are exact and differentiable in logits.
@@ -362,7 +365,7 @@ class ConditionalPoisson(_KHotVectors):
 
     def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
         with torch.no_grad():
-            return conditional_poisson.sample(self.logits, self.k, torch.Size(sample_shape))
+            return conditional_poisson.sample(self.logits, self.k, sample_shape=sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
@@ -388,13 +391,14 @@ class RelaxedKHot(_ChoiceOfK):
         logits: θ, (*batch, n).
 
     ``rsample`` is differentiable in logits and temperature, exactly. ``log_prob`` is the density of
-    n − 1 of the coordinates, whichever they are. With ℓ = logit y, h = y(1 − y) and a = τℓ − θ
+    any n − 1 of the coordinates. With ℓ = logit y, h = y(1 − y) and a = τℓ − θ
 
         log p(y) = log (n−1)! + (n−1) log τ + log Σh − Σ log h − Σa − n log Σe^−a
 
-    (change of variables from g to y and the shift that y has lost, which integrates out in closed form, as in
-    the Concrete distribution). It is differentiable in everything, and NaN for k = 0 and k = n, which have
-    no density. y is kept an eps away from 0 and 1. Mean, variance and entropy have no closed form.
+    by a change of variables from g to y and a common shift of g, which does not affect y and is integrated
+    out in closed form, as for the Concrete distribution. It is differentiable in all arguments, and NaN for k
+    = 0 and k = n, which have no density. y is clamped to be an eps away from 0 and 1. Mean, variance and
+    entropy have no closed form.
 
     Raises:
         ValueError: temperature ≤ 0, k that is not an integer in [0, n].

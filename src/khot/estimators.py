@@ -1,8 +1,8 @@
 """Gradients through a k-hot sample: estimates of d E f(x) / dθ for x ∈ {0, 1}ⁿ with Σx = k.
 
-The first five return a sample that carries a gradient; :func:`sample_khot` chooses among them by name. They
-differ in how x is drawn from the logits θ and in what stands in for its derivative, J(π) being the Jacobian
-diag(g) − ggᵀ/Σg of sigmoid top-k, g = π(1 − π), and v = df/dx:
+Five of the functions return a sample that carries a gradient; :func:`sample_khot` chooses among them by name.
+They differ in how x is drawn from the logits θ and in what is used as its derivative. In the table J(π) is
+the Jacobian diag(g) − ggᵀ/Σg of sigmoid top-k, with g = π(1 − π), and v = df/dx:
 
 =================  ===============================================  ========================================
 estimator          the sample                                       the gradient
@@ -14,13 +14,14 @@ simple             conditional Poisson with parameters θ            that of its
 imle               top-k of θ + τ·noise                             the difference to the top-k moved along −v
 =================  ===============================================  ========================================
 
-:func:`score_function` needs no derivative of f, and is unbiased; it works on losses and log-probabilities.
+:func:`score_function` takes losses and log-probabilities instead. It needs no derivative of f and is
+unbiased.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -28,11 +29,12 @@ from torch import Generator, Tensor
 from khot import sampling
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import on_cpu
-from khot.sampling import conditional_poisson
+from khot.sampling import DesignName, conditional_poisson
+from khot.sampling._noise import gumbel_noise
 from khot.topk import sigmoid_topk, topk_mask
 
 __all__ = [
+    "EstimatorName",
     "gumbel",
     "imle",
     "sample_khot",
@@ -42,28 +44,32 @@ __all__ = [
     "straight_through",
 ]
 
+EstimatorName = Literal["straight_through", "second_order", "gumbel", "simple", "imle"]
+"""The names of the estimators, which are the values of the argument ``estimator``."""
+
 
 def sample_khot(
     logits: Tensor,
     k: Scalar | None = None,
     dim: int = -1,
     *,
-    estimator: str = "straight_through",
-    design: str | None = None,
-    tau: Scalar = 1.0,
+    estimator: EstimatorName = "straight_through",
+    design: DesignName | None = None,
+    tau: Scalar | None = None,
     hard: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Draw k of n at random, with a gradient: a k-hot sample, as easily as F.gumbel_softmax draws a one-hot.
+    """Draw k of n at random, with a gradient: a k-hot sample, as F.gumbel_softmax draws a one-hot sample.
 
     With the default estimator x ∈ {0, 1}ⁿ has Σx = k and E[x] = σ_k(logits) (:func:`khot.sigmoid_topk`), and
     the gradient of x is that of σ_k. With ``k=None`` the size is learned: E[x] = σ(logits), and Σx is one of
     the two integers next to Σσ(logits).
 
     Args:
-        logits: scores of any floating-point dtype; larger is likelier. −inf is never drawn, +inf always.
-        k: how many; a number in [0, n], a tensor that broadcasts with the batch shape (the input's shape
-            without ``dim``), or None.
+        logits: scores of any floating-point dtype; larger ones are drawn more often. −inf is never drawn,
+            +inf always.
+        k: how many; a number in [0, n], a tensor that broadcasts with the batch shape (the shape of logits
+            without ``dim``), or None to learn the size.
         dim: the dimension to draw along.
         estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
 
@@ -78,19 +84,20 @@ def sample_khot(
             ====================  ===================  =======  =====  ===========
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
-        tau: temperature > 0; see the estimator.
+        tau: temperature > 0; see the estimator. None: 1.
         hard: False gives a relaxed sample in [0, 1]ⁿ that sums to k.
-        generator: of the random numbers.
+        generator: the source of randomness, on the device of logits.
 
     Returns:
         Zeros and ones (with ``hard=False``: numbers in [0, 1]) of the logits' shape and dtype. A row with a
         NaN is NaN.
 
-    Differentiable in logits, as the estimator says; biased, but for ``hard=False``.
+    Differentiable in logits, as the estimator says. The gradient is biased, except with ``hard=False``.
 
     Raises:
-        ValueError: an unknown estimator or design, an option that the estimator does not take, k or tau out
-            of range. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is NaN.)
+        ValueError: an unknown estimator or design, an option that has no effect with the estimator, k or tau
+            out of range. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
+            NaN.)
         TypeError: logits that are not a floating-point tensor.
         IndexError: dim out of range.
 
@@ -102,25 +109,28 @@ def sample_khot(
         >>> x.sum(-1)
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
-    if estimator not in _ESTIMATORS:
+    if estimator not in get_args(EstimatorName):
         raise ValueError(f"estimator must be one of {', '.join(_ESTIMATORS)}, but got {estimator!r}")
     draw, takes, designs = _ESTIMATORS[estimator]
     if k is None and "k=None" not in takes:
         raise ValueError(f"k must be a number or tensor for estimator {estimator!r}, but got None")
     given: dict[str, Any] = {}
     if design is not None:
-        if designs is not None and design not in designs:
+        if designs and design not in designs:
             allowed = " or ".join(("None", *map(repr, designs)))
             raise ValueError(f"design must be {allowed} for estimator {estimator!r}, but got {design!r}")
-        if "design" in takes:
+        if not designs:
             given["design"] = design
-    if _is_given(tau):
+    if tau is not None:
         given["tau"] = tau
     if not hard:
         given["hard"] = False
-    for name, value in given.items():
+    for name in given:
         if name not in takes:
-            raise ValueError(f"{name} must be left alone for estimator {estimator!r}, but got {value}")
+            users = [other for other, (_, options, _) in _ESTIMATORS.items() if name in options]
+            raise ValueError(
+                f"{name} has no effect with estimator {estimator!r}; it is used by {_listed(users)}"
+            )
     return draw(logits, k, dim, generator=generator, **given)
 
 
@@ -129,7 +139,7 @@ def straight_through(
     k: Scalar | None = None,
     dim: int = -1,
     *,
-    design: str = "pareto",
+    design: DesignName = "pareto",
     generator: Generator | None = None,
 ) -> Tensor:
     """A k-hot sample with inclusion probabilities π = σ_k(logits), and their gradient: x − π.detach() + π.
@@ -162,7 +172,7 @@ def second_order(
     k: Scalar | None = None,
     dim: int = -1,
     *,
-    design: str = "pareto",
+    design: DesignName = "pareto",
     tau: Scalar = 1.0,
     generator: Generator | None = None,
 ) -> Tensor:
@@ -170,7 +180,7 @@ def second_order(
 
     π₀ = σ_k(logits), π₁ = ½(x + σ_k(logits/τ)), J(π) = diag(g) − ggᵀ/Σg with g = π(1 − π); with ``k=None``
     π₀ = σ(logits) and J(π) = diag(g). At τ = 1 and n = 2 its mean is the gradient of E f(x) for every
-    quadratic f; beyond, it is a heuristic. At k = 1 it is not ReinMax, since σ_1 is not softmax.
+    quadratic f; for larger n it is a heuristic. At k = 1 it is not ReinMax, since σ_1 is not softmax.
 
     Args:
         logits, k, dim, generator: as for :func:`sample_khot`.
@@ -197,9 +207,11 @@ def second_order(
     probs = _inclusion_probs(x, k)
     sample = _draw(probs, design, generator)
     with torch.no_grad():
-        tempered = _inclusion_probs(x, k, tau) if _is_given(tau) else probs
+        tempered = probs if not isinstance(tau, Tensor) and tau == 1 else _inclusion_probs(x, k, tau)
         between = (sample + tempered) / 2
-        if k is not None and not _is_integer(k):  # the sample's size is one next to k: back to the simplex
+        if k is not None and not _is_integer(
+            k
+        ):  # the sample has a size next to k: project back to the simplex
             between = sigmoid_topk(torch.logit(between), k)
         g = between * (1 - between)
     # linear in the logits, with J(π₁) as its derivative; infinite ones have g = 0
@@ -228,7 +240,7 @@ def gumbel(
     Args:
         logits, k, dim, generator: as for :func:`sample_khot`.
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
-        hard: whether the sample is k-hot, or relaxed.
+        hard: True for a k-hot sample, False for a relaxed one.
 
     Returns:
         Numbers in [0, 1] of the logits' shape and dtype, each row summing to k (hard: to ⌊k + ½⌋);
@@ -248,10 +260,11 @@ def gumbel(
 
 
 def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | None = None) -> Tensor:
-    """A conditional Poisson sample with natural parameters θ = logits, and its marginals' exact gradient.
+    """A conditional Poisson sample with parameters θ = logits, and the exact gradient of its marginals.
 
-    p(x) ∝ exp(⟨θ, x⟩) over the k-hot vectors; backward is that of E[x]. As :func:`straight_through`, but
-    the parameters are those of the distribution, not of its inclusion probabilities.
+    p(x) ∝ exp(⟨θ, x⟩) over the k-hot vectors, and backward is the gradient of E[x]. Unlike in
+    :func:`straight_through`, the logits are the natural parameters of the distribution, and the inclusion
+    probabilities follow from them.
 
     Args:
         logits, dim, generator: as for :func:`sample_khot`.
@@ -282,7 +295,7 @@ def imle(
     step: float = 1.0,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Implicit maximum likelihood: perturb, take the top k, and compare with where the loss would have it.
+    """Implicit maximum likelihood: the top k of perturbed logits, compared with those that the loss prefers.
 
     x = top-k(θ + τg) with g_i ~ Gumbel(0, 1). Backward with v = df/dx is the finite difference
     (x − top-k(θ + τg − λv))/λ with the same noise, which as λ → 0 has the mean J v, J the Jacobian of E[x].
@@ -333,7 +346,9 @@ class _PerturbAndMap(torch.autograd.Function):
         return (sample - wanted) / ctx.step, None, None
 
 
-def score_function(loss: Tensor, log_prob: Tensor, baseline: str | None = None) -> Tensor:
+def score_function(
+    loss: Tensor, log_prob: Tensor, baseline: Literal["leave_one_out"] | None = None
+) -> Tensor:
     """A surrogate of the losses of samples, with the score-function (REINFORCE) gradient of their mean.
 
     Equal to the losses in value; its gradient is that of the losses plus (loss − b)·∇log p, whose
@@ -341,11 +356,11 @@ def score_function(loss: Tensor, log_prob: Tensor, baseline: str | None = None) 
     not be differentiable.
 
     Args:
-        loss: f(x) of each sample; samples from p, drawn independently, are along the first dim, and any
-            batch behind it. It is not differentiated with respect to x.
-        log_prob: log p(x) of the same samples and shape, from the distribution that drew them.
-        baseline: None for b = 0, or ``"leave_one_out"``: b is the mean loss of the other samples, which cuts
-            the variance and costs no bias.
+        loss: f(x) of each sample. Independent samples from p lie along the first dim, and any batch dims
+            follow. f is not differentiated with respect to x.
+        log_prob: log p(x) of the same samples, of the same shape, from the distribution that drew them.
+        baseline: None for b = 0, or ``"leave_one_out"``: b is the mean loss of the other samples, which
+            reduces the variance and adds no bias.
 
     Returns:
         The losses' shape and dtype; take its mean over the samples and call backward.
@@ -377,7 +392,7 @@ def score_function(loss: Tensor, log_prob: Tensor, baseline: str | None = None) 
         samples = loss.shape[0] if loss.dim() else 1
         if samples < 2:
             raise ValueError(f"loss must have at least 2 samples for leave_one_out, but got {samples}")
-        # less the mean of the others: (S·loss − total)/(S − 1)
+        # minus the mean of the others: (S·loss − total)/(S − 1)
         advantage = (advantage - advantage.mean(0)) * (samples / (samples - 1))
     elif baseline is not None:
         raise ValueError(f"baseline must be None or 'leave_one_out', but got {baseline!r}")
@@ -386,31 +401,26 @@ def score_function(loss: Tensor, log_prob: Tensor, baseline: str | None = None) 
 
 class _Estimator(NamedTuple):
     draw: Callable[..., Tensor]
-    takes: frozenset[str]
-    designs: tuple[str, ...] | None  # the only ones; None: all
+    takes: frozenset[str]  # the options of sample_khot that have an effect
+    designs: tuple[DesignName, ...] = ()  # the designs that it draws from whatever is asked for
 
 
-_ESTIMATORS = {
-    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design"}), None),
-    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau"}), None),
-    "gumbel": _Estimator(gumbel, frozenset({"tau", "hard"}), ()),
+_ESTIMATORS: dict[EstimatorName, _Estimator] = {
+    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design"})),
+    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau"})),
+    "gumbel": _Estimator(gumbel, frozenset({"tau", "hard"})),
     "simple": _Estimator(simple, frozenset(), ("conditional_poisson",)),
-    "imle": _Estimator(imle, frozenset({"tau"}), ()),
+    "imle": _Estimator(imle, frozenset({"tau"})),
 }
 
 
-@on_cpu
-def gumbel_noise(like: Tensor, *, generator: Generator | None = None) -> Tensor:
-    """Gumbel(0, 1) numbers of that shape, dtype and device.
-
-    Drawn in float64: with the 24 bits of float32 the largest of 10⁷ would often be a tie.
-    """
-    noise = torch.empty_like(like, dtype=torch.float64, requires_grad=False)
-    return noise.exponential_(generator=generator).log_().neg_().to(like.dtype)
+def _listed(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
 def _rows(logits: Tensor, dim: int) -> Tensor:
-    """Rows along the last dim, in float32 at least: rounded to half precision, π would not sum to k."""
+    """Rows along the last dim, in float32 at least: in half precision π would not sum to k."""
     arguments.check_input(logits, "logits")
     x = arguments.rows(logits, dim)
     return x if x.dtype.itemsize >= 4 else x.float()
@@ -427,18 +437,14 @@ def _inclusion_probs(x: Tensor, k: Scalar | None, tau: Scalar = 1.0) -> Tensor:
     return torch.sigmoid(x / tau.to(x.dtype).unsqueeze(-1))
 
 
-def _draw(probs: Tensor, design: str, generator: Generator | None) -> Tensor:
-    # a row of NaN draws nothing here; the gradient's π − π makes it NaN again
+def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
+    # a row of NaN draws nothing here; π − π.detach() makes it NaN again
     return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
 
 
 def _through(sample: Tensor, surrogate: Tensor) -> Tensor:
-    """The sample, with the surrogate's gradient."""
+    """The sample, with the gradient of the surrogate."""
     return sample + (surrogate - surrogate.detach())
-
-
-def _is_given(tau: Scalar) -> bool:
-    return isinstance(tau, Tensor) or tau != 1.0
 
 
 def _is_integer(k: Scalar) -> bool:

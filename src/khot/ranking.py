@@ -15,16 +15,23 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import greatest, wide_dtype, widen
+from khot._core.precision import wide_dtype, widen
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
-from khot._ops.laplace_thresholds import laplace_thresholds
+from khot._ops.permutation import (
+    boundaries,
+    by_scans,
+    infinite_shares,
+    log_difference,
+    places,
+    quantiles,
+    standardize,
+    unanswerable,
+)
 from khot._ops.soft_count import count_above
-from khot._ops.soft_topk import thresholds
 from khot.cdfs import CDF, CDFName
 
 __all__ = [
-    "log_shares",
     "log_soft_permutation",
     "soft_median",
     "soft_permutation",
@@ -81,7 +88,7 @@ def soft_rank(
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    if _by_scans(F):
+    if by_scans(F):
         rank = laplace_rank(x, tau)
     else:
         rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
@@ -91,11 +98,6 @@ def soft_rank(
         rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # with which the masked ones were tied
         rank = rank * selected  # so that a NaN stays
     return arguments.unrows(rank, input, dim)
-
-
-def _by_scans(F: CDF) -> bool:
-    """Whether sums over a sorted row follow from one another, as those of exponentials do."""
-    return isinstance(F, cdfs.Laplace) and F.built_in
 
 
 def soft_sort(
@@ -132,19 +134,17 @@ def soft_sort(
         tensor([10., 20., 30.])
     """
     F = cdfs.resolve(cdf)
-    if _by_scans(F):  # symmetric: ascending is descending from the other end
+    if by_scans(F):  # symmetric: ascending is descending from the other end
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
         t = laplace_sort(x, tau, descending)
     else:
         x = arguments.rows(input, dim, mask, largest=descending)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-        t = _quantiles(
-            x, torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5, tau, F
-        )
+        t = quantiles(x, torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5, tau, F)
         t = t if descending else -t
     if mask is not None:
-        taken = _places(x) <= arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
+        taken = places(x) <= arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
         t = torch.where(taken | t.isnan(), t, 0)
     return arguments.unrows(t, input, dim)
 
@@ -189,9 +189,9 @@ def soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    hi, lo = _boundaries(x, tau, F)
-    y = F.cdf(_standardize(x.unsqueeze(-2), hi.unsqueeze(-1), lo.unsqueeze(-1), tau[..., None, None]))
-    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1), selected)
+    hi, lo = boundaries(x, tau, F)
+    y = F.cdf(standardize(x.unsqueeze(-2), hi.unsqueeze(-1), lo.unsqueeze(-1), tau[..., None, None]))
+    share = infinite_shares(x.unsqueeze(-2), x, places(x).unsqueeze(-1), selected)
     p = torch.where(x.isinf().unsqueeze(-2), share, y.diff(dim=-2))
     return _matrix(p, x, tau, input, dim)
 
@@ -223,10 +223,10 @@ def log_soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    hi, lo = (v.unsqueeze(-1) for v in _boundaries(x, tau, F))
-    z = _standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
-    share = _infinite_shares(x.unsqueeze(-2), x, _places(x).unsqueeze(-1), selected)
-    log_p = _log_difference(z[..., :-1, :], z[..., 1:, :], F)
+    hi, lo = (v.unsqueeze(-1) for v in boundaries(x, tau, F))
+    z = standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
+    share = infinite_shares(x.unsqueeze(-2), x, places(x).unsqueeze(-1), selected)
+    log_p = log_difference(z[..., :-1, :], z[..., 1:, :], F)
     log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
     return _matrix(log_p, x, tau, input, dim) + 0.0  # 0 has no sign
 
@@ -280,7 +280,7 @@ def soft_quantile(
     else:
         n = arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
         levels = (0.5 + below * (n - 1)).masked_fill(n == 0, math.nan)
-    t = _quantiles(x, levels, tau, F)
+    t = quantiles(x, levels, tau, F)
     t = t.movedim(-1, 0)
     if keepdim:
         t = t.unsqueeze(arguments.check_dim(input, dim) + 1) if input.dim() else t
@@ -323,91 +323,6 @@ def _check_q(q: Any, x: Tensor) -> Tensor:
     return arguments.check_values(q.to(x.device), "q", low=0, high=1)
 
 
-# --------------------------------------------------------------------------------------- thresholds
-
-
-def _thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
-    """The pairs of C⁻¹(level) for the CDF as it is: ±inf for levels among the infinite entries."""
-    if _by_scans(F):
-        return laplace_thresholds(x, levels, tau)
-    first = widen((x == math.inf).sum(-1, keepdim=True))
-    last = widen((x != -math.inf).sum(-1, keepdim=True))
-    if x.shape[-1] == 0:
-        nan = torch.full(
-            (*x.shape[:-1], levels.shape[-1]), math.nan, dtype=wide_dtype(x.device), device=x.device
-        )
-        return nan, nan
-    hi, lo = thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
-    beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
-    return hi.masked_fill(beyond, -greatest(hi)), lo.masked_fill(beyond, -greatest(hi))
-
-
-def _quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:
-    """C⁻¹(level) for the centred CDF, in x's dtype."""
-    hi, lo = _thresholds(x, levels, tau, F)
-    if F.median:
-        shift = F.median * widen(tau).unsqueeze(-1)
-        lo = torch.where(hi.abs() == greatest(hi), lo, lo + shift)
-    return (hi + lo).to(x.dtype)
-
-
-def _boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
-    """t_0 = +inf, t_1, …, t_n = −inf, as pairs (*batch, n + 1)."""
-    n = x.shape[-1]
-    levels = torch.arange(1, max(n, 1), dtype=wide_dtype(x.device), device=x.device)
-    hi, lo = _thresholds(x, levels, tau, F)
-    end = greatest(hi)
-    ends = torch.full_like(hi[..., :1], end) if n > 1 else hi.new_full((*x.shape[:-1], 1), end)
-    return torch.cat((ends, hi, -ends), -1), torch.cat((ends, lo, -ends), -1)
-
-
-def _standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
-    """(x − t)/τ, for what broadcasts; without a gradient where t, or x, is infinite."""
-    infinite = hi.abs() == greatest(hi)
-    x = widen(x).masked_fill(x.isinf(), 0)
-    z = ((x - hi.masked_fill(infinite, 0)) - lo.masked_fill(infinite, 0)) / widen(tau)
-    return torch.where(infinite, -math.inf * hi.sign(), z)
-
-
-# ------------------------------------------------------------------------------------- permutations
-
-
-def log_shares(x: Tensor, index: Tensor, tau: Tensor, F: CDF) -> Tensor:
-    """log P_(i, index_i) for the descending order and each place i, without the other entries of P.
-
-    Args:
-        x, index: (*batch, n).
-        tau: broadcasts with batch.
-    """
-    hi, lo = _boundaries(x, tau, F)
-    chosen, tau = x.gather(-1, index), tau.unsqueeze(-1)
-    before = _standardize(chosen, hi[..., :-1], lo[..., :-1], tau)
-    after = _standardize(chosen, hi[..., 1:], lo[..., 1:], tau)
-    share = _infinite_shares(chosen, x, _places(x))
-    log_p = torch.where(chosen.isinf(), share.log(), _log_difference(before, after, F))
-    return log_p.masked_fill(_bad(x, tau.squeeze(-1)), math.nan).to(x.dtype)
-
-
-def _log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
-    """log(F(b) − F(a)) for a ≤ b, taken in the lower of the two tails."""
-    if not F.full_support:
-        p = F.cdf(b) - F.cdf(a)
-        return torch.where(p > 0, torch.log(torch.where(p > 0, p, 1)), -math.inf)
-    upper = a + b > 0
-    a, b = torch.where(upper, -b, a), torch.where(upper, -a, b)
-    nothing, all_below, everything = b == -math.inf, a == -math.inf, b == math.inf
-    log_b = F.log_cdf(torch.where(nothing | everything, 0, b)).masked_fill(everything, 0)
-    log_a = F.log_cdf(torch.where(all_below, 0, a))
-    # distinct thresholds stay apart; what rounding makes of them far out in the tail must not be −inf
-    apart = (log_b - log_a).masked_fill(all_below, 1).clamp(min=torch.finfo(a.dtype).tiny)
-    difference = log_b + torch.log(-torch.expm1(-apart)).masked_fill(all_below, 0)
-    return difference.masked_fill(nothing, -math.inf)
-
-
-def _places(x: Tensor) -> Tensor:
-    return torch.arange(1, x.shape[-1] + 1, device=x.device)
-
-
 def _oriented(
     input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -417,28 +332,7 @@ def _oriented(
     return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected
 
 
-def _infinite_shares(value: Tensor, x: Tensor, place: Tensor, selected: Tensor | None = None) -> Tensor:
-    """What an entry of this value, if it is infinite, has of a place: each kind shares its places equally,
-    and entries that do not take part have none."""
-    shape = (*x.shape[:-1], *(1,) * (value.dim() - x.dim() + 1))
-    first = (x == math.inf).sum(-1).reshape(shape)
-    last = (x == -math.inf).sum(-1).reshape(shape)
-    end = torch.full_like(last, x.shape[-1])
-    if selected is not None:
-        out = (~selected).sum(-1).reshape(shape)
-        last, end = last - out, end - out
-    at_top = (place <= first) / first.clamp(min=1)
-    at_bottom = ((place > end - last) & (place <= end)) / last.clamp(min=1)
-    share = widen(torch.where(value > 0, at_top, at_bottom))
-    return share if selected is None else share * selected.unsqueeze(-2)
-
-
-def _bad(x: Tensor, tau: Tensor) -> Tensor:
-    tau = tau.expand(x.shape[:-1])
-    return (x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))).unsqueeze(-1)
-
-
 def _matrix(p: Tensor, x: Tensor, tau: Tensor, input: Tensor, dim: int) -> Tensor:
-    p = p.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan).to(x.dtype)
+    p = p.masked_fill(unanswerable(x, tau).unsqueeze(-1), math.nan).to(x.dtype)
     dim = arguments.check_dim(input, dim)
     return p if dim == max(input.dim(), 1) - 1 else p.movedim((-2, -1), (dim, dim + 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from khot.experiments import cli, study
+from khot.experiments.harness import cli, study
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import khot
-from khot.experiments import cli, demo
-from khot.experiments.data import MNIST_FILES
+from khot.experiments import demo
+from khot.experiments.harness import cli
+from khot.experiments.harness.data import MNIST_FILES
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -155,8 +156,9 @@ def test_demo_refuses_a_gpu_that_is_not_there() -> None:
     assert f"device = '{device}': expected" in refused(invoke("demo", "--device", device))
 
 
-def test_unknown_command_is_refused_in_one_line() -> None:
-    assert "dmeo" in refused(invoke("dmeo"))
+def test_unknown_commands_are_refused_in_one_line() -> None:
+    assert refused(invoke("dmeo")) == "khot: no command 'dmeo'; did you mean 'demo'?"
+    assert refused(invoke("xyz")) == "khot: no command 'xyz'; `khot --help` prints what there is"
 
 
 def test_demo_names_the_files_that_it_misses(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_demo_reports_in_one_line_as_a_process(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = python("-c", "import sys; sys.modules['typer'] = None; import khot.experiments.cli")
+    run = python("-c", "import sys; sys.modules['typer'] = None; import khot.experiments.harness.cli")
     assert run.returncode == 1
     assert run.stderr.splitlines() == [cli.MISSING]
     assert "pip install khot[demo]" in cli.MISSING
@@ -202,6 +204,6 @@ def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_command_starts_without_plotting_and_learning_packages() -> None:
-    program = "import sys, khot.experiments.cli; print({'matplotlib', 'sklearn'} & set(sys.modules))"
+    program = "import sys, khot.experiments.harness.cli; print({'matplotlib', 'sklearn'} & set(sys.modules))"
     run = python("-c", program)
     assert run.stdout.strip() == "set()"

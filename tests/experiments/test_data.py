@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from khot.experiments.data import MNIST_FILES, DataError, load_digits, load_mnist, read_idx
+from khot.experiments.harness.data import MNIST_FILES, DataError, load_digits, load_mnist, read_idx
 
 IMAGES, LABELS = MNIST_FILES[:2]
 

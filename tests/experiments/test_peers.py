@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import khot
-from khot.experiments import peers
-from khot.experiments.peers import PEERS, Peer
+from khot.experiments.tasks import peers
+from khot.experiments.tasks.peers import PEERS, Peer
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from khot.experiments import data, numbers, permutation
+from khot.experiments.harness import data
+from khot.experiments.papers import permutation
+from khot.experiments.tasks import numbers
 
 
 def test_smoke_run(smoke) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from khot.experiments import polynomial
-from khot.experiments.polynomial import Args
-from khot.experiments.study import Checkpoint
+from khot.experiments.harness.study import Checkpoint
+from khot.experiments.papers import polynomial
+from khot.experiments.papers.polynomial import Args
 
 SMALL = Args(n=20, k=10, problems=8, batch=64, steps=60)
 COMMITTED = Path(__file__).parents[2] / "docs" / "results" / "polynomial"

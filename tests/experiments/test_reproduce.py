@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from khot.experiments import study
+from khot.experiments.harness import study
 
 
 @pytest.mark.parametrize("name", study.names())

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from khot.experiments import runtime, study
-from khot.experiments.peers import PEERS, missing
+from khot.experiments.harness import study
+from khot.experiments.papers import runtime
+from khot.experiments.tasks.peers import PEERS, missing
 
 
 def test_smoke_run(smoke) -> None:
@@ -46,5 +47,5 @@ def test_report_computes_ratios(tmp_path: Path) -> None:
     ]
     body = runtime.report(runtime.Args(), rows, tmp_path)
     assert "| dykstra | 5 / 5 |" in body
-    assert "pav takes 0.5 times as long, at n = 64." in body
+    assert "pav takes 0.5 times as long at n = 64." in body
     assert "Figure 6: halley" not in body

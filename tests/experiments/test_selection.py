@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from khot.experiments import feature_selection, learning_k, methods, polynomial, study, vae
-from khot.experiments.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.harness import training
+from khot.experiments.harness.study import ArgumentError, Checkpoint, Row, Trial
+from khot.experiments.papers import attention, beam_search, feature_selection, learning_k, polynomial, vae
+from khot.experiments.tasks import methods
 
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
     (
@@ -46,11 +48,11 @@ def rows(module: Any, options: dict[str, Any], trial: Trial, path: Path, stop: i
 def test_stopped_training_goes_on_to_the_same_figures(
     case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
     module, options, trial = TRIALS[case]
     if module is not polynomial:
         options = {**options, "points": 3}
-    with study.one_thread():
+    with training.one_thread():
         whole = rows(module, options, trial, tmp_path / "whole.pt")
         part = rows(module, options, trial, tmp_path / "part.pt", stop=2)
         assert part == whole[:2]
@@ -83,6 +85,16 @@ def test_learned_size_comes_to_the_same_place(k: int, tmp_path: Path) -> None:
     options = {"steps": 400, "logits_lr": 0.05}
     row = final(learning_k, options, {"size": "learned", "k": k, "seed": 0}, tmp_path / "x.pt")
     assert 16 < float(row["final_size"]) < 28
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_curve_ends_with_the_test_loss_if_it_ends_at_the_last_step(steps: int, tmp_path: Path) -> None:
+    options = {"k": 8, "classification_steps": steps, "points": 3}
+    trial: Trial = {"task": "classification", "method": "gumbel", "seed": 0}
+    found = rows(feature_selection, options, trial, tmp_path / "x.pt")
+    curve, last = [row["curve"] for row in found if "curve" in row], found[-1]["test_loss"]
+    assert len(curve) == 3
+    assert (curve[-1] == last) == (steps == 6)
 
 
 def test_vae_learns(tmp_path: Path) -> None:
@@ -128,6 +140,8 @@ def test_tables_have_a_figure_for_every_method() -> None:
 
 REFUSED = {
     "unknown method": (feature_selection, {"methods": ("gumble",)}, "'gumble': expected some of"),
+    "unknown attention": (attention, {"methods": ("soft",)}, "'soft': expected some of softmax, topk, hard"),
+    "unknown training": (beam_search, {"methods": ("beams",)}, "'beams': expected some of teacher_forcing"),
     "unknown task": (feature_selection, {"tasks": ("play",)}, "'play': expected some of"),
     "masks": (feature_selection, {"masks": 3}, "masks = 3: expected a divisor of batch = 64"),
     "k above n": (feature_selection, {"k": 65}, "k = 65: expected at most 64"),

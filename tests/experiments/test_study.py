@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import math
 import os
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from khot.experiments import cli, runner, study
-from khot.experiments.data import MNIST_FILES
+from khot.experiments.harness import cli, reporting, runner, study, training
+from khot.experiments.harness.data import MNIST_FILES
 
 # An experiment of milliseconds, in a file, so that other processes can import it. The file "fail" beside it
 # names a method that fails, the file "stop" a step at which every trial stops.
@@ -29,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from khot.experiments import study
+from khot.experiments.harness import reporting, study, training
 
 HERE = Path(__file__).parent
 
@@ -52,12 +55,12 @@ def run(args, trial, checkpoint):
     model = torch.nn.Linear(3, 1)
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[trial["method"]]
     optimizer = kind(model.parameters(), lr=args.rate)
-    images = study.images(args)
-    for step in study.steps(checkpoint, {"model": model, "optimizer": optimizer}, args.count):
+    images = training.images(args)
+    for step in training.steps(checkpoint, {"model": model, "optimizer": optimizer}, args.count):
         if (HERE / "stop").exists() and int((HERE / "stop").read_text()) == step:
             raise KeyboardInterrupt
         x = torch.randn(8, 3)
-        batch = study.minibatches(len(images.train_labels), 8, step, trial["seed"])
+        batch = training.minibatches(len(images.train_labels), 8, step, trial["seed"])
         loss = (model(x) - images.train_images[batch, :1]).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -70,7 +73,7 @@ def report(args, rows, folder):
     if (HERE / "fail").exists() and (HERE / "fail").read_text() == "report":
         raise RuntimeError("no paper")
     finals = [row for row in rows if "final" in row]
-    return study.table(("method", "loss"), [(r["method"], f"{r['final']:.6f}") for r in finals])
+    return reporting.table(("method", "loss"), [(r["method"], f"{r['final']:.6f}") for r in finals])
 
 
 EXPERIMENT = study.Experiment(
@@ -142,7 +145,7 @@ def test_notes_become_part_of_the_report(toy: Path, tmp_path: Path) -> None:
     (tmp_path / "toy-line").mkdir()
     (tmp_path / "toy-line" / "notes.md").write_text("It was a rainy day.\n")
     assert smoke(tmp_path).exit_code == 0
-    assert "\n\nIt was a rainy day.\n\n" in (tmp_path / "toy-line" / "report.md").read_text()
+    assert "\n\n## Discussion\n\nIt was a rainy day.\n\n" in (tmp_path / "toy-line" / "report.md").read_text()
 
 
 def test_same_seed_same_figures_and_other_seed_others(toy: Path, tmp_path: Path) -> None:
@@ -157,12 +160,12 @@ def test_same_seed_same_figures_and_other_seed_others(toy: Path, tmp_path: Path)
 def test_stopped_run_goes_on_to_the_same_figures(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    monkeypatch.setattr(study, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
     assert smoke(tmp_path / "whole", "--count", "20").exit_code == 0
     (toy / "stop").write_text(str(stop))
     stopped = smoke(tmp_path / "broken", "--count", "20")
     assert stopped.exit_code == 130
-    assert "goes on from here" in stopped.stderr
+    assert "continues from here" in stopped.stderr
     checkpoints = tmp_path / "broken" / "toy-line" / "checkpoints"
     assert checkpoints.exists() == (stop > 0)
     (toy / "stop").unlink()
@@ -270,6 +273,10 @@ def refused(run: Result) -> str:
 
 
 REFUSED = {
+    "no folder of the data set": (
+        ["--smoke", "--dataset", "fashion"],
+        "dataset = 'fashion': give --data-dir or KHOT_DATA_DIR the folder that has it",
+    ),
     "no data": ([], "toy-line needs MNIST: give --data-dir or KHOT_DATA_DIR"),
     "no seeds": (["--smoke", "--seeds", "0"], "seeds = 0: expected at least 1"),
     "negative rate": (["--smoke", "--rate", "-1"], "rate = -1.0: expected more than 0"),
@@ -289,8 +296,44 @@ def test_refuses_in_one_line(toy: Path, tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "toy-line").exists()
 
 
-def test_refuses_unknown_experiments(toy: Path) -> None:
-    assert "toy-lime" in refused(invoke("toy-lime"))
+def test_unknown_experiments_are_refused_with_a_suggestion(toy: Path) -> None:
+    assert refused(invoke("toy-lime")) == "khot: no experiment 'toy-lime'; did you mean 'toy-line'?\n"
+    assert refused(invoke("lst")) == "khot: no experiment 'lst'; did you mean 'list'?\n"
+    assert refused(invoke("xyz")) == (
+        "khot: no experiment 'xyz'; `khot reproduce list` prints what there is\n"
+    )
+
+
+def test_suggestions_are_among_all_experiments() -> None:
+    line = refused(invoke("feature-selction"))
+    assert line == "khot: no experiment 'feature-selction'; did you mean 'feature-selection'?\n"
+
+
+def write_images(folder: Path) -> None:
+    """A data set of 20 training and 10 test images of 2 x 2 pixels, in MNIST's form."""
+    folder.mkdir(parents=True)
+    for name, count in zip(MNIST_FILES, (20, 20, 10, 10), strict=True):
+        sizes = (count, 2, 2) if "images" in name else (count,)
+        header = struct.pack(f">{1 + len(sizes)}I", 0x0800 + len(sizes), *sizes)
+        (folder / name).write_bytes(gzip.compress(header + bytes(i % 10 for i in range(math.prod(sizes)))))
+
+
+def test_smoke_run_takes_the_dataset_that_is_asked_for(toy: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    write_images(data_dir / "tiny")
+    asked = ["--smoke", "--dataset", "tiny", "--methods", "sgd"]
+    run = invoke("toy-line", *asked, "--out", tmp_path / "asked", data_dir=data_dir)
+    assert run.exit_code == 0, run.output
+    config = json.loads((tmp_path / "asked" / "toy-line" / "config.json").read_text())
+    assert config["args"]["dataset"] == "tiny"
+    report = (tmp_path / "asked" / "toy-line" / "report.md").read_text()
+    assert "`khot reproduce toy-line --smoke --data-dir FOLDER --dataset tiny --methods sgd`" in report
+    # without --dataset it takes scikit-learn's digits, whether or not there is a folder
+    run = invoke("toy-line", "--smoke", "--out", tmp_path / "other", data_dir=data_dir)
+    assert run.exit_code == 0, run.output
+    config = json.loads((tmp_path / "other" / "toy-line" / "config.json").read_text())
+    assert config["args"]["dataset"] == "digits"
+    assert rows(tmp_path / "other")[0]["loss"] != rows(tmp_path / "asked")[0]["loss"]
 
 
 def test_refuses_broken_files(toy: Path, tmp_path: Path) -> None:
@@ -320,25 +363,25 @@ def test_images_of_another_set_are_in_a_folder_of_their_own(tmp_path: Path) -> N
     if not given:
         pytest.skip("KHOT_DATA_DIR is not set")
     (tmp_path / "fashion").symlink_to(Path(given).resolve())
-    found = study.images(study.Args(data_dir=tmp_path, dataset="fashion"))
+    found = training.images(study.Args(data_dir=tmp_path, dataset="fashion"))
     assert (found.name, found.n) == ("fashion", 784)
-    assert study.images(study.Args()).name == "scikit-learn digits"
+    assert training.images(study.Args()).name == "scikit-learn digits"
 
 
 def test_minibatches_are_epochs() -> None:
-    first = torch.cat([study.minibatches(10, 3, step, seed=0) for step in range(3)])
-    second = torch.cat([study.minibatches(10, 3, step, seed=0) for step in range(3, 6)])
+    first = torch.cat([training.minibatches(10, 3, step, seed=0) for step in range(3)])
+    second = torch.cat([training.minibatches(10, 3, step, seed=0) for step in range(3, 6)])
     assert len(first.unique()) == len(second.unique()) == 9
     assert not torch.equal(first, second)
-    assert not torch.equal(first, torch.cat([study.minibatches(10, 3, step, seed=1) for step in range(3)]))
-    assert sorted(study.minibatches(4, 9, 0, seed=0).tolist()) == [0, 1, 2, 3]
+    assert not torch.equal(first, torch.cat([training.minibatches(10, 3, step, seed=1) for step in range(3)]))
+    assert sorted(training.minibatches(4, 9, 0, seed=0).tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("values", "text"), [([], "–"), ([0.25], "0.250"), ([1.0, 2.0, 3.0], "2.000 ± 1.000")]
 )
 def test_spread(values: list[float], text: str) -> None:
-    assert study.spread(values) == text
+    assert reporting.spread(values) == text
 
 
 def test_rows_keep_their_types(tmp_path: Path) -> None:
@@ -351,5 +394,7 @@ def test_rows_keep_their_types(tmp_path: Path) -> None:
 
 def test_learning_rates_fall_to_zero() -> None:
     progress = (0, 1 / 2, 2 / 3, 3 / 4, 5 / 6, 1)
-    assert [study.falling(p) for p in progress] == pytest.approx([1, 1, 1, 3 / 4, 1 / 2, 0])
-    assert [study.annealed(p) for p in progress] == pytest.approx([1, 1, 3 / 4, 1 / 2, 1 / 4, 0])
+    assert [training.linear_over_last_third(p) for p in progress] == pytest.approx([1, 1, 1, 3 / 4, 1 / 2, 0])
+    assert [training.cosine_over_last_half(p) for p in progress] == pytest.approx(
+        [1, 1, 3 / 4, 1 / 2, 1 / 4, 0]
+    )

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import khot
-from khot.experiments import data, numbers, study, topk_loss
+from khot.experiments.harness import data, study
+from khot.experiments.papers import topk_loss
+from khot.experiments.tasks import numbers
 
 
 def test_smoke_run(smoke) -> None:

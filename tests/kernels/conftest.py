@@ -24,6 +24,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same, with rows that are long from 17 entries on."""
-    for name, value in {"RESIDENT": 16, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}.items():
+    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}
+    for name, value in small.items():
         monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
     return kernels

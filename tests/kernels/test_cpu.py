@@ -367,7 +367,7 @@ def test_random_small_rows() -> None:
 @pytest.mark.parametrize("choice", ["", "reference", "baseline", "avx2"])
 def test_the_choice_of_kernels(choice: str) -> None:
     program = (
-        "import khot, torch; from khot import kernels; print(kernels.active()['cpu'])\n"
+        "import khot, torch; from khot import _kernels as kernels; print(kernels.active()['cpu'])\n"
         "print(khot.sigmoid_topk(torch.arange(300.0) / 50, 30).sum().item())"
     )
     run = subprocess.run(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from khot._kernels import active
 from khot._kernels.reference import philox
+from khot._ops import uniform
 
 FAILURE = 1e-6  # rate of each statistical test
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822]
@@ -39,7 +40,7 @@ def test_known_answers(counter: list[int], key: list[int], block: list[int]) -> 
 def test_numbers_of_the_first_known_answer() -> None:
     low, high, next_low, next_high = KNOWN[0][2]
     want = [((high << 32 | low) >> 12, 2**52), ((next_high << 32 | next_low) >> 12, 2**52)]
-    assert philox.uniform(seed(), (2,)).tolist() == [(x + 0.5) / scale for x, scale in want]
+    assert uniform.uniform(seed(), (2,)).tolist() == [(x + 0.5) / scale for x, scale in want]
 
 
 @needs_extension
@@ -54,8 +55,8 @@ def test_compiled_as_the_reference(value: int, rows: int, n: int, offset: int) -
 
 @pytest.mark.parametrize("start", [1, 2, 31, 32, 99])
 def test_a_part_of_the_columns(start: int) -> None:
-    whole = philox.uniform(seed(7), (2, 3, 100))
-    assert torch.equal(philox.uniform(seed(7), (2, 3, 100 - start), offset=start), whole[..., start:])
+    whole = uniform.uniform(seed(7), (2, 3, 100))
+    assert torch.equal(uniform.uniform(seed(7), (2, 3, 100 - start), offset=start), whole[..., start:])
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -63,24 +64,24 @@ def test_threads_do_not_change_a_bit() -> None:
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            results.append(philox.uniform(seed(3), (2, 50_000)))
+            results.append(uniform.uniform(seed(3), (2, 50_000)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_shapes() -> None:
-    assert philox.uniform(seed(), ()).shape == ()
-    assert philox.uniform(seed(), (2, 0, 3)).shape == (2, 0, 3)
-    u = philox.uniform(seed(), (4, 5))
+    assert uniform.uniform(seed(), ()).shape == ()
+    assert uniform.uniform(seed(), (2, 0, 3)).shape == (2, 0, 3)
+    u = uniform.uniform(seed(), (4, 5))
     assert u.dtype == torch.float64 and len(u.unique()) == 20
 
 
 def test_the_generator_gives_the_seed() -> None:
-    first, again, other = (philox.rand((9,), generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    first, again, other = (uniform.rand((9,), generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
     assert torch.equal(first, again) and not (first == other).any()
     torch.manual_seed(1)
-    assert torch.equal(philox.rand((9,)), first)
+    assert torch.equal(uniform.rand((9,)), first)
 
 
 def test_opcheck() -> None:
@@ -89,7 +90,7 @@ def test_opcheck() -> None:
 
 def test_uniform_and_independent() -> None:
     """The values; and with neighbours in the row, in the column and under the next seed: 64 cells each."""
-    u, other = (philox.uniform(seed(value), (200, 1_000)) for value in (11, 12))
+    u, other = (uniform.uniform(seed(value), (200, 1_000)) for value in (11, 12))
     assert u.min() > 0 and u.max() < 1
     assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > FAILURE
     for v, w in ((u[:, ::2], u[:, 1::2]), (u[::2], u[1::2]), (u, other)):

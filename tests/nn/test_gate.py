@@ -22,7 +22,7 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
 def gate(
     k: float | None, n: int = 8, estimator: str = "straight_through", design: str | None = None
 ) -> KHotGate:
-    layer = KHotGate(n, k, estimator, design, dtype=torch.float64)
+    layer = KHotGate(n, k, estimator=estimator, design=design, dtype=torch.float64)
     with torch.no_grad():
         layer.logits.copy_(scores(n, seed=7))
     return layer
@@ -115,11 +115,11 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="k must"):
         KHotGate(4, math.nan)
     with pytest.raises(ValueError, match="k must"):
-        KHotGate(4, None, "gumbel")
+        KHotGate(4, None, estimator="gumbel")
     with pytest.raises(ValueError, match="estimator must"):
-        KHotGate(4, 2, "gumble")
+        KHotGate(4, 2, estimator="gumble")
     with pytest.raises(ValueError, match="design must"):
-        KHotGate(4, 2, "simple", "pareto")
+        KHotGate(4, 2, estimator="simple", design="pareto")
     with pytest.raises(ValueError, match="input must"):
         KHotGate(4, 2)(torch.ones(3, 5))
 

@@ -33,7 +33,7 @@ def test_eval_is_the_vote_of_the_nearest_and_training_tends_to_it(k: int) -> Non
     query, template, label = normal(6, 5), normal(20, 5, seed=1), labels(20)
     want = votes(query, template, label, k) / k
     torch.testing.assert_close(SoftKNN(k, 4).eval()(query, template, label), want.double())
-    torch.testing.assert_close(SoftKNN(k, 4, 1e-5)(query, template, label), want.double())
+    torch.testing.assert_close(SoftKNN(k, 4, tau=1e-5)(query, template, label), want.double())
     p = SoftKNN(k, 4)(query, template, label)
     torch.testing.assert_close(p.sum(-1), torch.ones(6).double())
     assert (p >= 0).all()
@@ -64,7 +64,7 @@ def test_fewer_templates_than_k() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_queries_that_are_the_templates_leave_themselves_out(training: bool) -> None:
     x, label = normal(8, 5).requires_grad_(), labels(8)
-    knn = SoftKNN(3, 4, 0.5).train(training)
+    knn = SoftKNN(3, 4, tau=0.5).train(training)
     p = knn(x, x, label, mask=~torch.eye(8, dtype=torch.bool))
     for i in range(8):
         others = torch.arange(8) != i
@@ -85,7 +85,7 @@ def test_padded_templates() -> None:
 
 def test_loss_is_the_expected_error() -> None:
     query, template, label, right = normal(6, 5), normal(20, 5, seed=1), labels(20), labels(6, seed=2)
-    knn = SoftKNN(3, 4, 0.5)
+    knn = SoftKNN(3, 4, tau=0.5)
     p = knn(query, template, label)
     want = sum(1 - p[i, right[i]] for i in range(6)) / 6
     torch.testing.assert_close(knn.loss(query, right, template, label), want)
@@ -95,7 +95,7 @@ def test_gradcheck() -> None:
     label, right = labels(7), labels(3, seed=2)
 
     def loss(query: Tensor, template: Tensor) -> Tensor:
-        return SoftKNN(2, 4, 0.5).loss(query, right, template, label)
+        return SoftKNN(2, 4, tau=0.5).loss(query, right, template, label)
 
     torch.autograd.gradcheck(loss, (normal(3, 2).requires_grad_(), normal(7, 2, seed=1).requires_grad_()))
 
@@ -113,7 +113,7 @@ def test_trains_features() -> None:
     weight = (1 / scale**2).sqrt().mean() * torch.ones(20)
     weight.requires_grad_()
     optimizer = torch.optim.Adam([weight], lr=0.02)
-    knn = SoftKNN(5, 4, 0.5)
+    knn = SoftKNN(5, 4, tau=0.5)
     template, label = draw(500)
     query, right = draw(500)
     before = (knn.predict(query, template, label) == right).double().mean()

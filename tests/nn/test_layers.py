@@ -43,7 +43,7 @@ def _mixture(router: str, **kw: Any) -> nn.Module:
 LAYERS = [
     Layer(
         "SoftTopK-learned",
-        lambda **kw: khot.nn.SoftTopK(2.5, 0, 0.7, learnable_tau=True, learnable_k=True, **kw),
+        lambda **kw: khot.nn.SoftTopK(2.5, 0, tau=0.7, learnable_tau=True, learnable_k=True, **kw),
         (scores(6, 3),),
     ),
     Layer("SoftTopK-annealed", _annealed, (scores(3, 6),), owns_parameters=False),
@@ -77,14 +77,14 @@ LAYERS = [
     ),
     Layer(
         "SoftKNN",
-        lambda: khot.nn.SoftKNN(3, 4, khot.nn.Anneal(1.0, 0.1, steps=4)),
+        lambda: khot.nn.SoftKNN(3, 4, tau=khot.nn.Anneal(1.0, 0.1, steps=4)),
         (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
         owns_parameters=False,
     ),
     Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
     Layer(
         "TopKSAE-batch",
-        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, straight_through=True, batch=True, **kw),
+        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),
         (scores(2, 7, 5),),
     ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import khot
 import oracles
 from khot.nn import Anneal, ExpertChoiceRouter, MixtureOfExperts, TokenChoiceRouter
-from khot.nn.routers import Router
+from khot.nn._router import Router
 
 DIM, EXPERTS = 5, 4
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -32,7 +35,7 @@ def mlp(**kw: Any) -> nn.Sequential:
 
 def pruned(amount: Any = 0.6, tau: Any = 0.8, p: float = 2.0) -> nn.Sequential:
     model = mlp()
-    prune_global([(model[0], "weight"), (model[2], "weight")], amount, tau, p)
+    prune_global([(model[0], "weight"), (model[2], "weight")], amount, tau=tau, p=p)
     return model
 
 
@@ -277,3 +280,51 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="name must"):
         prune_magnitude(layer, "weight", 0.5)
     assert "amount=0.5, tau=1.0, p=2.0" in repr(layer)
+
+
+class Pause:
+    """Equal to every other, but only after the other threads had a turn."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        time.sleep(1e-4)
+        return True
+
+
+def test_threads_may_share_a_model_in_eval_mode() -> None:
+    """As a server does. Threads used to take one another's parts of a selection, which was a KeyError."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))).requires_grad_(False)
+    prune_global([(layer, "weight") for layer in model], 0.5)
+    model.eval()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    want, start = model(x), threading.Barrier(8)
+
+    def serve() -> bool:
+        start.wait()
+        return all(torch.equal(model(x), want) for _ in range(10))
+
+    with (
+        mock.patch.object(pruning._Group, "_state", lambda self, hard: (hard, Pause())),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        assert [future.result() for future in [pool.submit(serve) for _ in range(8)]] == [True] * 8
+
+
+def test_threads_may_train_at_the_same_time() -> None:
+    """Each thread has its own graph, and its backward pass leaves the others' selections alone."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    prune_global([(layer, "weight") for layer in model], 0.5, tau=0.5)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    originals = [layer.parametrizations.weight.original for layer in model]
+    want = torch.autograd.grad(model(x).square().sum(), originals)
+
+    def train() -> bool:
+        for _ in range(20):
+            got = torch.autograd.grad(model(x).square().sum(), originals)
+            if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [future.result() for future in [pool.submit(train) for _ in range(4)]] == [True] * 4

@@ -19,7 +19,7 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
 
 def make(k: float = 3, dtype: torch.dtype = torch.float64, **kw: object) -> TopKSAE:
     torch.manual_seed(0)
-    sae = TopKSAE(5, 12, k, 0.2, dtype=dtype, **kw)
+    sae = TopKSAE(5, 12, k, tau=0.2, dtype=dtype, **kw)
     with torch.no_grad():
         for parameter in sae.parameters():
             parameter += 0.1 * scores(*parameter.shape, seed=3).to(dtype)
@@ -60,7 +60,7 @@ def test_eval_is_the_hard_operator_dense_and_sparse(batch: bool, shape: tuple[in
 
 
 def test_straight_through_is_hard_forward_and_soft_backward() -> None:
-    sae, x, weight = make(straight_through=True), scores(7, 5), scores(7, 12, seed=1)
+    sae, x, weight = make(hard=True), scores(7, 5), scores(7, 12, seed=1)
     code = sae.encode(x)
     torch.testing.assert_close(code, make().eval().encode(x))
     (code * weight).sum().backward()
@@ -150,7 +150,7 @@ def test_autocast_in_eval() -> None:
 
 def test_annealed() -> None:
     k = Anneal(6, 2, 2)
-    sae = TopKSAE(5, 12, k, Anneal(1, 0.1, 2)).eval()
+    sae = TopKSAE(5, 12, k, tau=Anneal(1, 0.1, 2)).eval()
     for size in (6, 4, 2):
         assert sae.top(torch.randn(3, 5))[0].shape == (3, size)
         k.step()
@@ -162,7 +162,7 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="k must"):
         TopKSAE(5, 12, 0)
     with pytest.raises(ValueError, match="tau must"):
-        TopKSAE(5, 12, 3, math.nan)
+        TopKSAE(5, 12, 3, tau=math.nan)
     with pytest.raises(ValueError, match="latents must"):
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):

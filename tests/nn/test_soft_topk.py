@@ -21,7 +21,7 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dim", [0, -1])
 def test_is_the_soft_operator_in_training_and_the_hard_one_in_eval(cdf: str, dim: int) -> None:
     x = scores(5, 7)
-    layer = SoftTopK(2.3, dim, 0.6, cdf)
+    layer = SoftTopK(2.3, dim, tau=0.6, cdf=cdf)
     torch.testing.assert_close(layer(x), khot.soft_topk(x, 2.3, dim, tau=0.6, cdf=cdf), rtol=0, atol=0)
     torch.testing.assert_close(layer.eval()(x), khot.topk_mask(x, 2.3, dim), rtol=0, atol=0)
 
@@ -35,7 +35,7 @@ def test_soft_eval() -> None:
 def test_straight_through_is_hard_forward_and_soft_backward() -> None:
     x, y = scores(3, 5).requires_grad_(), scores(3, 5).requires_grad_()
     weight = scores(3, 5, seed=1)
-    hard, soft = SoftTopK(2, straight_through=True)(x), SoftTopK(2)(y)
+    hard, soft = SoftTopK(2, hard=True)(x), SoftTopK(2)(y)
     torch.testing.assert_close(hard, khot.topk_mask(x, 2))
     (hard * weight).sum().backward()
     (soft * weight).sum().backward()

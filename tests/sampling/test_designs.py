@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,25 +14,13 @@ import torch
 from scipy import stats
 
 import khot
-from khot.sampling import designs, inclusion_probs, joint_inclusion_probs, sample
+from khot.sampling import _designs, _order, _phantom, designs, inclusion_probs, joint_inclusion_probs, sample
 
 FAILURE = 1e-6  # rate of each statistical test
 NAMES = list(designs)
 EXACT = [name for name in NAMES if designs[name].exact]
 JOINT = [name for name in NAMES if designs[name].joint is not None]
-# files of the package that are no design, with what they are
-OTHERS = {
-    "__init__": "the public names",
-    "calibration": "of conditional Poisson and Pareto",
-    "draw": "the public functions",
-    "gumbel": "takes logits: a function of its own",
-    "halving": "draws conditional Poisson samples",
-    "order": "inclusion probabilities of Pareto",
-    "phantom": "the phantom unit",
-    "shards": "pareto on rows spread over processes",
-    "table": "the table",
-    "tilting": "conditional Poisson's trials",
-}
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 
 
 def random_probs(n: int, k: float, scale: float, seed: int) -> torch.Tensor:
@@ -71,7 +61,7 @@ assert len(PROBS) == 20
 
 def draws(probs: torch.Tensor, design: str, count: int, **options: object) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(design))
-    return sample(probs, design, (count,), generator=generator, **options)  # type: ignore[arg-type]
+    return sample(probs, design, sample_shape=(count,), generator=generator, **options)  # type: ignore[arg-type]
 
 
 def check_counts(x: torch.Tensor, want: torch.Tensor) -> None:
@@ -132,10 +122,15 @@ def enumerate_brewer(probs: list[float], k: int) -> np.ndarray:
 
 
 def test_table_lists_every_design() -> None:
-    files = {path.stem for path in Path(khot.sampling.__file__).parent.glob("*.py")}
-    assert files - set(OTHERS) == set(NAMES) - {"random_pivotal"}  # which is in pivotal.py
-    assert not set(OTHERS) - files
+    files = {path.stem for path in Path(_designs.__file__).parent.glob("*.py")}
+    assert files - {"__init__"} == set(NAMES) - {"random_pivotal"}  # which is in pivotal.py
+    assert set(get_args(khot.sampling.DesignName)) == set(NAMES)
     assert all(design.description for design in designs.values())
+
+
+def test_docs_list_every_design() -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\|$", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("case", PROBS)
@@ -188,7 +183,7 @@ def test_pareto_bias() -> None:
 )
 def test_pareto_inclusion_by_quadrature(n: int, k: int, scale: float) -> None:
     theta = scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + k))
-    pi, out = khot.sampling.order.inclusion(theta, torch.tensor(float(k), dtype=torch.float64))
+    pi, out = _order.inclusion(theta, torch.tensor(float(k), dtype=torch.float64))
     want = enumerate_order_sampling(theta.numpy(), k)
     torch.testing.assert_close(pi, torch.from_numpy(want), rtol=1e-9, atol=1e-13)
     torch.testing.assert_close(out, 1 - pi, rtol=0, atol=1e-13)
@@ -197,10 +192,10 @@ def test_pareto_inclusion_by_quadrature(n: int, k: int, scale: float) -> None:
 @pytest.mark.parametrize("case", [c for c in PROBS if PROBS[c].shape[-1] <= 60])
 def test_pareto_calibration(case: str) -> None:
     """The parameters of adjust="exact" have the inclusion probabilities, by the tested quadrature."""
-    probs = khot.sampling.phantom.append(PROBS[case], 1e-12)
-    k = khot.sampling.phantom.size(probs).double()
-    theta = khot.sampling.order.calibrate(probs, k)
-    pi, out = khot.sampling.order.inclusion(theta, k)
+    probs = _phantom.append(PROBS[case], 1e-12)
+    k = _phantom.size(probs).double()
+    theta = _order.calibrate(probs, k)
+    pi, out = _order.inclusion(theta, k)
     torch.testing.assert_close(pi, probs, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(out, 1 - probs, rtol=1e-4, atol=1e-8)
 
@@ -293,7 +288,7 @@ def test_pivotal_correlation(design: str) -> None:
 def test_dtypes_and_shapes(design: str, dtype: torch.dtype) -> None:
     probs = torch.tensor([[[0.5, 0.5, 0.25, 0.75]], [[1, 0, 0.5, 0.5]]], dtype=dtype)
     for shape in ((), (3,), (2, 0), (2, 3)):
-        x = sample(probs, design, shape)
+        x = sample(probs, design, sample_shape=shape)
         assert x.shape == (*shape, 2, 1, 4) and x.dtype == dtype and not x.requires_grad
         assert ((x == 0) | (x == 1)).all() and (x.sum(-1) == 2).all()
     assert (
@@ -320,25 +315,26 @@ def test_layouts(design: str) -> None:
 def test_same_seed_same_draw(design: str) -> None:
     probs = PROBS["n=60"]
     first, again, other = (
-        sample(probs, design, (20,), generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+        sample(probs, design, sample_shape=(20,), generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     torch.manual_seed(1)
-    assert torch.equal(sample(probs, design, (20,)), first)
+    assert torch.equal(sample(probs, design, sample_shape=(20,)), first)
 
 
 @pytest.mark.parametrize("design", NAMES)
 def test_ends(design: str) -> None:
     for row in ([0.0], [1.0], [0.0] * 5, [1.0] * 5, [1.0, 0.0, 1.0], []):
         probs = torch.tensor(row)
-        assert torch.equal(sample(probs, design, (4,)), probs.expand(4, len(row)))
+        assert torch.equal(sample(probs, design, sample_shape=(4,)), probs.expand(4, len(row)))
         assert torch.equal(inclusion_probs(probs, design), probs)
         if design in JOINT:
             assert torch.equal(joint_inclusion_probs(probs, design), probs.unsqueeze(-1) * probs)
     for shape in ((0, 4), (3, 0), (0,)):
-        assert sample(torch.zeros(shape), design, (2,)).shape == (2, *shape)
-    assert sample(torch.tensor(1.0), design, (2,)).tolist() == [1, 1]
+        assert sample(torch.zeros(shape), design, sample_shape=(2,)).shape == (2, *shape)
+    assert sample(torch.tensor(1.0), design, sample_shape=(2,)).tolist() == [1, 1]
     coin = draws(torch.tensor([0.3]), design, 20_000)
     check_counts(coin, float64([0.3]))
 

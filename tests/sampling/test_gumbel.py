@@ -27,7 +27,7 @@ def test_sets(n: int, k: int, scale: float) -> None:
     assert math.isclose(sum(chance.values()), 1)
 
     count = 200_000
-    x = gumbel_topk(logits, k, (count,), generator=torch.Generator().manual_seed(k))
+    x = gumbel_topk(logits, k, sample_shape=(count,), generator=torch.Generator().manual_seed(k))
     assert (x.sum(-1) == k).all()
     code = (x.long() * 2 ** torch.arange(n)).sum(-1)
     seen = [int((code == sum(2**i for i in s)).sum()) for s in chance]
@@ -37,17 +37,17 @@ def test_sets(n: int, k: int, scale: float) -> None:
 def test_shapes_and_sizes() -> None:
     logits = torch.randn(3, 4, 6, dtype=torch.float32)
     k = torch.tensor([[0], [3], [6]])
-    x = gumbel_topk(logits, k, (2, 5))
+    x = gumbel_topk(logits, k, sample_shape=(2, 5))
     assert x.shape == (2, 5, 3, 4, 6) and x.dtype == torch.float32
     assert (x.sum(-1) == k).all()
-    assert gumbel_topk(logits[:0], 2, (7,)).shape == (7, 0, 4, 6)
-    assert gumbel_topk(torch.tensor(0.5), 1, (2,)).tolist() == [1, 1]
+    assert gumbel_topk(logits[:0], 2, sample_shape=(7,)).shape == (7, 0, 4, 6)
+    assert gumbel_topk(torch.tensor(0.5), 1, sample_shape=(2,)).tolist() == [1, 1]
     assert gumbel_topk(logits.requires_grad_(), 2).requires_grad is False
 
 
 def test_infinite_and_nan() -> None:
     logits = torch.tensor([[0.0, -math.inf, math.inf, 1.0], [0.0, math.nan, 1.0, 2.0]])
-    x = gumbel_topk(logits, 2, (50,))
+    x = gumbel_topk(logits, 2, sample_shape=(50,))
     assert (x[:, 0, 1] == 0).all() and (x[:, 0, 2] == 1).all()
     assert x[:, 1].isnan().all()
 

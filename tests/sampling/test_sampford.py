@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import subsets
 from khot import sigmoid_topk
-from khot.sampling.sampford import design_joint, design_log_prob, draw
+from khot.sampling._designs import sampford
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -36,35 +36,35 @@ def test_law_by_enumeration(n: int, scale: float) -> None:
         law = subsets.sampford_law(probs, k)
         pi, joint, _ = subsets.moments(law, S)
         assert_close(pi, probs, 1e-12)  # the oracle itself: that is what the design is for
-        assert_close(design_log_prob(S, probs), law)
-        assert_close(design_joint(probs), joint)
+        assert_close(sampford.log_prob(S, probs), law)
+        assert_close(sampford.joint(probs), joint)
 
 
 def test_certain_units() -> None:
     probs = torch.tensor([0.3, 1.0, 0.0, 0.9, 0.8], dtype=torch.float64)
     S = subsets.subsets(5, 3)
     law = subsets.sampford_law(probs, 3)
-    assert_close(design_log_prob(S, probs), law)
-    assert_close(design_joint(probs), subsets.moments(law, S)[1])
-    x = draw(probs.expand(1000, 5), seeded())
+    assert_close(sampford.log_prob(S, probs), law)
+    assert_close(sampford.joint(probs), subsets.moments(law, S)[1])
+    x = sampford.draw(probs.expand(1000, 5), seeded())
     assert x[:, 1].all()
     assert not x[:, 2].any()
     assert (x.sum(-1) == 3).all()
     certain = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    assert (draw(certain, seeded()) == certain).all()
-    assert design_log_prob(certain, certain).tolist() == [0, 0]
-    assert_close(design_joint(certain), certain.unsqueeze(-1) * certain.unsqueeze(-2), 0)
+    assert (sampford.draw(certain, seeded()) == certain).all()
+    assert sampford.log_prob(certain, certain).tolist() == [0, 0]
+    assert_close(sampford.joint(certain), certain.unsqueeze(-1) * certain.unsqueeze(-2), 0)
 
 
 def test_other_sizes_cannot_be_drawn() -> None:
     probs = torch.tensor([0.5, 0.7, 0.8], dtype=torch.float64)
-    assert design_log_prob(torch.tensor([1.0, 0.0, 0.0]), probs) == -math.inf
+    assert sampford.log_prob(torch.tensor([1.0, 0.0, 0.0]), probs) == -math.inf
 
 
 def test_joint_at_size() -> None:
     """Σ_j π_ij = k π_i for any design of fixed size k; and π_ij ≤ π_i π_j for this one."""
     probs = sigmoid_topk(2 * scores(3, 300), torch.tensor([3, 100, 290]))
-    joint = design_joint(probs)
+    joint = sampford.joint(probs)
     assert_close(joint.sum(-1), probs * probs.sum(-1, keepdim=True), 1e-10)
     off = ~torch.eye(300, dtype=torch.bool)
     assert (joint <= probs.unsqueeze(-1) * probs.unsqueeze(-2) + 1e-13)[:, off].all()
@@ -74,20 +74,20 @@ def test_gradients() -> None:
     x = scores(5, seed=2).requires_grad_()
     value = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0])
     for f in (
-        lambda x: design_log_prob(value, sigmoid_topk(x, 2)),
-        lambda x: design_joint(sigmoid_topk(x, 2)),
+        lambda x: sampford.log_prob(value, sigmoid_topk(x, 2)),
+        lambda x: sampford.joint(sigmoid_topk(x, 2)),
     ):
         assert gradcheck(f, x)
         assert gradgradcheck(f, x)
     probs = torch.tensor([0.0, 0.5, 0.5, 1.0], dtype=torch.float64, requires_grad=True)
-    (g,) = torch.autograd.grad(design_log_prob(torch.tensor([0.0, 1.0, 0.0, 1.0]), probs), probs)
+    (g,) = torch.autograd.grad(sampford.log_prob(torch.tensor([0.0, 1.0, 0.0, 1.0]), probs), probs)
     assert g.isfinite().all()
 
 
 def test_same_seed_same_draw() -> None:
     probs = sigmoid_topk(scores(4, 30), 10)
     before = torch.get_rng_state()
-    first, second, other = (draw(probs, seeded(s)) for s in (1, 1, 2))
+    first, second, other = (sampford.draw(probs, seeded(s)) for s in (1, 1, 2))
     assert (first == second).all()
     assert (first != other).any()
     assert (torch.get_rng_state() == before).all()
@@ -99,7 +99,7 @@ def test_inclusion_of_draws(draws: int) -> None:
     probs = subsets.random_probs(20, 12, seed=5)
     generator, counts = seeded(6), torch.zeros(20, 12)
     for _ in range(draws // 10_000):
-        x = draw(probs.expand(10_000, 20, 12), generator)
+        x = sampford.draw(probs.expand(10_000, 20, 12), generator)
         assert (x.sum(-1) == probs.sum(-1).round()).all()
         counts += x.sum(0)
     subsets.assert_inclusion(counts, draws, probs)
@@ -109,6 +109,6 @@ def test_inclusion_of_draws(draws: int) -> None:
 def test_distribution_of_draws(k: int) -> None:
     """Fails at a rate of 1e-6."""
     probs = sigmoid_topk(1.5 * scores(5, seed=k), k)
-    x = draw(probs.expand(100_000, 5), seeded(k)).double()
+    x = sampford.draw(probs.expand(100_000, 5), seeded(k)).double()
     counts = (x @ subsets.subsets(5, k).T == k).sum(0)
     subsets.assert_frequencies(counts.numpy(), subsets.sampford_law(probs, k).exp().numpy())

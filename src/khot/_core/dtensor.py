@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from khot._core import arguments
 
-__all__ = ["apply", "local"]
+__all__ = ["Pieces", "apply", "local"]
 
 
 def apply(

@@ -1,4 +1,4 @@
-"""In which dtype numbers a row are held: float64, or float32 where the device has none."""
+"""The dtype of per-row scalars: float64, or float32 where the device has none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
+
+from khot._core.torch_internals import is_transformed
 
 __all__ = ["WITHOUT_FLOAT64", "greatest", "in_float64", "large", "on", "on_cpu", "wide_dtype", "widen"]
 
@@ -42,7 +44,7 @@ def _plain_on_cpu(value: Tensor) -> bool:
         value.is_cpu
         and type(value) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and not is_transformed(value)
     )
 
 

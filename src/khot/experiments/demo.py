@@ -1,10 +1,11 @@
 """Which k pixels tell the digits apart?
 
-A vector of n scores, one a pixel, is trained together with small classifiers. In between stands a relaxed
-top-k: they see image × y with y = soft_topk(scores, k, tau), weights in [0, 1] that sum to k. While tau
-falls, y turns from an even spread over all pixels into a choice of k of them. The choice is then judged by
-new classifiers, trained from scratch on the chosen pixels alone, on those of highest variance, on as many
-random ones, and on all, always with the same architecture, steps, minibatches and seed.
+A vector of n scores, one per pixel, is trained together with small classifiers. A relaxed top-k connects
+them: the classifiers see image × y with y = soft_topk(scores, k, tau), whose weights are in [0, 1] and sum to
+k. While tau falls, y turns from equal weights for all pixels into a choice of k pixels. New classifiers then
+judge the choice. They are trained from scratch on the chosen pixels alone, on the k pixels of highest
+variance, on k random pixels, and on all pixels, always with the same architecture, steps, minibatches and
+seed.
 
     khot demo                        # scikit-learn's digits, 10 of 64 pixels
     khot demo --data-dir FOLDER      # MNIST, 50 of 784 pixels
@@ -27,22 +28,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments import data
-from khot.experiments.study import ArgumentError, check_device, one_thread
+from khot.experiments.harness import data
+from khot.experiments.harness.reporting import BLUE, GREY, ORANGE
+from khot.experiments.harness.study import ArgumentError, check_device
+from khot.experiments.harness.training import one_thread
 
-__all__ = ["CDFS", "ArgumentError", "Args", "Curve", "Result", "run"]
+__all__ = ["CDFS", "LABELS", "ArgumentError", "Args", "Curve", "Result", "run"]
 
 CDFS = ("logistic", "laplace", "normal", "uniform")
 
-# How tau and the scores go together. Adam moves a score by about its learning rate a step, so a travel of
-# 100 spread over the steps lets scores end a few units apart, whatever their number. The gate, whose width is
-# tau times the CDF's standard deviation, starts at that scale, where every pixel still counts, and ends far
-# below the gaps, where only k do.
+# How the scales of tau and of the scores fit together: in each step Adam moves a score by about its learning
+# rate. A learning rate of 100 divided by the number of steps therefore lets scores end a few units apart,
+# whatever the number of steps. The width of the gate is tau times the CDF's standard deviation. It starts at
+# the scale of these differences, where every pixel counts, and ends far below them, where only k pixels
+# count.
 SCORE_TRAVEL = 100.0
 WIDTH_START, WIDTH_END = 3.6, 0.09
 
-# Four classifiers are trained side by side: behind the gate, so that the choice does not hang on one of
-# them, and in the comparison, because one alone varies by about 1 % on the 544 test digits.
+# Four classifiers are trained side by side: behind the gate, so that the choice does not depend on a single
+# one, and in the comparison, because the accuracy of a single one varies by about 1 % on the 544 test digits.
 CLASSIFIERS = 4
 HIDDEN = 128
 CHOICE_BATCH = 32
@@ -51,22 +55,22 @@ JUDGE_BATCH = 128
 
 @dataclass(frozen=True)
 class Args:
-    """What ``khot demo`` can be told. All is checked here, except that k ≤ n, which only the images tell."""
+    """The arguments of ``khot demo``. All are checked here, except k ≤ n, which depends on the images."""
 
     data_dir: Path | None = field(
         default=None,
-        metadata={"help": "Folder with MNIST's four gzipped IDX files. Without it: scikit-learn's digits."},
+        metadata={"help": "Folder with MNIST's four gzipped IDX files. Default: scikit-learn's digits."},
     )
     k: int | None = field(
         default=None,
-        metadata={"help": "How many pixels to choose. Default: 10 of digits' 64, 50 of MNIST's 784."},
+        metadata={"help": "Number of pixels to choose. Default: 10 of the digits' 64, 50 of MNIST's 784."},
     )
     steps: int = field(
         default=1000,
-        metadata={"help": "Training steps, of the choice and of each classifier that judges it."},
+        metadata={"help": "Training steps, both for the choice and for each classifier that judges it."},
     )
-    cdf: str = field(default="logistic", metadata={"help": f"What softens the choice: {', '.join(CDFS)}."})
-    device: str = field(default="cpu", metadata={"help": "Where to train: cpu, cuda, cuda:1, ..."})
+    cdf: str = field(default="logistic", metadata={"help": f"CDF of the soft choice: {', '.join(CDFS)}."})
+    device: str = field(default="cpu", metadata={"help": "Device to train on: cpu, cuda, cuda:1, ..."})
     seed: int = field(default=0, metadata={"help": "Seed of the weights, minibatches and random pixels."})
     out: Path = field(
         default=Path("khot-demo.png"),
@@ -93,17 +97,17 @@ class Args:
 
     @property
     def png(self) -> Path:
-        """The file that ``out`` means."""
+        """The file to write: ``out``, or khot-demo.png in it if it is a folder."""
         return self.out / "khot-demo.png" if self.out.is_dir() else self.out
 
 
 @dataclass(frozen=True)
 class Curve:
-    """How the choice came about; one entry a training step.
+    """The course of the training, with one entry per training step.
 
     Attributes:
-        accuracy: share of the minibatch that the classifier behind the gate gets right.
-        concentration: (sum of the k largest gate weights) / k; 1 when the choice is hard.
+        accuracy: the share of the minibatch that the classifiers behind the gate get right.
+        concentration: (sum of the k largest gate weights) / k, which is 1 when the choice is hard.
         tau: the temperature.
     """
 
@@ -114,13 +118,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found.
+    """The result of the demo.
 
     Attributes:
         accuracy: mean test accuracy in percent, for each of :data:`LABELS`.
-        chosen, variance: k-hot masks (n,) of the chosen pixels, and of those of highest variance.
+        chosen, variance: k-hot masks (n,) of the chosen pixels, and of the pixels of highest variance.
         curve: the course of the training.
-        seconds: how long it took.
+        seconds: the time that the demo took.
     """
 
     accuracy: dict[str, float]
@@ -146,9 +150,9 @@ def run(args: Args) -> Result:
     if k > images.n:
         raise ArgumentError(f"k = {k}: expected at most {images.n}, the number of pixels of {images.name}")
 
-    with one_thread(), progress_bar((1 + len(LABELS)) * args.steps) as report:
-        split = standardise(images, args.device)
-        chosen, curve = choose_pixels(split, k, args, report)
+    with one_thread(), _progress_bar((1 + len(LABELS)) * args.steps) as report:
+        split = _standardise(images, args.device)
+        chosen, curve = _choose_pixels(split, k, args, report)
         variance = khot.topk_mask(images.train_images.var(0), k)
         generator = torch.Generator().manual_seed(args.seed)
         random = khot.topk_mask(torch.rand(CLASSIFIERS, images.n, generator=generator), k)
@@ -158,20 +162,20 @@ def run(args: Args) -> Result:
             "random": random,
             "all": torch.ones(images.n),
         }
-        accuracy = {name: judge(split, mask, name, args, report) for name, mask in masks.items()}
-    draw_picture(images, k, accuracy, chosen, variance, curve, args)
+        accuracy = {name: _judge(split, mask, name, args, report) for name, mask in masks.items()}
+    _draw_picture(images, k, accuracy, chosen, variance, curve, args)
     result = Result(accuracy, chosen, variance, curve, time.perf_counter() - start)
-    print_table(images, k, result, args)
+    _print_table(images, k, result, args)
     return result
 
 
 # --- training -----------------------------------------------------------------------------------------------
 
-Report = Callable[[str], None]
+_Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Split:
+class _Split:
     """Standardised images on the device of the training."""
 
     train_images: Tensor
@@ -180,13 +184,14 @@ class Split:
     test_labels: Tensor
 
 
-def standardise(images: data.Images, device: str) -> Split:
-    """Centre every pixel and bring them to a similar scale, so that dark ones are not at a disadvantage.
+def _standardise(images: data.Images, device: str) -> _Split:
+    """Centre every pixel and scale all to a similar range, so that dark pixels are not at a disadvantage.
 
-    A closed gate then means "the mean", not "black". The 0.2 keeps pixels that hardly ever light up small.
+    A closed gate then stands for the mean of a pixel and not for black. The 0.2 keeps the values of pixels
+    with hardly any variance small.
     """
     mean, scale = images.train_images.mean(0), images.train_images.std(0) + 0.2
-    return Split(
+    return _Split(
         ((images.train_images - mean) / scale).to(device),
         images.train_labels.to(device),
         ((images.test_images - mean) / scale).to(device),
@@ -194,10 +199,10 @@ def standardise(images: data.Images, device: str) -> Split:
     )
 
 
-def choose_pixels(split: Split, k: int, args: Args, report: Report) -> tuple[Tensor, Curve]:
-    """Train the gate with classifiers behind it; returns the k-hot mask (n,), on the CPU, and the curve."""
+def _choose_pixels(split: _Split, k: int, args: Args, report: _Report) -> tuple[Tensor, Curve]:
+    """Train the gate and the classifiers behind it. Returns the k-hot mask (n,) on the CPU, and the curve."""
     n = split.train_images.shape[1]
-    model = Classifiers(n, args.seed).to(args.device)
+    model = _Classifiers(n, args.seed).to(args.device)
     scores = nn.Parameter(torch.zeros(n, device=args.device))
     optimizer = torch.optim.Adam(
         [
@@ -205,16 +210,17 @@ def choose_pixels(split: Split, k: int, args: Args, report: Report) -> tuple[Ten
             {"params": [scores], "lr": SCORE_TRAVEL / args.steps},
         ]
     )
-    deviation = khot.cdfs.resolve(args.cdf).variance ** 0.5
+    cdf = khot.cdfs.resolve(args.cdf)
+    deviation = cdf.variance**0.5
     curve = Curve()
-    for step, batch in enumerate(minibatches(split, CHOICE_BATCH, args)):
-        # The last tenth of the steps settles at the final tau.
+    for step, batch in enumerate(_minibatches(split, CHOICE_BATCH, args)):
+        # the last tenth of the steps uses the final tau
         progress = min(step / (0.9 * args.steps), 1.0)
         tau = WIDTH_START * (WIDTH_END / WIDTH_START) ** progress / deviation
-        y = khot.soft_topk(scores, k, tau=tau, cdf=args.cdf)
+        y = khot.soft_topk(scores, k, tau=tau, cdf=cdf)
         logits = model(split.train_images[batch] * y)
         labels = split.train_labels[batch]
-        descend(optimizer, logits, labels)
+        _descend(optimizer, logits, labels)
 
         curve.accuracy.append((logits.argmax(-1) == labels).float().mean().item())
         curve.concentration.append(y.detach().topk(k).values.sum().item() / k)
@@ -223,19 +229,19 @@ def choose_pixels(split: Split, k: int, args: Args, report: Report) -> tuple[Ten
     return khot.topk_mask(scores.detach(), k).cpu(), curve
 
 
-def judge(split: Split, mask: Tensor, name: str, args: Args, report: Report) -> float:
+def _judge(split: _Split, mask: Tensor, name: str, args: Args, report: _Report) -> float:
     """The mean test accuracy, in percent, of classifiers trained from scratch on the pixels in ``mask``.
 
-    ``mask`` is (n,), or (CLASSIFIERS, n) to give each classifier pixels of its own.
+    ``mask`` has shape (n,), or (CLASSIFIERS, n) to give each classifier its own pixels.
     """
     masks = mask.to(args.device).expand(CLASSIFIERS, -1)
     pixels = torch.stack([row.nonzero().squeeze(1) for row in masks])[:, None]
-    model = Classifiers(pixels.shape[-1], args.seed).to(args.device)
+    model = _Classifiers(pixels.shape[-1], args.seed).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=args.steps)
-    for batch in minibatches(split, JUDGE_BATCH, args):
+    for batch in _minibatches(split, JUDGE_BATCH, args):
         logits = model(split.train_images[batch[:, :, None], pixels])
-        descend(optimizer, logits, split.train_labels[batch])
+        _descend(optimizer, logits, split.train_labels[batch])
         schedule.step()
         report(f"training on {LABELS[name]}")
     with torch.no_grad():
@@ -243,10 +249,10 @@ def judge(split: Split, mask: Tensor, name: str, args: Args, report: Report) -> 
     return 100 * (logits.argmax(-1) == split.test_labels).float().mean().item()
 
 
-class Classifiers(nn.Module):
-    """Perceptrons with one hidden layer, side by side; they share nothing.
+class _Classifiers(nn.Module):
+    """Independent perceptrons with one hidden layer, which are computed together.
 
-    Images (CLASSIFIERS, batch, inputs) become logits (CLASSIFIERS, batch, 10). The same seed gives the same
+    Maps images (CLASSIFIERS, batch, inputs) to logits (CLASSIFIERS, batch, 10). The same seed gives the same
     initial weights on every device.
     """
 
@@ -255,7 +261,7 @@ class Classifiers(nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(rows: int, columns: int, fan_in: int) -> nn.Parameter:
-            # As in nn.Linear.
+            # the initialisation of nn.Linear
             values = torch.rand(CLASSIFIERS, rows, columns, generator=generator)
             return nn.Parameter((2 * values - 1) / fan_in**0.5)
 
@@ -267,22 +273,22 @@ class Classifiers(nn.Module):
         return torch.baddbmm(self.bias_2, hidden, self.weight_2)
 
 
-def descend(optimizer: torch.optim.Optimizer, logits: Tensor, labels: Tensor) -> None:
-    """One step on the cross entropy, which is averaged over a minibatch and summed over the classifiers."""
+def _descend(optimizer: torch.optim.Optimizer, logits: Tensor, labels: Tensor) -> None:
+    """One step on the cross-entropy, averaged over the minibatch and summed over the classifiers."""
     loss = CLASSIFIERS * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
-def minibatches(split: Split, size: int, args: Args) -> Tensor:
+def _minibatches(split: _Split, size: int, args: Args) -> Tensor:
     """Indices of training images, (steps, CLASSIFIERS, size), drawn with replacement."""
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.steps, CLASSIFIERS, size)
     return torch.randint(len(split.train_labels), shape, generator=generator).to(args.device)
 
 
-# --- what one sees ------------------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------------
 
 LABELS = {
     "chosen": "the pixels khot chose",
@@ -293,8 +299,8 @@ LABELS = {
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Report]:
-    """A bar on stderr; yields the function that moves it by one step and says what is going on."""
+def _progress_bar(total: int) -> Iterator[_Report]:
+    """A progress bar on stderr; yields the function that advances it by one step and sets its text."""
     columns = (
         TextColumn("{task.description:<44}"),
         BarColumn(),
@@ -307,8 +313,8 @@ def progress_bar(total: int) -> Iterator[Report]:
         progress.update(task, description="done")
 
 
-def print_table(images: data.Images, k: int, result: Result, args: Args) -> None:
-    """The test accuracies beside each other, on stdout."""
+def _print_table(images: data.Images, k: int, result: Result, args: Args) -> None:
+    """Print the test accuracies as a table on stdout."""
     table = Table(
         title=f"Which {k} of {images.n} pixels tell the digits apart?",
         caption=f"{images.name}: {len(images.train_labels):,} training images, "
@@ -328,7 +334,7 @@ def print_table(images: data.Images, k: int, result: Result, args: Args) -> None
     )
 
 
-def draw_picture(
+def _draw_picture(
     images: data.Images,
     k: int,
     accuracy: dict[str, float],
@@ -337,22 +343,21 @@ def draw_picture(
     curve: Curve,
     args: Args,
 ) -> None:
-    """The chosen pixels and those of highest variance over the mean image, and the course of the training."""
+    """Draw the chosen pixels and those of highest variance over the mean image, and the training curves."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.patches import Rectangle
 
-    blue, orange, grey = "#0b6e99", "#d9730d", "#6b6b6b"
     figure = Figure(figsize=(13, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
     figure.suptitle(f"Which {k} of {images.n} pixels tell the digits apart?  ({images.name})", fontsize=15)
 
     mean = images.train_images.mean(0).view(images.shape).numpy()
     for axes, mask, color, title in (
-        (left, chosen, blue, f"chosen by khot: {accuracy['chosen']:.1f} %"),
-        (middle, variance, orange, f"highest variance: {accuracy['variance']:.1f} %"),
+        (left, chosen, BLUE, f"chosen by khot: {accuracy['chosen']:.1f} %"),
+        (middle, variance, ORANGE, f"highest variance: {accuracy['variance']:.1f} %"),
     ):
-        # The doubled range keeps the image pale behind the squares.
+        # the doubled range keeps the image pale behind the squares
         axes.imshow(mean, cmap="gray_r", vmin=0, vmax=2 * mean.max())
         for pixel in mask.nonzero().squeeze(1).tolist():
             row, column = divmod(pixel, images.shape[1])
@@ -367,17 +372,17 @@ def draw_picture(
     left.set_xlabel(
         f"over the mean image, with the test accuracy; random pixels: {accuracy['random']:.1f} %, "
         f"all pixels: {accuracy['all']:.1f} %",
-        color=grey,
+        color=GREY,
         loc="left",
     )
 
     steps = range(1, len(curve.tau) + 1)
     window = max(1, len(curve.accuracy) // 50)
-    right.plot(steps, _smooth(curve.accuracy, window), color=blue, label="training accuracy")
+    right.plot(steps, _smooth(curve.accuracy, window), color=BLUE, label="training accuracy")
     right.plot(
         steps,
         [100 * share for share in curve.concentration],
-        color=orange,
+        color=ORANGE,
         label=f"weight on the {k} largest",
     )
     right.set_title("as tau falls, the gate hardens", fontsize=13)
@@ -386,9 +391,9 @@ def draw_picture(
     right.set_ylim(0, 103)
     right.spines["top"].set_visible(False)
     temperature = right.twinx()
-    temperature.plot(steps, curve.tau, color=grey, linestyle="--", label="tau (right)")
+    temperature.plot(steps, curve.tau, color=GREY, linestyle="--", label="tau (right)")
     temperature.set_yscale("log")
-    temperature.set_ylabel("tau", color=grey)
+    temperature.set_ylabel("tau", color=GREY)
     temperature.spines["top"].set_visible(False)
     handles = [*right.get_lines(), *temperature.get_lines()]
     right.legend(handles=handles, loc=(0.1, 0.03), frameon=False)

@@ -1,26 +1,27 @@
-"""Layers that select: the operators as parts of a model, with torch.nn's habits.
+"""Layers that select: the operators as parts of a model, with the conventions of torch.nn.
 
-One rule for all of them: the selection is soft in train mode, so that it can be learned, and hard in eval
-mode, as it is meant. A row with fewer entries than k that may be selected gets all of them.
+The selection is soft in train mode, so that it can be learned, and hard in eval mode. In a row in which fewer
+than k entries may be selected, all of them are selected.
 """
 
+from khot.nn._router import Routing as Routing
 from khot.nn.anneal import Anneal as Anneal
+from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
 from khot.nn.beam_search import Beams as Beams
 from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
 from khot.nn.beam_search import soft_beam_search as soft_beam_search
+from khot.nn.expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from khot.nn.gate import KHotGate as KHotGate
 from khot.nn.knn import SoftKNN as SoftKNN
 from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
 from khot.nn.pruning import make_permanent as make_permanent
 from khot.nn.pruning import prune_global as prune_global
 from khot.nn.pruning import prune_magnitude as prune_magnitude
-from khot.nn.routers import ExpertChoiceRouter as ExpertChoiceRouter
-from khot.nn.routers import Routing as Routing
-from khot.nn.routers import TokenChoiceRouter as TokenChoiceRouter
 from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
+from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
 
 __all__ = [
     "Anneal",
@@ -29,6 +30,7 @@ __all__ = [
     "KHotGate",
     "MixtureOfExperts",
     "Routing",
+    "ScheduleName",
     "SoftKNN",
     "SoftTopK",
     "TokenChoiceRouter",
@@ -41,3 +43,7 @@ __all__ = [
     "soft_beam_search",
     "topk_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

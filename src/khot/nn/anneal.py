@@ -1,22 +1,32 @@
-"""Numbers that change in the course of training."""
+"""Numbers that change during training."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from khot._core.precision import widen
 
-__all__ = ["Anneal"]
+__all__ = ["Anneal", "ScheduleName"]
 
-SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {
+ScheduleName = Literal["linear", "cosine", "exponential"]
+"""The names of the schedules of :class:`Anneal`."""
+
+# After so many reads in train mode a schedule at its start was not just tried out: its steps were forgotten.
+SEVERAL = 10
+
+SCHEDULES: dict[ScheduleName, Callable[[float, float, Tensor], Tensor]] = {
     "linear": lambda a, b, t: a + (b - a) * t,
     "cosine": lambda a, b, t: b + (a - b) * (1 + torch.cos(math.pi * t)) / 2,
     "exponential": lambda a, b, t: a * (b / a) ** t,
 }
+
+_Self = TypeVar("_Self", bound="Anneal")
 
 
 class Anneal(nn.Module):
@@ -28,19 +38,22 @@ class Anneal(nn.Module):
         cosine       end + (start − end)·(1 + cos πt)/2
         exponential  start·(end/start)^t
 
-    Every layer of :mod:`khot.nn` takes one in the place of a number. It is then its submodule, so that the
-    steps taken are part of the state dict and training resumes where it stopped. Call :meth:`step` once a
-    training step; several layers can share one.
+    Every layer of :mod:`khot.nn` accepts an Anneal instead of a number. The Anneal is then a submodule of the
+    layer, so that the number of steps is part of the state dict, and training resumes where it stopped. Call
+    :meth:`step` once per training step. Several layers can share one Anneal.
+
+    An Anneal that was read in several training steps but never stepped warns once when it is switched to eval
+    mode (with the model that it is a part of): its number is still ``start``.
 
     Args:
         start, end: finite numbers; for ``"exponential"`` both > 0.
-        steps: how many steps it takes, at least 1.
-        schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. Temperatures differ by factors, so for
-            them the last is usual.
+        steps: the number of steps from start to end, at least 1.
+        schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. The last is usual for temperatures, because
+            they differ by factors.
 
     Returns:
-        Called without arguments, the number of the moment: a 0-dim tensor on the module's device, in float64
-        where that has it. Reading it waits for nothing, and stepping compiles nothing anew.
+        Called without arguments, the current number: a 0-dim tensor on the module's device, in float64 if the
+        device has it. Reading it does not synchronise with the device, and stepping causes no recompilation.
 
     Raises:
         ValueError: steps, schedule, start or end out of range.
@@ -59,14 +72,15 @@ class Anneal(nn.Module):
     start: float
     end: float
     steps: int
-    schedule: str
+    schedule: ScheduleName
 
     taken: Tensor
 
-    def __init__(self, start: float, end: float, steps: int, schedule: str = "linear") -> None:
+    def __init__(self, start: float, end: float, steps: int, schedule: ScheduleName = "linear") -> None:
         super().__init__()
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, but got {schedule!r}")
+        if schedule not in get_args(ScheduleName):
+            names = ", ".join(map(repr, SCHEDULES))
+            raise ValueError(f"schedule must be one of {names}, but got {schedule!r}")
         if not steps >= 1:
             raise ValueError(f"steps must be at least 1, but got {steps}")
         for name, value in (("start", start), ("end", end)):
@@ -75,12 +89,31 @@ class Anneal(nn.Module):
                 raise ValueError(f"{name} must be {domain} for the {schedule} schedule, but got {value}")
         self.start, self.end, self.steps, self.schedule = start, end, steps, schedule
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
+        self._reads, self._warned = 0, False
 
     def step(self) -> None:
-        """One step further towards the end; past it nothing changes."""
+        """Take one step towards the end; at the end nothing changes any more."""
         self.taken += 1
 
+    def train(self: _Self, mode: bool = True) -> _Self:
+        """As in ``torch.nn.Module``; warns about forgotten steps when training ends."""
+        ends = self.training and not mode and self._reads >= SEVERAL
+        if ends and not self._warned and self.taken.device.type != "meta" and int(self.taken) == 0:
+            self._warned = True
+            warnings.warn(
+                f"{self} was used for training but never stepped, so that its value is still {self.start}; "
+                "call its step() once per training step",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().train(mode)
+
     def forward(self) -> Tensor:
+        if self.training:
+            if not torch.compiler.is_compiling():
+                self._reads += 1
+            elif not torch.compiler.is_exporting():
+                self._reads = SEVERAL  # counting would compile a new graph for each number
         t = (widen(self.taken) / self.steps).clamp(max=1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot.cdfs import CDF
-from khot.nn.values import Value, current, describe, positive, what_is_there
+from khot.cdfs import CDF, CDFName
+from khot.nn._inputs import check_width
+from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["TopKAttention", "topk_attention"]
 
@@ -29,17 +30,18 @@ def topk_attention(
     enable_gqa: bool = False,
     *,
     tau: Scalar = 1.0,
-    cdf: str | CDF = "logistic",
+    cdf: CDFName | CDF = "logistic",
     hard: bool = False,
 ) -> Tensor:
-    """Attention in which each query attends to its k best keys, softly chosen.
+    """Attention in which each query attends to its k best keys, which are chosen softly.
 
     With scores s = scale · query keyᵀ and the soft top-k A of each row of them:
 
         softmax(s + log A) value,   A = soft_topk(s, top_k, tau=tau)
 
-    so a key outside the top k loses weight by the factor A. For ``top_k`` = S, the number of keys, A = 1 and
-    this is ``torch.nn.functional.scaled_dot_product_attention``, whose signature it has.
+    so that the weight of a key outside the top k is multiplied by the small factor A. For ``top_k`` = S, the
+    number of keys, A = 1 and this is ``torch.nn.functional.scaled_dot_product_attention``, whose signature it
+    has.
 
     Args:
         query: (..., L, E), of any floating-point dtype.
@@ -81,6 +83,7 @@ def topk_attention(
         >>> torch.allclose(khot.nn.topk_attention(query, key, value, top_k=5), plain, atol=1e-6)
         True
     """
+    _check_shapes(query, key, value)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -93,8 +96,8 @@ class TopKAttention(nn.MultiheadAttention):
 
     ``torch.nn.MultiheadAttention`` with :func:`topk_attention` inside: the same parameters under the same
     names, so that either loads the other's state dict, the same calls, and the same masks. (In its boolean
-    masks True means *may not* be attended to, the opposite of :func:`topk_attention`'s.) The selection is
-    soft in train mode, and in eval mode hard: exactly the k best keys.
+    masks True means *may not* be attended to, the opposite of the masks of :func:`topk_attention`.) The
+    selection is soft in train mode, and in eval mode hard: exactly the k best keys.
 
     Args:
         embed_dim: size of the embeddings of queries, keys and values.
@@ -150,7 +153,7 @@ class TopKAttention(nn.MultiheadAttention):
         batch_first: bool = False,
         *,
         tau: Value = 1.0,
-        cdf: str | CDF = "logistic",
+        cdf: CDFName | CDF = "logistic",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -161,7 +164,7 @@ class TopKAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype
         )
-        # nn.TransformerEncoderLayer's fast path would take the weights and attend to every key
+        # otherwise the fast path of nn.TransformerEncoderLayer would use the weights and attend to every key
         self._qkv_same_embed_dim = False
         self.top_k, self.tau = positive(top_k, "top_k"), positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
@@ -188,6 +191,8 @@ class TopKAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_width(x, self.embed_dim, self, name)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -238,6 +243,20 @@ def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: tor
     return total
 
 
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    arguments.check_input(query, "query")
+    if query.shape[-1:] != key.shape[-1:]:
+        raise ValueError(
+            f"query and key must have the same size along their last dim, but got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if key.shape[-2:-1] != value.shape[-2:-1]:
+        raise ValueError(
+            f"key and value must have the same length along dim -2, but got shapes "
+            f"{tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
 def _weights(
     query: Tensor,
     key: Tensor,
@@ -246,10 +265,9 @@ def _weights(
     is_causal: bool,
     scale: float | None,
     tau: Scalar,
-    cdf: str | CDF,
+    cdf: CDFName | CDF,
     hard: bool,
 ) -> Tensor:
-    arguments.check_input(query, "query")
     if is_causal:
         if attn_mask is not None:
             raise ValueError("is_causal must be False where attn_mask is given, but got True")
@@ -257,7 +275,7 @@ def _weights(
     if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise TypeError(f"attn_mask must be bool or floating-point, but got {attn_mask.dtype}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    products = (query * scale) @ key.transpose(-2, -1)  # scaled first: half precision overflows early
+    products = (query * scale) @ key.transpose(-2, -1)  # scale first, because half precision overflows early
     dtype = products.dtype
     scores = products.to(torch.promote_types(dtype, torch.float32))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -265,8 +283,8 @@ def _weights(
     elif attn_mask is not None:
         scores = scores + attn_mask
 
-    k = what_is_there(top_k, scores)
+    k = available(top_k, scores)
     log_A = topk.topk_mask(scores, k).log() if hard else topk.log_soft_topk(scores, k, tau=tau, cdf=cdf)
     logits = scores + log_A
-    idle = (logits == -math.inf).all(-1, keepdim=True)  # softmax would make NaN of them
+    idle = (logits == -math.inf).all(-1, keepdim=True)  # softmax would turn them into NaN
     return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0).to(dtype)

@@ -12,20 +12,19 @@ from torch.nn import functional as F
 from khot._core import arguments
 from khot.transport import sorted_soft_topk
 
-__all__ = ["Beams", "Step", "soft_beam_loss", "soft_beam_search"]
+__all__ = ["Beams", "soft_beam_loss", "soft_beam_search"]
 
-Step = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # embedding, state → logits, state; all (B, beams, ·)
+# (input, state) → (logits, state), all of them (B, beams, ·)
+_Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Beams(NamedTuple):
     """What a beam search found, for a batch of B.
 
     Attributes:
-        tokens: (B, k, length), int64; with a soft selection the tokens of the largest weight.
+        tokens: (B, k, length), int64; with a soft selection the tokens with the largest weight.
         log_likelihood: (B, k), of each sequence.
-        log_probs: (B, length, V): along the likeliest sequence, what the model said before each token.
+        log_probs: (B, length, V): the model's log-probabilities for each token of the likeliest sequence.
     """
 
     tokens: Tensor
@@ -34,7 +33,7 @@ class Beams(NamedTuple):
 
 
 def soft_beam_search(
-    step: Step,
+    step: _Step,
     embedding: Tensor,
     start: Tensor,
     state: Tensor,
@@ -47,13 +46,13 @@ def soft_beam_search(
 ) -> Beams:
     """Beam search whose k best continuations are chosen softly, so that a model can be trained through it.
 
-    The m beams times V tokens at a step have the scores log L(beam) + log P(token | beam), and A =
-    ``khot.sorted_soft_topk(scores, k)`` says, in row l, which of them becomes beam l. Its next input and its
-    state are mixtures with these weights,
+    At each step, the m beams times V tokens have the scores log L(beam) + log P(token | beam). Row l of A =
+    ``khot.sorted_soft_topk(scores, k)`` holds the weights with which they become beam l. Its next input and
+    its state are mixtures with these weights,
 
         Σ_ij A_l,ij embedding_j    and    Σ_ij A_l,ij state_i
 
-    and its predecessor, its token and with them its likelihood are those of the largest weight.
+    and its predecessor, its token and its likelihood are those with the largest weight.
 
     Args:
         step: one step of the decoder: from inputs (B, m, D) and states (B, m, H) to logits (B, m, V) and new
@@ -64,18 +63,18 @@ def soft_beam_search(
         length: how many tokens to produce, at least 1.
         k: the number of beams, in [1, V].
         epsilon: regularisation > 0 of the selection, in units of log-likelihood. At 2 the odds of a
-            continuation for two neighbouring beams are as its likelihood; far below, the choice is all but
-            hard, and a gradient through many steps, each in proportion to k/ε, drowns the rest. (The 0.1 of
-            Xie et al. is for an operator whose code divides the cost by its largest entry.)
-        end: the token that ends a sequence: what has it goes on with it alone, at no cost. None: sequences
-            have the full length.
-        hard: choose hard, which is the usual beam search, for inference. Then nothing in the choice has a
-            gradient.
+            continuation for two neighbouring beams are proportional to its likelihood. Far below 2 the choice
+            is nearly hard, and the gradient through the choices of many steps, each of which is proportional
+            to k/ε, becomes far larger than the rest. (The 0.1 of Xie et al. is for an operator whose code
+            divides the cost by its largest entry.)
+        end: the token that ends a sequence; an ended sequence is continued with this token only, at no cost.
+            None: sequences have the full length.
+        hard: choose hard, which is the usual beam search, for inference. The choice then has no gradient.
 
     Returns:
         :class:`Beams`, sorted by likelihood if the selection is hard. log_probs and log_likelihood are
-        differentiable in whatever the steps and the embedding depend on: exactly, but for the back-pointers,
-        which are constant between ties.
+        differentiable in everything that the steps and the embedding depend on: exactly, except through the
+        back-pointers, which are constant between ties.
 
     Raises:
         ValueError: k, length, epsilon out of range, a start that does not fit.
@@ -138,7 +137,7 @@ def soft_beam_search(
 
 
 def soft_beam_loss(
-    step: Step,
+    step: _Step,
     embedding: Tensor,
     start: Tensor,
     state: Tensor,
@@ -148,24 +147,24 @@ def soft_beam_loss(
     epsilon: float = 2.0,
     rho: float = 0.8,
 ) -> Tensor:
-    """The loss of training through beam search: what the model says of the target along its own best beam.
+    """The loss of training through beam search: the target's cross-entropy along the model's own best beam.
 
-        −ρ log P(target | its own beginning) − (1 − ρ) log P(target | what :func:`soft_beam_search` chose)
+        −ρ log P(target | its own beginning) − (1 − ρ) log P(target | the choices of :func:`soft_beam_search`)
 
-    averaged over the tokens. The first part, teacher forcing, shows the model only faultless beginnings; the
-    second part is what it says after its own choices.
+    averaged over the tokens. The first part is teacher forcing: the model sees only correct beginnings. The
+    second part is conditioned on the model's own choices.
 
-    Once the model is sure, most of what comes back through the selections is too small for a normal number,
-    which on a CPU makes the steps several times slower: ``torch.set_flush_denormal(True)`` keeps them fast.
+    Once the model is confident, most gradients through the selections are denormal numbers, which make the
+    steps several times slower on a CPU: ``torch.set_flush_denormal(True)`` keeps them fast.
 
     Args:
         step, embedding, start, state, k, epsilon: as for :func:`soft_beam_search`.
         target: (B, length), int64; −100 where a sequence is over: such places do not count.
-        rho: share of teacher forcing, in [0, 1]; 1 needs no search. Near 1 it keeps what teacher forcing
-            finds, shortcuts from one right token to the next included; near 0 there is no such shortcut.
+        rho: share of teacher forcing, in [0, 1]; 1 needs no search. Near 1 the model can still learn
+            shortcuts from one correct token to the next, as with teacher forcing alone; near 0 it cannot.
 
     Returns:
-        A scalar ≥ 0, differentiable in whatever the steps and the embedding depend on.
+        A scalar ≥ 0, differentiable in everything that the steps and the embedding depend on.
 
     Raises:
         ValueError: rho out of range, and as :func:`soft_beam_search`.

@@ -6,23 +6,28 @@ import torch
 from torch import Tensor, nn
 
 from khot import estimators, topk
-from khot.nn.values import Value, current, describe, positive
+from khot.estimators import EstimatorName
+from khot.nn._inputs import check_width
+from khot.nn._values import Value, current, describe, positive
+from khot.sampling import DesignName
 
 __all__ = ["KHotGate"]
 
 
 class KHotGate(nn.Module):
-    """A learned mask, the same for every example: which k of n features does a model need?
+    """A learned mask that is the same for every example: it selects the k of n features that a model needs.
 
-    In train mode every example is multiplied by a k-hot sample of its own, drawn from the learned logits by
-    :func:`khot.sample_khot`: the model behind the gate sees hard choices from the start, and the logits get a
-    gradient. In eval mode the k largest logits choose. With ``k=None`` the size is learned, too: put a price
-    on it, ``khot.losses.size_penalty(gate.probs, weight)``; eval mode then chooses what has a probability
-    above ½.
+    In train mode every example is multiplied by its own k-hot sample, drawn from the learned logits by
+    :func:`khot.sample_khot`. The model behind the gate therefore sees hard choices from the start, and the
+    logits get a gradient. In eval mode the features with the k largest logits are selected. With ``k=None``
+    the size is learned, too: add ``khot.losses.size_penalty(gate.probs, weight)`` to the loss. Eval mode then
+    selects the features with a probability above ½.
 
     Args:
         n: number of features.
         k: how many, in (0, n], a number or a module that gives one (:class:`khot.nn.Anneal`); or None.
+        tau: temperature > 0, for the estimators that have one, as for :func:`khot.sample_khot`; a number, a
+            module that gives one, or None.
         estimator, design: how the samples are drawn and get their gradient, as for :func:`khot.sample_khot`.
         device, dtype: of the logits.
 
@@ -30,18 +35,18 @@ class KHotGate(nn.Module):
         logits: the parameter, (n,); it starts from zeros, all features being equally likely.
         probs: σ_k(logits), with ``k=None`` σ(logits): (n,), in [0, 1], differentiable. For the estimators
             ``straight_through`` and ``second_order`` the probability of each feature to be in a sample.
-        mask: the choice of eval mode, (n,), zeros and ones.
+        mask: the selection of eval mode, (n,), zeros and ones.
 
     Shape:
         input: (..., n), of any floating-point dtype.
 
-        output: the same, the features that are not chosen 0.
+        output: the same, with 0 for the features that are not selected.
 
-    Differentiable in the input, exactly for the sample drawn, and in the logits as the estimator says, in
-    train mode only.
+    Differentiable in the input, exactly for the given sample, and in train mode in the logits, as the
+    estimator says.
 
     Raises:
-        ValueError, TypeError: as :func:`khot.sample_khot`; also for an input without n features.
+        ValueError, TypeError: as :func:`khot.sample_khot`; also for an input that does not have n features.
 
     Source: Wijk, Vinuesa, Azizpour 2025, sections 2.3 and 4.
 
@@ -61,17 +66,19 @@ class KHotGate(nn.Module):
 
     n: int
     k: Value | None
-    estimator: str
-    design: str | None
+    tau: Value | None
+    estimator: EstimatorName
+    design: DesignName | None
     logits: nn.Parameter
 
     def __init__(
         self,
         n: int,
         k: Value | None,
-        estimator: str = "straight_through",
-        design: str | None = None,
         *,
+        tau: Value | None = None,
+        estimator: EstimatorName = "straight_through",
+        design: DesignName | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,8 +86,9 @@ class KHotGate(nn.Module):
         if n < 1:
             raise ValueError(f"n must be at least 1, but got {n}")
         self.n, self.k = n, None if k is None else positive(k, "k")
+        self.tau = None if tau is None else positive(tau, "tau")
         self.estimator, self.design = estimator, design
-        # a draw that nobody sees: what is wrong with the arguments is found here, and in the operator's words
+        # draw once and discard it, so that bad arguments raise at construction
         self._sample(torch.zeros(1, n), torch.Generator())
         self.logits = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
         self.reset_parameters()
@@ -101,19 +109,23 @@ class KHotGate(nn.Module):
         return (logits > 0).to(logits.dtype) if k is None else topk.topk_mask(logits, k)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != (self.n,):
-            raise ValueError(f"input must be (..., {self.n}), but got {tuple(input.shape)}")
+        check_width(input, self.n, self)
         mask = self._sample(self.logits.expand(input.shape)) if self.training else self.mask
         return input * mask.to(input.dtype)
 
     def _sample(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return estimators.sample_khot(
-            logits, self._size(), estimator=self.estimator, design=self.design, generator=generator
+            logits,
+            self._size(),
+            estimator=self.estimator,
+            design=self.design,
+            tau=None if self.tau is None else current(self.tau),
+            generator=generator,
         )
 
     def _size(self) -> float | Tensor | None:
         return None if self.k is None else current(self.k)
 
     def extra_repr(self) -> str:
-        values = describe(n=self.n, k=self.k, estimator=self.estimator)
-        return values + (f", design={self.design!r}" if self.design is not None else "")
+        given = {name: value for name in ("tau", "design") if (value := getattr(self, name)) is not None}
+        return describe(n=self.n, k=self.k, estimator=self.estimator, **given)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from khot import cdfs, topk
 from khot._core import arguments
-from khot.cdfs import CDF
-from khot.nn.values import Value, current, describe, positive, what_is_there
+from khot.cdfs import CDF, CDFName
+from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
 
@@ -25,8 +25,8 @@ class SoftKNN(nn.Module):
     In eval mode A is hard, and p_c the share of the k nearest neighbours that vote for c.
 
     Args:
-        k: how many neighbours, ≥ 1; a number or a module that gives one (:class:`khot.nn.Anneal`). Of fewer
-            templates, all are neighbours.
+        k: how many neighbours, ≥ 1; a number or a module that gives one (:class:`khot.nn.Anneal`). If there
+            are fewer templates, all of them are neighbours.
         num_classes: labels are 0 to num_classes − 1.
         tau: temperature > 0, in the units of the distances; as k.
         cdf: as for :func:`khot.soft_topk`.
@@ -67,7 +67,9 @@ class SoftKNN(nn.Module):
     num_classes: int
     cdf: CDF
 
-    def __init__(self, k: Value, num_classes: int, tau: Value = 1.0, cdf: str | CDF = "logistic") -> None:
+    def __init__(
+        self, k: Value, num_classes: int, *, tau: Value = 1.0, cdf: CDFName | CDF = "logistic"
+    ) -> None:
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, but got {num_classes}")
@@ -80,7 +82,7 @@ class SoftKNN(nn.Module):
         _check(query, template, label)
         d = torch.cdist(_wide(query), _wide(template), compute_mode="donot_use_mm_for_euclid_dist")
         near = arguments.rows(-d, -1, mask)
-        k = what_is_there(current(self.k), near)
+        k = available(current(self.k), near)
         if self.training:
             A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
         else:
@@ -99,8 +101,8 @@ class SoftKNN(nn.Module):
     ) -> Tensor:
         """The expected error, 1 − p of the right class: the share of neighbours of other classes.
 
-        The mean over the queries; in [0, 1]. Bounded, so a query that lies among a foreign class does not
-        dominate. (The paper's loss is −k times p, without the constant.)
+        The mean over the queries; in [0, 1]. It is bounded, so that a query among templates of another
+        class does not dominate. (The paper's loss is −k times p, without the constant.)
         """
         p = self(query, template, label, mask)
         return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
@@ -125,7 +127,7 @@ class SoftKNN(nn.Module):
         if not m:
             raise ValueError("template must have at least one row, but got none")
         k = min(max(math.floor(float(current(self.k)) + 0.5), 1), m)
-        # distances from scalar products lose digits far from the origin
+        # centred, because distances computed from scalar products lose digits far from the origin
         centre = _wide(template).mean(0)
         parts = []
         for q in query.split(chunk_size):
@@ -153,6 +155,11 @@ def _wide(x: Tensor) -> Tensor:
 def _check(query: Tensor, template: Tensor, label: Tensor) -> None:
     arguments.check_input(query, "query")
     arguments.check_input(template, "template")
+    if query.shape[-1:] != template.shape[-1:] or not query.dim():
+        raise ValueError(
+            f"query and template must have equally many features along their last dim, but got shapes "
+            f"{tuple(query.shape)} and {tuple(template.shape)}"
+        )
     if label.dtype != torch.int64:
         raise TypeError(f"label must have dtype torch.int64, but got {label.dtype}")
     if label.shape != template.shape[:-1]:

@@ -7,34 +7,35 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from khot.nn.routers import Router, Routing
+from khot.nn._router import Router, Routing
 
 __all__ = ["MixtureOfExperts"]
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of what the experts make of each token, Σ_e weights_e · expert_e(x).
+    """The weighted sum of the experts' outputs for each token, Σ_e weights_e · expert_e(x).
 
-    A soft selection gives every token to every expert. A hard one, in eval mode, gives each expert only the
-    tokens selected for it, and so does in train mode a router whose ``cdf`` has compact support. (Not under
-    ``torch.compile``, which wants sizes that do not depend on values: there every expert sees all tokens, for
-    the same result.)
+    With a soft selection every expert computes every token. With a hard one, in eval mode, each expert
+    computes only the tokens selected for it. The same holds in train mode if the ``cdf`` of the router has
+    compact support. (Under ``torch.compile``, which needs sizes that do not depend on values, every expert
+    computes all tokens, with the same result.)
 
-    To train with a hard selection, as is usual elsewhere, put the router alone in eval mode: the weights of
-    the selected are differentiable still.
+    To train with a hard selection, put only the router in eval mode: the weights of the selected experts are
+    still differentiable.
 
     Args:
         router: a :class:`khot.nn.ExpertChoiceRouter` or :class:`khot.nn.TokenChoiceRouter`.
-        experts: as many modules, each from tokens (..., dim) to (..., any size).
+        experts: one module per expert of the router, each from tokens (..., in_features) to (..., any size).
 
     Shape:
-        input: tokens (..., n, dim); mask: (..., n), bool, False where a token is padding, whose output is 0.
+        input: tokens (..., n, in_features); mask: (..., n), bool, False where a token is padding, whose
+        output is 0.
 
         Returns (output, routing): output (..., n, size) of the experts' dtype, and the
         :class:`khot.nn.Routing`, with the load of the experts.
 
     Raises:
-        ValueError: not as many experts as the router has.
+        ValueError: another number of experts than the router has; an input of another width.
 
     Sources: as for the routers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -12,21 +13,22 @@ from torch.nn.utils import parametrize
 
 from khot import topk
 from khot._core import arguments
+from khot._core.torch_internals import is_transformed
 from khot.magnitude import soft_topk_magnitude
-from khot.nn.values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude"]
 
 
 def prune_magnitude(
-    module: nn.Module, name: str, amount: int | Value, tau: Value = 1.0, p: float = 2.0
+    module: nn.Module, name: str, amount: int | Value, *, tau: Value = 1.0, p: float = 2.0
 ) -> nn.Module:
     """Prune a parameter: all but its largest entries in magnitude become 0, softly in train mode.
 
-    The parameter turns into a ``torch.nn.utils.parametrize`` parametrisation of itself. In train mode it is
-    :func:`khot.soft_topk_magnitude` of the learned tensor, rescaled, all of it one row: kept entries are
-    what they are, the others 0, and those around the threshold in between, so that they get a gradient and
-    can still come in or drop out. In eval mode the selection is hard.
+    The parameter becomes a ``torch.nn.utils.parametrize`` parametrisation of itself. In train mode its value
+    is the rescaled :func:`khot.soft_topk_magnitude` of the learned tensor, taken as one row. Kept entries are
+    unchanged and the others 0. Those around the threshold are between 0 and their learned value, so that they
+    get a gradient and can still be kept or pruned. In eval mode the selection is hard.
 
     Args:
         module: the module that owns the parameter.
@@ -34,21 +36,21 @@ def prune_magnitude(
         amount: how much to prune, as for :mod:`torch.nn.utils.prune`: an int is a number of entries, a float
             in [0, 1] a share of them, rounded; or a module that gives a share (:class:`khot.nn.Anneal`, to
             prune gradually).
-        tau: temperature > 0, a number or a module that gives one. With p = 2 it is a ratio: entries between
-            the threshold and 1 + tau times it are in between.
-        p: as for :func:`khot.soft_topk_magnitude`.
+        tau: temperature > 0; a number or a module that gives one. With p = 2 it is a ratio: the entries
+            between the threshold and (1 + tau) times the threshold are reduced and not yet 0.
+        p: the norm, as for :func:`khot.soft_topk_magnitude`.
 
     Returns:
-        The module, changed in place. What is learned is ``module.parametrizations[name].original``, the same
-        Parameter as before, so that an optimizer made earlier still trains it. In eval mode entries that are
-        not kept are exactly 0; in train mode, too, but fewer of them.
+        The module, changed in place. The learned tensor is ``module.parametrizations[name].original``, the
+        same Parameter as before, so that an optimizer made earlier still trains it. In eval mode all pruned
+        entries are exactly 0; in train mode some of them are.
 
     Raises:
         ValueError: amount, tau or p out of range, a tensor that is parametrised already.
         AttributeError: no parameter of that name.
 
-    Source: Sander et al. 2023, section 6. Rescaling is ours: a weight that is kept then has the same size in
-    both modes, whatever tau.
+    Source: Sander et al. 2023, section 6. Rescaling is ours: with it a kept weight has the same size in both
+    modes, whatever tau.
 
     Example:
         >>> layer = torch.nn.Linear(4, 1, bias=False)
@@ -59,18 +61,19 @@ def prune_magnitude(
         >>> layer.eval().weight.data
         tensor([[-3.,  0.,  2.,  0.]])
     """
-    prune_global([(module, name)], amount, tau, p)
+    prune_global([(module, name)], amount, tau=tau, p=p)
     return module
 
 
 def prune_global(
-    parameters: Iterable[tuple[nn.Module, str]], amount: int | Value, tau: Value = 1.0, p: float = 2.0
+    parameters: Iterable[tuple[nn.Module, str]], amount: int | Value, *, tau: Value = 1.0, p: float = 2.0
 ) -> None:
     """Prune many parameters as if they were one: all their entries compete for the same places.
 
-    As :func:`prune_magnitude`, with the entries of all of them in one row, selected once a forward pass of
-    the model: the first of the layers to ask computes it for all of them. Their parameters have to be on one
-    device.
+    As :func:`prune_magnitude`, with the entries of all parameters in one row. The selection is made once per
+    forward pass of the model: the first layer that needs its weight computes the weights of all of them. The
+    parameters have to be on one device. Several threads may run the model at the same time; each of them
+    makes its own selection.
 
     Args:
         parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``.
@@ -79,12 +82,13 @@ def prune_global(
     Parameters that are DTensors (of FSDP2, of tensor parallelism) stay where they are: the processes exchange
     a few sums, as for ``group=`` in :func:`khot.soft_topk_magnitude`, and a weight is placed as its parameter
     is. Where FSDP2 gathers a module's parameters for its forward pass, that module gets its whole weight, and
-    the selection is made once a wrapped module. Prune first, then call ``fully_shard``.
+    the selection is made once per wrapped module. Prune first, then call ``fully_shard``.
 
     Under ``torch.compile`` and the transforms of ``torch.func`` every layer computes the selection.
 
     Raises:
-        ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one given twice.
+        ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
+            twice.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -102,15 +106,15 @@ def prune_global(
         module.get_parameter(name)
     group = _Group(members, amount, tau, p)
     for index, (module, name) in enumerate(members):
-        # unsafe: the check would ask for a selection before all are there
+        # unsafe=True, because the check would need a selection before all parameters are registered
         parametrize.register_parametrization(module, name, _Pruned(group, index), unsafe=True)
 
 
 def make_permanent(module: nn.Module) -> nn.Module:
-    """Make the pruned parameters of a module and its submodules plain ones again: zeros, and what was kept.
+    """Make the pruned parameters of a module and its submodules plain parameters again, zeros included.
 
-    The values are those of eval mode: exactly the entries to be pruned are 0. What was pruned together
-    becomes permanent together, also where a part of it belongs to another module.
+    The values are those of eval mode, in which exactly the pruned entries are 0. Parameters that were pruned
+    together become permanent together, also where some of them belong to another module.
 
     Args:
         module: a model with pruned parameters.
@@ -119,7 +123,7 @@ def make_permanent(module: nn.Module) -> nn.Module:
         The module, changed in place. The parameters are still the same objects.
 
     Raises:
-        ValueError: nothing in it is pruned.
+        ValueError: a module without pruned parameters.
 
     Example:
         >>> layer = khot.nn.prune_magnitude(torch.nn.Linear(4, 5), "weight", 12)
@@ -142,12 +146,12 @@ def make_permanent(module: nn.Module) -> nn.Module:
 
 
 class _Pruned(nn.Module):
-    """The parametrisation: one member's part of the group's selection."""
+    """The parametrisation: the part of the group's selection that belongs to one member."""
 
     def __init__(self, group: _Group, index: int) -> None:
         super().__init__()
         self.group, self.index = group, index
-        self.amount, self.tau = group.amount, group.tau  # where they are modules, their state is saved
+        self.amount, self.tau = group.amount, group.tau  # attributes, so that the state of modules is saved
 
     def forward(self, weight: Tensor) -> Tensor:
         return self.group.part(self.index, hard=not self.training)
@@ -157,7 +161,7 @@ class _Pruned(nn.Module):
 
 
 class _Group:
-    """Parameters that are pruned together, and the parts of the last selection that nobody asked for yet."""
+    """Parameters that are pruned together, and for each thread the parts of its last selection."""
 
     def __init__(
         self, members: list[tuple[nn.Module, str]], amount: int | Value, tau: Value, p: float
@@ -168,26 +172,29 @@ class _Group:
         self.amount, self.tau = amount, positive(tau, "tau")
         if not isinstance(amount, nn.Module):
             arguments.check_number(amount, "amount", low=0, high=self.n if isinstance(amount, int) else 1)
-        self.parts: dict[int, Tensor] = {}
-        self.state: tuple[Any, ...] = ()
+        self.last = threading.local()
 
     def part(self, index: int, hard: bool) -> Tensor:
         """A member's weight.
 
-        Every part of a selection is handed out once. A member that asks again is in a new forward pass, whose
-        graph must be its own: the old one may have been used up by a backward pass.
+        Every part of a selection is returned once. A member that asks again is in a new forward pass, which
+        needs a graph of its own, because a backward pass may have freed the old one. Threads do not share
+        selections, because they may be in different forward passes.
         """
         state = self._state(hard)
         if state is None:
             return self.select(hard)[0][index]
-        if index not in self.parts or state != self.state:
-            parts, row = self.select(hard)
-            self.state = state
-            self.parts.clear()
-            self.parts.update(enumerate(parts))
-            if row.requires_grad:
-                row.register_hook(_Forget(self))
-        return self.parts.pop(index)
+        selection: _Selection | None = getattr(self.last, "selection", None)
+        if selection is not None and selection.state == state:
+            part = selection.parts.pop(index, None)
+            if part is not None:
+                return part
+        parts, row = self.select(hard)
+        selection = self.last.selection = _Selection(state, dict(enumerate(parts)))
+        part = selection.parts.pop(index)
+        if row.requires_grad:
+            row.register_hook(_Forget(selection))
+        return part
 
     def select(self, hard: bool) -> tuple[list[Tensor], Tensor]:
         """The weights of all members, each in its shape and dtype, and the row that they are made of."""
@@ -195,6 +202,7 @@ class _Group:
         if not any(hasattr(x, "placements") for x in originals):
             row = self._row(originals, hard, None)
             return _split(row, originals), row
+        # torch does not load torch.distributed.tensor by itself, and most users never need it
         from khot._core.dtensor import Pieces
 
         pieces = Pieces(originals)
@@ -217,7 +225,7 @@ class _Group:
         return [module.parametrizations[name].original for module, name in self.members]  # type: ignore
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
-        """What a selection depends on; None where tensors do not tell: while tracing and under transforms."""
+        """What a selection depends on; None where it is unknown, while tracing and under transforms."""
         if torch.compiler.is_compiling():
             return None
         tensors = self.originals()
@@ -225,14 +233,25 @@ class _Group:
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
         for x in tensors:
-            if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference():
+            if is_transformed(x) or x.is_inference():
                 return None
         held = [getattr(x, "_local_tensor", x) for x in tensors]
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "parts": {}}  # copies compute their own
+        return {name: value for name, value in self.__dict__.items() if name != "last"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.last = threading.local()  # a copy makes its own selections
+
+
+class _Selection:
+    """The parts of a selection that were not returned yet, and the state that it was made for."""
+
+    def __init__(self, state: tuple[Any, ...], parts: dict[int, Tensor]) -> None:
+        self.state, self.parts = state, parts
 
 
 def _split(row: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -241,11 +260,12 @@ def _split(row: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _Forget:
-    """A hook: parts that are left over when a backward pass comes by are about to lose their graph."""
+    """A hook that drops the remaining parts of a selection before a backward pass frees their graph."""
 
-    def __init__(self, group: _Group) -> None:
-        self.group = weakref.ref(group)  # or the graph would keep itself alive through its own hook
+    def __init__(self, selection: _Selection) -> None:
+        # weak, because otherwise the graph would keep itself alive through its own hook
+        self.selection = weakref.ref(selection)
 
     def __call__(self, grad: Tensor) -> None:
-        if (group := self.group()) is not None:
-            group.parts.clear()
+        if (selection := self.selection()) is not None:
+            selection.parts.clear()

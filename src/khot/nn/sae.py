@@ -1,4 +1,4 @@
-"""A sparse autoencoder with k latents an input."""
+"""A sparse autoencoder with k latents per input."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from khot import cdfs, topk
+from khot._core import arguments
 from khot._core.precision import widen
-from khot.cdfs import CDF
-from khot.nn.values import Value, current, describe, positive
+from khot.cdfs import CDF, CDFName
+from khot.nn._inputs import check_width
+from khot.nn._values import Value, current, describe, positive
 
 __all__ = ["TopKSAE"]
 
 
 class TopKSAE(nn.Module):
-    """A sparse autoencoder: every input is a sum of at most k of n directions, which are learned.
+    """A sparse autoencoder: it writes every input as a sum of at most k of n learned directions.
 
     With pre-activations a = W(x − b) + c and a selection y of k of them,
 
         code = y · max(a, 0),    reconstruction = Σ_i code_i D_i + b
 
-    In train mode y is ``khot.soft_topk(a, k)``, so that latents that just missed the top k get a gradient,
-    too. In eval mode y is the hard top k; the code is then known by its k values and their indices, and
-    decoding reads k rows of D instead of all.
+    In train mode y is ``khot.soft_topk(a, k)``, so that latents just outside the top k get a gradient, too.
+    In eval mode y is the hard top k. Its k values and their indices are then the whole code, and decoding
+    reads k rows of D instead of all.
 
     Args:
         in_features: size of the inputs.
         latents: n, the number of directions.
-        k: how many an input, in (0, n]; a number or a module that gives one (:class:`khot.nn.Anneal`).
-        tau: temperature of the selection, > 0, in the units of the pre-activations; as ``k``.
-        cdf: as for :func:`khot.soft_topk`.
-        straight_through: choose hard in train mode, too, with the gradient of the soft selection. What is
-            trained is then what is used, at any temperature.
-        batch: choose k·B latents for a batch of B inputs together, instead of k for each of them: inputs get
-            as many as they need. Then an input's code depends on the batch it is in, in eval mode, too.
+        k: how many latents per input, in (0, n]; a number or a module that gives one
+        (:class:`khot.nn.Anneal`). tau: temperature of the selection, > 0, in the units of the
+        pre-activations; as ``k``. cdf: as for :func:`khot.soft_topk`. hard: select hard in train mode, too,
+        with the gradient of the soft selection. Train and eval mode then
+            use the same selection, at any temperature.
+        batch: select k·B latents for a batch of B inputs together, instead of k for each input, so that some
+            inputs get more than others. The code of an input then depends on its batch, in eval mode, too.
         device, dtype: of the parameters.
 
     Attributes:
         encoder, decoder: W and D, both (n, in_features); they start from the same random rows of length 1.
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 at the start.
-        idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. It is, by an input,
-            where a > 0 and y > ½.
+        idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
+            latent if a > 0 and y > ½.
 
     Shape:
         input: (..., in_features), of any floating-point dtype.
@@ -69,7 +71,7 @@ class TopKSAE(nn.Module):
 
     in_features: int
     latents: int
-    straight_through: bool
+    hard: bool
     batch: bool
     k: Value
     tau: Value
@@ -86,10 +88,10 @@ class TopKSAE(nn.Module):
         in_features: int,
         latents: int,
         k: Value,
-        tau: Value = 1.0,
-        cdf: str | CDF = "logistic",
         *,
-        straight_through: bool = False,
+        tau: Value = 1.0,
+        cdf: CDFName | CDF = "logistic",
+        hard: bool = False,
         batch: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -101,7 +103,7 @@ class TopKSAE(nn.Module):
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
         self.in_features, self.latents = in_features, latents
-        self.straight_through, self.batch = straight_through, batch
+        self.hard, self.batch = hard, batch
         self.k, self.tau = positive(k, "k"), positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
         self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
@@ -133,7 +135,7 @@ class TopKSAE(nn.Module):
         k = current(self.k) * (a.shape[:-1].numel() if self.batch else 1)
         if not self.training:
             return topk.topk_mask(rows, k).view(a.shape) * a.relu()
-        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.straight_through)
+        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
         y = y.view(a.shape)
         self._count(a, y)
         return y * a.relu()
@@ -141,8 +143,8 @@ class TopKSAE(nn.Module):
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
 
-        m = ⌊k + ½⌋. With ``batch`` m is what the input with the most latents has; where others have fewer
-        their values end with zeros.
+        m = ⌊k + ½⌋. With ``batch`` m is the largest number of latents that an input of the batch has; the
+        values of the other inputs end with zeros.
         """
         a = self._activations(input)
         if not self.batch:
@@ -155,7 +157,13 @@ class TopKSAE(nn.Module):
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
         if indices is None:
+            check_width(code, self.latents, self, "code")
             return F.linear(code, self.decoder.mT, self.bias)
+        if code.shape != indices.shape:
+            raise ValueError(
+                f"code and indices must have the same shape, but got {tuple(code.shape)} and "
+                f"{tuple(indices.shape)}"
+            )
         width = indices.shape[-1]
         sums = F.embedding_bag(
             indices.reshape(-1, width),
@@ -166,10 +174,12 @@ class TopKSAE(nn.Module):
         return sums.view(*indices.shape[:-1], self.in_features) + self.bias
 
     def dead(self, inputs: int) -> Tensor:
-        """The share of latents that the last so many inputs of the training did not use: 0-dim, in [0, 1]."""
+        """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         return widen(self.idle >= inputs).mean()
 
     def _activations(self, input: Tensor) -> Tensor:
+        arguments.check_input(input)
+        check_width(input, self.in_features, self)
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)
 
     @torch.no_grad()
@@ -181,4 +191,4 @@ class TopKSAE(nn.Module):
         values = describe(
             in_features=self.in_features, latents=self.latents, k=self.k, tau=self.tau, cdf=self.cdf
         )
-        return values + ", straight_through=True" * self.straight_through + ", batch=True" * self.batch
+        return values + ", hard=True" * self.hard + ", batch=True" * self.batch

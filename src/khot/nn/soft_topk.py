@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from khot import cdfs, topk
 from khot._core import arguments
-from khot.cdfs import CDF
-from khot.nn.values import Positive, Value, current, describe, positive, what_is_there
+from khot.cdfs import CDF, CDFName
+from khot.nn._values import Positive, Value, available, current, describe, positive
 
 __all__ = ["SoftTopK"]
 
 
 class SoftTopK(nn.Module):
-    """A k-hot mask of the largest entries: :func:`khot.soft_topk` in training, hard in eval.
+    """A k-hot mask of the largest entries: :func:`khot.soft_topk` in train mode, hard in eval mode.
 
     Args:
         k: how many, > 0; a number or a module that gives one (:class:`khot.nn.Anneal`). A row with fewer
@@ -22,16 +22,17 @@ class SoftTopK(nn.Module):
         dim: the dimension to select along.
         tau: temperature > 0; as k.
         cdf: as for :func:`khot.soft_topk`.
-        learnable_tau: learn the temperature, from ``tau`` on, as softplus of a parameter.
-        learnable_k: learn how many, from ``k`` on, as softplus of a parameter. It is a count and not a
-            share: rows of any length get as many, and one that has fewer entries gets all of them and
-            teaches k nothing. Unless the loss has a price on it, such as ``layer.k()``, k tends to grow.
-        straight_through: return the hard mask in training, too, with the gradient of the soft one.
-        soft_eval: return the soft mask in eval, too.
+        learnable_tau: learn the temperature, which starts at ``tau``, as softplus of a parameter.
+        learnable_k: learn how many, starting at ``k``, as softplus of a parameter. It is a count and not a
+            share of the entries: it is the same for rows of any length. A row with fewer entries gets all of
+            them and gives k no gradient. k tends to grow unless the loss has a term for it, such as
+            ``layer.k()``.
+        hard: return the hard mask in train mode, too, with the gradient of the soft one.
+        soft_eval: return the soft mask in eval mode, too.
         device, dtype: of the parameters, if there are any.
 
     Attributes:
-        k, tau: the numbers or modules given. Of those that are learned, calling gives the value.
+        k, tau: the given numbers or modules; learned ones are modules, which return their value when called.
 
     Shape:
         input: scores of any shape and floating-point dtype.
@@ -41,7 +42,7 @@ class SoftTopK(nn.Module):
         output: the input's shape and dtype, in [0, 1]; each row sums to k. In eval mode exactly
         :func:`khot.topk_mask`: zeros and ⌊k + ½⌋ ones, without a gradient.
 
-    Differentiable in input, k and tau: exactly; with ``straight_through`` the gradient is a surrogate.
+    Differentiable in input, k and tau: exactly; with ``hard`` the gradient is a surrogate.
 
     Raises:
         ValueError, TypeError, IndexError: as :func:`khot.soft_topk`.
@@ -59,19 +60,19 @@ class SoftTopK(nn.Module):
     tau: Value | Positive
     dim: int
     cdf: CDF
-    straight_through: bool
+    hard: bool
     soft_eval: bool
 
     def __init__(
         self,
         k: Value,
         dim: int = -1,
-        tau: Value = 1.0,
-        cdf: str | CDF = "logistic",
         *,
+        tau: Value = 1.0,
+        cdf: CDFName | CDF = "logistic",
         learnable_tau: bool = False,
         learnable_k: bool = False,
-        straight_through: bool = False,
+        hard: bool = False,
         soft_eval: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,7 +82,7 @@ class SoftTopK(nn.Module):
         self.k = Positive(k, "k", device, dtype) if learnable_k else k
         self.tau = Positive(tau, "tau", device, dtype) if learnable_tau else tau
         self.dim, self.cdf = dim, cdfs.resolve(cdf)
-        self.straight_through, self.soft_eval = straight_through, soft_eval
+        self.hard, self.soft_eval = hard, soft_eval
 
     def reset_parameters(self) -> None:
         """Back to the k and tau that the layer was made with."""
@@ -91,15 +92,13 @@ class SoftTopK(nn.Module):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         x = arguments.rows(input, self.dim, mask)
-        k = what_is_there(current(self.k), x)
+        k = available(current(self.k), x)
         if self.training or self.soft_eval:
-            y = topk.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.straight_through)
+            y = topk.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
         else:
             y = topk.topk_mask(x, k)
         return arguments.unrows(y, input, self.dim)
 
     def extra_repr(self) -> str:
         values = describe(k=self.k, dim=self.dim, tau=self.tau, cdf=self.cdf)
-        return (
-            values + ", straight_through=True" * self.straight_through + ", soft_eval=True" * self.soft_eval
-        )
+        return values + ", hard=True" * self.hard + ", soft_eval=True" * self.soft_eval

@@ -1,18 +1,21 @@
-"""Drawing k-hot vectors by any design, and what is known of them: their inclusion probabilities."""
+"""Drawing k-hot vectors by any design, and what is known about them: their inclusion probabilities."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
-from khot.sampling import pareto, phantom
-from khot.sampling.table import designs, resolve
+from khot.sampling import _phantom, _shards
+from khot.sampling._axes import from_end, to_dim, to_last, to_pair
+from khot.sampling._designs import pareto
+from khot.sampling._lookup import resolve
+from khot.sampling.table import DesignName, designs
 
 __all__ = ["inclusion_probs", "joint_inclusion_probs", "sample"]
 
@@ -20,10 +23,11 @@ __all__ = ["inclusion_probs", "joint_inclusion_probs", "sample"]
 @on_cpu
 def sample(
     probs: Tensor,
-    design: str = "pareto",
-    sample_shape: Sequence[int] = (),
+    design: DesignName = "pareto",
+    dim: int = -1,
     *,
-    adjust: str | None = None,
+    sample_shape: Sequence[int] = (),
+    adjust: Literal["exact"] | None = None,
     generator: torch.Generator | None = None,
     group: Any = None,
     seed: int | None = None,
@@ -31,28 +35,30 @@ def sample(
     """Random k-hot vectors with the given inclusion probabilities: E[x] = π and Σx = Σπ.
 
     Args:
-        probs: π, (*batch, n) with the units along the last dim, in [0, 1]. Units with 0 are never selected,
-            units with 1 always. Where a row does not sum to an integer (up to n·eps of its dtype), Σx is
-            ⌊Σπ⌋ or ⌈Σπ⌉, with probabilities that keep E[x] = π.
+        probs: π in [0, 1]. Units with 0 are never selected, units with 1 always. Where a row does not sum to
+            an integer (up to n·eps of its dtype), Σx is ⌊Σπ⌋ or ⌈Σπ⌉, with probabilities that keep E[x] = π.
         design: which of the distributions with these inclusion probabilities; a name in
             :data:`khot.sampling.designs`.
+        dim: the dimension along which the units lie.
         sample_shape: shape of the draws for each row.
         adjust: for ``"pareto"`` only, whose inclusion probabilities are not exactly π. None brings them
             within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-8 by
             calibration, which costs as much as some hundred draws.
         generator: the source of randomness, on the device of probs.
         group: a process group over which the rows are spread, probs being this process's shard of them; for
-            ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. Rank 0's generator decides.
-        seed: with group, an int that alone decides: the same draw however many processes share the rows.
+            ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. The generator of rank 0 decides.
+        seed: only together with group: an int that alone decides, so that the draw is the same however many
+            processes share the rows.
 
     Returns:
-        Zeros and ones in probs' dtype, of shape sample_shape + probs.shape. Not differentiable:
-        gradients are the business of :mod:`khot.estimators`.
+        Zeros and ones in probs' dtype, of shape sample_shape + probs.shape. Not differentiable; the samples
+        of :mod:`khot.estimators` are.
 
     Raises:
         ValueError: probs outside [0, 1] or NaN (on the CPU; elsewhere that row is NaN), an unknown design,
             adjust for a design that has none.
         TypeError: probs that are not a floating-point tensor.
+        IndexError: dim out of range.
 
     Sources: Tillé 2006, *Sampling Algorithms*; Wijk, Vinuesa, Azizpour 2025, section 2.2.
 
@@ -70,58 +76,62 @@ def sample(
     if group is not None:
         if design != "pareto" or adjust is not None:
             raise ValueError(f"with group, design must be 'pareto' without adjust, but got {design!r}")
-        from khot.sampling import shards
-
-        return shards.pareto(probs, sample_shape, generator, seed, group)
+        return _shards.pareto(probs, dim, sample_shape, generator, seed, group)
     if seed is not None:
-        raise ValueError("seed goes with group; without one, pass a generator")
-    pi, valid = _checked(probs)
+        raise ValueError("seed is used only together with group; without a group, pass a generator")
+    arguments.check_input(probs, "probs")
+    dim = from_end(probs, dim)
+    rows = to_last(probs.detach(), dim)
+    pi, valid = _checked(rows)
     shape = torch.Size(sample_shape)
     if not pi.numel():
         return probs.new_zeros(shape + probs.shape)
     draw = pareto.draw_exact if adjust == "exact" else chosen.draw
-    x = draw(pi.expand(shape + pi.shape), generator)[..., : probs.shape[-1] if probs.dim() else 1]
-    return _marked(x.to(probs.dtype), valid).reshape(shape + probs.shape)
+    x = draw(pi.expand(shape + pi.shape), generator)[..., : rows.shape[-1]]
+    return to_dim(_marked(x.to(probs.dtype), valid), probs, dim)
 
 
 @on_cpu
-def inclusion_probs(probs: Tensor, design: str = "pareto") -> Tensor:
+def inclusion_probs(probs: Tensor, design: DesignName = "pareto", dim: int = -1) -> Tensor:
     """The inclusion probabilities P(x_i = 1) that :func:`sample` really has: π itself for an exact design.
 
     Args:
-        probs, design: as for :func:`sample`.
+        probs, design, dim: as for :func:`sample`.
 
     Returns:
         Same shape and dtype as probs.
 
     Raises:
-        ValueError, TypeError: as for :func:`sample`.
+        ValueError, TypeError, IndexError: as for :func:`sample`.
 
     Example:
         >>> khot.sampling.inclusion_probs(torch.tensor([0.5, 0.25, 0.25]))
         tensor([0.5000, 0.2500, 0.2500])
     """
     marginals = resolve(design).marginals
-    pi, valid = _checked(probs)
+    arguments.check_input(probs, "probs")
+    dim = from_end(probs, dim)
+    rows = to_last(probs.detach(), dim)
+    pi, valid = _checked(rows)
     if marginals is None or not pi.numel():
-        return _marked(probs.detach().clone(), valid)
-    true = marginals(pi)[..., : probs.shape[-1] if probs.dim() else 1]
-    return _marked(true.to(probs.dtype), valid).reshape(probs.shape)
+        return to_dim(_marked(rows.clone(), valid), probs, dim)
+    true = marginals(pi)[..., : rows.shape[-1]]
+    return to_dim(_marked(true.to(probs.dtype), valid), probs, dim)
 
 
 @on_cpu
-def joint_inclusion_probs(probs: Tensor, design: str) -> Tensor:
+def joint_inclusion_probs(probs: Tensor, design: DesignName, dim: int = -1) -> Tensor:
     """The joint inclusion probabilities P(x_i = 1 and x_j = 1), with P(x_i = 1) on the diagonal.
 
     Args:
-        probs: (*batch, n), as for :func:`sample`.
+        probs, dim: as for :func:`sample`.
         design: one in which they are tractable (``khot.sampling.designs[design].joint`` is not None).
 
     Returns:
-        (*batch, n, n), symmetric, in probs' dtype.
+        The shape of probs with ``dim`` replaced by two dims (n, n), symmetric in them, in probs' dtype.
 
     Raises:
-        ValueError, TypeError: as for :func:`sample`; ValueError also for other designs.
+        ValueError, TypeError, IndexError: as for :func:`sample`; ValueError also for other designs.
 
     Example:
         >>> khot.sampling.joint_inclusion_probs(torch.tensor([0.5, 0.5, 1.0]), "systematic")
@@ -135,32 +145,32 @@ def joint_inclusion_probs(probs: Tensor, design: str) -> Tensor:
         raise ValueError(
             f"design must be one with joint inclusion probabilities ({known}), but got {design!r}"
         )
-    pi, valid = _checked(probs)
-    n = probs.shape[-1] if probs.dim() else 1
+    arguments.check_input(probs, "probs")
+    dim = from_end(probs, dim)
+    rows = to_last(probs.detach(), dim)
+    pi, valid = _checked(rows)
+    n = rows.shape[-1]
     if not pi.numel():
-        return probs.new_zeros((*probs.shape, n))
+        return to_pair(probs.new_zeros((*rows.shape, n)), dim)
     both = joint(pi)[..., :n, :n].to(probs.dtype)
     if valid is not None:
         both = both.masked_fill(~valid.unsqueeze(-1), math.nan)
-    return both if probs.dim() else both.reshape(1, 1)
+    return to_pair(both, dim)
 
 
-def _checked(probs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The rows in float64 with a phantom unit if they need one, and which rows are valid: None means all."""
-    arguments.check_input(probs, "probs")
-    pi = probs.detach()
-    n = pi.shape[-1] if pi.dim() else 1
-    tolerance = n * torch.finfo(pi.dtype).eps
-    pi = pi.double() if pi.dim() else pi.double().reshape(1)
+def _checked(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The rows in float64, with a phantom unit if they need one, and which rows are valid (None: all)."""
+    tolerance = rows.shape[-1] * torch.finfo(rows.dtype).eps
+    pi = rows.double()
     valid = None
     if pi.device.type == "cpu":
-        low, high = probs.aminmax() if probs.numel() else (0, 1)
+        low, high = rows.aminmax() if rows.numel() else (0, 1)
         if not (low >= 0 and high <= 1):  # NaN is neither
             arguments.check_values(pi, "probs", low=0, high=1)
     else:
         valid = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
         pi = torch.where(valid, pi, 0)
-    return phantom.append(pi, tolerance), valid
+    return _phantom.append(pi, tolerance), valid
 
 
 def _marked(result: Tensor, valid: Tensor | None) -> Tensor:

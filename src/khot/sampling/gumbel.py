@@ -12,6 +12,8 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
 from khot._ops import uniform as philox
+from khot.sampling import _shards
+from khot.sampling._axes import from_end, to_dim
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
@@ -21,21 +23,23 @@ __all__ = ["gumbel_topk"]
 def gumbel_topk(
     logits: Tensor,
     k: Scalar,
-    sample_shape: Sequence[int] = (),
+    dim: int = -1,
     *,
+    sample_shape: Sequence[int] = (),
     generator: torch.Generator | None = None,
     group: Any = None,
     seed: int | None = None,
 ) -> Tensor:
     """Weighted sampling without replacement: k draws, each ∝ exp(logits) among the units that are left.
 
-    The k largest of logits + Gumbel noise. Its inclusion probabilities have no tractable form, and are not
-    those that exp(logits) might suggest; :func:`sample` is for those who want to prescribe them.
+    The k largest of logits + Gumbel noise. The inclusion probabilities have no tractable form, and they are
+    not the ones that exp(logits) might suggest; use :func:`sample` to prescribe them.
 
     Args:
-        logits: (*batch, n), with the units along the last dim. Units with −inf are never selected, units
-            with +inf always.
-        k: how many, an integer; a number or a tensor that broadcasts with (*batch).
+        logits: of any floating-point dtype. Units with −inf are never selected, units with +inf always.
+        k: how many, an integer; a number or a tensor that broadcasts with the batch shape (the shape of
+            logits without ``dim``).
+        dim: the dimension along which the units lie.
         sample_shape: shape of the draws for each row.
         generator: the source of randomness, on the device of logits.
         group, seed: as for :func:`sample`.
@@ -47,6 +51,7 @@ def gumbel_topk(
     Raises:
         ValueError: k that is not an integer in [0, number of units that may be selected].
         TypeError: logits that are not a floating-point tensor.
+        IndexError: dim out of range.
 
     Source: Kool, van Hoof, Welling 2019, section 3.
 
@@ -55,14 +60,12 @@ def gumbel_topk(
         tensor([0., 1., 1., 0.])
     """
     if group is not None:
-        from khot.sampling import shards
-
-        return shards.gumbel_topk(logits, k, sample_shape, generator, seed, group)
+        return _shards.gumbel_topk(logits, k, dim, sample_shape, generator, seed, group)
     if seed is not None:
-        raise ValueError("seed goes with group; without one, pass a generator")
-    x = arguments.rows(logits, -1).detach()
+        raise ValueError("seed is used only together with group; without a group, pass a generator")
+    x = arguments.rows(logits, dim).detach()
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
     shape = torch.Size(sample_shape) + x.shape
     exponential = philox.rand(shape, x.device, generator).log_().neg_()
     chosen = topk_mask(x - exponential.log_(), k)
-    return chosen.to(logits.dtype).reshape(torch.Size(sample_shape) + logits.shape)
+    return to_dim(chosen.to(logits.dtype), logits, from_end(logits, dim))

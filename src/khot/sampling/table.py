@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from khot.sampling import brewer, conditional_poisson, pareto, pivotal, sampford, systematic
+from khot.sampling._designs import brewer, conditional_poisson, pareto, pivotal, sampford, systematic
 
-__all__ = ["Design", "designs", "resolve"]
+__all__ = ["Design", "DesignName", "designs"]
+
+DesignName = Literal[
+    "pareto", "conditional_poisson", "sampford", "brewer", "pivotal", "random_pivotal", "systematic"
+]
+"""The names in :data:`designs`, which are the values of the argument ``design``."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """A distribution over k-hot vectors, given by its inclusion probabilities.
+    """A distribution over k-hot vectors that is given by its inclusion probabilities.
 
-    All functions take probs (*batch, n) in float64, each row summing to an integer k up to rounding. Units of
+    All functions take probs (*batch, n) in float64. Each row sums to an integer k, up to rounding. Units of
     probability 0 and 1 are certain.
 
     Attributes:
-        description: what it is, in a line.
+        description: what the design is, in one line.
         exact: whether the inclusion probabilities are the given ones, up to rounding.
-        draw: (probs, generator) -> bool (*batch, n), k True in each row; expand() may have repeated rows.
+        draw: (probs, generator) -> bool (*batch, n), with k entries True in each row. Rows may be repeated by
+            expand().
         log_prob: (value, probs) -> log p(value), (*batch); None where it is not tractable.
         joint: probs -> P(i and j are both selected), (*batch, n, n); None where it is not tractable.
         marginals: probs -> the true inclusion probabilities; None where they are the given ones.
@@ -39,7 +45,7 @@ class Design:
     marginals: Callable[[Tensor], Tensor] | None = None
 
 
-designs: Mapping[str, Design] = MappingProxyType(
+designs: Mapping[DesignName, Design] = MappingProxyType(
     {
         "pareto": Design(
             "order sampling: one top-k of adjusted Pareto variables",
@@ -52,15 +58,15 @@ designs: Mapping[str, Design] = MappingProxyType(
             "independent trials, given their sum; maximum entropy",
             True,
             conditional_poisson.draw,
-            conditional_poisson.design_log_prob,
-            conditional_poisson.design_joint,
+            conditional_poisson.log_prob,
+            conditional_poisson.joint,
         ),
         "sampford": Design(
             "one unit, then conditional Poisson for the others; no calibration",
             True,
             sampford.draw,
-            sampford.design_log_prob,
-            sampford.design_joint,
+            sampford.log_prob,
+            sampford.joint,
         ),
         "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
         "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
@@ -73,10 +79,3 @@ designs: Mapping[str, Design] = MappingProxyType(
         ),
     }
 )
-
-
-def resolve(design: Any) -> Design:
-    """The design of that name."""
-    if not isinstance(design, str) or design not in designs:
-        raise ValueError(f"design must be one of {', '.join(map(repr, designs))}, but got {design!r}")
-    return designs[design]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
+    "FREQUENCIES",
     "Frequencies",
     "characteristic",
     "characteristic_kernel",

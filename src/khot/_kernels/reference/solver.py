@@ -220,17 +220,32 @@ def _newton(p: _Problem, live: Tensor, guess: Tensor, bracket: Bracket) -> tuple
         trial, done = _trial(p, at, s, settled)
         at.move(trial, done, next_above, next_below)
 
-    hi, lo, deep, logs = at.hi, at.lo, at.deep, 0
-    while p.cdf.full_support and logs < LOG_EVALUATIONS and some(deep, p.row):
-        logs += 1
-        up, down = at.above - hi, at.under - hi
-        log_ratio, slope = _log_evaluate(p, hi, lo, up, down)
-        # where even the logarithms have lost their digits, the middle of the gap is the best guess
-        step = p.tau * log_ratio / slope
-        step = torch.where((lo + step > down) & (lo + step < up), step, 0.0)
-        hi, lo = two_sum(hi, torch.where(deep, lo + step, lo))
-        deep = deep & (step.abs() > settled * p.tau)
+    hi, lo, logs = _log_newton(p, at, settled)
     return Threshold(hi, lo, at.above, at.under), passes + logs
+
+
+def _log_newton(p: _Problem, at: _Iterate, settled: float) -> tuple[Tensor, Tensor, int]:
+    """Newton on log A = log B in the rows deep in a gap: t = hi + lo, and how many evaluations it took."""
+    hi, lo, deep, passes = at.hi, at.lo, at.deep, 0
+    low, high = at.under - hi, at.above - hi
+    # the tails of the built-in CDFs have logarithms that are nearly straight lines or parabolas
+    limit = LOG_EVALUATIONS if p.cdf.built_in else EVALUATIONS
+    while p.cdf.full_support and passes < limit and some(deep, p.row):
+        passes += 1
+        log_ratio, slope = _log_evaluate(p, hi, lo, at.above - hi, at.under - hi)
+        step = p.tau * log_ratio / slope
+        if p.cdf.built_in:
+            # where even the logarithms have lost their digits, the middle of the gap is the best guess
+            step = torch.where((lo + step > at.under - hi) & (lo + step < at.above - hi), step, 0.0)
+        else:
+            low, high = torch.where(log_ratio > 0, lo, low), torch.where(log_ratio < 0, lo, high)
+            inside = (lo + step > low) & (lo + step < high)
+            step = torch.where(inside | (log_ratio == 0), step, 0.5 * (low + high) - lo)
+        new_hi, new_lo = two_sum(hi, torch.where(deep, lo + step, lo))
+        low, high = low - (new_hi - hi), high - (new_hi - hi)
+        hi, lo = new_hi, new_lo
+        deep = deep & (step.abs() > settled * p.tau)
+    return hi, lo, passes
 
 
 def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, Tensor]:
@@ -278,7 +293,8 @@ def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, 
         gap = (excess == 0) & ((s.tail_above < digits.tiny) | (s.tail_below < digits.tiny))
         trial = torch.where(gap, gap_middle, trial)
         at.deep = at.deep | (gap & at.running)
-    else:  # no entry has f > 0: any t in [next_below, next_above − τ] will do, so the middle
-        gap = (excess == 0) & (s.next_above - s.next_below >= tau)
-        trial = torch.where(gap, gap_middle - 0.5 * tau, trial)
+    else:  # no entry has f > 0: any t in [next_below − τ·start, next_above − τ·end] will do, so the middle
+        start, end = p.cdf.support
+        gap = (excess == 0) & (s.next_above - s.next_below >= (end - start) * tau)
+        trial = torch.where(gap, gap_middle - 0.5 * (start + end) * tau, trial)
     return trial, done | gap

@@ -85,11 +85,13 @@ def newton_step(
     else:  # C and n − C are powers of the distance to where they vanish
         limit, few = 3, _edge_step(s, lo, opposite, excess, P, Q, tau, cdf)
         C = k + P - Q
-        first, last = (high - lo) / tau, 1 - (low - lo) / tau
+        start, end = cdf.support
+        first, last = (high - lo) / tau - start, end - (low - lo) / tau
         rise = first - first * (k / C) ** (C / (density * first))
         fall = last * ((n - k) / (n - C)) ** ((n - C) / (density * last)) - last
-        many = torch.where((k <= n / 2) & (first < 2), rise, many)
-        many = torch.where((k > n / 2) & (last < 2), fall, many)
+        reach = 2 * (end - start)
+        many = torch.where((k <= n / 2) & (first < reach), rise, many)
+        many = torch.where((k > n / 2) & (last < reach), fall, many)
     use_few = (((limit > P) & (limit > Q)) | (density == 0)) & few.isfinite()
     return tau * torch.where(use_few, few, torch.where(near, plain, many))
 
@@ -99,7 +101,7 @@ def _tail_step(s: Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: T
 
     c = 1 for a lone entry, where this is exact; for many it tends to Newton on the logarithm.
     """
-    like_up = s.tail_above / cdf.cdf(-(s.next_above - lo) / tau)
+    like_up = s.tail_above / cdf.sf((s.next_above - lo) / tau)
     like_down = s.tail_below / cdf.cdf((s.next_below - lo) / tau)
     c = torch.fmax(
         torch.where(excess > 0, 1, like_down).nan_to_num(1.0),
@@ -127,6 +129,8 @@ def _edge_step(
     the two points, since few of the entries that will count do so yet.
     """
     up, down = (s.next_above - lo) / tau, (s.next_below - lo) / tau
+    start, end = cdf.support
+    from_start, to_end = down - start, end - up
     distance, miss = opposite[0].abs() / tau, opposite[1]
     ratio, growth = (Q / P).log(), (miss - (P - Q)).abs()
 
@@ -135,8 +139,8 @@ def _edge_step(
         use = (ratio.abs() > math.log(3)) & (two_points > 0) & two_points.isfinite()
         return torch.where(use, two_points, density * delta / tail)
 
-    rise = down * (ratio / exponent(s.tail_below, s.density_below, down)).expm1()
-    fall = (1 - up) * (-ratio / exponent(s.tail_above, s.density_above, 1 - up)).expm1()
+    rise = from_start * (ratio / exponent(s.tail_below, s.density_below, from_start)).expm1()
+    fall = to_end * (-ratio / exponent(s.tail_above, s.density_above, to_end)).expm1()
     both = (P - Q) / (s.density_below + s.density_above)
     # a side that has to start counting does so with its nearest entry
     start_above = up - cdf.icdf(1 - P.clamp(max=1))
@@ -144,9 +148,9 @@ def _edge_step(
     none_above, none_below = s.tail_above == 0, s.tail_below == 0
     more = torch.where(none_below, fall, both).where(~none_above, start_above)  # C > k
     less = torch.where(none_above, -rise, both).where(~none_below, start_below)
-    # m = k: at z = 1 the density jumps to its maximum, at z = 0 it may start from nothing
-    edge = cdf.pdf(torch.full_like(up, DIGITS[up.dtype].below_one))
-    level = both.where(~none_above, up - 1 + s.tail_below / (s.density_below + edge))
-    drained = (s.tail_above + s.density_above * down).clamp(0, 1)
+    # m = k: at the upper end the density may jump to its maximum, at the lower one it may start from nothing
+    edge = cdf.pdf(torch.full_like(up, end * DIGITS[up.dtype].below_one))
+    level = both.where(~none_above, up - end + s.tail_below / (s.density_below + edge))
+    drained = (s.tail_above + s.density_above * from_start).clamp(0, 1)
     level = level.where(~none_below, down - cdf.icdf(drained))
     return torch.where(excess > 0, more, torch.where(excess < 0, less, level))

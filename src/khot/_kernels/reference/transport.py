@@ -19,7 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FAR", "begin", "plan", "scale_of", "solve_laplacian", "sorted_soft_topk"]
+__all__ = [
+    "FAR",
+    "FARTHEST",
+    "FLOOR",
+    "GOAL",
+    "HIGHEST",
+    "STEEPEST",
+    "STEPS",
+    "TOLERANCE",
+    "begin",
+    "plan",
+    "scale_of",
+    "solve_laplacian",
+    "sorted_soft_topk",
+]
 
 FARTHEST = 1e300  # scores and s are clamped to ±FARTHEST and [1/FARTHEST, FARTHEST],
 FAR = 1e305  # so that the distance between FAR and a score, times s, is as good as infinite

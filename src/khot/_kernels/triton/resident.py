@@ -595,11 +595,8 @@ KERNELS = (solve_rows,)
 
 
 def serves(dtype: torch.dtype, rows: int, n: int, cdf: str, output: str) -> bool:
-    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`.
-
-    A long row takes a program to itself here: that fills a device only if there are many.
-    """
-    fits = n <= layout.RESIDENT or rows >= layout.STREAMS
+    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
+    fits = n <= max(layout.RESIDENT, layout.STREAMED) or rows >= layout.STREAMS
     return cdf == "logistic" and output != "threshold" and dtype != torch.float64 and fits
 
 

@@ -1,0 +1,232 @@
+// khot::laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan for the CPU:
+// tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+#include "laplace/laplace.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <tuple>
+
+namespace khot {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = std::vector<int64_t>;
+
+constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
+
+Sizes sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+// t in the given dtype, broadcast to the sizes and contiguous.
+Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
+  if (t.scalar_type() == dtype && t.is_contiguous() && sizes_of(t) == sizes) return t;
+  Tensor out = torch::stable::new_empty(t, sizes, dtype);
+  torch::stable::copy_(out, t);
+  return out;
+}
+
+struct Shape {
+  Sizes sizes, batch;
+  int64_t rows = 1, n;
+  ScalarType compute;  // float32 for half precision
+
+  explicit Shape(const Tensor& x) : sizes(sizes_of(x)), batch(sizes), n(sizes.back()) {
+    batch.pop_back();
+    for (int64_t size : batch) rows *= size;
+    compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    STD_TORCH_CHECK(n < std::numeric_limits<int32_t>::max(), "khot: rows must be shorter than 2^31");
+  }
+  Sizes with(int64_t m) const {
+    Sizes result = batch;
+    result.push_back(m);
+    return result;
+  }
+  // serve(workspace, row) for all rows. Each thread has its own workspace.
+  template <class R, class Serve>
+  void share(int64_t length, int arrays, const Serve& serve) const {
+    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length));
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      laplace::Workspace<R> work(length, arrays);
+      for (int64_t row = begin; row < end; ++row) serve(work, row);
+    });
+  }
+};
+
+template <class Body>
+void for_dtype(ScalarType dtype, const Body& body) {
+  if (dtype == ScalarType::Double) {
+    body(double());
+  } else {
+    body(float());
+  }
+}
+
+// The result in the input's dtype, which it has already but for half precision.
+Tensor narrowed(const Tensor& t, const Tensor& like) {
+  return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+}
+
+// Runs row_of(scores, n, tau, workspace, out, order) on every row, and returns out and the order of the
+// entries.
+template <class RowOf>
+std::tuple<Tensor, Tensor> of_rows(const Tensor& x, const Tensor& tau, int arrays, const RowOf& row_of) {
+  const Shape shape(x);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  Tensor out = torch::stable::new_empty(x, shape.sizes, shape.compute);
+  Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R* from = scores.const_data_ptr<R>();
+    R* to = out.mutable_data_ptr<R>();
+    int32_t* index = order.mutable_data_ptr<int32_t>();
+    const double* t = taus.const_data_ptr<double>();
+    const int64_t n = shape.n;
+    shape.share<R>(n, arrays, [=](laplace::Workspace<R>& work, int64_t row) {
+      const int64_t at = row * n;
+      row_of(from + at, n, t[row], work, to + at, index + at);
+    });
+  });
+  return {narrowed(out, x), order};
+}
+
+// The gradients in x and tau of what of_rows returned. row_of(grad, scores, order, n, tau, workspace, dx)
+// writes one row of the first and returns the second.
+template <class RowOf>
+std::tuple<Tensor, Tensor> of_rows_backward(const Tensor& grad, const Tensor& x, const Tensor& order,
+                                            const Tensor& tau, int arrays, const RowOf& row_of) {
+  const Shape shape(x);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor incoming = dense(grad, shape.sizes, shape.compute),
+               indices = dense(order, shape.sizes, ScalarType::Int);
+  Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
+  Tensor dtau = torch::stable::new_empty(x, shape.batch, ScalarType::Double);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R *from = scores.const_data_ptr<R>(), *v = incoming.const_data_ptr<R>();
+    R* to = dx.mutable_data_ptr<R>();
+    const int32_t* index = indices.const_data_ptr<int32_t>();
+    const double* t = taus.const_data_ptr<double>();
+    double* dt = dtau.mutable_data_ptr<double>();
+    const int64_t n = shape.n;
+    shape.share<R>(n, arrays, [=](laplace::Workspace<R>& work, int64_t row) {
+      const int64_t at = row * n;
+      dt[row] = row_of(v + at, from + at, index + at, n, t[row], work, to + at);
+    });
+  });
+  return {narrowed(dx, x), dtau};
+}
+
+std::tuple<Tensor, Tensor> laplace_rank(Tensor x, Tensor tau) {
+  return of_rows(x, tau, 2, [](auto&&... row) { laplace::rank_row(row...); });
+}
+
+std::tuple<Tensor, Tensor> laplace_rank_backward(Tensor grad, Tensor x, Tensor order, Tensor tau) {
+  return of_rows_backward(grad, x, order, tau, 5,
+                          [](auto&&... row) { return laplace::rank_backward_row(row...); });
+}
+
+std::tuple<Tensor, Tensor> laplace_sort(Tensor x, Tensor tau, bool descending) {
+  return of_rows(x, tau, 6, [=](auto* from, int64_t n, double t, auto& work, auto* to, int32_t* index) {
+    laplace::sort_row(from, n, t, descending, work, to, index);
+  });
+}
+
+std::tuple<Tensor, Tensor> laplace_sort_backward(Tensor grad, Tensor x, Tensor order, Tensor tau,
+                                                 bool descending, bool want_tau) {
+  return of_rows_backward(
+      grad, x, order, tau, 6,
+      [=](auto* v, auto* from, const int32_t* index, int64_t n, double t, auto& work, auto* to) {
+        return laplace::sort_backward_row(v, from, index, n, t, descending, want_tau, work, to);
+      });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor levels, Tensor tau) {
+  const Shape shape(x);
+  const int64_t n = shape.n, m = levels.size(levels.dim() - 1);
+  const bool shared = levels.dim() == 1;  // the same levels for every row
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor asked = dense(levels, shared ? Sizes{m} : shape.with(m), ScalarType::Double);
+  Tensor hi = torch::stable::new_empty(asked, shape.with(m)),
+         lo = torch::stable::new_empty(asked, shape.with(m));
+  Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
+  Tensor place = torch::stable::new_empty(x, shape.with(m), ScalarType::Int);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R* from = scores.const_data_ptr<R>();
+    const double *level = asked.const_data_ptr<double>(), *t = taus.const_data_ptr<double>();
+    double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
+    int32_t *index = order.mutable_data_ptr<int32_t>(), *j = place.mutable_data_ptr<int32_t>();
+    shape.share<R>(std::max(n, m), 5, [=](laplace::Workspace<R>& work, int64_t row) {
+      laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, t[row], work, h + row * m,
+                              l + row * m, index + row * n, j + row * m);
+    });
+  });
+  return {hi, lo, order, place};
+}
+
+std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tensor x, Tensor order, Tensor hi,
+                                                               Tensor lo, Tensor place, Tensor tau) {
+  const Shape shape(x);
+  const int64_t n = shape.n, m = hi.size(hi.dim() - 1);
+  const Sizes levels = shape.with(m);
+  const Tensor scores = dense(x, shape.sizes, shape.compute),
+               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor incoming = dense(grad, levels, ScalarType::Double),
+               indices = dense(order, shape.sizes, ScalarType::Int);
+  const Tensor high = dense(hi, levels, ScalarType::Double), low = dense(lo, levels, ScalarType::Double);
+  const Tensor places = dense(place, levels, ScalarType::Int);
+  Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
+  Tensor dlevels = torch::stable::new_empty(hi, levels), dtau = torch::stable::new_empty(hi, shape.batch);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R* from = scores.const_data_ptr<R>();
+    R* to = dx.mutable_data_ptr<R>();
+    const int32_t *index = indices.const_data_ptr<int32_t>(), *j = places.const_data_ptr<int32_t>();
+    const double *v = incoming.const_data_ptr<double>(), *t = taus.const_data_ptr<double>();
+    const double *h = high.const_data_ptr<double>(), *l = low.const_data_ptr<double>();
+    double *dl = dlevels.mutable_data_ptr<double>(), *dt = dtau.mutable_data_ptr<double>();
+    shape.share<R>(n, 6, [=](laplace::Workspace<R>& work, int64_t row) {
+      const int64_t i = row * n, k = row * m;
+      dt[row] = laplace::thresholds_backward_row(v + k, from + i, index + i, n, h + k, l + k, j + k, m,
+                                                 t[row], work, to + i, dl + k);
+    });
+  });
+  return {narrowed(dx, x), dlevels, dtau};
+}
+
+Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
+  const Shape shape(w.dim() >= g.dim() ? w : g);
+  const Tensor weights = dense(w, shape.sizes, ScalarType::Double),
+               gaps = dense(g, shape.sizes, ScalarType::Double);
+  Tensor out = torch::stable::new_empty(weights, shape.sizes);
+  const double *from = weights.const_data_ptr<double>(), *gap = gaps.const_data_ptr<double>();
+  double* to = out.mutable_data_ptr<double>();
+  const int64_t n = shape.n;
+  shape.share<double>(n, 0, [=](laplace::Workspace<double>&, int64_t row) {
+    laplace::scan_row(from + row * n, gap + row * n, n, reverse, to + row * n);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace khot
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("decay_scan", TORCH_BOX(&khot::decay_scan));
+  m.impl("laplace_rank", TORCH_BOX(&khot::laplace_rank));
+  m.impl("laplace_rank_backward", TORCH_BOX(&khot::laplace_rank_backward));
+  m.impl("laplace_sort", TORCH_BOX(&khot::laplace_sort));
+  m.impl("laplace_sort_backward", TORCH_BOX(&khot::laplace_sort_backward));
+  m.impl("laplace_thresholds", TORCH_BOX(&khot::laplace_thresholds));
+  m.impl("laplace_thresholds_backward", TORCH_BOX(&khot::laplace_thresholds_backward));
+}

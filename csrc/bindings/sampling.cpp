@@ -1,0 +1,135 @@
+// The operators of sampling for the CPU: tensors in and out, rows shared among torch's threads. The schemas
+// are defined in khot/_ops, the reference kernels in khot/_kernels/reference (philox.py, draws.py,
+// poisson_binomial.py, fixed_point.py).
+#include <memory>
+#include <tuple>
+
+#include "bindings/tensors.h"
+#include "bindings/threads.h"
+
+namespace khot {
+namespace {
+
+uint64_t key_of(const Tensor& seed) { return static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()); }
+
+Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
+  Tensor out = torch::stable::new_empty(seed, std::vector<int64_t>{rows, n}, ScalarType::Double);
+  double* const data = out.mutable_data_ptr<double>();
+  const uint64_t key = key_of(seed);
+  // Long rows are drawn in parts and short rows together: no uniform depends on the others.
+  const int64_t parts = (n + kGrain - 1) / kGrain;
+  row_ranges(rows * parts, n, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / parts, first = i % parts * kGrain;
+      kernels().uniform(key, row, offset + first, std::min(kGrain, n - first), data + row * n + first);
+    }
+  });
+  return out;
+}
+
+// one(row, scratch) for every row.
+template <class One>
+void each_row(const std::vector<int64_t>& batch, int64_t n, const One& one) {
+  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
+    for (int64_t row = begin; row < end; ++row) one(row, work.get());
+  });
+}
+
+Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
+  const std::vector<int64_t> batch = batch_of(theta);
+  const int64_t n = theta.size(theta.dim() - 1);
+  const Rows rows(theta, batch);
+  const RowScalars ks(k, batch);
+  const uint64_t key = key_of(seed);
+  Tensor chosen = torch::stable::new_empty(theta, theta.sizes(), ScalarType::Bool);
+  bool* const out = chosen.mutable_data_ptr<bool>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    kernels().order(rows(row), n, ks(row), key, row, work, out + row * n);
+  });
+  return chosen;
+}
+
+Tensor tournament(Tensor probs, Tensor seed) {
+  const std::vector<int64_t> batch = batch_of(probs);
+  const int64_t n = probs.size(probs.dim() - 1);
+  const Rows rows(probs, batch);
+  const uint64_t key = key_of(seed);
+  Tensor chosen = torch::stable::new_empty(probs, probs.sizes(), ScalarType::Bool);
+  bool* const out = chosen.mutable_data_ptr<bool>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    kernels().tournament(rows(row), n, key, row, work, out + row * n);
+  });
+  return chosen;
+}
+
+std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
+  const std::vector<int64_t> batch = batch_of(z);
+  const int64_t n = z.size(z.dim() - 1);
+  const Rows rows(z, batch);
+  std::vector<int64_t> sizes = batch;
+  sizes.push_back(kFrequencies);
+  Tensor period = torch::stable::new_empty(z, batch), re = torch::stable::new_empty(z, sizes);
+  Tensor im = torch::stable::new_empty(z, sizes);
+  double *const N = period.mutable_data_ptr<double>(), *const x = re.mutable_data_ptr<double>();
+  double* const y = im.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    N[row] = kernels().characteristic(rows(row), n, work, x + row * kFrequencies, y + row * kFrequencies);
+  });
+  return {period, re, im};
+}
+
+std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
+  const std::vector<int64_t> batch = batch_of(z);
+  const int64_t n = z.size(z.dim() - 1);
+  const Rows rows(z, batch);
+  const RowScalars ks(k, batch);
+  Tensor prob = torch::stable::new_empty(z, batch), pi = torch::stable::new_empty(z, z.sizes());
+  Tensor out = torch::stable::new_empty(z, z.sizes());
+  double *const total = prob.mutable_data_ptr<double>(), *const x = pi.mutable_data_ptr<double>();
+  double* const y = out.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    total[row] = kernels().inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
+  });
+  return {prob, pi, out};
+}
+
+Tensor covariance(Tensor z, Tensor k, Tensor u) {
+  const std::vector<int64_t> batch = batch_of(z);
+  const int64_t n = z.size(z.dim() - 1);
+  const Rows rows(z, batch), vectors(u, batch);
+  const RowScalars ks(k, batch);
+  Tensor result = torch::stable::new_empty(z, z.sizes());
+  double* const out = result.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
+  });
+  return result;
+}
+
+std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
+  const std::vector<int64_t> batch = batch_of(goal);
+  const int64_t n = goal.size(goal.dim() - 1);
+  const Rows rows(goal, batch);
+  const RowScalars ks(k, batch);
+  Tensor theta = torch::stable::new_empty(goal, goal.sizes()),
+         iterations = torch::stable::new_empty(goal, batch);
+  double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
+  });
+  return {theta, iterations};
+}
+
+}  // namespace
+}  // namespace khot
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("uniform", TORCH_BOX(&khot::uniform));
+  m.impl("order_sample", TORCH_BOX(&khot::order_sample));
+  m.impl("tournament", TORCH_BOX(&khot::tournament));
+  m.impl("characteristic", TORCH_BOX(&khot::characteristic));
+  m.impl("inclusion", TORCH_BOX(&khot::inclusion));
+  m.impl("covariance", TORCH_BOX(&khot::covariance));
+  m.impl("calibrate", TORCH_BOX(&khot::calibrate));
+}

@@ -1,0 +1,78 @@
+// khot::topk_mask, khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared
+// among torch's threads. The schemas are defined in khot/_ops.
+#include <tuple>
+
+#include "bindings/tensors.h"
+#include "bindings/threads.h"
+
+namespace khot {
+namespace {
+
+template <class One>
+void each_row(int64_t rows, int64_t n, const One& one) {
+  row_ranges(rows, n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) one(row);
+  });
+}
+
+Tensor topk_mask(Tensor x, Tensor k) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  const Rows scores(x, batch);
+  const RowScalars ks(k, batch);
+  char* const data = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t bytes = n * size_of(scores.dtype());
+  each_row(product(batch), n,
+           [&](int64_t row) { kernels().topk_mask(scores(row), n, ks(row), data + row * bytes); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p) {
+  const std::vector<int64_t> batch = batch_of(s);
+  const int64_t n = s.size(s.dim() - 1);
+  Tensor y = torch::stable::new_empty(s, s.sizes());
+  Tensor hi = torch::stable::new_empty(s, batch, ScalarType::Double);
+  Tensor lo = torch::stable::new_empty(s, batch, ScalarType::Double);
+  const Rows scores(s, batch);
+  const RowScalars ks(k, batch), taus(tau, batch);
+  char* const data = static_cast<char*>(y.mutable_data_ptr());
+  double *const his = hi.mutable_data_ptr<double>(), *const los = lo.mutable_data_ptr<double>();
+  const int64_t bytes = n * size_of(scores.dtype());
+  each_row(product(batch), n, [&](int64_t row) {
+    Magnitude problem{ks(row), taus(row), p, {0, 0}};
+    kernels().magnitude(scores(row), n, problem, data + row * bytes);
+    his[row] = problem.gamma.hi, los[row] = problem.gamma.lo;
+  });
+  return {y, hi, lo};
+}
+
+std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
+                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau,
+                                                        double p) {
+  const std::vector<int64_t> batch = batch_of(s);
+  const int64_t n = s.size(s.dim() - 1);
+  Tensor grad_s = torch::stable::new_empty(s, s.sizes());
+  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+  const Rows scores(s, batch), values(y, batch), incoming(grad, batch);
+  const RowScalars incoming_lo(grad_lo, batch), ks(k, batch), his(hi, batch), los(lo, batch),
+      taus(tau, batch);
+  char* const data = static_cast<char*>(grad_s.mutable_data_ptr());
+  double* const dtau = grad_tau.mutable_data_ptr<double>();
+  const int64_t bytes = n * size_of(scores.dtype());
+  each_row(product(batch), n, [&](int64_t row) {
+    const Magnitude problem{ks(row), taus(row), p, {his(row), los(row)}};
+    dtau[row] = kernels().magnitude_backward(incoming(row), incoming_lo(row), scores(row), values(row), n,
+                                             problem, data + row * bytes);
+  });
+  return {grad_s, grad_tau};
+}
+
+}  // namespace
+}  // namespace khot
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("topk_mask", TORCH_BOX(&khot::topk_mask));
+  m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));
+  m.impl("soft_topk_magnitude_backward", TORCH_BOX(&khot::soft_topk_magnitude_backward));
+}

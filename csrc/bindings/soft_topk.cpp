@@ -1,0 +1,149 @@
+// khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
+// threads. The schemas are defined in khot/_ops.
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bindings/tensors.h"
+#include "bindings/threads.h"
+
+namespace khot {
+namespace {
+
+// From this length on, a row is worth sharing among threads where there are fewer rows than threads.
+constexpr int64_t kLongRow = 1 << 17;
+
+template <class Choice, size_t count>
+Choice find(const char* what, const std::string& name, const Named<Choice> (&known)[count]) {
+  for (const Named<Choice>& one : known) {
+    if (name == one.name) return one.choice;
+  }
+  std::string names;
+  for (const Named<Choice>& one : known) names += (names.empty() ? "" : ", ") + std::string(one.name);
+  STD_TORCH_CHECK(false, "khot: unknown ", what, " '", name, "': the CPU kernels know ", names);
+}
+
+Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
+  return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
+}
+
+// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
+// shared.
+template <class Serve>
+void share(Spec spec, int64_t rows, const Serve& serve) {
+  if (rows == 0) return;
+  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kLongRow) {
+    spec.inside = &kInside;
+    serve(spec, 0, rows);
+    return;
+  }
+  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
+  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1, groups = (rows + together - 1) / together;
+  row_ranges(groups, together * std::max<int64_t>(1, spec.n), [&](int64_t begin, int64_t end) {
+    serve(spec, begin * together, std::min(rows, end * together));
+  });
+}
+
+struct Forward final : ForwardRows {
+  Rows scores;
+  RowScalars ks, taus;
+  char* out_data = nullptr;
+  int64_t row_bytes = 0;
+  double *hi, *lo;
+
+  Forward(const Tensor& x, const Tensor& k, const Tensor& tau, const std::vector<int64_t>& batch, double* hi,
+          double* lo)
+      : scores(x, batch), ks(k, batch), taus(tau, batch), hi(hi), lo(lo) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t row) const override { return ks(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  void* out(int64_t row) const override { return out_data + row * row_bytes; }
+  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
+};
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std::string cdf, double shape,
+                                             std::string output) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  const Spec spec = to_spec(cdf, shape, output, n);
+  std::vector<int64_t> out_sizes = batch;
+  out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
+  Tensor out = torch::stable::new_empty(x, out_sizes);
+  Tensor hi = torch::stable::new_empty(x, batch, ScalarType::Double);
+  Tensor lo = torch::stable::new_empty(x, batch, ScalarType::Double);
+
+  if (n == 0) {  // there is nothing to select from, so that only k = 0 can be met
+    const RowScalars ks(k, batch);
+    double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
+    for (int64_t row = 0; row < product(batch); ++row) {
+      h[row] = l[row] = ks(row) == 0 ? std::numeric_limits<double>::max() : std::nan("");
+    }
+    return {out, hi, lo};
+  }
+  Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+  rows.out_data = static_cast<char*>(out.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  share(spec, product(batch),
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().forward(spec, rows, begin, end); });
+  return {out, hi, lo};
+}
+
+struct Backward final : BackwardRows {
+  Rows scores, incoming;
+  std::optional<Rows> outputs;
+  RowScalars incoming_lo, taus, his, los;
+  char* out_data;
+  int64_t row_bytes;
+  double *dk, *dtau;
+
+  Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
+           const Tensor& tau, const std::optional<Tensor>& y, const std::vector<int64_t>& batch)
+      : scores(x, batch),
+        incoming(grad, batch),
+        incoming_lo(grad_lo, batch),
+        taus(tau, batch),
+        his(hi, batch),
+        los(lo, batch) {
+    if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y, batch);
+  }
+  Row x(int64_t row) const override { return scores(row); }
+  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
+  Row grad(int64_t row) const override { return incoming(row); }
+  double grad_lo(int64_t row) const override { return incoming_lo(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
+  void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
+  void put(int64_t row, double grad_k, double grad_tau) const override {
+    dk[row] = grad_k, dtau[row] = grad_tau;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
+                                                      Tensor lo, Tensor tau, std::string cdf, double shape,
+                                                      std::string output, std::optional<Tensor> y) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  const Spec spec = to_spec(cdf, shape, output, n);
+  Tensor grad_x = torch::stable::new_empty(x, x.sizes());
+  Tensor grad_k = torch::stable::new_empty(hi, batch);
+  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+
+  if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
+  Backward rows(grad, grad_lo, x, hi, lo, tau, y, batch);
+  rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
+  share(spec, product(batch),
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().backward(spec, rows, begin, end); });
+  return {grad_x, grad_k, grad_tau};
+}
+
+}  // namespace
+}  // namespace khot
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("soft_topk", TORCH_BOX(&khot::soft_topk));
+  m.impl("soft_topk_backward", TORCH_BOX(&khot::soft_topk_backward));
+}

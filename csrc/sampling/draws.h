@@ -1,0 +1,108 @@
+// Draws of k units, one row at a time: order sampling and the pivotal tournament
+// (khot/_kernels/reference/draws.py).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "sampling/philox.h"
+#include "simd/math.h"
+#include "simd/passes.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr double kDeviations = 4;  // the k-th key is nearly always within so many standard deviations of 0
+constexpr double kFar = 1000;      // finite keys hardly ever have a larger absolute value
+
+// The keys logit U - theta, padded to whole vectors. A unit whose theta is NaN comes last.
+inline void order_keys(const Row& theta, int64_t n, uint64_t seed, uint64_t row, double* keys) {
+  double buffer[kBlock], u[kBlock + kWidth<double>];
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* p = fetch(theta, at, count, buffer);
+    uniform_row(seed, row, at, count, u);
+    vectors<double>(p, count, 0.0, [&](VecD x, int i, int) {
+      const VecD v = load<double>(u + i), key = log<double>(v / (1 - v)) - x;
+      store<double>(keys + at + i, key == key ? key : splat(kInf<double>));
+    });
+  }
+}
+
+// Selects the units of the k smallest keys; of equal keys the first are selected. The sigmoids of theta sum
+// to about k, so that about k keys are below 0, and only the few keys near 0 have to be put in order.
+inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, uint64_t row, double* scratch,
+                      bool* out) {
+  const int64_t k = static_cast<int64_t>(size);
+  if (k <= 0 || k >= n) return std::fill(out, out + n, k > 0);
+  double *const keys = scratch, *const near = scratch + n + kWidth<double>;
+  order_keys(theta, n, seed, row, keys);
+  double width =
+      kDeviations / std::sqrt(static_cast<double>(n - k) * (static_cast<double>(k) / static_cast<double>(n)));
+  int64_t below, within;
+  for (;; width = width < kFar ? 4 * width : kInf<double>) {
+    below = within = 0;
+    for (int64_t i = 0; i < n; ++i) below += keys[i] < -width, within += keys[i] <= width;
+    if (below < k && k <= within) break;
+  }
+  double* end = near;
+  for (int64_t i = 0; i < n; ++i) {
+    if (std::fabs(keys[i]) <= width) *end++ = keys[i];
+  }
+  std::nth_element(near, near + (k - below - 1), end);
+  const double level = near[k - below - 1];
+  int64_t ties = k;
+  for (int64_t i = 0; i < n; ++i) ties -= out[i] = keys[i] < level;
+  for (int64_t i = 0; ties > 0; ++i) {
+    if (keys[i] == level) out[i] = true, --ties;
+  }
+}
+
+// One round of duels between neighbours: whether the first of a pair goes on, whether the pair has more than
+// 1 in all, and what goes on to the next round.
+inline void duels(const double* x, const double* u, int64_t pairs, uint8_t* first, uint8_t* over,
+                  double* next) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const double a = x[2 * i], total = a + x[2 * i + 1], one = total > 1 ? 1.0 : 0.0;
+    first[i] = u[i] * std::fabs(total - 2 * one) < std::fabs(a - one);
+    over[i] = total > 1;
+    next[i] = total - one;
+  }
+}
+
+// The unit of a pair that went on gets the result of the later rounds, the other one gets `over`.
+inline void results(const uint8_t* later, const uint8_t* first, const uint8_t* over, int64_t pairs,
+                    uint8_t* out) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const uint8_t differ = later[i] ^ over[i], x = (differ & first[i]) ^ over[i];
+    out[2 * i] = x, out[2 * i + 1] = x ^ differ;
+  }
+}
+
+inline void tournament_row(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch,
+                           bool* out) {
+  int64_t pairs[64], rounds = 0, total = 0;
+  for (int64_t m = n; m > 1; m = pairs[rounds++]) total += pairs[rounds] = (m + 1) / 2;
+  double *x = scratch, *u = x + 2 * total + 1;
+  uint8_t* first = reinterpret_cast<uint8_t*>(u + total);
+  uint8_t *over = first + total, *later = over + total, *now = later + n + 1;
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* p = fetch(probs, at, count, x + at);
+    if (p != x + at) std::copy(p, p + count, x + at);
+  }
+  uniform_row(seed, row, 0, total, u);
+  int64_t m = n;
+  for (int64_t r = 0; r < rounds; m = pairs[r++]) {
+    if (m % 2) x[m] = 0;
+    duels(x, u, pairs[r], first, over, x + 2 * pairs[r]);
+    x += 2 * pairs[r], u += pairs[r], first += pairs[r], over += pairs[r];
+  }
+  later[0] = n > 0 && x[0] > 0.5;  // this is 0 or 1, up to rounding
+  for (int64_t r = rounds; r-- > 0; std::swap(later, now)) {
+    first -= pairs[r], over -= pairs[r];
+    results(later, first, over, pairs[r], now);
+  }
+  std::copy(later, later + n, out);
+}
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,208 @@
+// Passes over a row: it is read in blocks, which are converted to the type of the computation, and reduced in
+// chunks.
+//
+// Chunks have a fixed size and their sums are combined in order, so that results do not depend on how many
+// threads shared the work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "kernels.h"
+#include "simd/vec.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr int kBlock = 1024;  // entries converted at a time; sums of floats are float within a block
+constexpr int64_t kChunk = int64_t{1} << 16;  // entries that a thread takes at a time
+
+KHOT_INLINE float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+KHOT_INLINE uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // ties to even
+}
+
+// float16 by way of a multiplication, which handles subnormals.
+KHOT_INLINE float from_half(uint16_t bits) {
+  const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
+  float value;
+  std::memcpy(&value, &magnitude, 4);
+  value *= 0x1p112f;
+  uint32_t out;
+  std::memcpy(&out, &value, 4);
+  if (magnitude >= 0x0f800000) out |= 0x7f800000;  // inf and NaN
+  out |= static_cast<uint32_t>(bits & 0x8000) << 16;
+  std::memcpy(&value, &out, 4);
+  return value;
+}
+
+KHOT_INLINE uint16_t to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to 65536 or beyond
+  if (bits < 0x38800000) {  // the result is subnormal: adding 1/2 leaves its digits in the low bits
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    uint32_t digits;
+    std::memcpy(&digits, &magnitude, 4);
+    return sign | static_cast<uint16_t>(digits - 0x3f000000);
+  }
+  return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13);
+}
+
+// Entries [at, at + count) of the row: where they are if they are stored as R, otherwise converted into the
+// buffer.
+template <class R>
+const R* fetch(const Row& row, int64_t at, int count, R* buffer) {
+  constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+  if (row.dtype == own && row.step == 1) return static_cast<const R*>(row.data) + at;
+  const int64_t begin = row.step == 0 ? 0 : at;
+  const int some = row.step == 0 ? 1 : count;
+  switch (row.dtype) {
+    case Dtype::kFloat: {
+      const float* p = static_cast<const float*>(row.data) + begin;
+      for (int i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
+      break;
+    }
+    case Dtype::kDouble: {
+      const double* p = static_cast<const double*>(row.data) + begin;
+      for (int i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
+      break;
+    }
+    case Dtype::kHalf: {
+      const uint16_t* p = static_cast<const uint16_t*>(row.data) + begin;
+      for (int i = 0; i < some; ++i) buffer[i] = from_half(p[i]);
+      break;
+    }
+    case Dtype::kBFloat16: {
+      const uint16_t* p = static_cast<const uint16_t*>(row.data) + begin;
+      for (int i = 0; i < some; ++i) buffer[i] = from_bfloat16(p[i]);
+      break;
+    }
+  }
+  if (row.step == 0) std::fill(buffer + 1, buffer + count, buffer[0]);
+  return buffer;
+}
+
+// Writes values to the entries [at, at + count) of an array at p of type dtype.
+template <class R>
+void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      for (int i = 0; i < count; ++i) static_cast<float*>(p)[at + i] = static_cast<float>(values[i]);
+      break;
+    case Dtype::kDouble:
+      for (int i = 0; i < count; ++i) static_cast<double*>(p)[at + i] = static_cast<double>(values[i]);
+      break;
+    case Dtype::kHalf:
+      for (int i = 0; i < count; ++i)
+        static_cast<uint16_t*>(p)[at + i] = to_half(static_cast<float>(values[i]));
+      break;
+    case Dtype::kBFloat16:
+      for (int i = 0; i < count; ++i) {
+        static_cast<uint16_t*>(p)[at + i] = to_bfloat16(static_cast<float>(values[i]));
+      }
+      break;
+  }
+}
+
+// body(v, i, lanes) for the vectors v of a block. v begins at entry i and has so many lanes; the others hold
+// pad.
+template <class R, class Body>
+KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
+  constexpr int width = kWidth<R>;
+  int i = 0;
+  for (; i + width <= count; i += width) body(load(p + i), i, width);
+  if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
+}
+
+// The same, with flush() after at most kGroup vectors and at the end.
+constexpr int kGroup = 4;
+template <class R, class Body, class Flush>
+KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
+  constexpr int width = kWidth<R>;
+  int i = 0;
+  for (; i + kGroup * width <= count; i += kGroup * width) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kGroup; ++j) body(load(p + i + j * width), i + j * width, width);
+    flush();
+  }
+  for (; i + width <= count; i += width) body(load(p + i), i, width);
+  if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
+  flush();
+}
+
+// body(begin, end, chunk) for each chunk of n entries.
+template <class Body>
+void chunks(int64_t n, const Parallel* inside, Body body) {
+  const int64_t count = (n + kChunk - 1) / kChunk;
+  const bool flushing = FlushSubnormals::active();  // the other threads have to do as this one does
+  auto one = [&](int64_t i) {
+    const FlushSubnormals flush(flushing);
+    body(i * kChunk, std::min(n, (i + 1) * kChunk), i);
+  };
+  if (inside == nullptr || count == 1) {
+    for (int64_t i = 0; i < count; ++i) one(i);
+  } else {
+    inside->run(count, &one, [](void* context, int64_t i) { (*static_cast<decltype(one)*>(context))(i); });
+  }
+}
+
+// body(sums, p, count, at) adds a block to the sums of a chunk. The sums of the chunks are combined with +=.
+template <class R, class Sums, class Body>
+Sums reduce(const Row& row, int64_t n, const Parallel* inside, Body body) {
+  auto chunk = [&](int64_t begin, int64_t end) {
+    Sums sums;
+    R buffer[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      body(sums, fetch(row, at, count, buffer), count, at);
+    }
+    return sums;
+  };
+  if (n <= kChunk) return chunk(0, n);
+  std::vector<Sums> parts((n + kChunk - 1) / kChunk);
+  chunks(n, inside, [&](int64_t begin, int64_t end, int64_t i) { parts[i] = chunk(begin, end); });
+  Sums total = parts[0];
+  for (size_t i = 1; i < parts.size(); ++i) total += parts[i];
+  return total;
+}
+
+// out[i] = value(x, i, lanes) for the vectors x of the row, which begin at entry i.
+template <class R, class Value>
+void map(const Row& row, int64_t n, const Parallel* inside, void* out, Dtype dtype, Value value) {
+  constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+  chunks(n, inside, [&](int64_t begin, int64_t end, int64_t) {
+    R buffer[kBlock], results[kBlock + kWidth<R>];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const R* p = fetch(row, at, count, buffer);
+      R* target = dtype == own ? static_cast<R*>(out) + at : results;
+      vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
+        const Vec<R> y = value(x, at + i, lanes);
+        if (lanes == kWidth<R>) {
+          store(target + i, y);
+        } else {
+          store_part(target + i, lanes, y);
+        }
+      });
+      if (dtype != own) put(out, dtype, at, count, results);
+    }
+  });
+}
+
+}  // namespace khot::KHOT_ISA

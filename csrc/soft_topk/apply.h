@@ -1,0 +1,47 @@
+// From a threshold to y, and which rows may be computed in float.
+#pragma once
+
+#include <cmath>
+
+#include "soft_topk/guess.h"
+
+namespace khot::KHOT_ISA {
+
+// Whether float carries the row. It does not carry temperatures at the ends of its exponent; nor log y where
+// that has a larger error than z, as near where F leaves 0, and where log y is of the size of z^2; nor t
+// itself, which is less certain than y where C is flat.
+template <class C>
+bool float_carries(const Spec& spec, const C& F, Dtype dtype, double tau) {
+  return F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&
+         spec.output != Output::kThreshold && (spec.output != Output::kLog || C::log_fits_float);
+}
+
+// Writes `value` to every entry of out, but at_infinity where x is the given infinity.
+template <class R>
+void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, double value, double at_infinity,
+                   double infinity) {
+  map<R>(x, spec.n, spec.inside, out, dtype, [=](Vec<R> v, int64_t, int) {
+    return v == static_cast<R>(infinity) ? splat(static_cast<R>(at_infinity)) : splat(static_cast<R>(value));
+  });
+}
+
+// Writes y or log y at the threshold t.
+template <class R, class C>
+void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, void* out) {
+  const bool log = spec.output == Output::kLog;
+  if (std::isnan(t.hi)) return fill_constant<R>(spec, out, x.dtype, x, kNan, kNan, 0);
+  const double none = log ? -kInfinity : 0, every = log ? 0 : 1;
+  if (t.hi == kHuge) return fill_constant<R>(spec, out, x.dtype, x, none, every, kInfinity);
+  if (t.hi == -kHuge) return fill_constant<R>(spec, out, x.dtype, x, every, none, -kInfinity);
+  const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo), scale = static_cast<R>(1 / tau);
+  auto z = [=](Vec<R> v) { return ((v - hi) - lo) * scale; };
+  if (log) {
+    map<R>(x, spec.n, spec.inside, out, x.dtype,
+           [=](Vec<R> v, int64_t, int) { return F.template log_value<R>(z(v)); });
+  } else {
+    map<R>(x, spec.n, spec.inside, out, x.dtype,
+           [=](Vec<R> v, int64_t, int) { return F.template value<R>(z(v)); });
+  }
+}
+
+}  // namespace khot::KHOT_ISA

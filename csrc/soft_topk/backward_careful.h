@@ -1,0 +1,147 @@
+// The gradients of one row in double, whatever its densities.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "soft_topk/guess.h"
+
+namespace khot::KHOT_ISA {
+
+struct Edges {  // the nearest entry on each side of t, minus hi
+  double up = kInfinity, down = -kInfinity;
+  void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
+};
+
+struct EdgeSums {
+  double up_count = 0, up = 0, down_count = 0, down = 0;
+  void operator+=(const EdgeSums& o) {
+    up_count += o.up_count, up += o.up, down_count += o.down_count, down += o.down;
+  }
+};
+
+// dL/dk for compact support where no entry has f > 0: the mean of v over the entries at both edges of the gap
+// around t, as in khot/_kernels/reference/soft_topk.py.
+inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
+  const Edges edges =
+      reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
+        VecD up = splat(kInfinity), down = splat(-kInfinity);
+        vectors<double>(p, count, kNan, [&](VecD v, int, int) {
+          const VecD offset = v - t.hi;
+          up = (offset > t.lo) & (offset < up) ? offset : up;
+          down = (offset <= t.lo) & (offset > down) ? offset : down;
+        });
+        e += {-maximum<double>(-up), maximum<double>(down)};
+      });
+  const EdgeSums s = reduce<double, EdgeSums>(
+      x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
+        double buffer[kBlock];
+        const double* g = fetch(grad, at, count, buffer);
+        VecD up_count{}, up{}, down_count{}, down{};
+        vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
+          const VecD offset = x - t.hi,
+                     v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
+          const IntD above = offset == edges.up, below = offset == edges.down;
+          up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
+          down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
+        });
+        e += {sum<double>(up_count), sum<double>(up), sum<double>(down_count), sum<double>(down)};
+      });
+  const double mean = 0.5 * s.up / s.up_count;
+  return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
+}
+
+struct LargestDensity {
+  double log_f = -kInfinity;
+  void operator+=(const LargestDensity& o) { log_f = std::max(log_f, o.log_f); }
+};
+
+struct CarefulSums {
+  double mass = 0, wz = 0, v = 0, u = 0, uz = 0;
+  void operator+=(const CarefulSums& o) { mass += o.mass, wz += o.wz, v += o.v, u += o.u, uz += o.uz; }
+};
+
+// The gradients of any output, in double, with weights relative to the largest density. It serves log y, and
+// rows whose densities are too small for the ordinary kernel.
+template <class C>
+void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
+                      Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+  using R = double;
+  auto standardize = [=](VecD v) { return ((v - t.hi) - t.lo) / tau; };
+  const Output output = spec.output;
+
+  // u = v dout/dz, and v dout/dF times the weight f/exp(top).
+  struct Cotangent {
+    VecD u, share;
+  };
+  auto cotangent = [=](VecD z, VecD log_f, VecD weight, VecD v, double top) -> Cotangent {
+    if (output == Output::kThreshold) return {VecD{}, VecD{}};
+    if (output == Output::kValue) return {v * exp<R>(log_f), v * weight};
+    const VecD log_F = F.template log_value<R>(z);
+    const IntD still = (log_F == -kInfinity) | (v == 0);  // where y is exactly 0, the derivative is 0
+    const VecD rate = still ? VecD{} : -log_F;
+    const VecD u = v * exp<R>(log_f + rate), share = v * exp<R>(log_f + rate - top);
+    return {still ? VecD{} : u, still ? VecD{} : share};
+  };
+  auto load_grad = [](const double* g, int i, int lanes) {
+    return lanes == kWidth<R> ? load(g + i) : load_part(g + i, lanes, 0.0);
+  };
+
+  const LargestDensity largest = reduce<R, LargestDensity>(
+      x, spec.n, spec.inside, [=](LargestDensity& s, const R* p, int count, int64_t) {
+        VecD most = splat(-kInfinity);
+        vectors<R>(p, count, -kInfinity, [&](VecD v, int, int) {
+          const VecD log_f = F.template log_density<R>(standardize(v));
+          most = log_f > most ? log_f : most;
+        });
+        s.log_f = std::max(s.log_f, maximum<R>(most));
+      });
+  const double top = largest.log_f;
+  const double base = std::max(top, -kHuge);
+  const CarefulSums s = reduce<R, CarefulSums>(
+      x, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, int count, int64_t at) {
+        double buffer[kBlock];
+        const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, buffer);
+        VecD mass{}, wz{}, v_sum{}, u_sum{}, uz{};
+        vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+          const VecD z = standardize(v), log_f = F.template log_density<R>(z);
+          const VecD bounded = clamp_above<R>(clamp_below<R>(z, -1e300), 1e300);
+          const VecD weight = exp<R>(log_f - base);
+          const Cotangent c =
+              cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+          mass += weight;
+          wz += weight * bounded;
+          v_sum += c.share;
+          u_sum += c.u;
+          uz += c.u * bounded;
+        });
+        sums.mass += sum<R>(mass), sums.wz += sum<R>(wz), sums.v += sum<R>(v_sum);
+        sums.u += sum<R>(u_sum), sums.uz += sum<R>(uz);
+      });
+
+  const bool live = s.mass != 0;
+  const double z_mean = live ? s.wz / s.mass : 0;
+  grad_k = live ? s.v / s.mass : 0;
+  if (live && grad_lo != 0) grad_k -= grad_lo * std::exp(std::log(tau) - std::log(s.mass) - top);
+  grad_tau = (s.u * z_mean - s.uz) / tau - grad_lo * z_mean;
+  if (!C::full_support && !live && output != Output::kThreshold) grad_k = gap_gradient(spec, x, grad, t);
+
+  const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;
+  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
+    double from[kBlock], incoming[kBlock], results[kBlock + kWidth<R>];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const double* p = fetch(x, at, count, from);
+      const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, incoming);
+      vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+        const VecD z = standardize(v), log_f = F.template log_density<R>(z);
+        const VecD weight = exp<R>(log_f - base);
+        const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+        store(results + i, c.u / tau + weight * spread);
+      });
+      put(grad_x, x.dtype, at, count, results);
+    }
+  });
+}
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,75 @@
+// The entry point of the forward pass (khot/_kernels/reference/soft_topk.py): which solver takes which row.
+// The table in csrc/README.md says the same in words.
+#pragma once
+
+#include <cmath>
+
+#include "soft_topk/apply.h"
+#include "soft_topk/careful.h"
+#include "soft_topk/lanes.h"
+#include "soft_topk/ordinary.h"
+#include "soft_topk/wide.h"
+
+namespace khot::KHOT_ISA {
+
+// One row: the ordinary solver first, then the wide one, then the careful one, until one of them has an
+// answer.
+template <class C>
+void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
+                 Threshold& t) {
+  const bool log = spec.output == Output::kLog;
+  auto in_float = [&] {
+    {
+      const FlushSubnormals flush;
+      if (OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out))
+        return true;
+    }
+    return WideSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, t, out, log);
+  };
+  bool fast = false;
+  if (!(tau > 0 && tau < kInfinity)) {
+    t = {kNan, kNan};
+  } else if (float_carries(spec, F, x.dtype, tau) && in_float()) {
+    fast = true;
+  } else {
+    t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
+  }
+  if (fast && log) {
+    apply<float>(spec, F, x, t, tau, out);
+  } else if (!fast && spec.output != Output::kThreshold) {
+    apply<double>(spec, F, x, t, tau, out);
+  }
+}
+
+// The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
+// a group gives back is solved one by one, too.
+inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    using C = decltype(F);
+    Goal goal;
+    auto one = [&](int64_t i) {
+      Threshold t;
+      forward_row(spec, F, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, t);
+      rows.put(i, t);
+    };
+    int64_t i = begin;
+    constexpr int width = LaneSolver<C>::width;
+    if (spec.n > 0 && spec.n <= kShortRow && spec.output == Output::kValue && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+      LaneSolver<C> lanes(spec, F);
+      bool ordinary[width];
+      for (; i + width <= end; i += width) {
+        {
+          const FlushSubnormals flush;
+          lanes.solve(rows, i, goal, ordinary);
+        }
+        for (int j = 0; j < width; ++j) {
+          if (!ordinary[j]) one(i + j);
+        }
+      }
+    }
+    for (; i < end; ++i) one(i);
+  });
+}
+
+}  // namespace khot::KHOT_ISA

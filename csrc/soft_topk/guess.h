@@ -1,0 +1,104 @@
+// The first guess at a threshold, from the moments of a row.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cdfs.h"
+#include "simd/passes.h"
+
+namespace khot::KHOT_ISA {
+
+constexpr double kHuge = std::numeric_limits<double>::max();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kTiny = 1e-290;  // smaller tails are taken in logarithms
+
+struct Statistics {
+  double free = 0;    // the number of finite entries
+  double pinned = 0;  // the number of entries that are +inf
+  bool nan = false;
+  double low = kInfinity, high = -kInfinity;
+  // Of the finite entries. Before finish(), these are the sums of d and d^2 for d = x - shift.
+  double mean = 0, variance = 0;
+  void operator+=(const Statistics& o) {
+    free += o.free, pinned += o.pinned, nan |= o.nan;
+    low = std::min(low, o.low), high = std::max(high, o.high);
+    mean += o.mean, variance += o.variance;
+  }
+  void finish(double shift) {
+    const double n = std::max(free, 1.0), off = mean / n;
+    variance = std::max(variance / n - off * off, 0.0);
+    mean = shift + off;
+  }
+};
+
+// The first finite entry of the first block, or 0. Deviations from it are summed for the variance: deviations
+// from 0 would cancel where the mean is far from 0.
+template <class R>
+R finite_entry(const Row& row, int64_t n) {
+  R buffer[kBlock];
+  const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
+  const R* p = fetch(row, 0, count, buffer);
+  for (int i = 0; i < count; ++i) {
+    if (std::isfinite(p[i])) return p[i];
+  }
+  return 0;
+}
+
+template <class R>
+Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
+  const R shift = finite_entry<R>(row, n);
+  Statistics stats =
+      reduce<R, Statistics>(row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
+        Int<R> finite_count{}, pinned_count{}, nan{};
+        Vec<R> low = splat(kInf<R>), high = -low, total{}, squares{};
+        vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
+          const Int<R> finite = abs<R>(x) < kInf<R>;
+          const Vec<R> centred = finite ? x - shift : Vec<R>{};
+          finite_count -= finite;
+          pinned_count -= (x == kInf<R>);
+          nan |= (x != x);
+          low = (finite & (x < low)) ? x : low;
+          high = (finite & (x > high)) ? x : high;
+          total += centred;
+          squares += centred * centred;
+        });
+        for (int i = 0; i < kWidth<R>; ++i) {
+          sums.free += static_cast<double>(finite_count[i]);
+          sums.pinned += static_cast<double>(pinned_count[i]);
+          sums.nan |= nan[i] != 0;
+        }
+        sums.low = std::min<double>(sums.low, minimum<R>(low));
+        sums.high = std::max<double>(sums.high, maximum<R>(high));
+        sums.mean += sum<R>(total);
+        sums.variance += sum<R>(squares);
+      });
+  stats.finish(shift);
+  return stats;
+}
+
+// k out of n and the quantiles that it stands for. Both are kept from one row to the next, which often asks
+// for the same.
+struct Goal {
+  double k = -1, n = -1;
+  double own = 0, normal = 0;  // F^-1(k/n) and Phi^-1(k/n), standardized to mean 0 and variance 1
+
+  template <class C>
+  void set(double new_k, double new_n, const C& F) {
+    if (new_k == k && new_n == n) return;
+    k = new_k, n = new_n;
+    const double share = std::min(std::max(k / n, kTiny), 1 - 1e-16);
+    own = (F.icdf(share) - F.mean) / std::sqrt(F.variance);
+    normal = normal_quantile(share);
+  }
+  // The threshold of a distribution that has the moments of the scores plus noise distributed as tau F.
+  template <class C>
+  double guess(double mean, double variance, double tau, const C& F) const {
+    const double noise = tau * tau * F.variance, total = noise + variance;
+    const double quantile = normal + (own - normal) * (noise / total);
+    return mean - tau * F.mean - quantile * std::sqrt(total);
+  }
+};
+
+}  // namespace khot::KHOT_ISA

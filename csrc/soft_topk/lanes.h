@@ -1,0 +1,269 @@
+// The lane solver: short rows, as those of MoE routers, as many at once as a vector of floats has lanes, one
+// row per lane.
+//
+// Row by row, the sums across lanes and the scalar steps between passes would take longer than the passes.
+// Transposed, a pass is a plain loop and a step is taken for all rows together. The method is that of the
+// ordinary solver, and rows that are not ordinary are given back.
+#pragma once
+
+#include <cmath>
+
+#include "soft_topk/ordinary.h"
+
+namespace khot::KHOT_ISA {
+
+template <class C>
+class LaneSolver {
+ public:
+  static constexpr int width = kWidth<float>;
+
+  LaneSolver(const Spec& spec, const C& F) : spec_(spec), F_(F), n_(static_cast<int>(spec.n)) {}
+
+  // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
+  // ordinary.
+  void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
+    gather(rows, first);
+    from_ = static_cast<const float*>(rows.x(first).data), to_ = static_cast<const float*>(rows.out(first));
+    guess(goal);
+    LaneSums sums = evaluate();
+    VecF moved{};  // by how much t has moved since the odds were stored, in tau
+    IntF pending = good_;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const VecF h = step(sums);
+      const VecF before = hi_, next = lo_ + h * tau_;
+      hi_ = before + next;
+      lo_ = (before - hi_) + next;
+      moved += h;
+      const IntF far = C::value_from_odds ? abs<float>(moved) >= 1 : IntF{};  // the odds may overflow
+      pending = good_ & ((abs<float>(h) > kLast) | far);
+      if (!any(pending)) break;
+      sums = again(any(good_ & far), moved);
+    }
+    good_ &= ~pending;
+    // A row whose y does not have the sum that is asked for is given back.
+    const VecF miss = result(moved, sums);
+    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
+    good_ &= abs<float>(miss) <= allowed;
+    scatter(rows, first, ordinary);
+  }
+
+ private:
+  static constexpr int kPasses = 6 + C::extra_passes;
+  static constexpr float kLast = C::last_step;
+
+  struct LaneSums {
+    VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the count misses k, and sums as in OrdinarySums
+  };
+
+  VecF* column(float* tile, int i) const { return reinterpret_cast<VecF*>(tile + i * width); }
+
+  void gather(const ForwardRows& rows, int64_t first) {
+    const float* p[width];
+    for (int j = 0; j < width; ++j) p[j] = fetch(rows.x(first + j), 0, n_, rows_ + j * kShortRow);
+    for (int i = 0; i < n_; i += width) {
+      const int count = std::min(width, n_ - i);
+      VecF v[width];
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j)
+        v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) *column(x_, i + j) = v[j];
+    }
+    for (int j = 0; j < width; ++j) {
+      k_all_[j] = rows.k(first + j);
+      tau_[j] = static_cast<float>(rows.tau(first + j));
+      // Where most y are near 1, y - 1 is summed instead of y: otherwise these ones would take the digits of
+      // the sum.
+      one_[j] = 2 * k_all_[j] > n_;
+      const double sum = k_all_[j] - (one_[j] ? n_ : 0);
+      k_[j] = static_cast<float>(k_all_[j]);
+      left_[j] = static_cast<float>(n_ - k_all_[j]);
+      sum_[j] = static_cast<float>(sum), sum_low_[j] = static_cast<float>(sum - sum_[j]);
+    }
+    few_ = k_ < left_ ? k_ : left_;
+    good_ = (few_ > 0) & (tau_ > 1e-25f) & (tau_ < 1e25f);
+    scale_ = 1 / tau_;
+  }
+
+  void guess(Goal& goal) {
+    const VecF origin = *column(x_, 0);
+    VecF first{}, second{};
+    for (int i = 0; i < n_; ++i) {
+      const VecF d = *column(x_, i) - origin;
+      first += d;
+      second += d * d;
+    }
+    const VecF off = first / static_cast<float>(n_), variance = second / static_cast<float>(n_) - off * off;
+    good_ &= abs<float>(first) + second < kInf<float>;  // otherwise an entry is not finite
+    // Goal::guess in units of tau, in which an ordinary row does not overflow.
+    const float noise = static_cast<float>(F_.variance);
+    const VecF total = noise + clamp_below<float>(variance * scale_, 0) * scale_;
+    VecF own{}, normal{}, deviation{};
+    for (int j = 0; j < width; ++j) {
+      if (!good_[j]) continue;
+      goal.set(k_all_[j], n_, F_);
+      own[j] = static_cast<float>(goal.own), normal[j] = static_cast<float>(goal.normal);
+      deviation[j] = std::sqrt(total[j]);
+    }
+    const VecF quantile = normal + (own - normal) * (noise / total);
+    hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
+    lo_ = VecF{};
+  }
+
+  LaneSums again(bool far, VecF& moved) {
+    if constexpr (C::value_from_odds) {
+      if (!far) return shift(moved);
+    }
+    moved = VecF{};
+    return evaluate();
+  }
+
+  // Leaves y where it is expected, and returns by how much its sum misses k.
+  VecF result(VecF moved, const LaneSums& last) {
+    if constexpr (C::value_from_odds) return finish(moved);
+    if constexpr (C::full_support) return write();
+    return last.miss;  // y is that of the last pass, as the last step had no length
+  }
+
+  // The sums at hi + lo. With value_from_odds it stores the odds, from which shift() and finish() go on, as
+  // in OrdinarySolver.
+  LaneSums evaluate() {
+    if constexpr (C::value_from_odds) {
+      const VecF scale = scale_ * static_cast<float>(kLog2E), hi = hi_, lo = lo_ * scale;
+      return sum_values([=](int i) {
+        fetch_ahead<false>(from_, (n_ + i) * width);
+        const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
+        *column(y_, i) = e;
+        return C::from_odds(e);
+      });
+    } else {
+      const VecF scale = scale_, hi = hi_, lo = lo_;
+      const float median = static_cast<float>(F_.median);
+      const C F = F_;
+      IntF m{};
+      BlockSum D;
+      typename C::Derivatives sums = F.derivatives();
+      for (int i = 0; i < n_; ++i) {
+        const VecF z = ((*column(x_, i) - hi) - lo) * scale;
+        const IntF above = z > median;
+        const TailDensity<float> v = F.template split<float>(z, above);
+        m -= above;
+        sums.add(z, above, v);
+        if constexpr (C::full_support) {
+          D.add(above ? -v.tail : v.tail, i);
+        } else {
+          const VecF y = F.template value<float>(z);
+          D.add(above ? y - 1 : y, i);
+          *column(y_, i) = y;
+        }
+      }
+      return with(sums, missing(__builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_, D));
+    }
+  }
+
+  // A float sum of up to 256 terms would lose digits. A sum of sums of 16 terms does not.
+  struct BlockSum {
+    VecF whole{}, block{};
+    KHOT_INLINE void add(VecF v, int i) {
+      block += v;
+      if (i % 16 == 15) whole += block, block = VecF{};
+    }
+    KHOT_INLINE VecF sum() const { return whole + block; }
+  };
+
+  // By how much the count misses k. The count, less n where one_ is 1, is whole + rest.
+  VecF missing(VecF whole, const BlockSum& rest) const { return ((whole - sum_) - sum_low_) + rest.sum(); }
+
+  template <class Value>
+  KHOT_INLINE LaneSums sum_values(Value value) {
+    BlockSum count;
+    typename C::Derivatives sums;
+    const VecF one = one_;
+    for (int i = 0; i < n_; ++i) {
+      const VecF y = value(i);
+      count.add(y - one, i);
+      sums.add(y);
+    }
+    return with(sums, missing(VecF{}, count));
+  }
+
+  static KHOT_INLINE LaneSums with(const typename C::Derivatives& sums, VecF miss) {
+    LaneSums s{miss};
+    sums.put(s, [](VecF v) { return v; });
+    return s;
+  }
+
+  LaneSums shift(VecF h) {
+    const VecF factor = exp<float>(h);
+    return sum_values([=](int i) { return C::from_odds(*column(y_, i) * factor); });
+  }
+
+  // Replaces the odds by y.
+  VecF finish(VecF h) {
+    const VecF factor = exp<float>(h);
+    return write_values([=](int i) { return C::from_odds(*column(y_, i) * factor); });
+  }
+
+  VecF write() {
+    const VecF scale = scale_, hi = hi_, lo = lo_;
+    const C F = F_;
+    return write_values([=](int i) { return F.template value<float>(((*column(x_, i) - hi) - lo) * scale); });
+  }
+
+  template <class Value>
+  KHOT_INLINE VecF write_values(Value value) {
+    BlockSum count;
+    const VecF one = one_;
+    for (int i = 0; i < n_; ++i) {
+      fetch_ahead<true>(to_, (n_ + i) * width);
+      const VecF y = value(i);
+      *column(y_, i) = y;
+      count.add(y - one, i);
+    }
+    return missing(VecF{}, count);
+  }
+
+  // The step in t/tau. Rows that are not ordinary leave good_ and do not move.
+  VecF step(const LaneSums& s) {
+    const CountSums<VecF> sums{k_ + s.miss, left_ - s.miss, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5};
+    if constexpr (C::value_from_odds) good_ &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
+    const VecF h = refined_step<C, LaneArithmetic>(sums, k_, static_cast<float>(n_), few_, good_);
+    good_ &= abs<float>(h) < 50;
+    return good_ ? h : VecF{};
+  }
+
+  void scatter(const ForwardRows& rows, int64_t first, bool* ordinary) {
+    for (int j = 0; j < width; ++j) {
+      ordinary[j] = good_[j] != 0;
+      if (ordinary[j]) rows.put(first + j, {hi_[j], lo_[j]});
+    }
+    const Dtype dtype = rows.x(first).dtype;
+    const bool direct = dtype == Dtype::kFloat;
+    float* p[width];
+    for (int j = 0; j < width; ++j)
+      p[j] = direct ? static_cast<float*>(rows.out(first + j)) : rows_ + j * kShortRow;
+    for (int i = 0; i < n_; i += width) {
+      const int count = std::min(width, n_ - i);
+      VecF v[width];
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j) v[j] = *column(y_, i + j);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < width; ++j)
+        count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
+    }
+    for (int j = 0; j < width && !direct; ++j) put(rows.out(first + j), dtype, 0, n_, p[j]);
+  }
+
+  Spec spec_;
+  C F_;
+  int n_;
+  const float *from_, *to_;
+  double k_all_[width];
+  VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  IntF good_{};
+  alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];
+};
+
+}  // namespace khot::KHOT_ISA

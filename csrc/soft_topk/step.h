@@ -1,0 +1,96 @@
+// The step from one trial threshold to the next, which the ordinary solver takes for one row in double and
+// the lane solver for one row per lane in float.
+//
+// log(C/(n - C)) is nearly linear in t, and a step of Halley's kind goes to where it is log(k/(n - k)).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cdfs.h"
+
+namespace khot::KHOT_ISA {
+
+// What a pass has found for each row: the count, n less the count, by how much the count misses k, and the
+// sums of f and of its derivatives.
+template <class T>
+struct CountSums {
+  T count, rest, miss, S1, S2, S3, S4, S5;
+};
+
+// One row, in double.
+struct ScalarArithmetic {
+  using Real = double;
+  using Value = double;
+  using Mask = bool;
+  static Value splat(double v) { return v; }
+  static Value abs(Value v) { return std::fabs(v); }
+  static Value at_least(Value v, double low) { return std::max(v, low); }
+  static Value at_most(Value v, double high) { return std::min(v, high); }
+  static Value divide(Value a, Value b) { return a / b; }
+  static Value log1p(Value x, Mask /*good*/) { return std::log1p(x); }
+  // (1/rest - 1/count) S1
+  static Value curvature(Value count, Value rest, Value S1) { return (1 / rest - 1 / count) * S1; }
+};
+
+// One row per lane, in float.
+struct LaneArithmetic {
+  using Real = float;
+  using Value = VecF;
+  using Mask = IntF;
+  static KHOT_INLINE Value splat(float v) { return khot::KHOT_ISA::splat(v); }
+  static KHOT_INLINE Value abs(Value v) { return khot::KHOT_ISA::abs<float>(v); }
+  static KHOT_INLINE Value at_least(Value v, float low) { return clamp_below<float>(v, low); }
+  static KHOT_INLINE Value at_most(Value v, float high) { return clamp_above<float>(v, high); }
+  static KHOT_INLINE Value divide(Value a, Value b) { return khot::KHOT_ISA::divide<float>(a, b); }
+  static KHOT_INLINE Value log1p(Value x, Mask good) {
+    const IntF small = abs(x) < 0.5f;
+    const VecF g = khot::KHOT_ISA::log1p<float>(small ? x : VecF{});
+    if (!any(good & ~small)) return g;
+    return small ? g : log<float>(1 + x);
+  }
+  // The same as above with one division where two would be needed, since divisions count here.
+  static KHOT_INLINE Value curvature(Value count, Value rest, Value S1) {
+    return divide((count - rest) * S1, count * rest);
+  }
+};
+
+// The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
+// Newton's method from a step that is near.
+template <class T>
+KHOT_INLINE T refined(T h, const CountSums<T>& s) {
+  for (int i = 0; i < 2; ++i) {
+    const T left = s.miss - h * (s.S1 - h * (s.S2 / 2 - h * (s.S3 / 6 - h * (s.S4 / 24 - h * (s.S5 / 120)))));
+    h += left / (s.S1 - h * (s.S2 - h * (s.S3 / 2 - h * (s.S4 / 6 - h * (s.S5 / 24)))));
+  }
+  return h;
+}
+
+// The step in t/tau to a count of k, where few = min(k, n - k). Rows that this kind of step does not suit
+// leave `good`, and what is returned for them means nothing.
+template <class C, class A, class T = typename A::Value, class R = typename A::Real>
+KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Mask& good) {
+  good &= (s.count > 0) & (s.rest > 0) & (s.S1 > R(1e-2) * A::at_most(few, 1));
+  const T S1 = good ? s.S1 : A::splat(1), rest = good ? s.rest : A::splat(1), count = good ? s.count : rest;
+  // log(C/(n - C)) - log(k/(n - k))
+  const T g = A::log1p(A::divide(n * s.miss, k * rest), good);
+  const T newton = A::divide(g * count * rest, n * S1);
+  if constexpr (C::full_support) {
+    const T bend = A::curvature(count, rest, S1) + A::divide(s.S2, S1);
+    return A::divide(newton, A::at_least(1 - R(0.5) * newton * bend, R(0.5)));
+  } else {
+    // y = z^e: where y is small, small errors in z are large errors in the sum of y, which no further step
+    // removes.
+    good &= (A::abs(s.miss) <= R(3e-7) * A::at_least(few, 1)) | (A::abs(newton) > R(C::last_step));
+    return newton;
+  }
+}
+
+// The same, refined where it is short.
+template <class C, class A, class T = typename A::Value, class R = typename A::Real>
+KHOT_INLINE T refined_step(const CountSums<T>& s, T k, R n, T few, typename A::Mask& good) {
+  const T h = halley_step<C, A>(s, k, n, few, good);
+  return A::abs(h) < R(0.5) ? refined(h, s) : h;
+}
+
+}  // namespace khot::KHOT_ISA

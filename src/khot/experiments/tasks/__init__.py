@@ -1,0 +1,1 @@
+"""What the experiments are run on: generated data, and the methods that khot is compared with."""

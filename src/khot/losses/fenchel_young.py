@@ -1,0 +1,127 @@
+"""The Fenchel-Young loss of a soft top-k."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from khot import cdfs
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import greatest, widen
+from khot._ops.soft_topk import threshold_map
+from khot.cdfs import CDF, CDFName
+from khot.losses._reduction import Reduction, check_reduction, reduce
+
+__all__ = ["FenchelYoungTopKLoss"]
+
+
+class FenchelYoungTopKLoss(nn.Module):
+    """The Fenchel-Young loss of a soft top-k: convex in the scores, 0 where the soft top-k is the target.
+
+    With y = ``khot.soft_topk(x, k)``, the regulariser ω of the CDF and a target T with ΣT = k:
+
+        L(x, T) = max over the capped simplex of (⟨·, x⟩ − τ Σω) + τ Σ ω(T_i) − ⟨x, T⟩ ≥ 0,   dL/dx = y − T
+
+    For k = 1 and the logistic CDF it is the counterpart of the binary cross-entropy of sigmoids, under the
+    constraint that the probabilities sum to k.
+
+    Args:
+        k: how many, in [0, n]; a number or a tensor that broadcasts with the batch shape.
+        dim: the dimension of the classes.
+        tau: temperature > 0; a number or a tensor, as k.
+        cdf: as for :func:`khot.soft_topk`.
+        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
+
+    Shape:
+        input: scores, of any floating-point dtype. Scores of −inf and +inf are never and always selected:
+        they add nothing to the loss where the target agrees, and make it inf where the target does not.
+
+        target: the input's shape; bool, integer or floating-point in [0, 1]. A row that sums to m ≥ k, such
+        as one with m equivalent labels, is scaled by k/m. A row that sums to less than k would make the loss
+        unbounded below, and raises an error; on other devices than the CPU, and while compiling, its loss is
+        NaN.
+
+        output: a number of the input's dtype; with ``reduction="none"`` the batch shape.
+
+    Differentiable in input (with ``"sum"`` the gradient is y − T), tau and target, exactly, to any order; not
+    in k, because the target has to sum to it.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
+
+    Source: Blondel, Martins, Niculae 2020; for top-k Sander et al. 2023, section 6, whose one-hot target
+    with k = 3 is unbounded below.
+
+    Example:
+        >>> loss = khot.losses.FenchelYoungTopKLoss(k=2, tau=0.5)
+        >>> scores = torch.tensor([1.0, 3.0, 2.0, 0.0], requires_grad=True)
+        >>> target = torch.tensor([0, 1, 1, 0])
+        >>> loss(scores, target).backward()
+        >>> torch.allclose(scores.grad, khot.soft_topk(scores, 2, tau=0.5) - target)
+        True
+    """
+
+    k: Scalar
+    dim: int
+    tau: Scalar
+    cdf: CDF
+    reduction: Reduction
+
+    def __init__(
+        self,
+        k: Scalar,
+        dim: int = -1,
+        *,
+        tau: Scalar = 1.0,
+        cdf: CDFName | CDF = "logistic",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        self.k, self.dim, self.tau = k, dim, tau
+        self.cdf = cdfs.resolve(cdf)
+        self.reduction = check_reduction(reduction)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}, reduction={self.reduction!r}"
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        x = arguments.rows(input, self.dim)
+        k = arguments.per_row(self.k, "k", x, low=0, high=x.shape[-1]).detach()
+        tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
+        T = _target_rows(target, input, self.dim, k)
+        _, hi, lo = threshold_map(x, k, tau, self.cdf, "threshold")
+
+        # no score has an effect where nothing or everything is selected, and infinite scores never have one
+        infinite, settled = x.isinf(), (hi.abs() == greatest(hi)).unsqueeze(-1)
+        decided = infinite | settled
+        at_decided = torch.where(infinite, x > 0, hi.unsqueeze(-1) < 0).to(hi.dtype)
+        t_hi, t_lo = (v.unsqueeze(-1).masked_fill(settled, 0) for v in (hi, lo))
+        tau = widen(tau).unsqueeze(-1)
+        z = ((widen(x).masked_fill(decided, 0) - t_hi) - t_lo) / tau
+        # Every term is ≥ 0. t stays in the graph: it adds nothing to the gradient, but it does to the
+        # Hessian.
+        terms = tau * (self.cdf.conjugate(z) + self.cdf.potential(T) - z * T)
+        mismatch = torch.where((T - at_decided).abs() < 1e-6, 0.0, math.inf)
+        loss = torch.where(decided, mismatch, terms).sum(-1)
+        return reduce(torch.where(hi.isnan(), math.nan, loss), self.reduction).to(input.dtype)
+
+
+def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> Tensor:
+    """The target with dim last, every row scaled so that it sums to k."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a torch.Tensor, but got {type(target).__name__}")
+    if target.shape != input.shape:
+        raise ValueError(
+            f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
+        )
+    T = arguments.check_values(arguments.rows(widen(target), dim), "target", low=0, high=1)
+    mass = torch.where(k == 0, 1, T.sum(-1) / k)
+    short = mass < 1 - 1e-6
+    if arguments.readable(short) and bool(short.any()):
+        least, total = (v.expand(short.shape)[short][0].item() for v in (k, T.sum(-1)))
+        raise ValueError(f"each target row must sum to at least k = {least:.8g}, but one sums to {total:.8g}")
+    share = torch.where(short, math.nan, torch.where(k == 0, 0, 1 / mass))
+    return T * share.unsqueeze(-1)

@@ -1,0 +1,82 @@
+"""Cross-entropy of a soft permutation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._ops.permutation import log_shares
+from khot.cdfs import CDF, CDFName
+from khot.losses._reduction import Reduction, check_reduction, reduce
+
+__all__ = ["permutation_cross_entropy"]
+
+
+def permutation_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    descending: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross-entropy of the soft permutation of the scores with the true order: −log P_(i, target_i).
+
+    The row-wise cross-entropy of :func:`khot.soft_permutation` with the true permutation matrix. Only the n
+    entries of P on the true order are computed: with the Laplace CDF in O(n log n) time.
+
+    Args:
+        input: scores, of any floating-point dtype.
+        target: int64, of the input's shape: which entry belongs in each place, as ``torch.argsort`` of the
+            true values gives it, in the same order (``descending`` or not).
+        dim: the dimension that is sorted.
+        tau, cdf, descending: as for :func:`khot.soft_permutation`.
+        reduction: ``"mean"`` over all places, ``"sum"``, or ``"none"``.
+
+    Returns:
+        A number of the input's dtype, ≥ 0; with ``"none"`` the loss of each place, of the input's shape.
+
+    The gradient in input and tau is exact, to any order and in either mode.
+
+    Raises:
+        ValueError: an index in target that is not in [0, n), a target of another shape, an unknown reduction;
+            tau and cdf as for :func:`khot.soft_permutation`.
+        TypeError: input that is not a floating-point tensor, target that is not an int64 one.
+        IndexError: dim out of range.
+
+    Source: Struski et al. 2025, section 5.2.
+
+    Example:
+        >>> scores = torch.tensor([0.1, 2.0, 0.9])
+        >>> khot.losses.permutation_cross_entropy(scores, torch.tensor([0, 2, 1]), tau=0.5)
+        tensor(0.3086)
+    """
+    F = cdfs.resolve(cdf)
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    check_reduction(reduction)
+    index = _order_rows(target, input, x, dim)
+    loss = 0.0 - log_shares(x, index, tau, F)  # not −0
+    if reduction == "none":
+        return arguments.unrows(loss, input, dim)
+    return reduce(loss, reduction)
+
+
+def _order_rows(target: Any, input: Tensor, x: Tensor, dim: int) -> Tensor:
+    """The target, checked, with dim last."""
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(f"target must be a tensor of dtype torch.int64, but got {got}")
+    if target.shape != input.shape:
+        raise ValueError(
+            f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
+        )
+    arguments.check_values(target, "target", low=0, high=x.shape[-1] - 1)
+    return target.movedim(dim, -1) if target.dim() else target.reshape(1)

@@ -1,0 +1,42 @@
+"""The price of a learned size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from khot._core import arguments
+from khot._core.arguments import Scalar
+
+__all__ = ["size_penalty"]
+
+
+def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
+    """The price of a subset whose size is learned: λ Σ_i π_i, averaged over the batch.
+
+    Σπ is the expected size of a sample with the inclusion probabilities π. An entry is therefore selected
+    only if it lowers the loss by more than λ, like the regularisation parameter of the lasso.
+
+    Args:
+        probs: inclusion probabilities in [0, 1], such as ``logits.sigmoid()``.
+        weight: λ ≥ 0; a number or a tensor that broadcasts with the batch shape (the shape of probs without
+            ``dim``).
+        dim: the dimension along which the entries lie.
+
+    Returns:
+        A scalar ≥ 0 of the probabilities' dtype, differentiable in both.
+
+    Raises:
+        ValueError: weight < 0, or a weight that does not broadcast with the batch shape.
+        TypeError: probs that are not a floating-point tensor.
+        IndexError: dim out of range.
+
+    Source: Wijk, Vinuesa, Azizpour 2025, section 2.3.
+
+    Example:
+        >>> khot.losses.size_penalty(torch.tensor([0.5, 1.0, 0.25]), 0.1)
+        tensor(0.1750)
+    """
+    arguments.check_input(probs, "probs")
+    x = arguments.rows(probs, dim)
+    weight = arguments.per_row(weight, "weight", x, low=0)
+    return (weight.to(x.dtype) * x.sum(-1)).mean()

@@ -1,0 +1,16 @@
+"""What the layers check about their inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+__all__ = ["check_width"]
+
+
+def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input") -> None:
+    """Raise unless the last dim has the layer's size, because broadcasting would hide the error."""
+    if input.shape[-1:] != (width,):
+        raise ValueError(
+            f"{name} must have shape (..., {width}) for this {type(layer).__name__}, but got shape "
+            f"{tuple(input.shape)}"
+        )

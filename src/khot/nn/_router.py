@@ -1,0 +1,101 @@
+"""What the routers have in common: scores, report of the load."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot import cdfs
+from khot._core import arguments
+from khot.cdfs import CDF, CDFName
+from khot.nn._inputs import check_width
+from khot.nn._values import Value, positive
+
+__all__ = ["Router", "Routing"]
+
+
+class Routing(NamedTuple):
+    """What a router decided, and how the load is distributed.
+
+    Attributes:
+        weights: (..., n, experts), of the tokens' dtype; a mixture is Σ_e weights_e · expert_e(token).
+        selection: (..., n, experts) in [0, 1]; the k-hot mask, soft or hard, that the weights come from.
+        load: (experts,); for each expert, the share of the tokens that it gets.
+        entropy: of the load, divided by that of an even load: 1 is balanced, 0 is a single expert.
+        dropped: the share of the tokens that no expert gets.
+
+    All but the weights are in float32 (in float64 for tokens of that dtype), and differentiable.
+    """
+
+    weights: Tensor
+    selection: Tensor
+    load: Tensor
+    entropy: Tensor
+    dropped: Tensor
+
+
+class Router(nn.Module):
+    """The base of the routers: the scores, log softmax(Wx) over the experts, and the report of the load.
+
+    Shape:
+        input: tokens (..., n, in_features), of any floating-point dtype.
+
+        mask: (..., n), bool; False where a token is padding. Padding goes to no expert and is not counted.
+    """
+
+    in_features: int
+    num_experts: int
+    tau: Value
+    cdf: CDF
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        tau: Value,
+        cdf: CDFName | CDF,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if num_experts < 2:
+            raise ValueError(f"num_experts must be at least 2, but got {num_experts}")
+        self.in_features, self.num_experts = in_features, num_experts
+        self.tau, self.cdf = positive(tau, "tau"), cdfs.resolve(cdf)
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """As in ``torch.nn.Linear``."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Routing:
+        arguments.check_input(input)
+        check_width(input, self.in_features, self)
+        if mask is not None:
+            mask = arguments.mask_rows(mask, input[..., 0], -1)
+            input = input.masked_fill(~mask.unsqueeze(-1), 0)
+        # in float32 at least, even under autocast, because near ties decide which expert gets a token
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            x = input.to(wide)
+            selection, weights = self._route(x, F.linear(x, self.weight.to(wide)).log_softmax(-1), mask)
+        if mask is None:
+            tokens = torch.full((), selection[..., 0].numel(), dtype=wide, device=x.device)
+            missing = (1 - selection.sum(-1)).clamp(min=0)
+        else:
+            tokens = mask.sum().to(wide)
+            missing = (mask.to(wide) - selection.sum(-1)).clamp(min=0)
+        tokens = tokens.clamp(min=1)
+        load = selection.flatten(0, -2).sum(0) / tokens
+        share = load / load.sum().clamp(min=torch.finfo(wide).tiny)
+        entropy = torch.special.entr(share).sum() / math.log(self.num_experts)
+        return Routing(weights.to(input.dtype), selection, load, entropy, missing.sum() / tokens)
+
+    def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Selection and weights for scores (..., n, experts)."""
+        raise NotImplementedError

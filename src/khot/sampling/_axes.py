@@ -1,0 +1,36 @@
+"""The dim along which the units lie: moved to the end for the computation, and back afterwards.
+
+The dim is counted from the end, so that the same number holds for a result with more dims in front.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from khot._core import arguments
+
+__all__ = ["from_end", "to_dim", "to_last", "to_pair"]
+
+
+def from_end(input: Tensor, dim: int) -> int:
+    """dim as a negative number, checked; a 0-dim input counts as one with a single entry."""
+    return arguments.check_dim(input, dim) - max(input.dim(), 1)
+
+
+def to_last(input: Tensor, dim: int) -> Tensor:
+    """The input with the units along the last dim; a 0-dim input becomes a row of one unit."""
+    if not input.dim():
+        return input.reshape(1)
+    return input if dim == -1 else input.movedim(dim, -1)
+
+
+def to_dim(result: Tensor, input: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`to_last`, for a result with any number of additional dims in front."""
+    if not input.dim():
+        return result.squeeze(-1)
+    return result if dim == -1 else result.movedim(-1, dim)
+
+
+def to_pair(result: Tensor, dim: int) -> Tensor:
+    """The last two dims of a result (*batch, n, n) moved to where the input had its dim."""
+    return result if dim == -1 else result.movedim((-2, -1), (dim - 1, dim))

@@ -1,0 +1,120 @@
+"""The logits of the conditional Poisson design with prescribed inclusion probabilities.
+
+The fixed point θ ← θ + logit probs − logit π(θ) is iterated with Anderson's acceleration; its derivative
+solves Cov(θ) dθ = dprobs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from khot._ops.soft_topk import threshold_map
+from khot.cdfs import Logistic
+from khot.sampling._tilting import covariance_product, in_front, inclusion, tilt_rows
+
+__all__ = ["solve"]
+
+TINY = torch.finfo(torch.float64).tiny
+CONJUGATE_GRADIENTS = 200
+
+
+def solve(probs: Tensor) -> Tensor:
+    """θ with π(θ) = probs and Σσ(θ) = k, for rows (*batch, n) in float64.
+
+    Each row sums to an integer, up to the rounding of the dtype that it came from.
+    """
+    k = probs.detach().sum(-1).round()
+    theta = _Calibrate.apply(probs, k)
+    _, hi, lo = threshold_map(theta, k, theta.new_ones(()), Logistic(), "threshold")
+    decided = hi.abs() == torch.finfo(hi.dtype).max  # no unit is free
+    shift = (hi + lo).masked_fill(decided, 0)
+    return theta - shift.unsqueeze(-1)
+
+
+class _Calibrate(Function):
+    """θ with π(θ) = probs, up to a constant."""
+
+    @staticmethod
+    def forward(probs: Tensor, k: Tensor) -> Tensor:
+        # start from the nearest probabilities that sum to k exactly: the iteration must not chase a rounding
+        # error
+        return torch.ops.khot.calibrate.default(tilt_rows(torch.logit(probs), k).z, k)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        theta, k = ctx.saved_tensors
+        return _Solve.apply(theta, k, grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        theta, k = ctx.saved_tensors
+        return _Solve.apply(theta, k, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _Calibrate.apply(*in_front(info, in_dims, args)), 0
+
+
+class _Solve(Function):
+    """u with Cov(θ)u = v, for v whose sum is 0; u is unique up to a constant."""
+
+    @staticmethod
+    def forward(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _conjugate_gradients(theta, k, v)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        theta, k, u = ctx.saved_tensors
+        w = _Solve.apply(theta, k, grad)
+        vjp = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k), u), theta)[1]
+        return -vjp(w)[0], None, w
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _Solve.apply(*in_front(info, in_dims, args)), 0
+
+
+def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Conjugate gradients, preconditioned by the variances: with many units, the covariances are small."""
+    trials = tilt_rows(theta, k)
+    _, pi, out = inclusion(trials)
+    variance = pi * out
+    free = (variance > 0) & theta.isfinite()
+    variance = variance.masked_fill(~free, 1)
+    total = variance.where(free, 0).sum(-1, keepdim=True).clamp(TINY)
+
+    def precondition(r: Tensor) -> Tensor:
+        """Divide by the variances, and remove the constant, which Cov maps to 0 but rounding amplifies."""
+        u = (r / variance).masked_fill(~free, 0)
+        mean = (u * variance).sum(-1, keepdim=True) / total
+        return (u - mean).masked_fill(~free, 0)
+
+    r = v.masked_fill(~free, 0)
+    u = torch.zeros_like(r)
+    d = precondition(r)
+    rho = (r * d).sum(-1, keepdim=True)
+    least = 1e-30 * rho
+    for _ in range(CONJUGATE_GRADIENTS):
+        active = rho > least
+        if not bool(active.any()):
+            break
+        image = covariance_product(trials, d)
+        alpha = (rho / (d * image).sum(-1, keepdim=True)).where(active, 0)
+        u, r = u + alpha * d, r - alpha * image
+        z = precondition(r)
+        rho, before = (r * z).sum(-1, keepdim=True), rho
+        d = z + (rho / before).where(active, 0) * d
+    return u

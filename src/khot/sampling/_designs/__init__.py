@@ -1,0 +1,1 @@
+"""The sampling designs, one file per design; :mod:`khot.sampling.table` lists them."""

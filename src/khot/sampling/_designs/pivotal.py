@@ -1,0 +1,27 @@
+"""The pivotal method: duels between units, each of which decides one of the two (Deville, Tillé 1998).
+
+If the probabilities of two units have a sum a + b ≤ 1, one unit gets 0 and the other continues with a + b. If
+a + b > 1, one unit gets 1 and the other continues with a + b − 1. The duels are a tournament between
+neighbours with ⌈log₂ n⌉ rounds, and all duels of a round run at once. Units that are close to each other in
+the given order are seldom selected together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from khot._ops import uniform as philox
+
+__all__ = ["draw", "draw_random_order"]
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    return torch.ops.khot.tournament.default(probs, philox.new_seed(probs.device, generator))
+
+
+def draw_random_order(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """As :func:`draw`, with the units shuffled for every draw: more entropy, and no effect of order."""
+    order = philox.rand(probs.shape, probs.device, generator).argsort(-1)
+    chosen = draw(probs.gather(-1, order), generator)
+    return torch.empty_like(chosen).scatter_(-1, order, chosen)

@@ -1,0 +1,104 @@
+"""khot.sampling along any dim: the same numbers as along the last one, moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot.sampling import conditional_poisson, designs
+
+LOGITS = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PROBS = khot.sigmoid_topk(LOGITS, 2, 1)
+K = torch.tensor([[1, 2, 3], [4, 2, 1]])  # for the units along dim 1
+SHAPE = (4, 6)
+
+
+def seed() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+# each with the number of dims that follow the batch
+CASES: dict[str, tuple[Callable[..., Tensor], Tensor, int]] = {
+    **{
+        f"sample-{name}": (
+            lambda x, dim, name=name: khot.sampling.sample(x, name, dim, generator=seed()),
+            PROBS,
+            1,
+        )
+        for name in designs
+    },
+    "sample-shape": (
+        lambda x, dim: khot.sampling.sample(x, dim=dim, sample_shape=SHAPE, generator=seed()),
+        PROBS,
+        1,
+    ),
+    "inclusion": (lambda x, dim: khot.sampling.inclusion_probs(x, "pareto", dim), PROBS, 1),
+    "inclusion-exact": (lambda x, dim: khot.sampling.inclusion_probs(x, "sampford", dim), PROBS, 1),
+    "joint": (lambda x, dim: khot.sampling.joint_inclusion_probs(x, "sampford", dim), PROBS, 2),
+    "gumbel": (
+        lambda x, dim: khot.sampling.gumbel_topk(x, K, dim, sample_shape=SHAPE, generator=seed()),
+        LOGITS,
+        1,
+    ),
+    "log_normalizer": (lambda x, dim: conditional_poisson.log_normalizer(x, K, dim), LOGITS, 0),
+    "marginals": (lambda x, dim: conditional_poisson.marginals(x, K, dim), LOGITS, 1),
+    "joint_marginals": (lambda x, dim: conditional_poisson.joint_marginals(x, K, dim), LOGITS, 2),
+    "entropy": (lambda x, dim: conditional_poisson.entropy(x, K, dim), LOGITS, 0),
+    "kl": (lambda x, dim: conditional_poisson.kl(x, 2 * x, K, dim), LOGITS, 0),
+    "calibrate": (lambda x, dim: conditional_poisson.calibrate(x, dim), PROBS, 1),
+    "draws": (
+        lambda x, dim: conditional_poisson.sample(x, K, dim, sample_shape=SHAPE, generator=seed()),
+        LOGITS,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+@pytest.mark.parametrize("name", CASES)
+def test_any_dim(name: str, dim: int) -> None:
+    function, x, last = CASES[name]
+    want = function(x.movedim(1, -1), -1)
+    if last:
+        # the dim after the units comes behind them again
+        want = want.movedim(-last - 1, -1)
+    got = function(x, dim)
+    assert got.shape == want.shape
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_log_prob_of_draws_along_any_dim(dim: int) -> None:
+    x = conditional_poisson.sample(LOGITS, K, dim, sample_shape=SHAPE, generator=seed())
+    want = conditional_poisson.log_prob(x.movedim(-2, -1), LOGITS.movedim(1, -1), K)
+    got = conditional_poisson.log_prob(x, LOGITS, K, dim)
+    assert got.shape == (*SHAPE, 2, 3)
+    assert torch.equal(got, want)
+
+
+def test_size_penalty_along_any_dim() -> None:
+    weight = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], dtype=torch.float64)
+    want = (weight * PROBS.sum(1)).mean()
+    torch.testing.assert_close(khot.losses.size_penalty(PROBS, weight, 1), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dim_that_is_out_of_range_is_named(name: str) -> None:
+    function, x, _ = CASES[name]
+    for dim in (3, -4):
+        with pytest.raises(IndexError, match=rf"dim must be in \[-3, 2\], but got {dim}"):
+            function(x, dim)
+
+
+def test_a_sample_shape_in_the_place_of_dim_is_named() -> None:
+    for call in (
+        lambda: khot.sampling.sample(PROBS, "pareto", SHAPE),  # type: ignore[arg-type]
+        lambda: khot.sampling.gumbel_topk(LOGITS, 2, SHAPE),  # type: ignore[arg-type]
+        lambda: conditional_poisson.sample(LOGITS, 2, SHAPE),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="dim must be an int, but got tuple"):
+            call()

@@ -1,0 +1,170 @@
+"""The house: imports run one way, private names stay private, and what is public is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import khot
+
+PACKAGE = Path(khot.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+
+# from the bottom up; a module may import from its own layer and from those before it
+LAYERS = [
+    ("cdfs", "_core"),
+    ("_kernels",),
+    ("_ops",),
+    ("counting", "topk", "magnitude", "ranking", "transport"),
+    ("baselines", "sampling"),
+    ("estimators",),
+    ("distributions",),
+    ("losses", "nn"),
+    ("__init__",),
+    ("experiments", "__main__"),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> list[str]:
+    found = ["khot"]
+    for module in pkgutil.walk_packages([str(PACKAGE)], "khot."):
+        if not module.name.startswith("khot._C"):
+            found.append(module.name)
+    return found
+
+
+def path(name: str) -> Path:
+    base = PACKAGE.joinpath(*name.split(".")[1:])
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(path(name).read_text(encoding="utf-8"))
+
+
+@cache
+def listed(name: str) -> frozenset[str]:
+    """What ``__all__`` of a module holds, without importing it."""
+    for node in tree(name).body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+def is_module(name: str) -> bool:
+    return path(name).is_file()
+
+
+def imports(name: str) -> list[tuple[str, str | None]]:
+    """(module, name imported from it or None) for every import from khot, wherever in the file it stands."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found += [(a.name, None) for a in node.names if a.name.split(".")[0] == "khot"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "khot":
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.append((inner, None) if is_module(inner) else (node.module, alias.name))
+    return found
+
+
+def layer(name: str) -> int:
+    parts = name.split(".")
+    return LEVEL[parts[1] if len(parts) > 1 else "__init__"]
+
+
+MODULES = modules()
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {name.split(".")[1] for name in MODULES if "." in name} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_one_way(name: str) -> None:
+    upwards = [module for module, _ in imports(name) if layer(module) > layer(name)]
+    if name.startswith("khot.experiments") or name == "khot.__main__":
+        upwards = []  # they are on top, and use the package as its users do
+    assert upwards == []
+
+
+def test_no_circle() -> None:
+    graph = {name: {module for module, _ in imports(name) if module != name} for name in MODULES}
+    # a package gathers its parts; what a part imports from its package by name is a circle all the same
+    done: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                walk(other, (*way, name))
+            done.add(name)
+
+    for name in MODULES:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
+    """Names imported from a module, and attributes taken of an imported module, are in its ``__all__``."""
+    taken: list[tuple[str, str]] = [(m, n) for m, n in imports(name) if n is not None]
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "khot":
+            for alias in node.names:
+                if is_module(f"{node.module}.{alias.name}"):
+                    aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    shadowed = {a.arg for node in ast.walk(tree(name)) if isinstance(node, ast.arguments) for a in node.args}
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = aliases.get(node.value.id)
+            if module and node.value.id not in shadowed and not is_module(f"{module}.{node.attr}"):
+                taken.append((module, node.attr))
+    triton = "khot._kernels.triton"  # one room: its files share Triton functions and constants freely
+    taken = [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
+    assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if "._" not in n and not n.startswith("khot.experiments")]
+)
+def test_all_is_there(name: str) -> None:
+    module = importlib.import_module(name)
+    assert [n for n in listed(name) if not hasattr(module, n)] == []
+
+
+def test_public_names_are_documented() -> None:
+    """The reverse: what a public module lists in ``__all__`` has its place in docs/api."""
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE)}
+    public = [n for n in MODULES if not any(part.startswith("_") for part in n.split(".")[1:])]
+    public = [n for n in public if not n.startswith("khot.experiments")]
+    lacking = {(n, each) for n in public for each in listed(n) if each not in shown}
+    assert {pair for pair in lacking if not is_module(f"{pair[0]}.{pair[1]}")} == set()
+
+
+def test_only_one_file_touches_torch_s_private_names() -> None:
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "torch_internals.py":
+            text = file.read_text(encoding="utf-8")
+            if re.search(
+                r"\btorch\._(?!_version|dynamo)|torch\.\w+\._[a-z]|from torch\._|forward_ad\._", text
+            ):
+                found.append(file.relative_to(PACKAGE).as_posix())
+    assert found == []
+
+
+def test_tab_shows_what_is_public() -> None:
+    assert [n for n in dir(khot) if not n.startswith("_") and n not in khot.__all__] == []

@@ -1,0 +1,270 @@
+"""One convention for all signatures: names, order, what is keyword-only, and what a type checker can see.
+
+    function(input, k, dim=-1, *, tau=1.0, cdf=..., largest=True, mask=None, hard=False, ..., generator=None)
+
+A parameter means the same wherever it appears, and no default stands for "not given" but None.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, Union
+
+import pytest
+
+import khot
+from khot import cdfs
+from khot.sampling import conditional_poisson
+
+PLACES: dict[str, Any] = {
+    "khot": khot,
+    "khot.baselines": khot.baselines,
+    "khot.distributions": khot.distributions,
+    "khot.estimators": khot.estimators,
+    "khot.losses": khot.losses,
+    "khot.nn": khot.nn,
+    "khot.sampling": khot.sampling,
+    "khot.sampling.conditional_poisson": conditional_poisson,
+}
+
+
+def is_call(value: object) -> bool:
+    """Whether it is a function or a class, and not an alias of a type, a table or a module."""
+    return inspect.isfunction(value) or inspect.isclass(value)
+
+
+PUBLIC: dict[str, Callable[..., Any]] = {
+    f"{place}.{name}": getattr(module, name)
+    for place, module in PLACES.items()
+    for name in module.__all__
+    if is_call(getattr(module, name))
+}
+# what returns values instead of selecting: its fields are not options
+RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
+CALLS = {name: call for name, call in PUBLIC.items() if name not in RECORDS}
+# these have the signature of the function or class of torch that they replace
+AS_TORCH = {
+    "khot.nn.topk_attention": "torch.nn.functional.scaled_dot_product_attention",
+    "khot.nn.TopKAttention": "torch.nn.MultiheadAttention",
+}
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(CALLS[name]).parameters)
+
+
+def positional(name: str) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters(name).values() if p.kind in kinds]
+
+
+def having(*options: str) -> list[str]:
+    return [name for name in CALLS if set(options) & set(parameters(name))]
+
+
+def annotation(name: str, option: str) -> Any:
+    call = CALLS[name]
+    function: Any = call.__init__ if inspect.isclass(call) else call
+    return typing.get_type_hints(inspect.unwrap(function))[option]
+
+
+def members(hint: Any) -> list[Any]:
+    """The types of a union, or the one type."""
+    return list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
+
+
+@pytest.mark.parametrize("package", [khot, khot.losses, khot.nn, khot.sampling], ids=lambda p: p.__name__)
+def test_completion_shows_public_names_only(package: types.ModuleType) -> None:
+    assert set(dir(package)) - {"__version__"} == set(package.__all__)
+
+
+# ------------------------------------------------------------------------------------ names and order
+
+KEYWORD_ONLY = (
+    "adjust",
+    "cdf",
+    "descending",
+    "design",
+    "epsilon",
+    "estimator",
+    "generator",
+    "group",
+    "hard",
+    "iterations",
+    "largest",
+    "learnable_k",
+    "learnable_tau",
+    "mask",
+    "normalize",
+    "p",
+    "reduction",
+    "rescale",
+    "sample_shape",
+    "seed",
+    "tau",
+)
+# in khot.sampling a design stands where operators have k: sample(probs, design, dim, *, ...)
+DESIGN_AS_K = {
+    "khot.sampling.inclusion_probs",
+    "khot.sampling.joint_inclusion_probs",
+    "khot.sampling.sample",
+}
+
+
+@pytest.mark.parametrize("option", KEYWORD_ONLY)
+def test_options_are_keyword_only(option: str) -> None:
+    names = set(having(option)) - (DESIGN_AS_K if option == "design" else set())
+    assert names  # or the option is misspelt here
+    assert {name for name in names if option in positional(name)} == set()
+
+
+@pytest.mark.parametrize("name", having("dim"))
+def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) -> None:
+    parameter = parameters(name)["dim"]
+    assert parameter.default == -1
+    assert annotation(name, "dim") is int
+    after = positional(name)[positional(name).index("dim") + 1 :]
+    assert after in ([], ["keepdim"])  # as in torch.quantile
+
+
+# what may stand between the tensor and dim, in this order
+BETWEEN = ("q_logits", "k", "at", "count", "q", "target", "weight", "design")
+FUNCTIONS = [
+    name for name, call in CALLS.items() if inspect.isfunction(call) and not name.startswith("khot.nn.")
+]
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "dim" in parameters(name)])
+def test_the_tensor_comes_first_then_k_then_dim(name: str) -> None:
+    order = positional(name)
+    if order[0] == "value":  # log_prob(value, logits, k), as log_prob(value) of torch
+        order = order[1:]
+    assert order[0] in ("input", "logits", "probs", "p_logits")
+    between = order[1 : order.index("dim")]
+    assert between == [option for option in BETWEEN if option in between]
+
+
+def test_everything_on_rows_takes_dim() -> None:
+    """The distributions have their event in the last dim, as torch's have, and score_function its samples in
+    the first; all other functions work along any dim."""
+    assert set(FUNCTIONS) - set(having("dim")) == {"khot.estimators.score_function"}
+
+
+@pytest.mark.parametrize("name", [name for name in having("k") if inspect.isclass(CALLS[name])])
+def test_the_k_of_a_class_is_positional(name: str) -> None:
+    assert "k" in positional(name)
+
+
+def test_there_is_one_name_for_hard_selections() -> None:
+    assert having("straight_through", "st") == []
+    for name in having("hard"):
+        assert annotation(name, "hard") is bool
+
+
+def test_no_parameter_has_an_abbreviated_or_a_second_name() -> None:
+    assert having("x", "temperature", "axis", "sharpness", "K") == ["khot.distributions.RelaxedKHot"]
+
+
+def test_p_is_a_norm() -> None:
+    assert having("p")
+    for name in having("p"):
+        assert annotation(name, "p") is float
+        assert parameters(name)["p"].default == 2.0
+
+
+def test_every_function_that_draws_takes_a_generator() -> None:
+    drawing = {
+        "khot.sample_khot",
+        "khot.sampling.conditional_poisson.sample",
+        "khot.sampling.gumbel_topk",
+        "khot.sampling.sample",
+        *(f"khot.estimators.{name}" for name in typing.get_args(khot.estimators.EstimatorName)),
+        "khot.estimators.sample_khot",
+    }
+    assert set(having("generator")) == drawing
+    for name in drawing:
+        assert parameters(name)["generator"].default is None
+
+
+# The public operators that select along a row but have no mask. Only removals are welcome.
+WITHOUT_MASK = {"khot.inverse_soft_count", "khot.sample_khot", "khot.soft_count"}
+
+
+def test_operators_take_a_mask() -> None:
+    operators = {name for name in CALLS if name.count(".") == 1}
+    assert operators - set(having("mask")) == WITHOUT_MASK
+    for name in operators & set(having("mask")):
+        assert parameters(name)["mask"].default is None
+
+
+# ------------------------------------------------------------------------------------ defaults
+
+# Here tau has an effect with some estimators only: given or not is a difference.
+OPTIONAL_TAU = {"khot.estimators.sample_khot", "khot.nn.KHotGate", "khot.sample_khot"}
+
+
+def test_none_stands_for_not_given() -> None:
+    assert set(having("estimator")) == OPTIONAL_TAU
+    for name in having("tau"):
+        default = parameters(name)["tau"].default
+        if name in OPTIONAL_TAU:
+            assert default is None, name
+        else:
+            assert default == 1.0, name
+
+
+# ------------------------------------------------------------------------------------ types
+
+CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "reduction", "schedule")
+
+
+@pytest.mark.parametrize(
+    "name, option", [(name, option) for option in CHOICES for name in having(option)], ids=str
+)
+def test_a_type_checker_sees_a_misspelt_choice(name: str, option: str) -> None:
+    kinds = members(annotation(name, option))
+    assert str not in kinds and Any not in kinds
+    literals = [kind for kind in kinds if typing.get_origin(kind) is Literal]
+    assert len(literals) == 1
+    rest = [kind for kind in kinds if kind not in literals and kind is not type(None)]
+    assert rest == ([cdfs.CDF] if option == "cdf" else [])
+    default = parameters(name)[option].default
+    if default is not inspect.Parameter.empty:
+        assert default is None or default in typing.get_args(literals[0])
+
+
+def test_names_of_choices_are_those_of_the_tables() -> None:
+    assert set(typing.get_args(khot.sampling.DesignName)) == set(khot.sampling.designs)
+    for name in typing.get_args(cdfs.CDFName):
+        assert isinstance(cdfs.resolve(name), cdfs.CDF)
+    estimators = typing.get_args(khot.estimators.EstimatorName)
+    assert set(estimators) == {
+        name for name in khot.estimators.__all__ if is_call(getattr(khot.estimators, name))
+    } - {"sample_khot", "score_function"}
+    for schedule in typing.get_args(khot.nn.ScheduleName):
+        khot.nn.Anneal(1.0, 0.5, 2, schedule)
+
+
+# ------------------------------------------------------------------------------------ layers
+
+
+def test_layers_end_with_device_and_dtype() -> None:
+    for name in having("device", "dtype"):
+        assert list(parameters(name))[-2:] == ["device", "dtype"], name
+        assert not {"device", "dtype"} & set(positional(name)), name
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
+def test_options_of_layers_are_keyword_only(name: str) -> None:
+    """What has a default is an option, but for dim, and for the arguments that torch has before ours."""
+    if name in AS_TORCH:
+        return
+    with_default = [
+        option
+        for option in positional(name)
+        if parameters(name)[option].default is not inspect.Parameter.empty
+    ]
+    assert set(with_default) <= {"dim", "capacity", "schedule"}
