@@ -29,7 +29,7 @@ pytestmark = [
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TAU = [0.5, 1.0, 1.7]
-# a row is held by one program; is nearly the longest of these; is split over programs
+# a row shares a program with others; has one; streams past one
 SIZES = (7, 1001, 40_001)
 
 every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
@@ -187,10 +187,28 @@ def test_more_rows_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(70_000, 100, device="cuda")
     want = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
-    monkeypatch.setattr(layout, "RESIDENT", 64)
+    for name, value in {"RESIDENT": 64, "STREAMED": 0, "STREAMS": 1 << 30}.items():
+        monkeypatch.setattr(layout, name, value)
     got = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
     for a, b in zip(got, want, strict=True):
         assert error(a, b.cpu()) <= 1e-6
+
+
+@pytest.mark.parametrize("output", [khot.soft_topk, khot.log_soft_topk], ids=["y", "log"])
+@every_cdf
+def test_rows_split_over_programs(cdf: str | cdfs.CDF, output: Callable[..., Tensor]) -> None:
+    x = torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        row = x.to(device, dtype).requires_grad_()
+        y = output(row, 3_000.5, tau=0.5, cdf=cdf)
+        finite = y.detach() > -torch.inf
+        (dx,) = torch.autograd.grad(y.masked_fill(~finite, 0), row, grad.to(device, dtype))
+        results.append((y, dx))
+    (got, dx), (want, dwant) = results
+    assert error(got, want) <= 1e-5 if output is khot.log_soft_topk else error(got, want) <= 5e-7
+    assert error(dx / dwant.abs().max().item(), dwant / dwant.abs().max()) <= 1e-4
 
 
 def test_millions_of_equal_scores() -> None:

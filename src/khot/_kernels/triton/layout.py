@@ -60,7 +60,7 @@ def tile(rows: int, n: int) -> Tile:
     """
     if n > RESIDENT:
         return Tile(1, 4, 2048, 16, True)
-    width = triton.next_power_of_2(n)
+    width = 1 << (n - 1).bit_length()
     together, warps = max(1, min(8, 1024 // width)), min(16, max(1, width // 1024))
     if rows * width <= SMALL_BATCH:  # too few warps to hide a latency behind each other: shorter ones
         if together > 1:
@@ -68,7 +68,7 @@ def tile(rows: int, n: int) -> Tile:
         else:
             warps = min(16, 4 * warps)
     piece = 128 * warps // together
-    return Tile(together, triton.cdiv(n, piece), piece, warps)
+    return Tile(together, -(-n // piece), piece, warps)  # Triton's own cdiv takes microseconds
 
 
 def registers() -> dict[str, int]:

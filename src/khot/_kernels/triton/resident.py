@@ -613,7 +613,7 @@ def soft_topk(
 ) -> None:
     """Fill out, hi and lo."""
     tile = layout.tile(rows, n)
-    solve_rows[(triton.cdiv(rows, tile.together),)](
+    solve_rows[(-(-rows // tile.together),)](
         *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS,
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
