@@ -11,8 +11,8 @@ too (`resident`, `resident_backward`): an evaluation takes a third of the instru
 one, and the float64 solver takes over, in the same launch, for the rows that do not converge so. Long rows
 stream past a program each there, where there are many of them or they are not too long.
 
-Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, with float64 for sums and
-for what is one number a row; float64 scores are float64 throughout. The method is the reference's
+Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, with float64 for
+sums and for what is one number a row; float64 scores are float64 throughout. The method is the reference's
 (`_kernels.reference.solver`), with a bisection in place of its histograms: passes over what lies on chip are
 cheap.
 """
