@@ -153,7 +153,10 @@ class CDF:
 
     def pdf(self, z: Tensor) -> Tensor:
         """The density f(z) = F'(z). The default differentiates F."""
-        f = torch.func.jvp(self.cdf, (z,), (torch.ones_like(z),))[1]
+        with torch.inference_mode(False):
+            z = z.clone() if z.is_inference() else z
+            _, vjp = torch.func.vjp(self.cdf, z)
+            f: Tensor = vjp(torch.ones_like(z))[0]
         return torch.where(f.isnan() & ~z.isnan(), 0, f)  # 0·inf, far out in a tail
 
     def sf(self, z: Tensor) -> Tensor:

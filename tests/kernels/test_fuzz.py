@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot import _kernels as kernels
-from khot._kernels.reference import selection
+from khot._kernels.reference import magnitude, topk_mask
 from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -204,14 +204,14 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     """The same of what stands on the k-th largest entry: the hard mask, and top-k in magnitude."""
     x, k, tau, cdf, _ = case
     found = {}
-    mask, want = torch.ops.khot.topk_mask(x, k), selection.topk_mask(x, k)
+    mask, want = torch.ops.khot.topk_mask(x, k), topk_mask.topk_mask(x, k)
     found["mask"] = far(mask, want).amax(-1) * INF
 
     s = torch.where(x == -INF, x, x.abs())
     k = torch.minimum(torch.floor(k), (s > -INF).sum(-1))
     p = {"logistic": 2.0, "laplace": 2.0, "normal": 1.5, "uniform": 4 / 3, "power": 1.15}[cdf]
     y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
-    want, want_hi, want_lo = selection.soft_topk_magnitude(s.double(), k, tau, p)
+    want, want_hi, want_lo = magnitude.soft_topk_magnitude(s.double(), k, tau, p)
     eps = torch.finfo(x.dtype).eps
     size = want.abs().nan_to_num(0, 0, 0)
     # Y goes as the power 1/(p − 1) of the distance from γ
@@ -226,7 +226,7 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     rest = (k, want_hi, want_lo, tau, p)
     given = want.to(x.dtype)
     got = torch.ops.khot.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
-    true = selection.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    true = magnitude.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
     for name, a, b in zip(("ds", "dtau of magnitude"), got, true, strict=True):
         size = b.double().abs().nan_to_num(0, 0, 0)
         size = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from khot._kernels import gpu
 from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import selection, transport
+from khot._kernels.reference import magnitude, topk_mask, transport
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -70,11 +70,11 @@ def test_every_kernel_is_registered(kernels: ModuleType) -> None:
 def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
     kernels = request.getfixturevalue(where)
     x, k = rows(n, dtype)
-    got, want = kernels.topk_mask(x, k), selection.topk_mask(x, k)
+    got, want = kernels.topk_mask(x, k), topk_mask.topk_mask(x, k)
     assert got.dtype == dtype
     assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
     k = torch.tensor([0.4, 0.5, 1.4, 1.0], dtype=torch.float32).clamp(max=n)  # rounds up from a half
-    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), selection.topk_mask(x[[0, 1, 0, 7]], k))
+    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), topk_mask.topk_mask(x[[0, 1, 0, 7]], k))
 
 
 @either
@@ -95,7 +95,7 @@ def test_magnitude(
     s, scale = x.abs(), torch.tensor(tau, dtype=torch.float64)
     s[4, ::2] = -torch.inf  # may not be selected
     got = kernels.soft_topk_magnitude(s, k, scale, p)
-    y, hi, lo = selection.soft_topk_magnitude(s.double(), k, scale, p)
+    y, hi, lo = magnitude.soft_topk_magnitude(s.double(), k, scale, p)
     assert error(got[0], y) <= ACCURACY[dtype]
     assert torch.equal(got[1].isnan(), hi.isnan())
     gamma, found_gamma = hi + lo, got[1] + got[2]
@@ -103,7 +103,7 @@ def test_magnitude(
     assert error((found_gamma / gamma)[near], torch.ones_like(gamma)[near]) <= 10 * ACCURACY[dtype]
     generator = torch.Generator().manual_seed(0)
     v, v_lo = torch.randn(s.shape, generator=generator), torch.randn(11, generator=generator).double()
-    want = selection.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
+    want = magnitude.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
     found = kernels.soft_topk_magnitude_backward(v.to(dtype), v_lo, s, y.to(dtype), k, hi, lo, scale, p)
     for a, b in zip(found, want, strict=True):
         # slopes of w^(q−1) have up to seven times its rounding
@@ -114,17 +114,17 @@ def test_magnitude(
 def test_magnitude_of_layouts_and_half_precision(kernels: ModuleType) -> None:
     x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1)).abs()
     k, tau = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0.5, 2.0])
-    want, hi, lo = selection.soft_topk_magnitude(x.double(), k, tau, 2.0)
+    want, hi, lo = magnitude.soft_topk_magnitude(x.double(), k, tau, 2.0)
     for layout in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
         assert error(kernels.soft_topk_magnitude(layout, k, tau, 2.0)[0], want) <= 5e-7
         one = torch.ones(()).expand(x.shape)  # what sum() sends back
         args = (k, hi, lo, tau, 2.0)
         zero = torch.zeros(3, 2, dtype=torch.float64)
         a = kernels.soft_topk_magnitude_backward(one, zero, layout, want.float(), *args)
-        b = selection.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
+        b = magnitude.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
         assert all(error(i, j) <= 1e-5 for i, j in zip(a, b, strict=True))
     half = x.bfloat16()
-    want, _, _ = selection.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
+    want, _, _ = magnitude.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
     got, _, _ = kernels.soft_topk_magnitude(half, k, tau, 4 / 3)
     assert got.dtype == torch.bfloat16 and error(got, want) <= 2**-8
 
