@@ -53,7 +53,7 @@ def shard(value: Any, cuts: list[int], rank: int, n: int) -> Any:
 
 
 def derivatives(name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The result, its gradients in both ways of taking them, and those of a function of these."""
+    """The result, its gradients without and with a recorded backward pass, and second derivatives."""
     x, k, tau = args
     leaves = [x.requires_grad_(), tau.requires_grad_()]
     if name != "soft_topk_magnitude":

@@ -1,4 +1,4 @@
-"""CDFs of the user's own: every operator that takes ``cdf=`` on classes that no kernel knows."""
+"""Users' CDFs: every operator that takes ``cdf=``, with classes that no kernel knows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from khot import cdfs
 
 
 class Student3(cdfs.CDF):
-    """Student's t with 3 degrees of freedom, by its F alone: all else is the default made from it."""
+    """Student's t with 3 degrees of freedom, defined by F alone: everything else is a default derived from
+    F."""
 
     name = "student3"
     symmetric = True
@@ -30,7 +31,7 @@ class Student3(cdfs.CDF):
 
 
 class Cauchy(cdfs.CDF):
-    """No mean, no variance: the solver's first guess has nothing but quantiles to go by."""
+    """No mean, no variance: the solver's first guess can only use quantiles."""
 
     name = "cauchy"
     symmetric = True
@@ -69,7 +70,7 @@ class Gumbel(cdfs.CDF):
 
 
 class Steeper(cdfs.Logistic):
-    """A built-in with another F, from which all else has to follow."""
+    """A built-in with another F: everything else has to follow from the new F."""
 
     def cdf(self, z: Tensor) -> Tensor:
         return torch.sigmoid(3 * z)
@@ -104,7 +105,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def threshold(x: Tensor, k: float, tau: float, F: cdfs.CDF) -> float:
-    """By a bracketing solver, and F itself alone."""
+    """The threshold by a bracketing solver that uses only F."""
 
     def miss(t: float) -> float:
         return float(F.cdf((x - t) / tau).sum()) - k
@@ -218,7 +219,7 @@ def test_rows_over_processes() -> None:
 
 
 class Alias(cdfs.Logistic):
-    """Overrides nothing of the logistic CDF, so the compiled kernels serve."""
+    """Overrides nothing of the logistic CDF, so the compiled kernels are used."""
 
     note = "mine"
 
