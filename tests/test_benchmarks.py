@@ -1,4 +1,4 @@
-"""The benchmarks: that they time what they say, refuse what is wrong, and survive a stop."""
+"""The benchmarks time what they report, reject wrong results, and continue after an interruption."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import khot
 
 
 class FakeClock:
-    """Time that passes only when it is told to."""
+    """A clock that only moves when a test moves it."""
 
     now = 0.0
 
@@ -38,7 +38,7 @@ def test_medians_take_turns_within_their_seconds() -> None:
     }
     found = timing.medians(calls, seconds=1.0, clock=clock)
     assert found == {"quick": 0.25, "slow": 2.0, "huge": 20.0}
-    # the first calls do not count, but for one that takes ten times its seconds
+    # the first calls do not count, except one that takes ten times its share of seconds
     assert order == ["quick", "slow", "huge", "quick", "slow", "quick", "quick", "quick"]
 
 

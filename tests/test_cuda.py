@@ -1,7 +1,7 @@
-"""Every public operator on a CUDA device: what only a device can show, and its results against the CPU's.
+"""Every public operator on a CUDA device: its results against the CPU's, and its use of the device.
 
-The table is in operators.py. Skipped where there is no device, unless KHOT_REQUIRE_CUDA=1 makes that a
-failure. `pytest tests/test_cuda.py -n 12` spreads over processes what Triton takes to compile.
+The table is in operators.py. The tests are skipped if there is no device, unless KHOT_REQUIRE_CUDA=1 makes
+that a failure. `pytest tests/test_cuda.py -n 12` compiles Triton's kernels in several processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TAU = [0.5, 1.0, 1.7]
-# a row shares a program with others; has one; streams past one
+# the row shares a program with others; it has a program to itself; it streams past a program
 SIZES = (7, 1001, 40_001)
 
 every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
@@ -42,7 +42,7 @@ every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated is full of NaN, so that what a kernel does not write shows."""
+    """Memory is filled with NaN, to show what a kernel does not write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators that are not deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -68,7 +68,7 @@ def never_waiting() -> Iterator[None]:
 
 
 def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """On the CPU: x (3, n), and a k and a tau a row, in the operator's domain; they grow with n."""
+    """On the CPU: x (3, n), and one k and one tau per row, in the operator's domain; k grows with n."""
     x = torch.randn(3, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(dtype)
     k = torch.tensor(op.k, dtype=torch.float64)
     if op.name != "soft_count":
@@ -102,7 +102,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def fits(op: Operator, n: int) -> bool:
-    """Leaves out what costs n² or more, where n is large."""
+    """Whether n is small enough for an operator that costs n² or more."""
     quadratic = op.out_dims == 2 or (op.name in ("soft_rank", "soft_sort") and "laplace" not in op.id)
     return n <= 7 or not (quadratic or (n > 10_000 and op.name in ("soft_quantile", "soft_median")))
 
@@ -253,7 +253,7 @@ def test_the_host_never_waits(op: Operator) -> None:
         if not fits(op, n):
             continue
         args = leaves(op, arguments(op, n, torch.float32), "cuda")
-        value_and_gradients(op, args)  # what is compiled or loaded on first use may wait
+        value_and_gradients(op, args)  # the first call may wait, because it compiles and loads kernels
         with never_waiting():
             y = op.call(*args)
             if op.differentiable:

@@ -2,7 +2,7 @@
 
     function(input, k, dim=-1, *, tau=1.0, cdf=..., largest=True, mask=None, hard=False, ..., generator=None)
 
-A parameter means the same wherever it appears, and no default stands for "not given" but None.
+A parameter has the same meaning everywhere, and only the default None means "not given".
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def test_layers_end_with_device_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
 def test_options_of_layers_are_keyword_only(name: str) -> None:
-    """What has a default is an option, but for dim, and for the arguments that torch has before ours."""
+    """Arguments with a default are options, except dim and the arguments that torch has before ours."""
     if name in AS_TORCH:
         return
     with_default = [
