@@ -15,7 +15,7 @@ KATEX := docs/katex/node_modules/.package-lock.json
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-.venv: $(INSTALLED) ## build the virtual environment (the others do it when needed)
+.venv: $(INSTALLED) ## build the virtual environment (the other commands do this when needed)
 
 # torch goes in first and the build is not isolated, so that compiled parts are built against it.
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*.h csrc/*/*.h csrc/*/*.cpp)
@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*.h csrc/*
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
-demo: $(INSTALLED) ## learn which pixels tell digits apart, and draw them
+demo: $(INSTALLED) ## learn which pixels distinguish digits, and draw them
 	$(BIN)/khot demo $(ARGS)
 
 test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of them)
@@ -41,30 +41,30 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## put the code in the house's format
+format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: lint test docs ## what a contributor runs before pushing: lint, tests, types, documentation, distributions
+check: lint test docs ## run all that should pass before a push: lint, tests, types, documentation, distributions
 	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
 
 docs: $(INSTALLED) $(KATEX) ## build the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-figures: $(INSTALLED) ## draw the documentation's figures anew
+figures: $(INSTALLED) ## draw the figures of the documentation again
 	$(BIN)/python docs/figures.py
 
-# what typesets the formulas, served with the pages
+# KaTeX, which typesets the formulas, is served with the pages
 $(KATEX): docs/katex/package-lock.json
 	npm ci --prefix docs/katex --silent
 	touch $@
 
-dist: $(INSTALLED) ## build the source distribution, the compiled wheel and the pure one
+dist: $(INSTALLED) ## build the source distribution, the compiled wheel and the pure Python wheel
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	KHOT_PURE=1 $(PIP) wheel --no-build-isolation --no-deps -w dist dist/khot-*.tar.gz
 
-dist-test: dist ## install both wheels, each afresh, and run the tests outside the source tree
+dist-test: dist ## install each wheel in a new environment, and run the tests outside the source tree
 	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
 	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
 
