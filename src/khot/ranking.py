@@ -283,8 +283,10 @@ def soft_quantile(
         levels = (0.5 + below * (x.shape[-1] - 1)).expand(*x.shape[:-1], -1)
     else:
         n = arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
-        levels = (0.5 + below * (n - 1)).masked_fill(n == 0, math.nan)
+        levels = (0.5 + below * (n - 1)).masked_fill(n == 0, 0)
     t = quantiles(x, levels, tau, F)
+    if mask is not None:
+        t = t.masked_fill(n == 0, math.nan)
     t = t.movedim(-1, 0)
     if keepdim:
         t = t.unsqueeze(arguments.check_dim(input, dim) + 1) if input.dim() else t
