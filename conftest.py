@@ -1,4 +1,4 @@
-"""What every test and every docstring's example finds ready."""
+"""Fixtures and hooks for all tests and docstring examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import khot
 
-# code that builds the documentation, and needs what builds it
+# these build the documentation, and need its dependencies
 collect_ignore_glob = ["docs/*.py", "docs/build/*"]
 
 
@@ -22,16 +22,16 @@ def example_names(doctest_namespace: dict[str, object]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("KHOT_KERNELS") == "triton":
-        # NumPy's, which Triton's interpreter computes with: infinities are meant
+        # Triton's interpreter computes with NumPy, which warns of infinities; they are intended
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is allocated is full of NaN, so that what no kernel writes shows; and programs are small."""
+    """Memory is filled with NaN, to show what no kernel writes; and programs are small."""
     from khot._kernels.triton import layout
 
-    monkeypatch.setattr(layout, "TOGETHER", 32)  # the interpreter takes as long for rows that are not there
+    monkeypatch.setattr(layout, "TOGETHER", 32)  # the interpreter also spends time on rows that do not exist
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -40,7 +40,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none, unless KHOT_REQUIRE_CUDA=1 says that there must be one."""
+    """Skip GPU tests if there is no GPU, unless KHOT_REQUIRE_CUDA=1 requires one."""
     if item.get_closest_marker("needs_cuda") and not torch.cuda.is_available():
         if os.environ.get("KHOT_REQUIRE_CUDA") == "1":
             pytest.fail("KHOT_REQUIRE_CUDA=1, but torch sees no CUDA device")

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import khot
 from khot import cdfs
-from khot._kernels.reference import selection
+from khot._kernels.reference import magnitude
 from khot._kernels.reference import soft_topk as reference
+from khot._kernels.reference import topk_mask as mask
 
 __all__ = ["CDFS", "ELSEWHERE", "OPERATORS", "Operator", "disagreement"]
 
@@ -51,7 +52,7 @@ def _soft(cdf: str, shape: float = 0.0, output: str = "y") -> Callable[[Tensor, 
 
 
 def _magnitude(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
-    return selection.soft_topk_magnitude(x.abs(), k, tau, p)[0] * x.sign()
+    return magnitude.soft_topk_magnitude(x.abs(), k, tau, p)[0] * x.sign()
 
 
 CDFS = {
@@ -94,7 +95,7 @@ OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} 
     "topk_mask": Operator(
         "topk_mask",
         lambda x, k, *, tau: khot.topk_mask(x, k),
-        lambda x, k, tau: selection.topk_mask(x, k),
+        lambda x, k, tau: mask.topk_mask(x, k),
     ),
     "soft_count": Operator(
         "soft_count",

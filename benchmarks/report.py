@@ -68,7 +68,10 @@ def _processor() -> str:
 
 
 def _revision() -> str:
-    """The commit, with "-dirty" if the working tree differs from it."""
+    """The commit, with "-dirty" if the working tree differs from it; where there is no git, what
+    KHOT_REVISION says."""
+    if "KHOT_REVISION" in os.environ:
+        return os.environ["KHOT_REVISION"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""What the soft top-k compiles to for a GPU that is not there: `python -m benchmarks.resources`.
+"""What the GPU kernels of the soft top-k compile to: `python -m benchmarks.resources`. Needs no GPU.
 
 Compiles the float32 kernels (logistic CDF) at the constants that they run with, for an NVIDIA GPU of compute
 capability 9.0, and reads registers, spills and instructions off the machine code. "Ordinary" is the path of
@@ -32,6 +32,7 @@ from triton.compiler import ASTSource
 
 from khot._kernels.triton import layout, resident, resident_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal, wide
+from khot._kernels.triton.functions import OUTPUTS
 from khot._kernels.triton.resident import entries, inside, load_rows, place_rows
 
 RESULTS = Path(__file__).parent / "results" / "gpu_resources.md"
@@ -69,8 +70,8 @@ CASES = [
     Case(2_048, 65_536, "bf16", 80, 64),
 ]
 REGISTERS = 128
-SPILLS = 16  # stores a thread, in what few rows need; the ordinary path has none
-HELD_SPILLS = 80  # the same where a thread holds 64 entries
+SPILLS = 8  # stores a thread, in what few rows need; the ordinary path has none
+HELD_SPILLS = 40  # the same where a thread holds 64 entries
 SHARED_STORES = 24  # of the ordinary path: the sums of several warps, and nothing of size n
 
 
@@ -121,22 +122,24 @@ def constants(case: Case, **more: Any) -> dict[str, Any]:
     }
 
 
-def counts(case: Case, kernel: str, ordinary: bool) -> Counts:
-    """Of one kernel, "forward", "backward" or "softmax"; with k and tau given as numbers."""
+def counts(case: Case, kernel: str, ordinary: bool, output: str = "y", by_value: bool = True) -> Counts:
+    """Of one kernel, "forward", "backward" or "softmax"; with k and tau given as numbers or as tensors."""
     tile = layout.tile(case.rows, case.n)
     if kernel == "softmax":
         function, given = softmax_rows, constants(case)
     else:
         given = constants(
-            case, OUTPUT=0, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps, ORDINARY=ordinary,
-            tau_pointer=None, tau_stride=0,
+            case, OUTPUT=OUTPUTS[output], STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
+            ORDINARY=ordinary,
         )  # fmt: skip
         if kernel == "forward":
             function = resident.solve_rows
-            given |= {"k_pointer": None, "k_stride": 0}
         else:
             function = resident_backward.pull_rows
             given |= {"AGAIN": tile.pieces > 8, "grad_column": 1}
+        if by_value:
+            given |= {"tau_pointer": None, "tau_stride": 0}
+            given |= {"k_pointer": None, "k_stride": 0} if kernel == "forward" else {}
     names = function.arg_names
     signature = {name: _type(name, case.dtype) for name in names} | dict.fromkeys(given, "constexpr")
     multiples = [n for n in names if n.endswith("_pointer") and n not in given]
@@ -257,7 +260,14 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     with ProcessPoolExecutor(args.jobs) as pool:
         tasks = [pool.submit(line, case, kernel) for case in CASES for kernel in ("forward", "backward")]
+        # that the rest compiles, too: padding, float16, the logarithm, a k and a τ for each row
+        rest = Case(256, 700, "fp16", 0, 0)
+        others = [
+            pool.submit(counts, rest, kernel, False, "log", False) for kernel in ("forward", "backward")
+        ]
         lines = [task.result() for task in tasks]
+        for task in others:
+            task.result()
     text = f"# Machine code of the GPU kernels\n\nTriton {triton.__version__}, sm_90.\n\n{table(lines)}\n"
     print(text)
     if not args.check:

@@ -1,7 +1,7 @@
-"""The table of public operators: what each computes, on what domain, and who else can compute it.
+"""The table of public operators, each with its domain and an independent oracle.
 
-`test_operators.py` drives every row of it through the same checks; a public operator that is missing here
-fails there.
+`test_operators.py` runs the same checks for every row of the table, and fails if a public operator is missing
+here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot import cdfs
-from khot._core.precision import on
+from khot._core.precision import wide_dtype
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 
@@ -26,24 +26,24 @@ Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 class Operator:
     """One row of the table. ``call(x, k, tau, **options)`` is the operator with its variant fixed.
 
-    ``k`` stands for whatever the second argument is: how many, a level, a count; an operator that has none
-    ignores it.
+    ``k`` is the second argument, whether it is a number of entries, a level or a count. An operator without
+    one ignores it.
     """
 
     id: str
     name: str
     call: Callable[..., Tensor]
     oracle: Oracle
-    out_dims: int = 1  # how many dims, of the input's length, stand in the result where dim stood
-    selects: bool = True  # a share of k, or its logarithm, for each entry
+    out_dims: int = 1  # how many dims of length n replace dim in the result
+    selects: bool = True  # whether each entry gets a share of k, or its logarithm
     sums_to_k: bool = False
     differentiable: bool = True
     smooth_twice: bool = True
     integer_k: bool = False
     has_mask: bool = True
     tolerance: float = 1e-12
-    masked: float = 0.0  # what an entry that may not be selected gets
-    k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one a row, inside the domain
+    masked: float = 0.0  # the value of an entry that may not be selected
+    k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one per row, inside the domain
     all_infinite: bool = False
 
     @property
@@ -64,7 +64,7 @@ def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
 
 
 def _ranking(name: str, **fixed: Any) -> Callable[..., Tensor]:
-    """The operators without a k; a quantile's q is fixed, since a tensor of them makes a dim of its own."""
+    """The operators without a k. The q of a quantile is fixed, because a tensor q would add a dim."""
     operator = getattr(khot, name)
     first = (fixed.pop("q"),) if "q" in fixed else ()
     return lambda x, k, tau, **options: operator(x, *first, tau=tau, **fixed, **options)
@@ -120,7 +120,8 @@ _SMOOTH = ("logistic", "laplace", "normal")
 
 
 def _sorted(normalize: bool) -> Callable[..., Tensor]:
-    """One number a row, for two places of sorted_soft_topk: its own k is an int, and k weighs the second."""
+    """Per-row scalars for two places of sorted_soft_topk: its own k is an int, so k is the weight of the
+    second."""
 
     def call(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
         places = min(2, x.shape[dim] if x.dim() else 1)
@@ -133,13 +134,14 @@ def _sorted(normalize: bool) -> Callable[..., Tensor]:
 
 
 def _weighed(y: Tensor) -> Tensor:
-    weights = torch.arange(y.shape[-1], dtype=torch.float64).cos()
-    return (y * on(y.device, weights)).sum(-1)
+    # made where they are used: a copy from the CPU would wait for the device
+    weights = torch.arange(y.shape[-1], dtype=wide_dtype(y.device), device=y.device).cos()
+    return (y * weights).sum(-1)
 
 
 def _sorted_oracle(normalize: bool) -> Oracle:
     def oracle(x: Tensor, k: float, epsilon: float) -> float:
-        import ot  # here, so that the table can be read where POT is not installed
+        import ot  # imported late, so that the table can be used without POT
 
         n = len(x)
         cost = (x.double()[:, None] - torch.tensor([2.0, 1.0, 0.0])).square().numpy()

@@ -1,8 +1,8 @@
-"""Processes that share rows: four of them, started once, with a process group for each number up to four.
+"""Four processes that share rows. They are started once, with a process group for each size up to four.
 
-`run(world, work, *args)` has the first `world` of them call ``work(group, *args)``, a function of a module
-that they can import, and returns what they return, in the order of their ranks. World 0 is a group of all
-that a test may break.
+`run(world, work, *args)` lets the first `world` processes call ``work(group, *args)``, a function of a module
+that they can import, and returns their results in the order of their ranks. World 0 is a group of all
+processes that a test may break.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 __all__ = ["MOST", "run"]
 
 MOST = 4
-PATIENCE = 60.0  # seconds for a collective; nothing here takes as long, but where the machine is busy
-START = 240.0  # seconds for an answer, the start of the processes included
+PATIENCE = 60.0  # seconds for a collective; only a busy machine takes as long
+START = 240.0  # seconds for a result, including the start of the processes
 
 
 def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             (results if right else errors).append(result)
         else:
             errors.append(f"rank {rank} of {world} does not answer")
-    if errors:  # there may be more to come, and groups are broken: the next call starts anew
+    if errors:  # more errors may follow, and groups are broken: the next call starts new processes
         stop()
         _pool.cache_clear()
         raise RuntimeError("\n".join(errors))

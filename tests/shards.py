@@ -1,4 +1,4 @@
-"""What the processes of `processes.py` do for test_sharded.py; they import this module."""
+"""The functions that the processes of `processes.py` run for test_sharded.py. They import this module."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def collectives() -> Iterator[list[int]]:
 
 
 def shard(value: Any, cuts: list[int], rank: int, n: int) -> Any:
-    """This rank's part of what has n entries along the last dim."""
+    """This rank's part of a tensor with n entries along the last dim."""
     if isinstance(value, Tensor) and value.dim() and value.shape[-1] == n:
         return value[..., cuts[rank] : cuts[rank + 1]].contiguous()
     return value
 
 
 def derivatives(name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The result, its gradients in both ways of taking them, and those of a function of these."""
+    """The result, its gradients without and with a recorded backward pass, and second derivatives."""
     x, k, tau = args
     leaves = [x.requires_grad_(), tau.requires_grad_()]
     if name != "soft_topk_magnitude":
@@ -63,7 +63,7 @@ def derivatives(name: str, options: dict[str, Any], args: list[Tensor], weights:
     loss = (y.masked_fill(y.isinf(), 0).square() * weights).sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     again = torch.autograd.grad(loss, leaves, create_graph=True)
-    # one that is replicated, like what it is made of, and one that is spread
+    # one term is replicated, like its inputs, and one is spread
     outer = (again[0] * weights.sin()).sum() + sum(g.square().sum() for g in again[1:])
     second = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
     return [v.detach() for v in (y, *first, *again, *second)]
@@ -94,7 +94,7 @@ def call(
 
 
 def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> str:
-    """The error of a call with arguments of each rank's own; and then a call that is right."""
+    """The error of a call with different arguments on each rank; after it, a correct call must work."""
     args, options = calls[group.rank()]
     try:
         getattr(khot, name)(*args, **options, group=group)
@@ -117,7 +117,7 @@ def on_dtensors(
     places: str,
     compiled: bool = False,
 ) -> tuple[list[Tensor], list[str]]:
-    """The whole result and gradients, and where they lie. Places: r(eplicated), p(artial), or a dim."""
+    """The whole result and gradients, and their placements: r(eplicated), p(artial), or a dim."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate() if p == "r" else Partial() if p == "p" else Shard(int(p)) for p in places]
     if "p" in places:
@@ -176,7 +176,7 @@ def checked_operators(group: Any) -> None:
 
 
 def left_alone(group: Any) -> tuple[str, float]:
-    """The last rank does not come: what the others are told, and after how many seconds."""
+    """The last rank does not call: the error that the others get, and after how many seconds."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     if group.rank() == group.size() - 1:
         return "", 0.0
@@ -197,7 +197,8 @@ def drawn(group: Any, name: str, x: Tensor, options: dict[str, Any], cuts: list[
 
 
 def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
-    """Three steps with half of the weights pruned; what the model then says, and the zeros of its layers."""
+    """Three steps with half of the weights pruned; the model's output after them, and the zeros of its
+    layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, x, target = small_model()
     if kind == "tensor parallel":

@@ -1,7 +1,7 @@
-"""A device without float64, as Apple's is, for machines that have none.
+"""A simulated device without float64, like Apple's, for machines that have none.
 
-Its tensors say that they are on "meta" and keep their data on the CPU. Any float64 among them is an error,
-and so is an operation on one of them and one that is elsewhere. The kernels are the reference's.
+Its tensors report the device "meta" and keep their data on the CPU. A float64 tensor on it is an error, and
+so is an operation on tensors of two devices. The kernels are the reference's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class _There(Tensor):
 
 
 class Device(TorchDispatchMode):
-    """While it is active, what is made on `NAME` is there, and stays there until it is copied."""
+    """While it is active, tensors created on `NAME` are on the device, and stay there until they are
+    copied."""
 
     def put(self, data: Tensor, *, requires_grad: bool = False) -> Tensor:
         return _There(data.detach().clone()).requires_grad_(requires_grad)

@@ -1,6 +1,6 @@
 """Distributions over k-subsets, slow and independent: enumeration, a dynamic programme, statistical tests.
 
-Nothing here imports khot. The statistical tests state the rate at which they fail where all is right.
+Nothing here imports khot. The statistical tests state the rate at which they fail when the code is correct.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def random_probs(count: int, n: int, seed: int) -> Tensor:
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
-        k = generator.integers(1, n - 4)  # of the units that are left to chance
+        k = generator.integers(1, n - 4)  # of the units that are not certain
         score = generator.normal(0, generator.uniform(0.3, 3), n - 2)
         score[0], score[1] = score.min() - 5, score.max() + 5
         low, high = score.min() - 50, score.max() + 50
@@ -91,7 +91,7 @@ def assert_inclusion(counts: Tensor, draws: int, probs: Tensor) -> None:
 
 
 def assert_frequencies(counts: np.ndarray, probs: np.ndarray) -> None:
-    """Pearson's χ² of counts against probabilities; what is expected fewer than 10 times is pooled."""
+    """Pearson's χ² of counts against probabilities; cells expected fewer than 10 times are pooled."""
     counts, expected = np.asarray(counts, dtype=float), counts.sum() * np.asarray(probs)
     rare = expected < 10
     assert (counts[expected == 0] == 0).all()

@@ -1,4 +1,4 @@
-"""The house: imports run one way, private names stay private, and what is public is documented."""
+"""The architecture: imports go one way, private names stay private, and public names are documented."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tree(name: str) -> ast.Module:
 
 @cache
 def listed(name: str) -> frozenset[str]:
-    """What ``__all__`` of a module holds, without importing it."""
+    """The names in ``__all__`` of a module, without importing it."""
     for node in tree(name).body:
         if isinstance(node, ast.Assign) and any(
             isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
@@ -66,7 +66,7 @@ def is_module(name: str) -> bool:
 
 
 def imports(name: str) -> list[tuple[str, str | None]]:
-    """(module, name imported from it or None) for every import from khot, wherever in the file it stands."""
+    """(module, name imported from it or None) for every import from khot, anywhere in the file."""
     found: list[tuple[str, str | None]] = []
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -95,13 +95,13 @@ def test_every_module_has_a_layer() -> None:
 def test_imports_run_one_way(name: str) -> None:
     upwards = [module for module, _ in imports(name) if layer(module) > layer(name)]
     if name.startswith("khot.experiments") or name == "khot.__main__":
-        upwards = []  # they are on top, and use the package as its users do
+        upwards = []  # the experiments are on top, and use the package like its users
     assert upwards == []
 
 
 def test_no_circle() -> None:
     graph = {name: {module for module, _ in imports(name) if module != name} for name in MODULES}
-    # a package gathers its parts; what a part imports from its package by name is a circle all the same
+    # a package may import its parts, but a part that imports a name from its package makes a circle
     done: set[str] = set()
 
     def walk(name: str, way: tuple[str, ...]) -> None:
@@ -131,7 +131,7 @@ def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
             module = aliases.get(node.value.id)
             if module and node.value.id not in shadowed and not is_module(f"{module}.{node.attr}"):
                 taken.append((module, node.attr))
-    triton = "khot._kernels.triton"  # one room: its files share Triton functions and constants freely
+    triton = "khot._kernels.triton"  # the files of this package share Triton functions and constants freely
     taken = [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
     assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
 

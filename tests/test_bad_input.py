@@ -1,8 +1,8 @@
-"""Bad and unusual input: the design's table, line by line and for every operator, then at random.
+"""Bad and unusual input: each documented case for every operator, then random input.
 
-Values that are wrong get ValueError, types and dtypes TypeError, dims IndexError, each naming the argument
-and the value. Numbers always raise; tensors raise on the CPU in eager mode and make their row NaN under
-torch.compile. Unusual input (±inf, NaN, ends of k, nothing at all) gets an answer.
+Wrong values raise ValueError, wrong types and dtypes TypeError, and wrong dims IndexError. Each message names
+the argument and the value. Numbers always raise; tensors raise on the CPU in eager mode and make their row
+NaN under torch.compile. Unusual input (±inf, NaN, ends of k, empty tensors) has a result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HUGE_INT = 10**400  # no float
 
 @dataclass(frozen=True)
 class Operator:
-    """``family`` says what is true of its values; k and tau say what it calls these arguments."""
+    """``family`` decides which checks apply; k and tau are the operator's names for these arguments."""
 
     name: str
     family: str
@@ -68,7 +68,7 @@ OPERATORS = [
     Operator("soft_count", "count", k="at"),
     Operator("inverse_soft_count", "threshold", k="count"),
 ]
-SELECTING = ("mask", "log", "hard")  # give each entry a share of k, or its logarithm
+SELECTING = ("mask", "log", "hard")  # these give each entry a share of k, or its logarithm
 
 
 def each(where: Callable[[Operator], bool] = lambda op: True) -> pytest.MarkDecorator:
@@ -85,7 +85,7 @@ def f64(values: Any, **options: Any) -> Tensor:
 
 
 def assert_raises(error: type[Exception], argument: str, said: Any, call: Callable[[], Any]) -> None:
-    """The error, with a message that starts with the argument and has the value in it."""
+    """The call raises the error, and its message starts with the argument and contains the value."""
     with pytest.raises(error) as info:
         call()
     message = str(info.value)
@@ -272,7 +272,7 @@ def test_mask_that_does_not_broadcast(op: Operator, shape: tuple[int, ...]) -> N
 
 @each()
 def test_compiled_bad_tensors_give_nan_in_their_row(op: Operator) -> None:
-    """No exception, for nothing waits for a device; and the good row as in eager mode."""
+    """There is no exception, because nothing waits for a device; the good row is as in eager mode."""
     torch._dynamo.reset()
     x, at_dim = X[[0, 0, 0]].double(), (3, 1) if op.family in ("count", "threshold") else (3,)
     compiled = torch.compile(
@@ -302,7 +302,7 @@ def shares(op: Operator, y: Tensor) -> Tensor:
 
 
 def slopes(y: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """Of the sum of what is finite; zeros where a leaf has no part in it."""
+    """Gradients of the sum of the finite entries; zeros for a leaf that does not contribute."""
     if not y.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
     total = torch.where(y.isfinite(), y, 0).sum()
@@ -339,7 +339,8 @@ def variants(
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @variants(lambda op: op.k_in_range)
 def test_k_zero_and_k_n(op: Operator, options: dict[str, Any], as_tensor: bool) -> None:
-    """All 0, all 1; zero gradients; no NaN. Also where the whole mask, or all but −inf, is asked for."""
+    """All 0, or all 1; zero gradients; no NaN. Also if k is the size of the mask, or the number above
+    −inf."""
     for row, mask in ((ROW, None), ([*ROW, -7.0], f64([1, 1, 1, 1, 0]).bool())):
         if mask is not None and not op.mask:
             continue
@@ -365,7 +366,7 @@ def test_k_zero_and_k_n(op: Operator, options: dict[str, Any], as_tensor: bool) 
 
 @variants(lambda op: op.mask)
 def test_masked_entries(op: Operator, options: dict[str, Any]) -> None:
-    """0 and a zero gradient there, whatever lies under the mask; the others as if these were not there."""
+    """Masked entries get 0 and a zero gradient, whatever their scores; the others are as without them."""
     kept, tau = f64(ROW, requires_grad=True), f64(0.5, requires_grad=True)
     x = f64([3, NAN, -1, INF, 2, -INF, 0.5, 1e308], requires_grad=True)
     mask = f64([1, 0, 1, 0, 1, 0, 1, 0]).bool()
@@ -394,7 +395,8 @@ def test_minus_infinity_is_never_selected(op: Operator, options: dict[str, Any])
 
 @variants(lambda op: op.family in SELECTING)
 def test_plus_infinity_is_always_selected(op: Operator, options: dict[str, Any]) -> None:
-    """1 each and a zero gradient; the others share the rest of k; more than k of them: that row is NaN."""
+    """Each gets 1 and a zero gradient, and the others share the rest of k. A row with more than k of them is
+    NaN."""
     best = -INF if options.get("largest") is False else INF
     kept = f64(ROW, requires_grad=True)
     x = f64([[best, *ROW, best], [best, best, *ROW]], requires_grad=True)
@@ -413,7 +415,7 @@ def test_plus_infinity_is_always_selected(op: Operator, options: dict[str, Any])
 
 @variants(lambda op: op.family in ("threshold", "count"))
 def test_infinite_entries_and_levels(op: Operator, options: dict[str, Any]) -> None:
-    """+inf counts as 1, −inf as 0; above −inf lies everything, above +inf nothing."""
+    """+inf counts as 1 and −inf as 0; all entries are above the level −inf, and none above +inf."""
     kept, x = f64(ROW), f64([INF, *ROW, -INF, INF])
     if op.family == "count":
         for at in (0.3, 2.0, 1e300, -1e300):
@@ -440,7 +442,7 @@ def test_nan_spoils_its_row_and_no_other(op: Operator, options: dict[str, Any]) 
     (dwant,) = slopes(want, alone)
     torch.testing.assert_close(dx[[0, 2]], torch.stack([dwant, dwant]), rtol=1e-13, atol=1e-15)
     assert dtau[[0, 2]].isfinite().all()
-    if op.family == "count":  # where every number would count, or none
+    if op.family == "count":  # at these levels, every number or none would count
         for at in (INF, -INF):
             assert op(x, f64(at), tau=tau, **options).isnan().tolist() == [False, True, False]
 
@@ -470,7 +472,7 @@ def test_zero_has_no_sign(op: Operator, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 1), (0, 0), (3, 0), (0,)], ids=str)
 @variants()
 def test_nothing_at_all(op: Operator, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """An empty batch and empty rows give empty results, and gradients of the input's shape."""
+    """Empty batches and empty rows give empty results, and gradients of the input's shape."""
     x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
     y = op(x, 0, **options)
     assert y.shape == (shape[:-1] if op.family in ("count", "threshold") else shape)
@@ -481,11 +483,13 @@ def test_nothing_at_all(op: Operator, options: dict[str, Any], shape: tuple[int,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@variants(lambda op: op.name in ("soft_topk", "ot_topk"), without="normalize")  # a cost of 1e60 levels all
+@variants(
+    lambda op: op.name in ("soft_topk", "ot_topk"), without="normalize"
+)  # a cost of 1e60 makes all equal
 def test_finite_numbers_that_stand_for_minus_infinity(
     op: Operator, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Scores masked by −1e4, −1e9, −1e30 or finfo.min: any scores, any sum of k."""
+    """Scores masked by −1e4, −1e9, −1e30 or finfo.min, for several scores and k."""
     info = torch.finfo(dtype)
     fills = [fill for fill in (-1e4, -1e9, -1e30, max(info.min, -1e307)) if fill >= info.min]
     sign = -1 if options.get("largest") is False else 1
@@ -569,7 +573,7 @@ def test_ot_topk_normalizes_by_any_cost(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("epsilon", [5e-324, torch.tensor(6e-8, dtype=torch.float16)], ids=["number", "half"])
 def test_ot_topk_of_the_least_epsilon(epsilon: Any) -> None:
-    """Half of it is 0 in its own dtype, and no tau that was passed is."""
+    """Half of it is 0 in its own dtype, although the user passed no tau of 0."""
     y = khot.ot_topk(f64([3, 1, 2]), 1, epsilon=epsilon)
     torch.testing.assert_close(y, f64([1, 0, 0]))
 
@@ -589,7 +593,7 @@ def odds(draw: Any, one_in: int) -> bool:
 
 
 def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float], bad: list[float]) -> Any:
-    """A number or a tensor: mostly one that will do."""
+    """A number or a tensor, which is mostly valid."""
     if odds(draw, 40):
         return draw(st.sampled_from(ODD_SCALARS))
     value = st.sampled_from(bad) if odds(draw, 30) else st.sampled_from(good)
@@ -669,7 +673,7 @@ def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
 
 
 def scalar_faults(value: Any, name: str, batch: tuple[int, ...]) -> list[Fault]:
-    """Those that its type and shape show."""
+    """The faults that the type and shape show."""
     if isinstance(value, Tensor):
         if value.dtype == torch.bool or value.is_complex():
             return [(TypeError, name)]
@@ -719,7 +723,7 @@ def values_of(value: Any, s: Tensor, levels_dim: int | None = None) -> Tensor:
 
 
 def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], list[Fault]]:
-    """What types, dtypes and shapes alone show to be wrong; and what may be taken for it."""
+    """The faults that types, dtypes and shapes show; and the errors that may be raised instead."""
     x, must, may = call.x, [], []
     batch = tuple(x.movedim(call.dim, -1).shape[:-1]) if x.dim() else ()
     mask = call.options.get("mask")
@@ -738,7 +742,7 @@ def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], li
 
 def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[Fault]]:
     s, number, wrong = scores(call), not isinstance(value, Tensor), [(ValueError, name)]
-    if number and value is HUGE_INT:  # which a level may be: so may inf
+    if number and value is HUGE_INT:  # a level may be infinite
         return ([], wrong) if name == "at" else (wrong, [])
     v = values_of(value, s, call.dim if has_levels(name, value, call.x.dim()) else None)
     if name == "at":  # a NaN level in a tensor may also make a NaN count
@@ -754,7 +758,7 @@ def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[F
             bad_number = bad_number or (number and value != math.floor(value))
     if bad_number or (bad.any() and s.shape[-1]):
         return wrong, []
-    # without rows, or entries in them, there may be nobody to look at a tensor
+    # for empty input, the values of a tensor may not be checked
     return [], wrong if call.x.numel() == 0 and not number else []
 
 
@@ -809,7 +813,7 @@ def assert_row(call: Call, s: Tensor, k: float, y: Tensor) -> None:
         assert y.isnan() or 0 <= y <= n
         return
     if family == "hard" and k < pinned <= math.floor(k + 0.5):
-        return  # the table's "more than k" says NaN, the rounded k that there is room
+        return  # by "more than k" this row is NaN, but by the rounded k there is room
     if s.isnan().any() or pinned > k:
         assert y.isnan().all()
         return

@@ -1,4 +1,4 @@
-"""The published baselines: each is what was published, and has the defects that it is said to have."""
+"""The baselines: each agrees with its publication, and has the defects that its docstring names."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_pav_takes_two_powers() -> None:
 
 
 # ----------------------------------------------------------------------------------------- defects
-# What khot's operators do on the same input stands beside each.
+# Each is compared with khot's operators on the same input.
 
 
 def test_sequential_softmax_exceeds_1() -> None:

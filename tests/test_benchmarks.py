@@ -1,4 +1,4 @@
-"""The benchmarks: that they time what they say, refuse what is wrong, and survive a stop."""
+"""The benchmarks time what they report, reject wrong results, and continue after an interruption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, gpu, operators, report, timing
+from benchmarks import cpu, device, gpu, operators, report, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -15,7 +15,7 @@ import khot
 
 
 class FakeClock:
-    """Time that passes only when it is told to."""
+    """A clock that only moves when a test moves it."""
 
     now = 0.0
 
@@ -38,7 +38,7 @@ def test_medians_take_turns_within_their_seconds() -> None:
     }
     found = timing.medians(calls, seconds=1.0, clock=clock)
     assert found == {"quick": 0.25, "slow": 2.0, "huge": 20.0}
-    # the first calls do not count, but for one that takes ten times its seconds
+    # the first calls do not count, except one that takes ten times its share of seconds
     assert order == ["quick", "slow", "huge", "quick", "slow", "quick", "quick", "quick"]
 
 
@@ -293,3 +293,40 @@ def test_the_profiler_sees_kernels() -> None:
     seconds, kernels = gpu.on_device(lambda: torch.softmax(x, -1), x.device)
     assert kernels == 1 and 1e-6 < seconds < 1e-3
     assert gpu.peak_memory(lambda: x + 1, x.device) == 4_000_000
+
+
+@pytest.mark.parametrize("what", ["check", "bench"])
+def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KHOT_REVISION", "of the variable")
+    command = [what, "--dry-run", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        device.main(command)
+    text = (tmp_path / "device.md").read_text(encoding="utf-8")
+    assert "of the variable" in text
+    for name in ["short rows, logarithm"] if what == "check" else ["khot, log", "(2, 33) bfloat16"]:
+        assert name in text
+    before = (tmp_path / "device.json").read_bytes()
+    monkeypatch.setattr(device, "examine", None)  # nothing is done twice
+    monkeypatch.setattr(device, "measure", None)
+    with pytest.raises(SystemExit, match="0"):
+        device.main(command)
+    assert (tmp_path / "device.json").read_bytes() == before
+
+
+def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = device.call
+    monkeypatch.setattr(
+        device, "call", lambda route, x: right(route, x) * (1 + 1e-3 * (x.dtype != torch.float64))
+    )
+    with pytest.raises(SystemExit, match="1"):
+        device.main(["check", "--dry-run", "--out", str(tmp_path)])
+    assert "False" in (tmp_path / "device.md").read_text(encoding="utf-8")
+
+
+def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        device.main(["check"])
+    assert "no GPU" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def slopes(f: Callable[[Any], Any], a: float, h: Any) -> tuple[Any, Any]:
 
 
 def intrinsic(name: str, method: str, a: float, want: Any) -> Any:
-    """Error, in units of eps, that any formula leaves whose constants and inner results are rounded."""
+    """The error, in units of eps, of any formula with rounded constants and inner results."""
     if name.startswith("power") and method in ("cdf", "pdf", "tail") and 0 < a < 1:
         return abs(want * mp.log(a))  # z^e with e = 1/(p − 1) rounded
     if (name, method) == ("normal", "potential") and 0 < a < 1:
@@ -122,7 +122,8 @@ def test_value(name: str, method: str, dtype: torch.dtype) -> None:
 @each_method
 @each_cdf
 def test_half_precision(name: str, method: str, dtype: torch.dtype) -> None:
-    """The methods say: any floating-point tensor. A few units more, for every step rounds to 8 or 11 bits."""
+    """The methods accept any floating-point dtype. The errors are larger, as every step rounds to 8 or 11
+    bits."""
     F, oracle = TABLE[name]
     at = torch.tensor([-3.0, -0.5, 0.0, 0.25, 0.5, 0.9, 1.0, 3.0, math.inf, -math.inf])
     at = (torch.tensor([0.01, 0.25, 0.5, 0.75, 0.98]) if method in OF_Y else at).to(dtype)
@@ -268,7 +269,7 @@ def test_derivative_is_that_of_50_digits(name: str, method: str, order: int) -> 
 
 @each_cdf
 def test_derivative_is_finite_at_kinks_and_infinities(name: str) -> None:
-    """What cdf is asked for by operators on masked and pinned entries."""
+    """Operators evaluate F there for masked and pinned entries."""
     z = torch.tensor([-math.inf, -700.0, 0.0, 1.0, 700.0, math.inf], dtype=torch.float64, requires_grad=True)
     (got,) = grad(TABLE[name][0].cdf(z).sum(), z)
     assert got.isfinite().all() and (got >= 0).all()

@@ -147,7 +147,7 @@ def test_at_most_ten_passes(name: str, n: int) -> None:
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors created inside were holding at one time."""
+    """The largest number of bytes that tensors created inside held at one time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the C++ sources promise about themselves: who knows torch, and what a wrong name does."""
+"""The C++ sources: only bindings include torch, and unknown names raise errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_only_the_bindings_include_a_header_of_torch() -> None:
 
 
 def test_no_room_includes_a_header_of_the_bindings() -> None:
-    # or it would know torch through them
+    # otherwise it would include torch through them
     knowing = {path for path in sources() if any(name.startswith("bindings/") for name in included(path))}
     assert {path.parent.name for path in knowing} == {"bindings"}
 

@@ -1,7 +1,7 @@
-"""Every public operator on a CUDA device: what only a device can show, and its results against the CPU's.
+"""Every public operator on a CUDA device: its results against the CPU's, and its use of the device.
 
-The table is in operators.py. Skipped where there is no device, unless KHOT_REQUIRE_CUDA=1 makes that a
-failure. `pytest tests/test_cuda.py -n 12` spreads over processes what Triton takes to compile.
+The table is in operators.py. The tests are skipped if there is no device, unless KHOT_REQUIRE_CUDA=1 makes
+that a failure. `pytest tests/test_cuda.py -n 12` compiles Triton's kernels in several processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TAU = [0.5, 1.0, 1.7]
-# a row is held by one program; is nearly the longest of these; is split over programs
+# the row shares a program with others; it has a program to itself; it streams past a program
 SIZES = (7, 1001, 40_001)
 
 every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
@@ -42,7 +42,7 @@ every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated is full of NaN, so that what a kernel does not write shows."""
+    """Memory is filled with NaN, to show what a kernel does not write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators that are not deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -56,15 +56,19 @@ def poisoned() -> Iterator[None]:
 def never_waiting() -> Iterator[None]:
     """An error as soon as the host waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """On the CPU: x (3, n), and a k and a tau a row, in the operator's domain; they grow with n."""
+    """On the CPU: x (3, n), and one k and one tau per row, in the operator's domain; k grows with n."""
     x = torch.randn(3, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(dtype)
     k = torch.tensor(op.k, dtype=torch.float64)
     if op.name != "soft_count":
@@ -98,7 +102,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def fits(op: Operator, n: int) -> bool:
-    """Leaves out what costs n² or more, where n is large."""
+    """Whether n is small enough for an operator that costs n² or more."""
     quadratic = op.out_dims == 2 or (op.name in ("soft_rank", "soft_sort") and "laplace" not in op.id)
     return n <= 7 or not (quadratic or (n > 10_000 and op.name in ("soft_quantile", "soft_median")))
 
@@ -183,10 +187,28 @@ def test_more_rows_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(70_000, 100, device="cuda")
     want = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
-    monkeypatch.setattr(layout, "RESIDENT", 64)
+    for name, value in {"RESIDENT": 64, "STREAMED": 0, "STREAMS": 1 << 30}.items():
+        monkeypatch.setattr(layout, name, value)
     got = [khot.sigmoid_topk(x, 9), khot.topk_mask(x, 9), khot.soft_topk_magnitude(x, 9)]
     for a, b in zip(got, want, strict=True):
         assert error(a, b.cpu()) <= 1e-6
+
+
+@pytest.mark.parametrize("output", [khot.soft_topk, khot.log_soft_topk], ids=["y", "log"])
+@every_cdf
+def test_rows_split_over_programs(cdf: str | cdfs.CDF, output: Callable[..., Tensor]) -> None:
+    x = torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        row = x.to(device, dtype).requires_grad_()
+        y = output(row, 3_000.5, tau=0.5, cdf=cdf)
+        finite = y.detach() > -torch.inf
+        (dx,) = torch.autograd.grad(y.masked_fill(~finite, 0), row, grad.to(device, dtype))
+        results.append((y, dx))
+    (got, dx), (want, dwant) = results
+    assert error(got, want) <= 1e-5 if output is khot.log_soft_topk else error(got, want) <= 5e-7
+    assert error(dx / dwant.abs().max().item(), dwant / dwant.abs().max()) <= 1e-4
 
 
 def test_millions_of_equal_scores() -> None:
@@ -231,7 +253,7 @@ def test_the_host_never_waits(op: Operator) -> None:
         if not fits(op, n):
             continue
         args = leaves(op, arguments(op, n, torch.float32), "cuda")
-        value_and_gradients(op, args)  # what is compiled or loaded on first use may wait
+        value_and_gradients(op, args)  # the first call may wait, because it compiles and loads kernels
         with never_waiting():
             y = op.call(*args)
             if op.differentiable:

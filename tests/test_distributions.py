@@ -31,7 +31,8 @@ TRACTABLE = ("conditional_poisson", "sampford")
 
 @pytest.fixture(autouse=True)
 def validation() -> Iterator[None]:
-    """On, as torch has it until something is compiled; from then on it is off for the whole process."""
+    """Validation is on, as in torch until something is compiled; after that it is off for the whole
+    process."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(True)
     yield
@@ -354,7 +355,7 @@ def test_relaxed_density_integrates_to_1() -> None:
 
 
 def test_relaxed_draws_have_the_density() -> None:
-    """How often they fall into a box, for n = 3, k = 2."""
+    """The frequency of draws in a box, for n = 3 and k = 2."""
     p = RelaxedKHot(0.8, 2, ONE[:3])
     torch.manual_seed(0)
     draws = p.rsample((40_000,))

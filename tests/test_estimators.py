@@ -1,4 +1,4 @@
-"""Gradient estimators against gradients by enumeration, and what each accepts.
+"""Gradient estimators against gradients by enumeration, and the arguments that each accepts.
 
 Statistical tests fix their seed; each would fail for 1 seed in 10⁶ if the claim is true.
 """
@@ -71,7 +71,7 @@ def loss_gradient(x: Tensor) -> Tensor:
 def sampled_gradients(
     draw: Callable[[Tensor], Tensor], theta: Tensor, samples: int, f: Callable[[Tensor], Tensor] = loss
 ) -> Tensor:
-    """One gradient a sample, (samples, n)."""
+    """One gradient per sample, (samples, n)."""
     rows = theta.detach().expand(samples, -1).clone().requires_grad_()
     return torch.autograd.grad(f(draw(rows)).sum(), rows)[0]
 
@@ -105,7 +105,7 @@ def test_samples_are_k_hot_along_dim_and_carry_a_gradient(name: str, dtype: torc
         v = torch.randn(x.shape, generator=generator(1)).to(dtype)
         (grad,) = torch.autograd.grad((x * v).sum(), logits)
         assert grad.isfinite().all() and grad.abs().sum() > 0
-        # adding a constant to a row changes nothing, but for rounding
+        # adding a constant to a row changes nothing except rounding
         total = grad.double().sum(dim).abs().max()
         assert total <= 100 * torch.finfo(dtype).eps * grad.double().abs().sum(dim).max()
 
@@ -158,7 +158,7 @@ def test_nan_stays_in_its_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gumbel", "imle"])
 def test_estimators_without_a_design_compile_and_map(name: str) -> None:
-    """The others draw by designs, whose branches look at values."""
+    """The others draw by designs, whose branches depend on values."""
     logits = torch.randn(4, 8, generator=generator(), requires_grad=True)
     v = torch.arange(8.0)
 
@@ -277,7 +277,7 @@ def test_second_order_is_exact_for_quadratics_at_n_2(
     both = torch.eye(2, dtype=torch.float64)
     probs = khot.sigmoid_topk(logits, 1)
     (expected,) = torch.autograd.grad(probs @ f(both), logits)
-    assert expected.abs().max() > 0.01  # where nothing is to be had, anything is exact
+    assert expected.abs().max() > 0.01  # the test needs a gradient that is not 0
     monkeypatch.setattr(sampling, "sample", lambda *_, **__: both)
     rows = logits.detach().expand(2, 2).clone().requires_grad_()
     x = sample_khot(rows, 1, estimator="second_order")
@@ -285,7 +285,7 @@ def test_second_order_is_exact_for_quadratics_at_n_2(
     torch.testing.assert_close(probs.detach() @ each, expected, rtol=1e-12, atol=1e-14)
     x = sample_khot(rows, 1)
     (each,) = torch.autograd.grad(f(x).sum(), rows)
-    assert (probs.detach() @ each - expected).abs().max() > 1e-3  # first order is not
+    assert (probs.detach() @ each - expected).abs().max() > 1e-3  # the first-order estimator is not exact
 
 
 def test_second_order_has_no_gradient_in_k() -> None:

@@ -1,4 +1,4 @@
-"""What people rely on besides the operators: the README, the imports, the package."""
+"""The README, the imports and the package, which users rely on besides the operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def documented(pattern: str) -> list[str]:
-    """What ``pattern`` captures in the README's tables, sorted; what is there twice stays so."""
+    """The matches of ``pattern`` in the README's tables, sorted, with duplicates."""
     return sorted(re.findall(pattern, README, flags=re.MULTILINE))
 
 

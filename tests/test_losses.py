@@ -1,4 +1,4 @@
-"""The losses: their values against independent ones, their gradients, what they refuse."""
+"""The losses: their values against independent ones, their gradients, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""soft_topk_magnitude against PAV in 50 digits, its closed forms, and what the paper proves of it."""
+"""soft_topk_magnitude against PAV in 50 digits, its closed forms, and theorems of the paper."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_optimal(x: Tensor, y: Tensor, k: int, tau: float, p: float, rounding:
 
 
 def _rows() -> dict[str, Tensor]:
-    """All exact in float32, so that one oracle serves every dtype above half."""
+    """All values are exact in float32, so that one oracle is enough for all dtypes except half precision."""
     sparse = normal(6, seed=4).float()
     sparse[::2] = 0
     rows = {
@@ -240,7 +240,8 @@ def test_pooled_value_solves_its_equation_however_small_it_is(p: float, tau: flo
 
 
 def test_pooled_value_of_entries_of_all_sizes() -> None:
-    """γ is next to where the fifth entry would be selected on its own, and G all but flat below that."""
+    """γ is close to the point where the fifth entry would no longer be pooled, and G is nearly flat below
+    it."""
     s = [
         0.0255126953125,
         9.5367431640625e-07,
@@ -258,7 +259,8 @@ def test_pooled_value_of_entries_of_all_sizes() -> None:
 
 @each_p
 def test_slope_of_gamma_is_that_of_proposition_7(p: float) -> None:
-    """Its second case with the misprint mended: dγ/ds_i = (q−1)|γ−s_i|^(q−2)/Σ[(q−1)|γ−s_j|^(q−2) + w_j]."""
+    """Its second case, with a misprint corrected: dγ/ds_i = (q−1)|γ−s_i|^(q−2)/Σ[(q−1)|γ−s_j|^(q−2) +
+    w_j]."""
     x, k = f64([1.0, 0.98, 0.97, 0.95, 0.2], requires_grad=True), 2
     y = soft_topk_magnitude(x, k, p=p)
     gamma = x[0] - y[0] ** (p - 1)
@@ -480,7 +482,7 @@ def test_dims_and_layouts(rescale: bool) -> None:
     flat = f64([1.0, -3, 2]).expand(4, 3).requires_grad_()
     out = soft_topk_magnitude(flat, 1, **options)
     assert torch.equal(out, soft_topk_magnitude(flat.detach().clone(), 1, **options))
-    (got,) = grad(out.sum(), flat)  # a gradient of stride 0
+    (got,) = grad(out.sum(), flat)  # its gradient has stride 0
     (dense,) = grad(soft_topk_magnitude(flat, 1, **options), flat, torch.ones(4, 3, dtype=torch.float64))
     assert torch.equal(got, dense)
 
@@ -600,7 +602,7 @@ def test_vmap(rescale: bool) -> None:
 
 @each_rescale
 def test_compile(rescale: bool) -> None:
-    """aot_eager, which traces forward and backward in full and spares the C++ compiler."""
+    """aot_eager traces forward and backward in full, but does not need the C++ compiler."""
 
     def f(x: Tensor, k: Tensor, tau: Tensor, mask: Tensor) -> Tensor:
         return soft_topk_magnitude(x, k, tau=tau, p=4 / 3, rescale=rescale, mask=mask)

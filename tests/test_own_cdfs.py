@@ -1,4 +1,4 @@
-"""CDFs of the user's own: every operator that takes ``cdf=`` on classes that no kernel knows."""
+"""Users' CDFs: every operator that takes ``cdf=``, with classes that no kernel knows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from khot import cdfs
 
 
 class Student3(cdfs.CDF):
-    """Student's t with 3 degrees of freedom, by its F alone: all else is the default made from it."""
+    """Student's t with 3 degrees of freedom, defined by F alone: everything else is a default derived from
+    F."""
 
     name = "student3"
     symmetric = True
@@ -28,9 +29,12 @@ class Student3(cdfs.CDF):
         t = torch.atan(z / math.sqrt(3))
         return 0.5 + (t + 0.5 * torch.sin(2 * t)) / math.pi
 
+    def pdf(self, z: Tensor) -> Tensor:
+        return 2 / (math.pi * math.sqrt(3) * (1 + z * z / 3) ** 2)
+
 
 class Cauchy(cdfs.CDF):
-    """No mean, no variance: the solver's first guess has nothing but quantiles to go by."""
+    """No mean, no variance: the solver's first guess can only use quantiles."""
 
     name = "cauchy"
     symmetric = True
@@ -55,6 +59,9 @@ class Gumbel(cdfs.CDF):
     def cdf(self, z: Tensor) -> Tensor:
         return torch.exp(-torch.exp(-z))
 
+    def pdf(self, z: Tensor) -> Tensor:
+        return torch.exp(self.log_pdf(z))
+
     def sf(self, z: Tensor) -> Tensor:
         return -torch.expm1(-torch.exp(-z))
 
@@ -69,10 +76,13 @@ class Gumbel(cdfs.CDF):
 
 
 class Steeper(cdfs.Logistic):
-    """A built-in with another F, from which all else has to follow."""
+    """A built-in with another F: everything else has to follow from the new F."""
 
     def cdf(self, z: Tensor) -> Tensor:
         return torch.sigmoid(3 * z)
+
+    def pdf(self, z: Tensor) -> Tensor:
+        return 3 * torch.sigmoid(3 * z) * torch.sigmoid(-3 * z)
 
 
 class Bump(cdfs.CDF):
@@ -104,7 +114,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def threshold(x: Tensor, k: float, tau: float, F: cdfs.CDF) -> float:
-    """By a bracketing solver, and F itself alone."""
+    """The threshold by a bracketing solver that uses only F."""
 
     def miss(t: float) -> float:
         return float(F.cdf((x - t) / tau).sum()) - k
@@ -159,7 +169,7 @@ def test_other_operators(F: cdfs.CDF) -> None:
     torch.testing.assert_close(t, torch.tensor(want, dtype=torch.float64))
     ranks = khot.soft_rank(x, tau=0.1, cdf=F)
     z = (x.unsqueeze(-1) - x.unsqueeze(-2)) / 0.1
-    torch.testing.assert_close(ranks, 0.5 + (1 - F.cdf(F.median - z)).sum(-1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ranks, 0.5 + F.cdf(z + F.median).sum(-1), rtol=1e-9, atol=1e-9)
     P = khot.soft_permutation(x, tau=0.5, cdf=F)
     torch.testing.assert_close(P.sum(-1), torch.ones(2, 6).double())
     assert torch.autograd.gradcheck(lambda x: khot.soft_sort(x, tau=0.5, cdf=F), x)
@@ -218,7 +228,7 @@ def test_rows_over_processes() -> None:
 
 
 class Alias(cdfs.Logistic):
-    """Overrides nothing of the logistic CDF, so the compiled kernels serve."""
+    """Overrides nothing of the logistic CDF, so the compiled kernels are used."""
 
     note = "mine"
 
@@ -267,7 +277,14 @@ def test_what_a_class_lacks_is_said() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Empty has to define cdf\(z\)"):
         khot.soft_topk(randn(4), 2, cdf=Empty())
-    with pytest.raises(NotImplementedError, match=r"Student3 has to define potential\(y\)"):
+
+    class Half(cdfs.Logistic):
+        def cdf(self, z: Tensor) -> Tensor:
+            return torch.sigmoid(2 * z)
+
+    with pytest.raises(NotImplementedError, match=r"Half has to define pdf\(z\)"):
+        khot.soft_topk(randn(4), 2, cdf=Half())
+    with pytest.raises(NotImplementedError, match=r"Student3 has to define (potential\(y\)|conjugate\(z\))"):
         khot.losses.FenchelYoungTopKLoss(2, cdf=Student3())(randn(1, 4), torch.tensor([[1.0, 1, 0, 0]]))
 
 

@@ -1,4 +1,4 @@
-"""The distributions: what is in them, and that they work where they are installed."""
+"""The sdist and the wheel: their contents, and that an installed wheel works."""
 
 from __future__ import annotations
 

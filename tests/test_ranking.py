@@ -1,6 +1,6 @@
-"""Ranks, sorting, permutations, quantiles: accuracy, hard limits, memory, what unusual and bad input gets.
+"""Ranks, sorting, permutations, quantiles: accuracy, hard limits, memory, unusual and bad input.
 
-What they share with every operator (gradients, transforms, layouts) is in test_operators.py.
+The checks for every operator (gradients, transforms, layouts) are in test_operators.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows over processes against the same rows in one: values, derivatives, errors, and what it costs."""
+"""Rows spread over processes against whole rows: values, derivatives, errors and costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
 
 
 def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Shards as one tensor; what is replicated must be the same on all ranks, to the last bit."""
+    """Shards as one tensor; replicated tensors must be bitwise the same on all ranks."""
     if like.dim() and sum(part.shape[-1] for part in parts) == like.shape[-1]:
         return torch.cat(parts, -1)
     assert all(torch.equal(part, parts[0]) for part in parts)
@@ -112,7 +112,7 @@ def test_infinite_and_nan_scores(world: int) -> None:
 @worlds
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_hard_mask_with_ties(world: int, dtype: torch.dtype) -> None:
-    """To the lowest index of the whole row; 0 and −0 are equal."""
+    """Ties go to the lowest index of the whole row; 0 and −0 are equal."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-2, 3, (6, N), generator=generator).to(dtype) * 0.3
     x[0] = -x[0]  # with −0
@@ -143,7 +143,8 @@ def along_dim_1(group: Any, x: Tensor, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
 def test_collectives(cdf: Any) -> None:
-    """At most 8 forward, with the check of the arguments; one backward; a few numbers a row."""
+    """At most 8 in the forward pass, including the check of arguments; one in the backward pass; a few
+    numbers per row."""
     n, cuts = 3000, [0, 1000, 1800, 3000]
     for scale in (0.1, 1.0, 5.0):
         for k in (1, n / 10 + 0.5, n - 1):

@@ -2,7 +2,7 @@
 
     function(input, k, dim=-1, *, tau=1.0, cdf=..., largest=True, mask=None, hard=False, ..., generator=None)
 
-A parameter means the same wherever it appears, and no default stands for "not given" but None.
+A parameter has the same meaning everywhere, and only the default None means "not given".
 """
 
 from __future__ import annotations
@@ -190,18 +190,7 @@ def test_every_function_that_draws_takes_a_generator() -> None:
 
 
 # The public operators that select along a row but have no mask. Only removals are welcome.
-WITHOUT_MASK = {
-    "khot.inverse_soft_count",
-    "khot.log_soft_permutation",
-    "khot.sample_khot",
-    "khot.soft_count",
-    "khot.soft_median",
-    "khot.soft_permutation",
-    "khot.soft_quantile",
-    "khot.soft_rank",
-    "khot.soft_sort",
-    "khot.sorted_soft_topk",
-}
+WITHOUT_MASK = {"khot.inverse_soft_count", "khot.sample_khot", "khot.soft_count"}
 
 
 def test_operators_take_a_mask() -> None:
@@ -229,19 +218,6 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-# The operators whose cdf is still annotated as any str. Only removals are welcome.
-ANY_STR = {
-    "khot.inverse_soft_count",
-    "khot.log_soft_permutation",
-    "khot.log_soft_topk",
-    "khot.soft_count",
-    "khot.soft_median",
-    "khot.soft_permutation",
-    "khot.soft_quantile",
-    "khot.soft_rank",
-    "khot.soft_sort",
-    "khot.soft_topk",
-}
 CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "reduction", "schedule")
 
 
@@ -250,9 +226,6 @@ CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "reduction", "sch
 )
 def test_a_type_checker_sees_a_misspelt_choice(name: str, option: str) -> None:
     kinds = members(annotation(name, option))
-    if name in ANY_STR:
-        assert str in kinds, f"remove {name} from ANY_STR"
-        return
     assert str not in kinds and Any not in kinds
     literals = [kind for kind in kinds if typing.get_origin(kind) is Literal]
     assert len(literals) == 1
@@ -286,7 +259,7 @@ def test_layers_end_with_device_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
 def test_options_of_layers_are_keyword_only(name: str) -> None:
-    """What has a default is an option, but for dim, and for the arguments that torch has before ours."""
+    """Arguments with a default are options, except dim and the arguments that torch has before ours."""
     if name in AS_TORCH:
         return
     with_default = [

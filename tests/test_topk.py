@@ -1,4 +1,4 @@
-"""The statements of the papers about their operators, each as a test that names it."""
+"""The statements of the papers about their operators, one test each."""
 
 from __future__ import annotations
 

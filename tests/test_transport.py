@@ -1,4 +1,4 @@
-"""sorted_soft_topk against general transport solvers, 50-digit roots, and what the paper proves of it."""
+"""sorted_soft_topk against general transport solvers, 50-digit roots, and theorems of the paper."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def masses(n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sinkhorn(x: Tensor, k: int, epsilon: float, sweeps: int = 200_000) -> Tensor:
-    """n times the plan, less its last anchor, by log-domain sweeps until they change nothing."""
+    """n times the plan, without its last anchor, by log-domain sweeps until nothing changes."""
     row, n = x.numpy(), len(x)
     # only the products x·a matter: the squares cost digits
     kernel = 2 * (row - row.max())[:, None] * np.arange(k, -1, -1.0) / epsilon
@@ -216,8 +216,8 @@ def test_theorem_2_of_soft_ot_topk_bounds_the_bias(epsilon: float) -> None:
 
 @pytest.mark.parametrize("epsilon", [1e-3, 0.03, 1.0])
 def test_bias_of_the_sorted_form(epsilon: float) -> None:
-    """Of the proof of Theorem 2 what holds for any number of anchors: ⟨C, Γ^ε − Γ*⟩ ≤ ε × the entropies'
-    difference, which is at most ln(k + 1)."""
+    """The step of Theorem 2's proof that holds for any number of anchors: ⟨C, Γ^ε − Γ*⟩ ≤ ε × the difference
+    of the entropies, which is at most ln(k + 1)."""
     for seed in range(10):
         n, k = 20, 4
         x = normal(n, seed=seed)
@@ -303,7 +303,7 @@ def test_blocks_of_rows_agree_with_the_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _Largest(TorchDispatchMode):
-    """The size of the largest tensor that anything returns."""
+    """The size of the largest tensor that any operation returns."""
 
     numel = 0
 

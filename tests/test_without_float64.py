@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[single.Device]:
 
 
 def arguments(op: Operator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """On the CPU: x (3, 7), and a k and a tau a row, in the operator's domain."""
+    """On the CPU: x (3, 7), and one k and one tau per row, in the operator's domain."""
     x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     k = torch.tensor(op.k)
     if op.name in ("soft_count", "inverse_soft_count"):
@@ -68,7 +68,7 @@ def value_and_gradients(
 
 
 def _second(grads: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
-    # of scores of moderate size: a sum of squares keeps what rounding does in proportion
+    # for moderate scores; in a sum of squares, rounding errors stay in proportion
     total = sum((g.square().sum() for g in grads), grads[0].new_zeros(()))
     second = torch.autograd.grad(total, leaves, allow_unused=True)
     return [s for s in second if s is not None]
@@ -124,7 +124,7 @@ def test_second_derivatives(op: Operator, device: single.Device) -> None:
 @every
 def test_numbers(op: Operator, device: single.Device) -> None:
     x, _, _ = arguments(op)
-    for k in (op.k[1], torch.tensor(op.k[1], dtype=torch.float64)):  # a number, too, as 0-dim on the CPU
+    for k in (op.k[1], torch.tensor(op.k[1], dtype=torch.float64)):  # a number, and a 0-dim tensor on the CPU
         want = op.call(x.double(), k, 0.8)
         assert error(device.fetch(op.call(device.put(x), k, 0.8)), want) <= LOSSY.get(op.id, 2e-6)
 
@@ -227,7 +227,7 @@ K_HOT = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0]])
 
 
 def agree(device: single.Device, function: Callable[..., Tensor], *args: Tensor, **options: Any) -> None:
-    """The function's value there and its gradients are those of float64 on the CPU."""
+    """The value and gradients on the device agree with those in float64 on the CPU."""
 
     def run(put: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
         there = [put(a.to(dtype) if a.is_floating_point() else a) for a in args]

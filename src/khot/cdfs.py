@@ -1,8 +1,8 @@
 """The CDFs that soften a count: one choice of F, one relaxed top-k operator.
 
-Every operator of khot replaces the step in "how many entries lie above b?" by a CDF F. This module has those
-of the papers, each with what the solver and the gradients need, accurate in both tails; and the base class
-from which you derive your own.
+Every operator of khot replaces the step in "how many entries lie above b?" by a CDF F. This module contains
+the CDFs of the papers, each with the functions that the solver and the gradients need, accurate in both
+tails. It also contains the base class from which you derive your own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from khot._core.precision import wide_dtype, widen
 
 __all__ = ["CDF", "CDFName", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
-NEWTON = 4  # steps to a quantile in float32
-TINIEST = 1e-37  # the least probability that float32 can tell from 0 there
-DOUBLINGS = 1100  # of a bracket for a quantile: beyond float64's range
-STEPS = 200  # towards that quantile: a third of them halve the bracket
+NEWTON = 4  # Newton steps to a quantile in float32
+TINIEST = 1e-37  # the smallest probability that those steps distinguish from 0
+DOUBLINGS = 1100  # of a bracket for a quantile: enough to exceed float64's range
+STEPS = 200  # towards that quantile: at least a quarter of them halve the bracket
 QUARTILES = 1.3489795003921634  # the distance between the quartiles of the standard normal distribution
 
 CDFName = Literal["logistic", "laplace", "normal", "uniform"]
@@ -34,33 +34,34 @@ _numbers = itertools.count()
 class CDF:
     """A cumulative distribution function F with density f, as used to soften a count.
 
-    To use your own, derive a class from this one and define :meth:`cdf`; every operator that takes ``cdf=``
-    takes an object of it. It runs on the reference kernels, on any device, with exact gradients to second
-    order, under ``vmap`` and ``torch.compile``. What else is listed here has a default made from F. Override
-    :meth:`pdf` and :meth:`icdf` where there is a closed form, since the defaults differentiate and bisect,
-    and :meth:`sf`, :meth:`log_cdf`, :meth:`log_sf` and :meth:`log_pdf` where a tail loses its digits.
+    To use your own, derive a class from this one and define :meth:`cdf` and :meth:`pdf`; every operator that
+    takes ``cdf=`` takes an object of it. It runs on the reference kernels, on any device, with exact
+    gradients to second order, under ``vmap`` and ``torch.compile``. All other methods have a default that is
+    derived from these two. Override :meth:`icdf` if it has a closed form, because the default searches.
+    Override :meth:`sf`, :meth:`log_cdf`, :meth:`log_sf` and :meth:`log_pdf` if the default is inaccurate in a
+    tail.
 
     A class derived from :class:`Logistic` or another CDF of this module keeps that CDF's compiled kernels as
-    long as it overrides nothing of it. One that overrides something is a CDF of its own, and one that
-    overrides :meth:`cdf` inherits nothing else of it but its support.
+    long as it overrides nothing. A class that overrides something is treated as a new CDF, and a class that
+    overrides :meth:`cdf` inherits nothing else except the support.
 
     All methods are elementwise on floating-point tensors, keep shape and dtype, and are differentiable
     wherever F is. ``z`` is any real number, infinities included; ``y`` lies in [0, 1].
 
     Attributes:
-        name: what ``cdf="..."`` calls it, and what error messages call it.
-        shape: the parameter p of :class:`Power`; 0 where there is none.
+        name: the name in ``cdf="..."`` and in error messages.
+        shape: the parameter p of :class:`Power`; 0 for CDFs without a parameter.
         median: F⁻¹(½).
-        mean, variance: the moments of a variable distributed as F. They guide the solver's first guess and no
-            more, so that a distribution without moments can have any location and squared scale there; the
+        mean, variance: the moments of a variable distributed as F. They only guide the solver's first
+            guess, so that a distribution without moments may give any location and squared scale. The
             defaults are the median, and the variance of the normal distribution with the same quartiles.
-        support: the interval in which f > 0: the whole line, or bounded on either side. Where it is bounded,
-            y can be exactly 0 and 1.
-        full_support: whether it is the whole line.
-        symmetric: whether F(−z) = 1 − F(z), from which the default of :meth:`sf` takes the upper tail.
-        smooth: whether f is continuous, so that a Newton step next to the root squares the error; by default
-            where the support is full.
-        density_from_value: whether :meth:`pdf_from_cdf` finds f from y without losing digits.
+        support: the interval in which f > 0: the whole line, or an interval bounded on both sides. If it is
+            bounded, y can be exactly 0 and 1.
+        full_support: whether the support is the whole line.
+        symmetric: whether F(−z) = 1 − F(z); the default of :meth:`sf` then takes the upper tail from F(−z).
+        smooth: whether f is continuous, so that a Newton step next to the root squares the error. The default
+            is ``full_support``.
+        density_from_value: whether :meth:`pdf_from_cdf` computes f from y without losing digits.
 
     Source of the example: Student's distribution with 3 degrees of freedom.
 
@@ -71,9 +72,12 @@ class CDF:
         ...     def cdf(self, z):
         ...         t = torch.atan(z / 3**0.5)
         ...         return 0.5 + (t + 0.5 * torch.sin(2 * t)) / torch.pi
+        ...
+        ...     def pdf(self, z):
+        ...         return 2 / (torch.pi * 3**0.5 * (1 + z * z / 3) ** 2)
         >>> y = khot.soft_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=0.5, cdf=Student3())
         >>> y
-        tensor([0.1955, 0.9303, 0.8045, 0.0697])
+        tensor([0.1955, 0.9712, 0.8045, 0.0288])
     """
 
     name: ClassVar[str] = "custom"
@@ -88,10 +92,10 @@ class CDF:
             raise ValueError(f"support must be bounded on both sides or on neither, but got {cls.support}")
         if built_in:
             cls._built_in = True
-        elif cls._built_in:  # inherited, and lost by an override
+        elif cls._built_in:  # inherited; a subclass that overrides something loses it
             parent = super(cls, cls)
             cls._built_in = not any(hasattr(parent, n) for n in vars(cls) if not n.startswith("__"))
-            if "cdf" in vars(cls):  # what the parent says of its own F does not hold for this one
+            if "cdf" in vars(cls):  # the parent's other methods describe its own F, not the new one
                 for name in _DERIVED:
                     if name not in vars(cls):
                         setattr(cls, name, vars(CDF)[name])
@@ -99,12 +103,12 @@ class CDF:
     def __new__(cls, *args: Any, **options: Any) -> CDF:
         self = super().__new__(cls)
         if not cls._built_in:
-            object.__setattr__(self, "_key", f"own:{next(_numbers)}")  # frozen dataclasses, too
+            object.__setattr__(self, "_key", f"own:{next(_numbers)}")  # works for frozen dataclasses, too
             _OWN[self._key] = self  # type: ignore[attr-defined]
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the key, which a copy, or the same object in another process, has of its own."""
+        """The state without the key, because a copy, here or in another process, needs a key of its own."""
         return {name: value for name, value in vars(self).items() if name != "_key"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,9 +156,8 @@ class CDF:
         raise NotImplementedError(f"{type(self).__name__} has to define cdf(z)")
 
     def pdf(self, z: Tensor) -> Tensor:
-        """The density f(z) = F'(z). The default differentiates F."""
-        f = torch.func.jvp(self.cdf, (z,), (torch.ones_like(z),))[1]
-        return torch.where(f.isnan() & ~z.isnan(), 0, f)  # 0·inf, far out in a tail
+        """The density f(z) = F'(z)."""
+        raise NotImplementedError(f"{type(self).__name__} has to define pdf(z)")
 
     def sf(self, z: Tensor) -> Tensor:
         """1 − F(z), with full relative accuracy in the upper tail."""
@@ -173,7 +176,7 @@ class CDF:
         return torch.log(self.pdf(z))
 
     def log_hazard(self, z: Tensor) -> Tensor:
-        """log(f(z)/F(z)), the logarithm of how fast log F rises."""
+        """log(f(z)/F(z)), the logarithm of the derivative of log F."""
         return self.log_pdf(z) - self.log_cdf(z)
 
     def pdf_from_cdf(self, y: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ class CDF:
         raise NotImplementedError(f"{type(self).__name__} does not find its density from its value")
 
     def icdf(self, y: Tensor) -> Tensor:
-        """The quantile F⁻¹(y). The default takes secants and halves; it is not differentiable."""
+        """The quantile F⁻¹(y). The default uses secant steps and bisection; it is not differentiable."""
         y = y.detach()
         inside = (y > 0) & (y < 1)
         low, high = torch.full_like(y, -1.0), torch.ones_like(y)
@@ -213,17 +216,17 @@ class CDF:
         raise NotImplementedError(f"{type(self).__name__} has to define conjugate(z) for this")
 
     def tail(self, z: Tensor, above: Tensor) -> Tensor:
-        """min(F, 1 − F): 1 − F(z) where ``above`` (z > median), else F(z); never by cancellation."""
+        """min(F, 1 − F): 1 − F(z) where ``above`` (z > median), else F(z); computed without cancellation."""
         return self.cdf(-z.abs()) if self.symmetric else torch.where(above, self.sf(z), self.cdf(z))
 
     def log_tail(self, z: Tensor, above: Tensor) -> Tensor:
-        """The logarithm of :meth:`tail`, finite where that underflows."""
+        """The logarithm of :meth:`tail`, finite where the tail underflows."""
         if self.symmetric:
             return self.log_cdf(-z.abs())
         return torch.where(above, self.log_sf(z), self.log_cdf(z))
 
 
-# what follows from F, and has a default in CDF
+# the attributes that follow from F and have a default in CDF
 _DERIVED = (
     "conjugate",
     "density_from_value",
@@ -341,7 +344,7 @@ class Normal(CDF, built_in=True):
         return torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
     def log_cdf(self, z: Tensor) -> Tensor:
-        # torch.special.log_ndtr says the same, but has no batching rule (torch 2.13)
+        # torch.special.log_ndtr is the same function, but has no batching rule (torch 2.13)
         z, dtype = _at_least_float32(z)
         positive, above, below = _sides(z * math.sqrt(0.5))
         lower = torch.log(0.5 * torch.special.erfcx(-below)) - below * below
@@ -351,7 +354,7 @@ class Normal(CDF, built_in=True):
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
 
     def log_hazard(self, z: Tensor) -> Tensor:
-        # without the two squares, next to which all else is rounding far below the median
+        # Far below the median, the two squares in log f − log F would round off everything else.
         z, dtype = _at_least_float32(z)
         positive, above, below = _sides(z)
         upper = self.log_pdf(above) - self.log_cdf(above)
@@ -362,7 +365,8 @@ class Normal(CDF, built_in=True):
         y, dtype = _at_least_float32(y)
         if wide_dtype(y.device) == torch.float64:
             return torch.special.ndtri(y).to(dtype)
-        # MPS, which is meant, has no ndtri. Newton on log F, concave, from below: Φ(z) ≤ ½ exp(−z²/2)
+        # This branch is for MPS, which has no ndtri. log F is concave, so Newton's method on it converges
+        # from below, where it starts: Φ(z) ≤ ½ exp(−z²/2).
         w = torch.where(y > 0.5, 1 - y, y)
         log_w = torch.log(w).clamp(min=math.log(TINIEST))
         z = -torch.sqrt((-2 * (log_w.detach() + math.log(2))).clamp(min=0))
@@ -376,21 +380,21 @@ class Normal(CDF, built_in=True):
         return -self.pdf(self.icdf(y)).to(dtype)
 
     def conjugate(self, z: Tensor) -> Tensor:
-        # −inf·0 has no place in a tail that is 0 below −40
+        # ω* is 0 below −40, where z·F(z) may be −inf·0
         return torch.where(z < -40, 0, z.clamp(min=-40) * self.cdf(z) + self.pdf(z))
 
 
 def _sides(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Whether z > 0, z where it is and 0 elsewhere, and z where it is not.
 
-    abs() and, by version of torch, clamp() have no slope at 0, where F has one.
+    abs() and, in some versions of torch, clamp() have the derivative 0 at 0, where F's is not 0.
     """
     positive = z > 0
     return positive, z.masked_fill(~positive, 0), z.masked_fill(positive, 0)
 
 
 def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
-    """For functions that torch does not have in half precision; and the dtype to go back to."""
+    """z for functions that torch lacks in half precision, and the dtype to convert the result back to."""
     return z.to(torch.promote_types(z.dtype, torch.float32)), z.dtype
 
 
@@ -402,7 +406,7 @@ class Power(CDF, built_in=True):
     0 (p < 2) and kinked where it reaches 1.
 
     Args:
-        p: in [1.15, 2]; below, float32 is lost in the exponent.
+        p: in [1.15, 2]; for smaller p, float32 loses its precision to the exponent.
     """
 
     p: float
@@ -456,7 +460,7 @@ class Power(CDF, built_in=True):
         return torch.where(z.isnan(), z, torch.where(outside, -math.inf, log_f))
 
     def icdf(self, y: Tensor) -> Tensor:
-        # torch's float32 power is off by several eps for small y on some processors
+        # on some processors, torch's float32 power has an error of several eps for small y
         return (widen(y) ** (self.p - 1)).to(y.dtype)
 
     def potential(self, y: Tensor) -> Tensor:
@@ -476,8 +480,9 @@ class Power(CDF, built_in=True):
 
     @staticmethod
     def _split(z: Tensor) -> tuple[Tensor, Tensor]:
-        """Where z is outside (0, 1), and z with a 1 there: derivatives of z^e blow up at 0, and a NaN in the
-        branch that is not taken would still reach the gradient. NaN counts as inside, and so stays NaN."""
+        """Where z is outside (0, 1), and z with those entries replaced by 1. Derivatives of z^e are infinite
+        at 0, and a NaN in the branch that is not taken would still reach the gradient. NaN counts as inside,
+        so that it stays NaN."""
         outside = (z <= 0) | (z >= 1)
         return outside, torch.where(outside, 1, z)
 
@@ -501,7 +506,7 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
     """The CDF that a name or an object stands for; ``shape`` is p for the name ``"power"``.
 
     Raises:
-        ValueError: for a name that is not in the table, and for the key of a CDF that is gone.
+        ValueError: for a name that is not in the table, and for the key of a CDF that no longer exists.
         TypeError: for anything that is neither a name nor a CDF.
     """
     if isinstance(cdf, CDF):

@@ -1,6 +1,7 @@
-"""The soft count C(b) = Σ_j F((x_j − b)/τ), and its inverse: the level above which a given number lie.
+"""The soft count C(b) = Σ_j F((x_j − b)/τ), and its inverse: the level above which a given number of
+entries lie.
 
-Every deterministic operator stands on these two.
+Every deterministic operator is built on these two.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def soft_count(
 ) -> Tensor:
     """How many entries of each row lie above ``at``, softened: C(b) = Σ_j F((x_j − b)/τ).
 
-    As τ → 0, C(b) tends to the number of entries above b, an entry equal to b counting F(0).
+    As τ → 0, C(b) tends to the number of entries above b, where an entry equal to b counts as F(0).
 
     Args:
         input: scores, of any floating-point dtype; ±inf count as 1 and 0.
-        at: where to count. A number, or a tensor that broadcasts with the batch shape (the input's shape
-            without ``dim``): one level per row, and ``dim`` is dropped. Or a tensor of the input's number of
-            dims with m levels along ``dim``, which otherwise broadcasts with the input.
+        at: the levels b. A number or a tensor that broadcasts with the batch shape (the input's shape without
+            ``dim``) gives one level per row, and ``dim`` is dropped. A tensor with as many dims as the input
+            gives m levels along ``dim``; its other dims broadcast with the input's.
         dim: the dimension to count along.
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
             without ``dim``).
@@ -41,7 +42,7 @@ def soft_count(
     Returns:
         Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
         Differentiable (exactly, to any order and in either mode) in input, at and tau. Memory is linear in
-        n + m, but where the backward pass is itself recorded.
+        n + m, except when the backward pass is itself recorded.
 
     Raises:
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
@@ -64,8 +65,8 @@ def inverse_soft_count(
 ) -> Tensor:
     """The threshold above which the soft count of each row is ``count``: t with Σ_j F((x_j − t)/τ) = count.
 
-    Where C is flat in floating point (an integer count and a gap much wider than τ) t is still the exact
-    root; where it is flat indeed (compact support) t is the middle of the gap.
+    Where C is constant only because of rounding (an integer count and a gap much wider than τ), t is still
+    the exact root. Where C is truly constant (compact support), t is the middle of the gap.
 
     Args:
         input: scores, of any floating-point dtype. −inf never counts, +inf always.
@@ -97,7 +98,7 @@ def inverse_soft_count(
 def _levels(
     value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
 ) -> tuple[Tensor, bool]:
-    """Levels as (*batch, m), and whether they came as one per row."""
+    """Levels as (*batch, m), and whether they were given as one per row."""
     if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
         level = arguments.per_row(value, name, x, low=low, high=high)
         return level.unsqueeze(-1).expand(*x.shape[:-1], 1), True

@@ -68,8 +68,8 @@ def sample_khot(
     Args:
         logits: scores of any floating-point dtype; larger ones are drawn more often. −inf is never drawn,
             +inf always.
-        k: how many; a number in [0, n], a tensor that broadcasts with the batch shape (the shape of logits
-            without ``dim``), or None to learn the size.
+        k: how many to draw; a number in [0, n], a tensor that broadcasts with the batch shape (the shape of
+            logits without ``dim``), or None to learn the size.
         dim: the dimension to draw along.
         estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
 
@@ -402,7 +402,7 @@ def score_function(
 class _Estimator(NamedTuple):
     draw: Callable[..., Tensor]
     takes: frozenset[str]  # the options of sample_khot that have an effect
-    designs: tuple[DesignName, ...] = ()  # the designs that it draws from whatever is asked for
+    designs: tuple[DesignName, ...] = ()  # for an estimator with a fixed design: its name, which is accepted
 
 
 _ESTIMATORS: dict[EstimatorName, _Estimator] = {

@@ -26,25 +26,25 @@ def soft_topk_magnitude(
     mask: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
-    """The k entries of largest magnitude, the others 0, relaxed so that it is continuous.
+    """The k entries of largest magnitude, with the others set to 0; relaxed so that the result is continuous.
 
-    Maximises ⟨y, x⟩ − f*(y) − τ/p Σ|y_i|^p, where f* is half the squared k-support norm (Sander et al.
-    2023, section 4). As τ → 0, y tends to x on the k entries of largest magnitude and to 0 elsewhere. At
-    most n entries around the k-th place share one value γ of the dual; the others are closed forms: a
-    selected entry has y + τ·y^(p−1) = x (signs aside), a rejected one y = 0 exactly.
+    The result y maximises ⟨y, x⟩ − f*(y) − τ/p Σ|y_i|^p, where f* is half the squared k-support norm (Sander
+    et al. 2023, section 4). As τ → 0, y tends to x on the k entries of largest magnitude and to 0 elsewhere.
+    Some entries around the k-th place may share one value γ of the dual. The others have closed forms: up to
+    signs, a selected entry satisfies y + τ·y^(p−1) = x, and a rejected one is exactly 0.
 
     Args:
         input: of any floating-point dtype.
         k: an integer in [0, n]; a number or a tensor that broadcasts with the batch shape (the input's
-            shape without ``dim``). No gradient.
+            shape without ``dim``). It has no gradient.
         dim: the dimension to select along.
         tau: regularisation > 0; a number or a tensor, as k. Its unit is that of the input to the power
             2 − p.
-        p: in [1.15, 2]. p = 2 is piecewise linear, p = 4/3 continuously differentiable.
-        rescale: return y + τ·y^(p−1), which equals the input on selected entries that are not tied up
-            around the k-th place.
-        mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
-            is ignored and gets 0.
+        p: in [1.15, 2]. The result is piecewise linear for p = 2 and continuously differentiable for p = 4/3.
+        rescale: return y + τ·y^(p−1), which equals the input on selected entries that do not share the value
+            γ around the k-th place.
+        mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
+            ignored and get 0.
         group: as for :func:`khot.soft_topk`.
 
     Returns:
@@ -53,7 +53,8 @@ def soft_topk_magnitude(
         mode.
 
     Raises:
-        ValueError: k < 0, more than may be selected or not an integer; tau ≤ 0; p out of range.
+        ValueError: k is negative, not an integer, or larger than the number of entries that may be selected;
+            tau ≤ 0; p out of range.
         TypeError, IndexError: as for :func:`khot.soft_topk`.
 
     Example:
@@ -86,7 +87,7 @@ def soft_topk_magnitude(
 def _absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows' magnitudes, −inf where the mask is False, and their signs."""
     x = arguments.rows(input, dim)
-    sign = torch.copysign(torch.ones_like(x), x.detach())  # with a slope at 0, which abs() has not
+    sign = torch.copysign(torch.ones_like(x), x.detach())  # unlike abs(), it has a nonzero slope at 0
     s = x * sign
     if mask is not None:
         s = torch.where(arguments.mask_rows(mask, input, dim), s, -math.inf)

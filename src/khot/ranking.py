@@ -1,7 +1,7 @@
-"""Soft ranks, sorting, permutations and quantiles: the soft count of a row at, and inverted for, n levels.
+"""Soft ranks, sorting, permutations and quantiles: the soft count of a row at many levels, or its inverse.
 
-All of them use the CDF with its median moved to 0, so that an entry counts itself as ½, and count from the
-largest; ascending order is that of the negative scores.
+All of them use the CDF with its median moved to 0, so that an entry counts itself as ½. They count from the
+largest entry; ascending order is the descending order of the negative scores.
 """
 
 from __future__ import annotations
@@ -53,29 +53,30 @@ def soft_rank(
     """The place of each entry in its sorted row, softened: r_i = ½ + Σ_j F((x_i − x_j)/τ).
 
     F is the CDF, shifted to the median 0. As τ → 0, r tends to the rank of each entry, counted from 1 for the
-    smallest (the largest if ``descending``), equal entries sharing the mean of their ranks; as τ → ∞, to
-    (n + 1)/2. Where F is symmetric (all but Power(p), p < 2) a row sums to n(n + 1)/2 for every τ.
+    smallest (the largest if ``descending``), and equal entries share the mean of their ranks. As τ → ∞, r
+    tends to (n + 1)/2. Where F is symmetric (all but Power(p), p < 2) a row sums to n(n + 1)/2 for every τ.
 
     Args:
-        input: scores, of any floating-point dtype. Infinite ones come last or first, and share ranks.
+        input: scores, of any floating-point dtype. Infinite ones come last or first, and equal ones
+            share ranks.
         dim: the dimension to rank along.
         tau: temperature > 0, in the units of the scores; a number or a tensor that broadcasts with the batch
             shape (the input's shape without ``dim``).
         cdf: ``"laplace"``, in O(n log n) time; ``"logistic"``, ``"normal"``, ``"uniform"``, or an object of
             :mod:`khot.cdfs`, in O(n²).
-        descending: give rank 1 to the largest: the ranks of −input.
-        mask: bool, broadcastable to the input; True where an entry takes part. What lies under False is
-            ignored, NaN and inf included: the others have the ranks of a row without it.
+        descending: give rank 1 to the largest entry, as in the ranks of −input.
+        mask: bool, broadcastable to the input; True where an entry takes part. Entries under False are
+            ignored, even NaN and inf: the others have the ranks of a row without them.
 
     Returns:
         Same shape and dtype as the input, in [1, n], and 0 where the mask is False. A row with a NaN is NaN.
 
-    The gradient in input and tau is exact, to any order and in either mode. Memory is O(n), but where the
-    backward pass of a CDF other than Laplace's is itself recorded.
+    The gradient in input and tau is exact, to any order and in either mode. Memory is O(n), except when
+    the backward pass of a CDF other than Laplace's is itself recorded.
 
     Raises:
         ValueError: tau ≤ 0, or of a shape that does not broadcast; an unknown cdf. (The values of tensors are
-            checked on the CPU in eager mode; elsewhere that row is NaN.)
+            checked on the CPU in eager mode; elsewhere a row with a bad value is NaN.)
         TypeError: input that is not a floating-point tensor.
         IndexError: dim out of range.
 
@@ -95,8 +96,8 @@ def soft_rank(
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
         out = (~selected).sum(-1, keepdim=True)
-        rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # with which the masked ones were tied
-        rank = rank * selected  # so that a NaN stays
+        rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # the masked entries were tied with these
+        rank = rank * selected  # unlike torch.where, this keeps a NaN
     return arguments.unrows(rank, input, dim)
 
 
@@ -118,12 +119,12 @@ def soft_sort(
         input: scores, of any floating-point dtype. Infinite ones stay as they are.
         dim: the dimension to sort along.
         tau, cdf: as for :func:`soft_rank`.
-        descending: the largest first: minus the soft sort of −input.
+        descending: put the largest first: minus the soft sort of −input.
         mask: as for :func:`soft_rank`.
 
     Returns:
-        Same shape and dtype as the input, in ascending (or descending) order; with a mask, the entries that
-        take part come first, and 0 stands in the places behind them. A row with a NaN is NaN.
+        Same shape and dtype as the input, in ascending (or descending) order. With a mask, the entries that
+        take part come first, and the places behind them hold 0. A row with a NaN is NaN.
 
     Gradients, memory, errors: as for :func:`soft_rank`.
 
@@ -134,7 +135,7 @@ def soft_sort(
         tensor([10., 20., 30.])
     """
     F = cdfs.resolve(cdf)
-    if by_scans(F):  # symmetric: ascending is descending from the other end
+    if by_scans(F):  # F is symmetric, so the ascending order is the descending one, read from the other end
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
         t = laplace_sort(x, tau, descending)
@@ -160,22 +161,24 @@ def soft_permutation(
 ) -> Tensor:
     """The matrix that sorts a row, softened to a doubly stochastic one.
 
-    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i: how much of
-    entry j is in the soft top-i and not yet in the top-(i − 1). That is the descending order; the ascending
-    one is that of −input. As τ → 0, P tends to the permutation matrix with P @ input sorted.
+    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i. P_ij is how
+    much of entry j is in the soft top-i but not yet in the soft top-(i − 1). This is the descending order;
+    the ascending order is the descending one of −input. As τ → 0, P tends to the permutation matrix for which
+    P @ input is sorted.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones share the first or last places equally.
         dim: the dimension to sort along.
         tau: as for :func:`soft_rank`.
         cdf: as for :func:`soft_rank`; Laplace's thresholds take O(n log n) time, the others' O(n²).
-        descending: the first row stands for the largest entry, not for the smallest.
+        descending: the first row selects the largest entry instead of the smallest.
         mask: as for :func:`soft_rank`.
 
     Returns:
-        ``dim`` replaced by two dims (n, n), places by entries; the input's dtype, in [0, 1], rows and columns
-        summing to 1. With a mask, the columns of the entries under False are 0, and so are the rows behind
-        the places of the others. A row of scores with a NaN makes a matrix of NaN.
+        A tensor of the input's dtype and shape, with ``dim`` replaced by two dims (n, n), places by entries.
+        Its entries lie in [0, 1], and rows and columns sum to 1. With a mask, the columns of the entries
+        under False are 0, and so are the rows after the places of the others. The matrix of a row of scores
+        with a NaN is NaN.
 
     The gradient in input and tau is exact, to any order and in either mode. Errors: as for :func:`soft_rank`.
 
@@ -205,16 +208,16 @@ def log_soft_permutation(
     descending: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The logarithm of :func:`soft_permutation`, finite where the entry itself underflows.
+    """The logarithm of :func:`soft_permutation`, finite where an entry of P underflows.
 
     Args:
         input, dim, tau, cdf, descending, mask: as for :func:`soft_permutation`.
 
     Returns:
-        log P in [−inf, 0], of its shape and dtype; −inf where P is exactly 0: for CDFs with full support,
-        only between infinite entries and others.
+        log P in [−inf, 0], of P's shape and dtype; −inf where P is exactly 0. Without a mask and for CDFs
+        with full support this happens only where a place or an entry belongs to an infinite score.
 
-    Differentiable and checked as :func:`soft_permutation`.
+    Gradients, errors: as for :func:`soft_permutation`.
 
     Example:
         >>> khot.log_soft_permutation(torch.tensor([200.0, 0.0]), tau=0.5)
@@ -228,7 +231,7 @@ def log_soft_permutation(
     share = infinite_shares(x.unsqueeze(-2), x, places(x).unsqueeze(-1), selected)
     log_p = log_difference(z[..., :-1, :], z[..., 1:, :], F)
     log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
-    return _matrix(log_p, x, tau, input, dim) + 0.0  # 0 has no sign
+    return _matrix(log_p, x, tau, input, dim) + 0.0  # turns −0 into 0
 
 
 def soft_quantile(
@@ -243,19 +246,20 @@ def soft_quantile(
 ) -> Tensor:
     """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
 
-    As τ → 0 it tends to the entry nearest to the position q(n − 1) in the sorted row, where
-    ``torch.quantile`` interpolates linearly; to the middle of two where q(n − 1) lies half-way.
+    As τ → 0 it tends to the entry nearest to the position q(n − 1) in the sorted row, and to the middle of
+    two entries if q(n − 1) lies half-way between them. ``torch.quantile`` interpolates linearly instead.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones come last or first.
         q: in [0, 1]; a number or a tensor of at most one dim.
         dim: the dimension to reduce.
-        keepdim: keep it, with one entry.
+        keepdim: keep this dimension, with one entry.
         tau, cdf, mask: as for :func:`soft_rank`; n is then the number of entries that take part.
 
     Returns:
-        Of the input's dtype and, as from ``torch.quantile``, of its shape without ``dim``, behind a first dim
-        of q's length if q has one. A row with a NaN, or without entries that take part, is NaN.
+        A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first
+        dim of q's length, as from ``torch.quantile``. The quantile of a row with a NaN, or of a row in which
+        no entry takes part, is NaN.
 
     The gradient in input, q and tau is exact, to any order and in either mode.
 
@@ -298,7 +302,7 @@ def soft_median(
 ) -> Tensor:
     """The median of each row, softened: :func:`soft_quantile` at q = ½, half the entries on either side.
 
-    As τ → 0 it tends to the middle entry, and to the middle of the two for even n.
+    As τ → 0 it tends to the middle entry, or for even n to the mean of the two middle entries.
 
     Args:
         input, dim, keepdim, tau, cdf, mask: as for :func:`soft_quantile`.
@@ -326,7 +330,7 @@ def _check_q(q: Any, x: Tensor) -> Tensor:
 def _oriented(
     input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows such that the largest entry comes first, τ, and which entries take part (None: all)."""
+    """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all)."""
     x = arguments.rows(input, dim, mask, largest=descending)
     selected = None if mask is None else arguments.mask_rows(mask, input, dim)
     return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected

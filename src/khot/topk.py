@@ -1,4 +1,4 @@
-"""Relaxed top-k masks: the soft ones, under every name the papers give them, and the hard one."""
+"""Relaxed top-k masks under every name that the papers give them, and the hard mask."""
 
 from __future__ import annotations
 
@@ -42,42 +42,43 @@ def soft_topk(
 ) -> Tensor:
     """A k-hot mask that is differentiable: k ones, spread softly over the largest entries of each row.
 
-    y_i = F((x_i − t)/τ), where t is the number that makes Σ_i y_i = k. Equivalently the point of the capped
-    simplex {y ∈ [0, 1]ⁿ, Σy = k} that maximises ⟨y, x⟩ − τ Σ ω(y_i), with ω = ∫F⁻¹ the CDF's potential. As
-    τ → 0, y tends to the hard top-k mask; as τ → ∞, to k/n everywhere.
+    y_i = F((x_i − t)/τ), where t is the number for which Σ_i y_i = k. Equivalently, y is the point of the
+    capped simplex {y ∈ [0, 1]ⁿ, Σy = k} that maximises ⟨y, x⟩ − τ Σ ω(y_i), with ω = ∫F⁻¹ the CDF's
+    potential. As τ → 0, y tends to the hard top-k mask; as τ → ∞, to k/n everywhere.
 
     Args:
         input: scores, of any floating-point dtype. −inf is never selected, +inf always.
-        k: how many, in [0, n], not necessarily an integer; a number or a tensor that broadcasts with the
-            batch shape (the input's shape without ``dim``).
+        k: how many to select, in [0, n], not necessarily an integer; a number or a tensor that broadcasts
+            with the batch shape (the input's shape without ``dim``).
         dim: the dimension to select along.
-        tau: temperature > 0, in the units of the scores; as k, a number or a tensor.
+        tau: temperature > 0, in the units of the scores; a number or a tensor, as k.
         cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
             :mod:`khot.cdfs`.
         largest: select the largest entries; if False, the smallest.
-        mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
-            is ignored, NaN and inf included.
+        mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
+            ignored, even NaN and inf.
         hard: return the k-hot mask of :func:`topk_mask`, with the gradient of the soft one
             (straight-through, as in ``torch.nn.functional.gumbel_softmax``).
-        group: a ``torch.distributed`` process group over which the rows are spread: ``input`` and ``mask``
-            are this process's shard of them along ``dim`` (in the order of the ranks; of any length, also 0),
-            k and tau the same on every process. The processes exchange a few sums a pass; all of them have
-            to call, and to call backward. A DTensor brings its own group, and gets a DTensor.
+        group: a ``torch.distributed`` process group over which the rows are spread. ``input`` and ``mask``
+            are this process's shard of the rows along ``dim``, in the order of the ranks and of any length,
+            including 0; k and tau must be the same on every process. The processes exchange a few sums per
+            pass, so all of them have to make the call and the backward call. A DTensor has its own group, and
+            the result is then a DTensor.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k. A row with a NaN, or with more
         than k entries of +inf, is NaN.
 
-    The gradient in input, k and tau is exact (implicit differentiation, nothing is unrolled), also of
-    second order and in forward mode. With ``hard=True`` it is a surrogate. With ``group`` every process gets
-    the gradient of its shard and the whole gradient in k and tau, of the sum of the processes' losses; in
-    reverse mode only.
+    The gradient in input, k and tau is exact (by implicit differentiation; nothing is unrolled), in both
+    modes and to second order. With ``hard=True`` it is a surrogate. With ``group``, only reverse mode is
+    supported: every process gets the gradient of the sum of all processes' losses, in its shard and in the
+    whole of k and tau.
 
     Raises:
-        ValueError: k < 0 or more than may be selected, tau ≤ 0, a mask or scalar that does not broadcast, an
-            unknown cdf, arguments that differ between the processes of a group, all of which raise the error
-            that one of them meets. (The values of tensors are checked on the CPU in eager mode; elsewhere
-            that row is NaN.)
+        ValueError: k is negative or larger than the number of entries that may be selected; tau ≤ 0; a mask
+            or scalar does not broadcast; the cdf is unknown; arguments differ between the processes of a
+            group. If one process of a group raises an error, all of them raise it. (The values of tensors are
+            checked on the CPU in eager mode; elsewhere a row with a bad value is NaN.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
 
@@ -112,10 +113,10 @@ def log_soft_topk(
         input, k, dim, tau, cdf, largest, mask, group: as for :func:`soft_topk`.
 
     Returns:
-        log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0, which for CDFs with
-        full support is only where an entry may not be selected or k = 0.
+        log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0. For CDFs with full
+        support this happens only where an entry may not be selected, or where k = 0.
 
-    Differentiable and checked as :func:`soft_topk`.
+    Gradients, errors: as for :func:`soft_topk`.
 
     Example:
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
@@ -174,9 +175,9 @@ def sigmoid_topk(
 ) -> Tensor:
     """Sigmoid top-k: σ((x + c)/τ) with c such that the row sums to k.
 
-    :func:`soft_topk` with the logistic CDF; maximises ⟨y, x⟩ plus τ times the binary entropies of y over
-    the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). The same function as the LML
-    projection and, at τ = ε/2, as :func:`ot_topk`.
+    This is :func:`soft_topk` with the logistic CDF. It maximises ⟨y, x⟩ plus τ times the binary entropies of
+    y over the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). It is the same function as
+    the LML projection and, at τ = ε/2, as :func:`ot_topk`.
 
     Args, returns, gradients, errors: as for :func:`soft_topk`.
 
@@ -225,14 +226,14 @@ def ot_topk(
 ) -> Tensor:
     """SOFT top-k: the entropic optimal transport of the scores onto the anchors 0 and 1.
 
-    n times the mass that goes to the anchor 1, in the plan that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ with
-    marginals 1/n and ((n − k)/n, k/n) and cost C_ij = (x_i − a_j)² (Xie et al. 2020). That is
-    :func:`sigmoid_topk` at τ = ε/2, and computed so.
+    The result is n times the mass that goes to the anchor 1, in the plan that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ
+    with marginals 1/n and ((n − k)/n, k/n) and cost C_ij = (x_i − a_j)² (Xie et al. 2020). It equals
+    :func:`sigmoid_topk` at τ = ε/2, and is computed that way.
 
     Args:
         epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape.
-        normalize: divide the cost by the row's largest entry, as the published code does (there over the
-            whole batch and without its gradient).
+        normalize: divide the cost by its largest entry in the row. (The published code divides by the largest
+            entry of the whole batch, and ignores the gradient of that.)
         input, k, dim, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`; also differentiable in epsilon.
@@ -250,7 +251,7 @@ def ot_topk(
     def prepare() -> tuple[Tensor, Tensor, Tensor]:
         x = arguments.rows(input, dim, mask, largest)
         scale = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True)
-        # in the wider dtype, where neither half an epsilon nor a squared score leaves the range
+        # in the wider dtype, in which neither epsilon/2 nor a squared score overflows or underflows
         return x, arguments.per_row(k, "k", x, low=0, high=row.limit(x)), widen(scale)
 
     said = {"largest": largest, "normalize": normalize, "hard": hard}
@@ -262,8 +263,8 @@ def ot_topk(
 
 
 def _largest_cost(x: Tensor, row: Row) -> Tensor:
-    """The greatest of the costs (x − 0)² and (x − 1)² of each row. Infinite entries have none, nor has a NaN,
-    which makes its row NaN anyway."""
+    """The greatest of the costs (x − 0)² and (x − 1)² of each row. Infinite entries and NaN are left out; a
+    NaN makes its row NaN anyway."""
     finite = widen(x).nan_to_num(0.0, 0.0, 0.0)
     costs = torch.maximum(finite**2, (finite - 1) ** 2).masked_fill(x.isinf(), 0)
     cost = costs.amax(-1) if x.shape[-1] else costs.sum(-1)
@@ -292,11 +293,11 @@ def sparse_topk(
 ) -> Tensor:
     """Sparse top-k: a relaxed mask that is exactly 0 and 1 away from the threshold.
 
-    Maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex (Sander et al. 2023). p = 2 is the Euclidean
-    projection of x/τ; p = 4/3 is smooth where y leaves 0.
+    The mask y maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex (Sander et al. 2023). With p = 2 it is
+    the Euclidean projection of x/τ; with p = 4/3 it is smooth where y leaves 0.
 
     Args:
-        p: in [1.15, 2]; :func:`soft_topk` with ``cdf=khot.cdfs.Power(p)``.
+        p: in [1.15, 2]; the CDF is ``khot.cdfs.Power(p)``.
         input, k, dim, tau, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`.
@@ -320,11 +321,11 @@ def topk_mask(
 ) -> Tensor:
     """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
 
-    Ties go to the lowest index. No gradient.
+    Ties go to the lowest index. The mask has no gradient.
 
     Args:
-        input, k, dim, largest, mask, group: as for :func:`soft_topk`. The lowest index is that in the whole
-            row.
+        input, k, dim, largest, mask, group: as for :func:`soft_topk`. With a group, the lowest
+            index is that of the whole row.
 
     Returns:
         Zeros and ones of the input's shape and dtype. A row with a NaN is NaN.

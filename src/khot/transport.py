@@ -1,4 +1,4 @@
-"""The sorted SOFT top-k: k soft selections, of the largest entry, the second largest, and so on."""
+"""The sorted SOFT top-k: one soft selection of the largest entry, one of the second largest, and so on."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ def sorted_soft_topk(
 ) -> Tensor:
     """k rows that softly select the largest entry, the second largest, ..., the k-th largest.
 
-    n times the plan Γ that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ with mass 1/n at every score, 1/n at the anchors
-    k, k − 1, ..., 1 each and (n − k)/n at the anchor 0, for the cost C_ri = (x_i − a_r)²; without the last
-    anchor's row. As ε → 0 it tends to the first k rows of the permutation matrix that sorts the scores (tied
-    scores share their places equally), as ε → ∞ to 1/n everywhere.
+    The result is n times the plan Γ that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ for the cost C_ri = (x_i − a_r)²,
+    without the row of the last anchor. Every score has mass 1/n, each of the anchors k, k − 1, ..., 1 has
+    1/n, and the anchor 0 has (n − k)/n. As ε → 0 the result tends to the first k rows of the permutation
+    matrix that sorts the scores (tied scores share their places equally); as ε → ∞, to 1/n everywhere.
 
     Args:
         input: scores, of any floating-point dtype. −inf is never selected; entries of +inf share the first
             places.
-        k: how many, an int in [1, n].
+        k: how many to select, an int in [1, n].
         dim: the dimension to select along.
-        epsilon: regularisation > 0, in the units of the scores (the anchors are 1 apart, and twice the
-            product of score and anchor is divided by it); a number or a tensor that broadcasts with the batch
+        epsilon: regularisation > 0, in the units of the scores: the logits are 2·score·anchor/ε, and the
+            anchors are 1 apart; a number or a tensor that broadcasts with the batch
             shape (the input's shape without ``dim``).
         largest: select the largest entries, in descending order; if False, the smallest, in ascending order.
-        normalize: divide the cost by the row's largest entry, as the published code does (there over the
-            whole batch and without its gradient).
-        mask: bool, broadcastable to the input; True where an entry may be selected. What lies under False
-            is ignored, NaN and inf included, and gets 0.
+        normalize: divide the cost by its largest entry in the row. (The published code divides by the largest
+            entry of the whole batch, and ignores the gradient of that.)
+        mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
+            ignored, even NaN and inf, and get 0.
 
     Returns:
-        The input's shape with ``dim`` replaced by (k, n), and its dtype: in [0, 1]; each of the k rows sums
-        to 1 (to 1e-10 before rounding to the dtype), each of the n columns to at most 1. NaN for a row of
-        scores with a NaN, or with more than k entries of +inf.
+        A tensor of the input's dtype and shape, with ``dim`` replaced by (k, n). Its entries lie in [0, 1];
+        each of the k rows sums to 1 (up to 1e-10 before rounding to the dtype), and each of the n columns to
+        at most 1. It is NaN for a row of scores with a NaN, or with more than k entries of +inf.
 
-    The gradient in input and epsilon is exact (implicit differentiation, in O(nk) memory; nothing is
-    unrolled), also of second order and in forward mode.
+    The gradient in input and epsilon is exact (by implicit differentiation, in O(nk) memory; nothing
+    is unrolled), in both modes and to second order.
 
     Raises:
         ValueError: k not in [1, n], or more than the entries above −inf; epsilon ≤ 0 or of a shape that does
-            not broadcast. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
-            NaN.)
+            not broadcast. (The values of tensors are checked on the CPU in eager mode; elsewhere a row with
+            a bad value is NaN.)
         TypeError: input that is not a floating-point tensor, k that is not an int.
         IndexError: dim out of range.
 

@@ -1,4 +1,4 @@
-"""What the documentation promises: every public name is there, every block and notebook runs."""
+"""The documentation has every public name, and every code block and notebook in it runs."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def public_names(module: types.ModuleType) -> set[str]:
 def test_reference_holds_every_public_name() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
     shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages), flags=re.MULTILINE)
-    names = public_names(khot) - {"khot.estimators.sample_khot"}  # khot.sample_khot, under which it is shown
+    names = public_names(khot) - {"khot.estimators.sample_khot"}  # documented as khot.sample_khot
     assert sorted(shown) == sorted(names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_python_blocks_are_doctests(page: Path) -> None:
-    # those run, as doctests of the page; a block without prompts would not
+    # blocks with prompts run as doctests of the page; a block without prompts would not run
     text = page.read_text(encoding="utf-8")
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        # "py": a pattern of calls, which is no program
+        # "py" marks a pattern of calls, which is not a program
         assert language in ("python", "pycon", "py", "sh", "bibtex", "text", ""), f"what is ```{language}?"
         if language in ("python", "pycon"):
             assert block.startswith(">>> ") and block.endswith("\n\n"), block
@@ -99,7 +99,7 @@ def test_workflows_are_valid(path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert workflow["name"] == path.stem
-    assert True in workflow  # YAML 1.1 reads the key `on` as a truth
+    assert True in workflow  # YAML 1.1 reads the key `on` as True
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for name, job in workflow["jobs"].items():
         assert job["runs-on"] and job["steps"], name

@@ -1,7 +1,7 @@
-"""The built site (`make docs`) in a real browser, as wide as a desk and as narrow as a phone.
+"""The built site (`make docs`) in a real browser, with the widths of a desktop and of a phone.
 
-Runs where both are there; KHOT_REQUIRE_CHROMIUM=1 makes the absence of either a failure. Screenshots go to
-the folder KHOT_SCREENSHOTS, if it is set.
+The tests are skipped if the site or the browser is missing, unless KHOT_REQUIRE_CHROMIUM=1 makes that a
+failure. Screenshots go to the folder KHOT_SCREENSHOTS, if it is set.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SITE = Path(__file__).resolve().parents[2] / "site"
 PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (1280, 390)
-SLOW = 120_000  # milliseconds: a machine that does much else
+SLOW = 120_000  # milliseconds; the machine may be busy
 
-# What sticks out to the right, but for what lies in a box of its own that scrolls or hides it.
+# The elements that stick out to the right, except those in a box that scrolls or hides them.
 STICKS_OUT = """() => {
     const scrolls = e => e && e !== document.body && e !== document.documentElement
         && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
@@ -115,7 +115,7 @@ def test_search_finds_an_operator(address: str, browser: Any) -> None:
     tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
     tab.set_default_timeout(SLOW)
     tab.goto(address)
-    tab.click(".md-search__input")  # what loads the index
+    tab.click(".md-search__input")  # this loads the index
     tab.keyboard.type("soft_topk_magnitude")
     tab.wait_for_selector(".md-search-result__item", state="attached")
     tab.close()

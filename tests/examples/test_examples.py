@@ -1,4 +1,4 @@
-"""The examples, in a shortened form: what each claims holds, and its picture is drawn."""
+"""The examples in a shortened form: the claim of each example holds, and its picture is drawn."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_mixture(tmp_path: Path) -> None:
 def test_knn_on_digits(tmp_path: Path) -> None:
     script = example("knn")
     result = script.run(data.load_digits(), steps=40)
-    assert result.accuracy["soft"] > 0.8  # that it learns; nothing is claimed beyond
+    assert result.accuracy["soft"] > 0.8  # it learns; the example claims nothing more
     script.draw(result, tmp_path / "knn.png")
     assert_picture(tmp_path / "knn.png")
 

@@ -11,7 +11,8 @@ import torch
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernels, interpreted. What they allocate is full of NaN, so that what nobody writes shows."""
+    """The kernels, interpreted. Memory that they allocate is filled with NaN, to show what no kernel
+    writes."""
     from khot._kernels import triton
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -23,7 +24,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same, with rows that are long from 17 entries on."""
-    for name, value in {"RESIDENT": 16, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}.items():
+    """The same, but rows count as long from 17 entries on."""
+    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}
+    for name, value in small.items():
         monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
     return kernels

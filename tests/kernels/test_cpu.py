@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against the reference kernels, and what else they promise."""
+"""The compiled CPU kernels against the reference kernels, and their other promises."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 import khot
 import oracles
 from khot import _kernels as kernels
-from khot._kernels.reference import selection
 from khot._kernels.reference import soft_topk as reference
+from khot._kernels.reference import topk_mask
 
 compiled = kernels.active()["cpu"] != "reference"
 needs_extension = pytest.mark.skipif(not compiled, reason="the compiled kernels are not in use")
@@ -88,7 +88,7 @@ def test_log_as_the_reference(cdf: str, dtype: torch.dtype) -> None:
         got, want = forward(x, k, tau, cdf, "log")[0], expected(x, k, tau, cdf, "log")[0]
         want = want.to(dtype)
         relative = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-        if cdf in ("uniform", "power"):  # where z is as small as its error, so is the logarithm's accuracy
+        if cdf in ("uniform", "power"):  # where z is as small as its error, its logarithm is inaccurate
             seen = want > -20
             got, want = got[seen], want[seen]
             relative *= 10
@@ -110,7 +110,7 @@ WIDE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", [300, 5_000, 70_000])
 def test_scores_that_spread_beyond_tau_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
-    """Where the k-th largest entry says where to look, and most others are decided."""
+    """The k-th largest entry shows where to search, and most others are clearly above or below."""
     z = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     rounding = 0.51 * torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
     for scores in WIDE.values():
@@ -139,7 +139,7 @@ def test_the_mask_of_long_rows_as_the_reference(dtype: torch.dtype) -> None:
     for x in (z, (3 * z).round(), z.relu(), torch.exp(3 * z).clamp(max=6e4), z.clamp(max=-1)):
         k = torch.tensor([1, 2, 300, 15_000, 29_999, 30_000]).double()
         rows = x.to(dtype).repeat(len(k), 1)
-        assert torch.equal(torch.ops.khot.topk_mask(rows, k), selection.topk_mask(rows, k))
+        assert torch.equal(torch.ops.khot.topk_mask(rows, k), topk_mask.topk_mask(rows, k))
 
 
 @needs_extension
@@ -181,11 +181,12 @@ def test_gradients_as_the_reference(cdf: str, dtype: torch.dtype, output: str) -
 @needs_extension
 @every_cdf
 def test_densities_that_fade_have_the_reference_gradients(cdf: str) -> None:
-    """t lies between two clusters, where f is 1e-1 to 1e-300 and less: backward by logarithms, too."""
+    """t lies between two clusters, where f is from 1e-1 down to below 1e-300; the backward pass works with
+    logarithms, too."""
     gaps = torch.tensor([4.0, 30, 42.5, 43, 60, 74, 450, 470, 1_000, 1_350, 3_000], dtype=torch.float64)
     x = torch.randn(len(gaps), 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 4
     x[:, :4] += gaps.unsqueeze(-1)
-    if cdf in ("uniform", "power"):  # compact: 0.4 to 4 where the others have 4 to 3,000
+    if cdf in ("uniform", "power"):  # compact support: gaps of 0.4 to 4 instead of 4 to 3,000
         x[:, :4] -= (gaps - torch.linspace(0.4, 4, len(gaps), dtype=torch.float64)).unsqueeze(-1)
     k = torch.full_like(gaps, 4)
     grad = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -211,7 +212,7 @@ def test_gradients_from_the_output(cdf: str, shape: tuple[int, int]) -> None:
     count, n = shape
     g = torch.Generator().manual_seed(n)
     x = torch.randn(shape, generator=g)
-    x[::4] = x[::4].sign() * 40  # all decided: y near 1 has lost its f
+    x[::4] = x[::4].sign() * 40  # all entries are clearly in or out, and f cannot be computed from y near 1
     x[1::4] *= 30
     x[2::4, ::3] = -torch.inf
     k = ((x > 0).sum(-1) + torch.linspace(0, 0.5, count, dtype=torch.float64)).clamp(max=n)
@@ -224,7 +225,7 @@ def test_gradients_from_the_output(cdf: str, shape: tuple[int, int]) -> None:
         got = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, *rest, y)
         want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *rest)
         z = reference.standardize(x.double(), hi, lo, rest[2])
-        terms = torch.exp(-z.abs()).amax(-1) / tau  # which cancel in dx where n is small
+        terms = torch.exp(-z.abs()).amax(-1) / tau  # these cancel in dx where n is small
         assert ((got[0] - want[0]).abs().amax(-1) <= 2e-5 * want[0].abs().amax(-1) + 2e-6 * terms).all()
         assert error(got[1], want[1]) <= 2e-5
 
@@ -293,13 +294,13 @@ def test_rows_that_are_not_numbers(cdf: str, dtype: torch.dtype) -> None:
     rows = [
         [1.0, nan, 0.0, 2.0],
         [inf, 1.0, 0.0, -inf],
-        [inf, inf, inf, 0.0],  # more than k of them
-        [inf, inf, 1.0, 0.0],  # as many as k
-        [-inf, -inf, 1.0, 0.0],  # as many left as k
-        [-inf, -inf, -inf, 0.0],  # fewer
+        [inf, inf, inf, 0.0],  # more than k entries of +inf
+        [inf, inf, 1.0, 0.0],  # exactly k entries of +inf
+        [-inf, -inf, 1.0, 0.0],  # exactly k entries above −inf
+        [-inf, -inf, -inf, 0.0],  # fewer than k entries above −inf
         [-inf, -inf, -inf, -inf],
         [3.0, 2.0, 1.0, 0.0],
-    ] * 5  # alone and in company
+    ] * 5  # one row alone, and several in a batch
     for x in (torch.tensor(rows, dtype=dtype), torch.tensor(rows[:8], dtype=dtype)):
         for output in ("y", "log", "threshold"):
             got, want = forward(x, 2.0, 0.7, cdf, output), expected(x, 2.0, 0.7, cdf, output)

@@ -1,4 +1,4 @@
-"""The compiled draws against the reference: the same units, from the same seed."""
+"""The compiled draws against the reference: the same seed gives the same units."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random small rows of every kind through the kernels in use, against the reference kernels in float64.
 
-`python tests/kernels/test_fuzz.py ROWS SEED` goes on where the test stops, and prints what fails.
+`python tests/kernels/test_fuzz.py ROWS SEED` runs more rows than the test, and prints the failures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot import _kernels as kernels
-from khot._kernels.reference import selection
+from khot._kernels.reference import magnitude, topk_mask
 from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 def cases(rows: int, seed: int) -> Iterator[Case]:
-    """About so many rows, 8 to 48 of each length, dtype and CDF together."""
+    """About this many rows, in batches of 8 to 48 with the same length, dtype and CDF."""
     g = Generator().manual_seed(seed)
 
     def pick(options: int) -> int:
@@ -77,7 +77,7 @@ def cases(rows: int, seed: int) -> Iterator[Case]:
         tau_all = 10 ** uniform(-3, 3)
         count = (8, 32, 48)[pick(3)]
         x, k, tau, kinds = [], [], [], []
-        for _ in range(count // 8):  # blocks of a kind: lanes hold two of them
+        for _ in range(count // 8):  # blocks of one kind, because the lanes hold two blocks at once
             kind = list(SCORES)[pick(len(SCORES))]
             scale = (1.0, 1.0, 10 ** uniform(-3, 3))[pick(3)]
             block = (SCORES[kind]((8, n), g) * scale).to(dtype)
@@ -116,7 +116,7 @@ def cases(rows: int, seed: int) -> Iterator[Case]:
 
 
 def far(got: Tensor, want: Tensor) -> Tensor:
-    """abs(got − want), 0 where both are the same infinity or NaN, inf where one of them alone is."""
+    """abs(got − want); 0 where both are the same infinity or NaN, inf where only one of them is."""
     same = (got == want) | (got.isnan() & want.isnan())
     return (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
 
@@ -127,7 +127,7 @@ def _overflow(want: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
-    """By result, each row's error in units of what is allowed."""
+    """The error of each row in units of the allowed error, for each result."""
     x, k, tau, cdf, _ = case
     x64, dtype, rest = x.double(), x.dtype, (cdf, CDFS[cdf])
     single = dtype != torch.float64
@@ -185,7 +185,7 @@ def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
                 continue
             unit = 1 + b.abs().nan_to_num(0, 0, 0) if name == "dk" else 1 / tau + terms
             allowed = ((2e-5 if single else 1e-10) + lost) * unit
-            if name == "dk":  # the mean of f/F under f, whose terms may cancel
+            if name == "dk":  # dk is the mean of f/F weighted by f, and its terms may cancel
                 allowed = allowed + lost * width * true[0].abs().nan_to_num(0, 0, 0).sum(-1)
             if name == "dx":
                 error = far(a, _overflow(b, dtype))
@@ -193,7 +193,8 @@ def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
                 excess = (error / (allowed.unsqueeze(-1) + rounding)).amax(-1)
             else:
                 excess = far(a, b) / allowed
-                # dk is of the size of 1/Σf, and the kernels' exponentials end a little before doubles do
+                # dk is about as large as 1/Σf, and the kernels' exponentials overflow slightly before doubles
+                # do
                 excess = excess.masked_fill(b.isfinite() & (b.abs() > 1e305), 0)
             label = f"{name} of {output}" if given is None else f"{name} from {output}"
             found[label] = excess.masked_fill(unclear, 0)
@@ -201,20 +202,20 @@ def excesses(case: Case, g: Generator) -> dict[str, Tensor]:
 
 
 def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
-    """The same of what stands on the k-th largest entry: the hard mask, and top-k in magnitude."""
+    """The same for the operators that need the k-th largest entry: the hard mask and top-k in magnitude."""
     x, k, tau, cdf, _ = case
     found = {}
-    mask, want = torch.ops.khot.topk_mask(x, k), selection.topk_mask(x, k)
+    mask, want = torch.ops.khot.topk_mask(x, k), topk_mask.topk_mask(x, k)
     found["mask"] = far(mask, want).amax(-1) * INF
 
     s = torch.where(x == -INF, x, x.abs())
     k = torch.minimum(torch.floor(k), (s > -INF).sum(-1))
     p = {"logistic": 2.0, "laplace": 2.0, "normal": 1.5, "uniform": 4 / 3, "power": 1.15}[cdf]
     y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
-    want, want_hi, want_lo = selection.soft_topk_magnitude(s.double(), k, tau, p)
+    want, want_hi, want_lo = magnitude.soft_topk_magnitude(s.double(), k, tau, p)
     eps = torch.finfo(x.dtype).eps
     size = want.abs().nan_to_num(0, 0, 0)
-    # Y goes as the power 1/(p − 1) of the distance from γ
+    # Y is the power 1/(p − 1) of the distance from γ
     allowed = (
         (0.51 * eps + 1e-11 / (p - 1)) * size + torch.finfo(x.dtype).tiny * eps + 1e-13 * size.amax(-1, True)
     )
@@ -226,7 +227,7 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     rest = (k, want_hi, want_lo, tau, p)
     given = want.to(x.dtype)
     got = torch.ops.khot.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
-    true = selection.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
+    true = magnitude.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
     for name, a, b in zip(("ds", "dtau of magnitude"), got, true, strict=True):
         size = b.double().abs().nan_to_num(0, 0, 0)
         size = (

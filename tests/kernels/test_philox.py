@@ -89,7 +89,8 @@ def test_opcheck() -> None:
 
 
 def test_uniform_and_independent() -> None:
-    """The values; and with neighbours in the row, in the column and under the next seed: 64 cells each."""
+    """Tests the values, and pairs with the neighbours in the row, in the column and for the next seed: 64
+    cells each."""
     u, other = (uniform.uniform(seed(value), (200, 1_000)) for value in (11, 12))
     assert u.min() > 0 and u.max() < 1
     assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > FAILURE
@@ -97,6 +98,6 @@ def test_uniform_and_independent() -> None:
         cells = (8 * v).long() * 8 + (8 * w).long()
         counts = torch.bincount(cells.flatten(), minlength=64)
         assert stats.chisquare(counts.numpy()).pvalue > FAILURE
-    for bit in range(1, 53):  # down to the last one, each is fair
+    for bit in range(1, 53):  # every bit is fair, including the last
         ones = int((u * 2**bit).long().bitwise_and(1).sum())
         assert stats.binomtest(ones, u.numel()).pvalue > FAILURE / 52

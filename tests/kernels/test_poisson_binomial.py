@@ -19,7 +19,7 @@ SIZES = [1, 2, 3, 7, 16, 33, 257, 1_500]
 
 
 def trials(n: int, scale: float, rows: int = 5) -> tuple[Tensor, Tensor]:
-    """Logits, and sizes that are near their means."""
+    """Logits, and sizes near the mean."""
     generator = torch.Generator().manual_seed(n)
     z = scale * torch.randn(rows, n, generator=generator, dtype=torch.float64)
     z = z + torch.linspace(-2, 2, rows, dtype=torch.float64).unsqueeze(-1)
@@ -52,7 +52,7 @@ def test_as_the_reference(n: int, scale: float) -> None:
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 15.0])
 @pytest.mark.parametrize("n", [2, 3, 16, 100, 1_030])
 def test_calibration_as_the_reference(n: int, scale: float) -> None:
-    """The inclusion probabilities; the constant of a row is another, and so are details on the way."""
+    """The inclusion probabilities agree. The constant of each row differs, and so may the iterations."""
     scores = scale * torch.randn(4, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     k = torch.tensor([1, n // 3, n // 2, n - 1], dtype=torch.float64)
     z = tilt_rows(scores, k).z

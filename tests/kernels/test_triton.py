@@ -19,9 +19,9 @@ from khot._kernels.reference import soft_topk as reference
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads it when it is imported, so no test can set it
+    # Triton reads this variable at import, so a test cannot set it
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # NumPy's, which the interpreter computes with: infinities are meant
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
@@ -30,7 +30,7 @@ every_cdf = pytest.mark.parametrize("cdf", CDFS)
 every_output = pytest.mark.parametrize("output", ["y", "log", "threshold"])
 FORWARD = {torch.float64: 1e-12, torch.float32: 5e-7}
 every_dtype = pytest.mark.parametrize("dtype", FORWARD, ids=str)
-# of a gap between two clusters, float32 scores leave z itself a relative error of 1e-7, and z is 1e4 there
+# in a gap between two clusters, z is 1e4, and float32 scores give z a relative error of 1e-7
 BACKWARD = {torch.float64: 1e-10, torch.float32: 2e-4}
 
 
@@ -63,7 +63,7 @@ def error(got: Tensor, want: Tensor, relative: bool = False) -> float:
 
 def error_in_scale(got: Tensor, want: Tensor) -> float:
     """The largest difference of finite numbers, in units of the largest of them."""
-    finite = want.isfinite()  # dL/dk of log y leaves the range in a deep gap
+    finite = want.isfinite()  # dL/dk of log y overflows in a deep gap
     if not finite.any():
         return 0.0
     scale = 1 + want[finite].abs().amax()
@@ -128,7 +128,7 @@ def test_backward(
             grad_lo = grad_lo * (output == "threshold")
             args = (hi, lo, number(tau), cdf, CDFS[cdf], output)
             want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *args)
-            # a number on the CPU says that nobody asked for the derivative of lo
+            # a number on the CPU means that the derivative of lo is not needed
             asked = [grad_lo] if output == "threshold" else [grad_lo, torch.zeros(())]
             for incoming_lo in asked:
                 got = kernels.soft_topk_backward(grad, incoming_lo, x, *args)
@@ -146,7 +146,7 @@ def test_layouts_and_numbers_a_row(request: pytest.FixtureRequest, where: str, c
         got, hi, lo = kernels.soft_topk(layout, k, tau, cdf, CDFS[cdf], "y")
         want, _, _ = reference.soft_topk(x.double(), k, tau, cdf, CDFS[cdf], "y")
         assert error(got, want) <= 5e-7
-        one = torch.ones(()).expand(x.shape)  # what sum() sends back
+        one = torch.ones(()).expand(x.shape)  # the gradient that sum() sends back
         a = kernels.soft_topk_backward(one, torch.zeros(3, 2), layout, hi, lo, tau, cdf, CDFS[cdf], "y")
         b = reference.soft_topk_backward(
             one.double(), torch.zeros(3, 2), x.double(), hi, lo, tau, cdf, CDFS[cdf], "y"
@@ -188,11 +188,11 @@ def test_nothing_to_do(kernels: ModuleType) -> None:
 
 
 def leave_hard_rows_out(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that the float32 solver gives up stay NaN."""
+    """Rows that the float32 solver does not solve stay NaN."""
     monkeypatch.setattr(kernels.resident, "_rescue", lambda *_: None)
 
 
-# entries of a row; rows in a program, pieces, their width, warps, whether the row streams past
+# n; rows per program, number and width of the pieces, warps, whether the row is streamed
 TILES = [
     (29, (4, 3, 16, 1, False)),
     (40, (2, 5, 8, 1, False)),
@@ -206,7 +206,7 @@ TILES = [
 def test_rows_in_float32(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, tile: tuple[int, int, int, int, bool]
 ) -> None:
-    """However a program holds them: with and without padding, and a row by itself."""
+    """For every layout in a program: with and without padding, and one row by itself."""
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
     monkeypatch.setattr(kernels.layout, "RESCUE", 64)
     if tile[-1]:
@@ -215,7 +215,9 @@ def test_rows_in_float32(
     generator = torch.Generator().manual_seed(5)
     x = 2 * torch.randn(6, n, generator=generator)
     x[1], x[2, ::3], x[4, :2], x[5, 5] = 0.25, -torch.inf, torch.inf, torch.nan
-    x[3] = torch.where(torch.arange(n) % 5 == 0, 400.0, -400.0) + x[3]  # a gap that no exponential crosses
+    x[3] = (
+        torch.where(torch.arange(n) % 5 == 0, 400.0, -400.0) + x[3]
+    )  # a gap so wide that all exponentials underflow
     k = number([3.0, 3.0, n / 2 + 0.5, float(len(range(0, n, 5))), 3.0, 3.0])
     grad = torch.randn(x.shape, generator=generator)
     for output, some, tau in (("y", slice(6), number(0.7)), ("log", slice(3), number([0.7] * 3))):
@@ -247,7 +249,7 @@ def test_one_evaluation_does_ordinary_rows(kernels: ModuleType, monkeypatch: pyt
     y, _, _ = kernels.soft_topk(x, number(8.0), number(1.0), "logistic", 0.0, "y")
     want, _, _ = reference.soft_topk(x.double(), number(8.0), number(1.0), "logistic", 0.0, "y")
     assert error(y, want) <= 5e-7
-    x[3] *= 100  # and no more than these
+    x[3] *= 100  # and only these rows
     y, _, _ = kernels.soft_topk(x, number(8.0), number(1.0), "logistic", 0.0, "y")
     assert torch.equal(y.isnan().any(-1), torch.arange(4) == 3)
 
@@ -280,7 +282,7 @@ def test_one_number_goes_by_value(kernels: ModuleType) -> None:
 
 
 def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordinary scores: solved within 6 evaluations to the accuracy of float32."""
+    """Ordinary scores are solved to float32 accuracy within 6 evaluations."""
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 5, 16)[:, None]
     monkeypatch.setattr(kernels.forward, "EVALUATIONS", 6)
     monkeypatch.setattr(kernels.resident, "EVALUATIONS", 6)
@@ -338,7 +340,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
 
 @pytest.mark.slow
 def test_compiles_for_a_device_that_is_not_there() -> None:
-    """The interpreter takes what the compiler may not."""
+    """The interpreter accepts code that the compiler may reject."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment, timeout=1200)
 

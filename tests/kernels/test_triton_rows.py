@@ -1,4 +1,4 @@
-"""The Triton kernels but for the soft top-k, interpreted, against the reference.
+"""The Triton kernels except those of the soft top-k, interpreted, against the reference.
 
 The operators' table runs on them too, with KHOT_KERNELS=triton: tests/test_operators.py.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from khot._kernels import gpu
 from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import selection, transport
+from khot._kernels.reference import magnitude, topk_mask, transport
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads it when it is imported, so no test can set it
+    # Triton reads this variable at import, so a test cannot set it
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # NumPy's, which the interpreter computes with: infinities are meant
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
@@ -32,7 +32,8 @@ ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
 
 
 def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ties, signed zeros, equal, infinite, NaN entries, too many infinite ones; k at its ends and above."""
+    """Ties, signed zeros, equal, infinite and NaN entries, too many infinite ones; k at its ends and
+    above."""
     x = 2 * torch.randn(11, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x[1] = x[1].round()
     x[2, -1] = torch.nan
@@ -56,7 +57,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def small(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes as long for rows that are not there."""
+    """Small programs, because the interpreter also spends time on the rows of a program that do not exist."""
     monkeypatch.setattr(kernels.layout, "TOGETHER", 64)
 
 
@@ -70,11 +71,11 @@ def test_every_kernel_is_registered(kernels: ModuleType) -> None:
 def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
     kernels = request.getfixturevalue(where)
     x, k = rows(n, dtype)
-    got, want = kernels.topk_mask(x, k), selection.topk_mask(x, k)
+    got, want = kernels.topk_mask(x, k), topk_mask.topk_mask(x, k)
     assert got.dtype == dtype
     assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
     k = torch.tensor([0.4, 0.5, 1.4, 1.0], dtype=torch.float32).clamp(max=n)  # rounds up from a half
-    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), selection.topk_mask(x[[0, 1, 0, 7]], k))
+    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), topk_mask.topk_mask(x[[0, 1, 0, 7]], k))
 
 
 @either
@@ -95,7 +96,7 @@ def test_magnitude(
     s, scale = x.abs(), torch.tensor(tau, dtype=torch.float64)
     s[4, ::2] = -torch.inf  # may not be selected
     got = kernels.soft_topk_magnitude(s, k, scale, p)
-    y, hi, lo = selection.soft_topk_magnitude(s.double(), k, scale, p)
+    y, hi, lo = magnitude.soft_topk_magnitude(s.double(), k, scale, p)
     assert error(got[0], y) <= ACCURACY[dtype]
     assert torch.equal(got[1].isnan(), hi.isnan())
     gamma, found_gamma = hi + lo, got[1] + got[2]
@@ -103,10 +104,10 @@ def test_magnitude(
     assert error((found_gamma / gamma)[near], torch.ones_like(gamma)[near]) <= 10 * ACCURACY[dtype]
     generator = torch.Generator().manual_seed(0)
     v, v_lo = torch.randn(s.shape, generator=generator), torch.randn(11, generator=generator).double()
-    want = selection.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
+    want = magnitude.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
     found = kernels.soft_topk_magnitude_backward(v.to(dtype), v_lo, s, y.to(dtype), k, hi, lo, scale, p)
     for a, b in zip(found, want, strict=True):
-        # slopes of w^(q−1) have up to seven times its rounding
+        # the slope of w^(q−1) has up to seven times its rounding error
         size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
         assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
 
@@ -114,17 +115,17 @@ def test_magnitude(
 def test_magnitude_of_layouts_and_half_precision(kernels: ModuleType) -> None:
     x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1)).abs()
     k, tau = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0.5, 2.0])
-    want, hi, lo = selection.soft_topk_magnitude(x.double(), k, tau, 2.0)
+    want, hi, lo = magnitude.soft_topk_magnitude(x.double(), k, tau, 2.0)
     for layout in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
         assert error(kernels.soft_topk_magnitude(layout, k, tau, 2.0)[0], want) <= 5e-7
-        one = torch.ones(()).expand(x.shape)  # what sum() sends back
+        one = torch.ones(()).expand(x.shape)  # the gradient that sum() sends back
         args = (k, hi, lo, tau, 2.0)
         zero = torch.zeros(3, 2, dtype=torch.float64)
         a = kernels.soft_topk_magnitude_backward(one, zero, layout, want.float(), *args)
-        b = selection.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
+        b = magnitude.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
         assert all(error(i, j) <= 1e-5 for i, j in zip(a, b, strict=True))
     half = x.bfloat16()
-    want, _, _ = selection.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
+    want, _, _ = magnitude.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
     got, _, _ = kernels.soft_topk_magnitude(half, k, tau, 4 / 3)
     assert got.dtype == torch.bfloat16 and error(got, want) <= 2**-8
 
@@ -138,7 +139,7 @@ def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
     w = torch.randn(4, n, generator=generator, dtype=torch.float64)
     g = torch.rand(4, n, generator=generator, dtype=torch.float64)
     g[1], g[2, n // 2] = 0.0, 1000.0
-    g[:, 0] = torch.nan  # is not looked at
+    g[:, 0] = torch.nan  # is not read
     assert error(kernels.decay_scan(w, g, reverse), scans.decay_scan(w, g.nan_to_num(), reverse)) <= 1e-14
     one = torch.ones(n, dtype=torch.float64)
     assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14

@@ -205,7 +205,7 @@ def test_half_precision(row: Layer, dtype: torch.dtype) -> None:
     got = first(rounded(*inputs(row, dtype, True)))
     assert got.dtype == dtype
     want = first(exact(*[x.double() if x.is_floating_point() else x for x in inputs(row, dtype)]))
-    # a few roundings a step, of numbers around 1
+    # a few roundings per step, of numbers around 1
     torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * torch.finfo(dtype).eps)
     got.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in rounded.parameters())

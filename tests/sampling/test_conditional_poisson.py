@@ -45,7 +45,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def assert_close(got: Tensor, want: Tensor, tol: float = 1e-10) -> None:
-    """Within tol of max(1, abs(want)), infinities equal."""
+    """Asserts that errors are within tol·max(1, abs(want)), and that infinities are equal."""
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
@@ -369,7 +369,7 @@ def test_calibration_of_many_rows_and_of_float32() -> None:
 
 
 def test_gradient_of_calibration_at_size() -> None:
-    """θ(π(θ)) = θ up to a constant: what has no constant part passes unchanged."""
+    """θ(π(θ)) = θ up to a constant: a gradient without a constant part passes unchanged."""
     theta = (2 * normal(300, seed=8)).requires_grad_()
     v = normal(300, seed=9)
     v = v - v.mean()
@@ -459,10 +459,13 @@ def test_distribution_of_draws(k: int) -> None:
 
 @pytest.mark.parametrize("scale, k", [(0.3, 50), (1.0, 40)])
 def test_distribution_of_draws_by_halves(scale: float, k: int) -> None:
-    """How many of the first half are drawn, and each unit's inclusion. Each fails at a rate of 1e-6."""
+    """How many units of the first half are drawn, and the inclusion of each. Each test fails at a rate of
+    1e-6."""
     n, draws = 100, 20_000
     theta = scale * normal(n, seed=3)
-    assert (marginals(theta, k) * (1 - marginals(theta, k))).sum() > 16  # so that units are drawn by halves
+    assert (
+        marginals(theta, k) * (1 - marginals(theta, k))
+    ).sum() > 16  # large enough that units are drawn by halves
     x = sample(theta, k, sample_shape=(draws,), generator=seeded(4))
     subsets.assert_inclusion(x.sum(0), draws, marginals(theta, k))
     first, second, whole = (subsets.dynamic_programme(t.numpy()) for t in (theta[:50], theta[50:], theta))

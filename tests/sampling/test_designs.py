@@ -1,4 +1,4 @@
-"""Every design of the table: sizes, inclusion probabilities, joint ones, and what bad input gets."""
+"""Every design of the table: sizes, inclusion probabilities, joint probabilities, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_counts(x: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def check_times(seen: torch.Tensor, count: int, want: torch.Tensor) -> None:
-    """No entry is outside its two-sided quantile, the failure rate being that of all entries together."""
+    """No entry is outside its two-sided quantile; the failure rate is that of all entries together."""
     p = want.clamp(0, 1).flatten().numpy()
     times = seen.flatten().numpy()
     tail = FAILURE / (2 * max(p.size, 1))
@@ -123,7 +123,7 @@ def enumerate_brewer(probs: list[float], k: int) -> np.ndarray:
 
 def test_table_lists_every_design() -> None:
     files = {path.stem for path in Path(_designs.__file__).parent.glob("*.py")}
-    assert files - {"__init__"} == set(NAMES) - {"random_pivotal"}  # which is in pivotal.py
+    assert files - {"__init__"} == set(NAMES) - {"random_pivotal"}  # random_pivotal is in pivotal.py
     assert set(get_args(khot.sampling.DesignName)) == set(NAMES)
     assert all(design.description for design in designs.values())
 
@@ -212,7 +212,8 @@ def test_pareto_calibration(case: str) -> None:
     ],
 )
 def test_brewer_paths(probs: list[float], k: int) -> None:
-    """Its weights give π, exactly; and the draws have those weights: all ordered pairs of first two, too."""
+    """The weights give π exactly, and the draws follow them, also for all ordered pairs of the first two
+    units."""
     np.testing.assert_allclose(enumerate_brewer(probs, k), probs, atol=1e-12)
     check_counts(draws(float64(probs), "brewer", 100_000), float64(probs))
 
@@ -391,7 +392,7 @@ def test_designs_without_joint(design: str) -> None:
 
 
 def test_systematic_counts_in_integers() -> None:
-    """n so near certain that a sum of floats passes two ticks in one unit, or none at its end."""
+    """Units so near certain that a float sum would pass two ticks in one unit, or none at the end."""
     probs = torch.full((100_001,), 1 - 1e-16 * 2**10, dtype=torch.float64)
     probs[0] = 1e-16 * 2**10 * 100_000
     x = draws(probs, "systematic", 20)

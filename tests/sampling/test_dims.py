@@ -64,7 +64,7 @@ def test_any_dim(name: str, dim: int) -> None:
     function, x, last = CASES[name]
     want = function(x.movedim(1, -1), -1)
     if last:
-        # the dim after the units comes behind them again
+        # move the dim that follows the units behind them again
         want = want.movedim(-last - 1, -1)
     got = function(x, dim)
     assert got.shape == want.shape

@@ -1,4 +1,4 @@
-"""Gumbel top-k against the draws one after the other that it stands for."""
+"""Gumbel top-k against successive draws without replacement, which have the same distribution."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every operator shares: arguments, precision, dispatch, rows that are here or spread over processes."""
+"""What all operators share: arguments, precision, dispatch, and rows, whole or spread over processes."""

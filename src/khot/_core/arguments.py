@@ -1,8 +1,9 @@
-"""What users pass, checked and brought to the one layout that the kernels know: rows along the last dim.
+"""Checks of the users' arguments, and the one layout that the kernels know: rows along the last dim.
 
-Values that are wrong raise ValueError, types and dtypes TypeError, dims IndexError. Python numbers are
-checked here. The values of tensors are not looked at before the kernel runs, which marks a row that it
-cannot solve with NaN; only then, on the CPU and in eager mode, :func:`explain_nan` says what was wrong.
+Wrong values raise ValueError, wrong types and dtypes TypeError, and wrong dims IndexError. Python numbers are
+checked here. The values of tensors are only read where this does not wait for a device. Elsewhere the
+kernel marks a row that it cannot solve with NaN; on the CPU and in eager mode, :func:`explain_nan` then says
+what was wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def check_input(input: Any, name: str = "input") -> None:
 
 
 def check_dim(input: Tensor, dim: Any) -> int:
-    """dim, counted from the front. A 0-dim input has one entry, as for torch.softmax."""
+    """dim, counted from the front. A 0-dim input counts as a row of one entry, as for torch.softmax."""
     if isinstance(dim, bool) or not isinstance(dim, (int, numbers.Integral)):
         raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
     index, ndim = int(dim), max(input.dim(), 1)
@@ -55,7 +56,7 @@ def check_dim(input: Tensor, dim: Any) -> int:
 def rows(
     input: Tensor, dim: int, mask: Tensor | None = None, largest: bool = True, fill: float = -math.inf
 ) -> Tensor:
-    """The scores with dim last, such that larger is better, and ``fill`` where the mask is False."""
+    """The scores with dim last, negated unless ``largest``, and ``fill`` where the mask is False."""
     check_input(input)
     dim = check_dim(input, dim)
     x = input
@@ -108,9 +109,9 @@ def per_row(
 ) -> Tensor:
     """A number or a tensor as a floating-point tensor on x's device that broadcasts with x's batch shape.
 
-    A number must lie in [low, high], or be finite and above low where low_open. With ``by_value`` a number
-    stays on the CPU where the kernels for x's device take it from there: a launch to fill a tensor of one
-    element takes as long as a short row's kernel.
+    A number must lie in [low, high]; with ``low_open`` it must be finite and greater than low. With
+    ``by_value`` a number stays on the CPU if the kernels for x's device accept it there, because a launch to
+    fill a tensor of one element takes as long as the kernel for a short row.
     """
     if isinstance(value, Tensor):
         if value.dtype == torch.bool or value.is_complex():
@@ -150,7 +151,7 @@ def check_values(
     low_open: bool = False,
     integer: bool = False,
 ) -> Tensor:
-    """The tensor in a floating-point dtype, its values checked where looking at them waits for nothing."""
+    """The tensor in a floating-point dtype. Its values are checked if :func:`readable`."""
     if not value.is_floating_point():
         value = precision.widen(value)
     if readable(value):
@@ -169,7 +170,7 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
 
 
 def readable(value: Tensor) -> bool:
-    """Whether looking at the values waits for nothing: on the CPU, and not under a transform or a trace."""
+    """Whether values can be read without waiting: on the CPU, and not under a transform or a trace."""
     return (
         value.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -196,8 +197,8 @@ def explain_nan(
 ) -> None:
     """Raise if a row of the result is NaN because of k or tau, and not because of its scores.
 
-    This happens on the CPU only: elsewhere looking would wait for the device, and such rows stay NaN.
-    ``count`` turns the number of selectable entries of a shard into that of the row.
+    This happens on the CPU only: elsewhere reading the values would wait for the device, and such rows stay
+    NaN. ``count`` turns the number of selectable entries of a shard into the number for the row.
     """
     # one NaN makes the sum NaN, at half the cost of isnan().any()
     if not readable(result) or not math.isnan(result.sum().item()):

@@ -1,8 +1,8 @@
 """How an operator is registered with torch, and how it is called: eagerly, under transforms, and in a trace.
 
-:func:`define` takes all that torch has to know of an operator: its schema, its reference kernel, the shapes
-of its results, and its :class:`Rule`, which is how it is differentiated. Faster kernels are registered under
-the same name for their device (:mod:`khot._kernels`).
+:func:`define` takes everything that torch has to know about an operator: its schema, its reference kernel,
+the shapes of its results, and its :class:`Rule`, which says how it is differentiated. Faster kernels are
+registered under the same name for their device (:mod:`khot._kernels`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ __all__ = ["OPERATORS", "Operator", "Rule", "by_kernel", "define", "vmap_rows"]
 class Rule:
     """How an operator is differentiated: in both modes, from the same saved tensors."""
 
-    #: The outputs that are constants: integers, and numbers whose derivative another output carries.
+    #: The indices of the outputs that are constants: integers, and numbers whose derivative another output
+    #: carries.
     constants: ClassVar[tuple[int, ...]] = ()
-    #: False for an operator whose results are constants, and which has a rule for vmap and errors alone.
+    #: False for an operator whose results are constants; it has a rule only for vmap and for errors.
     differentiable: ClassVar[bool] = True
-    #: False if the vjp takes None for the gradients that nobody asked for. Zeros take a launch each.
+    #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each.
     zeros: ClassVar[bool] = True
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
-        """The tensors that both modes need. What is not a tensor goes into attributes of ``ctx``."""
+        """The tensors that both modes need. Other values become attributes of ``ctx``."""
         return ()
 
     @staticmethod
@@ -63,9 +64,9 @@ class Operator:
     """A registered operator, ready to be called.
 
     Attributes:
-        name: what follows ``khot::``.
-        kernel: the reference kernel, plain torch on any device.
-        overload: torch's own handle on the operator.
+        name: the name after ``khot::``.
+        kernel: the reference kernel, in plain torch for any device.
+        overload: torch's own object for the operator.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
@@ -75,11 +76,11 @@ class Operator:
         self.function = None if rule is None else _function(self.overload, rule)
 
     def __call__(self, *args: Any) -> Any:
-        """Apply the operator in the cheapest form that serves.
+        """Apply the operator in the cheapest form that has the derivatives which may be needed.
 
-        Dynamo rejects a Function that defines jvp, so while it traces the operator stands for itself, with
-        the rule that :func:`define` registered. In eager mode the Function adds forward mode; where no
-        derivative of any kind is asked for, its forward alone is enough.
+        Dynamo rejects a Function that defines jvp, so under a trace the registered operator is called, with
+        the rule that :func:`define` registered for it. In eager mode the Function adds forward mode. If no
+        derivative can be needed, only its forward is called.
         """
         if self.function is None or torch.compiler.is_compiling():
             return self.overload(*args)
@@ -105,11 +106,11 @@ def define(
     """Register an operator on rows.
 
     Args:
-        name: what follows ``khot::``.
+        name: the name after ``khot::``.
         schema: its arguments and results, in torch's schema language.
         kernel: the reference kernel, for every device that has no faster one.
-        fake: the shapes and dtypes of the results, without their values.
-        rule: how it is differentiated; None if it is not.
+        fake: returns tensors with the shapes and dtypes of the results, without their values.
+        rule: how the operator is differentiated; None if it is not differentiable.
     """
     full = f"khot::{name}"
     torch.library.define(full, schema)
@@ -132,7 +133,7 @@ def define(
 
 
 def _function(overload: Any, rule: type[Rule]) -> type[Function]:
-    """The operator as an autograd Function, which has what a registered rule cannot have: forward mode."""
+    """The operator as an autograd Function, which has forward mode; a registered rule cannot have it."""
 
     class Applied(Function):
         @staticmethod

@@ -1,6 +1,7 @@
-"""Operators on DTensors: each process computes its own shard, with the group that shares its rows.
+"""Operators on DTensors: each process computes its own shard, together with the group that shares its rows.
 
-What is sharded along ``dim`` stays where it is; the rows that other mesh dimensions shard are rows apart.
+Shards along ``dim`` stay where they are. Other mesh dimensions shard the batch, so they separate the rows
+into independent groups.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ __all__ = ["Pieces", "apply", "local"]
 def apply(
     operator: Callable[..., Tensor], input: DTensor, k: Any, dim: int, mask: Any = None, **options: Any
 ) -> DTensor:
-    """The operator on a DTensor; the result is placed as the input is, but for partial sums, which are
-    made whole.
+    """The operator on a DTensor. The result has the input's placements, except that partial sums are added up
+    and replicated.
 
     Args:
-        operator: with the arguments (input, k, dim), and keywords, among them mask and group.
-        k, options: numbers, or tensors that broadcast with the batch shape; DTensors, or plain ones that are
-            the same on every process.
-        mask: a DTensor, or a plain one of all the entries.
+        operator: a function of the arguments (input, k, dim) and of keywords, among them mask and group.
+        k, options: numbers, or tensors that broadcast with the batch shape. A tensor is a DTensor, or a plain
+            tensor that is the same on every process.
+        mask: a DTensor, or a plain tensor for all the entries.
     """
     arguments.check_input(input)
     dim = arguments.check_dim(input, dim)
@@ -45,7 +46,7 @@ def apply(
     if isinstance(mask, Tensor):
         mask = local(mask, mesh, placements, list(range(input.dim())))
     options = {name: shard(value) for name, value in options.items()}
-    # over several dimensions of the mesh, sums go along one after the other
+    # over several dimensions of the mesh, sums are reduced along one dimension after the other
     group = tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard(dim)) or None
     y = operator(input.to_local(), shard(k), dim, mask=mask, **options, group=group)
     like = torch.empty(input.shape, device="meta")
@@ -57,8 +58,8 @@ def apply(
 def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: list[int]) -> Tensor:
     """This process's part of a tensor whose dimensions are these dims of the input, aligned at the right.
 
-    Its gradient is whole where the input's rows are spread, and a sum over the processes where it serves
-    different rows.
+    Where the processes share the input's rows, each of them has the whole gradient of the tensor. Where they
+    have different rows, the gradient is the sum over the processes.
     """
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -75,11 +76,11 @@ def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], di
 
 
 class Pieces:
-    """Tensors on one mesh as pieces of a row: each process holds a part of every one, and no two the same.
+    """Tensors on one mesh as pieces of one row: each process holds a part of every tensor, without overlap.
 
-    Plain tensors among DTensors are whole on every process: parameters that FSDP has just gathered, or that
-    tensor parallelism leaves alone. What is made of them is whole again, and its gradient the mean of the
-    processes', as for data parallelism.
+    A plain tensor among DTensors is whole on every process: for example, a parameter that FSDP has just
+    gathered, or one that tensor parallelism does not split. Its result is whole again, and the gradient is
+    the mean of the processes' gradients, as for data parallelism.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -105,7 +106,7 @@ class Pieces:
         return pieces
 
     def join(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Pieces of the same shapes as tensors that are placed as the original ones."""
+        """Tensors with the placements of the original ones, from pieces of the same shapes."""
         whole: list[Tensor] = []
         for y, x, placements in zip(pieces, self.tensors, self.split, strict=True):
             like = torch.empty(x.shape, device="meta")

@@ -1,4 +1,4 @@
-"""The dtype of per-row scalars: float64, or float32 where the device has none."""
+"""The dtype of per-row scalars: float64, or float32 on devices without float64."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def widen(x: Tensor) -> Tensor:
-    """x in that dtype."""
+    """x in the dtype of :func:`wide_dtype`."""
     return x.to(wide_dtype(x.device))
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:
-    """A number, or one a row, on the device, in a dtype that it has, without waiting for the device."""
+    """A number or per-row scalars on the device, in a dtype that it has, without waiting for the device."""
     value = value.to(wide_dtype(device)) if value.dtype == torch.float64 else value
     if value.device == device:
         return value
@@ -39,7 +39,7 @@ def on(device: torch.device, value: Tensor) -> Tensor:
 
 
 def _plain_on_cpu(value: Tensor) -> bool:
-    """Whether reading a number waits for nothing and is not hidden by a transform or a trace."""
+    """Whether the tensor is on the CPU and can be read: neither a transform nor a trace hides its values."""
     return (
         value.is_cpu
         and type(value) in (Tensor, torch.nn.Parameter)
@@ -54,7 +54,7 @@ def greatest(x: Tensor) -> float:
 
 
 def large(x: Tensor) -> float:
-    """A number of x's dtype beyond all that matters, with room above it."""
+    """A number of x's dtype that is larger than all numbers that matter, and still far from overflow."""
     return 1e300 if x.dtype == torch.float64 else 1e30
 
 
@@ -64,10 +64,11 @@ def in_float64(x: Tensor) -> Tensor:
 
 
 def on_cpu(function: _Function) -> _Function:
-    """The function, run on the CPU for tensors of a device without float64; the result comes back from there.
+    """The function, run on the CPU for tensors of a device without float64; its result goes back to the
+    device.
 
-    For what float32 would spoil. Gradients go the way of the tensors; a generator of the device makes the
-    seed of one of the CPU.
+    This is for functions that would be wrong in float32. Gradients are copied in the same way. A generator of
+    the device draws the seed of a generator of the CPU.
     """
 
     @functools.wraps(function)

@@ -1,12 +1,12 @@
-"""A row that is here as a whole, or spread over processes: one interface, so that an operator has one body.
+"""Rows that are whole on this process, or spread over processes: one interface for the operators.
 
-An operator sees its rows through a few sums. Where a row is spread, each process of a group calls the
-operator with its *shard* of the row and gets its shard of the result; sums over the shard become sums over
-the row by one all-reduce, and nothing else changes. What is common to the shards, k and τ, is *replicated*:
-every process passes the same numbers, and gets the same gradient, that of the whole loss, which is the sum
-of the processes' losses. So they stay equal when every process takes the same step, and nothing has to be
-summed afterwards. A loss that is computed from such a gradient (for a second derivative) is replicated as
-well, and counts once and not once per process.
+An operator needs only a few sums over each row. If a row is spread, each process of a group calls the
+operator with its *shard* of the row and gets its shard of the result. One all-reduce turns sums over the
+shards into sums over the row, and nothing else changes. k and τ, which the shards have in common, are
+*replicated*: every process passes the same numbers and gets the same gradient, that of the whole loss, which
+is the sum of the processes' losses. So they stay equal when every process takes the same step, and nothing
+has to be summed afterwards. A loss that is computed from such a gradient (for a second derivative) is
+replicated as well, and counts once and not once per process.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from khot._core.torch_internals import collective_device, process_group
 
 __all__ = ["BLOCK", "HERE", "Row", "Shards", "is_dtensor", "named", "of", "on_dtensor"]
 
-#: How many numbers cost as much to carry as an all-reduce costs to start: 0.5 MB, which a link of 10 GB/s
-#: carries twice in 100 µs, and over 1,000 processes latencies add up to about that.
+#: So many numbers take as long to transfer as an all-reduce takes to start. They are 0.5 MB, which a link of
+#: 10 GB/s transfers twice in 100 µs; over 1,000 processes the latencies add up to about that.
 BLOCK = 1 << 16
 
 Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
 
 
 class Row:
-    """Rows that are here as a whole.
+    """Rows that are whole on this process.
 
     Attributes:
-        name: the names of the process groups that the rows are spread over; "" for rows that are here.
-        here: whether the rows are here as a whole.
-        rank, world: which shard this is, and how many there are.
-        lengths: of all shards, once :meth:`agree` has exchanged them.
+        name: the names of the process groups that the rows are spread over; "" for whole rows.
+        here: whether the rows are whole on this process.
+        rank, world: the index of this shard, and the number of shards.
+        lengths: the lengths of all shards, once :meth:`agree` has exchanged them.
     """
 
     name = ""
@@ -70,14 +70,16 @@ class Row:
         return values
 
     def limit(self, x: Tensor) -> float:
-        """The most entries that can be selected from rows x, as far as it is known here."""
+        """The largest number of entries that can be selected from rows x, as far as this process knows it."""
         return x.shape[-1]
 
     def check(self, k: Any, x: Tensor, integer: bool = False) -> None:
-        """Raise if k exceeds the length of the whole row, which :meth:`limit` could not tell before."""
+        """Raise if k exceeds the length of the whole row, which :meth:`limit` did not know before
+        :meth:`agree`."""
 
     def agree(self, prepare: Callable[[], Prepared], **said: Any) -> Prepared:
-        """What ``prepare`` returns from the arguments, checked; for shards, checked against one another.
+        """The result of ``prepare``, which checks the arguments; for shards, they are also compared with one
+        another.
 
         Args:
             prepare: checks the arguments and brings them into the kernels' form, the scores first.
@@ -93,8 +95,8 @@ class Shards(Row):
     """Rows that are spread over the processes of a group.
 
     Args:
-        name: the name of the group; or of several, separated by commas, which are the dimensions of a grid of
-            processes.
+        name: the name of the group; or the names of several groups, separated by commas, which are the
+            dimensions of a grid of processes.
     """
 
     here = False
@@ -118,8 +120,9 @@ class Shards(Row):
         return math.prod(each.size() for each in self.groups)
 
     def reduce(self, sums: Sequence[Tensor], maxima: Sequence[Tensor] = ()) -> list[Tensor]:
-        """One all-reduce. In the sum, each process writes its maxima to slots of their own, where all others
-        add 0. Where rows and processes are so many that a second all-reduce costs less, there are two."""
+        """The sums and maxima of the row, by one all-reduce of sums: each process writes its maxima to slots
+        of its own, to which all others add 0. If there are so many rows and processes that a second
+        all-reduce costs less than these slots, there are two."""
         lengths = [v.numel() for v in (*sums, *maxima)]
         totals = _flat(sums)
         tops = _flat(maxima).to(totals.device)
@@ -153,8 +156,8 @@ class Shards(Row):
         return self.reduce([values])[0]
 
     def slots(self, value: Tensor) -> Tensor:
-        """(*batch) → (*batch, processes): one place per process, of which all but this one's are 0, to be
-        summed."""
+        """(*batch) → (*batch, processes): one place per process. The places of all other processes are 0,
+        so that the sum over the processes has every value in its place."""
         places = value.new_zeros(*value.shape, self.world)
         places[..., self.rank] = value
         return places
@@ -166,12 +169,12 @@ class Shards(Row):
         arguments.per_row(k, "k", x, low=0, high=self.limit(x), integer=integer)
 
     def agree(self, prepare: Callable[[], Prepared], **said: Any) -> Prepared:
-        """What prepare() returns, its first tensor being this shard; or the error that one of the processes
-        met, on all of them.
+        """The result of prepare(), whose first tensor is this shard. If one process meets an error, all raise
+        it.
 
-        It takes one all-reduce of three numbers per process. Without it the other processes would wait for
-        the one with the error, and so would processes whose arguments lead to different numbers of passes. In
-        a trace errors are those of the trace, and the lengths stay unknown.
+        It takes one all-reduce of three numbers per process. Without it, the other processes would wait
+        forever for the one with the error, and so would processes whose arguments lead to different numbers
+        of passes. In a trace, errors are raised on each process alone, and the lengths stay unknown.
         """
         if torch.compiler.is_compiling():
             return prepare()
@@ -184,7 +187,7 @@ class Shards(Row):
             call = f"rows {tuple(x.shape[:-1])} of {x.dtype}, {words}"
         except (TypeError, ValueError, IndexError) as caught:
             error = caught
-        # on a device of the group's, whatever the input may be
+        # on a device that the group can communicate from, whatever the input's device is
         device = collective_device(self.groups[0])
         facts = [float(error is not None), float(zlib.crc32(call.encode())), float(length)]
         (status,) = self.reduce([self.slots(torch.tensor(facts, dtype=torch.float64, device=device))])
@@ -195,7 +198,8 @@ class Shards(Row):
         return prepared  # type: ignore[return-value]
 
     def _raise(self, mine: Any) -> None:
-        """Raise the first error that a process met, or else an error that says how the arguments differ."""
+        """Raise the first error that a process met; if there is none, raise one that says how the arguments
+        differ."""
         met: list[Any] = [mine]
         for group in reversed(self.groups):
             parts: list[Any] = [None] * group.size()
@@ -206,13 +210,13 @@ class Shards(Row):
                 raise one
         other = next(i for i, one in enumerate(met) if one != met[0])
         raise ValueError(
-            f"all processes of group must pass the same arguments but for their shards of the rows, but "
+            f"all processes of group must pass the same arguments, except for their shards of the rows, but "
             f"rank 0 has {met[0]}; rank {other} has {met[other]}"
         )
 
 
 def of(name: str) -> Row:
-    """The rows of an operator whose schema has ``str group``: "" for rows that are here."""
+    """The rows of an operator whose schema has ``str group``: "" for whole rows."""
     return Shards(name) if name else HERE
 
 
@@ -233,15 +237,15 @@ def is_dtensor(input: Any) -> bool:
 
 def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group: Any, **options: Any) -> Any:
     """The operator on a DTensor, with the group that shares its rows."""
-    from khot._core import dtensor  # here, because torch.distributed.tensor takes a second to import
+    from khot._core import dtensor  # imported late, because torch.distributed.tensor takes a second to import
 
     if group is not None:
-        raise TypeError("group must be None for a DTensor, which knows its own, but got one")
+        raise TypeError("group must be None for a DTensor, which has its own group, but got one")
     return dtensor.apply(operator, input, k, dim, **options)
 
 
 def _text(value: Any) -> str:
-    """The numbers of a tensor as text; the shape alone of one that cannot be read without waiting."""
+    """The numbers of a tensor as text, or only its shape if reading them would wait for a device."""
     if isinstance(value, Tensor):
         return str(value.tolist() if arguments.readable(value) else tuple(value.shape))
     return str(value)
@@ -252,7 +256,7 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """Sums over each shard → sums over the rows, which are replicated, and so are their gradients."""
+    """Sums over each shard → sums over the rows. The results and their gradients are replicated."""
 
     @staticmethod
     def forward(ctx: Any, row: Shards, *values: Tensor) -> tuple[Tensor, ...]:

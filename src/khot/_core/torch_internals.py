@@ -1,6 +1,6 @@
-"""torch's private names: the only file that touches them, so that a new torch has one place to break.
+"""torch's private names. No other file uses any, so that a new version of torch can break only this one.
 
-Each of them has no public counterpart (torch 2.10 to 2.14).
+None of them has a public counterpart (torch 2.10 to 2.14).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
     "transforms_are_on",
 ]
 
-# A context in which an operator's own autograd rule is skipped. Inside a Function that rule has nothing to
-# do, and it costs more than the kernel of a small row.
+# A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
+# and it costs more than the kernel for a small row.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -34,17 +34,17 @@ def transforms_are_on() -> bool:
 
 
 def is_transformed(value: Tensor) -> bool:
-    """Whether the tensor stands for many, or for a value and its tangent, under a transform of torch.func."""
+    """Whether the tensor represents a batch, or a value with its tangent, under a transform of torch.func."""
     return torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def forward_mode_is_on() -> bool:
-    """Whether tensors may carry tangents. They do not show in ``requires_grad``."""
+    """Whether tensors may carry tangents, which ``requires_grad`` does not show."""
     return forward_ad._current_level >= 0
 
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:
-    """What ``function.apply`` does outside of transforms, less 10 µs of binding arguments by signature."""
+    """The same as ``function.apply`` outside of transforms, without 10 µs for binding arguments."""
     return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 

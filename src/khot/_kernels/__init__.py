@@ -1,7 +1,7 @@
 """The kernels: the reference in plain torch, the compiled ones for the CPU, and those in Triton for the GPU.
 
-`torch.ops.khot.*` is what every caller calls; a faster kernel is registered under the same name for its
-device, and the reference serves all others.
+Every caller calls `torch.ops.khot.*`. A faster kernel is registered under the same name for its device; all
+other devices use the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INTERPRETED = os.environ.get("KHOT_KERNELS") == "triton"
 
 
 def register() -> None:
-    """Register the faster kernels for the operators, which are defined by now."""
+    """Register the faster kernels. The operators must be defined before."""
     global _CPU
     _CPU = cpu.load()
     gpu.register("CUDA")
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def active() -> dict[str, str]:
-    """Which kernels serve each kind of device, in the words of ``khot info``."""
+    """Which kernels each kind of device uses, in the words of ``khot info``."""
     return {
         "cpu": f"compiled ({_CPU})" if _CPU else "triton, interpreted" if _INTERPRETED else "reference",
         "gpu": ("triton" if gpu.available() else "reference") if torch.cuda.is_available() else "none",

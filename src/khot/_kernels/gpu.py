@@ -1,7 +1,8 @@
-"""The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported when the first tensor comes.
+"""The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported at the first call.
 
-Where Triton is not installed the reference serves. With ``KHOT_KERNELS=triton`` and ``TRITON_INTERPRET=1``
-they take CPU tensors too, so that all tests of the operators can run on them without a device.
+If Triton is not installed, the reference kernels are used. With ``KHOT_KERNELS=triton`` and
+``TRITON_INTERPRET=1`` they accept CPU tensors too, so that all tests of the operators can run on them without
+a GPU.
 """
 
 from __future__ import annotations

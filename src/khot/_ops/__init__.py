@@ -1,4 +1,4 @@
-"""The registered operators, one file each: schema, kernel, shapes, and the rule with its vjp and jvp."""
+"""The registered operators. Each has a file with its schema, kernel, shapes, and rule (vjp and jvp)."""
 
 from khot import _kernels
 from khot._ops import (

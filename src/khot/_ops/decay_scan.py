@@ -1,4 +1,4 @@
-"""The scan that the sorted Laplace count stands on: each mode of its derivative is again a scan."""
+"""The scan behind the sorted Laplace count. Both modes of its derivative are scans again."""
 
 from __future__ import annotations
 

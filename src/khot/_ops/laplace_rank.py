@@ -1,4 +1,4 @@
-"""The ranks of a row softened by Laplace's CDF, by one sort and scans in O(n log n) time, in either mode."""
+"""The ranks of a row softened by Laplace's CDF, by one sort and scans, in O(n log n) time in both modes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sorted row softened by Laplace's CDF: the thresholds of the levels i − ½.
 
-It keeps nothing but x and its order; the derivatives find the thresholds again.
+It saves only x and its order; the derivatives compute the thresholds again.
 """
 
 from __future__ import annotations

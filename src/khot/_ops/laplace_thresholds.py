@@ -1,5 +1,5 @@
 """The thresholds of many levels of a row under Laplace's CDF, by one sort and scans (Struski et al. 2025,
-section 4), in O(n log n) time and O(n) memory in either mode."""
+section 4), in O(n log n) time and O(n) memory in both modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
 
     Args:
         x: (*batch, n).
-        levels: (*batch, m), or (m,) where nothing maps over them.
+        levels: (*batch, m), or (m,) for the same levels in every row.
         tau: broadcasts with batch.
 
     Returns:

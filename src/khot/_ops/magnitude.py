@@ -1,7 +1,7 @@
-"""The top-k in magnitude of s = |x|, of rows that are here or spread over processes.
+"""The top-k in magnitude of s = |x|, for whole rows or for shards.
 
-As for the soft top-k, the value γ = hi + lo that the pooled entries share is a result, so that the vjp,
-written in torch operations on s, γ and τ, can be differentiated again.
+As for the soft top-k, the results include the value γ = hi + lo that the pooled entries share. So the vjp,
+which is written in torch operations on s, γ and τ, can be differentiated again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> t
 
     Args:
         s: (*batch, n), −inf where an entry may not be selected.
-        k, tau: broadcast with batch; k is integer valued.
-        row: whether s is the whole rows or a shard of them.
+        k, tau: broadcast with batch; k has integer values.
+        row: says whether s is the whole rows or a shard of them.
     """
     if row.here:
         return _magnitude(s, k, tau, p)
@@ -35,11 +35,11 @@ def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> t
 
 
 def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row = HERE) -> Tensor:
-    """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ where it is."""
+    """y + τ y^(p−1) from γ = hi + lo: s itself where y is not pooled, and Y + (s − γ)₊ elsewhere."""
     nothing = (hi.abs() == greatest(hi)).unsqueeze(-1)
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
     hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau))
-    # infinities stay out of arithmetic whose gradient would be 0·inf
+    # infinities are masked, because the gradient would be 0·inf
     finite = s.to(hi.dtype).masked_fill(s.isinf() | nothing, 0)
     w = ((finite - hi.masked_fill(nothing, 0)) - lo.masked_fill(nothing, 0)) / tau
     outside = (w <= 0) | s.isinf() | nothing
@@ -161,7 +161,7 @@ def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: flo
 
 
 def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Tensor:
-    """1/(k − #alone + Σr), 0 where nothing is pooled; from sums over the row."""
+    """1/(k − #alone + Σr) from sums over the row; 0 where nothing is pooled."""
     empty = pooled == 0
     left = k.to(rate.dtype).expand(rate.shape) - selected
     return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))

@@ -1,5 +1,5 @@
-"""What ranks, sorting and permutations share: the thresholds of many levels of a row, and the shares that
-entries have of the places between them."""
+"""What ranks, sorting and permutations share: the thresholds of many levels of a row, and the share that each
+entry has of the places between them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 def by_scans(F: CDF) -> bool:
-    """Whether sums over a sorted row follow from one another, as those of exponentials do."""
+    """Whether each sum over a sorted row follows from the one before, as for exponentials."""
     return isinstance(F, cdfs.Laplace) and F.built_in
 
 
 def level_thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
-    """The pairs of C⁻¹(level) for the CDF as it is: ±inf for levels among the infinite entries."""
+    """The pairs of C⁻¹(level) for the CDF without a shift; ±inf for levels among the infinite entries."""
     if by_scans(F):
         return laplace_thresholds(x, levels, tau)
     first = widen((x == math.inf).sum(-1, keepdim=True))
@@ -44,7 +44,7 @@ def level_thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Te
         )
         return nan, nan
     hi, lo = thresholds(x, torch.minimum(torch.maximum(levels, first), last), tau, F)
-    beyond = (first == last) & (levels > first)  # where no entry is finite, none and every one are the same
+    beyond = (first == last) & (levels > first)  # without finite entries, none and all of them are the same
     return hi.masked_fill(beyond, -greatest(hi)), lo.masked_fill(beyond, -greatest(hi))
 
 
@@ -68,7 +68,7 @@ def boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
 
 
 def standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
-    """(x − t)/τ, for what broadcasts; without a gradient where t, or x, is infinite."""
+    """(x − t)/τ, for tensors that broadcast; its gradient is zero where t or x is infinite."""
     infinite = hi.abs() == greatest(hi)
     x = widen(x).masked_fill(x.isinf(), 0)
     z = ((x - hi.masked_fill(infinite, 0)) - lo.masked_fill(infinite, 0)) / widen(tau)
@@ -76,7 +76,7 @@ def standardize(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Tensor:
 
 
 def log_shares(x: Tensor, index: Tensor, tau: Tensor, F: CDF) -> Tensor:
-    """log P_(i, index_i) for the descending order and each place i, without the other entries of P.
+    """log P_(i, index_i) for the descending order and each place i; the rest of P is not computed.
 
     Args:
         x, index: (*batch, n).
@@ -92,7 +92,7 @@ def log_shares(x: Tensor, index: Tensor, tau: Tensor, F: CDF) -> Tensor:
 
 
 def log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
-    """log(F(b) − F(a)) for a ≤ b, taken in the lower of the two tails."""
+    """log(F(b) − F(a)) for a ≤ b, computed in the lower of the two tails."""
     if not F.full_support:
         p = F.cdf(b) - F.cdf(a)
         return torch.where(p > 0, torch.log(torch.where(p > 0, p, 1)), -math.inf)
@@ -101,7 +101,7 @@ def log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
     nothing, all_below, everything = b == -math.inf, a == -math.inf, b == math.inf
     log_b = F.log_cdf(torch.where(nothing | everything, 0, b)).masked_fill(everything, 0)
     log_a = F.log_cdf(torch.where(all_below, 0, a))
-    # distinct thresholds stay apart; what rounding makes of them far out in the tail must not be −inf
+    # The thresholds differ. If rounding makes them equal far out in a tail, the result must not be −inf.
     apart = (log_b - log_a).masked_fill(all_below, 1).clamp(min=torch.finfo(a.dtype).tiny)
     difference = log_b + torch.log(-torch.expm1(-apart)).masked_fill(all_below, 0)
     return difference.masked_fill(nothing, -math.inf)
@@ -112,8 +112,8 @@ def places(x: Tensor) -> Tensor:
 
 
 def infinite_shares(value: Tensor, x: Tensor, place: Tensor, selected: Tensor | None = None) -> Tensor:
-    """What an entry of this value, if it is infinite, has of a place: each kind shares its places equally,
-    and entries that do not take part have none."""
+    """The share of a place that an entry of this value has if it is infinite. Entries of +inf share the first
+    places equally, and those of −inf the last ones; entries that do not take part have none."""
     shape = (*x.shape[:-1], *(1,) * (value.dim() - x.dim() + 1))
     first = (x == math.inf).sum(-1).reshape(shape)
     last = (x == -math.inf).sum(-1).reshape(shape)

@@ -1,4 +1,4 @@
-"""What a conditional Poisson design asks of independent trials: size, inclusion, covariance, calibration."""
+"""The operators of the conditional Poisson design: size, inclusion, covariance and calibration of trials."""
 
 from __future__ import annotations
 

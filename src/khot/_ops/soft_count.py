@@ -1,4 +1,4 @@
-"""The soft count at many levels of a row. Either mode recomputes the entries, a group of levels at a time."""
+"""The soft count at many levels of a row. Derivatives recompute it, some levels at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = Fa
         x: (*batch, n).
         at: (*batch, m).
         tau: broadcasts with batch.
-        centred: shift F to the median 0; a score then counts itself as ½, infinite ones too.
+        centred: shift F to the median 0; every score, finite or not, then counts itself as ½.
     """
     count: Tensor = _soft_count(x, at, tau, *cdf.key, centred)
     return count

@@ -1,9 +1,9 @@
-"""The threshold t with Σ_j F((x_j − t)/τ) = k, and what a soft top-k makes of it: y, log y, or t itself.
+"""The threshold t with Σ_j F((x_j − t)/τ) = k, and the output of a soft top-k: y, log y, or t itself.
 
-Two operators with one rule. ``khot::soft_topk`` has compiled kernels; ``khot::reference_soft_topk`` runs the
-reference for what these do not take: rows spread over processes, and CDFs of the user's own. The results
-include t itself (as lo), so that the vjp, written in torch operations on x, t and τ, can be differentiated
-again, to any order and in either mode.
+There are two operators with one rule. ``khot::soft_topk`` has compiled kernels. ``khot::reference_soft_topk``
+runs the reference kernels for everything that the compiled kernels do not support: rows spread over
+processes, and users' CDFs. The results include t itself (as lo). So the vjp, which is written in torch
+operations on x, t and τ, can be differentiated again, to any order and in either mode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from khot.cdfs import CDF
 
 __all__ = ["threshold_map", "thresholds"]
 
-LEVELS_AT_ONCE = 1 << 22  # entries times levels that one call of the operator gets
+LEVELS_AT_ONCE = 1 << 22  # entries times levels in one call of the operator
 
 
 def threshold_map(
@@ -37,11 +37,11 @@ def threshold_map(
     Args:
         x: (*batch, n).
         k, tau: broadcast with batch.
-        output: "y", "log" for log y, "threshold" for neither.
-        row: whether x is the whole rows or a shard of them.
+        output: "y", "log" for log y, or "threshold" for neither of them.
+        row: says whether x is the whole rows or a shard of them.
 
     Returns:
-        The output; hi, a constant; and lo, which carries t's derivatives.
+        The output; hi, a constant; and lo, which carries the derivatives of t.
     """
     if row.here and cdf.built_in:
         out, hi, lo = _soft_topk(x, k, tau, *cdf.key, output)
@@ -55,7 +55,7 @@ def thresholds(x: Tensor, levels: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor
     group = max(1, LEVELS_AT_ONCE // max(1, x.numel()))
     parts = []
     for level in levels.split(group, -1):
-        # a level a row: the row itself is not copied
+        # one level per row; expand() does not copy the rows
         copies = x.unsqueeze(-2).expand(*level.shape, x.shape[-1])
         parts.append(threshold_map(copies, level, tau.unsqueeze(-1), cdf, "threshold")[1:])
     return torch.cat([hi for hi, _ in parts], -1), torch.cat([lo for _, lo in parts], -1)
@@ -70,7 +70,7 @@ class _Rule(Rule):
         x, k, tau, name, shape, ctx.output, *group = inputs
         out, hi, lo, *near = outputs
         ctx.group, ctx.key, ctx.k_like = (*group, "")[0], (name, shape), (k.shape, k.dtype)
-        ctx.cdf = F = cdfs.resolve(name, shape)  # kept, so that a user's lives as long as the graph
+        ctx.cdf = F = cdfs.resolve(name, shape)  # kept, so that a user's CDF lives as long as the graph
         float32 = x.dtype == torch.float32 and x.is_cpu
         serves = ctx.output == "y" and F.density_from_value and float32 and not near
         y = out if serves and not ctx.needs_input_grad[2] else None
@@ -81,7 +81,7 @@ class _Rule(Rule):
         x, tau, hi, lo, y, *near = ctx.saved_tensors
         if grad is None:
             grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
-        if grad_lo is None:  # as in every first derivative of y
+        if grad_lo is None:  # this is so for every first derivative of y
             grad_lo = hi.new_zeros((), device="cpu")
         if not by_kernel():
             row = rows.of(ctx.group)
@@ -166,20 +166,21 @@ _reference_soft_topk_backward = define(
 
 
 class _Linear(NamedTuple):
-    """What both modes of the derivative need of each entry, as differentiable functions of x, lo, τ."""
+    """What both modes of the derivative need for each entry, as differentiable functions of x, lo, τ."""
 
     z: Tensor
     weight: Tensor  # f, divided by a scale
     log_scale: Tensor  # of the batch shape
     rate: Tensor  # g = ∂out/∂z
     k_rate: Tensor  # ∂out/∂k times Σ weight
-    gap: tuple[Tensor, Tensor] | None  # for compact support: which entries the two neighbours of t are
+    gap: tuple[Tensor, Tensor] | None  # for compact support: the entries equal to either neighbour of t
 
 
 def _linearize(
     x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF, output: str, near: list[Tensor]
 ) -> _Linear:
-    """Weights are relative to a scale like the greatest of them, right even where every f underflows."""
+    """Weights are relative to a scale near their maximum, so that they are right even if every f
+    underflows."""
     infinite = hi.abs() == greatest(hi)  # nothing, or everything, is selected
     tau = tau.to(hi.dtype).expand(hi.shape)
     decided = x.isinf() | infinite.unsqueeze(-1)  # kept out of products such as 0·inf
@@ -213,8 +214,8 @@ def _linearize(
 
 
 def _gap_means(output: str, counts: list[Tensor], sums: list[Tensor]) -> Tensor:
-    """½(the mean over the least entries above t + that over the greatest below); for log y the first alone,
-    as rejected entries have log y = −inf; 0 where a side is empty."""
+    """½(the mean over the least entries above t + the mean over the greatest entries below t). For log y only
+    the first is used, because rejected entries have log y = −inf. A side without entries contributes 0."""
     up, down = (0.5 * s / n.clamp(min=1) for n, s in zip(counts, sums, strict=True))
     return up if output == "log" else up + down
 
@@ -256,7 +257,7 @@ def _vjp(
 
 
 def _times_dt_dk(value: Tensor, tau: Tensor, mass: Tensor, dead: Tensor, log_scale: Tensor) -> Tensor:
-    """value·τ/Σf, and 0 where value is 0 even if Σf underflows."""
+    """value·τ/Σf; 0 where value is 0, even if Σf underflows."""
     idle = (value == 0) | dead
     rate = torch.exp(torch.log(tau) - (torch.log(mass) + log_scale).masked_fill(idle, 0))
     return (value * rate).masked_fill(idle, 0)

@@ -1,4 +1,4 @@
-"""The sorted SOFT top-k. Its potentials are results, so that the vjp can be differentiated again."""
+"""The sorted SOFT top-k. It also returns its potentials, so that the vjp can be differentiated again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["sorted_soft_topk"]
 
 
 def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
-    """n times the transport plan of rows (*batch, n), less its last anchor: (*batch, k, n).
+    """n times the transport plan of rows (*batch, n), without its last anchor: (*batch, k, n).
 
     Args:
         epsilon: broadcasts with batch.
@@ -50,7 +50,8 @@ class _Rule(Rule):
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, epsilon = inputs
-        arguments.check_values(epsilon, "epsilon", low=0, low_open=True)  # again: vmap hid them before
+        # checked again, because vmap hid the values before
+        arguments.check_values(epsilon, "epsilon", low=0, low_open=True)
         arguments.explain_nan(outputs[3], x, torch.full((), k, dtype=torch.float64))
 
 
@@ -72,17 +73,17 @@ _sorted_soft_topk = define(
 # ------------------------------------------------------------------------------------ derivatives
 
 
-# With a_r the anchors, s = 2/ε, w_r = Σ_(q ≥ r) hi_q, and everything in terms of
+# With a_r the anchors, s = 2/ε and w_r = Σ_(q ≥ r) hi_q, everything is expressed by
 #
 #     L_ri = s·(a_r x_i − w_r) + b_r,   Γ = softmax of L over r,   shift_r = b_(r+1) − b_r,   b_(k+1) = 0,
 #
-# b is implicit: db = −K⁻¹ dc for the change dc of the column sums at fixed b. dc, and its adjoint, are sums
-# over pairs of anchors, dc_r = Σ_q Σ_i Γ_ri Γ_qi (dL_ri − dL_qi), so that they vanish as K does where the
-# plan is nearly hard, and K⁻¹ of them is bounded.
+# b is implicit: db = −K⁻¹ dc for the change dc of the column sums at fixed b. dc and its adjoint are sums
+# over pairs of anchors, dc_r = Σ_q Σ_i Γ_ri Γ_qi (dL_ri − dL_qi). So where the plan is nearly hard, they tend
+# to 0 together with K, and K⁻¹dc stays bounded.
 
 
 def _points(x: Tensor, epsilon: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """s (*batch, 1); a_r; x_i and w_r relative to the largest score that is nobody's: only x − hi matters."""
+    """s (*batch, 1); a_r; x_i and w_r relative to hi_k, since only the differences x − hi matter."""
     k = hi.shape[-1]
     scale = scale_of(epsilon.to(hi.dtype)).expand(hi.shape[:-1]).unsqueeze(-1)
     anchors = torch.arange(k, -1, -1, dtype=hi.dtype, device=hi.device)

@@ -1,4 +1,4 @@
-"""The hard k-hot mask of rows that are here or spread. It has no derivative."""
+"""The hard k-hot mask of whole rows or of shards. It has no derivative."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def hard_mask(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
     Args:
         x: (*batch, n).
         k: broadcasts with batch.
-        row: whether x is the whole rows or a shard of them.
+        row: says whether x is the whole rows or a shard of them.
     """
     return _topk_mask(x, k) if row.here else _reference_topk_mask(x, k, row.name)[0]
 
 
 class _Rule(Rule):
-    """Without a derivative: a rule so that vmap works, and bad values are reported from inside it."""
+    """No derivative. The rule makes vmap work, and reports bad values from inside it."""
 
     differentiable = False
 

@@ -1,4 +1,4 @@
-"""Uniform random numbers that depend on a seed and on where they stand: see the reference kernel."""
+"""Uniform random numbers that depend only on a seed and on their position: see the reference kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOW = kernels.LOW
 def rand(
     shape: Sequence[int], device: torch.device | str = "cpu", generator: torch.Generator | None = None
 ) -> Tensor:
-    """float64 uniforms in (0, 1): torch.rand with threads, taking a single number from the generator."""
+    """float64 uniforms in (0, 1): torch.rand with threads, and with one draw from the generator."""
     return uniform(new_seed(device, generator), shape)
 
 
@@ -34,8 +34,8 @@ def uniform(seed: Tensor, shape: Sequence[int], *, offset: int = 0) -> Tensor:
     Args:
         seed: an int64 of any value; 0-dim.
         shape: (*batch, n). The number at (row, j) depends on the seed, on which row it is (the batch counted
-            through in row-major order) and on the column offset + j.
-        offset: the column that the first one counts as: where a part of longer rows begins.
+            in row-major order) and on the column offset + j.
+        offset: the index of the first column, for a part of longer rows.
     """
     *batch, n = shape or (1,)
     numbers: Tensor = _uniform(seed, math.prod(batch), n, offset)

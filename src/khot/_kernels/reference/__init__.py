@@ -1,1 +1,1 @@
-"""The reference kernels: plain torch, any device. The oracle of every faster kernel."""
+"""The reference kernels, in plain torch for any device. Every faster kernel is tested against them."""

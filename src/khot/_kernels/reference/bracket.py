@@ -18,7 +18,7 @@ from khot.cdfs import CDF, Normal
 __all__ = ["Bracket", "Statistics", "first_guess", "histogram_search", "order_bounds", "statistics"]
 
 FINE = 4.0  # width, in τ, at which a histogram's window is narrow enough for Newton
-FAR = 1e12  # width, in τ, that histograms of equal bins would take too long to get through
+FAR = 1e12  # width, in τ, for which histograms of equal bins would need too many passes
 HISTOGRAMS = 5
 
 
@@ -40,7 +40,7 @@ def statistics(x: Tensor, row: Row) -> Statistics:
     for part, tile in tiles(x):
         finite = tile.isfinite()
         count = widen(finite.sum(-1))
-        if part.start == 0:  # a shift near the data keeps the one-pass variance from cancelling
+        if part.start == 0:  # a shift near the data avoids cancellation in the one-pass variance
             shift = tile.where(finite, 0).sum(-1) / count.clamp(min=1)
         centred = (tile - shift.unsqueeze(-1)).where(finite, 0)
         free = free + count
@@ -54,7 +54,7 @@ def statistics(x: Tensor, row: Row) -> Statistics:
     mean = total / n
     spread, mean = (squares - total * mean).clamp(min=0), shift + mean
 
-    # of shards: the spread within them, and that of their means
+    # the variance of a spread row: the spread within the shards plus that of their means
     moments = [free * mean, free * mean * mean, spread]
     free, pinned, nan, total, squares, spread, low, high = row.reduce(
         [free, pinned, nan, *moments], [-low, high]
@@ -62,20 +62,20 @@ def statistics(x: Tensor, row: Row) -> Statistics:
     n, low = free.clamp(min=1), -low
     mean = (total / n).clamp(low, high)
     variance = (spread + (squares - total * mean).clamp(min=0)) / n
-    # the means' part cancels where they are far from 0, but no variance exceeds this one
+    # the spread of the means is inaccurate if they are far from 0; this is an upper bound of any variance
     variance = torch.minimum(variance, (0.5 * high - 0.5 * low).square())
     return Statistics(free, pinned, nan > 0, low, high, mean, variance)
 
 
 @dataclass
 class Bracket:
-    """t lies in [low, high]; both are moved inwards only."""
+    """t lies in [low, high]; both bounds only move inwards."""
 
     low: Tensor
     high: Tensor
 
     def tighten(self, low: Tensor, high: Tensor) -> None:
-        self.low = torch.fmax(self.low, low)  # fmax: a bound that is NaN says nothing
+        self.low = torch.fmax(self.low, low)  # fmax ignores a bound that is NaN
         self.high = torch.fmin(self.high, high)
 
 
@@ -85,8 +85,8 @@ def order_bounds(
     """Bounds on t from one order statistic: the rank-th largest of n entries equals value.
 
     C(b) ≥ rank·F((value − b)/τ) bounds t from below where rank > k, and
-    C(b) ≤ (rank − 1) + (n − rank + 1)·F((value − b)/τ) from above where rank − 1 < k.
-    Padded by what rounding could take; −inf and +inf where there is no bound.
+    C(b) ≤ (rank − 1) + (n − rank + 1)·F((value − b)/τ) bounds it from above where rank − 1 < k.
+    The bounds are padded against rounding; they are −inf and +inf where there is none.
     """
     digits = DIGITS[tau.dtype]
     pad = digits.quantile * tau + digits.value * value.abs()
@@ -102,10 +102,10 @@ def order_bounds(
 def first_guess(
     stats: Statistics, k: Tensor, n: Tensor, tau: Tensor, cdf: CDF, live: Tensor
 ) -> tuple[Tensor, Bracket]:
-    """The threshold of a distribution with the moments of x + noise of law τF.
+    """A guess: the threshold of a distribution that has the moments of the scores plus noise of law τF.
 
-    Its quantiles are F's own where the noise dominates (exact where all scores agree) and the normal
-    distribution's where the scores do.
+    Its quantiles are those of F where the noise dominates (exact where all scores are equal), and those of
+    the normal distribution where the scores dominate.
     """
     low, high = torch.where(live, stats.low, 0), torch.where(live, stats.high, 0)
     bracket = Bracket(*order_bounds(low, n, k, n, tau, cdf))
@@ -132,15 +132,15 @@ def histogram_search(
     bracket: Bracket,
     row: Row,
 ) -> tuple[Tensor, int]:
-    """Narrow, in the rows marked wide, the guess and the bracket to the order statistics around rank k.
+    """Narrow the guess and the bracket to the order statistics around rank k, in the rows marked wide.
 
-    Counts the entries in equal bins of a window and zooms in on the bins of the ranks ⌈k⌉ and ⌊k⌋ + 1 (one
-    entry for a fractional k, two neighbours for an integer one), until the window is `FINE`·τ wide, holds
-    next to nothing, or has shown a gap between the two. A window with stand-ins for −inf in it, or tails
-    as far, is first cut into bins of equal ratio of abs(x), down to τ.
+    It counts the entries in equal bins of a window and zooms in on the bins of the ranks ⌈k⌉ and ⌊k⌋ + 1 (one
+    entry for a fractional k, two neighbours for an integer one). It stops when the window is at most `FINE`·τ
+    wide, when it holds at most two entries, or when there is a gap between the two. A very wide window, for
+    example with −1e9 in place of −inf, is first cut into bins of equal ratio of abs(x), down to τ.
     """
     digits = DIGITS[tau.dtype]
-    bins = 256 if x.shape[-1] <= 512 and row.here else 1024  # the same for every shard
+    bins = 256 if x.shape[-1] <= 512 and row.here else 1024  # must be the same for every shard
     rank_high, rank_low = torch.ceil(k), torch.floor(k) + 1
     log_tau = torch.log(tau)
 
@@ -162,7 +162,7 @@ def histogram_search(
         )
         top = top + digits.bin**2 * (top - bottom)  # the window is half open, and the maximum belongs to it
         width = (top - bottom) / bins
-        # bin 0 and bin `bins` + 1 hold what lies below and above the window
+        # bin 0 and bin `bins` + 1 count the entries below and above the window
         counts = x.new_zeros(*x.shape[:-1], bins + 2, dtype=torch.int32)
         one = counts.new_ones(())
         any_folded = x.is_cuda or bool(folded.any())
@@ -181,7 +181,7 @@ def histogram_search(
         )
         pad = digits.bin * width + digits.value * torch.maximum(bottom.abs(), top.abs())
         bottom, top = bottom + (bin_low - 1) * width - pad, bottom + bin_high * width + pad
-        # folding makes one of all that lies within τ of 0
+        # folding maps everything within τ of 0 to the same point
         next_low = torch.where(folded, unfold(bottom) - tau, bottom)
         next_high = torch.where(folded, unfold(top) + tau, top)
         low = torch.where(searching, torch.maximum(next_low, low), low)

@@ -1,4 +1,4 @@
-"""The kernels of the designs that draw a row at once: order sampling and the pivotal tournament."""
+"""The kernels of the designs that draw a whole row at once: order sampling and the pivotal tournament."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["order_sample", "smallest", "tournament"]
 
 
 def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
-    """True for the k units of each row with the smallest logit U_i − θ_i, U being philox.uniform of the seed.
+    """True for the k units of each row with the smallest logit U_i − θ_i, where U is philox.uniform(seed).
 
     Args:
         theta: (*batch, n); ±inf for units that are certain or impossible.
-        k: (*batch), within what the row has to offer.
+        k: (*batch), from the number of certain units to the number of possible ones.
         seed: of philox, 0-dim.
     """
     return smallest(philox.uniform(seed, theta.shape).logit_().sub_(theta), k)
 
 
 def smallest(keys: Tensor, k: Tensor) -> Tensor:
-    """True for the k smallest keys of each row, exactly k of them also among equals."""
+    """True for the k smallest keys of each row; exactly k of them, even with equal keys."""
     n = keys.shape[-1]
     most = int(k.max()) if k.numel() else 0
     chosen = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
@@ -53,12 +53,14 @@ def _rounds(probs: Tensor, seed: Tensor, column: int) -> Tensor:
     a, b = even.unflatten(-1, (-1, 2)).unbind(-1)
     total = a + b
     over = total > 1
-    # both ways at once: the first goes on with probability a/(a + b), or (1 − a)/(2 − a − b) if over
+    # both cases in one formula: the first unit goes on with probability a/(a + b), or (1 − a)/(2 − a − b) if
+    # over
     one = over.to(probs.dtype)
     uniform = philox.uniform(seed, a.shape, offset=column)
     first = uniform.mul_(torch.sub(total, one, alpha=2).abs_()) < (a - one).abs_()
     goes_on = _rounds(total.sub_(one), seed, column + a.shape[-1])
-    # whichever goes on gets that result, the other gets `over`; in bits, as torch.where costs far more
+    # the unit that goes on gets that result, the other gets `over`; bit operations are faster than
+    # torch.where
     differ = goes_on.bitwise_xor_(over)
     x = torch.empty((*a.shape, 2), dtype=torch.bool, device=probs.device)
     torch.bitwise_and(differ, first, out=first).bitwise_xor_(over)

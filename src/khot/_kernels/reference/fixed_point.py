@@ -1,4 +1,4 @@
-"""Parameters of a design for prescribed inclusion probabilities: a fixed point, accelerated by Anderson's."""
+"""Parameters of a design for prescribed inclusion probabilities: a fixed point with Anderson acceleration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 __all__ = ["calibrate_kernel", "fixed_point"]
 
-DEPTH = 3  # how many earlier steps Anderson's combines; more gained nothing
-ITERATIONS = 40  # 11 were the most that 1e-12 took, over the tests' hard cases
-NEAR = 1e-13  # errors of probabilities from which one more step leads down to rounding
-CLOSE = 1e-3  # errors of logits, as well
-RIDGE = 1e-13  # of the trace: what is lost below it is lost to rounding anyway
+DEPTH = 3  # how many earlier steps the acceleration combines; more steps were no faster
+ITERATIONS = 40  # over the hard cases of the tests, at most 11 were needed for an error of 1e-12
+NEAR = 1e-13  # an error of probabilities after which one more step reaches rounding errors
+CLOSE = 1e-3  # the same for the errors of logits
+RIDGE = 1e-13  # relative to the trace; anything smaller is lost to rounding anyway
 TINY = torch.finfo(torch.float64).tiny
 
 Marginals = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -27,7 +27,7 @@ def calibrate_kernel(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         k: (*batch), integers.
 
     Returns:
-        θ, (*batch, n), up to a constant a row; and the iterations that each row took, (*batch).
+        θ, (*batch, n), up to one constant per row; and the number of iterations for each row, (*batch).
     """
     one = goal.new_ones(())
 
@@ -40,16 +40,16 @@ def calibrate_kernel(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fixed_point(goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEAR) -> tuple[Tensor, Tensor]:
-    """θ for which marginals(θ, k), which are π and 1 − π, are σ(goal): a step after they are within ``near``.
+    """θ for which marginals(θ, k) = (π, 1 − π) has π = σ(goal). It takes one step after π is within ``near``.
 
-    θ ← θ + goal − logit π(θ), with Anderson's acceleration in the metric of the variances.
+    The step is θ ← θ + goal − logit π(θ), with Anderson acceleration in the metric of the variances.
     """
     certain = goal.isinf()
     goal_pi = torch.sigmoid(goal)
     variance = goal_pi * torch.sigmoid(-goal)
     theta, active = goal, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
     iterations = torch.zeros_like(k, dtype=goal.dtype)
-    moves: list[Tensor] = []  # of θ, and of the residual with it
+    moves: list[Tensor] = []  # the last changes of θ; turns are those of the residual
     turns: list[Tensor] = []
     for _ in range(ITERATIONS):
         iterations = iterations + active.squeeze(-1)
@@ -68,7 +68,7 @@ def fixed_point(goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEA
             move = residual - ((X + F) @ gamma).squeeze(-1)
         move = move.where(active, 0)  # a row that has arrived stays
         theta = theta + move
-        # of small probabilities the relative error counts, too: one more step from afar can lead anywhere
+        # Small probabilities need a small relative error, too, or else the last step may go wrong.
         far = ((pi - goal_pi).abs() > near) | (residual.abs() > CLOSE)
         active = active & far.any(-1, keepdim=True)
         if not bool(active.any()):

@@ -2,7 +2,7 @@
 
 With the scores sorted, y_0 ≥ y_1 ≥ …, and the decays e^(−g_p) of the gaps g_p = (y_(p−1) − y_p)/τ, sums such
 as Σ_(j above p) e^(−(y_j − y_p)/τ) w_j follow from one another: :func:`decay_scan`. No decay exceeds 1, so
-none of it overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
+nothing overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
 
 The derivatives are written in torch operations and scans only. Given a differentiable ``scan`` they can be
 differentiated again, to any order and in either mode (`khot._ops.laplace_rank` and its neighbours).
@@ -38,27 +38,29 @@ __all__ = [
 
 Scan = Callable[[Tensor, Tensor, bool], Tensor]
 
-FAR = 1000.0  # a gap in τ from which e^(−g) is 0
+FAR = 1000.0  # in τ: e^(−g) is 0 for gaps from here on
 
 
 def behind(v: Tensor) -> Tensor:
-    """v one place on: out_i = v_(i−1), out_0 = 0."""
+    """v shifted by one place: out_i = v_(i−1), out_0 = 0."""
     return torch.cat((torch.zeros_like(v[..., :1]), v[..., :-1]), -1)
 
 
 def ahead(v: Tensor) -> Tensor:
-    """v one place back: out_i = v_(i+1), and 0 for the last."""
+    """v shifted back by one place: out_i = v_(i+1), and 0 for the last."""
     return torch.cat((v[..., 1:], torch.zeros_like(v[..., :1])), -1)
 
 
 def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
-    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), out_0 = 0; reverse, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)).
+    """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)) with out_0 = 0.
+
+    With ``reverse``, out_i = e^(−g_(i+1))·(out_(i+1) + w_(i+1)), and the last one is 0.
 
     Args:
-        w, g: (*batch, n), or what broadcasts to it. g ≥ 0 is the gap before each entry; the first has none,
-            and g_0 is not looked at.
+        w, g: (*batch, n), or tensors that broadcast to it. g ≥ 0 is the gap before each entry; the first
+            entry has none, and g_0 is not read.
 
-    Linear in w. Log₂ n steps, each of which doubles how far back a sum reaches.
+    The result is linear in w. It takes log₂ n steps; each step doubles how far back a sum reaches.
     """
     w, g = torch.broadcast_tensors(w, g)
     n = w.shape[-1]
@@ -80,7 +82,7 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 
 
 def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
-    """r_i = ½ + Σ_j F((x_j − x_i)/τ) for Laplace's F: 1 is the largest; and what sorts x.
+    """r_i = ½ + Σ_j F((x_j − x_i)/τ) for Laplace's F, so that 1 is the largest; and the order that sorts x.
 
     Equal entries, infinite ones among them, share the mean of their ranks.
 
@@ -89,8 +91,8 @@ def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tenso
         tau: broadcasts with batch.
 
     Returns:
-        (*batch, n) of x's dtype; and the int32 indices that sort x, descending. Rows with a NaN, or whose τ
-        is not positive, are NaN.
+        The ranks, (*batch, n) of x's dtype; and the int32 indices that sort x in descending order. Rows with
+        a NaN, or with a τ that is not positive, are NaN.
     """
     y, order = torch.sort(widen(x).contiguous(), dim=-1, descending=True, stable=True)
     tau = widen(tau).expand(x.shape[:-1])
@@ -106,12 +108,12 @@ def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tenso
 def laplace_rank_backward(
     grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in x and in τ, this one of the batch shape."""
+    """The gradients in x and in τ; the latter has the batch shape."""
     return vjp_rank(grad, x, order, tau, scan)
 
 
 def vjp_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-    """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, which is as ∂r/∂x symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
+    """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, since ∂r/∂x is symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
     s = _sorted(x, order, tau, scan)
     v = widen(grad).gather(-1, s.order)
     return _unsort(_spread(v, s, scan), s.order).to(x.dtype), (v * _rank_in_tau(s, scan)).sum(-1)
@@ -153,16 +155,16 @@ def _sorted(x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> _Sorted:
 
 
 def _gaps(y: Tensor, tau: Tensor) -> Tensor:
-    """(y_(p−1) − y_p)/τ, at most `FAR`, between which nothing infinite enters a product; 0 for the first."""
+    """(y_(p−1) − y_p)/τ, at most `FAR`, so that no product has an infinite factor; 0 for the first."""
     before, after = y[..., :-1], y[..., 1:]
-    gap = torch.where(before == after, 0, before - after)  # ∞ − ∞ too
+    gap = torch.where(before == after, 0, before - after)  # also for ∞ − ∞
     tau = tau.unsqueeze(-1)
     gap = torch.minimum(gap, FAR * tau) / tau
     return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
 
 
 def _spread(v: Tensor, s: _Sorted, scan: Scan) -> Tensor:
-    """Σ_j f_ij (v_j − v_i)/τ, and 0 for infinite entries, which do not move."""
+    """Σ_j f_ij (v_j − v_i)/τ, and 0 for infinite entries: the derivative there is zero."""
     v = v.masked_fill(~s.free, 0)
     around = scan(v, s.gap, False) + scan(v, s.gap, True)
     out = 0.5 * (around - v * (s.up + s.down)) / s.tau.unsqueeze(-1)
@@ -170,7 +172,7 @@ def _spread(v: Tensor, s: _Sorted, scan: Scan) -> Tensor:
 
 
 def _distances(s: _Sorted, scan: Scan) -> tuple[Tensor, Tensor]:
-    """Σ e^(−d) d over the entries above, and below, with d their distances in τ."""
+    """Σ e^(−d) d over the entries above, and over those below, where d are their distances in τ."""
     up, down = s.gap * s.up, ahead(s.gap) * s.down
     return up + scan(up, s.gap, False), down + scan(down, s.gap, True)
 
@@ -197,18 +199,20 @@ def laplace_thresholds(
     """t = hi + lo with C(t) = level, for many levels of a row.
 
     Between neighbouring scores with m entries above, C(t) = m − ½ a e^(−α) + ½ b e^(−β), where α and β are
-    the distances in τ to the two, and a and b the decayed counts at and beyond each. This is a quadratic
-    equation in e^(−α), or e^(−β). The one is taken which is not small, and t relative to that neighbour.
+    the distances in τ to the two neighbours, and a and b are the decayed counts from each of them outwards.
+    This is a quadratic equation in e^(−α), or in e^(−β). We solve for the one that is not small, and take t
+    relative to that neighbour.
 
     Args:
         x: (*batch, n).
-        levels: (m,) for every row or (*batch, m).
+        levels: (m,) for the same levels in every row, or (*batch, m).
         tau: broadcasts with batch.
 
     Returns:
-        hi and lo, (*batch, m), ±`greatest` where t = ±inf: where no finite entry is
-        counted, or every one; the int32 indices that sort x, descending; and how many of these lie above t,
-        int32. NaN in rows with a NaN or whose τ is not positive, and for a level that is NaN.
+        hi and lo, (*batch, m), both ±`greatest` where t = ±inf, that is, where no finite entry is counted or
+        all of them are; the int32 indices that sort x in descending order; and the int32 number of entries
+        above t. hi and lo are NaN in rows with a NaN or with a τ that is not positive, and for a level that
+        is NaN.
     """
     batch, n = x.shape[:-1], x.shape[-1]
     levels = levels.expand(*batch, levels.shape[-1]).contiguous()
@@ -222,7 +226,7 @@ def laplace_thresholds(
     one = torch.ones_like(y)
     up, down = scan(one, gap, False), scan(one, gap, True)
     count = torch.arange(n, dtype=wide_dtype(x.device), device=x.device) + 0.5 * (1 + down - up)
-    first = (y == math.inf).sum(-1, keepdim=True)  # of the finite entries
+    first = (y == math.inf).sum(-1, keepdim=True)  # the index of the first finite entry
     last = (y > -math.inf).sum(-1, keepdim=True)
     place = torch.searchsorted(count, levels, right=True)
     place = torch.minimum(torch.maximum(place, first), last)
@@ -245,9 +249,9 @@ def laplace_thresholds(
 
 
 def laplace_sort(x: Tensor, tau: Tensor, descending: bool, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
-    """The thresholds of the levels i − ½, in x's dtype, in either order; and what sorts x, descending.
+    """The thresholds of the levels i − ½, in x's dtype, in either order; and the descending order of x.
 
-    Infinite entries stay.
+    Infinite entries stay unchanged.
     """
     hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau, scan)
     t = (hi + lo).to(x.dtype)
@@ -267,7 +271,7 @@ def laplace_sort_backward(
     want_tau: bool,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in x and, where it is wanted, in τ (batch). Finds the thresholds again, in O(n)."""
+    """The gradients in x and, if it is wanted, in τ (batch). It computes the thresholds again, in O(n)."""
     hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
     v = widen(grad if descending else grad.flip(-1))
     dx, _, dtau = vjp_thresholds(v, x, order, hi, lo, place, tau, scan)
@@ -329,14 +333,14 @@ def jvp_thresholds(
 
 
 class _Linear(NamedTuple):
-    """At each threshold: all that lies above counts through the entry next to t, and below likewise."""
+    """At each threshold, all entries above count through the one next to t; so do all entries below."""
 
     live: Tensor  # t is finite
-    above: Tensor  # where the entry next above t stands; any, where there is none
+    above: Tensor  # the index of the entry next above t; arbitrary if there is none
     below: Tensor
     share_above: Tensor  # Σ w over the entries above t
     share_below: Tensor
-    a: Tensor  # Σ e^(−distance/τ) from the entry next above, over itself and those above
+    a: Tensor  # Σ e^(−distance/τ) from the entry next above t, over this entry and those above it
     b: Tensor
     z_mean: Tensor  # Σ w z
     log_mass: Tensor  # log Σ e^(−abs(z)), which is log 2Σf
@@ -370,7 +374,7 @@ def _linearize(
 
 
 def _over_density(v: Tensor, d: _Linear, tau: Tensor) -> Tensor:
-    """v·τ/Σf, and 0 where v is 0 even if Σf underflows."""
+    """v·τ/Σf; 0 where v is 0, even if Σf underflows."""
     idle = (v == 0) | ~d.live
     rate = torch.exp(torch.log(2 * tau.unsqueeze(-1)) - d.log_mass.masked_fill(idle, 0))
     return (v * rate).masked_fill(idle, 0)

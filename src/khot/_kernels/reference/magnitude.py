@@ -24,24 +24,24 @@ __all__ = [
 ]
 
 STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
-UNPOOLED_STEPS = 12  # Newton from the start below is quadratic at once: 8 suffice for every p >= 1.15
+UNPOOLED_STEPS = 12  # Newton converges quadratically from the start: 8 steps are enough for every p >= 1.15
 
 
 def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
 
-    A selected entry on its own has y = v(s), the root of v + τ v^(p−1) = s. Around the k-th place, entries
-    for which that would break the order are pooled at γ: they have y = Y(γ) = ((s − γ)₊/τ)^(q−1), and
-    Σ min(γ, Y) = kγ over the row makes γ. Entries with Y ≥ γ are not pooled. Where nothing is, γ is any
-    number that parts the selected v from the rejected s.
+    A selected entry that is not pooled has y = v(s), the root of v + τ v^(p−1) = s. Entries around the k-th
+    place for which this would break the order are pooled at γ: they have y = Y(γ) = ((s − γ)₊/τ)^(q−1), and γ
+    is the root of Σ min(γ, Y) = kγ over the row. Entries with Y ≥ γ are not pooled. If no entry is pooled, γ
+    is any number between the selected v and the rejected s.
 
     Args:
         s: (*batch, n); −inf where an entry may not be selected.
-        k, tau: broadcast with batch; k integer valued.
+        k, tau: broadcast with batch; k has integer values.
 
     Returns:
-        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. NaN in
-        rows with a NaN, or more than k infinite entries, or k or τ out of range.
+        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. They are NaN in rows with a
+        NaN, with more than k infinite entries, or with k or τ out of range.
     """
     return _magnitude(s, k, tau, p, HERE)
 
@@ -54,7 +54,7 @@ def reference_soft_topk_magnitude(
 
 
 class _Places(NamedTuple):
-    """What top-k in magnitude asks of a row, once."""
+    """The facts about a row that top-k in magnitude needs before it solves for γ."""
 
     nan: Tensor  # whether there is one
     selectable: Tensor  # how many entries are not −inf
@@ -90,9 +90,9 @@ def _magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row) -> tuple[T
 
     single, drop = unpooled(least_in, tau, p)
     gap = least_in - most_out
-    pooled = gap < drop  # v(least_in) < most_out, without what rounding v would lose
-    near = drop < 0.5 * least_in  # or else γ may be next to nothing
-    slack = 1 + 10 * DIGITS[drop.dtype].value  # γ may be the bound itself
+    pooled = gap < drop  # the same as v(least_in) < most_out, but without the rounding error of v
+    near = drop < 0.5 * least_in  # otherwise γ may be close to 0
+    slack = 1 + 10 * DIGITS[drop.dtype].value  # because γ may be equal to a bound
     hi, lo = _solve_block(
         s,
         k,
@@ -121,7 +121,8 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
     if p == 2:
         return s / (1 + tau), s * (tau / (1 + tau))
     e = 1 / (p - 1)
-    # v = s·b^e: b^e + cb = 1 is convex in b, so Newton from above its root comes down to it
+    # With v = s·b^e, the equation is b^e + cb = 1. It is convex in b, so Newton converges from above the
+    # root.
     c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=large(s))  # abs: −0 to a negative power is −inf
     b = (1 / c).clamp(max=1)
     for _ in range(UNPOOLED_STEPS):
@@ -157,10 +158,10 @@ def _solve_block(
     pooled: Tensor,
     row: Row,
 ) -> tuple[Tensor, Tensor]:
-    """The root γ of G(γ) = (k − #alone)·γ − Σ_block Y, increasing, in anchor + [low, high] where pooled.
+    """The root γ of the increasing function G(γ) = (k − #alone)·γ − Σ_block Y, in anchor + [low, high].
 
-    The anchor is the k-th entry where γ is near it, so that s − γ keeps its digits, or else 0, so that
-    γ does.
+    The anchor is the k-th largest entry if γ is near it, so that s − γ is accurate; otherwise it is 0, so
+    that γ is accurate.
     """
     e = 1 / (p - 1)
     anchor, drop = anchor.masked_fill(~pooled, 0), -low
@@ -184,7 +185,7 @@ def _solve_block(
         trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
         rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial.clamp(low, high), drop)
         tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
-        # from where G bends, Newton's may be as far as a digit below the bracket
+        # near a kink of G, Newton's step may end below the bracket by a rounding error
         inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
         trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, inside)
         lo = torch.where(running, trial, lo)
@@ -203,7 +204,7 @@ def soft_topk_magnitude_backward(
     tau: Tensor,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in s and τ. With r = dY/ds in the block and D = dv/ds outside it:
+    """The gradients in s and τ. With r = dY/ds in the block:
 
     dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
     """
@@ -262,7 +263,8 @@ def _backward(
 
 
 def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dv/ds and −dv/dτ where an entry is alone, dY/ds where it is pooled, 0 elsewhere; NaN rows stay NaN."""
+    """dv/ds and −dv/dτ of selected entries that are not pooled, and dY/ds of pooled ones. Elsewhere they are
+    0; NaN rows stay NaN."""
     tau = tau.unsqueeze(-1)
     e = 1 / (p - 1)
     nothing = torch.where(y.isnan(), y, 0)

@@ -1,8 +1,8 @@
-"""Uniform random numbers that depend on a seed and on where they stand, and on nothing else.
+"""Uniform random numbers that depend on a seed and on their position, and on nothing else.
 
 Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011): a block cipher whose key is the seed and whose counter is
-the row and half the column; each of its 128-bit blocks makes two numbers. So the threads that share the work,
-the device, and the ranks that hold parts of the rows make no difference.
+the row and half the column; each of its 128-bit blocks gives two numbers. So the result does not depend on
+the threads that share the work, on the device, or on the ranks that hold parts of the rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["LOW", "cipher", "uniform", "uniform_kernel"]
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # of the golden ratio and √3
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # from the golden ratio and √3
 LOW = 0xFFFFFFFF  # 32-bit words are kept in int64, whose products wrap around as those of uint64 do
 
 
 def uniform(seed: Tensor, shape: Sequence[int], *, offset: int = 0) -> Tensor:
-    """:func:`uniform_kernel` for any shape, whose last dimension has the columns."""
+    """:func:`uniform_kernel` for any shape; its last dimension is that of the columns."""
     *batch, n = shape
     return uniform_kernel(seed, math.prod(batch), n, offset).reshape(shape)
 

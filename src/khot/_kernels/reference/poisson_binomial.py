@@ -1,11 +1,12 @@
 """The number of successes of independent trials: P(S = k) for S = Σ_j Bernoulli(p_j), in O(n).
 
 P(S = k) = (1/N) Σ_l e^(−iω_l k) Φ(ω_l) with Φ(ω) = Π_j (q_j + p_j e^(iω)) and ω_l = 2πl/N. Only P(S = k ± N)
-aliases, so that N need only exceed some 18 standard deviations; and |Φ(ω)| ≤ exp(−V(1 − cos ω)) with
-V = Σpq, so that of N frequencies at most 26 count, whatever n.
+aliases, so N only has to exceed some 18 standard deviations. And |Φ(ω)| ≤ exp(−V(1 − cos ω)) with V = Σpq, so
+at most 26 of the N frequencies matter, whatever n is.
 
-P is a polynomial, linear in each p_j and in each q_j, and is treated as one: q_j and p_j are independent
-arguments, the derivatives by them being what the other trials make, P(S − X_j = k) and P(S − X_j = k − 1).
+P is a polynomial that is linear in each p_j and in each q_j. We treat q_j and p_j as independent arguments.
+The derivatives with respect to them are probabilities of the other trials: P(S − X_j = k) for q_j and
+P(S − X_j = k − 1) for p_j.
 
 Given that S = k, the trials are a mixture of independent ones, with complex weights and probabilities.
 """
@@ -37,33 +38,32 @@ __all__ = [
     "size_prob",
 ]
 
-# V = 21 needs N = 51, so all of ω_0, ..., ω_25; for every other V, V(1 − cos ω_26) > 42 or N < 53
+# V = 21 needs N = 51, and so all of ω_0, ..., ω_25. For any other V, V(1 − cos ω_26) > 42 or N < 53.
 FREQUENCIES = 26
-BLOCK = 16  # trials whose sums' distribution is made by convolution, before the transform; by timing
+BLOCK = 16  # trials whose sum is found by convolution, before the transform; chosen by timing
 
 
 class Frequencies(NamedTuple):
-    """ω_l = 2πl/N for l = 0, 1, ...; those of −l are conjugate."""
+    """ω_l = 2πl/N for l = 0, 1, ...; Φ(ω_−l) is the conjugate of Φ(ω_l)."""
 
     period: Tensor  # N, of the batch shape
     order: Tensor  # l
-    weight: (
-        Tensor  # (*batch, l): of ω_l and ω_−l in the mean over all N; 0 where these are others' duplicates
-    )
+    weight: Tensor  # (*batch, l): of ω_l and ω_−l in the mean over all N; 0 where they repeat others
 
     def angle(self, count: Tensor) -> Tensor:
-        """ω_l·count modulo 2π, (*batch, l, *), for integers (*batch, *): exact before its one rounding."""
+        """ω_l·count modulo 2π, (*batch, l, *), for integers (*batch, *): exact before the one rounding."""
         period = self.period[..., None, None]
         turns = self.order.unsqueeze(-1) * count.unsqueeze(-2)
         return (2 * math.pi) * (torch.remainder(turns, period) / period)
 
 
 def frequencies(variance: Tensor, n: int) -> Frequencies:
-    """Those that P(S = k) needs, for n trials of this total variance, at any k within 4.5 deviations.
+    """The frequencies that P(S = k) needs, for n trials of this total variance and any k within 4.5
+    deviations.
 
-    9√V + 8 is the width of a window around the mean beyond which less than a rounding error of S lies.
+    9√V + 8 is the width of a window around the mean; the probability of S outside it is below rounding.
     """
-    all_of_them = 2 * ((n + 1) // 2) + 1  # odd: at ω = π a factor can be 0
+    all_of_them = 2 * ((n + 1) // 2) + 1  # an odd number avoids ω = π, where a factor can be 0
     return of_period((2 * torch.ceil((9 * variance.sqrt() + 8).ceil() / 2) + 1).clamp(max=all_of_them))
 
 
@@ -89,8 +89,9 @@ def pmf(re: Tensor, im: Tensor, k: Tensor, at: Frequencies) -> Tensor:
 def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor, Tensor]:
     """P(S = k), (*batch), and P(S − X_j = k) and P(S − X_j = k − 1), (*batch, n).
 
-    They are its derivatives by q_j and by p_j. The tree of products from its root down: what is beside a
-    node, and the sibling of its child, make what is beside that child.
+    The last two are the derivatives of the first with respect to q_j and p_j. They are computed down the tree
+    of products: the product of all trials outside a child is that of all trials outside its parent, times the
+    child's sibling.
     """
     tree = _product_tree(q, p, at)
     re, im = (value.squeeze(-1) for value in tree.values[-1])
@@ -98,7 +99,7 @@ def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Ten
     g, h = at.weight.unsqueeze(-1) * angle.cos(), at.weight.unsqueeze(-1) * angle.sin()
     for below in reversed(tree.values[:-1]):
         (a, b), (c, d) = (value.chunk(2, -1) for value in below)
-        g, h = (value[..., : a.shape[-1]] for value in (g, h))  # without what made them an even number
+        g, h = (value[..., : a.shape[-1]] for value in (g, h))  # without the padding to an even number
         g, h = torch.cat((g * b + h * d, g * a + h * c), -1), torch.cat((h * b - g * d, h * a - g * c), -1)
     g, h = (value[..., : tree.masses[-1][0].shape[-1]] for value in (g, h))
     beside = list((tree.transform.mT @ torch.cat((g, h), -2)).unbind(-2))
@@ -116,14 +117,14 @@ def size_prob(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> Tensor:
 
 
 def inclusion(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor, Tensor]:
-    """P(S = k), and π_j = P(X_j = 1) and 1 − π_j given that S = k, neither of these by subtraction.
+    """P(S = k), and π_j = P(X_j = 1) and 1 − π_j given that S = k, both computed without subtraction.
 
     π_j = p_j P(the others make k − 1)/P(all make k) and 1 − π_j = q_j P(the others make k)/P(all make k).
     """
     prob, same, one_less = pmf_of_others(q, p, k, at)
     pi, out = (value / prob.unsqueeze(-1) for value in (p * one_less, q * same))
     never, always = p.detach() == 0, q == 0
-    # rounding may leave −1e-17 of an entry that is 0
+    # rounding may turn a 0 into −1e-17
     pi = pi.clamp(0, 1).masked_fill(always, 1)
     return prob, pi, out.clamp(0, 1).masked_fill(never, 1)
 
@@ -145,7 +146,7 @@ def covariance_product(q: Tensor, p: Tensor, k: Tensor, at: Frequencies, u: Tens
     """Cov·u for u (*batch, n), Cov being the covariance of the trials given that S = k."""
     _, pi, out = inclusion(q, p, k, at)
     weight, ratio = mixture(q, p, k, at)
-    # r − π from whichever of r, 1 − r is the smaller
+    # r − π is computed from the smaller of r and 1 − r
     rest = q.unsqueeze(-2) / (q.unsqueeze(-2) + _turned(p, at))
     deviation = torch.where((pi < out).unsqueeze(-2), ratio - pi.unsqueeze(-2), out.unsqueeze(-2) - rest)
     own = (weight.unsqueeze(-1) * ratio * rest).sum(-2).real
@@ -183,18 +184,18 @@ def covariance_kernel(z: Tensor, k: Tensor, u: Tensor) -> Tensor:
 
 
 class _Tree(NamedTuple):
-    """Products over ever more trials. A level has half the nodes of that before it."""
+    """Products over more and more trials: each level has half as many nodes as the level before it."""
 
-    masses: list[list[Tensor]]  # P(a node's trials make 0), P(they make 1), ..., each (*batch, nodes)
-    transform: Tensor  # (*batch, 2l, counts): cos ωm above sin ωm
-    values: list[tuple[Tensor, Tensor]]  # Φ of each node, (*batch, l, nodes); last of all of them
+    masses: list[list[Tensor]]  # P(a node's trials sum to 0), P(they sum to 1), ..., each (*batch, nodes)
+    transform: Tensor  # (*batch, 2l, counts): the rows of cos ωm, then those of sin ωm
+    values: list[tuple[Tensor, Tensor]]  # Φ of each node, (*batch, l, nodes); the last level has all trials
 
 
 def _product_tree(q: Tensor, p: Tensor, at: Frequencies) -> _Tree:
-    """Convolutions first, in blocks of trials: a frequency then costs but one product a block."""
+    """Starts with convolutions in blocks of trials, so that a frequency costs only one product per block."""
     n = q.shape[-1]
     block = min(BLOCK, 1 << max(0, n - 1).bit_length())
-    short = block * max(1, -(-n // block)) - n  # made up by trials that always fail
+    short = block * max(1, -(-n // block)) - n  # padded with trials that always fail
     masses = [[pad(q, (0, short), value=1.0), pad(p, (0, short))]]
     while len(masses[-1]) <= block:
         masses.append(_convolve(*zip(*(mass.chunk(2, -1) for mass in masses[-1]), strict=True)))

@@ -1,4 +1,4 @@
-"""The k-th largest entry of each row, which the hard mask and the top-k in magnitude stand on."""
+"""The k-th largest entry of each row, which the hard mask and the top-k in magnitude need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Place", "from_keys", "keys_of", "kth_largest", "place"]
 
 
 def kth_largest(x: Tensor, k: Tensor) -> Tensor:
-    """The k-th largest entry of each row; k is (*batch, 1), in [1, n] or clamped to it."""
+    """The k-th largest entry of each row; k is (*batch, 1) and is clamped to [1, n]."""
     n = x.shape[-1]
     if n == 0 or k.numel() == 0:
         return x.new_empty(*x.shape[:-1], 1)
@@ -28,8 +28,8 @@ class Place(NamedTuple):
     """The k-th largest entry of each row, and what else was counted while selecting it."""
 
     key: Tensor
-    left: Tensor  # how many of the entries equal to it are among the k
-    equal: Tensor  # how many there are
+    left: Tensor  # how many of the entries equal to the k-th largest are among the k
+    equal: Tensor  # how many entries are equal to it
     nan: Tensor
     selectable: Tensor  # how many entries are not −inf
     pinned: Tensor  # how many are +inf
@@ -48,7 +48,7 @@ def from_keys(keys: Tensor, x: Tensor) -> Tensor:
 
 
 def _flip(bits: Tensor) -> Tensor:
-    """Negative floating-point numbers are in falling order of their bits. Its own inverse."""
+    """The bits of negative floating-point numbers are in reverse order. This function is its own inverse."""
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
 
@@ -74,7 +74,7 @@ def place(x: Tensor, keys: Tensor, k: Tensor, row: Shards) -> Place:
         bins = 1 << digit
         # the highest digit has a sign
         base = prefix << digit if facts else torch.full_like(prefix, -bins // 2)
-        counts = x.new_zeros(*k.shape, bins + 1, dtype=torch.int32)  # the last is for all others
+        counts = x.new_zeros(*k.shape, bins + 1, dtype=torch.int32)  # the last bin counts all other entries
         one = counts.new_ones(())
         size = max(1, (1 << 20) // max(1, k.numel()))
         for part in keys.split(size, -1):

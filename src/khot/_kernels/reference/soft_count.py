@@ -26,11 +26,11 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
         at: (*batch, m).
         tau: broadcasts with batch.
         cdf, shape: as for :func:`khot.cdfs.resolve`.
-        centred: take F(z + F⁻¹(½)) for F, by which an entry counts itself as ½ where b is an infinite score,
-            too; else +inf always counts, and −inf never.
+        centred: take F(z + F⁻¹(½)) for F, so that every score, finite or not, counts itself as ½; otherwise
+            +inf always counts, and −inf never.
 
     Returns:
-        (*batch, m); NaN where a row has a NaN or its τ is not positive.
+        (*batch, m); NaN for a row with a NaN or with a τ that is not positive.
     """
     F = cdfs.resolve(cdf, shape)
     parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
@@ -43,12 +43,13 @@ def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
 
 
 def _standardize(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
-    """z (*batch, m, n). Infinite scores are far away; infinite levels count as 0 and are for the caller."""
+    """z (*batch, m, n). Infinite scores become ±`FAR`; infinite levels become 0, and the caller handles
+    them."""
     infinite = x.isinf()
     b = widen(at).masked_fill(at.isinf(), 0)
     tau = widen(tau).expand(x.shape[:-1])
     tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)[..., None, None]
-    # not in the difference, whose gradient would be 0·inf
+    # masked before the difference, whose gradient would be 0·inf
     z = (widen(x).masked_fill(infinite, 0).unsqueeze(-2) - b.unsqueeze(-1)) / tau
     z = torch.where(infinite.unsqueeze(-2) & ~tau.isnan(), FAR * widen(x.sign()).unsqueeze(-2), z)
     return z + F.median if centred and F.median else z
@@ -115,7 +116,7 @@ def jvp_count(
 
 
 def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:
-    """f and f·(x − b)/τ, 0 where either is infinite."""
+    """f and f·(x − b)/τ; 0 where x is infinite."""
     z = _standardize(x, at, tau, F, centred)
     z = z.clamp(-large(z), large(z))  # f = 0 there, and 0·inf would be NaN
     f = F.pdf(z)

@@ -1,6 +1,6 @@
 """The reference kernels of the soft top-k, forward and backward.
 
-Each reads its rows in tiles, so that nothing of the input's size is allocated but what is returned, and
+Each kernel reads its rows in tiles, so that it allocates nothing of the input's size except the result. It
 computes in the dtype of `precision.wide_dtype`.
 """
 
@@ -51,8 +51,8 @@ def soft_topk(
 def reference_soft_topk(
     x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`soft_topk` for what no faster kernel takes: a user's CDF, and rows spread over the processes of
-    ``group``. It also returns the entries next to t, which the backward pass needs at once."""
+    """:func:`soft_topk` for users' CDFs and for rows spread over the processes of ``group``, which no faster
+    kernel supports. It also returns the entries next to t, which the backward pass needs."""
     out, t = _forward(x, k, tau, cdfs.resolve(cdf, shape), output, rows.of(group))
     return out, *t
 
@@ -82,10 +82,10 @@ def soft_topk_backward(
     output: str,
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, k and τ (these two of the batch shape) from those in the output and in lo.
+    """The gradients in x, k and τ (the last two of the batch shape) from those in the output and in lo.
 
-    A caller that has ``y`` and does not need dL/dτ may pass it: some kernels then take f from it, and leave
-    dL/dτ out.
+    A caller that has ``y`` and does not need dL/dτ may pass y. Some kernels then compute f from y, and do not
+    compute dL/dτ.
 
     With u = grad·∂out/∂z, w = f/Σf and z̄ = Σwz:
 
@@ -137,7 +137,7 @@ def backward(
     output: str,
     row: Row,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`soft_topk_backward` for rows that are here or spread.
+    """:func:`soft_topk_backward` for whole rows or for shards.
 
     The neighbours in ``t`` are needed for compact support and for shards.
     """
@@ -151,7 +151,7 @@ def backward(
         u, log_rate, v = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
         z = z.clamp_(-large(z), large(z))  # f = 0 there, and 0·inf would be NaN
         new_top = torch.maximum(top, log_f.amax(-1))
-        scale = new_top.clamp(min=-greatest(top))  # all f = 0 so far: exp(−inf) and not exp(NaN)
+        scale = new_top.clamp(min=-greatest(top))  # if all f = 0 so far, exp(−inf) and not exp(NaN)
         rescale = torch.exp(top - scale)
         weight = torch.exp(log_f - scale.unsqueeze(-1))
         mass = mass * rescale + weight.sum(-1)
@@ -161,7 +161,7 @@ def backward(
         u_sum, uz_sum = u_sum + u.sum(-1), uz_sum + (u * z).sum(-1)
         top = new_top
 
-    if not row.here:  # the scale has to be one that all shards know
+    if not row.here:  # all shards must use the same scale
         rescale = torch.exp(top - log_scale(t, tau, F))
         mass, wz_sum, v_sum = mass * rescale, wz_sum * rescale, v_sum * rescale
         top = log_scale(t, tau, F)
@@ -174,8 +174,9 @@ def backward(
     grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
     grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
     if gap:
-        # the limit of the smooth CDFs: the mean of v over the least selected entries, and that over the
-        # greatest rejected ones, a half each; log y = −inf of a rejected one does not move
+        # The limit of the smooth CDFs: half the mean of v over the least selected entries, plus half the mean
+        # over the greatest rejected entries. The latter is left out for log y, which is −inf for rejected
+        # entries.
         up_count, up_sum, down_count, down_sum = gap
         mean = 0.5 * up_sum / up_count
         if output == "y":
@@ -197,7 +198,7 @@ def backward(
 def _cotangent(
     z: Tensor, log_f: Tensor, v: Tensor | None, F: CDF, output: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u = v·∂out/∂z; the logarithm of ∂out/∂z, where v is not 0; and v."""
+    """u = v·∂out/∂z; the logarithm of ∂out/∂z where v is not 0; and v, with 0 where y is exactly 0."""
     zero = torch.zeros_like(z)
     if v is None:
         return zero, zero, zero
@@ -205,14 +206,14 @@ def _cotangent(
     if output == "y":
         return v * torch.exp(log_f), log_f, v
     log_F = F.log_cdf(z)
-    still = log_F == -math.inf  # y = 0 exactly: nothing moves
+    still = log_F == -math.inf  # y is exactly 0 here, and its derivative is 0
     v = v.masked_fill(still, 0)
     rate = F.log_hazard(z).masked_fill(still, 0)
     return torch.where(v == 0, 0, v * torch.exp(rate)), rate, v
 
 
 def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
-    """The least entry above t and the greatest other, ±inf where there is none."""
+    """The least entry above t and the greatest of the others, ±inf if there is none."""
     up = torch.full_like(hi, math.inf)
     down = -up
     for _, tile in tiles(x):
@@ -223,7 +224,7 @@ def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gap_sums(v: Tensor, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    """How many entries are equal to either neighbour of t, and v summed over them."""
+    """For each neighbour of t, how many entries are equal to it, and the sum of v over them."""
     sums = [torch.zeros_like(hi) for _ in range(4)]
     for part, tile in tiles(x):
         part_v = widen(v[..., part])

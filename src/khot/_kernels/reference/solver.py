@@ -1,8 +1,8 @@
 """The solver: the threshold t of each row with soft count C(t) = Σ_j F((x_j − t)/τ) = k.
 
 Plain torch, any device, batched over rows, in float64 (`precision.wide_dtype`) whatever the input is. A pass
-reads each row once, a tile of columns at a time, and reduces it to a handful of sums per row; everything
-between passes works on these. One solve takes these passes, in this order:
+reads each row once, one tile of columns at a time, and reduces it to a few sums per row; everything between
+passes works on these sums. One solve takes these passes, in this order:
 
 1. statistics: counts, extremes, mean and variance;
 2. histograms, where the scores spread far wider than τ: the order statistics around rank k, to within a
@@ -10,7 +10,7 @@ between passes works on these. One solve takes these passes, in this order:
 3. evaluations of C and C', each followed by a safeguarded Newton step;
 4. in a gap so wide that both tails underflow, the same in logarithms.
 
-Where a row is spread over processes, `Row.reduce` turns the sums of each shard into those of the row; all
+If a row is spread over processes, `Row.reduce` turns the sums of each shard into those of the row; everything
 else is the same on every process.
 
 The threshold is a pair t = hi + lo with abs(lo) ≤ ulp(hi)/2: x − hi is exact for the entries near t, so that
@@ -42,16 +42,16 @@ from khot.cdfs import CDF
 
 __all__ = ["Threshold", "solve"]
 
-# width of the first bracket, in τ, from which a histogram saves more passes than it costs; without
-# tails to lead it, Newton gets lost sooner
+# Width of the first bracket, in τ, above which a histogram saves more passes than it costs. Without tails
+# (False), Newton's method fails for narrower brackets.
 WIDE = {True: 64.0, False: 8.0}
 EVALUATIONS = 24
 LOG_EVALUATIONS = 4
 
 
 class Threshold(NamedTuple):
-    """t = hi + lo for each row, and the entries next to it, ±inf where there is none: the least one with
-    F > ½ and the greatest other, as of the last evaluation."""
+    """t = hi + lo for each row, and the entries next to t as of the last evaluation: the least entry with
+    F > ½ and the greatest of the others, ±inf if there is none."""
 
     hi: Tensor
     lo: Tensor
@@ -60,11 +60,11 @@ class Threshold(NamedTuple):
 
 
 def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, row: Row = HERE) -> tuple[Threshold, int]:
-    """The thresholds t with C(t) = k, of the batch shape, and how many passes over the rows it took.
+    """The thresholds t with C(t) = k, of the batch shape, and the number of passes over the rows.
 
-    Rows without an answer (NaN among the scores, k outside what can be selected, tau not positive) get NaN;
-    where no finite entry is selected, or all are, t = ±inf, written as hi = lo = ±`greatest`: (x − hi) − lo
-    is ∓inf then for finite x, and ±inf, not NaN, for x = ±inf.
+    Rows without an answer (a score is NaN, k is out of range, or tau is not positive) get NaN. Where no
+    finite entry is selected, or all are, t = ±inf is written as hi = lo = ±`greatest`. Then (x − hi) − lo is
+    ∓inf for finite x, and ±inf instead of NaN for x = ±inf.
 
     Args:
         x: scores, (*batch, n). −inf is never selected, +inf always.
@@ -77,7 +77,7 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, row: Row = HERE) -> tuple
     none, every = k_free == 0, k_free == stats.free
     bad = stats.nan | ~((k_free >= 0) & (k_free <= stats.free)) | ~((tau > 0) & (tau < math.inf))
     live = ~(none | every | bad)
-    # rows that need no solving go through the motions with harmless numbers
+    # rows that need no solving are computed with harmless numbers
     k_safe = torch.where(live, k_free, 0.5)
     free = torch.where(live, stats.free, 1.0)
     tau_safe = torch.where(live, tau, 1.0)
@@ -110,7 +110,7 @@ class _Problem(NamedTuple):
 
 
 def _evaluate(p: _Problem, hi: Tensor, lo: Tensor) -> tuple[Sums, Tensor, Tensor]:
-    """The sums at t = hi + lo, and the entries next to it."""
+    """The sums at t = hi + lo, and the entries next to t."""
     zero = torch.zeros_like(hi)
     m, A, B, fA, fB = zero, zero, zero, zero, zero
     up, down = zero + math.inf, zero - math.inf
@@ -134,7 +134,7 @@ def _evaluate(p: _Problem, hi: Tensor, lo: Tensor) -> tuple[Sums, Tensor, Tensor
 def _log_evaluate(p: _Problem, hi: Tensor, lo: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """log B − log A and its slope in −t/τ, where the tails themselves may underflow.
 
-    Every tail is taken relative to that of the nearest entry on its side, up or down.
+    Every tail is divided by that of the nearest entry on its side, up or down.
     """
     cdf = p.cdf
     zero = torch.zeros_like(hi)
@@ -159,7 +159,7 @@ def _log_evaluate(p: _Problem, hi: Tensor, lo: Tensor, up: Tensor, down: Tensor)
 
 @dataclass
 class _Iterate:
-    """Where the search stands. t = hi + lo; all other positions are kept relative to hi."""
+    """The state of the search. t = hi + lo; all other positions are relative to hi."""
 
     hi: Tensor
     lo: Tensor
@@ -197,7 +197,7 @@ class _Iterate:
         )
 
     def move(self, trial: Tensor, done: Tensor, next_above: Tensor, next_below: Tensor) -> None:
-        """Go on to hi + trial in the rows that are running."""
+        """Move to hi + trial in the rows that are running."""
         new_hi, self.lo = two_sum(self.hi, torch.where(self.running, trial, self.lo))
         moved = new_hi - self.hi
         self.bounds = Bracket(self.bounds.low - moved, self.bounds.high - moved)
@@ -209,7 +209,7 @@ class _Iterate:
 
 
 def _newton(p: _Problem, live: Tensor, guess: Tensor, bracket: Bracket) -> tuple[Threshold, int]:
-    """Safeguarded Newton from the guess, and how many evaluations it took."""
+    """The result of safeguarded Newton from the guess, and the number of evaluations."""
     at = _Iterate.at(guess, bracket, live)
     digits = DIGITS[p.tau.dtype]
     settled = digits.settled if p.cdf.smooth else digits.settled_compact
@@ -225,7 +225,7 @@ def _newton(p: _Problem, live: Tensor, guess: Tensor, bracket: Bracket) -> tuple
 
 
 def _log_newton(p: _Problem, at: _Iterate, settled: float) -> tuple[Tensor, Tensor, int]:
-    """Newton on log A = log B in the rows deep in a gap: t = hi + lo, and how many evaluations it took."""
+    """Newton on log A = log B in the rows deep in a gap: t = hi + lo, and the number of evaluations."""
     hi, lo, deep, passes = at.hi, at.lo, at.deep, 0
     low, high = at.under - hi, at.above - hi
     # the tails of the built-in CDFs have logarithms that are nearly straight lines or parabolas
@@ -235,7 +235,8 @@ def _log_newton(p: _Problem, at: _Iterate, settled: float) -> tuple[Tensor, Tens
         log_ratio, slope = _log_evaluate(p, hi, lo, at.above - hi, at.under - hi)
         step = p.tau * log_ratio / slope
         if p.cdf.built_in:
-            # where even the logarithms have lost their digits, the middle of the gap is the best guess
+            # a step out of the gap means that even the logarithms are inaccurate: t stays in the middle of
+            # the gap
             step = torch.where((lo + step > at.under - hi) & (lo + step < at.above - hi), step, 0.0)
         else:
             low, high = torch.where(log_ratio > 0, lo, low), torch.where(log_ratio < 0, lo, high)
@@ -249,7 +250,8 @@ def _log_newton(p: _Problem, at: _Iterate, settled: float) -> tuple[Tensor, Tens
 
 
 def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, Tensor]:
-    """The next point to evaluate, relative to hi, from the sums at this one; and which rows end there."""
+    """The next point to evaluate, relative to hi, and whether it is the last one, from the sums at this
+    point."""
     k, n, tau, lo, bounds = p.k, p.n, p.tau, at.lo, at.bounds
     m = s.m - p.stats.pinned
     excess = m - k
@@ -262,8 +264,8 @@ def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, 
     at.below, at.C_below = torch.where(miss > 0, lo, at.below), torch.where(miss > 0, miss, at.C_below)
     at.over, at.C_over = torch.where(miss < 0, lo, at.over), torch.where(miss < 0, miss, at.C_over)
 
-    # The root often sits on an order bound (one undecided entry), so a step beyond goes there; a point
-    # that was evaluated before cannot be the root, so a step to or beyond one is replaced by bisection.
+    # The root is often on an order bound (with one undecided entry), so a step beyond a bound is cut to it. A
+    # point that was evaluated before cannot be the root, so a step to it or beyond is replaced by bisection.
     opposite = (
         torch.where(miss < 0, at.below - lo, at.over - lo),
         torch.where(miss < 0, at.C_below, at.C_over),
@@ -272,13 +274,13 @@ def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, 
     step = newton_step(s, lo, low, high, opposite, k, n, excess, P, Q, tau, p.cdf)
     trial = torch.minimum(torch.maximum(lo + step, bounds.low), bounds.high)
     middle = 0.5 * torch.maximum(at.below, bounds.low) + 0.5 * torch.minimum(at.over, bounds.high)
-    # a miss that is back after two steps is a cycle
+    # if the miss is the same as two steps ago, the iteration cycles
     before = at.misses[0]
     stuck = ((miss.abs() - before).abs() < 0.1 * before) & ((at.over - at.below) < math.inf)
     at.misses = at.misses[1], miss.abs()
     trial = torch.where((trial > at.below) & (trial < at.over) & ~stuck, trial, middle)
-    # Close to the root the sign of miss is rounding, and no bracket may overrule the last steps. But a
-    # step too small for what is missing knows nothing, and then bisection is left.
+    # Close to the root the sign of miss is only rounding, so brackets must not change the last steps. But if
+    # a step is too small to explain the miss, the step is wrong, and bisection takes over.
     digits = DIGITS[tau.dtype]
     density = s.density_above + s.density_below
     noise = digits.sum * torch.minimum(k, n - k).clamp(min=1)
@@ -293,7 +295,7 @@ def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, 
         gap = (excess == 0) & ((s.tail_above < digits.tiny) | (s.tail_below < digits.tiny))
         trial = torch.where(gap, gap_middle, trial)
         at.deep = at.deep | (gap & at.running)
-    else:  # no entry has f > 0: any t in [next_below − τ·start, next_above − τ·end] will do, so the middle
+    else:  # if no entry has f > 0, all of [next_below − τ·start, next_above − τ·end] are roots: the middle
         start, end = p.cdf.support
         gap = (excess == 0) & (s.next_above - s.next_below >= (end - start) * tau)
         trial = torch.where(gap, gap_middle - 0.5 * (start + end) * tau, trial)

@@ -14,17 +14,17 @@ __all__ = ["DIGITS", "Digits", "Sums", "newton_step"]
 
 
 class Digits(NamedTuple):
-    """What rounding and underflow leave of a row's numbers, for one dtype."""
+    """The limits that rounding and underflow set for one dtype."""
 
     tiny: float  # tails below this are taken in logarithms
     below_one: float  # the greatest number below 1
-    value: float  # of a score, relative: what rounding could take
-    quantile: float  # of a quantile, in τ
-    bin: float  # of a place among bins, in bins
-    sum: float  # of C, relative to min(k, n − k)
+    value: float  # relative rounding error of a score
+    quantile: float  # error of a quantile, in τ
+    bin: float  # error of a position among bins, in bins
+    sum: float  # error of C, relative to min(k, n − k)
     near: float  # a step, in τ, whose sign may be rounding
-    settled: float  # a step, in τ, after which Newton's error, its square, is rounding
-    settled_compact: float  # the same for CDFs of compact support, where it may not be its square
+    settled: float  # a step, in τ, whose square is below rounding, and so is Newton's error after it
+    settled_compact: float  # the same for CDFs of compact support, where the error may not be the square
 
 
 DIGITS = {
@@ -34,7 +34,7 @@ DIGITS = {
 
 
 class Sums(NamedTuple):
-    """What one evaluation leaves of a row, at a threshold t."""
+    """The sums over a row that one evaluation computes, at a threshold t."""
 
     m: Tensor  # number of entries above: z > median
     tail_above: Tensor  # A = Σ_above 1 − F
@@ -59,7 +59,7 @@ def newton_step(
     tau: Tensor,
     cdf: CDF,
 ) -> Tensor:
-    """The step in t towards C(t) = k, that is P = Q; NaN where there is no information.
+    """The step in t towards C(t) = k, that is P = Q; NaN where the sums do not determine one.
 
     Newton needs a function of C that is nearly linear in t. Which one that is depends on how many entries
     are undecided; Newton on C itself is right only close to the root.
@@ -68,8 +68,8 @@ def newton_step(
     m, density = k + excess, s.density_above + s.density_below
     plain = (P - Q) / density
 
-    # Many: C/n is nearly a shifted F where the scores agree, and nearly normal where they spread (an F of
-    # compact support is no model of a tail). Entries on a side that is decided do not count.
+    # With many undecided entries, C/n is nearly a shifted F if the scores are equal, and nearly normal if
+    # they spread (an F of compact support is not a model of a tail). Entries on a decided side are left out.
     link = cdf if cdf.full_support else Normal()
     decided_above = (s.tail_above < 1e-3 * s.tail_below) & (excess < 0)
     decided_below = (s.tail_below < 1e-3 * s.tail_above) & (excess > 0)
@@ -82,7 +82,7 @@ def newton_step(
 
     if cdf.full_support:
         limit, few = 1, _tail_step(s, lo, excess, P, Q, tau, cdf)
-    else:  # C and n − C are powers of the distance to where they vanish
+    else:  # C and n − C are powers of the distance to the points where they become 0
         limit, few = 3, _edge_step(s, lo, opposite, excess, P, Q, tau, cdf)
         C = k + P - Q
         start, end = cdf.support
@@ -99,7 +99,7 @@ def newton_step(
 def _tail_step(s: Sums, lo: Tensor, excess: Tensor, P: Tensor, Q: Tensor, tau: Tensor, cdf: CDF) -> Tensor:
     """Newton on F⁻¹(P/c) = F⁻¹(Q/c): linear in t for c entries like the nearest undecided one.
 
-    c = 1 for a lone entry, where this is exact; for many it tends to Newton on the logarithm.
+    For a single entry c = 1, and the step is exact; for many it tends to Newton on the logarithm.
     """
     like_up = s.tail_above / cdf.sf((s.next_above - lo) / tau)
     like_down = s.tail_below / cdf.cdf((s.next_below - lo) / tau)
@@ -123,10 +123,10 @@ def _edge_step(
 ) -> Tensor:
     """For compact support: near the edge where entries start to count, tails are powers.
 
-    B ~ Δ^γ in the distance Δ of the nearest entry from the edge, and γ = Δ·B'/B; so too A. One side alone
-    is solved by its power; with both, Newton on C, from where both are under way. ``opposite`` is the
-    nearest point known on the other side of the root, and C − k there: far from the root, γ is taken from
-    the two points, since few of the entries that will count do so yet.
+    B ~ Δ^γ in the distance Δ of the nearest entry from the edge, with γ = Δ·B'/B; the same holds for A. If
+    only one side counts, its power law is solved; if both sides count, the step is Newton's on C.
+    ``opposite`` is the nearest known point on the other side of the root, and C − k there. Far from the root,
+    γ is computed from the two points, because most of the entries that count at the root do not count yet.
     """
     up, down = (s.next_above - lo) / tau, (s.next_below - lo) / tau
     start, end = cdf.support
@@ -142,13 +142,13 @@ def _edge_step(
     rise = from_start * (ratio / exponent(s.tail_below, s.density_below, from_start)).expm1()
     fall = to_end * (-ratio / exponent(s.tail_above, s.density_above, to_end)).expm1()
     both = (P - Q) / (s.density_below + s.density_above)
-    # a side that has to start counting does so with its nearest entry
+    # the nearest entry of a side is the first that counts
     start_above = up - cdf.icdf(1 - P.clamp(max=1))
     start_below = down - cdf.icdf(Q.clamp(max=1))
     none_above, none_below = s.tail_above == 0, s.tail_below == 0
     more = torch.where(none_below, fall, both).where(~none_above, start_above)  # C > k
     less = torch.where(none_above, -rise, both).where(~none_below, start_below)
-    # m = k: at the upper end the density may jump to its maximum, at the lower one it may start from nothing
+    # m = k: the density may jump to its maximum at the upper end, and may rise from 0 at the lower end
     edge = cdf.pdf(torch.full_like(up, end * DIGITS[up.dtype].below_one))
     level = both.where(~none_above, up - end + s.tail_below / (s.density_below + edge))
     drained = (s.tail_above + s.density_above * from_start).clamp(0, 1)

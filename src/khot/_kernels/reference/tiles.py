@@ -1,4 +1,4 @@
-"""What every reference kernel does with rows: read them in tiles, and keep sums of two numbers exact."""
+"""Helpers of all reference kernels: they read rows in tiles, and keep sums of two numbers exact."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TILE = 1 << 18  # entries per tile: its few float64 temporaries stay in a 2 MiB 
 
 
 def tiles(x: Tensor, size: int = TILE) -> Iterator[tuple[slice, Tensor]]:
-    """The row, widened, as consecutive slices of the last dimension and what lies there."""
+    """Consecutive slices of the last dimension, and the widened entries in each of them."""
     n = x.shape[-1]
     rows = max(1, x.numel() // max(1, n))
     if x.is_cuda:
-        size *= 64  # launches, not the cache, are what small tiles cost there
+        size *= 64  # on a GPU, small tiles cost launches, and the cache does not matter
     width = min(n, max(64, size // rows))
     for start in range(0, n, max(1, width)):
         part = slice(start, min(start + width, n))
@@ -39,5 +39,6 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def some(rows: Tensor, row: Row) -> bool:
-    """Whether any row is left to be done. Looking would wait for a GPU, but so does a reduction."""
+    """Whether any row is left. On a GPU this is always true for whole rows, because reading it would wait for
+    the device. For shards it is read, because a reduction waits anyway."""
     return (rows.is_cuda and row.here) or bool(rows.any())

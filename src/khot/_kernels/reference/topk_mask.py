@@ -16,7 +16,7 @@ __all__ = ["reference_topk_mask", "topk_mask"]
 
 
 def topk_mask(x: Tensor, k: Tensor) -> Tensor:
-    """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN where there is none.
+    """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN without an answer.
 
     Args:
         x: (*batch, n).
@@ -29,8 +29,8 @@ def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tenso
     """:func:`topk_mask` of rows spread over the processes of ``group``; ties go to the lowest rank first, and
     within it to the lowest index.
 
-    It also returns one number per row that is NaN where there is no answer, which an empty shard could not
-    tell otherwise.
+    It also returns one number per row, which is NaN where there is no answer: the mask of an empty shard
+    could not show this.
     """
     return _mask(x, k, rows.of(group))
 
@@ -50,7 +50,7 @@ def _mask(x: Tensor, k: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         value = from_keys(at.key, x).unsqueeze(-1)
         above, level = x > value, x == value
         left = at.left
-        if bool(((left < at.equal) & ~bad).any()):  # ties to share out among the processes
+        if bool(((left < at.equal) & ~bad).any()):  # the processes share the ties
             (there,) = row.reduce([row.slots(level.sum(-1))])
             left = left - there[..., : row.rank].sum(-1)
     else:

@@ -1,14 +1,14 @@
 """The sorted SOFT top-k: entropic transport of n scores onto k + 1 anchors, by Newton on its dual.
 
 Everything is in float64. n times the plan is Γ_ri = softmax over r of s·a_r·x_i + b_r, with s = 2/ε and the
-anchors a = k, k − 1, ..., 1, 0: each entry's mass is 1 whatever b is, so only the k column sums
-Σ_i Γ_ri = 1 are left to solve for. The potentials b are kept as thresholds between neighbouring anchors,
+anchors a = k, k − 1, ..., 1, 0. Each entry has mass 1 whatever b is, so only the k equations for the column
+sums Σ_i Γ_ri = 1 have to be solved. The potentials b are stored as thresholds between neighbouring anchors,
 
     L_r − L_(r+1) = s·(x_i − hi_r) − shift_r,
 
-with hi_r the (r + 2)-th largest score, so that what is added near the threshold is small whatever
-the scores and ε are. hi_r = ±`FAR` says that an anchor takes no finite entry: +FAR, anchor r belongs to an
-entry of +inf; −FAR, nothing is left for the last anchor.
+where hi_r is the (r + 2)-th largest score, so that all terms are small near the threshold, whatever the
+scores and ε are. hi_r = ±`FAR` means that an anchor takes no finite entry: for +FAR, anchor r belongs to an
+entry of +inf; for −FAR, nothing is left for the last anchor.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ __all__ = [
 ]
 
 FARTHEST = 1e300  # scores and s are clamped to ±FARTHEST and [1/FARTHEST, FARTHEST],
-FAR = 1e305  # so that the distance between FAR and a score, times s, is as good as infinite
-STEEPEST = 1e150  # of logits: sums of k of them stay finite, and exp(−STEEPEST) = 0
-STEPS = 40  # of Newton; 8 were the most in 13,000 random problems, n ≤ 1000, k ≤ 64, ε from 1e-3 to 100
-SWEEPS = 20_000  # of Sinkhorn, for rows that Newton leaves
-TOLERANCE = 1e-10  # relative error of a column sum that is good enough
-GOAL = 1e-13  # and where Newton, which is quadratic, stops trying
+FAR = 1e305  # so that the distance between FAR and a score, times s, acts as infinite
+STEEPEST = 1e150  # bound on logits: sums of k of them stay finite, and exp(−STEEPEST) = 0
+STEPS = 40  # of Newton; at most 8 in 13,000 random problems with n ≤ 1000, k ≤ 64, ε from 1e-3 to 100
+SWEEPS = 20_000  # of Sinkhorn, for rows that Newton does not solve
+TOLERANCE = 1e-10  # the relative error of a column sum that we accept
+GOAL = 1e-13  # the error at which Newton, which converges quadratically, stops
 FLOOR = 1e-13  # damping against the rounding of column sums, where the matrix has underflowed
-# exp(−NEGLIGIBLE) is what the entries that the solver leaves out have, altogether, of a column sum
+# the entries that the solver leaves out have at most exp(−NEGLIGIBLE) of a column sum together
 NEGLIGIBLE = 40.0
-HIGHEST = 300.0  # of potentials that the solver tries: exp of twice as much is finite
+HIGHEST = 300.0  # bound on the potentials that the solver tries: exp of twice as much is finite
 BLOCK = 1 << 20  # entries of the plan that the solver works on at once
 
 
 def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """n times the plan, less its last anchor, and the potentials.
+    """n times the plan, without its last anchor, and the potentials.
 
     Args:
-        x: scores, (*batch, n); −inf is never selected, +inf first.
+        x: scores, (*batch, n); −inf is never selected, +inf comes first.
         k: in [1, n].
         epsilon: broadcasts with batch.
 
     Returns:
-        (*batch, k, n) of x's dtype; the places of the k largest, (*batch, k), int64; hi and shift,
-        (*batch, k). NaN in rows with a NaN, with more than k entries of +inf or fewer than k above −inf, and
-        where ε is not positive and finite.
+        The plan, (*batch, k, n) of x's dtype; the int64 indices of the k largest, (*batch, k); hi and shift,
+        (*batch, k). They are NaN in rows with a NaN, with more than k entries of +inf or fewer than k above
+        −inf, and where ε is not positive and finite.
     """
     *batch, n = x.shape
     flat = x.reshape(-1, n)
@@ -84,20 +84,20 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Frame(NamedTuple):
-    """All of the logits that does not depend on shift."""
+    """The parts of the logits that do not depend on shift."""
 
     slopes: Tensor  # s·a_r·(x_i − hi_k), (*batch, k + 1, n)
     offsets: Tensor  # s·(hi_k − hi_r), (*batch, k)
     order: Tensor
-    head: Tensor  # s·(x_i − hi_r) for the k largest, (*batch, k, k), and where that is not positive
-    lower: Tensor
+    head: Tensor  # s·(x_i − hi_r) for the k largest, (*batch, k, k)
+    lower: Tensor  # where head is not positive
     above: Tensor  # q ≥ r, (k + 1, k): sums over the thresholds from anchor r on
 
 
 def plan(x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor, shift: Tensor) -> Tensor:
     """Γ, (*batch, k + 1, n), differentiable in x, ε and shift.
 
-    Entries of −inf are with the last anchor, those of +inf with the first.
+    Entries of −inf belong to the last anchor, those of +inf to the first.
     """
     return _gamma(_frame(x, epsilon, order, hi), shift)
 
@@ -123,28 +123,28 @@ def _gamma(frame: _Frame, shift: Tensor) -> Tensor:
 
 
 def _potentials(frame: _Frame, shift: Tensor) -> Tensor:
-    """b relative to the last anchor, (*batch, k + 1): at the solution ≤ 0, or of the order of log k, because
-    the (k + 1)-th largest score, where slopes are 0, leaves the last anchor 1/(k + 1) at least."""
+    """b relative to the last anchor, (*batch, k + 1). At the solution it is ≤ 0 or of the order of log k,
+    because the (k + 1)-th largest score, where slopes are 0, gives the last anchor at least 1/(k + 1)."""
     return (frame.offsets - shift) @ frame.above.mT
 
 
 def _head_logits(frame: _Frame, shift: Tensor) -> Tensor:
-    """Logits of the k largest, (*batch, k + 1, k), relative to the anchor that is theirs as ε → 0: sums over
-    the thresholds on the way from there."""
+    """Logits of the k largest, (*batch, k + 1, k), relative to the anchor that each of them gets as ε → 0:
+    sums over the thresholds between that anchor and the others."""
     steps = frame.head - shift.unsqueeze(-1)
     return frame.above @ steps.where(frame.lower, 0) - (1 - frame.above) @ steps.where(~frame.lower, 0)
 
 
 def scale_of(epsilon: Tensor) -> Tensor:
-    """s = 2/ε; NaN where ε is no regularisation."""
+    """s = 2/ε; NaN where ε is not positive and finite."""
     good = (epsilon > 0) & (epsilon < math.inf)
     return (2 / epsilon.masked_fill(~good, math.nan)).clamp(1 / FARTHEST, FARTHEST)
 
 
 def laplacian(gram: Tensor, ridge: Tensor) -> Tensor:
-    """∂(column sums)/∂b, (*batch, k, k), from ΓΓᵀ: diag(c) − ΓΓᵀ, without the cancellation in it.
+    """∂(column sums)/∂b = diag(c) − ΓΓᵀ, (*batch, k, k), plus a ridge on its diagonal.
 
-    Plus a ridge on its diagonal.
+    The diagonal is computed from the off-diagonal part of ΓΓᵀ, without cancellation.
     """
     k = ridge.shape[-1]
     between = gram.masked_fill(torch.eye(k + 1, dtype=torch.bool, device=gram.device), 0)
@@ -152,16 +152,16 @@ def laplacian(gram: Tensor, ridge: Tensor) -> Tensor:
 
 
 def pinned(hi: Tensor) -> Tensor:
-    """The ridge that keeps anchors in place which have no potential of their own: one that takes no finite
-    entry, and, where the last takes none, the one before, because only differences matter then."""
+    """The ridge that fixes the potential of an anchor that takes no finite entry. If the last anchor takes
+    none, the one before it is fixed, because then only differences of potentials matter."""
     return (hi.abs() == FAR).to(hi.dtype)
 
 
 def solve_laplacian(gram: Tensor, hi: Tensor, v: Tensor) -> Tensor:
-    """K⁻¹v, where K may have underflowed in part or be as good as singular.
+    """K⁻¹v, where K may have underflowed in part or be nearly singular.
 
-    Rows are scaled to a diagonal of 1. Anchors whose ties to the others are lost in rounding get a
-    little damping, so that their potentials stay bounded; the plan hardly depends on them.
+    Rows are scaled to a diagonal of 1. A little damping keeps the potential of an anchor bounded if its
+    coupling to the others is lost in rounding; the plan hardly depends on such a potential.
     """
     K = laplacian(gram, pinned(hi))
     diagonal = K.diagonal(dim1=-2, dim2=-1)
@@ -174,11 +174,11 @@ def solve_laplacian(gram: Tensor, hi: Tensor, v: Tensor) -> Tensor:
 
 
 def begin(x: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of rows x (rows, n) and s (rows, 1), before anything is solved.
+    """What the solver starts from, for rows x (rows, n) and s (rows, 1).
 
     Returns:
-        the places of the k largest and these themselves, hi, the shifts to start from, the column sums to be
-        reached, where all of x takes part, and the number of entries of +inf, (rows, 1).
+        The indices of the k largest scores and these scores; hi; the first shifts; the target column sums if
+        all of x takes part; and the number of entries of +inf, (rows, 1).
     """
     n = x.shape[-1]
     top, order = x.topk(min(k + 1, n))
@@ -199,7 +199,7 @@ def begin(x: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _solve(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places of the k largest, hi and shift, for rows x (rows, n)."""
+    """The indices of the k largest, hi and shift, for rows x (rows, n)."""
     scale = scale_of(epsilon).unsqueeze(-1)
     order, _, hi, shift, target, _ = begin(x, k, scale)
     x = _relevant(x, k, scale)
@@ -209,14 +209,14 @@ def _solve(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _relevant(x: Tensor, k: int, scale: Tensor) -> Tensor:
-    """The largest scores, without those that no column sum would miss.
+    """The largest scores, without those that contribute a negligible amount to every column sum.
 
-    At most 2k entries give the last anchor less than half of their mass, and another one's odds against it
-    fall as exp(−s·distance) below theirs: so all those log(n) + `NEGLIGIBLE` of these units below the 2k-th
-    score have at most exp(−`NEGLIGIBLE`) together.
+    At most 2k entries give the last anchor less than half of their mass. Below them, the odds of any other
+    anchor fall like exp(−s·distance). So all entries that are more than (log(n) + `NEGLIGIBLE`)/s below the
+    2k-th score contribute at most exp(−`NEGLIGIBLE`) together.
     """
     n = x.shape[-1]
-    if x.is_cuda or 2 * k >= n or not x.shape[0]:  # how many they are is not worth waiting for a device
+    if x.is_cuda or 2 * k >= n or not x.shape[0]:  # on a GPU, counting the entries would wait for the device
         return x
     last = x.topk(2 * k).values[:, -1:] - (math.log(n) + NEGLIGIBLE) / scale
     kept = max(2 * k, int((x >= last).sum(-1).max()))
@@ -227,12 +227,12 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
     """The shifts at which every column sum is its target."""
     k, pin = hi.shape[-1], pinned(hi)
     size = target.clamp(min=1)
-    # the exponentials of the other entries are products with exp(b), so that one pass over them serves
+    # the exponentials of the other entries are exp(slopes)·exp(b), so they are computed only once
     weights = frame.slopes.exp().scatter(-1, frame.order.unsqueeze(-2).expand(-1, k + 1, -1), 0)
 
     def evaluate(shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         factor = _potentials(frame, shift).clamp(max=HIGHEST).exp().unsqueeze(-1)
-        # the last anchor alone makes 1, and nothing is divided where the k largest were
+        # the last anchor alone contributes 1; the clamp is for the columns of the k largest, which are 0
         tail = weights / (factor.mT @ weights).clamp(min=1)
         head = _head_logits(frame, shift).softmax(-2)
         sums = (factor * tail.sum(-1, keepdim=True)).squeeze(-1) + head.sum(-1)
@@ -245,13 +245,13 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
     for _ in range(STEPS):
         if not hi.is_cuda and not bool(live.any()):
             break
-        K = laplacian(gram, pin + (FLOOR + damping).unsqueeze(-1))  # Levenberg's, for sums of 1
+        K = laplacian(gram, pin + (FLOOR + damping).unsqueeze(-1))  # Levenberg damping; the sums are near 1
         missing = target - sums
         step, _ = torch.linalg.solve_ex(K, missing[:, :k])
         step = torch.nn.functional.pad(step, (0, 1))
         trial = _move(shift, step)
         new_sums, new_gram, new_error = evaluate(trial)
-        # along the step the convex dual must not climb half as steeply as it fell
+        # the slope of the convex dual at the end of the step must not exceed half its first descent
         climb, fall = ((new_sums - target) * step).sum(-1), (missing * step).sum(-1)
         good = live & ((climb <= 0.5 * fall) | (new_error < error))
         damping = torch.where(
@@ -260,7 +260,7 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
         accept = good.unsqueeze(-1)
         shift, sums = trial.where(accept, shift), new_sums.where(accept, sums)
         gram, error = new_gram.where(accept.unsqueeze(-1), gram), new_error.where(good, error)
-        # a row that stops getting better is as good as rounding lets it be
+        # a row that no longer improves has reached rounding errors
         live = live & (error > GOAL) & (good | (error > TOLERANCE))
     left = error > TOLERANCE
     if bool(left.any()):
@@ -270,17 +270,18 @@ def _newton(frame: _Frame, hi: Tensor, shift: Tensor, target: Tensor) -> Tensor:
 
 
 def _first_step(shift: Tensor, sums: Tensor, gram: Tensor, target: Tensor) -> Tensor:
-    """A Sinkhorn sweep that leaves out the entries which are the last anchor's anyway.
+    """A Sinkhorn sweep without the entries that clearly belong to the last anchor.
 
-    They hide how much the others have to move. m others, shared alike, would give the first k anchors
-    C = mp and their potentials the leverage C' = mp(1 − p): so m = C²/(C − C'), which is n for equal scores.
+    These entries hide how much the potentials have to move. If m other entries all gave the first k anchors
+    the share p, the sum of these anchors would be C = mp and its derivative C' = mp(1 − p). So
+    m = C²/(C − C'), which is n for equal scores.
     """
     k = shift.shape[-1]
-    free = sums[:, :k].where(target[:, :k] == 1, 0)  # the others belong to entries of +inf
+    free = sums[:, :k].where(target[:, :k] == 1, 0)  # the other anchors belong to entries of +inf
     total, wanted = free.sum(-1), (target[:, :k] == 1).sum(-1)
     leverage = gram[:, :k, k].sum(-1)
     others = total**2 / (total - leverage)
-    good = (leverage > 0) & (others > wanted + 0.5)  # nearer, rounding decides
+    good = (leverage > 0) & (others > wanted + 0.5)  # closer to it, rounding would decide
     sums, target = sums.clone(), target.clone()
     sums[:, k] = (others - total).where(good, sums[:, k])
     target[:, k] = (others - wanted).where(good, target[:, k])
@@ -288,7 +289,7 @@ def _first_step(shift: Tensor, sums: Tensor, gram: Tensor, target: Tensor) -> Te
 
 
 def _sinkhorn(frame: _Frame, shift: Tensor, target: Tensor) -> Tensor:
-    """The same by log-domain Sinkhorn sweeps, which cannot fail but may be slow."""
+    """The solution by log-domain Sinkhorn sweeps, which always converge but may be slow."""
     for _ in range(SWEEPS):
         sums = _gamma(frame, shift).sum(-1)
         if bool(((sums - target).abs() <= TOLERANCE * target.clamp(min=1)).all()):
@@ -298,7 +299,7 @@ def _sinkhorn(frame: _Frame, shift: Tensor, target: Tensor) -> Tensor:
 
 
 def _sweep(shift: Tensor, sums: Tensor, target: Tensor) -> Tensor:
-    """One Sinkhorn sweep: b moves by log(target/sum), every anchor for itself."""
+    """One Sinkhorn sweep: the potential of each anchor moves by log(target/sum)."""
     tiny = torch.finfo(sums.dtype).tiny
     return _move(shift, torch.log(target.clamp(min=tiny) / sums.clamp(min=tiny)).masked_fill(target == 0, 0))
 

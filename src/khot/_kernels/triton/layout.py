@@ -18,7 +18,10 @@ TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
 RESCUE = 256  # entries a warp that the float64 solver takes at a time
-STREAMS = 64  # long rows, from which on each has a program to itself
+# Long rows have a program each where there are many of them, and where a row is done by one in the time that
+# the host takes for the launches of a row split over programs. Both by reckoning: no device has been asked.
+STREAMS = 64  # rows
+STREAMED = 1 << 18  # entries
 SMALL_BATCH = 1 << 18  # entries of a batch that fill a large device once
 
 
@@ -57,7 +60,7 @@ def tile(rows: int, n: int) -> Tile:
     """
     if n > RESIDENT:
         return Tile(1, 4, 2048, 16, True)
-    width = triton.next_power_of_2(n)
+    width = 1 << (n - 1).bit_length()
     together, warps = max(1, min(8, 1024 // width)), min(16, max(1, width // 1024))
     if rows * width <= SMALL_BATCH:  # too few warps to hide a latency behind each other: shorter ones
         if together > 1:
@@ -65,7 +68,7 @@ def tile(rows: int, n: int) -> Tile:
         else:
             warps = min(16, 4 * warps)
     piece = 128 * warps // together
-    return Tile(together, triton.cdiv(n, piece), piece, warps)
+    return Tile(together, -(-n // piece), piece, warps)  # Triton's own cdiv takes microseconds
 
 
 def registers() -> dict[str, int]:

@@ -595,11 +595,8 @@ KERNELS = (solve_rows,)
 
 
 def serves(dtype: torch.dtype, rows: int, n: int, cdf: str, output: str) -> bool:
-    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`.
-
-    A long row takes a program to itself here: that fills a device only if there are many.
-    """
-    fits = n <= layout.RESIDENT or rows >= layout.STREAMS
+    """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
+    fits = n <= max(layout.RESIDENT, layout.STREAMED) or rows >= layout.STREAMS
     return cdf == "logistic" and output != "threshold" and dtype != torch.float64 and fits
 
 
@@ -616,7 +613,7 @@ def soft_topk(
 ) -> None:
     """Fill out, hi and lo."""
     tile = layout.tile(rows, n)
-    solve_rows[(triton.cdiv(rows, tile.together),)](
+    solve_rows[(-(-rows // tile.together),)](
         *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS,
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,

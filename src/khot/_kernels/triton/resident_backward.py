@@ -182,7 +182,7 @@ def soft_topk_backward(
 ) -> None:
     """Fill the results: dx, dk and dtau."""
     tile = layout.tile(rows, n)
-    pull_rows[(triton.cdiv(rows, tile.together),)](
+    pull_rows[(-(-rows // tile.together),)](
         *grad, *source, *t, *tau, *results, rows, n,
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
