@@ -483,9 +483,8 @@ def test_nothing_at_all(op: Operator, options: dict[str, Any], shape: tuple[int,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@variants(
-    lambda op: op.name in ("soft_topk", "ot_topk"), without="normalize"
-)  # a cost of 1e60 makes all equal
+# without normalize, because a cost of 1e60 makes all entries equal
+@variants(lambda op: op.name in ("soft_topk", "ot_topk"), without="normalize")
 def test_finite_numbers_that_stand_for_minus_infinity(
     op: Operator, options: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -215,9 +215,8 @@ def test_rows_in_float32(
     generator = torch.Generator().manual_seed(5)
     x = 2 * torch.randn(6, n, generator=generator)
     x[1], x[2, ::3], x[4, :2], x[5, 5] = 0.25, -torch.inf, torch.inf, torch.nan
-    x[3] = (
-        torch.where(torch.arange(n) % 5 == 0, 400.0, -400.0) + x[3]
-    )  # a gap so wide that all exponentials underflow
+    # a gap so wide that all exponentials underflow
+    x[3] = torch.where(torch.arange(n) % 5 == 0, 400.0, -400.0) + x[3]
     k = number([3.0, 3.0, n / 2 + 0.5, float(len(range(0, n, 5))), 3.0, 3.0])
     grad = torch.randn(x.shape, generator=generator)
     for output, some, tau in (("y", slice(6), number(0.7)), ("log", slice(3), number([0.7] * 3))):

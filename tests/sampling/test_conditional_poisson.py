@@ -463,9 +463,8 @@ def test_distribution_of_draws_by_halves(scale: float, k: int) -> None:
     1e-6."""
     n, draws = 100, 20_000
     theta = scale * normal(n, seed=3)
-    assert (
-        marginals(theta, k) * (1 - marginals(theta, k))
-    ).sum() > 16  # large enough that units are drawn by halves
+    # large enough that units are drawn by halves
+    assert (marginals(theta, k) * (1 - marginals(theta, k))).sum() > 16
     x = sample(theta, k, sample_shape=(draws,), generator=seeded(4))
     subsets.assert_inclusion(x.sum(0), draws, marginals(theta, k))
     first, second, whole = (subsets.dynamic_programme(t.numpy()) for t in (theta[:50], theta[50:], theta))
