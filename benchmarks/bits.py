@@ -1205,7 +1205,7 @@ def _scalars(operator: Callable[..., Any], name: str, n: int) -> dict[str, Any]:
 def _record_spread(
     to: Recorder, key: str, function: Callable[..., Tensor], leaves: dict[str, Tensor], second: bool
 ) -> None:
-    """As `record`, but for forward mode, which rows that are spread do not have."""
+    """As `record`, but without forward mode."""
     to.begin(key)
     names = list(leaves)
     given = [leaf.detach().clone().requires_grad_() for leaf in leaves.values()]

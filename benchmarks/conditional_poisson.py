@@ -81,7 +81,7 @@ def against_pareto(shape: tuple[int, int], seconds: float, clock: timing.Clock) 
 
 
 def by_size(seconds: float, clock: timing.Clock) -> tuple[list[list[str]], report.Curves]:
-    """log_prob of one row, k = n/2: what a unit costs; and the curves, beside the dynamic programme's."""
+    """log_prob of one row, k = n/2: the cost per unit; and the curves, with the dynamic programme's."""
     rows, curves = [], {"conditional_poisson.log_prob": [], "dynamic programme, O(nk)": []}
     for n in SIZES:
         arguments = k_hot(1, n, n // 2), logits(1, n), n // 2

@@ -4,8 +4,9 @@ Every operator of the soft top-k, forward and forward + backward, beside torch.s
 the same run and beside what people run today: all calls interleaved, medians, as ratios. Ranking, transport
 and sampling have benchmarks of their own.
 
-Writes cpu.json, cpu.md and cpu.png, case by case; stopped and started again with the same options, code and
-machine it goes on. Reports nothing once an operator disagrees with the reference kernels in float64.
+It writes cpu.json, cpu.md and cpu.png, case by case. The same command with the same code on the same machine
+continues a run that was stopped. It reports nothing once an operator disagrees with the
+reference kernels in float64.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def call_peer(name: str, x: Tensor, *, k: int, tau: float) -> Tensor:
 
 
 def errors(name: str, x: Tensor, k: int, tau: float) -> dict[str, float]:
-    """Of a peer: by how much its sums are off, its values exceed 1, and differ from khot's in float64."""
+    """The errors of a peer: in its sums, of values above 1, and against khot in float64."""
     peer = PEERS[name]
     if peer.ranks:
         return {}

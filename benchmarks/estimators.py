@@ -1,7 +1,8 @@
 """Bias and variance of the gradient estimators: `python -m benchmarks.estimators > docs/estimators.md`.
 
-Their gradients of E f(x), a sample each, against the exact gradient for the distribution they draw from, by
-enumeration of all k-hot vectors. Nothing is reported if the unbiased ones are not unbiased.
+Compares their gradients of E f(x), from one sample each, with the exact gradient for the distribution
+that they draw from, which is computed by enumeration of all k-hot vectors. Nothing is reported if the
+unbiased ones are not unbiased.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Every operator of the soft top-k beside torch.softmax and torch.topk on the same tensor in the same run, and
 beside what people run today: the time that its kernels take on the device (torch.profiler), the time that a
-call takes with the device idle before and after, bytes a second against a copy, kernels a call, memory.
+call takes with the device idle before and after, bytes per second against a copy, kernels per call, memory.
 
 Writes gpu.json and gpu.md, case by case; stopped and started again with the same code and machine it goes on.
-Has no figures for an operator that fails or disagrees with the reference kernels in float64; names it at the
-end, with exit code 1. Exit code 2 without a GPU.
+An operator that fails or disagrees with the reference kernels in float64 gets no figures; it is named at the
+end, and the exit code is 1. Exit code 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def warm(case: Case, name: str, device: str) -> None:
 
 
 def warm_all(todo: list[Case], device: torch.device, jobs: int) -> None:
-    """As many at a time as there are jobs. What fails here fails again, and is reported, when it is timed."""
+    """Compile as many at a time as there are jobs. What fails here fails again when it is timed."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         tasks = [pool.submit(warm, case, name, str(device)) for case in todo for name in OURS]
         for task in tasks:

@@ -89,7 +89,7 @@ def resume(path: Path, setting: Mapping[str, Any]) -> Results:
 
 
 def save(path: Path, results: Results) -> None:
-    """Written beside and moved into place, so that a stop leaves no half a file."""
+    """Write another file and move it into place, so that a stop never leaves half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """A row over processes: what each of them computes and exchanges, `python -m benchmarks.sharded`.
 
-Processes on one machine, gloo, a thread each. Times are CPU time, of the busiest process, medians, forward /
-forward + backward, as ratios to one process that has the whole row and runs the same kernels (plain torch, in
-float64) without a group: 1/ranks would be perfect. Wall time is left out, since the processes share cores.
-The passes, and the bytes that a process hands to torch.distributed, do not depend on the machine.
+Processes on one machine, gloo, one thread per process. Times are medians of the CPU time of the busiest
+process, forward / forward + backward, as ratios to one process that has the whole row and runs the same
+kernels (plain torch, in float64) without a group: 1/ranks would be perfect. Wall time is left out, since the
+processes share cores. The passes, and the bytes that a process hands to torch.distributed, do not depend on
+the machine.
 """
 
 from __future__ import annotations

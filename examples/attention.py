@@ -2,9 +2,9 @@
 
 Every example is a query and n pairs of a key and a value; the target is the mean value of the 4 keys nearest
 to the query. Queries and keys are written in different bases, which the projections have to learn. Both
-layers have the same parameters from the same start and train with 32 pairs. Softmax attention learns one
-sharpness, right for 32: with more pairs, ever more of them share the weight. `nn.TopKAttention` attends to 4
-of any number.
+layers start with the same parameters and train with 32 pairs. Softmax attention learns one sharpness, which
+is right for 32 pairs: the more pairs there are, the more of them share the weight. `nn.TopKAttention`
+attends to 4 of any number.
 
     python examples/attention.py                 # 15 s on one core
     python examples/attention.py --seed 1 --out attention.png

@@ -1,11 +1,11 @@
 """Find the ball again: an encoder-decoder that learns from its own beam search, beside teacher forcing.
 
 A ball lies under one of six cups, which are shuffled 20 times; the task is to tell where it was after each
-shuffle, from the last back to the first. Taught with the right tokens before it, the decoder learns to undo
-one shuffle at a time, which is right 19 times of 20 and needs no other knowledge. Alone, it has to guess
-where the ball is at the end, and all that follows is wrong with it: exposure bias. `nn.soft_beam_loss` shows
-the decoder its own beginnings instead. There the token before says little, so that the encoder has to learn
-to follow the ball, and then knows where it is at the end.
+shuffle, from the last back to the first. With teacher forcing the decoder sees the right tokens before each
+token, so it learns to undo one shuffle at a time. This suffices for 19 tokens of 20. In use it has to guess
+where the ball is at the end, and if the guess is wrong, all later tokens are wrong: this is exposure bias.
+`nn.soft_beam_loss` shows the decoder its own beginnings instead. There the token before says little, so the
+encoder has to learn to follow the ball, and then knows where it is at the end.
 
     python examples/beam_search.py                 # 55 s on one core
     python examples/beam_search.py --seed 1 --out beam_search.png
@@ -67,7 +67,7 @@ def train(method: str, steps: int, seed: int, progress: Progress) -> Result:
 
 
 def run(steps: int = 200, seed: int = 0, methods: Iterable[str] = NAMES) -> dict[str, Result]:
-    """What each way to train finds by beam search."""
+    """What beam search finds after each way of training."""
     with no_denormals(), Progress(console=Console(stderr=True)) as progress:
         return {
             method: train(method, steps * 4 if method == "longer" else steps, seed, progress)

@@ -3,8 +3,8 @@
 A gate in front of a small classifier lets only some pixels through, and both learn together from the labels:
 
 - `nn.KHotGate(n, k)`: k pixels, learned from k-hot samples;
-- `nn.KHotGate(n, None)`: the number is learned, too, at a price a pixel;
-- beside them the k pixels of the highest variance, chosen before training.
+- `nn.KHotGate(n, None)`: the number is learned, too, with a penalty per pixel;
+- for comparison, the k pixels of the highest variance, chosen before training.
 
 All are judged by a classifier trained from scratch on the chosen pixels alone.
 
@@ -91,7 +91,7 @@ def run(images: Images, k: int, steps: int = 1500, seed: int = 0) -> dict[str, R
             if method == "variance":
                 result = Result(khot.topk_mask(images.train_images.var(0), k))
             else:
-                # pivotal: as exact as any, and the cheapest where little is left to chance
+                # pivotal is exact, and the cheapest design where most probabilities are near 0 or 1
                 gate = khot.nn.KHotGate(images.n, k if method == "fixed" else None, design="pivotal")
                 _, size = fit(images, gate, steps, seed, report)
                 result = Result(gate.mask, size=size)

@@ -2,8 +2,8 @@
 
 FSDP2 spreads the weights of every layer over the processes. `nn.prune_global` selects the tenth of them that
 is largest in magnitude, of all layers together, where they lie: what the processes exchange for it are a few
-sums, as few as if the row had a hundred billion entries. Training is that of one process, to rounding, and
-the processes need not be equally many: with the same seed 2 and 4 of them end with the same error.
+sums, whose number does not grow with the row. Up to rounding, training is the same as on one process, so
+2 and 4 processes end with the same error if the seed is the same.
 
     torchrun --nproc-per-node 2 examples/global_pruning_fsdp.py        # digits, 40 s on two cores
     torchrun --nproc-per-node 4 examples/global_pruning_fsdp.py --steps 100
@@ -35,7 +35,7 @@ class Result:
 
 
 def train(images: Images, steps: int, seed: int) -> Result:
-    """On every process of the default group alike; each takes its share of each batch."""
+    """Train on every process of the default group. Each process takes its share of each batch."""
     torch.manual_seed(seed)  # the same network and the same batches everywhere
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))

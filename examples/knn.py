@@ -1,4 +1,4 @@
-"""Features to find neighbours by: learned through the nearest neighbours themselves.
+"""Learn features for nearest neighbours, through the nearest neighbours themselves.
 
 A small convolutional network turns images into 32 features; a digit is then recognised by the vote of its 9
 nearest neighbours among all training images. The network is trained
@@ -6,8 +6,8 @@ nearest neighbours among all training images. The network is trained
 - through `nn.SoftKNN`, on the share of an image's soft neighbours that are of another class,
 - with the cross-entropy of a linear layer on top, which is dropped afterwards: the usual two stages,
 
-and both stand beside neighbours in the pixels. All take the same number of steps. On MNIST the first is
-ahead; scikit-learn's digits are too few to tell the three apart.
+and both are compared with nearest neighbours in the pixels. All take the same number of
+steps. On MNIST the first is ahead; scikit-learn's digits are too few to tell the three apart.
 
     python examples/knn.py --data-dir FOLDER     # MNIST's four gzipped files; 90 s on one core
     python examples/knn.py                       # scikit-learn's digits; 20 s

@@ -1,7 +1,7 @@
 """Sixteen experts for sixteen kinds of tokens: does the router find them?
 
 Tokens come in 16 kinds, clusters in 16 dimensions, and each kind has a linear map of its own that the mixture
-has to imitate. There are 16 linear experts, one for each token: as many as are needed, if the router sends
+has to imitate. There are 16 linear experts, and each token is sent to one. This is enough if the router sends
 every kind to an expert of its own.
 
 - `nn.TokenChoiceRouter`, soft in training, whose temperature an `nn.Anneal` lowers;
@@ -9,7 +9,7 @@ every kind to an expert of its own.
   Switch transformer, which is how a hard router gets a gradient at all;
 - that with the usual loss for an even load on top.
 
-All are judged with one expert a token.
+All are judged with one expert per token.
 
     python examples/mixture.py                 # 25 s on one core
     python examples/mixture.py --seed 1 --out mixture.png
@@ -137,7 +137,7 @@ def draw(results: dict[str, Result], out: Path) -> None:
     left.minorticks_off()
     left.set_xlabel("training, %")
     left.set_ylabel("variance unexplained, %")
-    left.set_title("one expert a token")
+    left.set_title("one expert per token")
     left.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
     for axes, method in zip(tables, ("soft", "hard"), strict=True):

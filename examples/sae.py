@@ -1,14 +1,14 @@
-"""What are digits made of? A sparse autoencoder says it with a few of many directions an image.
+"""What are digits made of? A sparse autoencoder describes each image by a few of many directions.
 
-Every image is to be a sum of a few directions out of a dictionary that is learned. How many it may use is
-given; which, an encoder decides:
+Every image is approximated by a sum of a few directions from a learned dictionary. Their number is given, and
+an encoder chooses which ones to use:
 
 - `nn.TopKSAE`, hard, but with the gradient of a soft selection (`hard=True`);
 - soft in training, with a temperature that an `nn.Anneal` lowers;
 - hard without any gradient of the selection, as top-k autoencoders are usually trained.
 
 All are judged hard, by the share of the images' variance that their sums leave unexplained, and by how many
-of the directions lie idle.
+of the directions are never used.
 
     python examples/sae.py                       # scikit-learn's digits, 90 s on one core
     python examples/sae.py --data-dir FOLDER     # MNIST, from its four gzipped files
@@ -123,7 +123,7 @@ def main(data_dir: Path | None = None, steps: int = 600, seed: int = 0, out: Pat
     images = load_digits() if data_dir is None else load_mnist(data_dir)
     k = 6 if data_dir is None else 16
     results = run(images, k, steps, seed)
-    table = Table(title=f"{images.name}: {k} of {LATENTS} directions an image")
+    table = Table(title=f"{images.name}: {k} of {LATENTS} directions per image")
     table.add_column("selection in training")
     table.add_column("variance unexplained", justify="right")
     table.add_column("dead latents", justify="right")

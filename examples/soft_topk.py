@@ -1,6 +1,6 @@
-"""Learn which 5 of 256 items count, from nothing but the mean of what they say.
+"""Learn which 5 of 256 items count, from the mean of their values alone.
 
-Every example is a bag of random items. A hidden direction ranks them, another gives each a value, and
+Every example is a bag of random items. One hidden direction ranks them, another one gives each a value, and
 the target is the mean value of the 5 ranked highest. A scorer and a reader learn from targets, joined by
 
 - a soft top-k: `nn.SoftTopK`, whose temperature an `nn.Anneal` lowers,
@@ -8,7 +8,7 @@ the target is the mean value of the 5 ranked highest. A scorer and a reader lear
   scorer gets a gradient at all,
 - softmax attention over all items.
 
-All are judged as they would be used: 5 items chosen, their values averaged.
+All are judged as they would be used: 5 items are chosen, and their values are averaged.
 
     python examples/soft_topk.py                 # 30 s on one core
     python examples/soft_topk.py --seed 1 --out soft_topk.png
