@@ -347,3 +347,24 @@ def test_compiles_for_a_device_that_is_not_there() -> None:
 def test_the_table_of_cdfs_is_complete() -> None:
     named = {cdfs.resolve(name).name for name in ("logistic", "laplace", "normal", "uniform")}
     assert set(CDFS) == named | {cdfs.Power(4 / 3).name}
+
+
+def test_a_cdf_that_the_kernels_do_not_have_is_named(kernels: ModuleType) -> None:
+    assert [kernels.layout.cdf_id(name) for name in CDFS] == list(range(len(CDFS)))
+    with pytest.raises(ValueError, match=r"have the CDFs 'logistic', .*'power', but not 'gumbel'"):
+        kernels.layout.cdf_id("gumbel")
+
+
+def test_every_cdf_has_traits_that_agree_with_it(kernels: ModuleType) -> None:
+    functions = sys.modules["khot._kernels.triton.functions"]
+    assert len(functions.TRAITS.value) == len(CDFS)
+    for name, shape in CDFS.items():
+        F, which = cdfs.resolve(name, shape), functions.CDFS[name]
+        assert functions.full_support(which) == F.full_support
+        assert functions.median(kernels.layout.power(F), which) == pytest.approx(F.median, abs=0)
+
+
+def test_an_id_that_no_cdf_has_fails(kernels: ModuleType) -> None:
+    functions = sys.modules["khot._kernels.triton.functions"]
+    with pytest.raises(ValueError, match="no CDF has the id 5"):
+        functions.full_support(len(CDFS))

@@ -11,12 +11,11 @@ from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from khot._kernels.triton import layout, resident, resident_backward
 from khot._kernels.triton.functions import (
-    CDFS,
     OUTPUTS,
     THRESHOLD,
-    UNIFORM,
     VALUE,
     chunks,
+    full_support,
     gather,
     load,
     place,
@@ -78,7 +77,7 @@ def _part_gradient_sums(
     hi, lo = tl.load(hi_pointer + one), tl.load(lo_pointer + one)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
     zero = tl.zeros((1,), tl.float64)
-    near = zero + (1e15 if CDF < UNIFORM else 0.0)
+    near = zero + (1e15 if full_support(CDF) else 0.0)
     up, down = zero + float("inf"), zero - float("inf")
     sums = (near, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
     sums = chunks(
@@ -178,7 +177,7 @@ def soft_topk_backward(
     tau_row = layout.numbers(tau, batch, x.device)
     which = {
         "power": layout.power(F),
-        "CDF": CDFS[F.name],
+        "CDF": layout.cdf_id(F.name),
         "OUTPUT": OUTPUTS[output],
         "COMPUTE": layout.compute(x.dtype),
     }

@@ -11,7 +11,6 @@ from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from khot._kernels.triton import layout, resident
 from khot._kernels.triton.functions import (
-    CDFS,
     OUTPUTS,
     THRESHOLD,
     chunks,
@@ -223,7 +222,7 @@ def soft_topk(
             resident.soft_topk(source, *numbers, out, hi, lo, rows, n, output)
         return out, hi, lo
     k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
-    which = {"power": layout.power(F), "CDF": CDFS[F.name]}
+    which = {"power": layout.power(F), "CDF": layout.cdf_id(F.name)}
     moments = {"MEAN": F.mean, "VARIANCE": F.variance}
     how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype)}
     with torch.cuda.device_of(x):

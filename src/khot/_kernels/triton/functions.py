@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 CDFS = {"logistic": 0, "laplace": 1, "normal": 2, "uniform": 3, "power": 4}
 LOGISTIC, LAPLACE, NORMAL, UNIFORM, POWER = (tl.constexpr(i) for i in CDFS.values())
+
+
+class Traits(NamedTuple):
+    """What the kernels ask about a CDF. None of them asks which CDF it is, apart from the formulas below."""
+
+    full_support: bool  # f > 0 everywhere; otherwise f > 0 on (0, 1) only
+    tail: str  # "exponential" or "gaussian" where it underflows in a gap; "plain" where nothing is rescaled
+    median: float | None  # None where the power decides
+    icdf_error: float  # more than the error of icdf
+    last_step: tuple[float, float]  # in τ: after a shorter step a row is done, in float32 and in float64
+
+
+# by their ids; a constexpr, so that Triton's cache knows a kernel that was compiled with other traits
+TRAITS = tl.constexpr(
+    (
+        Traits(True, "exponential", 0.0, 1e-9, (3e-4, 1e-8)),
+        Traits(True, "exponential", 0.0, 1e-9, (3e-4, 1e-8)),
+        Traits(True, "gaussian", 0.0, 1e-3, (3e-4, 1e-8)),
+        Traits(False, "plain", 0.5, 1e-9, (1e-6, 1e-12)),
+        Traits(False, "plain", None, 1e-9, (1e-6, 1e-12)),
+    )
+)
 OUTPUTS = {"y": 0, "log": 1, "threshold": 2}
 VALUE, LOG, THRESHOLD = (tl.constexpr(i) for i in OUTPUTS.values())
 HUGE = tl.constexpr(torch.finfo(torch.float64).max)  # hi = lo = ±HUGE stands for t = ±inf
@@ -78,16 +102,71 @@ def log_erfcx(x):
 
 
 @triton.constexpr_function
+def traits(CDF):
+    if not 0 <= CDF < len(TRAITS.value):
+        raise ValueError(f"no CDF has the id {CDF}")
+    return TRAITS.value[CDF]
+
+
+@triton.constexpr_function
+def full_support(CDF):
+    return traits(CDF).full_support
+
+
+@triton.constexpr_function
+def exponential_tail(CDF):
+    return traits(CDF).tail == "exponential"
+
+
+@triton.constexpr_function
+def gaussian_tail(CDF):
+    return traits(CDF).tail == "gaussian"
+
+
+@triton.constexpr_function
+def icdf_error(CDF):
+    return traits(CDF).icdf_error
+
+
+@triton.constexpr_function
+def last_step(CDF, FINE):
+    return traits(CDF).last_step[1 if FINE else 0]
+
+
+@triton.constexpr_function
 def median(power, CDF):
-    return 0.5 ** (1 / power) if CDF >= 3 else 0.0
+    known = traits(CDF).median
+    return 0.5 ** (1 / power) if known is None else known
+
+
+@triton.jit
+def log_scale(near, CDF: tl.constexpr):
+    """The logarithm of what tails and densities relative to near are multiplied by (:func:`side`)."""
+    if gaussian_tail(CDF):
+        return 0.5 * near * near
+    elif exponential_tail(CDF):
+        return near
+    else:
+        return near * 0
+
+
+@triton.jit
+def log_scales(a, b, CDF: tl.constexpr):
+    """log_scale(a) − log_scale(b), without cancellation."""
+    if gaussian_tail(CDF):
+        return 0.5 * (a - b) * (a + b)
+    elif exponential_tail(CDF):
+        return a - b
+    else:
+        return (a - b) * 0
 
 
 @triton.jit
 def side(z, rest, above, near, power: tl.constexpr, CDF: tl.constexpr):
-    """min(F, 1 − F) and f at z, of CDFs with full support relative to what they are at ±near.
+    """min(F, 1 − F) and f at z, of CDFs whose tails underflow relative to what they are at ±near.
 
-    That is, times e^near (logistic, Laplace) or e^(near²/2) (normal): near = 0 leaves them as they are, and
-    with the z of the entry nearest to t they do not underflow however wide the gap.
+    That is, times e^near (an exponential tail) or e^(near²/2) (a gaussian one): near = 0 leaves them as they
+    are, and with the z of the entry nearest to t they do not underflow however wide the gap.
     """
     a = tl.abs(z)
     if CDF == LOGISTIC:
@@ -104,6 +183,9 @@ def side(z, rest, above, near, power: tl.constexpr, CDF: tl.constexpr):
         tail = 0.5 * E * tl.exp(log_erfcx(a * 0.7071067811865476))
         density = E * 0.3989422804014327
     else:
+        tl.static_assert(
+            (CDF == UNIFORM) | (CDF == POWER), f"side has no formula for the CDF with the id {CDF}"
+        )
         inside = (z > 0) & (z < 1)
         z = tl.where(inside, z, 0.5)
         if CDF == UNIFORM:
@@ -131,6 +213,9 @@ def log_F(z, power: tl.constexpr, CDF: tl.constexpr):
         log_tail = log_erfcx(a * 0.7071067811865476) - 0.5 * a * a - 0.6931471805599453
         log_F = tl.where(z > 0, log1p(-tl.exp(log_tail)), log_tail)
     else:
+        tl.static_assert(
+            (CDF == UNIFORM) | (CDF == POWER), f"log_F has no formula for the CDF with the id {CDF}"
+        )
         inside = (z > 0) & (z < 1)
         edge = tl.where(z > 0, 0.0, float("-inf")).to(z.dtype)
         log_F = tl.where(inside, power * tl.log(tl.where(inside, z, 1.0)), edge)
@@ -138,8 +223,29 @@ def log_F(z, power: tl.constexpr, CDF: tl.constexpr):
 
 
 @triton.jit
+def slope_of_log(z, density, tail, power: tl.constexpr, CDF: tl.constexpr):
+    """f/F, from the f and the tail that are not relative to anything; 0 where F is 0."""
+    a = tl.abs(z)
+    if CDF == LOGISTIC:
+        e = tl.exp(-a)
+        ratio = tl.where(z > 0, e, 1.0) / (1 + e)
+    elif CDF == LAPLACE:
+        ratio = tl.where(z > 0, density / (1 - tail), 1.0)
+    elif CDF == NORMAL:
+        lower = 0.7978845608028654 * tl.exp(-log_erfcx(tl.minimum(a, 1e15) * 0.7071067811865476))
+        ratio = tl.where(z > 0, density / (1 - tail), lower)
+    else:
+        tl.static_assert(
+            (CDF == UNIFORM) | (CDF == POWER), f"slope_of_log has no formula for the CDF with the id {CDF}"
+        )
+        inside = (z > 0) & (z < 1)
+        ratio = tl.where(inside, power / tl.where(inside, z, 1.0), 0.0)
+    return ratio.to(z.dtype)
+
+
+@triton.jit
 def icdf(y, power: tl.constexpr, CDF: tl.constexpr):
-    """F⁻¹(y) of float64 numbers; of the normal CDF to 5e-4 (Abramowitz and Stegun 26.2.23)."""
+    """F⁻¹(y) of float64 numbers, to the trait icdf_error."""
     w = tl.minimum(y, 1 - y)
     if CDF == LOGISTIC:
         z = tl.log(y) - tl.log(1 - y)
@@ -150,12 +256,14 @@ def icdf(y, power: tl.constexpr, CDF: tl.constexpr):
     elif CDF == UNIFORM:
         z = y
     else:
+        tl.static_assert(CDF == POWER, f"icdf has no formula for the CDF with the id {CDF}")
         z = tl.exp(tl.log(y) / power)
     return z
 
 
 @triton.jit
 def normal_icdf(y):
+    """Φ⁻¹(y) to 5e-4 (Abramowitz and Stegun 26.2.23)."""
     u = tl.sqrt(-2 * tl.log(tl.minimum(y, 1 - y)))
     a = u - (2.515517 + u * (0.802853 + u * 0.010328)) / (1 + u * (1.432788 + u * (0.189269 + u * 0.001308)))
     return tl.where(y > 0.5, a, -a)
@@ -168,7 +276,7 @@ def standardize(x, hi, lo, tau, CDF: tl.constexpr):
     lo = (hi - high.to(tl.float64) + lo).to(x.dtype)[:, None]
     hi, tau = high[:, None], tau.to(x.dtype)[:, None]
     z = ((x - hi) - lo) / tau
-    rest = ((tau - (x - hi)) + lo) / tau if CDF >= UNIFORM else z
+    rest = z if full_support(CDF) else ((tau - (x - hi)) + lo) / tau
     return z, rest
 
 

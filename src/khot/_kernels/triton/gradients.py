@@ -7,16 +7,15 @@ import triton.language as tl
 
 from khot._kernels.triton.functions import (
     HUGE,
-    LAPLACE,
     LOG,
-    LOGISTIC,
-    NORMAL,
     THRESHOLD,
-    UNIFORM,
     VALUE,
-    log_erfcx,
+    full_support,
+    log_scale,
+    log_scales,
     median,
     side,
+    slope_of_log,
     standardize,
 )
 
@@ -28,24 +27,6 @@ __all__ = [
     "rescale",
     "write_gradient",
 ]
-
-
-@triton.jit
-def _slope_of_log(z, density, tail, power: tl.constexpr, CDF: tl.constexpr):
-    """f/F, from the f and the tail that are not relative to anything; 0 where F is 0."""
-    a = tl.abs(z)
-    if CDF == LOGISTIC:
-        e = tl.exp(-a)
-        ratio = tl.where(z > 0, e, 1.0) / (1 + e)
-    elif CDF == LAPLACE:
-        ratio = tl.where(z > 0, density / (1 - tail), 1.0)
-    elif CDF == NORMAL:
-        lower = 0.7978845608028654 * tl.exp(-log_erfcx(tl.minimum(a, 1e15) * 0.7071067811865476))
-        ratio = tl.where(z > 0, density / (1 - tail), lower)
-    else:
-        inside = (z > 0) & (z < 1)
-        ratio = tl.where(inside, power / tl.where(inside, z, 1.0), 0.0)
-    return ratio.to(z.dtype)
 
 
 @triton.jit
@@ -63,7 +44,7 @@ def _cotangents(x, v, valid, hi, lo, tau, near, power: tl.constexpr, CDF: tl.con
         u = tl.where(valid, v * own, 0.0)
     elif OUTPUT == LOG:
         tail, own = side(z, rest, above, 0.0, power, CDF)
-        ratio = tl.where(valid, _slope_of_log(z, own, tail, power, CDF), 0.0)
+        ratio = tl.where(valid, slope_of_log(z, own, tail, power, CDF), 0.0)
         u = tl.where(ratio == 0, 0.0, v * ratio)
         share = u
     else:
@@ -77,7 +58,7 @@ def gradient_sums(x, v, valid, hi, lo, tau, power: tl.constexpr, CDF: tl.constex
     """near, the least abs(z), and sums relative to it; and for compact support what lies next to a gap."""
     valid = valid & (tl.abs(x) < float("inf")) & (tl.abs(hi) != HUGE)[:, None]
     z, _ = standardize(x, hi, lo, tau, CDF)
-    if CDF < UNIFORM:
+    if full_support(CDF):
         near = tl.min(tl.where(valid, tl.abs(z), float("inf")), axis=1)
         near = tl.minimum(near.to(tl.float64), 1e15)
     else:
@@ -103,12 +84,6 @@ def gradient_sums(x, v, valid, hi, lo, tau, power: tl.constexpr, CDF: tl.constex
 
 
 @triton.jit
-def _log_scale(near, CDF: tl.constexpr):
-    """log of what densities relative to near are divided by: they are e^this times f."""
-    return 0.5 * near * near if CDF == NORMAL else near
-
-
-@triton.jit
 def gradient_row(
     near, mass, mass_z, u_sum, u_z, share_sum, up_count, up_sum, down_count, down_sum, grad_lo, hi, tau,
     CDF: tl.constexpr, OUTPUT: tl.constexpr,
@@ -117,13 +92,13 @@ def gradient_row(
     live = mass > 0
     safe = tl.where(live, mass, 1.0)
     z_mean = tl.where(live, mass_z / safe, 0.0)
-    log_mass = tl.log(safe) - _log_scale(near, CDF)
+    log_mass = tl.log(safe) - log_scale(near, CDF)
     through_t = tl.exp(tl.log(tau) - log_mass)
     share = share_sum / safe
     if OUTPUT == LOG:
-        share = tl.where(share_sum == 0, 0.0, share * tl.exp(_log_scale(near, CDF)))
+        share = tl.where(share_sum == 0, 0.0, share * tl.exp(log_scale(near, CDF)))
     dk = tl.where(live, share, 0.0) - tl.where(live & (grad_lo != 0), grad_lo * through_t, 0.0)
-    if CDF >= UNIFORM and OUTPUT != THRESHOLD:
+    if not full_support(CDF) and OUTPUT != THRESHOLD:
         gap = 0.5 * up_sum / tl.maximum(up_count, 1.0)
         if OUTPUT == VALUE:
             gap += 0.5 * down_sum / tl.maximum(down_count, 1.0)
@@ -182,8 +157,7 @@ def add_gradient_sums(sums, given, x, valid, row, column):
 @triton.jit
 def rescale(near, nearest, CDF: tl.constexpr):
     """What turns sums relative to near into sums relative to nearest ≤ near."""
-    exponent = 0.5 * (nearest - near) * (nearest + near) if CDF == NORMAL else nearest - near
-    return tl.exp(exponent)
+    return tl.exp(log_scales(nearest, near, CDF))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import fast
+from khot._kernels.triton.functions import CDFS
 
 RESIDENT = 32768  # entries of a row that stay on chip
 TOGETHER = 1024  # entries of short rows that share a program
@@ -112,6 +113,17 @@ def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
             high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
             return Values(None, 0, high, number - high)
     return Values(*numbers(value, batch, device), 0.0, 0.0)
+
+
+def cdf_id(name: str) -> int:
+    """What the kernels call a CDF.
+
+    Raises:
+        ValueError: for a CDF that they do not have.
+    """
+    if name not in CDFS:
+        raise ValueError(f"the Triton kernels have the CDFs {', '.join(map(repr, CDFS))}, but not {name!r}")
+    return CDFS[name]
 
 
 def power(F: cdfs.CDF) -> float:

@@ -8,11 +8,13 @@ import triton.language as tl
 from khot._kernels.triton.functions import (
     HUGE,
     LOG,
-    NORMAL,
     TINY,
-    UNIFORM,
+    full_support,
     icdf,
+    icdf_error,
+    last_step,
     log_F,
+    log_scales,
     median,
     normal_icdf,
     pair,
@@ -110,7 +112,7 @@ def begin(
 
     share = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
     own = icdf(share, power, CDF)
-    pad = 1e-3 * tau if CDF == NORMAL else 1e-9 * tau
+    pad = icdf_error(CDF) * tau
     low = xmin - tau * own - pad - 1e-15 * tl.abs(xmin)
     high = xmax - tau * own + pad + 1e-15 * tl.abs(xmax)
     noise = tau * tau * VARIANCE
@@ -125,7 +127,7 @@ def begin(
 @triton.jit
 def order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr):
     """Bounds on t from the rank-th largest entry: khot._kernels.reference.solver._order_bounds."""
-    pad = (1e-3 if CDF == NORMAL else 1e-9) * tau + 1e-15 * tl.abs(value)
+    pad = icdf_error(CDF) * tau + 1e-15 * tl.abs(value)
     share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
     low = value - tau * icdf(share, power, CDF) - pad
     share = (k - rank + 1) / tl.maximum(n - rank + 1, 1.0)
@@ -166,7 +168,7 @@ def take_step(
     logit = tl.log(share) - tl.log(1 - share) - tl.log(target) + tl.log(1 - target)
     step = logit * share * (1 - share) * n / density
     step = tl.where(tl.abs(miss) <= 1e-4 * tl.minimum(k, n - k), miss / density, step)
-    if CDF < UNIFORM:
+    if full_support(CDF):
         few = tl.log(P / Q) / (f_below / P + f_above / Q)
         step = tl.where((P < 1) & (Q < 1) & (tl.abs(few) < HUGE), few, step)
     step = step * tau
@@ -177,28 +179,24 @@ def take_step(
     close = tl.abs(step) <= (1e-6 if FINE else 1e-3) * tau
     # close to the root the sign of miss is rounding, and no bracket may overrule the last steps
     newton = newton | close
-    settled = (1e-8 if FINE else 3e-4) if CDF < UNIFORM else (1e-12 if FINE else 1e-6)
-    finished = tl.abs(step) <= settled * tau
+    finished = tl.abs(step) <= last_step(CDF, FINE) * tau
     finished = finished | (miss == 0)
     stuck = (middle <= new_low) | (middle >= new_high)
     finished = finished | (stuck & (density == 0))
 
     up, down = up - hi, down - hi
     gap_middle = 0.5 * tl.minimum(up, HUGE / 4) + 0.5 * tl.maximum(down, -HUGE / 4)
-    if CDF < UNIFORM:
+    if full_support(CDF):
         gap = (excess == 0) & (tl.minimum(A, B) < (TINY if FINE else 1e-30)) & (deep == 0)
         log_ratio = tl.log(B) - tl.log(A)
-        if CDF == NORMAL:
-            log_ratio += 0.5 * (near_up - near_down) * (near_up + near_down)
-        else:
-            log_ratio += near_up - near_down
+        log_ratio += log_scales(near_up, near_down, CDF)
         deep_step = tau * log_ratio / (f_above / A + f_below / B)
         # where even the logarithms have lost their digits, the middle of the gap is the best guess
         ok = (lo + deep_step > down) & (lo + deep_step < up)
         step = tl.where(deep, tl.where(ok, deep_step, 0.0), step)
         newton = newton | deep
         finished = tl.where(
-            deep, (tl.abs(step) <= settled * tau) | (near_up != near_up), finished & (gap == 0)
+            deep, (tl.abs(step) <= last_step(CDF, FINE) * tau) | (near_up != near_up), finished & (gap == 0)
         )
     else:  # no entry has f > 0: any t in [down, up − tau] will do, so the middle
         gap = (excess == 0) & (up - down >= tau)
@@ -211,7 +209,7 @@ def take_step(
     rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
     base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
     new_hi, new_lo = pair(base, rest, FINE)
-    if CDF < UNIFORM:
+    if full_support(CDF):
         near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)
         near_down = tl.where(deep | gap, tl.maximum((new_hi + new_lo - hi - down) / tau, 1e-300), 0.0)
     return new_hi, new_lo, new_low, new_high, near_up, near_down, finished
