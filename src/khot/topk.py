@@ -70,9 +70,9 @@ def soft_topk(
         than k entries of +inf, is NaN.
 
     The gradient in input, k and tau is exact (by implicit differentiation; nothing is unrolled), in both
-    modes and to second order. With ``hard=True`` it is a surrogate. With ``group``, only reverse mode is
-    supported: every process gets the gradient of the sum of all processes' losses, in its shard and in the
-    whole of k and tau.
+    modes and to second order. With ``hard=True`` it is a surrogate. With ``group``, every process gets the
+    gradient of the sum of all processes' losses, in its shard and in the whole of k and tau; forward mode is
+    that of ``torch.autograd.forward_ad``, and the transforms of ``torch.func`` are not supported.
 
     Raises:
         ValueError: k is negative or larger than the number of entries that may be selected; tau ≤ 0; a mask
