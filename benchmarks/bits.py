@@ -45,6 +45,7 @@ import khot
 # New spelling of a parameter, as it is written below, and the older ones to try where a callable lacks it.
 RENAMED = {
     "hard": ("straight_through",),
+    "in_features": ("dim",),
 }
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -629,8 +630,7 @@ def losses(to: Recorder) -> None:
                             )
 
                         def entropy(input: Tensor, options: Any = options, **tau: Tensor) -> Tensor:
-                            # its first parameter goes by position: it may get another name
-                            loss = call(khot.losses.TopKCrossEntropyLoss, [0.5, 0.0, 0.5], **options, **tau)
+                            loss = call(khot.losses.TopKCrossEntropyLoss, {1: 0.5, 3: 0.5}, **options, **tau)
                             return loss(input, label)
 
                         def order(input: Tensor, options: Any = options, **tau: Tensor) -> Tensor:
@@ -682,7 +682,7 @@ def sampling(to: Recorder) -> None:
                     source = generator(design)
 
                     def draw(source: torch.Generator = source) -> Any:
-                        x = khot.sampling.sample(probs, design, sample_shape, generator=source)
+                        x = khot.sampling.sample(probs, design, sample_shape=sample_shape, generator=source)
                         return x, source.get_state()
 
                     record_plain(to, f"{key.format('sample')}/{sample_shape}", draw)
@@ -714,7 +714,9 @@ def sampling(to: Recorder) -> None:
                 record_plain(
                     to,
                     f"sampling.gumbel_topk/{key}/{sample_shape}",
-                    lambda: khot.sampling.gumbel_topk(logits, k, sample_shape, generator=generator("draws")),
+                    lambda: khot.sampling.gumbel_topk(
+                        logits, k, sample_shape=sample_shape, generator=generator("draws")
+                    ),
                 )
             cp = khot.sampling.conditional_poisson
             value = khot.topk_mask(logits, k)
@@ -895,7 +897,7 @@ def layers() -> dict[str, tuple[Callable[..., nn.Module], list[Any], dict[str, A
             [x],
         )
 
-    experts: dict[str, Any] = {"dim": 5, "num_experts": 4, "tau": 0.5}
+    experts: dict[str, Any] = {"in_features": 5, "num_experts": 4, "tau": 0.5}
     routers: dict[str, Callable[..., Any]] = {
         "ExpertChoiceRouter": lambda **kw: call(L.ExpertChoiceRouter, capacity=1.5, **experts, **kw),
         "ExpertChoiceRouter(laplace)": lambda **kw: call(
@@ -1176,12 +1178,16 @@ def spread_rows(to: Recorder, group: Any) -> None:
                 record_plain(
                     to,
                     f"sampling.sample/{key}",
-                    lambda: khot.sampling.sample(probs, "pareto", sample_shape, group=group, **source),
+                    lambda: khot.sampling.sample(
+                        probs, "pareto", sample_shape=sample_shape, group=group, **source
+                    ),
                 )
                 record_plain(
                     to,
                     f"sampling.gumbel_topk/{key}",
-                    lambda: khot.sampling.gumbel_topk(logits, 3, sample_shape, group=group, **source),
+                    lambda: khot.sampling.gumbel_topk(
+                        logits, 3, sample_shape=sample_shape, group=group, **source
+                    ),
                 )
 
 
