@@ -35,7 +35,7 @@ from khot._kernels.triton.fast import LOG2E, reciprocal, wide
 from khot._kernels.triton.functions import OUTPUTS
 from khot._kernels.triton.resident import entries, inside, load_rows, place_rows
 
-RESULTS = Path(__file__).parent / "results" / "gpu_resources.md"
+RESULTS = Path(__file__).parent / "results" / "resources.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGET = GPUTarget("cuda", 90, 32)
 # of an H100, for the model: bytes a second that a copy moves, clock, schedulers; and the share of issue slots
@@ -44,7 +44,7 @@ BANDWIDTH, CLOCK, SCHEDULERS, ISSUE = 3.0e12, 1.755e9, 528, 0.75
 
 
 class Case(NamedTuple):
-    """A shape, and what its kernels may take: instructions an entry on the ordinary path, and spills."""
+    """A shape, and what its kernels may take: instructions per entry on the ordinary path, and spills."""
 
     rows: int
     n: int
@@ -208,7 +208,7 @@ class Line(NamedTuple):
         bound = self.case.forward if self.kernel == "forward" else self.case.backward
         most = HELD_SPILLS if _held(self.case) > 32 else SPILLS
         for what, value, limit in (
-            ("instructions an entry", self.per_entry, bound),
+            ("instructions per entry", self.per_entry, bound),
             ("registers", max(self.ordinary.registers, self.whole.registers), REGISTERS),
             ("spills of the ordinary path", self.ordinary.spills, 0),
             ("spills", self.whole.spills, most),
@@ -232,7 +232,7 @@ def line(case: Case, kernel: str) -> Line:
 
 def table(lines: list[Line]) -> str:
     head = [
-        "shape", "kernel", "instructions an entry", "softmax's", "modelled ratio", "registers, ordinary",
+        "shape", "kernel", "instructions per entry", "softmax's", "modelled ratio", "registers, ordinary",
         "registers, whole", "spills, ordinary", "spills, whole", "instructions, whole",
     ]  # fmt: skip
     body = [
