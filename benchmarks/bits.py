@@ -720,12 +720,16 @@ def sampling(to: Recorder) -> None:
                 )
             cp = khot.sampling.conditional_poisson
             value = khot.topk_mask(logits, k)
+            design: Any = khot.sampling.designs["conditional_poisson"]
             functions: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
                 "calibrate": (cp.calibrate, {"probs": probs}),
-                "design_entropy": (cp.design_entropy, {"probs": probs}),
-                "design_joint": (cp.design_joint, {"probs": probs}),
-                "design_log_prob": (lambda probs: cp.design_log_prob(value, probs), {"probs": probs}),
-                "draw": (lambda probs: cp.draw(probs, generator("cp")), {"probs": probs}),
+                "design_entropy": (
+                    lambda probs: cp.entropy(cp.calibrate(probs), probs.detach().sum(-1).round()),
+                    {"probs": probs},
+                ),
+                "design_joint": (design.joint, {"probs": probs}),
+                "design_log_prob": (lambda probs: design.log_prob(value, probs), {"probs": probs}),
+                "draw": (lambda probs: design.draw(probs, generator("cp")), {"probs": probs}),
                 "entropy": (lambda logits: cp.entropy(logits, k), {"logits": logits}),
                 "joint_marginals": (lambda logits: cp.joint_marginals(logits, k), {"logits": logits}),
                 "kl": (

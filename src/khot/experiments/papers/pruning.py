@@ -190,7 +190,7 @@ def _draw(args: Args, rows: list[study.Row], present: list[str], path: Path) -> 
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"test error, %: mean and range of {args.seeds} seeds")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right", ncols=2)
     figure.savefig(path, dpi=120)
 
 
