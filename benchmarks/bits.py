@@ -723,10 +723,6 @@ def sampling(to: Recorder) -> None:
             design: Any = khot.sampling.designs["conditional_poisson"]
             functions: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
                 "calibrate": (cp.calibrate, {"probs": probs}),
-                "design_entropy": (
-                    lambda probs: cp.entropy(cp.calibrate(probs), probs.detach().sum(-1).round()),
-                    {"probs": probs},
-                ),
                 "design_joint": (design.joint, {"probs": probs}),
                 "design_log_prob": (lambda probs: design.log_prob(value, probs), {"probs": probs}),
                 "draw": (lambda probs: design.draw(probs, generator("cp")), {"probs": probs}),
@@ -740,7 +736,7 @@ def sampling(to: Recorder) -> None:
                 "log_prob": (lambda logits: cp.log_prob(value, logits, k), {"logits": logits}),
                 "marginals": (lambda logits: cp.marginals(logits, k), {"logits": logits}),
                 "sample": (
-                    lambda logits: cp.sample(logits, k, (2,), generator=generator("cp")),
+                    lambda logits: cp.sample(logits, k, sample_shape=(2,), generator=generator("cp")),
                     {"logits": logits},
                 ),
             }
