@@ -253,7 +253,7 @@ def sections(results: report.Results) -> Iterator[tuple[str, str]]:
         ),
     )
     yield (
-        f"Kernels a call: {both}",
+        f"Kernels per call: {both}",
         report.table(["", *head], rows(counts, ["softmax", "topk", *ours])),
     )
     yield (

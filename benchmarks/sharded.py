@@ -136,7 +136,7 @@ def main() -> None:
             counts, sizes = zip(*(sent for sent, _ in found), strict=True)
             cells = [" / ".join(ratios), "{} / {}".format(*counts), "{:,} / {:,}".format(*sizes)]
             rows.append([str(ranks), f"{n:,}", base, *cells])
-    titles = ["ranks", "n", "one process, ms", "ratio", "all-reduces", "bytes a process"]
+    titles = ["ranks", "n", "one process, ms", "ratio", "all-reduces", "bytes per process"]
     print(report.table(titles, rows))
 
 

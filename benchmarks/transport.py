@@ -41,7 +41,7 @@ def log_sweeps(x: Tensor, k: int, epsilon: float, sweeps: int = SWEEPS) -> Tenso
 
 
 def plain_sweeps(x: Tensor, k: int, epsilon: float, sweeps: int = SWEEPS) -> Tensor:
-    """The same without logarithms: two matrix-vector products a sweep, and NaN where exp underflows."""
+    """The same without logarithms: two matrix-vector products per sweep, and NaN where exp underflows."""
     n = x.shape[-1]
     anchors = torch.arange(k, -1, -1, dtype=x.dtype)
     kernel = torch.exp(-((x[:, None, :] - anchors[:, None]) ** 2) / epsilon)

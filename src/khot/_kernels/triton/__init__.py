@@ -6,13 +6,13 @@ programs first take the solver's step from the sums that the pass before left, a
 sum their own part. The number of launches is fixed and rows that are done skip theirs, so that nothing waits
 for the device and a CUDA graph can hold it all.
 
-The logistic soft top-k of float32 and narrower scores has kernels of its own, with float32 numbers of a row,
-too (`resident`, `resident_backward`): an evaluation takes a third of the instructions and most rows need only
-one, and the float64 solver takes over, in the same launch, for the rows that do not converge so. Long rows
-stream past a program each there, where there are many of them or they are not too long.
+The logistic soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are
+float32 as well (`resident`, `resident_backward`). An evaluation takes a third of the instructions there, and
+most rows need only one. For rows that do not converge, the float64 solver takes over in the same launch. A
+long row streams past one program if there are many rows, or if the row is not too long.
 
-Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, with float64 for
-sums and for what is one number a row; float64 scores are float64 throughout. The method is the reference's
+Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
+sums and per-row scalars; float64 scores are float64 throughout. The method is the reference's
 (`_kernels.reference.solver`), with a bisection in place of its histograms: passes over what lies on chip are
 cheap.
 """

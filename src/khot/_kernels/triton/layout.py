@@ -18,7 +18,7 @@ RESIDENT = 32768  # entries of a row that stay on chip
 TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
-RESCUE = 256  # entries a warp that the float64 solver takes at a time
+RESCUE = 256  # entries per warp that the float64 solver takes at a time
 # Long rows have a program each where there are many of them, and where a row is done by one in the time that
 # the host takes for the launches of a row split over programs. Both by reckoning: no device has been asked.
 STREAMS = 64  # rows
@@ -45,7 +45,7 @@ class Values(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a program of the float32 kernels holds rows: in pieces, of four entries a thread each."""
+    """How a program of the float32 kernels holds rows: in pieces of four entries per thread."""
 
     together: int
     pieces: int
@@ -55,9 +55,9 @@ class Tile(NamedTuple):
 
 
 def tile(rows: int, n: int) -> Tile:
-    """8 to 64 entries a thread, fewer where there are few rows; of a row above `RESIDENT`, 16 at a time.
+    """8 to 64 entries per thread, fewer if there are few rows; 16 at a time of a row longer than `RESIDENT`.
 
-    A short row has a part of a warp, so that its sums take no barrier.
+    A short row is held by a part of a warp, so that its sums need no barrier.
     """
     if n > RESIDENT:
         return Tile(1, 4, 2048, 16, True)
@@ -96,7 +96,7 @@ def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
 
 
 def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Tensor, int]:
-    """A number a row, likewise, on the device; one number may come on the CPU."""
+    """The per-row scalars, likewise, on the device; a single number may lie on the CPU."""
     if value.numel() == 1:
         if value.device != device:
             value = torch.full((), value.item(), dtype=value.dtype, device=device)
@@ -105,7 +105,7 @@ def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Ten
 
 
 def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
-    """A number a row for the float32 kernels, where one number that lies on the CPU goes by value."""
+    """The per-row scalars for the float32 kernels; a single number on the CPU is passed by value."""
     if value.dim() == 0 and value.is_cpu:
         number = float(value.item())
         # float32 holds both halves, to the last digit of float64

@@ -1,4 +1,4 @@
-"""The sorted SOFT top-k: one program a row solves for its k potentials, then programs write the plan.
+"""The sorted SOFT top-k: one program per row solves for its k potentials, then programs write the plan.
 
 The method is the reference's (`_kernels.reference.transport`), which has the formulas; all in float64.
 """
