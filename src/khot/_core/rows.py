@@ -215,7 +215,7 @@ class Shards(Row):
         )
 
 
-def of(name: str) -> Row:
+def of(name: str = "") -> Row:
     """The rows of an operator whose schema has ``str group``: "" for whole rows."""
     return Shards(name) if name else HERE
 

@@ -81,7 +81,7 @@ class _Rule(Rule):
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         s, k, tau, _, *group = inputs
-        count = rows.of((*group, "")[0]).count
+        count = rows.of(*group).count
         arguments.explain_nan(outputs[1], s, k, tau, integer=True, count=count)
 
 

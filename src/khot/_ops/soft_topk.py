@@ -107,7 +107,7 @@ class _Rule(Rule):
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, tau, _, _, output, *group = inputs
         name = "count" if output == "threshold" else "k"
-        row = rows.of((*group, "")[0])
+        row = rows.of(*group)
         arguments.explain_nan(outputs[1], x, k, tau, name=name, count=row.count)
 
 

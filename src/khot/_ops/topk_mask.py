@@ -35,7 +35,7 @@ class _Rule(Rule):
     def examine(outputs: Tensor | tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, *group = inputs
         marked = outputs[1] if isinstance(outputs, tuple) else outputs[..., :1]
-        arguments.explain_nan(marked, x, k, count=rows.of((*group, "")[0]).count)
+        arguments.explain_nan(marked, x, k, count=rows.of(*group).count)
 
 
 def _fake(x: Tensor, k: Tensor) -> Tensor:

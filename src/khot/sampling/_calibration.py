@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from khot._ops import poisson_binomial as operators
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import Logistic
 from khot.sampling._tilting import covariance_product, in_front, inclusion, tilt_rows
@@ -42,7 +43,8 @@ class _Calibrate(Function):
     def forward(probs: Tensor, k: Tensor) -> Tensor:
         # start from the nearest probabilities that sum to k exactly: the iteration must not chase a rounding
         # error
-        return torch.ops.khot.calibrate.default(tilt_rows(torch.logit(probs), k).z, k)[0]
+        logits: Tensor = operators.calibrate(tilt_rows(torch.logit(probs), k).z, k)[0]
+        return logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

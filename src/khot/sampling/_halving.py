@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from khot._kernels.reference.poisson_binomial import Frequencies, of_period, pmf
+from khot._ops import poisson_binomial as operators
 from khot._ops import uniform as philox
 from khot.sampling._phantom import distinct
 from khot.sampling._tilting import tilt_rows
@@ -93,7 +94,7 @@ def _right_size(k: Tensor) -> Acceptance:
 def _completion(z: Tensor, k: Tensor) -> Acceptance:
     """P(these trials select k − size), divided by its maximum."""
     mean, n = torch.sigmoid(z).sum(-1), z.shape[-1]
-    period, re, im = torch.ops.khot.characteristic.default(z)
+    period, re, im = operators.characteristic(z)
     at = of_period(period)
     # the mode is next to the mean (Darroch 1964)
     mode = torch.maximum(pmf(re, im, mean.floor(), at), pmf(re, im, mean.ceil(), at))

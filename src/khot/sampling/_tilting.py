@@ -17,6 +17,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._kernels.reference import poisson_binomial
 from khot._kernels.reference.poisson_binomial import Frequencies
+from khot._ops import poisson_binomial as operators
 from khot.sampling._axes import to_last
 
 __all__ = [
@@ -111,7 +112,7 @@ class _LogSizeProb(Function):
 
     @staticmethod
     def forward(change: Tensor, z: Tensor, k: Tensor) -> Tensor:
-        period, re, im = torch.ops.khot.characteristic.default(z)
+        period, re, im = operators.characteristic(z)
         return poisson_binomial.pmf(re, im, k, poisson_binomial.of_period(period)).log()
 
     @staticmethod
@@ -137,7 +138,7 @@ class _Inclusion(Function):
 
     @staticmethod
     def forward(change: Tensor, z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        prob, pi, out = torch.ops.khot.inclusion.default(z, k)
+        prob, pi, out = operators.inclusion(z, k)
         return prob.log(), pi, out
 
     @staticmethod
@@ -176,7 +177,8 @@ class _Covariance(Function):
 
     @staticmethod
     def forward(change: Tensor, u: Tensor, z: Tensor, k: Tensor) -> Tensor:
-        return torch.ops.khot.covariance.default(z, k, u)
+        image: Tensor = operators.covariance(z, k, u)
+        return image
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

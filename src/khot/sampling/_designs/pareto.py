@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from khot._ops import uniform as philox
+from khot._ops.draws import order_sample
 from khot.sampling import _order as order
 from khot.sampling._phantom import distinct, size
 
@@ -58,4 +59,5 @@ def _parameters(probs: Tensor) -> Tensor:
 
 def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
     seed = philox.new_seed(theta.device, generator)
-    return torch.ops.khot.order_sample.default(theta.expand(shape), k.expand(shape[:-1]), seed)
+    chosen: Tensor = order_sample(theta.expand(shape), k.expand(shape[:-1]), seed)
+    return chosen

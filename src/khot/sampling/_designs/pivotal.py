@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from khot._ops import uniform as philox
+from khot._ops.draws import tournament
 
 __all__ = ["draw", "draw_random_order"]
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    return torch.ops.khot.tournament.default(probs, philox.new_seed(probs.device, generator))
+    chosen: Tensor = tournament(probs, philox.new_seed(probs.device, generator))
+    return chosen
 
 
 def draw_random_order(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
