@@ -11,7 +11,7 @@ from torch import Tensor
 from khot._kernels import active
 from khot._kernels.reference import poisson_binomial as reference
 from khot._kernels.reference.fixed_point import calibrate_kernel
-from khot.sampling._tilting import tilt_rows
+from khot._ops.tilting import tilt_rows
 
 pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")
 

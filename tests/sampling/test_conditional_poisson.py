@@ -14,7 +14,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 import subsets
 from khot import sigmoid_topk
 from khot.sampling._designs import conditional_poisson as design
-from khot.sampling._tilting import tilt
+from khot.sampling._tilt import tilt
 from khot.sampling.conditional_poisson import (
     calibrate,
     entropy,

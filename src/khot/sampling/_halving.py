@@ -18,8 +18,8 @@ from torch import Tensor
 from khot._kernels.reference.poisson_binomial import Frequencies, of_period, pmf
 from khot._ops import poisson_binomial as operators
 from khot._ops import uniform as philox
+from khot._ops.tilting import tilt_rows
 from khot.sampling._phantom import distinct
-from khot.sampling._tilting import tilt_rows
 
 __all__ = ["draw_rows", "numbered"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from khot._kernels.reference.fixed_point import fixed_point
-from khot.sampling import _tilting as conditional
-from khot.sampling._tilting import Tilted, mixture, tilt_rows
+from khot._ops import tilting as conditional
+from khot._ops.tilting import Tilted, mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint"]
 

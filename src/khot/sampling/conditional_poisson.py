@@ -22,10 +22,11 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
+from khot._ops.calibration import solve
+from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
-from khot.sampling._calibration import solve
 from khot.sampling._halving import draw_rows
-from khot.sampling._tilting import Tilted, check_design, inclusion, log_size_prob, mixture, tilt
+from khot.sampling._tilt import check_design, tilt
 
 __all__ = [
     "calibrate",

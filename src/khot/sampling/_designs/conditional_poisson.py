@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._ops.calibration import solve
 from khot.sampling import conditional_poisson
-from khot.sampling._calibration import solve
 from khot.sampling._halving import draw_rows, numbered
 
 __all__ = ["draw", "joint", "log_prob"]

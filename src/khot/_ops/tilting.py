@@ -14,21 +14,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from khot._core import arguments
-from khot._core.arguments import Scalar
 from khot._kernels.reference import poisson_binomial
 from khot._kernels.reference.poisson_binomial import Frequencies
 from khot._ops import poisson_binomial as operators
-from khot.sampling._axes import to_last
 
 __all__ = [
     "Tilted",
-    "check_design",
     "covariance_product",
     "in_front",
     "inclusion",
     "log_size_prob",
     "mixture",
-    "tilt",
     "tilt_rows",
 ]
 
@@ -43,26 +39,8 @@ class Tilted(NamedTuple):
     change: Tensor  # θ minus its detached value: 0, with the derivatives of θ; a constant 0 for infinite θ
 
 
-def tilt(logits: Tensor, k: Scalar, dim: int) -> Tilted:
-    """The trials for logits with the units along dim < 0, and integers k that broadcast with the batch."""
-    return tilt_rows(*check_design(logits, k, dim))
-
-
-def check_design(logits: Tensor, k: Scalar, dim: int) -> tuple[Tensor, Tensor]:
-    """θ with the units along the last dim, and k in its batch shape, both in float64."""
-    arguments.check_input(logits, "logits")
-    if not logits.dim():
-        raise ValueError(
-            "logits must have at least one dim, along which the units lie, but got a 0-dim tensor"
-        )
-    arguments.check_dim(logits, dim)
-    theta = to_last(logits, dim).double()
-    k = arguments.per_row(k, "k", theta, low=0, high=float(theta.shape[-1]), integer=True).double()
-    return theta, k.expand(theta.shape[:-1])
-
-
 def tilt_rows(theta: Tensor, k: Tensor) -> Tilted:
-    """The same for θ (*batch, n) and k (*batch), both in float64."""
+    """The trials for θ (*batch, n) and integers k (*batch), both in float64."""
     value = theta.detach()
     one = value.new_ones(())
     _, hi, lo = torch.ops.khot.soft_topk.default(value, k, one, "logistic", 0.0, "threshold")

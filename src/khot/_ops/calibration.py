@@ -14,8 +14,8 @@ from torch.autograd import Function
 
 from khot._ops import poisson_binomial as operators
 from khot._ops.soft_topk import threshold_map
+from khot._ops.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.cdfs import Logistic
-from khot.sampling._tilting import covariance_product, in_front, inclusion, tilt_rows
 
 __all__ = ["solve"]
 
