@@ -112,7 +112,6 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """Times first: measuring memory changes how it is allocated."""
     shapes = [shape for shape in SHAPES if not quick or shape == (128, 1_000)]
     wide = [n for n in GROWTH_N if not quick or n <= 4_096]
     return [

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, device, gpu, operators, report, timing
+from benchmarks import cpu, device, gpu, latency, operators, report, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -48,6 +51,21 @@ def test_medians_ignore_the_odd_slow_call() -> None:
     assert timing.medians({"a": lambda: clock.wait(next(waits))}, seconds=99, rounds=5, clock=clock) == {
         "a": 1
     }
+
+
+def test_medians_have_no_page_faults() -> None:
+    """Softmax of 40 MB gets its memory from the system each time, unless the process keeps it."""
+    if not timing.CLEAR_REFS.exists():
+        pytest.skip("only on Linux")
+    x, faults = torch.zeros(100, 100_000), []
+
+    def call() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.softmax(x, -1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    timing.medians({"softmax": call}, rounds=4)
+    assert max(faults[1:]) < 100, faults  # a fresh result has 9,766 pages
 
 
 def test_forward_backward_gives_fresh_gradients() -> None:
@@ -330,3 +348,36 @@ def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         device.main(["check"])
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_latency_times_every_public_name() -> None:
+    """Functions, layers and distributions, some of them with several options behind a comma."""
+    timed = {name.partition(",")[0] for name in latency.entries(16) | latency.layers(16)}
+    modules = {
+        "": khot,
+        **{
+            f"{name}.": getattr(khot, name)
+            for name in ("sampling", "estimators", "losses", "distributions", "nn")
+        },
+        "conditional_poisson.": khot.sampling.conditional_poisson,
+    }
+    kinds = (torch.nn.Module, torch.distributions.Distribution)
+    public = {
+        prefix + name
+        for prefix, module in modules.items()
+        for name in module.__all__
+        if inspect.isfunction(value := getattr(module, name))
+        or (inspect.isclass(value) and issubclass(value, kinds))
+    }
+    assert len(public) > 50
+    assert public - timed - set(latency.ELSEWHERE) == set()
+
+
+def test_latency_measures_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "SHAPES", ((1, 16),))
+    monkeypatch.setattr(latency, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["latency", "--seconds", "0.0001"])
+    latency.main()
+    text = (tmp_path / "latency.md").read_text(encoding="utf-8")
+    assert text.count("| `softmax` |") == 2
+    assert "| `soft_topk` |" in text

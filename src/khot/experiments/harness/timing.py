@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 Clock = Callable[[], float]
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-M_MMAP_THRESHOLD = -3  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 
 
 def clock(cpu_time: bool = False) -> Clock:
@@ -36,20 +36,26 @@ def clock(cpu_time: bool = False) -> Clock:
     return time.thread_time
 
 
-def _settle_allocator() -> None:
-    """Bring glibc's allocator into the state of a training process, which keeps up to 64 MB of freed memory.
+def _keep_freed_memory(keep: bool) -> None:
+    """Whether glibc keeps the memory that is freed, or gives every large block back to the system.
 
-    Its threshold for that is twice the largest block below 32 MB that was freed so far. With a low threshold,
-    a call whose results are slightly larger than those of another gives all its memory back each time, and
-    its time includes the page faults.
+    By default it gives back blocks of more than 32 MB, and the end of its heap once that is large. Two calls
+    may then differ only in the page faults of the memory that they get anew each time.
     """
-    torch.zeros((1 << 23) - 4_096)  # freed at once
+    libc = ctypes.CDLL(None) if CLEAR_REFS.exists() else None
+    if not hasattr(libc, "mallopt"):  # another system or another C library
+        return
+    libc.mallopt(M_MMAP_MAX, 0 if keep else 1 << 16)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << (25 if keep else 16))  # 2^25 is the largest that glibc takes
+    libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1 if keep else 1 << 17)
 
 
 def medians(
     calls: Mapping[str, Call], *, seconds: float = 1.0, rounds: int = 300, clock: Clock = time.perf_counter
 ) -> dict[str, float]:
-    """The median seconds of each call.
+    """The median seconds of each call, without the page faults of memory that it had before.
+
+    From here on the process keeps the memory that it frees (glibc only; up to 2 GB).
 
     Args:
         calls: what to time, by name.
@@ -64,7 +70,7 @@ def medians(
         call()
         return clock() - start
 
-    _settle_allocator()
+    _keep_freed_memory(True)
     times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
     order, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(rounds):
@@ -97,22 +103,19 @@ def peak_memory(call: Call) -> int | None:
     """The largest growth of the process in bytes while the call runs, including its results; None off Linux.
 
     The accuracy is about 0.1 MB. During the measurement every tensor gets its own memory map, so that free
-    space in the heap does not hide a tensor. The allocator's threshold for that stays fixed afterwards, so
-    measure times before memory.
+    space in the heap does not hide a tensor.
     """
     if not CLEAR_REFS.exists():
         return None
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    _keep_freed_memory(False)
     call()  # so that what is loaded or compiled on first use is not counted
     gc.collect()
-    libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     CLEAR_REFS.write_text("5")  # the kernel's way to reset the peak
     before = _status("VmRSS")
     result = call()
     peak = _status("VmHWM")
     del result
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the largest value of glibc's own threshold
     return max(0, peak - before)
 
 
