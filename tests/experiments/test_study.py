@@ -250,9 +250,10 @@ def test_list_says_what_there_is(toy: Path) -> None:
 
 
 def test_help_names_the_experiments_and_their_options(toy: Path) -> None:
-    assert all(name in invoke().stdout for name in ("list", "all", "toy-line"))
+    assert all(name in invoke().stdout for name in ("list", "all", "toy-line", "--force", "locked"))
     run = CliRunner().invoke(cli.app, ["reproduce", "toy-line", "--help"], env={"COLUMNS": "200"})
     for part in (
+        "--force",
         "sigmoid-topk, Table 0",
         "--data-dir",
         "--ks",
