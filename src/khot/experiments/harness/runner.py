@@ -204,9 +204,8 @@ class _Worker:
         except (EOFError, OSError):  # the process died
             self.process.join()
             code = self.process.exitcode or 0
-            how = (
-                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            )
+            killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            how = f"was killed by {killer}" if code < 0 else f"ended with exit code {code}"
             return _Outcome([], 0.0, f"its process {how}; the same command runs it again")
         if isinstance(reply, BaseException):
             raise reply
