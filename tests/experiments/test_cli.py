@@ -151,6 +151,17 @@ def test_demo_refuses_in_one_line(case: str) -> None:
     assert message in refused(invoke("demo", *arguments))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+def test_demo_reports_a_full_disk_in_one_line(tmp_path: Path) -> None:
+    picture = tmp_path / "x.png"
+    picture.symlink_to("/dev/full")
+    run = invoke("demo", "--steps", "1", "--out", picture)
+    assert run.exit_code == 2
+    (line,) = [line for line in run.stderr.splitlines() if "khot: " in line]
+    assert line.startswith(f"khot: {picture}: cannot be written (No space left on device)")
+    assert "Traceback" not in run.output
+
+
 def test_demo_refuses_a_gpu_that_is_not_there() -> None:
     device = f"cuda:{torch.cuda.device_count()}"
     assert f"device = '{device}': expected" in refused(invoke("demo", "--device", device))

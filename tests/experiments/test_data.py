@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,6 +140,57 @@ def test_load_mnist_says_what_is_wrong(folder: Path, case: str) -> None:
         assert message in text
     assert "expected" in text
     assert "\n" not in text
+
+
+# bytes before compression, and the message; the zeros that follow the header are 50 MB, compressed 50 kB
+BOMBS: dict[str, tuple[bytes, str]] = {
+    "more than announced": (
+        idx((6, 2, 3), b""),
+        "expected 36 bytes after the header, for 6 x 2 x 3, found 37",
+    ),
+    "another kind": (idx((6,), b""), "expected magic number 2051"),
+    "another number": (bytes(16), "expected magic number 2051"),
+    "no images": (idx((0, 2, 3), b""), "sizes of at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_read_idx_takes_no_more_memory_than_the_header_announces(tmp_path: Path, case: str) -> None:
+    start, message = BOMBS[case]
+    path = tmp_path / IMAGES
+    path.write_bytes(gzip.compress(start + bytes(50_000_000)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError) as caught:
+            read_idx(path, ndim=3)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(2**32 - 1,) * 3, (2**32 - 1, 1, 1), (60_000, 28, 2**20)])
+def test_read_idx_takes_no_memory_for_what_is_only_announced(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    path = tmp_path / IMAGES
+    path.write_bytes(gzip.compress(idx(sizes, bytes(10))))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="bytes after the header, for"):
+            read_idx(path, ndim=3)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_read_idx_reads_every_member_and_checks_the_sum(tmp_path: Path) -> None:
+    """A gzip file may have several members, and its checksum comes after the last byte."""
+    path, content = tmp_path / LABELS, idx((3,), b"abc")
+    path.write_bytes(gzip.compress(content[:9]) + gzip.compress(content[9:]))
+    assert read_idx(path, ndim=1).tolist() == list(b"abc")
+    whole = gzip.compress(content)
+    path.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_idx(path, ndim=1)
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from khot.experiments.harness import cli, reporting, runner, study, training
+from khot.experiments.harness import cli, record, reporting, study, training
 from khot.experiments.harness.data import MNIST_FILES
 
 # An experiment of milliseconds, in a file, so that other processes can import it. The file "fail" beside it
@@ -250,9 +250,10 @@ def test_list_says_what_there_is(toy: Path) -> None:
 
 
 def test_help_names_the_experiments_and_their_options(toy: Path) -> None:
-    assert all(name in invoke().stdout for name in ("list", "all", "toy-line"))
+    assert all(name in invoke().stdout for name in ("list", "all", "toy-line", "--force", "locked"))
     run = CliRunner().invoke(cli.app, ["reproduce", "toy-line", "--help"], env={"COLUMNS": "200"})
     for part in (
+        "--force",
         "sigmoid-topk, Table 0",
         "--data-dir",
         "--ks",
@@ -386,8 +387,8 @@ def test_spread(values: list[float], text: str) -> None:
 
 def test_rows_keep_their_types(tmp_path: Path) -> None:
     written: list[dict[str, Any]] = [{"a": 1, "b": 0.1, "c": 'x, "y"'}, {"a": 1.0, "d": 1e-300}]
-    runner._write(tmp_path / "x.csv", written)
-    found = runner._read(tmp_path / "x.csv")
+    record._write(tmp_path / "x.csv", written)
+    found = record._read(tmp_path / "x.csv")
     assert found == written
     assert [type(value) for row in found for value in row.values()] == [int, float, str, float, float]
 

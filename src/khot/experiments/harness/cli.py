@@ -23,7 +23,7 @@ try:
     from typer.core import TyperGroup
 
     from khot.experiments import demo as demo_module
-    from khot.experiments.harness import runner, study
+    from khot.experiments.harness import files, runner, study
     from khot.experiments.harness.data import DataError
 except ImportError as error:
     if (error.name or "").partition(".")[0] == "khot":
@@ -138,6 +138,8 @@ def _demo(
         )
     except (DataError, demo_module.ArgumentError) as error:
         _fail(str(error))
+    except OSError as error:  # the disk is full, for instance
+        _fail(str(files.unwritable(Path(error.filename or out), error)))
 
 
 # --- khot reproduce -----------------------------------------------------------------------------------------
@@ -169,7 +171,12 @@ app.add_typer(_reproduce_app, name="reproduce")
 
 @_reproduce_app.callback(invoke_without_command=True)
 def _reproduce_help(context: typer.Context) -> None:
-    """Run the papers' experiments; each writes a report with our figures next to the paper's."""
+    """Run the papers' experiments; each writes a report with our figures next to the paper's.
+
+    The same command continues a run that was stopped. A folder of results is locked while a run uses it.
+    Results of other arguments, or of other versions of khot or torch, are not mixed: give another --out, or
+    --force, which names both in config.json.
+    """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -211,15 +218,22 @@ def _as_command(name: str, chosen: list[str], title: str, parameters: dict[str, 
         Path | None, typer.Option(help="Folder for results. Default: khot-results, or khot-smoke.")
     ]
     jobs = Annotated[int, typer.Option(help="Number of trials to run in parallel.")]
-    hints = {**parameters, "smoke": smoke, "out": out, "jobs": jobs}
-    defaults = {"smoke": False, "jobs": 1}
+    force = Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Continue in a folder with results of other arguments or versions; config.json names both.",
+        ),
+    ]
+    hints = {**parameters, "smoke": smoke, "out": out, "jobs": jobs, "force": force}
+    defaults = {"smoke": False, "jobs": 1, "force": False}
     signature = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(key), annotation=hint)
         for key, hint in hints.items()
     ]
 
-    def command(smoke: bool, out: Path | None, jobs: int, **given: Any) -> None:
-        raise SystemExit(_reproduce(chosen, smoke, out, jobs, given))
+    def command(smoke: bool, out: Path | None, jobs: int, force: bool, **given: Any) -> None:
+        raise SystemExit(_reproduce(chosen, smoke, out, jobs, force, given))
 
     command.__annotations__ = hints
     command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
@@ -228,7 +242,9 @@ def _as_command(name: str, chosen: list[str], title: str, parameters: dict[str, 
     return typer.main.get_command(single)
 
 
-def _reproduce(chosen: list[str], smoke: bool, out: Path | None, jobs: int, given: dict[str, Any]) -> int:
+def _reproduce(
+    chosen: list[str], smoke: bool, out: Path | None, jobs: int, force: bool, given: dict[str, Any]
+) -> int:
     """Run these experiments, print their results and return the exit code."""
     _check_packages()
     given = {key: value for key, value in given.items() if value is not None}
@@ -238,11 +254,13 @@ def _reproduce(chosen: list[str], smoke: bool, out: Path | None, jobs: int, give
         # all arguments are checked before the first experiment starts
         plans = [(name, *_plan(name, smoke, given)) for name in chosen]
         for name, args, command in plans:
-            body, lost = runner.reproduce(name, args, out, jobs=jobs, command=command)
+            body, lost = runner.reproduce(name, args, out, jobs=jobs, command=command, force=force)
             failed += lost
             if body:
                 typer.echo(f"{body.strip()}\n\nreport: {out / name / 'report.md'}\n")
-    except (DataError, study.ArgumentError) as error:
+    except (DataError, files.FileError, study.ArgumentError) as error:
+        for line in failed:
+            print(f"khot: failed: {line}", file=sys.stderr)
         _fail(str(error))
     except KeyboardInterrupt:
         print("khot: stopped; the same command continues from here", file=sys.stderr)

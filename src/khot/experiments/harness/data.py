@@ -21,6 +21,8 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte.gz",
 )
 
+PIECE = 1 << 20  # bytes that are decompressed at once
+
 
 class DataError(ValueError):
     """A file is missing or broken. The message is one line: the file, what was expected, what was found."""
@@ -123,31 +125,47 @@ def read_idx(path: Path, ndim: int) -> Tensor:
         path: the file.
         ndim: the number of dimensions that the array must have: 3 for images, 1 for labels.
 
+    The header is checked before the bytes are read, and no more of them are read than it announces, so that a
+    small file cannot fill the memory.
+
     Returns:
         A uint8 tensor with ``ndim`` dimensions, none of them empty.
 
     Raises:
         DataError: the file is missing, is not gzip, is too short or too long, or holds another kind of array.
     """
+    header = 4 + 4 * ndim
     try:
-        content = gzip.decompress(path.read_bytes())
+        with gzip.open(path) as file:
+            start = file.read(header)
+            sizes = _sizes(path, start, ndim)
+            # One byte more than announced shows that there are too many. The file is read in pieces, because
+            # a false header may announce more than fits into memory.
+            total = math.prod(sizes)
+            content = bytearray()
+            while len(content) <= total and (piece := file.read(min(PIECE, total + 1 - len(content)))):
+                content += piece
     except FileNotFoundError:
         raise DataError(path, "a gzipped IDX file", "no such file") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise DataError(path, "a gzipped IDX file", f"one that cannot be read ({reason})") from None
+    if len(content) != total:
+        expected = f"{total} bytes after the header, for {' x '.join(map(str, sizes))}"
+        found = f"{len(content)} or more" if len(content) > total else str(len(content))
+        raise DataError(path, expected, found)
+    return torch.frombuffer(content, dtype=torch.uint8).view(sizes)
 
+
+def _sizes(path: Path, start: bytes, ndim: int) -> list[int]:
+    """The sizes that the header of an IDX file announces."""
     header = 4 + 4 * ndim
-    if len(content) < header:
-        raise DataError(path, f"an IDX header of {header} bytes", f"{len(content)} bytes")
-    magic, *sizes = struct.unpack_from(f">{1 + ndim}I", content)
+    if len(start) < header:
+        raise DataError(path, f"an IDX header of {header} bytes", f"{len(start)} bytes")
+    magic, *sizes = struct.unpack(f">{1 + ndim}I", start)
     if magic != 0x0800 + ndim:
         expected = f"magic number {0x0800 + ndim} (unsigned bytes in {ndim} dimensions)"
         raise DataError(path, expected, str(magic))
-    shape = " x ".join(map(str, sizes))
     if 0 in sizes:
-        raise DataError(path, "sizes of at least 1", shape)
-    if len(content) - header != math.prod(sizes):
-        expected = f"{math.prod(sizes)} bytes after the header, for {shape}"
-        raise DataError(path, expected, str(len(content) - header))
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(sizes)
+        raise DataError(path, "sizes of at least 1", " x ".join(map(str, sizes)))
+    return sizes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import json
 import pkgutil
 import time
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from khot.experiments import papers
+from khot.experiments.harness import files
 
 __all__ = [
     "EXPERIMENTS",
@@ -138,19 +140,39 @@ class Checkpoint:
         self._since = time.process_time()
 
     def load(self) -> dict[str, Any] | None:
-        """The state of the last :meth:`save` of a stopped run, or None if there is none."""
+        """The state of the last :meth:`save` of a stopped run, or None if there is none.
+
+        Raises:
+            FileError: the file is damaged or cannot be read.
+        """
         if not self.path.exists():
             return None
-        content = torch.load(self.path, weights_only=True)
-        self.rows, self.seconds = content["rows"], content["seconds"]
-        return content["state"]
+        try:
+            content = torch.load(self.path, weights_only=True)
+            rows, seconds, state = list(content["rows"]), float(content["seconds"]), dict(content["state"])
+        except PermissionError as error:
+            raise files.FileError(f"{self.path}: {error.strerror}; make it readable") from None
+        except Exception as error:  # the type depends on where the file is damaged
+            raise self.damaged(error) from None
+        self.rows, self.seconds = rows, seconds
+        return state
+
+    def damaged(self, error: Exception) -> files.FileError:
+        """What to say of a file that this error shows to be damaged, or to be of another trial."""
+        return files.FileError(
+            f"{self.path}: damaged, or of another version ({type(error).__name__}); delete it, and its trial "
+            "starts again"
+        )
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep the rows so far and this state, which may hold state dicts, tensors, numbers and strings."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        torch.save({"state": state, "rows": self.rows, "seconds": self.clock()}, part)
-        part.replace(self.path)
+        """Keep the rows so far and this state, which may hold state dicts, tensors, numbers and strings.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        content = io.BytesIO()  # torch hides the reason for which a file cannot be written
+        torch.save({"state": state, "rows": self.rows, "seconds": self.clock()}, content)
+        files.replace(self.path, content.getvalue())
 
     def clock(self) -> float:
         """CPU seconds that the trial has taken, including those before a stop."""

@@ -59,14 +59,20 @@ def steps(checkpoint: Checkpoint, state: Mapping[str, Any], total: int) -> Itera
 
     Between two steps, and at most once in :data:`SAVE_EVERY` seconds, saves ``state`` (modules, optimisers,
     schedules: whatever has a state dict) and torch's random state.
+
+    Raises:
+        FileError: the checkpoint is damaged, or cannot be read or written.
     """
     first = 0
     saved = checkpoint.load()
     if saved is not None:
-        first = saved["step"]
-        for name, part in state.items():
-            part.load_state_dict(saved["state"][name])
-        torch.set_rng_state(saved["rng"])
+        try:
+            first = int(saved["step"])
+            for name, part in state.items():
+                part.load_state_dict(saved["state"][name])
+            torch.set_rng_state(saved["rng"])
+        except Exception as error:  # each kind of part has its own for a state that does not fit it
+            raise checkpoint.damaged(error) from None
         if "cuda" in saved:
             torch.cuda.set_rng_state_all(saved["cuda"])
     last = time.monotonic()
