@@ -12,6 +12,7 @@ from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.precision import widen
 from khot.cdfs import CDF, CDFName
+from khot.nn._best import order
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
 
@@ -143,16 +144,19 @@ class TopKSAE(nn.Module):
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
 
+        They are the latents of :meth:`encode` in eval mode; of equally large ones, those of lowest index.
         m = ⌊k + ½⌋. With ``batch`` m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
-        if not self.batch:
-            values, indices = a.topk(math.floor(float(current(self.k)) + 0.5))
-            return values.relu(), indices
-        chosen = topk.topk_mask(a.flatten(), current(self.k) * a.shape[:-1].numel()).view(a.shape)
-        values, indices = a.topk(int(chosen.sum(-1).max()))
-        return values.relu() * chosen.gather(-1, indices), indices
+        k = current(self.k)
+        if self.batch:
+            chosen = topk.topk_mask(a.flatten(), k * a.shape[:-1].numel()).view(a.shape)
+            m = int((chosen != 0).sum(-1).max())
+        else:
+            chosen, m = topk.topk_mask(a, k), math.floor(float(k) + 0.5)
+        indices = order(a, chosen, m)
+        return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
@@ -165,6 +169,8 @@ class TopKSAE(nn.Module):
                 f"{tuple(indices.shape)}"
             )
         width = indices.shape[-1]
+        if not width:  # which F.embedding_bag refuses
+            return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
         sums = F.embedding_bag(
             indices.reshape(-1, width),
             self.decoder,
