@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from khot import topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.torch_internals import forward_mode_is_on, is_transformed
+from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.magnitude import soft_topk_magnitude
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude"]
 
@@ -254,16 +254,15 @@ class _Group:
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
         """What a selection depends on; None where it is unknown, while tracing and under transforms."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transforms_are_on():
             return None
         tensors = self.originals()
         for value in (self.amount, self.tau):
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
-        for x in tensors:
-            if is_transformed(x) or x.is_inference():
-                return None
         held = [getattr(x, "_local_tensor", x) for x in tensors]
+        if not all(has_data(x) for x in held) or any(x.is_inference() for x in tensors):
+            return None
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen
 

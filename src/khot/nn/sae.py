@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.precision import widen
+from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import order
 from khot.nn._inputs import check_width
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["TopKSAE"]
 
@@ -125,7 +126,7 @@ class TopKSAE(nn.Module):
         self.idle.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training or self.batch:
+        if self.training or self.batch or self._is_traced():
             return self.decode(self.encode(input))
         return self.decode(*self.top(input))
 
@@ -182,6 +183,16 @@ class TopKSAE(nn.Module):
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         return widen(self.idle >= inputs).mean()
+
+    def _is_traced(self) -> bool:
+        """Whether sizes must not depend on values, as that of :meth:`top` does on a k that is a tensor.
+
+        ``torch.vmap`` has no rule for the sparse :meth:`decode`.
+        """
+        k = current(self.k)
+        if isinstance(k, Tensor) and not has_data(k):
+            return True
+        return not torch.compiler.is_compiling() and transforms_are_on()
 
     def _activations(self, input: Tensor) -> Tensor:
         arguments.check_input(input)
