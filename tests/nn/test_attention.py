@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,3 +250,103 @@ def test_top_k_and_tau_may_be_annealed() -> None:
         assert ((layer(x, x, x, average_attn_weights=False)[1] > 0).sum(-1) == count).all()
         top_k.step()
     assert {"top_k.taken", "tau.taken"} <= set(layer.state_dict())
+
+
+# ------------------------------------------------------------------- the shapes that the base class takes
+
+N, L, S, HEADS, WIDTH = 3, 4, 5, 2, 8  # all different, and N * HEADS = 6 is none of them
+SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    # with the batch first; the sequence comes first where a batch is not
+    "batched": ((N, L, WIDTH), (N, S, WIDTH), (N, S, WIDTH)),
+    "one example": ((1, L, WIDTH), (1, S, WIDTH), (1, S, WIDTH)),
+    "no keys": ((N, L, WIDTH), (N, 0, WIDTH), (N, 0, WIDTH)),
+    "no batch": ((L, WIDTH), (S, WIDTH), (S, WIDTH)),
+    "4-D": ((2, N, L, WIDTH), (2, N, S, WIDTH), (2, N, S, WIDTH)),
+    "1-D": ((WIDTH,), (WIDTH,), (WIDTH,)),
+    "query without a batch": ((L, WIDTH), (N, S, WIDTH), (N, S, WIDTH)),
+    "keys without a batch": ((N, L, WIDTH), (S, WIDTH), (S, WIDTH)),
+    "value without a batch": ((N, L, WIDTH), (N, S, WIDTH), (S, WIDTH)),
+    "query of one example": ((1, L, WIDTH), (N, S, WIDTH), (N, S, WIDTH)),
+    "keys of one example": ((N, L, WIDTH), (1, S, WIDTH), (1, S, WIDTH)),
+    "value of one example": ((N, L, WIDTH), (N, S, WIDTH), (1, S, WIDTH)),
+    "keys of fewer examples": ((N, L, WIDTH), (N - 1, S, WIDTH), (N - 1, S, WIDTH)),
+    "keys of twice the examples": ((N, L, WIDTH), (2 * N, S, WIDTH), (2 * N, S, WIDTH)),
+    "fewer values": ((N, L, WIDTH), (N, S, WIDTH), (N, S - 1, WIDTH)),
+    "one value": ((N, L, WIDTH), (N, S, WIDTH), (N, 1, WIDTH)),
+    "narrow query": ((N, L, WIDTH // 2), (N, S, WIDTH), (N, S, WIDTH)),
+    "narrow keys": ((N, L, WIDTH), (N, S, WIDTH // 2), (N, S, WIDTH // 2)),
+    "narrow value": ((N, L, WIDTH), (N, S, WIDTH), (N, S, WIDTH // 2)),
+}
+PADDINGS: list[tuple[int, ...] | None] = [
+    *(None, (S,), (N, S), (S, N), (1, S), (N, 1), (N, L), (N * S,), (N, 1, S), (N * HEADS, S), ()),
+]
+ATTN_MASKS: list[tuple[int, ...] | None] = [
+    *(None, (L, S), (S, L), (1, S), (L, 1), (S,), (L * S,), ()),
+    *((N * HEADS, L, S), (N, L, S), (HEADS, L, S), (1, L, S), (N * HEADS, S, L), (N * HEADS, L, 1)),
+    *((N, HEADS, L, S), (1, 1, L, S)),
+]
+
+
+def attention_of_both(
+    shapes: tuple[tuple[int, ...], ...],
+    padding: tuple[int, ...] | None,
+    mask: tuple[int, ...] | None,
+    batch_first: bool,
+    dtype: torch.dtype,
+) -> tuple[Any, Any]:
+    """What our layer and its base class say: output and weights, or the exception."""
+    inputs = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    if not batch_first:
+        inputs = [x.transpose(0, 1) if x.dim() == 3 else x for x in inputs]
+    masks = {
+        name: None if shape is None else torch.zeros(shape, dtype=dtype)
+        for name, shape in (("key_padding_mask", padding), ("attn_mask", mask))
+    }
+    said = []
+    for layer in pair(3, batch_first):
+        try:
+            said.append(layer(*inputs, **masks))
+        except Exception as error:
+            said.append(error)
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", SIZES)
+def test_takes_the_shapes_that_multihead_attention_takes(
+    name: str, batch_first: bool, dtype: torch.dtype
+) -> None:
+    right = name in ("batched", "no batch", "one example", "no keys")
+    cases = [(padding, mask) for padding in PADDINGS for mask in ATTN_MASKS]
+    if not right or dtype == torch.int64:  # masks cannot mend wrong inputs: one at a time
+        cases = [(padding, mask) for padding, mask in cases if padding is None or mask is None]
+    taken = 0
+    for padding, mask in cases:
+        ours, theirs = attention_of_both(SIZES[name], padding, mask, batch_first, dtype)
+        where = f"key_padding_mask {padding}, attn_mask {mask}: {ours!r}, {theirs!r}"
+        if isinstance(theirs, Exception):
+            assert isinstance(ours, (ValueError, TypeError)), where
+            assert " must " in str(ours) and "but got" in str(ours), where
+        else:
+            assert not isinstance(ours, Exception), where
+            assert [x.shape for x in ours] == [x.shape for x in theirs], where
+            taken += 1
+    assert len(cases) > taken >= (4 if right and name != "no keys" and dtype != torch.int64 else right)
+
+
+def test_the_masks_of_the_report_are_refused_in_words() -> None:
+    ours, _ = pair(3)
+    query, keys = normal(N, L, WIDTH), normal(N, S, WIDTH)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(3, 5\), but got \(5, 3\)"):
+        ours(query, keys, keys, key_padding_mask=torch.zeros(S, N, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match=r"attn_mask must have shape \(4, 5\) or \(6, 4, 5\), but got \(2, 4, 5\)"
+    ):
+        ours(query, keys, keys, attn_mask=torch.zeros(HEADS, L, S, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match=r"query must have 2 dims, or 3 with a batch, but got shape \(1, 3, 4, 8\)"
+    ):
+        ours(query[None], keys[None], keys[None])
+    with pytest.raises(ValueError, match="same batch size"):
+        ours(query[:1], keys, keys)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import khot
 from khot.nn import Anneal, KHotGate
@@ -129,3 +133,45 @@ def test_the_generator_of_the_user_is_left_alone() -> None:
     state = torch.get_rng_state()
     KHotGate(4, 2)
     assert torch.get_rng_state().equal(state)
+
+
+PLACES = {
+    "meta": lambda: torch.device("meta"),
+    "fake": FakeTensorMode,
+    "fake meta": lambda: stacked(FakeTensorMode(), torch.device("meta")),
+}
+
+
+@contextlib.contextmanager
+def stacked(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("k", "estimator"), [*((3, e) for e in ESTIMATORS), (None, "straight_through"), ("annealed", "gumbel")]
+)
+def test_made_without_data(k: object, estimator: str, place: str) -> None:
+    """Arguments are checked by a draw, which needs data of its own."""
+    state = torch.get_rng_state()
+    with PLACES[place]():
+        size = Anneal(3, 2, 5) if k == "annealed" else k
+        layer = KHotGate(8, size, estimator=estimator)
+        got = layer.eval()(torch.ones(5, 8))
+        assert got.shape == (5, 8) and layer.probs.shape == (8,)
+        with pytest.raises(ValueError, match="k must"):
+            KHotGate(4, 5, estimator=estimator)
+        with pytest.raises(ValueError, match="design must"):
+            KHotGate(4, 2, design="no design")
+    assert torch.get_rng_state().equal(state)
+    assert isinstance(layer.logits, FakeTensor) or layer.logits.device.type == "meta"
+
+
+def test_numbers_of_modules_are_still_checked() -> None:
+    with pytest.raises(ValueError, match="k must"):
+        KHotGate(4, Anneal(5, 2, 5))
+    with pytest.raises(ValueError, match="tau must"):
+        KHotGate(4, 2, estimator="gumbel", tau=Anneal(-1, 2, 5))

@@ -143,6 +143,34 @@ def test_mixture_is_the_weighted_sum(name: str, cdf: str, training: bool) -> Non
 
 
 @both
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_under_transforms(name: str, cdf: str, training: bool, masked: bool) -> None:
+    """vmap over the inputs, over models (an ensemble), and the gradients of each input."""
+    layer = mixture(name, cdf).train(training)
+    x, mask = normal(3, 9, DIM), MASK if masked else torch.ones_like(MASK)
+    state = {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(state: dict[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
+        output, routing = torch.func.functional_call(layer, state, (x, mask))
+        return output.square().sum() + routing.load[0]
+
+    one_by_one = [loss(state, *each) for each in zip(x, mask, strict=True)]
+    torch.testing.assert_close(torch.vmap(loss, (None, 0, 0))(state, x, mask), torch.stack(one_by_one))
+    models = {n: torch.stack([p, 2 * p, -p]) for n, p in state.items()}
+    got = torch.vmap(loss, (0, 0, 0))(models, x, mask)
+    for i in range(3):
+        torch.testing.assert_close(got[i], loss({n: p[i] for n, p in models.items()}, x[i], mask[i]))
+    grads = torch.vmap(torch.func.grad(loss), (None, 0, 0))(state, x, mask)
+    for i in range(3):
+        layer.zero_grad()
+        loss(dict(layer.named_parameters()), x[i], mask[i]).backward()
+        for n, p in layer.named_parameters():
+            torch.testing.assert_close(grads[n][i], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+@both
 def test_experts_see_only_what_is_selected_for_them(name: str) -> None:
     seen: list[int] = []
 

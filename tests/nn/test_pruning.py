@@ -328,3 +328,108 @@ def test_threads_may_train_at_the_same_time() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert [future.result() for future in [pool.submit(train) for _ in range(4)]] == [True] * 4
+
+
+# ------------------------------------------------------------------------- several losses, and stale parts
+
+MEMBERS = (0, 2)
+
+
+class Learned(nn.Module):
+    """A temperature that is trained, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.tensor(0.8, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.raw
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("p", [2.0, 1.5])
+@pytest.mark.parametrize("tau", [0.8, "learned"])
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_losses_of_members_one_after_the_other(
+    passes: int, order: tuple[int, int], tau: Any, p: float, training: bool
+) -> None:
+    """The sum of their gradients is that of the sum of the losses; ``passes`` times, with retain_graph."""
+
+    def grads(separate: bool) -> list[Tensor]:
+        model = pruned(tau=Learned() if tau == "learned" else tau, p=p).train(training)
+        losses = {i: (model[i].weight.square() * (2 + i)).sum() for i in MEMBERS}
+        for left in reversed(range(passes)):
+            for loss in [losses[i] for i in order] if separate else [losses[0] + losses[2]]:
+                loss.backward(retain_graph=left > 0)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    want = grads(separate=False)
+    assert len(want) == 2 + (tau == "learned" and training)
+    torch.testing.assert_close(grads(separate=True), want)
+
+
+def test_a_backward_pass_uses_the_weights_of_its_forward_pass() -> None:
+    """Also the second one, after a step of the optimizer."""
+    model, other = pruned(), pruned()
+    first, second = (model[i].weight.square().sum() for i in MEMBERS)
+    optimizer = torch.optim.SGD([model[i].parametrizations.weight.original for i in MEMBERS], lr=0.5)
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    second.backward()
+    other[2].weight.square().sum().backward()
+    for i in MEMBERS:
+        torch.testing.assert_close(
+            model[i].parametrizations.weight.original.grad, other[i].parametrizations.weight.original.grad
+        )
+
+
+def test_second_derivatives_of_members() -> None:
+    w = [pruned()[i].parametrizations.weight.original.detach().clone().requires_grad_() for i in MEMBERS]
+    row = khot.soft_topk_magnitude(torch.cat([x.flatten() for x in w]), 18, tau=0.8, rescale=True)
+    model = pruned()
+    originals = [model[i].parametrizations.weight.original for i in MEMBERS]
+
+    def second(loss: Tensor, leaves: list[Tensor], retain_graph: bool) -> list[Tensor]:
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return list(
+            torch.autograd.grad(sum(g.square().sum() for g in first), leaves, retain_graph=retain_graph)
+        )
+
+    weights = [model[i].weight for i in MEMBERS]
+    for ours, theirs in zip(weights, (row[:30], row[30:]), strict=True):
+        got = second(ours.pow(3).sum(), originals, retain_graph=False)
+        torch.testing.assert_close(got, second(theirs.pow(3).sum(), w, retain_graph=True))
+
+
+CHANGES: dict[str, Any] = {
+    "no_grad": lambda x: x.mul_(2),
+    "data": lambda x: x.data.mul_(2),
+    "new data": lambda x: setattr(x, "data", x.data * 2),
+    "detached": lambda x: x.detach().mul_(2),
+    "numpy": lambda x: x.detach().numpy().__imul__(2),
+    "one entry": lambda x: x.data.view(-1)[0].add_(5),
+    "init": lambda x: nn.init.ones_(x),
+    "foreach": lambda x: torch._foreach_mul_([x.detach()], 2.0),
+    "exchanged": lambda x: x.data.copy_(x.data.flip(0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_a_part_that_was_not_accessed_follows_its_original(
+    change: Any, order: tuple[int, int], training: bool, grad: bool
+) -> None:
+    model = pruned().train(training)
+    with torch.set_grad_enabled(grad):
+        model[order[0]].weight.detach()
+    with torch.no_grad():
+        change(model[order[1]].parametrizations.weight.original)
+    with torch.set_grad_enabled(grad):
+        got = model[order[1]].weight
+    want = copy.deepcopy(model)
+    torch.testing.assert_close(got, want[order[1]].weight, rtol=0, atol=0)
+    assert got.requires_grad == grad

@@ -17,7 +17,7 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def make(k: float = 3, dtype: torch.dtype = torch.float64, **kw: object) -> TopKSAE:
+def make(k: float | Anneal = 3, dtype: torch.dtype = torch.float64, **kw: object) -> TopKSAE:
     torch.manual_seed(0)
     sae = TopKSAE(5, 12, k, tau=0.2, dtype=dtype, **kw)
     with torch.no_grad():
@@ -154,6 +154,41 @@ def test_annealed() -> None:
     for size in (6, 4, 2):
         assert sae.top(torch.randn(3, 5))[0].shape == (3, size)
         k.step()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("hard", [False, True])
+def test_trains_with_an_annealed_size(hard: bool, batch: bool) -> None:
+    """In each step it does what an autoencoder with that number does."""
+    k, x = Anneal(6, 2, 2), scores(7, 5)
+    sae = make(k, hard=hard, batch=batch)
+    optimizer = torch.optim.SGD(sae.parameters(), lr=0.1)
+    for size in (6, 4, 2, 2):
+        fixed = make(size, hard=hard, batch=batch)
+        fixed.load_state_dict({name: v for name, v in sae.state_dict().items() if name != "k.taken"})
+        grads = []
+        for layer in (sae, fixed):
+            layer.train().zero_grad()
+            (layer(x) - x).square().mean().backward()
+            grads.append([parameter.grad for parameter in layer.parameters()])
+        torch.testing.assert_close(*grads)
+        for a, b in zip(sae.eval().top(x), fixed.eval().top(x), strict=True):
+            assert a.equal(b)
+        torch.testing.assert_close(sae(x), fixed(x))
+        optimizer.step()
+        k.step()
+
+
+def test_an_ensemble_in_training_counts_for_each_model() -> None:
+    """Under vmap the buffers have to be mapped over, too."""
+    skeleton, saes, x = make(), [make(), make(), make()], scores(3, 7, 5)
+    for i, sae in enumerate(saes):
+        sae.encoder.data.mul_(i + 1)
+    state = {n: torch.stack([sae.state_dict()[n] for sae in saes]) for n in saes[0].state_dict()}
+    got = torch.vmap(lambda s, x: torch.func.functional_call(skeleton, s, (x,)))(state, x)
+    for i, sae in enumerate(saes):
+        torch.testing.assert_close(got[i], sae(x[i]))
+        assert state["idle"][i].equal(sae.idle)
 
 
 def test_refuses() -> None:

@@ -185,3 +185,20 @@ def test_anneal_refuses() -> None:
         Anneal(1, 0, 3, "exponential")
     with pytest.raises(ValueError, match="start"):
         Anneal(math.nan, 0, 3)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["k", "tau"])
+def test_loads_a_learned_number_that_was_saved_without_a_dim(name: str, assign: bool) -> None:
+    """Its parameter has one element, because FSDP2 cannot share out a 0-dim one; it used to be 0-dim."""
+    model = torch.nn.Sequential(SoftTopK(2.5, learnable_k=True, learnable_tau=True))
+    saved = {key: x.detach() + 0.5 for key, x in model.state_dict().items()}
+    assert {x.shape for x in saved.values()} == {torch.Size([1])}
+    old = {key: x.squeeze(0) if f".{name}." in key else x for key, x in saved.items()}
+    assert sum(x.dim() == 0 for x in old.values()) == 1
+    model.load_state_dict(old, assign=assign)
+    for key, x in model.state_dict().items():
+        assert x.equal(saved[key])
+    value = getattr(model[0], name)()
+    assert value.shape == () and value == torch.nn.functional.softplus(saved[f"0.{name}.raw"])
+    assert old[f"0.{name}.raw"].dim() == 0  # the user's dict is left as it was

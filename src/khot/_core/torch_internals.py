@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "apply_outside_transforms",
@@ -21,11 +22,15 @@ __all__ = [
     "is_transformed",
     "process_group",
     "transforms_are_on",
+    "without_modes",
 ]
 
 # A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
 # and it costs more than the kernel for a small row.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# A context in which new tensors have data, also within a FakeTensorMode.
+without_modes = _disable_current_modes
 
 
 def transforms_are_on() -> bool:

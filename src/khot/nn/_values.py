@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from torch.nn import functional as F
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
+from khot._core.torch_internals import is_transformed
 
-__all__ = ["Positive", "Value", "current", "describe", "positive", "available"]
+__all__ = ["Positive", "Value", "available", "current", "describe", "has_data", "positive"]
 
 Value = float | nn.Module  # a module is called without arguments and returns the current number
 
@@ -37,7 +39,8 @@ class Positive(nn.Module):
         if isinstance(init, nn.Module):
             raise TypeError(f"{name} must be a number if it is learned, but got {type(init).__name__}")
         self.init = float(init)
-        self.raw = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        # one element and not 0-dim, because FSDP2 can only share out tensors that have a dim
+        self.raw = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -45,7 +48,13 @@ class Positive(nn.Module):
             self.raw.fill_(self.init + math.log(-math.expm1(-self.init)))
 
     def forward(self) -> Tensor:
-        return F.softplus(self.raw)
+        return F.softplus(self.raw).squeeze(0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        raw = state_dict.get(prefix + "raw")
+        if isinstance(raw, Tensor) and not raw.dim():  # saved up to khot 0.1, where it was 0-dim
+            state_dict[prefix + "raw"] = raw.reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"init={self.init}"
@@ -64,3 +73,10 @@ def describe(**values: object) -> str:
 def available(k: Scalar, x: Tensor) -> Tensor:
     """k for each row, at most the number of entries that may be selected (> −inf) along the last dim."""
     return widen((x != -math.inf).sum(-1)).clamp(max=k)
+
+
+def has_data(x: Tensor) -> bool:
+    """Whether its values can decide what is computed: not while tracing or under transforms."""
+    if torch.compiler.is_compiling() or is_transformed(x):
+        return False
+    return type(x) in (Tensor, nn.Parameter) and x.device.type != "meta"

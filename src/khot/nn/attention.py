@@ -127,7 +127,9 @@ class TopKAttention(nn.MultiheadAttention):
         are the weights before dropout.
 
     Raises:
-        ValueError, TypeError: as :func:`topk_attention`.
+        ValueError: top_k or tau out of range; an input or mask of another shape than the above, which are the
+            shapes that ``torch.nn.MultiheadAttention`` takes.
+        TypeError: an input that is not floating-point, a mask that is neither that nor bool.
 
     Source: Xie et al. 2020, appendix I.3.
 
@@ -191,8 +193,7 @@ class TopKAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            check_width(x, self.embed_dim, self, name)
+        self._check(query, key, value, key_padding_mask, attn_mask)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -218,6 +219,51 @@ class TopKAttention(nn.MultiheadAttention):
         if not need_weights:
             return output, None
         return output, weights.mean(-3) if average_attn_weights else weights
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> None:
+        """Raise where the base class does, because broadcasting and views would take other shapes, too."""
+        inputs = {"query": query, "key": key, "value": value}
+        for name, x in inputs.items():
+            arguments.check_input(x, name)
+            if x.dim() not in (2, 3) or x.dim() != query.dim():
+                allowed = "2 dims, or 3 with a batch" if x is query else f"{query.dim()} dims, as query has"
+                raise ValueError(f"{name} must have {allowed}, but got shape {tuple(x.shape)}")
+            check_width(x, self.embed_dim, self, name)
+        if key.shape != value.shape:
+            raise ValueError(
+                f"key and value must have the same shape, but got {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        batch: tuple[int, ...] = ()
+        if query.dim() == 3:
+            if query.shape[1 - self.batch_first] != key.shape[1 - self.batch_first]:
+                order = f"with batch_first={self.batch_first} it is dim {1 - self.batch_first}"
+                raise ValueError(
+                    f"query and key must have the same batch size ({order}), but got shapes "
+                    f"{tuple(query.shape)} and {tuple(key.shape)}"
+                )
+            batch = (query.shape[1 - self.batch_first],)
+        along = -2 if self.batch_first or not batch else 0
+        length, keys = query.shape[along], key.shape[along]
+        heads = math.prod(batch) * self.num_heads
+        allowed_shapes = {
+            "key_padding_mask": (key_padding_mask, [(*batch, keys)]),
+            "attn_mask": (attn_mask, [(length, keys), (heads, length, keys)]),
+        }
+        for name, (mask, shapes) in allowed_shapes.items():
+            if mask is None:
+                continue
+            if not (mask.dtype == torch.bool or mask.is_floating_point()):
+                raise TypeError(f"{name} must be bool or floating-point, but got {mask.dtype}")
+            if tuple(mask.shape) not in shapes:
+                said = " or ".join(map(str, shapes))
+                raise ValueError(f"{name} must have shape {said}, but got {tuple(mask.shape)}")
 
     def _heads(self, *inputs: Tensor) -> list[Tensor]:
         """Query, key and value, projected: (N, num_heads, length, E/num_heads)."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from khot._core import arguments
+from khot.nn._best import best_indices
 from khot.transport import sorted_soft_topk
 
 __all__ = ["Beams", "soft_beam_loss", "soft_beam_search"]
@@ -69,7 +70,9 @@ def soft_beam_search(
             divides the cost by its largest entry.)
         end: the token that ends a sequence; an ended sequence is continued with this token only, at no cost.
             None: sequences have the full length.
-        hard: choose hard, which is the usual beam search, for inference. The choice then has no gradient.
+        hard: choose hard, which is the usual beam search, for inference. The choice then has no gradient. Of
+            equally likely continuations the one of the first beam comes first, and within a beam the one with
+            the lowest token.
 
     Returns:
         :class:`Beams`, sorted by likelihood if the selection is hard. log_probs and log_likelihood are
@@ -112,7 +115,7 @@ def soft_beam_search(
             log_p = torch.where(over.unsqueeze(-1), alone, log_p)
         scores = (likelihood.unsqueeze(-1) + log_p).flatten(1)  # (B, mV)
         if hard:
-            place = scores.topk(k).indices
+            place = best_indices(scores, k)
             x = embedding[place % V]
             h = _along(h, place // V)
         else:

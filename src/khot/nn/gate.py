@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from khot import estimators, topk
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.torch_internals import without_modes
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
@@ -88,8 +91,7 @@ class KHotGate(nn.Module):
         self.n, self.k = n, None if k is None else positive(k, "k")
         self.tau = None if tau is None else positive(tau, "tau")
         self.estimator, self.design = estimator, design
-        # draw once and discard it, so that bad arguments raise at construction
-        self._sample(torch.zeros(1, n), torch.Generator())
+        self._try()
         self.logits = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -110,20 +112,34 @@ class KHotGate(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         check_width(input, self.n, self)
-        mask = self._sample(self.logits.expand(input.shape)) if self.training else self.mask
-        return input * mask.to(input.dtype)
+        if not self.training:
+            return input * self.mask.to(input.dtype)
+        tau = None if self.tau is None else current(self.tau)
+        return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
 
-    def _sample(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def _sample(
+        self,
+        logits: Tensor,
+        k: Scalar | None,
+        tau: Scalar | None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         return estimators.sample_khot(
-            logits,
-            self._size(),
-            estimator=self.estimator,
-            design=self.design,
-            tau=None if self.tau is None else current(self.tau),
-            generator=generator,
+            logits, k, estimator=self.estimator, design=self.design, tau=tau, generator=generator
         )
 
-    def _size(self) -> float | Tensor | None:
+    def _try(self) -> None:
+        """Draw once and discard it, so that bad arguments raise at construction.
+
+        The draw is on the CPU and real, also where the layer is made on the meta device or of fake tensors.
+        """
+        numbers = [None if value is None else current(value) for value in (self.k, self.tau)]
+        # the value of a module that has no data is not known yet; 1 is a good one
+        k, tau = (1 if isinstance(x, Tensor) and not arguments.readable(x) else x for x in numbers)
+        with without_modes(), torch.device("cpu"):
+            self._sample(torch.zeros(1, self.n), k, tau, torch.Generator())
+
+    def _size(self) -> Scalar | None:
         return None if self.k is None else current(self.k)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from khot import cdfs, topk
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
+from khot.nn._best import best_indices
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
@@ -120,7 +121,8 @@ class SoftKNN(nn.Module):
             chunk_size: how many queries, and how many templates, to compare at once.
 
         Returns:
-            Labels (q,). Of classes with equally many votes, the lowest.
+            Labels (q,). Of classes with equally many votes, the lowest. Of equally near templates, the first
+            are the neighbours, as in eval mode.
         """
         _check(query, template, label)
         m = template.shape[0]
@@ -132,14 +134,15 @@ class SoftKNN(nn.Module):
         parts = []
         for q in query.split(chunk_size):
             q = _wide(q) - centre
-            distance, votes = q.new_empty(len(q), 0), label.new_empty(len(q), 0)
+            nearness, votes = q.new_empty(len(q), 0), label.new_empty(len(q), 0)
             for t, own in zip(template.split(chunk_size), label.split(chunk_size), strict=True):
-                d = torch.cdist(q, _wide(t) - centre, compute_mode="use_mm_for_euclid_dist")
-                near = d.topk(min(k, len(t)), largest=False, sorted=False)
-                distance = torch.cat([distance, near.values], -1)
-                votes = torch.cat([votes, own[near.indices]], -1)
-                distance, i = distance.topk(min(k, distance.shape[-1]), largest=False, sorted=False)
-                votes = votes.gather(-1, i)
+                near = -torch.cdist(q, _wide(t) - centre, compute_mode="use_mm_for_euclid_dist")
+                i = best_indices(near, min(k, len(t)))
+                nearness = torch.cat([nearness, near.gather(-1, i)], -1)
+                votes = torch.cat([votes, own[i]], -1)
+                # sorted parts one after the other: equal distances stay in the order of the templates
+                i = best_indices(nearness, min(k, nearness.shape[-1]))
+                nearness, votes = nearness.gather(-1, i), votes.gather(-1, i)
             counts = votes.new_zeros(len(q), self.num_classes)
             parts.append(counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1))
         return torch.cat(parts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from khot.nn._router import Router, Routing
+from khot.nn._values import has_data
 
 __all__ = ["MixtureOfExperts"]
 
@@ -17,8 +18,8 @@ class MixtureOfExperts(nn.Module):
 
     With a soft selection every expert computes every token. With a hard one, in eval mode, each expert
     computes only the tokens selected for it. The same holds in train mode if the ``cdf`` of the router has
-    compact support. (Under ``torch.compile``, which needs sizes that do not depend on values, every expert
-    computes all tokens, with the same result.)
+    compact support. (Under ``torch.compile`` and ``torch.vmap``, which need sizes that do not depend on
+    values, every expert computes all tokens, with the same result.)
 
     To train with a hard selection, put only the router in eval mode: the weights of the selected experts are
     still differentiable.
@@ -63,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         if mask is not None:
             input = input.masked_fill(~mask.unsqueeze(-1), 0)  # 0 · NaN is not 0
         soft = self.router.training and self.router.cdf.full_support
-        spread = self._to_all if soft or torch.compiler.is_compiling() else self._to_selected
+        spread = self._to_all if soft or not has_data(routing.selection) else self._to_selected
         return spread(input, routing), routing
 
     def _to_all(self, x: Tensor, routing: Routing) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch.nn.utils import parametrize
 
 from khot import topk
 from khot._core import arguments
-from khot._core.torch_internals import is_transformed
+from khot._core.arguments import Scalar
+from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.magnitude import soft_topk_magnitude
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude"]
 
@@ -85,6 +85,11 @@ def prune_global(
     the selection is made once per wrapped module. Prune first, then call ``fully_shard``.
 
     Under ``torch.compile`` and the transforms of ``torch.func`` every layer computes the selection.
+
+    Every layer's weight can be part of a loss of its own, and these losses can be backpropagated together or
+    one after the other. A learned tensor may be changed in place at any time. Between two layers of one
+    forward pass, a change that PyTorch does not count (through ``.data`` or NumPy) is noticed by the layer
+    whose tensor it is, and on the CPU only.
 
     Raises:
         ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
@@ -177,65 +182,87 @@ class _Group:
     def part(self, index: int, hard: bool) -> Tensor:
         """A member's weight.
 
-        Every part of a selection is returned once. A member that asks again is in a new forward pass, which
-        needs a graph of its own, because a backward pass may have freed the old one. Threads do not share
-        selections, because they may be in different forward passes.
+        Every part of a selection is returned once: a member that asks again is in a new forward pass. Threads
+        do not share selections, because they may be in different forward passes.
         """
         state = self._state(hard)
         if state is None:
             return self.select(hard)[0][index]
         selection: _Selection | None = getattr(self.last, "selection", None)
         if selection is not None and selection.state == state:
-            part = selection.parts.pop(index, None)
-            if part is not None:
+            part, learned = selection.parts.pop(index, (None, None))
+            if part is not None and self._unchanged(index, learned):
                 return part
-        parts, row = self.select(hard)
-        selection = self.last.selection = _Selection(state, dict(enumerate(parts)))
-        part = selection.parts.pop(index)
-        if row.requires_grad:
-            row.register_hook(_Forget(selection))
-        return part
+        parts, learned_parts = self.select(hard, shared=True)
+        pairs = dict(enumerate(zip(parts, learned_parts, strict=True)))
+        self.last.selection = _Selection(state, pairs)
+        return pairs.pop(index)[0]
 
-    def select(self, hard: bool) -> tuple[list[Tensor], Tensor]:
-        """The weights of all members, each in its shape and dtype, and the row that they are made of."""
+    def _unchanged(self, index: int, learned: Tensor | None) -> bool:
+        """Whether a member's learned tensor still has the values that the selection was made of.
+
+        A change through ``.data`` or NumPy does not change the version that :meth:`_state` looks at. Values
+        are compared only where this does not wait for a device.
+        """
+        original = self.originals()[index]
+        if learned is None or not arguments.readable(original):
+            return True
+        return torch.equal(learned.to(original.dtype), original)
+
+    def select(self, hard: bool, shared: bool = False) -> tuple[list[Tensor], list[Tensor] | list[None]]:
+        """The weights of all members, each in its shape and dtype, and a copy of the learned tensors.
+
+        With ``shared`` the weights can be parts of several losses, with a backward pass for each. There is no
+        copy of DTensors.
+        """
         originals = self.originals()
         if not any(hasattr(x, "placements") for x in originals):
-            row = self._row(originals, hard, None)
-            return _split(row, originals), row
+            row, learned = self._row(originals, hard, None, shared)
+            return _split(row, originals), _split(learned.detach(), originals, cast=False)
         # torch does not load torch.distributed.tensor by itself, and most users never need it
         from khot._core.dtensor import Pieces
 
         pieces = Pieces(originals)
         local = pieces.locals()
-        row = self._row(local, hard, pieces.groups)
-        return pieces.join(_split(row, local)), row
+        row, _ = self._row(local, hard, pieces.groups, shared)
+        return pieces.join(_split(row, local)), [None] * len(originals)
 
-    def _row(self, tensors: list[Tensor], hard: bool, group: Any) -> Tensor:
-        row = torch.cat([x.flatten() for x in tensors])
+    def _row(self, tensors: list[Tensor], hard: bool, group: Any, shared: bool) -> tuple[Tensor, Tensor]:
+        """The selection of all entries, and the entries that it was made of, in one row each."""
+        learned = torch.cat([x.flatten() for x in tensors])
         amount = current(self.amount)
         if isinstance(amount, Tensor):
             k: Any = self.n - (amount * self.n).round()
         else:
             k = self.n - (amount if isinstance(amount, int) else round(amount * self.n))
-        if hard:
-            return row * topk.topk_mask(row.abs(), k, group=group)
-        return soft_topk_magnitude(row, k, tau=current(self.tau), p=self.p, rescale=True, group=group)
+
+        p = self.p  # not self, because otherwise the graph would keep the model alive
+
+        def selected(row: Tensor, k: int | Tensor, tau: Scalar) -> Tensor:
+            if hard:
+                return row * topk.topk_mask(row.abs(), k, group=group)
+            return soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True, group=group)
+
+        # forward mode needs the graph itself, and has no backward pass
+        if not shared or forward_mode_is_on():
+            return selected(learned, k, current(self.tau)), learned
+        row: Tensor = _Repeatable.apply(selected, learned, k, current(self.tau))
+        return row, learned
 
     def originals(self) -> list[Tensor]:
         return [module.parametrizations[name].original for module, name in self.members]  # type: ignore
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
         """What a selection depends on; None where it is unknown, while tracing and under transforms."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transforms_are_on():
             return None
         tensors = self.originals()
         for value in (self.amount, self.tau):
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
-        for x in tensors:
-            if is_transformed(x) or x.is_inference():
-                return None
         held = [getattr(x, "_local_tensor", x) for x in tensors]
+        if not all(has_data(x) for x in held) or any(x.is_inference() for x in tensors):
+            return None
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen
 
@@ -248,24 +275,49 @@ class _Group:
 
 
 class _Selection:
-    """The parts of a selection that were not returned yet, and the state that it was made for."""
+    """The parts of a selection that were not returned yet, with the learned tensors that they were made of,
+    and the state that the selection was made for."""
 
-    def __init__(self, state: tuple[Any, ...], parts: dict[int, Tensor]) -> None:
+    def __init__(self, state: tuple[Any, ...], parts: dict[int, tuple[Tensor, Tensor | None]]) -> None:
         self.state, self.parts = state, parts
 
 
-def _split(row: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def _split(row: Tensor, tensors: list[Tensor], cast: bool = True) -> list[Tensor]:
     parts = row.split([x.numel() for x in tensors])
-    return [y.view(x.shape).to(x.dtype) for y, x in zip(parts, tensors, strict=True)]
+    return [y.view(x.shape).to(x.dtype if cast else y.dtype) for y, x in zip(parts, tensors, strict=True)]
 
 
-class _Forget:
-    """A hook that drops the remaining parts of a selection before a backward pass frees their graph."""
+class _Repeatable(torch.autograd.Function):
+    """A function of tensors and numbers whose backward pass can run several times.
 
-    def __init__(self, selection: _Selection) -> None:
-        # weak, because otherwise the graph would keep itself alive through its own hook
-        self.selection = weakref.ref(selection)
+    The layers of a pruned model share a selection, but not always a loss. Autograd frees what a graph saved
+    in the first backward pass through it. Here later passes, and those that are differentiated themselves,
+    compute the function again.
+    """
 
-    def __call__(self, grad: Tensor) -> None:
-        if (selection := self.selection()) is not None:
-            selection.parts.clear()
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        # attributes, because autograd frees what is saved by save_for_backward; the inputs are made for this
+        # function, so that nothing changes them in place
+        ctx.function, ctx.inputs = function, inputs
+        ctx.graph = _recorded(function, inputs) if any(ctx.needs_input_grad) else None
+        return function(*inputs) if ctx.graph is None else ctx.graph[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs, output), ctx.graph = ctx.graph or (ctx.inputs, None), None
+        if torch.is_grad_enabled():
+            inputs, output = ctx.inputs, ctx.function(*ctx.inputs)
+        elif output is None:
+            inputs, output = _recorded(ctx.function, inputs)
+        needed = [x for x, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
+        again = torch.is_grad_enabled()
+        grads = iter(torch.autograd.grad(output, needed, grad, create_graph=again, allow_unused=True))
+        return (None, *(next(grads) if need else None for need in ctx.needs_input_grad[1:]))
+
+
+def _recorded(function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> tuple[list[Any], Tensor]:
+    """Copies of the inputs, and a graph from them to the output."""
+    with torch.enable_grad():
+        copies = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+        return copies, function(*copies)

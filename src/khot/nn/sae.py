@@ -11,9 +11,11 @@ from torch.nn import functional as F
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.precision import widen
+from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
+from khot.nn._best import order
 from khot.nn._inputs import check_width
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["TopKSAE"]
 
@@ -124,7 +126,7 @@ class TopKSAE(nn.Module):
         self.idle.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training or self.batch:
+        if self.training or self.batch or self._is_traced():
             return self.decode(self.encode(input))
         return self.decode(*self.top(input))
 
@@ -143,16 +145,19 @@ class TopKSAE(nn.Module):
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
 
+        They are the latents of :meth:`encode` in eval mode; of equally large ones, those of lowest index.
         m = ⌊k + ½⌋. With ``batch`` m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
-        if not self.batch:
-            values, indices = a.topk(math.floor(float(current(self.k)) + 0.5))
-            return values.relu(), indices
-        chosen = topk.topk_mask(a.flatten(), current(self.k) * a.shape[:-1].numel()).view(a.shape)
-        values, indices = a.topk(int(chosen.sum(-1).max()))
-        return values.relu() * chosen.gather(-1, indices), indices
+        k = current(self.k)
+        if self.batch:
+            chosen = topk.topk_mask(a.flatten(), k * a.shape[:-1].numel()).view(a.shape)
+            m = int((chosen != 0).sum(-1).max())
+        else:
+            chosen, m = topk.topk_mask(a, k), math.floor(float(k) + 0.5)
+        indices = order(a, chosen, m)
+        return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
@@ -165,6 +170,8 @@ class TopKSAE(nn.Module):
                 f"{tuple(indices.shape)}"
             )
         width = indices.shape[-1]
+        if not width:  # which F.embedding_bag refuses
+            return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
         sums = F.embedding_bag(
             indices.reshape(-1, width),
             self.decoder,
@@ -176,6 +183,16 @@ class TopKSAE(nn.Module):
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         return widen(self.idle >= inputs).mean()
+
+    def _is_traced(self) -> bool:
+        """Whether sizes must not depend on values, as that of :meth:`top` does on a k that is a tensor.
+
+        ``torch.vmap`` has no rule for the sparse :meth:`decode`.
+        """
+        k = current(self.k)
+        if isinstance(k, Tensor) and not has_data(k):
+            return True
+        return not torch.compiler.is_compiling() and transforms_are_on()
 
     def _activations(self, input: Tensor) -> Tensor:
         arguments.check_input(input)
