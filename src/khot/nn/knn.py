@@ -80,8 +80,7 @@ class SoftKNN(nn.Module):
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         _check(query, template, label)
-        d = torch.cdist(_wide(query), _wide(template), compute_mode="donot_use_mm_for_euclid_dist")
-        near = arguments.rows(-d, -1, mask)
+        near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
         k = available(current(self.k), near)
         if self.training:
             A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
@@ -150,6 +149,12 @@ class SoftKNN(nn.Module):
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _distances(query: Tensor, template: Tensor) -> Tensor:
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():  # ONNX has no cdist (torch 2.13)
+        return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
+    return torch.cdist(query, template, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _check(query: Tensor, template: Tensor, label: Tensor) -> None:

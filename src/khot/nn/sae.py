@@ -124,7 +124,9 @@ class TopKSAE(nn.Module):
         self.idle.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training or self.batch:
+        # the number of values that top() returns must not depend on a tensor in a trace
+        variable = isinstance(self.k, nn.Module) and torch.compiler.is_compiling()
+        if self.training or self.batch or variable:
             return self.decode(self.encode(input))
         return self.decode(*self.top(input))
 
@@ -182,7 +184,6 @@ class TopKSAE(nn.Module):
         check_width(input, self.in_features, self)
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)
 
-    @torch.no_grad()
     def _count(self, a: Tensor, y: Tensor) -> None:
         used = ((a > 0) & (y > 0.5)).view(-1, self.latents).any(0)
         self.idle.copy_(torch.where(used, 0, self.idle + a.shape[:-1].numel()))
