@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from khot import cdfs, topk
 from khot._core import arguments
-from khot._core.precision import widen
+from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype, widen
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
@@ -134,7 +135,7 @@ class TopKSAE(nn.Module):
         """The code, (..., n): soft in train mode, and in eval mode with at most k entries that are not 0."""
         a = self._activations(input)
         rows = a.flatten() if self.batch else a
-        k = current(self.k) * (a.shape[:-1].numel() if self.batch else 1)
+        k = self._size(a) if self.batch else current(self.k)
         if not self.training:
             return topk.topk_mask(rows, k).view(a.shape) * a.relu()
         y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
@@ -152,7 +153,7 @@ class TopKSAE(nn.Module):
         if not self.batch:
             values, indices = a.topk(math.floor(float(current(self.k)) + 0.5))
             return values.relu(), indices
-        chosen = topk.topk_mask(a.flatten(), current(self.k) * a.shape[:-1].numel()).view(a.shape)
+        chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
         values, indices = a.topk(int(chosen.sum(-1).max()))
         return values.relu() * chosen.gather(-1, indices), indices
 
@@ -184,9 +185,16 @@ class TopKSAE(nn.Module):
         check_width(input, self.in_features, self)
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)
 
+    def _size(self, a: Tensor) -> Scalar:
+        """How many latents a whole batch gets."""
+        inputs = a[..., 0].numel()
+        if torch.compiler.is_compiling():  # a number would fix the size of the batch
+            return current(self.k) * torch.full((), inputs, dtype=wide_dtype(a.device), device=a.device)
+        return current(self.k) * inputs
+
     def _count(self, a: Tensor, y: Tensor) -> None:
         used = ((a > 0) & (y > 0.5)).view(-1, self.latents).any(0)
-        self.idle.copy_(torch.where(used, 0, self.idle + a.shape[:-1].numel()))
+        self.idle.copy_(torch.where(used, 0, self.idle + a[..., 0].numel()))
 
     def extra_repr(self) -> str:
         values = describe(
