@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from khot import cdfs, topk
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
+from khot.nn._export import to_onnx
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
@@ -152,7 +153,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _distances(query: Tensor, template: Tensor) -> Tensor:
-    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():  # ONNX has no cdist (torch 2.13)
+    if to_onnx():  # it has no cdist
         return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
     return torch.cdist(query, template, compute_mode="donot_use_mm_for_euclid_dist")
 

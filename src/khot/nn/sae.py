@@ -13,6 +13,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot.cdfs import CDF, CDFName
+from khot.nn._export import to_onnx
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
 
@@ -167,6 +168,9 @@ class TopKSAE(nn.Module):
                 f"code and indices must have the same shape, but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
+        if to_onnx():  # it has no embedding_bag but a loop over the inputs, in float32
+            rows = self.decoder[indices]
+            return (code.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2) + self.bias
         width = indices.shape[-1]
         sums = F.embedding_bag(
             indices.reshape(-1, width),
