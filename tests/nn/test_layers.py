@@ -83,11 +83,6 @@ LAYERS = [
     ),
     Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
     Layer(
-        "TopKSAE-annealed",
-        lambda **kw: khot.nn.TopKSAE(5, 12, khot.nn.Anneal(6.0, 2.0, steps=4), tau=0.5, **kw),
-        (scores(2, 7, 5),),
-    ),
-    Layer(
         "TopKSAE-batch",
         lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),
         (scores(2, 7, 5),),
