@@ -17,6 +17,7 @@ from torch.autograd import Function
 from khot._core.torch_internals import (
     apply_outside_transforms,
     below_autograd,
+    decompose_in_exports,
     forward_mode_is_on,
     transforms_are_on,
 )
@@ -102,6 +103,7 @@ def define(
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     rule: type[Rule] | None = None,
+    decomposition: Callable[..., Any] | None = None,
 ) -> Operator:
     """Register an operator on rows.
 
@@ -111,12 +113,16 @@ def define(
         kernel: the reference kernel, for every device that has no faster one.
         fake: returns tensors with the shapes and dtypes of the results, without their values.
         rule: how the operator is differentiated; None if it is not differentiable.
+        decomposition: the same in few operations that other formats have, such as ONNX; None if there is no
+            such form. It must not read values.
     """
     full = f"khot::{name}"
     torch.library.define(full, schema)
     torch.library.impl(full, "CompositeExplicitAutograd")(kernel)
     torch.library.register_fake(full, fake)
     operator = OPERATORS[name] = Operator(name, kernel, rule)
+    if decomposition is not None:
+        decompose_in_exports(operator.overload, decomposition)
     if rule is not None:
         if rule.differentiable:
 

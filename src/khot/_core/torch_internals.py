@@ -5,22 +5,27 @@ None of them has a public counterpart (torch 2.10 to 2.14).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._decomp import register_decomposition
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "apply_outside_transforms",
     "below_autograd",
     "collective_device",
+    "decompose_in_exports",
     "forward_mode_is_on",
     "is_transformed",
     "process_group",
+    "save_in_exports",
     "transforms_are_on",
     "without_modes",
 ]
@@ -51,6 +56,19 @@ def forward_mode_is_on() -> bool:
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:
     """The same as ``function.apply`` outside of transforms, without 10 µs for binding arguments."""
     return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+
+def decompose_in_exports(overload: Any, function: Callable[..., Any]) -> None:
+    """Let exporters that do not know the operator, such as ONNX's, use the function's operations instead.
+
+    ``torch.compile`` and ``torch.export`` keep the operator.
+    """
+    register_decomposition(overload)(function)
+
+
+def save_in_exports(named_tuple: type[Any], name: str) -> None:
+    """Let exported programs that return the named tuple be saved; it is saved under that name."""
+    _pytree._register_namedtuple(named_tuple, serialized_type_name=name)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

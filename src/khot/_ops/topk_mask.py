@@ -46,7 +46,14 @@ def _reference_fake(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
 
 
-_topk_mask = define("topk_mask", "(Tensor x, Tensor k) -> Tensor", kernels.topk_mask, _fake, _Rule)
+_topk_mask = define(
+    "topk_mask",
+    "(Tensor x, Tensor k) -> Tensor",
+    kernels.topk_mask,
+    _fake,
+    _Rule,
+    decomposition=kernels.sorted_topk_mask,
+)
 _reference_topk_mask = define(
     "reference_topk_mask",
     "(Tensor x, Tensor k, str group) -> (Tensor, Tensor)",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from khot import topk
+from khot.nn._export import to_onnx
 from khot.nn._values import available
 
 __all__ = ["best_indices", "order"]
@@ -23,5 +24,7 @@ def best_indices(x: Tensor, k: int) -> Tensor:
 def order(x: Tensor, chosen: Tensor, m: int) -> Tensor:
     """The indices of the chosen entries, sorted, then some of the others, m in all."""
     x = x.masked_fill(chosen == 0, -torch.inf)
+    if to_onnx():  # whose topk returns equal entries by index
+        return x.topk(m).indices
     indices = x.topk(m, sorted=False).indices.sort(-1).values
     return indices.gather(-1, x.gather(-1, indices).sort(stable=True, dim=-1, descending=True).indices)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from khot import cdfs
 from khot._core import arguments
+from khot._core.torch_internals import save_in_exports
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, positive
@@ -36,6 +37,9 @@ class Routing(NamedTuple):
     load: Tensor
     entropy: Tensor
     dropped: Tensor
+
+
+save_in_exports(Routing, "khot.nn.Routing")
 
 
 class Router(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from khot._core import arguments
+from khot._core.torch_internals import save_in_exports
 from khot.nn._best import best_indices
 from khot.transport import sorted_soft_topk
 
@@ -31,6 +32,9 @@ class Beams(NamedTuple):
     tokens: Tensor
     log_likelihood: Tensor
     log_probs: Tensor
+
+
+save_in_exports(Beams, "khot.nn.Beams")
 
 
 def soft_beam_search(

@@ -11,6 +11,7 @@ from khot import cdfs, topk
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices
+from khot.nn._export import to_onnx
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
@@ -81,8 +82,7 @@ class SoftKNN(nn.Module):
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         _check(query, template, label)
-        d = torch.cdist(_wide(query), _wide(template), compute_mode="donot_use_mm_for_euclid_dist")
-        near = arguments.rows(-d, -1, mask)
+        near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
         k = available(current(self.k), near)
         if self.training:
             A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
@@ -153,6 +153,12 @@ class SoftKNN(nn.Module):
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _distances(query: Tensor, template: Tensor) -> Tensor:
+    if to_onnx():  # it has no cdist
+        return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
+    return torch.cdist(query, template, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _check(query: Tensor, template: Tensor, label: Tensor) -> None:

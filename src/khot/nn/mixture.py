@@ -18,8 +18,8 @@ class MixtureOfExperts(nn.Module):
 
     With a soft selection every expert computes every token. With a hard one, in eval mode, each expert
     computes only the tokens selected for it. The same holds in train mode if the ``cdf`` of the router has
-    compact support. (Under ``torch.compile`` and ``torch.vmap``, which need sizes that do not depend on
-    values, every expert computes all tokens, with the same result.)
+    compact support. (Under ``torch.compile`` and ``torch.vmap`` and in exports, which need sizes that do not
+    depend on values, every expert computes all tokens, with the same result.)
 
     To train with a hard selection, put only the router in eval mode: the weights of the selected experts are
     still differentiable.

@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 from khot import cdfs, topk
 from khot._core import arguments
-from khot._core.precision import widen
+from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype, widen
 from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import order
+from khot.nn._export import to_onnx
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, has_data, positive
 
@@ -134,7 +136,7 @@ class TopKSAE(nn.Module):
         """The code, (..., n): soft in train mode, and in eval mode with at most k entries that are not 0."""
         a = self._activations(input)
         rows = a.flatten() if self.batch else a
-        k = current(self.k) * (a.shape[:-1].numel() if self.batch else 1)
+        k = self._size(a) if self.batch else current(self.k)
         if not self.training:
             return topk.topk_mask(rows, k).view(a.shape) * a.relu()
         y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
@@ -150,11 +152,11 @@ class TopKSAE(nn.Module):
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
-        k = current(self.k)
         if self.batch:
-            chosen = topk.topk_mask(a.flatten(), k * a.shape[:-1].numel()).view(a.shape)
+            chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
             m = int((chosen != 0).sum(-1).max())
         else:
+            k = current(self.k)
             chosen, m = topk.topk_mask(a, k), math.floor(float(k) + 0.5)
         indices = order(a, chosen, m)
         return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
@@ -169,6 +171,9 @@ class TopKSAE(nn.Module):
                 f"code and indices must have the same shape, but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
+        if to_onnx():  # it has no embedding_bag but a loop over the inputs, in float32
+            rows = self.decoder[indices]
+            return (code.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2) + self.bias
         width = indices.shape[-1]
         if not width:  # which F.embedding_bag refuses
             return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
@@ -190,7 +195,7 @@ class TopKSAE(nn.Module):
         ``torch.vmap`` has no rule for the sparse :meth:`decode`.
         """
         k = current(self.k)
-        if isinstance(k, Tensor) and not has_data(k):
+        if isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k)):
             return True
         return not torch.compiler.is_compiling() and transforms_are_on()
 
@@ -199,10 +204,16 @@ class TopKSAE(nn.Module):
         check_width(input, self.in_features, self)
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)
 
-    @torch.no_grad()
+    def _size(self, a: Tensor) -> Scalar:
+        """How many latents a whole batch gets."""
+        inputs = a[..., 0].numel()
+        if torch.compiler.is_compiling():  # a number would fix the size of the batch
+            return current(self.k) * torch.full((), inputs, dtype=wide_dtype(a.device), device=a.device)
+        return current(self.k) * inputs
+
     def _count(self, a: Tensor, y: Tensor) -> None:
         used = ((a > 0) & (y > 0.5)).view(-1, self.latents).any(0)
-        self.idle.copy_(torch.where(used, 0, self.idle + a.shape[:-1].numel()))
+        self.idle.copy_(torch.where(used, 0, self.idle + a[..., 0].numel()))
 
     def extra_repr(self) -> str:
         values = describe(

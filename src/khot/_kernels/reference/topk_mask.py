@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from khot._core.precision import on, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
-__all__ = ["reference_topk_mask", "topk_mask"]
+__all__ = ["reference_topk_mask", "sorted_topk_mask", "topk_mask"]
 
 
 def topk_mask(x: Tensor, k: Tensor) -> Tensor:
@@ -25,6 +26,16 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     return _mask(x, k, HERE)[0]
 
 
+def sorted_topk_mask(x: Tensor, k: Tensor) -> Tensor:
+    """:func:`topk_mask` in operations that other formats have, such as ONNX; no value is read."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # few runtimes sort half precision
+    return _mask(wide, k, HERE, _kth_of_sorted)[0].to(x.dtype)
+
+
+def _kth_of_sorted(x: Tensor, k: Tensor) -> Tensor:
+    return x.sort(dim=-1, descending=True).values.gather(-1, k.clamp(1, x.shape[-1]) - 1)
+
+
 def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """:func:`topk_mask` of rows spread over the processes of ``group``; ties go to the lowest rank first, and
     within it to the lowest index.
@@ -35,7 +46,9 @@ def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tenso
     return _mask(x, k, rows.of(group))
 
 
-def _mask(x: Tensor, k: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+def _mask(
+    x: Tensor, k: Tensor, row: Row, kth: Callable[[Tensor, Tensor], Tensor] = kth_largest
+) -> tuple[Tensor, Tensor]:
     k = widen(on(x.device, k)).expand(x.shape[:-1])
     count = torch.floor(k + 0.5)
     if isinstance(row, Shards):
@@ -54,11 +67,11 @@ def _mask(x: Tensor, k: Tensor, row: Row) -> tuple[Tensor, Tensor]:
             (there,) = row.reduce([row.slots(level.sum(-1))])
             left = left - there[..., : row.rank].sum(-1)
     else:
-        value = kth_largest(x, count.long().unsqueeze(-1))
+        value = kth(x, count.long().unsqueeze(-1))
         above, level = x > value, x == value
         left = count.long() - above.sum(-1)
     chosen = (above | (level & (level.cumsum(-1, dtype=torch.int32) <= left.unsqueeze(-1)))) & (
         count > 0
     ).unsqueeze(-1)
-    y = chosen.to(x.dtype).masked_fill_(bad.unsqueeze(-1), math.nan)
+    y = chosen.to(x.dtype).masked_fill(bad.unsqueeze(-1), math.nan)
     return y, count.masked_fill(bad, math.nan)

@@ -1,0 +1,314 @@
+"""Layers outside of Python: saved programs, AOTInductor, and ONNX in its own runtime. (The table of
+test_layers.py covers torch.compile.)"""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import khot
+from khot._core.dispatch import OPERATORS
+from khot._kernels.reference.topk_mask import sorted_topk_mask
+from khot.nn import Anneal
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+# torch's own: its exporter copies specs of a deprecated type
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Inputs are float32, bool or integer; the batch lies along ``dim`` of all of them."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[Tensor, ...]
+    dim: int = 0
+    random: bool = False  # in train mode
+
+    def layer(self, training: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make().train(training)
+
+    def larger(self) -> tuple[Tensor, ...]:
+        """Another batch, of another size."""
+        return tuple(torch.cat([x.flip(self.dim), x, x], self.dim) for x in self.inputs)
+
+    def sizes(self) -> tuple[dict[int, Any], ...]:
+        return tuple({self.dim: DYNAMIC} for _ in self.inputs)
+
+
+def mixture(router: nn.Module) -> nn.Module:
+    return khot.nn.MixtureOfExperts(router, [nn.Linear(5, 3) for _ in range(4)])  # type: ignore[arg-type]
+
+
+def pruned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5)
+    return model
+
+
+def annealed() -> Anneal:
+    return Anneal(4.0, 2.0, steps=4)
+
+
+TIES = torch.tensor([[1.0, 1, 1, 1], [0, 2, 2, 2], [-0.0, 0, -math.inf, 0], [3, 1, 3, 3]])
+MASK = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+ROWS = [
+    Row("SoftTopK", lambda: khot.nn.SoftTopK(2), (TIES,)),
+    Row("SoftTopK-masked", lambda: khot.nn.SoftTopK(annealed(), tau=annealed()), (normal(3, 3), MASK)),
+    Row(
+        "SoftTopK-learned",
+        lambda: khot.nn.SoftTopK(2.5, 0, learnable_k=True, learnable_tau=True),
+        (normal(6, 3),),
+        dim=1,
+    ),
+    Row("KHotGate", lambda: khot.nn.KHotGate(6, 2.5), (normal(3, 6),), random=True),
+    Row("KHotGate-learned", lambda: khot.nn.KHotGate(6, None), (normal(3, 6),), random=True),
+    Row("TopKSAE", lambda: khot.nn.TopKSAE(5, 12, 2.5), (normal(2, 7, 5),)),
+    Row("TopKSAE-annealed", lambda: khot.nn.TopKSAE(5, 12, annealed()), (normal(7, 5),)),
+    Row("TopKSAE-batch", lambda: khot.nn.TopKSAE(5, 12, 3, batch=True), (normal(2, 7, 5),)),
+    Row(
+        "TopKSAE-batch annealed",
+        lambda: khot.nn.TopKSAE(5, 12, annealed(), hard=True, batch=True),
+        (normal(7, 5),),
+    ),
+    Row(
+        "ExpertChoiceRouter",
+        lambda: khot.nn.ExpertChoiceRouter(5, 4),
+        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
+    ),
+    Row(
+        "TokenChoiceRouter",
+        lambda: khot.nn.TokenChoiceRouter(5, 4, 2),
+        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
+    ),
+    Row(
+        "TokenChoiceRouter-learned",
+        lambda: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True),
+        (normal(7, 5),),
+    ),
+    Row(
+        "MixtureOfExperts-expert choice",
+        lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),
+        (normal(2, 7, 5),),
+    ),
+    Row(
+        "MixtureOfExperts-token choice",
+        lambda: mixture(khot.nn.TokenChoiceRouter(5, 4, 2, cdf="uniform")),
+        (normal(7, 5),),
+    ),
+    Row(
+        "TopKAttention",
+        lambda: khot.nn.TopKAttention(8, 2, 3, batch_first=True),
+        (normal(2, 5, 8), normal(2, 6, 8, seed=1), normal(2, 6, 8, seed=2)),
+    ),
+    Row(
+        "TopKAttention-annealed",
+        lambda: khot.nn.TopKAttention(8, 2, annealed()),
+        (normal(5, 2, 8), normal(6, 2, 8, seed=1), normal(6, 2, 8, seed=2)),
+        dim=1,
+    ),
+    Row(
+        "SoftKNN",
+        lambda: khot.nn.SoftKNN(3, 4),
+        (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
+    ),
+    Row("pruned", pruned, (normal(3, 5),)),
+    Row("Anneal", annealed, ()),
+]
+each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+each_mode = pytest.mark.parametrize(
+    "row, training",
+    [(row, training) for row in ROWS for training in (False, True) if not (row.random and training)],
+    ids=lambda v: v.name if isinstance(v, Row) else ("train" if v else "eval"),
+)
+
+
+def test_every_layer_is_in_the_table() -> None:
+    classes = [getattr(khot.nn, name) for name in khot.nn.__all__]
+    layers = {c.__name__ for c in classes if isinstance(c, type) and issubclass(c, nn.Module)}
+    assert layers | {"pruned"} == {row.name.partition("-")[0] for row in ROWS}
+
+
+def assert_same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(tree_leaves(got), tree_leaves(want), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@each_mode
+def test_saved_program(row: Row, training: bool) -> None:
+    layer, buffer = row.layer(training), io.BytesIO()
+    torch.export.save(torch.export.export(layer, row.inputs, dynamic_shapes=row.sizes()), buffer)
+    buffer.seek(0)
+    program = torch.export.load(buffer).module()
+    for inputs in (row.inputs, row.larger()):
+        want, got = layer(*inputs), program(*inputs)
+        assert type(got) is type(want)
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.name.startswith("TopKSAE") and "annealed" in row.name],
+    ids=lambda r: r.name,
+)
+def test_annealed_sae_compiles_whole(row: Row, training: bool) -> None:
+    """test_layers.py has the other layers; an annealed k is not reset with the parameters, as it asks for."""
+    torch.compiler.reset()
+    layer = row.layer(training)
+    assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(*row.inputs), layer(*row.inputs))
+
+
+def test_saved_router_in_a_new_process(tmp_path: Path) -> None:
+    path, x = tmp_path / "router.pt2", normal(2, 7, 5)
+    torch.export.save(torch.export.export(khot.nn.TokenChoiceRouter(5, 4, 2).eval(), (x,)), path)
+    code = (
+        "import sys, torch, khot\n"
+        "routing = torch.export.load(sys.argv[1]).module()(torch.ones(2, 7, 5))\n"
+        "assert type(routing) is khot.nn.Routing and routing.selection.sum() == 28"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_exported_choice_is_that_of_the_operator(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    operator = OPERATORS["topk_mask"].overload
+    seen = set()
+    for _ in range(200):
+        batch, n = (int(torch.randint(1, 6, (), generator=generator)) for _ in range(2))
+        special = torch.tensor([-math.inf, math.inf, math.nan, -0.0, 0.0, 0.5, 1.0, 2.0], dtype=dtype)
+        often = torch.tensor([1.0, 0.2, 0.1, 2.0, 2.0, 2.0, 2.0, 2.0])
+        x = special[torch.multinomial(often, batch * n, True, generator=generator)].view(batch, n)
+        k = torch.rand(batch, generator=generator, dtype=torch.float64) * (n + 1)
+        k = k.round() if n % 2 else k
+        want = operator(x, k)
+        torch.testing.assert_close(sorted_topk_mask(x, k), want, rtol=0, atol=0, equal_nan=True)
+        seen |= {bool(row.isnan().any()) for row in want}
+    assert seen == {True, False}
+
+
+def in_onnx_runtime(
+    model: nn.Module, inputs: tuple[Tensor, ...], **options: Any
+) -> Callable[..., list[Tensor]]:
+    import onnxruntime
+
+    program = torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options)
+    assert program is not None
+    session = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    names = [x.name for x in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        outputs = session.run(None, {n: x.numpy() for n, x in zip(names, inputs, strict=True)})
+        return [torch.from_numpy(y) for y in outputs]
+
+    return run
+
+
+class Together(nn.Module):
+    """Layers of the table as one model, because every export takes seconds, however small the model."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.rows, self.layers = rows, nn.ModuleList(row.layer() for row in rows)
+
+    def forward(self, *inputs: Tensor) -> list[Any]:
+        rest = iter(inputs)
+        pairs = zip(self.rows, self.layers, strict=True)
+        return [layer(*(next(rest) for _ in row.inputs)) for row, layer in pairs]
+
+
+def test_onnx_of_layers_together() -> None:
+    """One layer of each class, not optimised; the slow test has all of them, each optimised by itself."""
+    left_out = (
+        "-learned",
+        "-masked",
+        "-batch annealed",
+        "-expert choice",
+        "TokenChoice",
+        "Attention-",
+        "Anneal",
+    )
+    rows = [row for row in ROWS if not any(part in row.name for part in left_out)]
+    model = Together(rows).eval()
+    inputs = tuple(x for row in rows for x in row.inputs)
+    sizes = tuple(size for row in rows for size in row.sizes())
+    run = in_onnx_runtime(model, inputs, dynamic_shapes=(sizes,), optimize=False)
+    for batch in (inputs, tuple(x for row in rows for x in row.larger())):
+        assert_same(run(*batch), model(*batch))
+
+
+@pytest.mark.slow
+@each
+def test_onnx(row: Row) -> None:
+    layer = row.layer()
+    run = in_onnx_runtime(layer, row.inputs, dynamic_shapes=row.sizes())
+    for inputs in (row.inputs, row.larger()):
+        assert_same(run(*inputs), layer(*inputs))
+
+
+class Masks(nn.Module):
+    def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return khot.topk_mask(x, 2), khot.topk_mask(x, k), khot.topk_mask(x.half(), 1, 0, largest=False)
+
+
+def test_onnx_of_masks() -> None:
+    """Ties, infinities, NaN, rows without an answer, a k for each row, other dims, half precision."""
+    x = torch.cat([TIES, torch.full((1, 4), -math.inf), torch.full((1, 4), math.nan), normal(2, 4)])
+    k = torch.tensor([0.0, 4, 1, 3, 0, 2, 2.5, 5])
+    run = in_onnx_runtime(Masks().eval(), (x, k))
+    want = [OPERATORS["topk_mask"].overload(x, v) for v in (torch.tensor(2.0), k)]
+    want.append(OPERATORS["topk_mask"].overload(-x.half().mT, torch.tensor(1.0)).mT)
+    torch.testing.assert_close(run(x, k), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")  # on purpose
+@pytest.mark.parametrize(
+    "layer",
+    [
+        khot.nn.SoftTopK(2, soft_eval=True).eval(),
+        pytest.param(khot.nn.SoftTopK(2, hard=True), marks=pytest.mark.slow),
+        pytest.param(khot.nn.TokenChoiceRouter(4, 4, 2), marks=pytest.mark.slow),
+    ],
+    ids=["soft_eval", "hard", "router"],
+)
+def test_onnx_has_no_soft_choice(layer: nn.Module) -> None:
+    with pytest.raises(
+        torch.onnx.errors.OnnxExporterError, match=r"translating node .*khot\.soft_topk"
+    ) as caught:
+        torch.onnx.export(layer, (normal(3, 4),), dynamo=True, verbose=False)
+    error: BaseException = caught.value
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert "No ONNX function found for <OpOverload(op='khot.soft_topk'" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MixtureOfExperts-expert choice", "TopKSAE-annealed"])
+def test_aot_inductor(name: str, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    layer = row.layer()
+    program = torch.export.export(layer, row.inputs, dynamic_shapes=row.sizes())
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    compiled = torch._inductor.aoti_load_package(path)
+    for inputs in (row.inputs, row.larger()):
+        assert_same(compiled(*inputs), layer(*inputs))
