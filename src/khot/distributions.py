@@ -72,7 +72,7 @@ class k_hot(_WithK):
         super().__init__(k)
 
     def check(self, value: Tensor) -> Tensor:
-        arguments.check_tensor(value, "value")
+        arguments.check_bool_or_real(value, "value")
         # counted as integers: a sum in half precision need not be exact
         return ((value == 0) | (value == 1)).all(-1) & ((value == 1).sum(-1) == self.k)
 
@@ -282,6 +282,8 @@ class KHot(_KHotVectors):
     def log_prob(self, value: Tensor) -> Tensor:
         tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
         self._require("log_prob", tractable)
+        arguments.check_bool_or_real(value, "value")
+        arguments.check_has_values(value, "value", self._param)
         if self._validate_args:
             self._validate_sample(value)
         probs = self._summed_probs
@@ -390,6 +392,8 @@ class ConditionalPoisson(_KHotVectors):
             return conditional_poisson.sample(self.logits, self.k, sample_shape=sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
+        arguments.check_bool_or_real(value, "value")
+        arguments.check_has_values(value, "value", self._param)
         if self._validate_args:
             self._validate_sample(value)
         return conditional_poisson.log_prob(value, self.logits, self.k)
@@ -449,6 +453,7 @@ class RelaxedKHot(_ChoiceOfK):
         validate_args: bool | None = None,
     ) -> None:
         self.logits: Tensor
+        arguments.check_scalar(temperature, "temperature", low=0, low_open=True)
         super().__init__(k, "logits", logits, validate_args, temperature)
 
     @constraints.dependent_property(is_discrete=False, event_dim=1)
@@ -461,6 +466,7 @@ class RelaxedKHot(_ChoiceOfK):
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
+            arguments.check_input(value, "value")
             self._validate_sample(value)
         n = self.event_shape[0]
         dtype = torch.promote_types(value.dtype, self.logits.dtype)

@@ -21,9 +21,11 @@ from khot._core.torch_internals import is_transformed
 
 __all__ = [
     "Scalar",
+    "check_bool_or_real",
     "check_device",
     "check_dim",
     "check_dim_type",
+    "check_has_values",
     "check_index",
     "check_input",
     "check_integer",
@@ -53,7 +55,8 @@ INTEGERS = frozenset(
 
 def check_input(input: Any, name: str = "input") -> None:
     """Raise unless it is a dense tensor of a floating-point dtype that one can compute with."""
-    check_tensor(input, name)
+    if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
+        check_tensor(input, name)
     if input.dtype not in FLOATS:
         raise TypeError(
             f"{name} must have a floating-point dtype (float16, bfloat16, float32 or float64), but got "
@@ -77,12 +80,17 @@ def check_real(value: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
 
 
-def not_binary(value: Tensor, name: str) -> Tensor:
-    """Where a tensor of zeros and ones has something else. If it is :func:`readable`, everything but a NaN
-    raises, because a draw from a row with a NaN is NaN."""
+def check_bool_or_real(value: Any, name: str) -> None:
+    """Raise unless it is a dense tensor of a bool, integer or floating-point dtype."""
     check_tensor(value, name)
     if value.dtype != torch.bool:
         check_real(value, name)
+
+
+def not_binary(value: Tensor, name: str) -> Tensor:
+    """Where a tensor of zeros and ones has something else. If it is :func:`readable`, everything but a NaN
+    raises, because a draw from a row with a NaN is NaN."""
+    check_bool_or_real(value, name)
     wrong = (value != 0) & (value != 1)
     if readable(value) and bool(wrong.any()):
         other = value.detach()[wrong & ~value.isnan()]
@@ -95,15 +103,20 @@ def check_index(value: Any, name: str, input: Tensor) -> None:
     """Raise unless it is a dense int64 tensor on the input's device."""
     check_tensor(value, name)
     if value.dtype != torch.int64:
-        raise TypeError(f"{name} must have dtype torch.int64, but got {value.dtype}")
+        raise TypeError(f"{name} must be a tensor of dtype torch.int64, but got {value.dtype}")
     check_device(value, name, input)
 
 
 def check_device(value: Tensor, name: str, input: Tensor) -> None:
-    """Raise if the value cannot be used together with the input. A 0-dim tensor can go to any device, unless
-    it is a meta tensor, which has no values."""
+    """Raise if the value is on another device than the input, unless it is a number with a device."""
     if value.device != input.device and (value.dim() or value.is_meta):
         raise ValueError(f"{name} must be on the input's device {input.device}, but got {value.device}")
+
+
+def check_has_values(value: Tensor, name: str, input: Tensor) -> None:
+    """Raise for a meta tensor, which has no values, together with an input that has."""
+    if value.is_meta and not input.is_meta:
+        check_device(value, name, input)
 
 
 def check_dim_type(dim: Any) -> None:

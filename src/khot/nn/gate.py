@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from khot import estimators, topk
+from khot._core import arguments
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
@@ -83,8 +84,7 @@ class KHotGate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if n < 1:
-            raise ValueError(f"n must be at least 1, but got {n}")
+        arguments.check_integer(n, "n", low=1)
         self.n, self.k = n, None if k is None else positive(k, "k")
         self.tau = None if tau is None else positive(tau, "tau")
         self.estimator, self.design = estimator, design

@@ -151,6 +151,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     dim = from_end(logits, dim)
     trials = tilt(logits, k, dim)
     wrong = arguments.not_binary(value, "value")
+    arguments.check_has_values(value, "value", logits)
     arguments.check_dim(value, dim)
     chosen, wrong = to_last(value == 1, dim), to_last(wrong, dim).any(-1)
     # Σ_S z − Σ_{z>0} z, without subtracting large numbers
@@ -205,8 +206,8 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
         >>> kl(torch.zeros(4), torch.zeros(4), 2)
         tensor(0.)
     """
-    dim = from_end(p_logits, dim)
-    p, q = tilt(p_logits, k, dim), tilt(q_logits, k, dim)
+    dim = from_end(p_logits, dim, "p_logits")
+    p, q = tilt(p_logits, k, dim, "p_logits"), tilt(q_logits, k, dim, "q_logits")
     log_size, pi, out = inclusion(p)
     # the divergence is infinite only where p can draw what q cannot
     harmless = q.z.isinf() & (torch.where(q.z > 0, out, pi) == 0)
