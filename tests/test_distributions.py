@@ -387,6 +387,68 @@ def test_relaxed_gradients() -> None:
     assert torch.autograd.gradcheck(rsample, (tau, theta))
 
 
+# ------------------------------------------------------------------------- what rounding must not change
+
+SIZES = [(n, k) for n in (1, 2, 100, 1000) for k in sorted({1, n // 2, n - 1, n}) if 0 < k <= n]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, F64)
+
+
+@pytest.mark.parametrize("tau", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relaxed_samples_are_in_the_support(dtype: torch.dtype, n: int, k: int, tau: float) -> None:
+    torch.manual_seed(0)
+    p = RelaxedKHot(tau, k, 3 * torch.randn(4, n, dtype=dtype))
+    y = p.rsample((5,))
+    assert p.support.check(y).all()
+    assert p.log_prob(y).isnan().all() == (k == n)
+    wrong = y.detach().clone()
+    wrong[..., 0] += torch.where(wrong[..., 0] > 0.5, -0.25, 0.25).to(dtype)
+    assert n * torch.finfo(dtype).eps > 0.1 or not p.support.check(wrong).any()
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_soft_topk_gives_inclusion_probs_that_are_accepted(dtype: torch.dtype, n: int, k: int) -> None:
+    """And a sum that is off by rounding does not change the size of a sample."""
+    torch.manual_seed(0)
+    for cdf in ("logistic", "normal", "uniform"):
+        probs = khot.soft_topk(3 * torch.randn(4, n, dtype=dtype), k, cdf=cdf)
+        p = KHot(k, probs=probs, design="systematic")
+        assert (p.sample((5,)).double().sum(-1) == k).all()
+
+
+@pytest.mark.parametrize("q_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kl_divergence_has_the_dtype_of_its_arguments(dtype: torch.dtype, q_dtype: torch.dtype) -> None:
+    def both(dtype: torch.dtype) -> list[Distribution]:
+        logits = ONE.to(dtype)
+        return [ConditionalPoisson(2, logits), KHot(2, logits=logits, design="conditional_poisson")]
+
+    for p, q in itertools.product(both(dtype), both(q_dtype)):
+        assert kl_divergence(p, q).dtype == torch.promote_types(dtype, q_dtype)
+
+
+@pytest.mark.parametrize(
+    "k, said",
+    [
+        (2, "2"),
+        (torch.tensor(2), "2"),
+        (torch.tensor([[2], [2]]), "2"),
+        (torch.tensor([1, 2]), "tensor([1, 2])"),
+        (torch.ones(0), "tensor([])"),
+    ],
+    ids=str,
+)
+def test_constraints_say_their_name_and_k(k: Any, said: str) -> None:
+    assert repr(distributions.k_hot(k)) == f"k_hot(k={said})"
+    assert repr(distributions.capped_simplex(k)) == f"capped_simplex(k={said})"
+    with pytest.raises(ValueError, match=r"capped_simplex\(k=2\)"):
+        RelaxedKHot(1.0, 2, ONE).log_prob(ONE)
+    with pytest.raises(ValueError, match=r"k_hot\(k=2\)"):
+        ConditionalPoisson(2, ONE).log_prob(ONE)
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 
 

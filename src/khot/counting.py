@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from khot import cdfs
@@ -99,11 +98,12 @@ def _levels(
     value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
 ) -> tuple[Tensor, bool]:
     """Levels as (*batch, m), and whether they were given as one per row."""
+    if isinstance(value, Tensor):
+        arguments.check_real(value, name)  # first, because nested tensors have no shape
     if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
         level = arguments.per_row(value, name, x, low=low, high=high)
         return level.unsqueeze(-1).expand(*x.shape[:-1], 1), True
-    if value.dtype == torch.bool or value.is_complex():
-        raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+    arguments.check_has_values(value, name, input)
     levels = precision.on(x.device, value.movedim(dim, -1))
     if value.dim() != max(input.dim(), 1) or any(
         a not in (1, b) for a, b in zip(levels.shape[:-1], x.shape[:-1], strict=True)

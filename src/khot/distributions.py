@@ -38,7 +38,24 @@ from khot.topk import sigmoid_topk, topk_mask
 __all__ = ["ConditionalPoisson", "KHot", "KHotStraightThrough", "RelaxedKHot", "capped_simplex", "k_hot"]
 
 
-class k_hot(Constraint):
+class _WithK(Constraint):
+    """The base of the two constraints: they depend on k."""
+
+    event_dim = 1
+
+    def __init__(self, k: float | Tensor) -> None:
+        self.k = k
+        super().__init__()
+
+    def __repr__(self) -> str:
+        # torch's own leaves out the first letter of the name, which is an underscore in torch
+        k = self.k
+        if isinstance(k, Tensor) and arguments.readable(k) and len(k.unique()) == 1:
+            k = k.flatten()[0].item()
+        return f"{type(self).__name__}(k={k})"
+
+
+class k_hot(_WithK):
     """The k-hot vectors {x ∈ {0, 1}ⁿ, Σx = k}.
 
     Args:
@@ -50,21 +67,21 @@ class k_hot(Constraint):
     """
 
     is_discrete = True
-    event_dim = 1
 
     def __init__(self, k: int | Tensor) -> None:
-        self.k = k
-        super().__init__()
+        super().__init__(k)
 
     def check(self, value: Tensor) -> Tensor:
+        arguments.check_bool_or_real(value, "value")
         # counted as integers: a sum in half precision need not be exact
         return ((value == 0) | (value == 1)).all(-1) & ((value == 1).sum(-1) == self.k)
 
 
-class capped_simplex(Constraint):
+class capped_simplex(_WithK):
     """The k-capped simplex {y ∈ [0, 1]ⁿ, Σy = k}, the convex hull of the k-hot vectors.
 
-    The sum is k up to n·eps of the value's dtype.
+    The sum is k up to what the operators guarantee: 1e-12·max(1, min(k, n − k)) in float64 and 1e-6 times the
+    same in narrower dtypes, plus n·eps of the value's dtype for the rounding of its entries.
 
     Args:
         k: a tensor of the batch shape, or a number.
@@ -74,16 +91,19 @@ class capped_simplex(Constraint):
         tensor([ True, False])
     """
 
-    event_dim = 1
-
-    def __init__(self, k: float | Tensor) -> None:
-        self.k = k
-        super().__init__()
-
     def check(self, value: Tensor) -> Tensor:
-        tolerance = value.shape[-1] * torch.finfo(value.dtype).eps
+        arguments.check_input(value, "value")
         inside = ((value >= 0) & (value <= 1)).all(-1)
-        return inside & ((widen(value).sum(-1) - self.k).abs() <= tolerance)
+        return inside & ((widen(value).sum(-1) - self.k).abs() <= _tolerance(value, self.k))
+
+
+def _tolerance(value: Tensor, k: float | Tensor) -> Tensor:
+    """How far the sum of a row may be from k: what docs/numerics.md says that the operators guarantee, and
+    the rounding of n entries up to 1."""
+    n, eps = value.shape[-1], torch.finfo(value.dtype).eps
+    k = k.to(value.device) if isinstance(k, Tensor) else torch.as_tensor(k, device=value.device)
+    size = widen(torch.minimum(k, n - k)).clamp(min=1)
+    return n * eps + (1e-12 if value.dtype == torch.float64 else 1e-6) * size
 
 
 NO_SHAPE = torch.Size()
@@ -179,7 +199,8 @@ class KHot(_KHotVectors):
 
     Args:
         k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
-        probs: π, (*batch, n), in [0, 1], each row summing to k (up to n·eps of its dtype).
+        probs: π, (*batch, n), in [0, 1], each row summing to k, up to the tolerance of
+            :class:`capped_simplex`.
         logits: instead of probs; (*batch, n), with π = σ_k(logits) (:func:`khot.sigmoid_topk`).
         design: a name in :data:`khot.sampling.designs`. With ``"pareto"`` E[x] = π up to 2e-3.
 
@@ -229,11 +250,11 @@ class KHot(_KHotVectors):
 
     def _check_sum(self) -> None:
         total = widen(self.probs.detach()).sum(-1)
-        tolerance = self.event_shape[0] * torch.finfo(self.probs.dtype).eps
+        tolerance = _tolerance(self.probs, self.k)
         bad = (total - self.k).abs() > tolerance
         if bool(bad.any()):
             raise ValueError(
-                f"probs must sum to k in every row, up to {tolerance:.1e}, but got a sum of "
+                f"probs must sum to k in every row, up to {tolerance[bad][0].item():.1e}, but got a sum of "
                 f"{total[bad][0].item()} for k = {self.k[bad][0].item()}"
             )
 
@@ -261,6 +282,8 @@ class KHot(_KHotVectors):
     def log_prob(self, value: Tensor) -> Tensor:
         tractable = {name: d.log_prob for name, d in sampling.designs.items() if d.log_prob is not None}
         self._require("log_prob", tractable)
+        arguments.check_bool_or_real(value, "value")
+        arguments.check_has_values(value, "value", self._param)
         if self._validate_args:
             self._validate_sample(value)
         probs = self._summed_probs
@@ -278,12 +301,13 @@ class KHot(_KHotVectors):
     @property
     def _summed_probs(self) -> Tensor:
         """The inclusion probabilities in float64, corrected so that rounding does not change their sum."""
-        if self.probs.dtype == torch.float64:
-            return self.probs
         probs = in_float64(self.probs)
         g = (probs * (1 - probs)).detach()
         share = g / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
-        return (probs - share * (probs.sum(-1) - self.k.to(probs.device)).unsqueeze(-1)).clamp(0, 1)
+        excess = probs.sum(-1) - self.k.to(probs.device)
+        if self.probs.dtype == torch.float64:
+            excess = excess.detach()  # a constant, so that the derivatives are those in probs
+        return (probs - share * excess.unsqueeze(-1)).clamp(0, 1)
 
     def _require(self, what: str, designs: Iterable[str]) -> None:
         if self.design not in designs:
@@ -368,6 +392,8 @@ class ConditionalPoisson(_KHotVectors):
             return conditional_poisson.sample(self.logits, self.k, sample_shape=sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
+        arguments.check_bool_or_real(value, "value")
+        arguments.check_has_values(value, "value", self._param)
         if self._validate_args:
             self._validate_sample(value)
         return conditional_poisson.log_prob(value, self.logits, self.k)
@@ -427,6 +453,7 @@ class RelaxedKHot(_ChoiceOfK):
         validate_args: bool | None = None,
     ) -> None:
         self.logits: Tensor
+        arguments.check_scalar(temperature, "temperature", low=0, low_open=True)
         super().__init__(k, "logits", logits, validate_args, temperature)
 
     @constraints.dependent_property(is_discrete=False, event_dim=1)
@@ -439,6 +466,7 @@ class RelaxedKHot(_ChoiceOfK):
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
+            arguments.check_input(value, "value")
             self._validate_sample(value)
         n = self.event_shape[0]
         dtype = torch.promote_types(value.dtype, self.logits.dtype)
@@ -457,8 +485,9 @@ class RelaxedKHot(_ChoiceOfK):
 @register_kl(KHot, ConditionalPoisson)
 @register_kl(KHot, KHot)
 def _kl(p: KHot | ConditionalPoisson, q: KHot | ConditionalPoisson) -> Tensor:
-    """Exact where both are conditional Poisson designs; inf where their sizes differ."""
+    """Exact where both are conditional Poisson designs; inf where their sizes differ. In their dtype."""
     k, other = torch.broadcast_tensors(p.k, q.k)
+    dtype = torch.promote_types(p._param.dtype, q._param.dtype)
     p, q = p._natural("kl_divergence"), q._natural("kl_divergence")
     logits, others = (on(k.device, d.logits).expand(*k.shape, -1) for d in (p, q))
-    return conditional_poisson.kl(logits, others, k).masked_fill(k != other, math.inf)
+    return conditional_poisson.kl(logits, others, k).masked_fill(k != other, math.inf).to(dtype)

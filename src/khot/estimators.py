@@ -199,6 +199,7 @@ def second_order(
         >>> khot.estimators.second_order(torch.tensor([9.0, -9.0, 9.0]), 2)
         tensor([1., 0., 1.])
     """
+    arguments.check_scalar(tau, "tau", low=0, low_open=True)
     if isinstance(k, Tensor) and k.requires_grad:
         raise ValueError(
             "k must not require a gradient: second_order has none for it; k=None learns the size"
@@ -317,6 +318,7 @@ def imle(
         >>> khot.estimators.imle(torch.zeros(8), 3).sum()
         tensor(3.)
     """
+    arguments.check_scalar(step, "step", low=0)
     if not step > 0:
         raise ValueError(f"step must be > 0, but got {step}")
     x = _rows(logits, dim)

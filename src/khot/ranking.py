@@ -322,8 +322,8 @@ def _check_q(q: Any, x: Tensor) -> Tensor:
     if not isinstance(q, Tensor):
         arguments.check_number(q, "q", low=0, high=1)
         return torch.full((), q, dtype=wide_dtype(x.device), device=x.device)
-    if q.dtype == torch.bool or q.is_complex():
-        raise TypeError(f"q must be a real number or tensor, but got dtype {q.dtype}")
+    arguments.check_real(q, "q")
+    arguments.check_has_values(q, "q", x)
     if q.dim() > 1:
         raise ValueError(f"q must be a number or have at most one dim, but got shape {tuple(q.shape)}")
     return arguments.check_values(q.to(x.device), "q", low=0, high=1)

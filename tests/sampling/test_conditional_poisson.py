@@ -163,6 +163,23 @@ def test_other_sizes_cannot_be_drawn() -> None:
     value = f64(1, 1, 0, 0)
     assert log_prob(value, normal(4), 1) == -INF
     assert log_prob(value.bool(), normal(4), 2) > -INF
+    assert log_prob(value.long(), normal(4), 2) == log_prob(value, normal(4), 2)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("other", [0.5, 2.0, -1.0, 1e-300, INF])
+def test_values_are_zeros_and_ones(other: float, dim: int) -> None:
+    value = f64(1, 1, 0, 0).repeat(4, 1)
+    theta = normal(4, 4)
+    value[2, 1] = other
+    with pytest.raises(ValueError, match=f"value must be 0 or 1, but got {other}"):
+        log_prob(value.movedim(-1, dim), theta.movedim(-1, dim), 2, dim)
+    value[2, 1] = NAN  # as in a draw from a row with a NaN
+    seen = log_prob(value.movedim(-1, dim), theta.movedim(-1, dim), 2, dim)
+    assert seen.isnan().tolist() == [False, False, True, False]
+    value[2, 1] = other  # where values cannot be read there is no exception
+    seen = torch.vmap(lambda v, t: log_prob(v, t, 2))(value, theta)
+    assert seen.isnan().tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("f", [log_normalizer, marginals, joint_marginals, entropy, sample])

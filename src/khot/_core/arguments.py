@@ -21,12 +21,22 @@ from khot._core.torch_internals import is_transformed
 
 __all__ = [
     "Scalar",
+    "check_bool_or_real",
+    "check_device",
     "check_dim",
+    "check_dim_type",
+    "check_has_values",
+    "check_index",
     "check_input",
+    "check_integer",
     "check_number",
+    "check_real",
+    "check_scalar",
+    "check_tensor",
     "check_values",
     "explain_nan",
     "mask_rows",
+    "not_binary",
     "per_row",
     "readable",
     "rows",
@@ -36,17 +46,87 @@ __all__ = [
 Scalar = float | Tensor  # a number, or a tensor with one entry per row
 
 
+# The dtypes that one can compute with: those of 8 bits and less are for storage only.
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+INTEGERS = frozenset(
+    {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+
 def check_input(input: Any, name: str = "input") -> None:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, but got {type(input).__name__}")
-    if not input.is_floating_point():
-        raise TypeError(f"{name} must have a floating-point dtype, but got {input.dtype}")
+    """Raise unless it is a dense tensor of a floating-point dtype that one can compute with."""
+    if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
+        check_tensor(input, name)
+    if input.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must have a floating-point dtype (float16, bfloat16, float32 or float64), but got "
+            f"{input.dtype}"
+        )
+
+
+def check_tensor(value: Any, name: str) -> None:
+    """Raise unless it is a dense tensor: not sparse, not nested, and not in a layout of one library."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, but got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
+        raise TypeError(f"{name} must be a dense tensor, but got {got}")
+
+
+def check_real(value: Tensor, name: str) -> None:
+    """Raise unless it is a dense tensor of real numbers: integers or floating-point numbers."""
+    check_tensor(value, name)
+    if value.dtype not in FLOATS and value.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+
+
+def check_bool_or_real(value: Any, name: str) -> None:
+    """Raise unless it is a dense tensor of a bool, integer or floating-point dtype."""
+    check_tensor(value, name)
+    if value.dtype != torch.bool:
+        check_real(value, name)
+
+
+def not_binary(value: Tensor, name: str) -> Tensor:
+    """Where a tensor of zeros and ones has something else. If it is :func:`readable`, everything but a NaN
+    raises, because a draw from a row with a NaN is NaN."""
+    check_bool_or_real(value, name)
+    wrong = (value != 0) & (value != 1)
+    if readable(value) and bool(wrong.any()):
+        other = value.detach()[wrong & ~value.isnan()]
+        if other.numel():
+            raise ValueError(f"{name} must be 0 or 1, but got {other[0].item()}")
+    return wrong
+
+
+def check_index(value: Any, name: str, input: Tensor) -> None:
+    """Raise unless it is a dense int64 tensor on the input's device."""
+    check_tensor(value, name)
+    if value.dtype != torch.int64:
+        raise TypeError(f"{name} must be a tensor of dtype torch.int64, but got {value.dtype}")
+    check_device(value, name, input)
+
+
+def check_device(value: Tensor, name: str, input: Tensor) -> None:
+    """Raise if the value is on another device than the input, unless it is a number with a device."""
+    if value.device != input.device and (value.dim() or value.is_meta):
+        raise ValueError(f"{name} must be on the input's device {input.device}, but got {value.device}")
+
+
+def check_has_values(value: Tensor, name: str, input: Tensor) -> None:
+    """Raise for a meta tensor, which has no values, together with an input that has."""
+    if value.is_meta and not input.is_meta:
+        check_device(value, name, input)
+
+
+def check_dim_type(dim: Any) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, (int, numbers.Integral)):
+        raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
 
 
 def check_dim(input: Tensor, dim: Any) -> int:
     """dim, counted from the front. A 0-dim input counts as a row of one entry, as for torch.softmax."""
-    if isinstance(dim, bool) or not isinstance(dim, (int, numbers.Integral)):
-        raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
+    check_dim_type(dim)
     index, ndim = int(dim), max(input.dim(), 1)
     if not -ndim <= index < ndim:
         raise IndexError(f"dim must be in [{-ndim}, {ndim - 1}], but got {index}")
@@ -77,14 +157,14 @@ def unrows(y: Tensor, input: Tensor, dim: int) -> Tensor:
 
 
 def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a torch.Tensor, but got {type(mask).__name__}")
+    check_tensor(mask, "mask")
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must have dtype torch.bool, but got {mask.dtype}")
     if not _broadcasts(mask.shape, input.shape):
         raise ValueError(
             f"mask must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(mask.shape)}"
         )
+    check_device(mask, "mask", input)
     if input.dim() == 0:
         return mask.reshape(1)
     return mask.expand(input.shape).movedim(dim, -1)
@@ -114,17 +194,40 @@ def per_row(
     fill a tensor of one element takes as long as the kernel for a short row.
     """
     if isinstance(value, Tensor):
-        if value.dtype == torch.bool or value.is_complex():
-            raise TypeError(f"{name} must be a real number or tensor, but got dtype {value.dtype}")
+        check_real(value, name)
         if not _broadcasts(value.shape, x.shape[:-1]):
             raise ValueError(
                 f"{name} must broadcast with the batch shape {tuple(x.shape[:-1])} (the input's shape "
                 f"without dim), but got {tuple(value.shape)}"
             )
-        if value.device != x.device and value.dim():
-            raise ValueError(f"{name} must be on the input's device {x.device}, but got {value.device}")
+        check_device(value, name, x)
         value = precision.on(x.device, value)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
+    number = _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
+    device = x.device
+    by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
+    where = torch.device("cpu") if by_value else device
+    return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
+
+
+def check_scalar(
+    value: Any,
+    name: str,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    integer: bool = False,
+) -> None:
+    """Raise as :func:`per_row` does, as far as one can tell without the input: for constructors."""
+    if isinstance(value, Tensor):
+        check_real(value, name)
+        check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
+    else:
+        _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
+
+
+def _number(value: Any, name: str, *, low: float, high: float, low_open: bool, integer: bool) -> float:
     if isinstance(value, bool) or not isinstance(
         value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)
     ):
@@ -136,10 +239,7 @@ def per_row(
     inside_number = low < number < math.inf if low_open else low <= number <= high
     if not inside_number or (integer and number != math.floor(number)):
         raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {value}")
-    device = x.device
-    by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
-    where = torch.device("cpu") if by_value else device
-    return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
+    return number
 
 
 def check_values(
@@ -184,6 +284,15 @@ def check_number(value: Any, name: str, *, low: float, high: float) -> None:
         raise TypeError(f"{name} must be a real number, but got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+
+
+def check_integer(value: Any, name: str, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise TypeError(f"{name} must be an int, but got {type(value).__name__}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        allowed = f"be at least {low}" if high is None else f"lie in [{low}, {high}]"
+        raise ValueError(f"{name} must {allowed}, but got {value}")
 
 
 def explain_nan(

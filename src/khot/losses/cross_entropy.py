@@ -74,6 +74,8 @@ class TopKCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.k = _weights(k)
+        arguments.check_dim_type(dim)
+        arguments.check_scalar(tau, "tau", low=0, low_open=True)
         self.dim, self.tau = dim, tau
         self.cdf = cdfs.resolve(cdf)
         if not self.cdf.full_support:
@@ -124,10 +126,7 @@ def _weights(k: Any) -> dict[int, float]:
 
 
 def _check_labels(label: Tensor, x: Tensor) -> Tensor:
-    if not isinstance(label, Tensor):
-        raise TypeError(f"label must be a torch.Tensor, but got {type(label).__name__}")
-    if label.dtype != torch.int64:
-        raise TypeError(f"label must have dtype torch.int64, but got {label.dtype}")
+    arguments.check_index(label, "label", x)
     if label.shape != x.shape[:-1]:
         raise ValueError(
             f"label must have the input's shape without dim, {tuple(x.shape[:-1])}, but got "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,9 @@ class FenchelYoungTopKLoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
+        arguments.check_scalar(k, "k", low=0, high=sys.float_info.max)
+        arguments.check_dim_type(dim)
+        arguments.check_scalar(tau, "tau", low=0, low_open=True)
         self.k, self.dim, self.tau = k, dim, tau
         self.cdf = cdfs.resolve(cdf)
         self.reduction = check_reduction(reduction)
@@ -111,8 +115,8 @@ class FenchelYoungTopKLoss(nn.Module):
 
 def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> Tensor:
     """The target with dim last, every row scaled so that it sums to k."""
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a torch.Tensor, but got {type(target).__name__}")
+    arguments.check_bool_or_real(target, "target")
+    arguments.check_device(target, "target", input)
     if target.shape != input.shape:
         raise ValueError(
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"

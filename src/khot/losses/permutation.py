@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from khot import cdfs
@@ -71,9 +70,7 @@ def permutation_cross_entropy(
 
 def _order_rows(target: Any, input: Tensor, x: Tensor, dim: int) -> Tensor:
     """The target, checked, with dim last."""
-    if not isinstance(target, Tensor) or target.dtype != torch.int64:
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"target must be a tensor of dtype torch.int64, but got {got}")
+    arguments.check_index(target, "target", input)
     if target.shape != input.shape:
         raise ValueError(
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"

@@ -67,8 +67,8 @@ class Router(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        if num_experts < 2:
-            raise ValueError(f"num_experts must be at least 2, but got {num_experts}")
+        arguments.check_integer(in_features, "in_features", low=0)
+        arguments.check_integer(num_experts, "num_experts", low=2)
         self.in_features, self.num_experts = in_features, num_experts
         self.tau, self.cdf = positive(tau, "tau"), cdfs.resolve(cdf)
         self.weight = nn.Parameter(torch.empty(num_experts, in_features, device=device, dtype=dtype))
@@ -78,7 +78,6 @@ class Router(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Routing:
-        arguments.check_input(input)
         check_width(input, self.in_features, self)
         if mask is not None:
             mask = arguments.mask_rows(mask, input[..., 0], -1)

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from khot._core import arguments
 from khot._core.precision import widen
 
 __all__ = ["Anneal", "ScheduleName"]
@@ -81,9 +82,9 @@ class Anneal(nn.Module):
         if schedule not in get_args(ScheduleName):
             names = ", ".join(map(repr, SCHEDULES))
             raise ValueError(f"schedule must be one of {names}, but got {schedule!r}")
-        if not steps >= 1:
-            raise ValueError(f"steps must be at least 1, but got {steps}")
+        arguments.check_scalar(steps, "steps", low=1)
         for name, value in (("start", start), ("end", end)):
+            arguments.check_scalar(value, name, low=-math.inf)
             if not math.isfinite(value) or (schedule == "exponential" and value <= 0):
                 domain = "finite and > 0" if schedule == "exponential" else "finite"
                 raise ValueError(f"{name} must be {domain} for the {schedule} schedule, but got {value}")

@@ -84,6 +84,12 @@ def topk_attention(
         True
     """
     _check_shapes(query, key, value)
+    arguments.check_scalar(top_k, "top_k", low=0)
+    if isinstance(top_k, Tensor):
+        arguments.check_has_values(top_k, "top_k", query)
+    if attn_mask is not None:
+        arguments.check_bool_or_real(attn_mask, "attn_mask")
+        arguments.check_has_values(attn_mask, "attn_mask", query)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -159,6 +165,8 @@ class TopKAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        arguments.check_integer(embed_dim, "embed_dim", low=1)
+        arguments.check_integer(num_heads, "num_heads", low=1)
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"num_heads must be a divisor of embed_dim, but got {num_heads} for embed_dim {embed_dim}"
@@ -290,7 +298,8 @@ def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: tor
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    arguments.check_input(query, "query")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        arguments.check_input(x, name)
     if query.shape[-1:] != key.shape[-1:]:
         raise ValueError(
             f"query and key must have the same size along their last dim, but got shapes "

@@ -99,12 +99,10 @@ def soft_beam_search(
         >>> beams.tokens.shape, beams.log_likelihood.shape, beams.log_probs.shape
         (torch.Size([2, 3, 5]), torch.Size([2, 3]), torch.Size([2, 5, 6]))
     """
-    arguments.check_input(embedding, "embedding")
+    _check_first(embedding, start, state)
     B, V = state.shape[0], embedding.shape[0]
-    if not 1 <= k <= V:
-        raise ValueError(f"k must lie in [1, {V}], but got {k}")
-    if length < 1:
-        raise ValueError(f"length must be at least 1, but got {length}")
+    arguments.check_integer(k, "k", low=1, high=V)
+    arguments.check_integer(length, "length", low=1)
     x, h = _first(embedding, start, state)
     likelihood = x.new_zeros(B, 1, dtype=torch.promote_types(x.dtype, torch.float32))
     over = torch.zeros(B, 1, dtype=torch.bool, device=x.device)
@@ -186,6 +184,8 @@ def soft_beam_loss(
         >>> loss.backward()
     """
     arguments.check_number(rho, "rho", low=0, high=1)
+    _check_first(embedding, start, state)
+    arguments.check_index(target, "target", embedding)
     length, loss = target.shape[1], torch.zeros((), device=embedding.device)
     if rho > 0:
         x, h = _first(embedding, start, state)
@@ -199,6 +199,13 @@ def soft_beam_loss(
         beams = soft_beam_search(step, embedding, start, state, length, k, epsilon=epsilon)
         loss = loss + (1 - rho) * F.nll_loss(beams.log_probs.flatten(0, 1), target.flatten())
     return loss
+
+
+def _check_first(embedding: Tensor, start: Tensor, state: Tensor) -> None:
+    arguments.check_input(embedding, "embedding")
+    for name, x in (("start", start), ("state", state)):
+        arguments.check_bool_or_real(x, name)
+        arguments.check_has_values(x, name, embedding)
 
 
 def _first(embedding: Tensor, start: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,8 +86,7 @@ class KHotGate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if n < 1:
-            raise ValueError(f"n must be at least 1, but got {n}")
+        arguments.check_integer(n, "n", low=1)
         self.n, self.k = n, None if k is None else positive(k, "k")
         self.tau = None if tau is None else positive(tau, "tau")
         self.estimator, self.design = estimator, design

@@ -73,8 +73,7 @@ class SoftKNN(nn.Module):
         self, k: Value, num_classes: int, *, tau: Value = 1.0, cdf: CDFName | CDF = "logistic"
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"num_classes must be at least 1, but got {num_classes}")
+        arguments.check_integer(num_classes, "num_classes", low=1)
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=math.inf)
         self.k, self.tau = k, positive(tau, "tau")
@@ -105,6 +104,8 @@ class SoftKNN(nn.Module):
         The mean over the queries; in [0, 1]. It is bounded, so that a query among templates of another
         class does not dominate. (The paper's loss is −k times p, without the constant.)
         """
+        arguments.check_input(query, "query")
+        arguments.check_index(query_label, "query_label", query)
         p = self(query, template, label, mask)
         return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
 
@@ -169,8 +170,7 @@ def _check(query: Tensor, template: Tensor, label: Tensor) -> None:
             f"query and template must have equally many features along their last dim, but got shapes "
             f"{tuple(query.shape)} and {tuple(template.shape)}"
         )
-    if label.dtype != torch.int64:
-        raise TypeError(f"label must have dtype torch.int64, but got {label.dtype}")
+    arguments.check_index(label, "label", template)
     if label.shape != template.shape[:-1]:
         raise ValueError(
             f"label must have the template's shape without the last dim, {tuple(template.shape[:-1])}, but "

@@ -102,8 +102,8 @@ class TopKSAE(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("in_features", in_features), ("latents", latents)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, but got {size}")
+            arguments.check_integer(size, name, low=1)
+        positive(k, "k")
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
         self.in_features, self.latents = in_features, latents
@@ -166,6 +166,12 @@ class TopKSAE(nn.Module):
         if indices is None:
             check_width(code, self.latents, self, "code")
             return F.linear(code, self.decoder.mT, self.bias)
+        arguments.check_bool_or_real(code, "code")
+        arguments.check_tensor(indices, "indices")
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"indices must have dtype torch.int64, but got {indices.dtype}")
+        for name, x in (("code", code), ("indices", indices)):
+            arguments.check_has_values(x, name, self.decoder)
         if code.shape != indices.shape:
             raise ValueError(
                 f"code and indices must have the same shape, but got {tuple(code.shape)} and "

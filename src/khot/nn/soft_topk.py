@@ -79,6 +79,7 @@ class SoftTopK(nn.Module):
     ) -> None:
         super().__init__()
         k, tau = positive(k, "k"), positive(tau, "tau")
+        arguments.check_dim_type(dim)
         self.k = Positive(k, "k", device, dtype) if learnable_k else k
         self.tau = Positive(tau, "tau", device, dtype) if learnable_tau else tau
         self.dim, self.cdf = dim, cdfs.resolve(cdf)

@@ -12,8 +12,9 @@ from khot._core import arguments
 __all__ = ["from_end", "to_dim", "to_last", "to_pair"]
 
 
-def from_end(input: Tensor, dim: int) -> int:
-    """dim as a negative number, checked; a 0-dim input counts as one with a single entry."""
+def from_end(input: Tensor, dim: int, name: str = "logits") -> int:
+    """dim as a negative number, checked, as is the input; a 0-dim input counts as one with one entry."""
+    arguments.check_input(input, name)
     return arguments.check_dim(input, dim) - max(input.dim(), 1)
 
 

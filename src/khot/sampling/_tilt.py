@@ -12,17 +12,17 @@ from khot.sampling._axes import to_last
 __all__ = ["check_design", "tilt"]
 
 
-def tilt(logits: Tensor, k: Scalar, dim: int) -> Tilted:
+def tilt(logits: Tensor, k: Scalar, dim: int, name: str = "logits") -> Tilted:
     """The trials for logits with the units along dim < 0, and integers k that broadcast with the batch."""
-    return tilt_rows(*check_design(logits, k, dim))
+    return tilt_rows(*check_design(logits, k, dim, name))
 
 
-def check_design(logits: Tensor, k: Scalar, dim: int) -> tuple[Tensor, Tensor]:
+def check_design(logits: Tensor, k: Scalar, dim: int, name: str = "logits") -> tuple[Tensor, Tensor]:
     """θ with the units along the last dim, and k in its batch shape, both in float64."""
-    arguments.check_input(logits, "logits")
+    arguments.check_input(logits, name)
     if not logits.dim():
         raise ValueError(
-            "logits must have at least one dim, along which the units lie, but got a 0-dim tensor"
+            f"{name} must have at least one dim, along which the units lie, but got a 0-dim tensor"
         )
     arguments.check_dim(logits, dim)
     theta = to_last(logits, dim).double()

@@ -136,9 +136,11 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
     Returns:
         The broadcast batch shape, of the logits' dtype; −inf for an S that cannot be drawn: of another size,
-        with an impossible unit or without a certain one. Differentiable in logits, exactly and to any order.
+        with an impossible unit or without a certain one; NaN for a value with a NaN. Differentiable in
+        logits, exactly and to any order.
 
     Raises:
+        ValueError: a value other than 0 and 1 (on the CPU in eager mode; elsewhere the result is NaN).
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
 
     Example:
@@ -148,14 +150,16 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """
     dim = from_end(logits, dim)
     trials = tilt(logits, k, dim)
+    wrong = arguments.not_binary(value, "value")
+    arguments.check_has_values(value, "value", logits)
     arguments.check_dim(value, dim)
-    chosen = to_last(value.bool(), dim)
+    chosen, wrong = to_last(value == 1, dim), to_last(wrong, dim).any(-1)
     # Σ_S z − Σ_{z>0} z, without subtracting large numbers
     against = trials.z.abs().where(chosen != (trials.z > 0), 0).sum(-1)
     along = trials.change.where(chosen, 0).sum(-1)
     result = along - against - _softness(trials) - log_size_prob(trials)
     impossible = (chosen.sum(-1) != trials.k) & ~result.isnan()
-    return result.masked_fill(impossible, -math.inf).to(logits.dtype)
+    return result.masked_fill(impossible, -math.inf).masked_fill(wrong, math.nan).to(logits.dtype)
 
 
 @on_cpu
@@ -202,8 +206,8 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
         >>> kl(torch.zeros(4), torch.zeros(4), 2)
         tensor(0.)
     """
-    dim = from_end(p_logits, dim)
-    p, q = tilt(p_logits, k, dim), tilt(q_logits, k, dim)
+    dim = from_end(p_logits, dim, "p_logits")
+    p, q = tilt(p_logits, k, dim, "p_logits"), tilt(q_logits, k, dim, "q_logits")
     log_size, pi, out = inclusion(p)
     # the divergence is infinite only where p can draw what q cannot
     harmless = q.z.isinf() & (torch.where(q.z > 0, out, pi) == 0)

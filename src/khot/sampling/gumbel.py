@@ -59,6 +59,7 @@ def gumbel_topk(
         >>> khot.sampling.gumbel_topk(torch.tensor([0.0, 200.0, 100.0, -100.0]), 2)
         tensor([0., 1., 1., 0.])
     """
+    arguments.check_input(logits, "logits")
     if group is not None:
         return _shards.gumbel_topk(logits, k, dim, sample_shape, generator, seed, group)
     if seed is not None:

@@ -1,0 +1,519 @@
+"""Hostile input: what no function takes, at every argument of every public function, layer and loss.
+
+Each argument has a role, and each role has values that are always wrong: a tensor in a dtype or layout that
+one cannot compute with, a string instead of a number, a list instead of a name. The answer is a TypeError, a
+ValueError or (for ``dim``) an IndexError that names the argument, from the call that got the value: for an
+argument of a constructor, from the constructor. A function or an argument without a row here fails a test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import khot
+from khot import baselines, distributions, estimators, losses, sampling
+from khot.sampling import conditional_poisson
+
+PLACES = {
+    "khot": khot,
+    "khot.baselines": baselines,
+    "khot.distributions": distributions,
+    "khot.estimators": estimators,
+    "khot.losses": losses,
+    "khot.nn": khot.nn,
+    "khot.sampling": sampling,
+    "khot.sampling.conditional_poisson": conditional_poisson,
+}
+PUBLIC = {
+    f"{place}.{name}": getattr(module, name)
+    for place, module in PLACES.items()
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name)) or inspect.isclass(getattr(module, name))
+}
+# These hold values and check none.
+RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
+# These take a module, and tensors only as its parameters.
+OF_MODULES = {"khot.nn.make_permanent", "khot.nn.prune_global", "khot.nn.prune_magnitude"}
+# Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
+UNCHECKED = {
+    *("largest", "hard", "descending", "keepdim", "rescale", "normalize", "magnitude", "batch", "soft_eval"),
+    *("learnable_k", "learnable_tau", "generator", "seed", "group", "sample_shape", "device", "dtype"),
+    *("validate_args", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout", "bias", "batch_first"),
+    *("need_weights", "average_attn_weights", "end", "chunk_size", "step_function"),
+}
+
+X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.25, 1.0, -2.0, 0.0]])
+PROBS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.9, 0.1, 0.6, 0.4]])
+MASK = torch.tensor([[True, True, False, True], [True, True, True, True]])
+TWO_OF_FOUR = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
+ORDER = torch.tensor([[1, 3, 2, 0], [2, 3, 0, 1]])
+N = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call, and good arguments for it, by keyword.
+
+    Attributes:
+        roles: the roles of arguments whose names mean something else elsewhere.
+        fine: values that are hostile elsewhere, but not here.
+    """
+
+    call: Callable[..., Any]
+    good: dict[str, Any]
+    roles: dict[str, str] = field(default_factory=dict)
+    fine: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __call__(self, **changed: Any) -> Any:
+        torch.manual_seed(0)
+        return self.call(**{**self.good, **changed})
+
+
+# --------------------------------------------------------------------------------------------- the roles
+
+ROLES = {
+    **dict.fromkeys(("input", "logits", "probs", "p_logits", "q_logits", "loss", "log_prob"), "scores"),
+    **dict.fromkeys(("query", "key", "template", "embedding", "start", "state", "code"), "scores"),
+    **dict.fromkeys(("label", "query_label", "target", "indices"), "index"),
+    **dict.fromkeys(("mask", "attn_mask"), "mask"),
+    **dict.fromkeys(("k", "top_k", "count"), "count"),
+    **dict.fromkeys(("tau", "epsilon", "temperature"), "positive"),
+    **dict.fromkeys(("estimator", "design", "reduction", "baseline", "adjust", "schedule"), "name"),
+    **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
+    **dict.fromkeys(("iterations", "steps"), "size"),
+    **dict.fromkeys(("p", "rho"), "share"),
+    "step": "number",
+    "value": "binary",
+    "at": "level",
+    "weight": "weight",
+    "cdf": "cdf",
+    "dim": "dim",
+    "capacity": "positive",
+    "q": "quantile",
+}
+# What a tensor in each role may also be: the call then gives the same as for the good tensor.
+TENSORS: dict[str, tuple[str, ...]] = {
+    "scores": (),
+    "mask": ("bool",),
+    "index": ("int64",),
+    "binary": ("bool", "int64"),
+    "target": ("bool", "int64"),
+    "count": ("int64",),
+    "positive": ("int64",),
+    "weight": ("int64",),
+    "level": ("int64",),
+    "quantile": ("int64",),
+}
+NOT_NUMBERS: tuple[Any, ...] = ("2", None, [2], [1.0], (2,), True, 2j, math.nan, object())
+NOT_NAMES: tuple[Any, ...] = (["x"], 3, None, "x", ("pareto",), torch.ones(2), 1j)
+SCALARS: dict[str, tuple[Any, ...]] = {
+    "count": (*NOT_NUMBERS, math.inf, -math.inf, -1, N + 1),
+    "positive": (*NOT_NUMBERS, 0, -1, math.inf, -math.inf),
+    "weight": (*NOT_NUMBERS, -1),
+    "level": NOT_NUMBERS,
+    "share": (*NOT_NUMBERS, -1, 5, math.inf),
+    "quantile": (*NOT_NUMBERS, -1, 5, math.inf),
+    "number": (*NOT_NUMBERS, math.inf),
+    "size": ("2", None, [2], 2j, -1, 0, 1.5, math.nan, math.inf),
+    "integer": ("2", None, [2], 2j, -1, N + 1, 1.5, math.nan, math.inf, True),
+    "cdf": (3, "logistc", ["logistic"], None, 1j, torch.ones(2)),
+    "dim": (5, -5, "x", 1.5, None, [0], True, 10**400),
+    "dim type": ("x", 1.5, None, [0], True),
+    "name": NOT_NAMES,
+}
+
+# ------------------------------------------------------------------------------------------- the calls
+
+OF_TOPK = {"input": X, "k": 1.0, "dim": -1, "tau": 1.0, "mask": MASK}
+OF_RANKS = {"input": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK}
+SAMPLED = {"logits": X, "k": 2, "dim": -1}
+BEAMS = {
+    "step": lambda x, h: (h.float() @ torch.ones(4, N), h.float()),
+    "embedding": torch.ones(N, 3),
+    "start": torch.zeros(3),
+    "state": torch.ones(2, 4),
+    "k": 2,
+    "epsilon": 1.0,
+}
+OF_BEAMS = {"k": "integer", "step": "function", "start": "target", "state": "target"}
+QUERIES = {"query": torch.randn(2, 3), "template": torch.randn(4, 3), "label": torch.tensor([0, 1, 1, 0])}
+TOKENS = {"input": torch.randn(2, 5, 4), "mask": torch.ones(2, 5, dtype=torch.bool)}
+ATTENDED = {"query": torch.randn(2, 3, 4), "key": torch.randn(2, 5, 4), "value": torch.randn(2, 5, 4)}
+
+ROWS: dict[str, Row] = {
+    "khot.soft_topk": Row(khot.soft_topk, {**OF_TOPK, "cdf": "logistic"}),
+    "khot.log_soft_topk": Row(khot.log_soft_topk, {**OF_TOPK, "cdf": "logistic"}),
+    "khot.sigmoid_topk": Row(khot.sigmoid_topk, OF_TOPK),
+    "khot.laplace_topk": Row(khot.laplace_topk, OF_TOPK),
+    "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
+    "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
+    "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.soft_topk_magnitude": Row(khot.soft_topk_magnitude, {**OF_TOPK, "p": 1.5}),
+    "khot.sorted_soft_topk": Row(
+        khot.sorted_soft_topk,
+        {"input": X, "k": 2, "dim": -1, "epsilon": 1.0, "mask": MASK},
+        {"k": "integer"},
+    ),
+    "khot.soft_count": Row(
+        khot.soft_count, {"input": X, "at": 1.0, "dim": -1, "tau": 1.0, "cdf": "logistic"}
+    ),
+    "khot.inverse_soft_count": Row(
+        khot.inverse_soft_count, {"input": X, "count": 1.0, "dim": -1, "tau": 1.0, "cdf": "logistic"}
+    ),
+    "khot.soft_rank": Row(khot.soft_rank, OF_RANKS),
+    "khot.soft_sort": Row(khot.soft_sort, OF_RANKS),
+    "khot.soft_permutation": Row(khot.soft_permutation, OF_RANKS),
+    "khot.log_soft_permutation": Row(khot.log_soft_permutation, OF_RANKS),
+    "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0}),
+    "khot.soft_median": Row(khot.soft_median, OF_RANKS),
+    "khot.sample_khot": Row(
+        khot.sample_khot,
+        {**SAMPLED, "estimator": "second_order", "design": "systematic", "tau": 1.0},
+        fine={"k": (None,)},
+    ),
+    "khot.baselines.sequential_softmax_topk": Row(
+        baselines.sequential_softmax_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
+    ),
+    "khot.baselines.rescaled_sigmoid_topk": Row(
+        baselines.rescaled_sigmoid_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
+    ),
+    "khot.baselines.sinkhorn_topk": Row(
+        baselines.sinkhorn_topk, {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5}
+    ),
+    "khot.baselines.pav_topk": Row(baselines.pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}),
+    "khot.baselines.dykstra_topk": Row(
+        baselines.dykstra_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "iterations": 5}
+    ),
+    "khot.estimators.sample_khot": Row(
+        estimators.sample_khot, {**SAMPLED, "estimator": "gumbel", "tau": 1.0}
+    ),
+    "khot.estimators.straight_through": Row(
+        estimators.straight_through, {**SAMPLED, "design": "systematic"}, fine={"k": (None,)}
+    ),
+    "khot.estimators.second_order": Row(
+        estimators.second_order, {**SAMPLED, "design": "systematic", "tau": 1.0}, fine={"k": (None,)}
+    ),
+    "khot.estimators.gumbel": Row(estimators.gumbel, {**SAMPLED, "tau": 1.0}),
+    "khot.estimators.simple": Row(estimators.simple, SAMPLED),
+    "khot.estimators.imle": Row(
+        estimators.imle, {**SAMPLED, "tau": 1.0, "step": 1.0}, fine={"step": (math.inf,)}
+    ),
+    "khot.estimators.score_function": Row(
+        estimators.score_function, {"loss": X, "log_prob": X, "baseline": "leave_one_out"}
+    ),
+    "khot.sampling.sample": Row(
+        sampling.sample, {"probs": PROBS, "design": "pareto", "dim": -1, "adjust": "exact"}
+    ),
+    "khot.sampling.inclusion_probs": Row(
+        sampling.inclusion_probs, {"probs": PROBS, "design": "pareto", "dim": -1}
+    ),
+    "khot.sampling.joint_inclusion_probs": Row(
+        sampling.joint_inclusion_probs, {"probs": PROBS, "design": "systematic", "dim": -1}
+    ),
+    "khot.sampling.gumbel_topk": Row(sampling.gumbel_topk, SAMPLED),
+    **{
+        f"khot.sampling.conditional_poisson.{name}": Row(getattr(conditional_poisson, name), SAMPLED)
+        for name in ("entropy", "joint_marginals", "log_normalizer", "marginals", "sample")
+    },
+    "khot.sampling.conditional_poisson.log_prob": Row(
+        conditional_poisson.log_prob, {"value": TWO_OF_FOUR, **SAMPLED}
+    ),
+    "khot.sampling.conditional_poisson.kl": Row(
+        conditional_poisson.kl, {"p_logits": X, "q_logits": X, "k": 2, "dim": -1}
+    ),
+    "khot.sampling.conditional_poisson.calibrate": Row(
+        conditional_poisson.calibrate, {"probs": PROBS, "dim": -1}
+    ),
+    # distributions: constructors, then what takes a tensor
+    **{
+        f"khot.distributions.{name}": Row(
+            getattr(distributions, name), {"k": 2, "logits": X, "design": "sampford"}
+        )
+        for name in ("KHot", "KHotStraightThrough")
+    },
+    "khot.distributions.KHot by probs": Row(distributions.KHot, {"k": 2, "probs": PROBS}),
+    "khot.distributions.ConditionalPoisson": Row(distributions.ConditionalPoisson, {"k": 2, "logits": X}),
+    "khot.distributions.RelaxedKHot": Row(
+        distributions.RelaxedKHot, {"temperature": 1.0, "k": 2, "logits": X}
+    ),
+    "khot.distributions.KHot.log_prob": Row(
+        distributions.KHot(2, logits=X, design="sampford", validate_args=True).log_prob,
+        {"value": TWO_OF_FOUR},
+    ),
+    "khot.distributions.ConditionalPoisson.log_prob": Row(
+        distributions.ConditionalPoisson(2, X, validate_args=True).log_prob, {"value": TWO_OF_FOUR}
+    ),
+    "khot.distributions.RelaxedKHot.log_prob": Row(
+        distributions.RelaxedKHot(1.0, 2, X, validate_args=True).log_prob,
+        {"value": PROBS},
+        {"value": "scores"},
+    ),
+    "khot.distributions.k_hot": Row(
+        distributions.k_hot(2).check, {"value": TWO_OF_FOUR}, fine={"value": ("meta",)}
+    ),
+    "khot.distributions.capped_simplex": Row(
+        distributions.capped_simplex(2).check, {"value": PROBS}, {"value": "scores"}
+    ),
+    # losses
+    "khot.losses.TopKCrossEntropyLoss": Row(
+        losses.TopKCrossEntropyLoss,
+        {"k": 2, "dim": -1, "tau": 1.0, "cdf": "logistic", "reduction": "mean"},
+        {"k": "integer", "dim": "dim type"},
+        {"k": (N + 1,)},  # the number of classes is not known yet
+    ),
+    "khot.losses.TopKCrossEntropyLoss.forward": Row(
+        losses.TopKCrossEntropyLoss(2), {"input": X, "label": torch.tensor([0, 1])}
+    ),
+    "khot.losses.FenchelYoungTopKLoss": Row(
+        losses.FenchelYoungTopKLoss,
+        {"k": 2.0, "dim": -1, "tau": 1.0, "cdf": "logistic", "reduction": "mean"},
+        {"dim": "dim type"},
+        {"k": (N + 1,)},
+    ),
+    "khot.losses.FenchelYoungTopKLoss.forward": Row(
+        losses.FenchelYoungTopKLoss(2), {"input": X, "target": TWO_OF_FOUR}, {"target": "target"}
+    ),
+    "khot.losses.permutation_cross_entropy": Row(
+        losses.permutation_cross_entropy,
+        {"input": X, "target": ORDER, "dim": -1, "tau": 1.0, "cdf": "laplace", "reduction": "mean"},
+    ),
+    "khot.losses.size_penalty": Row(losses.size_penalty, {"probs": PROBS, "weight": 1.0, "dim": -1}),
+    # layers
+    "khot.nn.Anneal": Row(
+        khot.nn.Anneal,
+        {"start": 1.0, "end": 2.0, "steps": 3, "schedule": "linear"},
+        {"start": "number", "end": "number"},
+        {"steps": (1.5, math.inf)},
+    ),
+    "khot.nn.SoftTopK": Row(
+        khot.nn.SoftTopK,
+        {"k": 2, "dim": -1, "tau": 1.0, "cdf": "logistic"},
+        {"k": "positive", "dim": "dim type"},
+    ),
+    "khot.nn.SoftTopK.forward": Row(khot.nn.SoftTopK(1), {"input": X, "mask": MASK}),
+    "khot.nn.SoftTopK.forward in eval mode": Row(khot.nn.SoftTopK(1).eval(), {"input": X, "mask": MASK}),
+    "khot.nn.KHotGate": Row(
+        khot.nn.KHotGate,
+        {"n": N, "k": 2, "tau": 1.0, "estimator": "second_order", "design": "systematic"},
+        fine={"k": (None,), "tau": (None,), "design": (None,)},
+    ),
+    "khot.nn.KHotGate.forward": Row(khot.nn.KHotGate(N, 2, design="systematic"), {"input": X}),
+    "khot.nn.KHotGate.forward in eval mode": Row(khot.nn.KHotGate(N, 2).eval(), {"input": X}),
+    "khot.nn.SoftKNN": Row(
+        khot.nn.SoftKNN,
+        {"k": 2, "num_classes": 3, "tau": 1.0, "cdf": "logistic"},
+        fine={"k": (N + 1, math.inf)},  # more than there are: all
+    ),
+    "khot.nn.SoftKNN.forward": Row(
+        khot.nn.SoftKNN(2, 2), {**QUERIES, "mask": torch.ones(2, 4, dtype=torch.bool)}
+    ),
+    "khot.nn.SoftKNN.loss": Row(
+        khot.nn.SoftKNN(2, 2).loss,
+        {**QUERIES, "query_label": torch.tensor([0, 1]), "mask": torch.ones(2, 4, dtype=torch.bool)},
+    ),
+    "khot.nn.SoftKNN.predict": Row(khot.nn.SoftKNN(2, 2).predict, QUERIES),
+    **{
+        f"khot.nn.{name}": Row(
+            getattr(khot.nn, name),
+            {"in_features": 4, "num_experts": 3, "tau": 1.0, "cdf": "logistic", **more},
+            fine={"in_features": (0,)},
+        )
+        for name, more in {"TokenChoiceRouter": {"k": 2}, "ExpertChoiceRouter": {"capacity": 1.0}}.items()
+    },
+    "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
+    "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
+    "khot.nn.MixtureOfExperts.forward": Row(
+        khot.nn.MixtureOfExperts(khot.nn.TokenChoiceRouter(4, 3, 2), [nn.Linear(4, 2) for _ in range(3)]),
+        TOKENS,
+    ),
+    "khot.nn.TopKSAE": Row(
+        khot.nn.TopKSAE, {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic"}
+    ),
+    "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X}),
+    "khot.nn.TopKSAE.forward in eval mode": Row(khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X}),
+    "khot.nn.TopKSAE.encode": Row(khot.nn.TopKSAE(4, 6, 2).encode, {"input": X}),
+    "khot.nn.TopKSAE.top": Row(khot.nn.TopKSAE(4, 6, 2).top, {"input": X}),
+    "khot.nn.TopKSAE.decode": Row(
+        khot.nn.TopKSAE(4, 6, 2).decode,
+        {"code": torch.ones(2, 3), "indices": torch.ones(2, 3).long()},
+        {"code": "target"},
+    ),
+    "khot.nn.TopKSAE.decode a whole code": Row(khot.nn.TopKSAE(4, 6, 2).decode, {"code": torch.ones(2, 6)}),
+    "khot.nn.topk_attention": Row(
+        khot.nn.topk_attention,
+        {
+            **ATTENDED,
+            "top_k": 2.0,
+            "attn_mask": torch.ones(3, 5, dtype=torch.bool),
+            "tau": 1.0,
+            "cdf": "logistic",
+        },
+        {"value": "scores"},
+        {"top_k": (N + 1, math.inf), "attn_mask": (None,)},
+    ),
+    "khot.nn.TopKAttention": Row(
+        khot.nn.TopKAttention,
+        {"embed_dim": 4, "num_heads": 2, "top_k": 2, "tau": 1.0, "cdf": "logistic"},
+        {"top_k": "positive", "embed_dim": "size", "num_heads": "size"},
+    ),
+    "khot.nn.TopKAttention.forward": Row(
+        khot.nn.TopKAttention(4, 2, 2, batch_first=True), ATTENDED, {"value": "scores"}
+    ),
+    "khot.nn.soft_beam_search": Row(khot.nn.soft_beam_search, {**BEAMS, "length": 3}, OF_BEAMS),
+    "khot.nn.soft_beam_loss": Row(
+        khot.nn.soft_beam_loss, {**BEAMS, "target": torch.tensor([[1, 2], [3, 0]]), "rho": 0.5}, OF_BEAMS
+    ),
+}
+
+
+def parameters(row: Row) -> Mapping[str, inspect.Parameter]:
+    call = row.call.forward if isinstance(row.call, nn.Module) else row.call
+    return inspect.signature(call).parameters
+
+
+def role(row: Row, name: str) -> str:
+    return row.roles.get(name) or ROLES[name]
+
+
+def takes_none(row: Row, name: str) -> bool:
+    """Whether None is the default of the argument, and means that it is not given."""
+    parameter = parameters(row).get(name)
+    return parameter is not None and parameter.default is None
+
+
+# ------------------------------------------------------------------------------------------- the tensors
+
+
+def nested(x: Tensor, layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor(list(x) if x.dim() > 1 else [x.reshape(-1)], layout=layout)
+
+
+def of_rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(1, -1)
+
+
+HOSTILE: dict[str, Callable[[Tensor], Any]] = {
+    "float8_e4m3fn": lambda x: x.to(torch.float8_e4m3fn),
+    "float8_e5m2": lambda x: x.to(torch.float8_e5m2),
+    "sparse_coo": lambda x: x.to_sparse(),
+    "sparse_csr": lambda x: of_rows(x).to_sparse_csr(),
+    "nested": lambda x: nested(x, torch.strided),
+    "jagged": lambda x: nested(x, torch.jagged),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+    "mkldnn": lambda x: (x if x.dim() else of_rows(x)).float().to_mkldnn(),
+    "bool": lambda x: x.bool(),
+    "int64": lambda x: x.long(),
+    "complex64": lambda x: x.to(torch.complex64),
+    "NumPy array": lambda x: x.numpy(),
+    "list": lambda x: x.tolist() if x.dim() else [x.item()],
+    "None": lambda x: None,
+    "string": lambda x: "scores",
+}
+
+
+def as_tensor(value: Any) -> Tensor:
+    """The good value as a tensor."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def tensor_cases() -> Iterator[Any]:
+    for name, row in ROWS.items():
+        for argument, good in row.good.items():
+            allowed = TENSORS.get(role(row, argument))
+            in_a_constructor = inspect.isclass(row.call) and not isinstance(good, Tensor)
+            if role(row, argument) != "function" and allowed is not None and not in_a_constructor:
+                for kind in HOSTILE:
+                    if kind != "None" or not takes_none(row, argument):
+                        yield pytest.param(row, argument, kind, id=f"{name}-{argument}-{kind}")
+
+
+def meta_cases() -> Iterator[Any]:
+    for name, row in ROWS.items():
+        for argument, good in row.good.items():
+            is_tensor = not inspect.isclass(row.call) or isinstance(good, Tensor)
+            what = role(row, argument)
+            if (
+                what in TENSORS
+                and what != "scores"
+                and is_tensor
+                and "meta" not in row.fine.get(argument, ())
+            ):
+                yield pytest.param(row, argument, id=f"{name}-{argument}")
+
+
+def scalar_cases() -> Iterator[Any]:
+    for name, row in ROWS.items():
+        for argument in row.good:
+            for value in SCALARS.get(role(row, argument), ()):
+                none = value is None and takes_none(row, argument)
+                if not none and not any(value is v or value == v for v in row.fine.get(argument, ())):
+                    yield pytest.param(row, argument, value, id=f"{name}-{argument}-{str(value)[:9]}")
+
+
+def assert_refused(row: Row, argument: str, value: Any, errors: tuple[type[Exception], ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Exception) as info:  # noqa: PT011, its type and message are asserted below
+            row(**{argument: value})
+    message = str(info.value)
+    assert type(info.value) in errors, repr(info.value)
+    assert re.search(rf"\b{argument}\b", message), message
+    assert "INTERNAL ASSERT" not in message and not re.search(r"/\w+/|\.cpp|\.cc|\.h:", message), message
+
+
+def test_every_public_call_has_a_row() -> None:
+    rows = {name.partition(" ")[0] for name in ROWS}
+    rows |= {name.rpartition(".")[0] for name in rows}
+    assert set(PUBLIC) - RECORDS - OF_MODULES <= rows
+
+
+def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
+    for name, call in PUBLIC.items():
+        if inspect.isclass(call) and issubclass(call, nn.Module) and name != "khot.nn.Anneal":
+            assert f"{name}.forward" in ROWS, name
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_argument_has_a_good_value(name: str) -> None:
+    row = ROWS[name]
+    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices"}
+    assert set(parameters(row)) - set(row.good) - UNCHECKED - optional <= {
+        "key_padding_mask",
+        "attn_mask",
+        "p",
+    }
+    row()
+
+
+@pytest.mark.parametrize("row, argument, kind", list(tensor_cases()))
+def test_tensors_that_one_cannot_compute_with(row: Row, argument: str, kind: str) -> None:
+    good = as_tensor(row.good[argument])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a layout is in beta
+        value = HOSTILE[kind](good)
+    if kind in TENSORS[role(row, argument)] or (good.dtype == torch.bool and kind == "bool"):
+        torch.testing.assert_close(row(**{argument: value}), row(**{argument: good}))
+        return
+    assert_refused(row, argument, value, (TypeError, ValueError))
+
+
+@pytest.mark.parametrize("row, argument", list(meta_cases()))
+def test_meta_tensors_where_values_are_needed(row: Row, argument: str) -> None:
+    """The other arguments have values."""
+    assert_refused(row, argument, as_tensor(row.good[argument]).to("meta"), (ValueError,))
+
+
+@pytest.mark.parametrize("row, argument, value", list(scalar_cases()))
+def test_scalars_that_no_argument_takes(row: Row, argument: str, value: Any) -> None:
+    errors = (TypeError, ValueError, IndexError) if argument == "dim" else (TypeError, ValueError)
+    assert_refused(row, argument, value, errors)
