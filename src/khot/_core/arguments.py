@@ -55,20 +55,18 @@ INTEGERS = frozenset(
 
 def check_input(input: Any, name: str = "input") -> None:
     """Raise unless it is a dense tensor of a floating-point dtype that one can compute with."""
-    if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
-        check_tensor(input, name)
+    check_tensor(input, name)
     if input.dtype not in FLOATS:
-        raise TypeError(
-            f"{name} must have a floating-point dtype (float16, bfloat16, float32 or float64), but got "
-            f"{input.dtype}"
-        )
+        least = " of at least 16 bits" if input.is_floating_point() else ""
+        raise TypeError(f"{name} must have a floating-point dtype{least}, but got {input.dtype}")
 
 
 def check_tensor(value: Any, name: str) -> None:
     """Raise unless it is a dense tensor: not sparse, not nested, and not in a layout of one library."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
+    # Dynamo cannot read the layout of a tensor inside a Function that it maps over a batch
+    if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
         got = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
         raise TypeError(f"{name} must be a dense tensor, but got {got}")
 
@@ -101,9 +99,10 @@ def not_binary(value: Tensor, name: str) -> Tensor:
 
 def check_index(value: Any, name: str, input: Tensor) -> None:
     """Raise unless it is a dense int64 tensor on the input's device."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a tensor of dtype torch.int64, but got {got}")
     check_tensor(value, name)
-    if value.dtype != torch.int64:
-        raise TypeError(f"{name} must be a tensor of dtype torch.int64, but got {value.dtype}")
     check_device(value, name, input)
 
 
