@@ -14,7 +14,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
-from khot.nn._best import order
+from khot.nn._best import best_indices, order
 from khot.nn._export import to_onnx
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, has_data, positive
@@ -152,13 +152,11 @@ class TopKSAE(nn.Module):
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
-        if self.batch:
-            chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
-            m = int((chosen != 0).sum(-1).max())
-        else:
-            k = current(self.k)
-            chosen, m = topk.topk_mask(a, k), math.floor(float(k) + 0.5)
-        indices = order(a, chosen, m)
+        if not self.batch:
+            indices = best_indices(a, math.floor(float(current(self.k)) + 0.5))
+            return a.gather(-1, indices).relu(), indices
+        chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        indices = order(a, chosen, int((chosen != 0).sum(-1).max()))
         return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
