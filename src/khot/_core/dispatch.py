@@ -37,6 +37,9 @@ class Rule:
     #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each.
     zeros: ClassVar[bool] = True
 
+    #: True if the kernel is plain torch code with exact derivatives, which transforms under a trace may use.
+    plain: ClassVar[bool] = False
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
         """The tensors that both modes need. Other values become attributes of ``ctx``."""
@@ -100,6 +103,8 @@ class Operator:
 
     def _expanded(self, levels: int, args: tuple[Any, ...]) -> Any:
         """The registered operator under transforms that are traced with it."""
+        if self.rule is not None and self.rule.plain:
+            return self.kernel(*args)
         fixed = tuple(_constant(a.detach()) if isinstance(a, Tensor) else a for a in args)
         output = self.overload(*fixed)
         if self.rule is None or not self.rule.differentiable:
