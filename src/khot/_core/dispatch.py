@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from khot._core import expansion
 from khot._core.torch_internals import (
     apply_outside_transforms,
     below_autograd,
     decompose_in_exports,
+    derivative_levels,
     forward_mode_is_on,
     transforms_are_on,
 )
@@ -35,6 +37,9 @@ class Rule:
     differentiable: ClassVar[bool] = True
     #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each.
     zeros: ClassVar[bool] = True
+
+    #: True if the kernel is plain torch code with exact derivatives, which transforms under a trace may use.
+    plain: ClassVar[bool] = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
@@ -74,23 +79,40 @@ class Operator:
         self.name = name
         self.kernel = kernel
         self.overload = getattr(torch.ops.khot, name).default
+        self.rule = rule
         self.function = None if rule is None else _function(self.overload, rule)
 
     def __call__(self, *args: Any) -> Any:
         """Apply the operator in the cheapest form that has the derivatives which may be needed.
 
         Dynamo rejects a Function that defines jvp, so under a trace the registered operator is called, with
-        the rule that :func:`define` registered for it. In eager mode the Function adds forward mode. If no
-        derivative can be needed, only its forward is called.
+        the rule that :func:`define` registered for it. If a transform is traced as well, that rule would not
+        be used, and the result is expanded instead (:mod:`khot._core.expansion`). In eager mode the Function
+        adds forward mode. If no derivative can be needed, only its forward is called.
         """
-        if self.function is None or torch.compiler.is_compiling():
+        if self.function is None:
             return self.overload(*args)
+        if torch.compiler.is_compiling():
+            levels = derivative_levels()
+            return self.overload(*args) if levels == 0 else self._expanded(levels, args)
         if transforms_are_on():
             return self.function.apply(*args)
         reverse = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if not reverse and not forward_mode_is_on():
             return self.function.forward(*args)
         return apply_outside_transforms(self.function, args)
+
+    def _expanded(self, levels: int, args: tuple[Any, ...]) -> Any:
+        """The registered operator under transforms that are traced with it."""
+        if self.rule is not None and self.rule.plain:
+            return self.kernel(*args)
+        fixed = tuple(_constant(a.detach()) if isinstance(a, Tensor) else a for a in args)
+        output = self.overload(*fixed)
+        if self.rule is None or not self.rule.differentiable:
+            return output
+        if not isinstance(output, tuple):
+            return expansion.expand(self.rule, levels, args, fixed, (output,))[0]
+        return expansion.expand(self.rule, levels, args, fixed, output)
 
 
 #: Every operator by its name, in the order of definition.
@@ -175,6 +197,22 @@ def _function(overload: Any, rule: type[Rule]) -> type[Function]:
             return vmap_rows(Applied.apply, info, in_dims, *args)
 
     return Applied
+
+
+@torch.library.custom_op("khot::constant", mutates_args=())
+def _constant(x: Tensor) -> Tensor:
+    """A copy that carries no tangent; ``detach`` removes what reverse mode needs, but keeps the tangent."""
+    return x.clone()
+
+
+@_constant.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_constant.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
+    return _constant(x), in_dims[0]
 
 
 def vmap_rows(function: Any, info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ __all__ = [
     "below_autograd",
     "collective_device",
     "decompose_in_exports",
+    "derivative_levels",
     "forward_mode_is_on",
     "is_transformed",
     "process_group",
@@ -51,6 +52,18 @@ def is_transformed(value: Tensor) -> bool:
 def forward_mode_is_on() -> bool:
     """Whether tensors may carry tangents, which ``requires_grad`` does not show."""
     return forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result
+def derivative_levels() -> int:
+    """How many derivatives are being taken while Dynamo traces: the transforms of torch.func except vmap, and
+    forward mode. Dynamo guards both states, so that a trace is used only where the number is the same."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    kinds = torch._C._functorch.TransformType
+    levels = sum(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
+    if levels == 0 and forward_mode_is_on():  # a jvp of torch.func opens a level of forward mode as well
+        levels = 1
+    return levels
 
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:

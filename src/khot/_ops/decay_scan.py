@@ -20,6 +20,8 @@ def scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 
 
 class _Rule(Rule):
+    plain = True  # its derivatives are scans again, so an expansion would not end
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
         _, g, ctx.reverse = inputs

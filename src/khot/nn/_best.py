@@ -19,7 +19,7 @@ def best_indices(x: Tensor, k: int) -> Tensor:
     returns any, in any order. In a row with fewer than k entries above −inf, some of the others come last.
     """
     if x.device.type == "cpu" and has_data(x):
-        # without ties they are torch.topk's, at half the cost; elsewhere the question would wait for the device
+        # without ties they are torch.topk's, at half the cost; on a GPU the question would wait for it
         values, indices = x.topk(min(k + 1, x.shape[-1]))
         if bool((values[..., :-1] > values[..., 1:]).all()):
             return indices[..., :k]
