@@ -22,6 +22,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
+from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
@@ -180,7 +181,12 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     trials = tilt(logits, k, from_end(logits, dim))
     log_size, pi, out = inclusion(trials)
     against = _against(pi, out, trials.z.masked_fill(trials.z.isinf(), 0)) - pi * trials.change
-    return (log_size + _softness(trials) + against.sum(-1)).to(logits.dtype)
+    # of nearly certain rows the sum of these two is far smaller than either
+    q, p = torch.sigmoid(-trials.z), torch.sigmoid(trials.z)
+    swaps = poisson_binomial.swaps(q, p, trials.k)
+    exact = swaps.more.log1p().squeeze(-1) + (log_size - log_size.detach())
+    level = torch.where(swaps.apply.squeeze(-1), exact, log_size + _softness(trials))
+    return (level + against.sum(-1)).to(logits.dtype)
 
 
 @on_cpu
