@@ -21,6 +21,7 @@ __all__ = [
     "is_transformed",
     "process_group",
     "transforms_are_on",
+    "vmap_is_on",
 ]
 
 # A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
@@ -31,6 +32,12 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 def transforms_are_on() -> bool:
     """Whether a transform of torch.func is being applied."""
     return torch._C._are_functorch_transforms_active()
+
+
+def vmap_is_on() -> bool:
+    """Whether torch.func.vmap is one of the transforms that are being applied."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def is_transformed(value: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot._core.torch_internals import transforms_are_on
+from khot._core.torch_internals import vmap_is_on
 from khot._ops import uniform as philox
 
 __all__ = ["operator", "values_are_hidden"]
@@ -22,7 +22,7 @@ __all__ = ["operator", "values_are_hidden"]
 
 def values_are_hidden() -> bool:
     """Whether a draw has to be one registered operator."""
-    return torch.compiler.is_compiling() or transforms_are_on()
+    return torch.compiler.is_compiling() or vmap_is_on()
 
 
 def operator(name: str, arguments: str, draw: Callable[..., Tensor], dtype: torch.dtype | None) -> Any:
