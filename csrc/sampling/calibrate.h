@@ -16,6 +16,7 @@ constexpr int kDepth = 3, kIterations = 40;
 constexpr double kNear = 1e-13, kClose = 1e-3, kRidge = 1e-13;
 constexpr int kCentring = 20;       // at most so many steps, each of at most 1
 constexpr double kOffCentre = 0.3;  // an offset of so many standard deviations of the sum loses no digits
+constexpr double kCertain = 700;    // a logit beyond which a probability is nearly the smallest double
 constexpr double kSmall = 1e-6;     // a variance that covers rounding errors of the mean
 
 // Solves A x = b for a symmetric positive A. b becomes x, and A is overwritten.
@@ -50,9 +51,19 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
     const double* p = fetch(goal, at, count, own + at);
     if (p != own + at) std::copy(p, p + count, own + at);
   }
+  for (int64_t i = 0; i < n; ++i) {
+    if (std::fabs(own[i]) > kCertain) own[i] = std::copysign(kInf<double>, own[i]);
+  }
   std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0),
       std::fill(out + n, out + length, 1.0);
   std::copy(own, own + n, theta);
+  // With a tiny variance pi is nearly w times the sum of the other side's odds w (Swaps), so that the solution
+  // is nearly w = pi/sqrt(sum of pi). A start from w = pi would be wrong by many orders of magnitude.
+  const Swaps swaps(wanted, n, k);
+  if (swaps.apply && swaps.first[0] > 0 && swaps.first[1] > 0) {
+    const double shift[2] = {-0.5 * std::log(swaps.first[0]), 0.5 * std::log(swaps.first[1])};
+    for (int64_t i = 0; i < n; ++i) theta[i] += shift[Swaps::above(wanted, i)];
+  }
   const Row row{theta, Dtype::kDouble, 1};
   // The newest move is at next - 1. Its turn holds the residual before it until the next residual is known.
   int kept = 0, next = 0;

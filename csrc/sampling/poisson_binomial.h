@@ -14,6 +14,9 @@ constexpr int kTogether = 4;  // frequencies whose products are computed togethe
 // Frequencies with a larger V (1 - cos) change P(S = k) by less than a rounding error.
 constexpr double kUnseen = 46;
 constexpr double kTurn = 6.283185307179586476925;
+// Below this variance the sum over frequencies loses the relative accuracy of the small probabilities, and
+// the terms of Swaps after the second are below rounding.
+constexpr double kNearlyCertain = 1e-4;
 
 KHOT_INLINE VecD reciprocal(VecD x) {
 #if KHOT_VECTOR_BYTES == 64  // two steps of Newton from 14 bits take a third of the time of a division
@@ -106,6 +109,35 @@ struct Spectrum {
   }
 };
 
+// The trials of a row with a tiny variance, seen as what differs from the likeliest outcome, which selects the
+// units with p > 1/2. Given the size, as many of these are left out as others are taken in their place. The
+// weight of m such swaps is e_m(a) e_m(b): a and b are the odds of the unlikely outcomes, above and below 1/2,
+// and e_m the elementary symmetric polynomials. Every term is positive, so that no digit is lost.
+struct Swaps {
+  bool apply = false;
+  double first[2] = {}, second[2] = {};  // e_1 and e_2, below and above 1/2
+  double total = 1, log_likeliest = 0;   // the weight of all outcomes, and log of the likeliest's probability
+
+  Swaps(const Trials& t, int64_t n, double k) {
+    if (!(t.variance < kNearlyCertain)) return;
+    double square[2] = {};
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const bool up = above(t, i);
+      const double w = odds(t, i);
+      first[up] += w, square[up] += w * w, count += up;
+      log_likeliest -= std::log1p(w);
+    }
+    for (int side = 0; side < 2; ++side) second[side] = 0.5 * (first[side] * first[side] - square[side]);
+    total = 1 + first[0] * first[1] + second[0] * second[1];
+    apply = static_cast<double>(count) == k;
+  }
+  static bool above(const Trials& t, int64_t i) { return t.p[i] > t.q[i]; }
+  static double odds(const Trials& t, int64_t i) {
+    return above(t, i) ? t.q[i] / t.p[i] : t.p[i] / t.q[i];
+  }
+};
+
 inline double characteristic_row(const Row& z, int64_t n, double* scratch, double* re, double* im) {
   const Trials trials(z, n, scratch);
   Spectrum spectrum(trials.variance, n);
@@ -121,6 +153,17 @@ inline double inclusion_of(const Trials& trials, int64_t n, double k, double* pi
   if (!(trials.variance >= 0)) {
     std::fill(pi, pi + n, trials.variance), std::fill(out, out + n, trials.variance);
     return trials.variance;
+  }
+  if (const Swaps swaps(trials, n, k); swaps.apply) {
+    for (int64_t i = 0; i < n; ++i) {
+      const bool up = Swaps::above(trials, i);
+      const double w = Swaps::odds(trials, i), rest = swaps.first[up] - w;
+      const double one = swaps.first[!up], two = swaps.second[!up];
+      const double unlikely = w * (one + two * rest) / swaps.total;
+      const double likely = (1 + one * rest + two * (swaps.second[up] - w * rest)) / swaps.total;
+      pi[i] = std::min(up ? likely : unlikely, 1.0), out[i] = std::min(up ? unlikely : likely, 1.0);
+    }
+    return std::exp(swaps.log_likeliest) * swaps.total;
   }
   Spectrum f(trials.variance, n);
   f.characteristic(trials);
@@ -152,11 +195,44 @@ inline double inclusion_row(const Row& z, int64_t n, double k, double* scratch, 
   return inclusion_of(Trials(z, n, scratch), n, k, pi, out);
 }
 
+// Cov u is the derivative of pi along u. The logarithm of the odds grows at the rate u below 1/2, -u above.
+inline void swapped_covariance(const Trials& trials, const Swaps& swaps, const Row& u, int64_t n,
+                               double* result) {
+  double buffer[kBlock], along[2] = {}, square[2] = {};  // sum w u' and sum w^2 u', with u' that rate
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* x = fetch(u, at, count, buffer);
+    for (int64_t i = at; i < at + count; ++i) {
+      const bool up = Swaps::above(trials, i);
+      const double w = Swaps::odds(trials, i), rate = up ? -x[i - at] : x[i - at];
+      result[i] = rate;
+      along[up] += w * rate, square[up] += w * w * rate;
+    }
+  }
+  double more[2];  // the derivatives of e_2
+  for (int side = 0; side < 2; ++side) more[side] = swaps.first[side] * along[side] - square[side];
+  const double growth = (along[0] * swaps.first[1] + swaps.first[0] * along[1] + more[0] * swaps.second[1] +
+                         swaps.second[0] * more[1]) /
+                        swaps.total;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool up = Swaps::above(trials, i);
+    const double w = Swaps::odds(trials, i), rest = swaps.first[up] - w, rate = result[i];
+    const double one = swaps.first[!up], two = swaps.second[!up];
+    const double change = (rate - growth) * (one + two * rest) + along[!up] + more[!up] * rest +
+                          two * (along[up] - w * rate);
+    result[i] = (up ? -w : w) * change / swaps.total + 0.0;  // without -0
+  }
+}
+
 // Cov u = Re sum_l a_l d_l (d_l . u) - delta (delta . u) + own u, with d_l = r_l - p = p q ((p - q)(1 - cos)
 // + i sin) v, delta = pi - p = Re sum_l a_l d_l and own = Re sum_l a_l r_l (1 - r_l).
 inline void covariance_row(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result) {
   const Trials trials(z, n, scratch);
   if (!(trials.variance >= 0)) return std::fill(result, result + n, trials.variance);
+  if (const Swaps swaps(trials, n, k); swaps.apply) {
+    swapped_covariance(trials, swaps, u, n, result);
+    return;
+  }
   Spectrum f(trials.variance, n);
   f.characteristic(trials);
   f.weigh(k);

@@ -29,6 +29,7 @@ __all__ = [
     "save_in_exports",
     "transforms_are_on",
     "without_modes",
+    "vmap_is_on",
 ]
 
 # A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
@@ -42,6 +43,12 @@ without_modes = _disable_current_modes
 def transforms_are_on() -> bool:
     """Whether a transform of torch.func is being applied."""
     return torch._C._are_functorch_transforms_active()
+
+
+def vmap_is_on() -> bool:
+    """Whether torch.func.vmap is one of the transforms that are being applied."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def is_transformed(value: Tensor) -> bool:

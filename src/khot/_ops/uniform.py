@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +53,11 @@ _uniform = define(
     kernels.uniform_kernel,
     _fake,
 )
+
+
+def _batch(info: Any, in_dims: tuple[Any, ...], seed: Tensor, *args: int) -> tuple[Tensor, int]:
+    """The rule of vmap: a seed for each, which is what torch draws with ``randomness="different"``."""
+    return torch.stack([_uniform(one, *args) for one in seed.unbind(in_dims[0])]), 0
+
+
+torch.library.register_vmap("khot::uniform", _batch)

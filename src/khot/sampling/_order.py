@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from khot._kernels.reference.fixed_point import fixed_point
+from khot._kernels.reference.fixed_point import fixed_point, start
 from khot._ops import tilting as conditional
 from khot._ops.tilting import Tilted, mixture, tilt_rows
 
@@ -27,12 +27,19 @@ NEGLIGIBLE = 40.0  # e^−40 times the integrand's maximum is less than its roun
 # most 1e-15.
 STEP, NORMAL_STEP = 0.5, 0.75
 LARGEST = 600.0  # the largest t: no exponential overflows, and only a logit below −560 would need more
+# Σπ(1 − π) below which the θ of the conditional Poisson design serve: they make the unlikely units at most
+# log(1/π) times as likely as prescribed, which is less than 1e-8.
+SETTLED = 1e-10
 NEWTON = 6  # Newton steps: the ends of the integral need not be exact, and no step falls short of them
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
     """θ (*batch, n) with inclusion probabilities probs within 1e-8; ±inf for certain units."""
-    return fixed_point(tilt_rows(torch.logit(probs), k).z, k, inclusion, NEAR)[0]
+    goal = tilt_rows(torch.logit(probs), k).z
+    settled = _variance(goal) < SETTLED
+    # the iteration needs no logit π(θ) of these rows, which may be infinite
+    started = torch.where(settled, goal.sign() * torch.inf, goal)
+    return torch.where(settled, start(goal, k), fixed_point(started, k, inclusion, NEAR)[0])
 
 
 def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,8 +72,13 @@ def joint(theta: Tensor, k: Tensor) -> Tensor:
     return both
 
 
+def _variance(z: Tensor) -> Tensor:
+    """Of the sum of trials with logits z, (*batch, 1)."""
+    return (z.sigmoid() * (-z).sigmoid()).sum(-1, keepdim=True)
+
+
 def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
-    """c, up to one factor per row, and whether the row has no random unit, (*batch, 1).
+    """c, up to one factor per row, and whether the row has no random unit, or nearly none, (*batch, 1).
 
     The integrand is σ(−t − z_i) e^−D(t) with D(t) = Σ [softplus(t + z) − softplus(z)] − kt, which is convex
     and has its minimum, 0, at t = 0. Units with z = ∞ are left out, and k is reduced by their number.
@@ -74,9 +86,9 @@ def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
     always = trials.z == torch.inf
     z = trials.z.masked_fill(always, -torch.inf)
     k = trials.k - always.sum(-1)
-    settled = (k <= 0) | (k >= z.isfinite().sum(-1))
+    settled = (k <= 0) | (k >= z.isfinite().sum(-1)) | (_variance(trials.z).squeeze(-1) < SETTLED)
     level = softplus(z, threshold=40).sum(-1)
-    variance = (trials.z.sigmoid() * (-trials.z).sigmoid()).sum(-1).masked_fill(settled, 1)
+    variance = _variance(trials.z).squeeze(-1).masked_fill(settled, 1)
 
     def end(side: int, least: Tensor) -> tuple[Tensor, Tensor]:
         """t beyond which D exceeds least, and the variance of the size there."""

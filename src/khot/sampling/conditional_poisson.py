@@ -22,8 +22,10 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
+from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture
+from khot.sampling import _hidden
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
 from khot.sampling._halving import draw_rows
 from khot.sampling._tilt import check_design, tilt
@@ -184,7 +186,12 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     trials = tilt(logits, k, from_end(logits, dim))
     log_size, pi, out = inclusion(trials)
     against = _against(pi, out, trials.z.masked_fill(trials.z.isinf(), 0)) - pi * trials.change
-    return (log_size + _softness(trials) + against.sum(-1)).to(logits.dtype)
+    # of nearly certain rows the sum of these two is far smaller than either
+    q, p = torch.sigmoid(-trials.z), torch.sigmoid(trials.z)
+    swaps = poisson_binomial.swaps(q, p, trials.k)
+    exact = swaps.more.log1p().squeeze(-1) + (log_size - log_size.detach())
+    level = torch.where(swaps.apply.squeeze(-1), exact, log_size + _softness(trials))
+    return (level + against.sum(-1)).to(logits.dtype)
 
 
 @on_cpu
@@ -251,9 +258,10 @@ def sample(
     dim = from_end(logits, dim)
     theta, k = check_design(logits.detach(), k, dim)
     unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
-    n, batch = theta.shape[-1], theta.shape[:-1]
-    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand((*sample_shape, *batch))
-    drawn = draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
+    if _hidden.values_are_hidden():
+        drawn = _draw_hidden(theta, k, sample_shape=sample_shape, generator=generator)
+    else:
+        drawn = _draw(theta, k, sample_shape, generator)
     return to_dim(drawn.to(logits.dtype).masked_fill(unsuited.unsqueeze(-1), math.nan), logits, dim)
 
 
@@ -297,6 +305,16 @@ def calibrate(probs: Tensor, dim: int = -1) -> Tensor:
         (size - size.round()).abs(), "the distance of probs' sum from an integer", low=0, high=slack
     )
     return to_dim(solve(pi).to(probs.dtype), probs, dim)
+
+
+def _draw(theta: Tensor, k: Tensor, sample_shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
+    """Bool draws (*sample_shape, *batch, n) of the designs θ (*batch, n) and k (*batch)."""
+    n, batch = theta.shape[-1], theta.shape[:-1]
+    which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand((*sample_shape, *batch))
+    return draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
+
+
+_draw_hidden = _hidden.operator("draw_conditional_poisson", "Tensor k", _draw, torch.bool)
 
 
 def _softness(trials: Tilted) -> Tensor:

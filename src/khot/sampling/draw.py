@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
-from khot.sampling import _phantom, _shards
+from khot.sampling import _hidden, _phantom, _shards
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
 from khot.sampling._designs import pareto
 from khot.sampling._lookup import resolve
@@ -68,7 +68,7 @@ def sample(
         >>> x.shape, bool((x.sum(-1) == 2).all())
         (torch.Size([1000, 4]), True)
     """
-    chosen = resolve(design)
+    resolve(design)
     if adjust is not None and (adjust != "exact" or design != "pareto"):
         raise ValueError(
             f"adjust must be None, or 'exact' with design 'pareto', but got {adjust!r} with {design!r}"
@@ -82,13 +82,12 @@ def sample(
     arguments.check_input(probs, "probs")
     dim = from_end(probs, dim)
     rows = to_last(probs.detach(), dim)
-    pi, valid = _checked(rows)
-    shape = torch.Size(sample_shape)
-    if not pi.numel():
-        return probs.new_zeros(shape + probs.shape)
-    draw = pareto.draw_exact if adjust == "exact" else chosen.draw
-    x = draw(pi.expand(shape + pi.shape), generator)[..., : rows.shape[-1]]
-    return to_dim(_marked(x.to(probs.dtype), valid), probs, dim)
+    exact = adjust == "exact"
+    if _hidden.values_are_hidden():
+        x = _draw_hidden(rows, design, exact, sample_shape=sample_shape, generator=generator)
+    else:
+        x = _draw(rows, design, exact, sample_shape, generator)
+    return to_dim(x, probs, dim)
 
 
 @on_cpu
@@ -156,6 +155,26 @@ def joint_inclusion_probs(probs: Tensor, design: DesignName, dim: int = -1) -> T
     if valid is not None:
         both = both.masked_fill(~valid.unsqueeze(-1), math.nan)
     return to_pair(both, dim)
+
+
+def _draw(
+    rows: Tensor,
+    design: DesignName,
+    exact: bool,
+    sample_shape: Sequence[int],
+    generator: torch.Generator | None,
+) -> Tensor:
+    """:func:`sample` of rows with the units along the last dim."""
+    pi, valid = _checked(rows)
+    shape = torch.Size(sample_shape)
+    if not pi.numel():
+        return rows.new_zeros(shape + rows.shape)
+    draw = pareto.draw_exact if exact else resolve(design).draw
+    x = draw(pi.expand(shape + pi.shape), generator)[..., : rows.shape[-1]]
+    return _marked(x.to(rows.dtype), valid)
+
+
+_draw_hidden = _hidden.operator("draw", "str design, bool exact", _draw, None)
 
 
 def _checked(rows: Tensor) -> tuple[Tensor, Tensor | None]:

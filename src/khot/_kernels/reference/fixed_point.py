@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["calibrate_kernel", "fixed_point"]
+from khot._kernels.reference.poisson_binomial import swaps
+
+__all__ = ["calibrate_kernel", "fixed_point", "start"]
 
 DEPTH = 3  # how many earlier steps the acceleration combines; more steps were no faster
 ITERATIONS = 40  # over the hard cases of the tests, at most 11 were needed for an error of 1e-12
 NEAR = 1e-13  # an error of probabilities after which one more step reaches rounding errors
 CLOSE = 1e-3  # the same for the errors of logits
 RIDGE = 1e-13  # relative to the trace; anything smaller is lost to rounding anyway
+CERTAIN = 700.0  # a logit beyond which a probability is nearly the smallest number of float64
 TINY = torch.finfo(torch.float64).tiny
 
 Marginals = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -36,10 +40,28 @@ def calibrate_kernel(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         _, pi, out = torch.ops.khot.inclusion.default((theta - hi.unsqueeze(-1)) - lo.unsqueeze(-1), k)
         return pi, out
 
-    return fixed_point(goal, k, marginals)
+    goal = torch.where(goal.abs() > CERTAIN, goal.sign() * math.inf, goal)
+    return fixed_point(goal, k, marginals, begin=start(goal, k))
 
 
-def fixed_point(goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEAR) -> tuple[Tensor, Tensor]:
+def start(goal: Tensor, k: Tensor) -> Tensor:
+    """Where the fixed point of the conditional Poisson design begins: goal, or where its variance is tiny,
+    nearly the solution.
+
+    There π is nearly the odds w times the sum of the odds on the other side of ½
+    (:class:`~khot._kernels.reference.poisson_binomial.Swaps`), so that w is nearly π/√Σπ. A start from w = π
+    would be wrong by many orders of magnitude.
+    """
+    s = swaps(torch.sigmoid(-goal), torch.sigmoid(goal), k)
+    above, below = (s.odds.where(side, 0).sum(-1, keepdim=True) for side in (s.above, ~s.above))
+    free = s.apply & (above > 0) & (below > 0)
+    above, below = above.where(free, 1), below.where(free, 1)
+    return goal + 0.5 * torch.where(s.above, above.log(), -below.log())
+
+
+def fixed_point(
+    goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEAR, begin: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """θ for which marginals(θ, k) = (π, 1 − π) has π = σ(goal). It takes one step after π is within ``near``.
 
     The step is θ ← θ + goal − logit π(θ), with Anderson acceleration in the metric of the variances.
@@ -47,7 +69,7 @@ def fixed_point(goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEA
     certain = goal.isinf()
     goal_pi = torch.sigmoid(goal)
     variance = goal_pi * torch.sigmoid(-goal)
-    theta, active = goal, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
+    theta, active = goal if begin is None else begin, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
     iterations = torch.zeros_like(k, dtype=goal.dtype)
     moves: list[Tensor] = []  # the last changes of θ; turns are those of the residual
     turns: list[Tensor] = []

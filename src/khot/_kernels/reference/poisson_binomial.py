@@ -8,6 +8,9 @@ P is a polynomial that is linear in each p_j and in each q_j. We treat q_j and p
 The derivatives with respect to them are probabilities of the other trials: P(S − X_j = k) for q_j and
 P(S − X_j = k − 1) for p_j.
 
+Where V is tiny, the sum over frequencies loses the relative accuracy of the small probabilities. Then the
+design is seen as what differs from its likeliest outcome (:class:`Swaps`).
+
 Given that S = k, the trials are a mixture of independent ones, with complex weights and probabilities.
 """
 
@@ -24,6 +27,7 @@ from torch.nn.functional import pad
 __all__ = [
     "FREQUENCIES",
     "Frequencies",
+    "Swaps",
     "characteristic",
     "characteristic_kernel",
     "covariance_kernel",
@@ -36,11 +40,15 @@ __all__ = [
     "pmf",
     "pmf_of_others",
     "size_prob",
+    "swaps",
 ]
 
 # V = 21 needs N = 51, and so all of ω_0, ..., ω_25. For any other V, V(1 − cos ω_26) > 42 or N < 53.
 FREQUENCIES = 26
 BLOCK = 16  # trials whose sum is found by convolution, before the transform; chosen by timing
+# Below this V, the frequencies' rounding errors matter for the small probabilities, and the terms of `swaps`
+# after the second are below rounding.
+NEARLY_CERTAIN = 1e-4
 
 
 class Frequencies(NamedTuple):
@@ -111,6 +119,38 @@ def pmf_of_others(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Ten
     return pmf(re, im, k, at), beside[0][..., :n], beside[1][..., :n]
 
 
+class Swaps(NamedTuple):
+    """Trials of a tiny variance, seen as what differs from the likeliest outcome, the units with p > ½.
+
+    Given that S = k, as many of these are left out as others are taken in their place. The weight of m such
+    swaps is e_m(a) e_m(b): a and b are the odds of the unlikely outcomes, above and below ½, and e_m the
+    elementary symmetric polynomials. Every term is positive, so that no digit is lost.
+    """
+
+    apply: Tensor  # whether the row has a tiny variance, and k units with p > ½, (*batch, 1)
+    above: Tensor  # p > ½
+    odds: Tensor  # of the less likely outcome
+    first: tuple[Tensor, Tensor]  # e_1 of the other odds on the same side, e_1 of the opposite side
+    second: tuple[Tensor, Tensor]  # the same for e_2
+    more: Tensor  # the weight of all outcomes, minus that of the likeliest, which is 1; (*batch, 1)
+
+
+def swaps(q: Tensor, p: Tensor, k: Tensor) -> Swaps:
+    """What :class:`Swaps` says of trials; differentiable in q and p."""
+    above = p.detach() > q.detach()
+    tiny = (p * q).detach().sum(-1) < NEARLY_CERTAIN
+    apply = (tiny & (above.sum(-1) == k)).unsqueeze(-1)
+    odds = torch.where(above, q, p) / torch.where(above, p, q)
+    sides = odds.masked_fill(~above, 0), odds.masked_fill(above, 0)
+    one = [side.sum(-1, keepdim=True) for side in sides]
+    two = [0.5 * (e * e - (side * side).sum(-1, keepdim=True)) for e, side in zip(one, sides, strict=True)]
+    own, opposite = torch.where(above, one[0], one[1]), torch.where(above, one[1], one[0])
+    others = own - odds
+    pairs, opposite_pairs = torch.where(above, two[0], two[1]), torch.where(above, two[1], two[0])
+    more = one[0] * one[1] + two[0] * two[1]
+    return Swaps(apply, above, odds, (others, opposite), (pairs - odds * others, opposite_pairs), more)
+
+
 def size_prob(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> Tensor:
     """P(S = k), (*batch)."""
     return pmf(*characteristic(q, p, at), k, at)
@@ -125,8 +165,20 @@ def inclusion(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor,
     pi, out = (value / prob.unsqueeze(-1) for value in (p * one_less, q * same))
     never, always = p.detach() == 0, q == 0
     # rounding may turn a 0 into −1e-17
-    pi = pi.clamp(0, 1).masked_fill(always, 1)
-    return prob, pi, out.clamp(0, 1).masked_fill(never, 1)
+    pi, out = pi.clamp(0, 1).masked_fill(always, 1), out.clamp(0, 1).masked_fill(never, 1)
+    s = swaps(q, p, k)
+    unlikely, likely = _swapped(s)
+    pi = torch.where(s.apply, torch.where(s.above, likely, unlikely), pi)
+    return prob, pi, torch.where(s.apply, torch.where(s.above, unlikely, likely), out)
+
+
+def _swapped(s: Swaps) -> tuple[Tensor, Tensor]:
+    """The probabilities of the less likely and of the likelier outcome of each unit."""
+    others, opposite = s.first
+    total = 1 + s.more
+    unlikely = s.odds * (opposite + s.second[1] * others) / total
+    likely = (1 + opposite * others + s.second[1] * s.second[0]) / total
+    return unlikely.clamp(max=1), likely.clamp(max=1)
 
 
 def mixture(q: Tensor, p: Tensor, k: Tensor, at: Frequencies) -> tuple[Tensor, Tensor]:
@@ -151,7 +203,29 @@ def covariance_product(q: Tensor, p: Tensor, k: Tensor, at: Frequencies, u: Tens
     deviation = torch.where((pi < out).unsqueeze(-2), ratio - pi.unsqueeze(-2), out.unsqueeze(-2) - rest)
     own = (weight.unsqueeze(-1) * ratio * rest).sum(-2).real
     along = weight * (deviation * u.unsqueeze(-2)).sum(-1)
-    return (along.unsqueeze(-1) * deviation).sum(-2).real + own * u
+    product = (along.unsqueeze(-1) * deviation).sum(-2).real + own * u
+    return torch.where((s := swaps(q, p, k)).apply, _swapped_covariance(s, u), product)
+
+
+def _swapped_covariance(s: Swaps, u: Tensor) -> Tensor:
+    """The derivative of π along u: the logarithms of the odds grow at the rate u below ½, and −u above."""
+    rate = torch.where(s.above, -u, u)
+    others, opposite = s.first
+    change = s.odds * rate
+    sides = change.masked_fill(~s.above, 0), change.masked_fill(s.above, 0)
+    one = [side.sum(-1, keepdim=True) for side in sides]
+    # the derivative of e_2 is Σ_i (the sum of the other odds)·(the change of odds i)
+    two = [(side * others).sum(-1, keepdim=True) for side in sides]
+    own, across = torch.where(s.above, one[0], one[1]), torch.where(s.above, one[1], one[0])
+    across_pairs = torch.where(s.above, two[1], two[0])
+    pairs_above = (0.5 * s.odds * others).masked_fill(~s.above, 0).sum(-1, keepdim=True)
+    pairs_below = (0.5 * s.odds * others).masked_fill(s.above, 0).sum(-1, keepdim=True)
+    sum_above, sum_below = (s.odds.where(side, 0).sum(-1, keepdim=True) for side in (s.above, ~s.above))
+    growth = one[0] * sum_below + sum_above * one[1] + two[0] * pairs_below + pairs_above * two[1]
+    total = 1 + s.more
+    moved = (rate - growth / total) * (opposite + s.second[1] * others)
+    moved = moved + across + across_pairs * others + s.second[1] * (own - change)
+    return torch.where(s.above, -s.odds, s.odds) * moved / total + 0.0  # without −0
 
 
 def _turned(p: Tensor, at: Frequencies) -> Tensor:
