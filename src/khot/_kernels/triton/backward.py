@@ -181,7 +181,7 @@ def soft_topk_backward(
         "power": layout.power(F),
         "CDF": layout.cdf_id(F.name),
         "OUTPUT": OUTPUTS[output],
-        "COMPUTE": layout.compute(x.dtype),
+        "COMPUTE": layout.compute(x.dtype, tau),
     }
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
