@@ -95,6 +95,30 @@ def test_the_adversarial_list(cdf: Any) -> None:
             assert_close(joined(parts, expected[i]) / scale, expected[i] / scale, 1e-8)
 
 
+# Rows of which a part lies so far from the threshold, in τ, that its densities underflow.
+FAR = {"800 below": -800.0, "1e5 below": -1e5, "−inf": -math.inf, "1e4 above": 1e4}
+
+
+@pytest.mark.parametrize("where", FAR)
+@pytest.mark.parametrize("name", ["soft_topk", "log_soft_topk"])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+def test_derivatives_with_shards_far_away(cdf: Any, name: str, where: str) -> None:
+    """Of four processes one has the entries near the threshold, one none at all, and two only far ones."""
+    x, cuts, tau = scores(2, N), [0, 11, 11, 17, N], torch.tensor([1.0, 0.5], dtype=torch.float64)
+    x[:, 11:] += FAR[where]
+    k = torch.tensor([2.3, 7.0], dtype=torch.float64) + (N - 11 if where == "1e4 above" else 0)
+    weights = scores(2, N, seed=1)
+    if where == "1e4 above":  # log y of these is 0, and that of the others must not be lost beside it
+        weights[:, 11:] *= 1e-3
+    args = [x, k, tau]
+    shares = processes.run(4, shards.derivatives_of_shards, name, {"cdf": cdf}, args, weights, cuts)
+    expected = shards.derivatives(name, {"cdf": cdf}, args, weights)
+    for parts, want in zip(zip(*shares, strict=True), expected, strict=True):
+        got = joined(list(parts), want)
+        assert got.nan_to_num(posinf=0, neginf=0).isfinite().all() and not got.isnan().any()
+        assert_close(got, want, 1e-9)
+
+
 @worlds
 def test_infinite_and_nan_scores(world: int) -> None:
     x = scores(5, N)

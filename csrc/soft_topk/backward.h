@@ -40,8 +40,8 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     const Gradients gradients =
         backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
     if (gradients == Gradients::kWritten) return;
-    if (!C::full_support && gradients == Gradients::kFlat) {
-      grad_k = gap_gradient(spec, x, grad, t);
+    if (!C::full_support && gradients == Gradients::kFlat && grad_lo == 0) {
+      grad_k = gap_gradient(spec, gap_around(spec, x, grad, t).sums);
       return fill_constant<float>(spec, grad_x, x.dtype, x, 0, 0, 0);
     }
   }

@@ -20,9 +20,14 @@ struct EdgeSums {
   }
 };
 
-// dL/dk for compact support where no entry has f > 0: the mean of v over the entries at both edges of the gap
-// around t, as in khot/_kernels/reference/soft_topk.py.
-inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
+// The edges of the gap of compact support that t lies in, how many entries there are at each, and the sums of
+// v over them.
+struct Gap {
+  Edges at;
+  EdgeSums sums;
+};
+
+inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
   const Edges edges =
       reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
         VecD up = splat(kInfinity), down = splat(-kInfinity);
@@ -47,6 +52,12 @@ inline double gap_gradient(const Spec& spec, const Row& x, const Row& grad, Thre
         });
         e += {sum<double>(up_count), sum<double>(up), sum<double>(down_count), sum<double>(down)};
       });
+  return {edges, s};
+}
+
+// dL/dk where no entry has f > 0: the mean of v over the entries at both edges of the gap, as in
+// khot/_kernels/reference/soft_topk.py. Rejected entries have log y = -inf.
+inline double gap_gradient(const Spec& spec, const EdgeSums& s) {
   const double mean = 0.5 * s.up / s.up_count;
   return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
 }
@@ -124,7 +135,16 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
   grad_k = live ? s.v / s.mass : 0;
   if (live && grad_lo != 0) grad_k -= grad_lo * std::exp(std::log(tau) - std::log(s.mass) - top);
   grad_tau = (s.u * z_mean - s.uz) / tau - grad_lo * z_mean;
-  if (!C::full_support && !live && output != Output::kThreshold) grad_k = gap_gradient(spec, x, grad, t);
+  double up = kNan, down = kNan, at_up = 0, at_down = 0;  // of a gap: its edges, and dL/dx there
+  if (!C::full_support && !live) {
+    const double none = 0;
+    const Gap gap = gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
+    if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
+    // t = (up + down)/2 - tau/2, because the support is (0, 1)
+    grad_tau = -0.5 * grad_lo;
+    up = gap.at.up, down = gap.at.down;
+    at_up = 0.5 * grad_lo / gap.sums.up_count, at_down = 0.5 * grad_lo / gap.sums.down_count;
+  }
 
   const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;
   chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
@@ -137,7 +157,12 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
         const VecD z = standardize(v), log_f = F.template log_density<R>(z);
         const VecD weight = exp<R>(log_f - base);
         const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
-        store(results + i, c.u / tau + weight * spread);
+        VecD result = c.u / tau + weight * spread;
+        if constexpr (!C::full_support) {
+          const VecD offset = v - t.hi;
+          result = offset == up ? splat(at_up) : offset == down ? splat(at_down) : result;
+        }
+        store(results + i, result);
       });
       put(grad_x, x.dtype, at, count, results);
     }

@@ -54,6 +54,7 @@ class CarefulSolver {
     if (stats.nan || !(k_free >= 0 && k_free <= stats.free)) return {kNan, kNan};
     if (k_free == 0) return {kHuge, kHuge};
     if (k_free == stats.free) return {-kHuge, -kHuge};
+    if (tau_ > kSteepest && !(stats.high - stats.low < kInfinity)) return {kNan, kNan};
     k_ = k_free, n_ = stats.free, pinned_ = stats.pinned, low_ = stats.low, high_ = stats.high;
     goal_.set(k_, n_, F_);
     double guess = goal_.guess(stats.mean, stats.variance, tau_, F_);
@@ -71,6 +72,8 @@ class CarefulSolver {
   }
 
  private:
+  // The largest tau for rows whose differences overflow: for smaller ones, they are infinite in tau, too.
+  static constexpr double kSteepest = 1e290;
   static constexpr double kFar = 1e12;  // in a window of more tau, bins of equal width take too many steps
   static constexpr int kHistograms = 5, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
@@ -241,6 +244,10 @@ class CarefulSolver {
       const bool informed = std::fabs(Pk - Qk) <= 8 * density * std::fabs(step) / tau_ + noise;
       if (std::fabs(step) <= 1e-6 * tau_) trial = informed ? lo + step : middle;
       bool done = informed && std::fabs(step) <= settled * tau_;
+      if constexpr (!C::full_support) {  // log y needs the digits of z, which is small where k is
+        const double distance = s.next_below - (lo + step);
+        if (k_ < 1e-6 && distance > 0) done = done && std::fabs(step) <= settled * distance;
+      }
       const double gap_middle =
           0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
       if constexpr (C::full_support) {

@@ -241,6 +241,58 @@ def test_temperatures_that_float32_does_not_hold(kernels: ModuleType, tau: float
         assert error(y, want) <= 5e-7
 
 
+@pytest.mark.parametrize("tau", [1e-42, 1e35, 1e300])
+@pytest.mark.parametrize("cdf", ["laplace", "normal", "uniform", "power"])
+@either
+def test_temperatures_beyond_float32_for_every_cdf(
+    request: pytest.FixtureRequest, where: str, cdf: str, tau: float
+) -> None:
+    kernels = request.getfixturevalue(where)
+    x = torch.randn(1, 20, generator=torch.Generator().manual_seed(6))
+    args = (number(tau), cdf, CDFS[cdf], "y")
+    y, hi, lo = kernels.soft_topk(x, number(4.5), *args)
+    want, *t = reference.soft_topk(x.double(), number(4.5), *args)
+    assert error(y, want) <= 5e-7
+    got = kernels.soft_topk_backward(x, number(0.0), x, hi, lo, *args)
+    wanted = reference.soft_topk_backward(x.double(), number(0.0), x.double(), *t, *args)
+    for a, b in zip(got, wanted, strict=True):
+        assert error_in_scale(a, b) <= 2e-4
+
+
+@either
+@every_dtype
+@every_output
+@pytest.mark.parametrize("cdf", ["uniform", "power"])
+def test_gaps_of_compact_support(
+    request: pytest.FixtureRequest, where: str, cdf: str, output: str, dtype: torch.dtype
+) -> None:
+    """t is the middle of the gap, so that its gradient is ½ on either side, shared by equal entries."""
+    kernels = request.getfixturevalue(where)
+    x = torch.zeros(3, 37, dtype=dtype)
+    x[:, 5::7], x[:, 36], x[2, 8] = 2.0, 9.0, torch.inf  # 5 entries of 2, one of 9
+    k, tau = number([1.0, 6.0, 2.0]), number(0.25)
+    _, hi, lo = kernels.soft_topk(x, k, tau, cdf, CDFS[cdf], output)
+    v = torch.arange(37.0, dtype=dtype).expand(3, 37)
+    v = v[:, :0] if output == "threshold" else v
+    dx, dk, dtau = kernels.soft_topk_backward(
+        v, number([4.0, 2.0, 1.0]), x, hi, lo, tau, cdf, CDFS[cdf], output
+    )
+    want = torch.zeros_like(x)
+    want[0, 5::7], want[0, 36] = 0.4, 2.0
+    want[1] = torch.where(x[1] == 2, 0.2, torch.where(x[1] == 0, 1 / 31, 0.0))
+    want[2, 5::7], want[2, 36] = 0.1, 0.5
+    torch.testing.assert_close(dx, want)
+    assert dtau.tolist() == [-2.0, -1.0, -0.5]
+    if output == "threshold":
+        assert dk.tolist() == [0, 0, 0]
+    else:
+        low = [v[0, 5::7].mean().item(), v[1][x[1] == 0].mean().item(), v[0, 5::7].mean().item()]
+        high = [36.0, v[1, 5::7].mean().item(), 36.0]
+        below = 0.0 if output == "log" else 0.5
+        expected = [0.5 * a + below * b for a, b in zip(high, low, strict=True)]
+        torch.testing.assert_close(dk, number(expected), rtol=1e-6, atol=0)
+
+
 def test_one_evaluation_does_ordinary_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.resident, "EVALUATIONS", 0)
     leave_hard_rows_out(kernels, monkeypatch)

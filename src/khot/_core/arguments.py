@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 Scalar = float | Tensor  # a number, or a tensor with one entry per row
+# The largest τ for rows whose differences overflow: for smaller ones, they are infinite in τ, too.
+STEEPEST = 1e290
 
 
 # The dtypes that one can compute with: those of 8 bits and less are for storage only.
@@ -322,3 +324,11 @@ def explain_nan(
         )
     if integer:
         check_values(k, name, low=0, integer=True)
+    if tau is not None and x.dtype == torch.float64 and x.shape[-1]:
+        finite = x.detach().masked_fill(x.isinf(), 0)
+        bad = (finite.amax(-1) - finite.amin(-1)).isinf() & (tau > STEEPEST)
+        if bool(bad.any()):
+            raise ValueError(
+                f"tau must be at most {STEEPEST} for a row with differences of scores that overflow, but "
+                f"got {tau.expand(bad.shape)[bad][0].item()}"
+            )

@@ -172,7 +172,7 @@ class _Linear(NamedTuple):
     weight: Tensor  # f, divided by a scale
     log_scale: Tensor  # of the batch shape
     rate: Tensor  # g = ∂out/∂z
-    k_rate: Tensor  # ∂out/∂k times Σ weight
+    log_k_rate: Tensor | None  # the logarithm of ∂out/∂k times Σ weight; None if that is weight
     gap: tuple[Tensor, Tensor] | None  # for compact support: the entries equal to either neighbour of t
 
 
@@ -207,10 +207,23 @@ def _linearize(
         # w/y through logarithms: y may underflow where w/y does not
         log_rate = cdf.log_hazard(z.masked_fill(still, cdf.median)).masked_fill(still, 0)
         rate = torch.exp(log_rate).masked_fill(still, 0)
-        k_rate = torch.exp(log_rate - scale.unsqueeze(-1)).masked_fill(still, 0)
+        log_k_rate = (log_rate - scale.unsqueeze(-1)).masked_fill(still, -math.inf)
     else:
-        rate, k_rate = torch.exp(log_f), weight
-    return _Linear(z, weight, scale, rate, k_rate, gap)
+        rate, log_k_rate = torch.exp(log_f), None
+    return _Linear(z, weight, scale, rate, log_k_rate, gap)
+
+
+def _k_rate(d: _Linear, factor: Tensor) -> Tensor:
+    """∂out/∂k times Σ weight, for a product with the factor: 0 where it overflows but the factor is 0."""
+    if d.log_k_rate is None:
+        return d.weight
+    idle = (factor == 0) & (d.log_k_rate > math.log(greatest(d.log_k_rate)))
+    return torch.exp(d.log_k_rate.masked_fill(idle, -math.inf))
+
+
+def _in_gap(dead: Tensor, counts: list[Tensor]) -> Tensor:
+    """Where no entry has f > 0 because t lies between two entries: t = ½(up + down) − ½(start + end)τ."""
+    return dead & (counts[0] > 0) & (counts[1] > 0)
 
 
 def _gap_means(output: str, counts: list[Tensor], sums: list[Tensor]) -> Tensor:
@@ -238,7 +251,7 @@ def _vjp(
     d = _linearize(x, hi, lo_shared, tau_shared, cdf, output, near)
     v = torch.zeros_like(d.z) if output == "threshold" else grad.to(hi.dtype)
     u = v * d.rate
-    parts = [d.weight, d.weight * d.z, v * d.k_rate, u, u * d.z]
+    parts = [d.weight, d.weight * d.z, v * _k_rate(d, v), u, u * d.z]
     if d.gap is not None:
         parts += [g.to(hi.dtype) for g in d.gap] + [v.where(g, 0) for g in d.gap]
     mass, moment, vk, total, u_moment, *gap = row.total([part.sum(-1) for part in parts])
@@ -250,14 +263,19 @@ def _vjp(
     dx = u / tau_shared.unsqueeze(-1) + d.weight * spread.unsqueeze(-1)
     dtau = -u_moment / tau - through_t * z_mean
     dk = vk / mass
-    if gap:
+    if gap and d.gap is not None:
         dk = torch.where(dead, _gap_means(output, gap[:2], gap[2:]), dk)
+        flat, (start, end) = _in_gap(dead, gap[:2]), cdf.support
+        half = (0.5 * grad_lo).masked_fill(~flat, 0)  # equal entries share it equally
+        dtau = torch.where(flat, -(start + end) * half, dtau)
+        for there, share in zip(d.gap, row.share([half / n.clamp(min=1) for n in gap[:2]]), strict=True):
+            dx = torch.where(there & flat.unsqueeze(-1), share.unsqueeze(-1), dx)
     dk = dk - _times_dt_dk(grad_lo, tau, mass, dead, d.log_scale)
     return dx.to(x.dtype), dk, dtau
 
 
 def _times_dt_dk(value: Tensor, tau: Tensor, mass: Tensor, dead: Tensor, log_scale: Tensor) -> Tensor:
-    """value·τ/Σf; 0 where value is 0, even if Σf underflows."""
+    """value·τ/Σf; 0 where value is 0, even if Σf underflows, and in a gap, at which t jumps with k."""
     idle = (value == 0) | dead
     rate = torch.exp(torch.log(tau) - (torch.log(mass) + log_scale).masked_fill(idle, 0))
     return (value * rate).masked_fill(idle, 0)
@@ -284,18 +302,21 @@ def _jvp(
     dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
     parts = [d.weight, d.weight * dx, d.weight * d.z]
     if d.gap is not None:
-        parts += [g.to(hi.dtype) for g in d.gap]
-    mass, along_t, moment, *counts = row.total([part.sum(-1) for part in parts])
+        parts += [g.to(hi.dtype) for g in d.gap] + [dx.where(g, 0) for g in d.gap]
+    mass, along_t, moment, *ends = row.total([part.sum(-1) for part in parts])
     dead = mass == 0
     mass = mass.masked_fill(dead, 1)
     mean, z_mean = along_t / mass, moment / mass
     along = dx - mean.unsqueeze(-1) - (d.z - z_mean.unsqueeze(-1)) * dtau.unsqueeze(-1)
-    k_rate = d.k_rate / mass.unsqueeze(-1)
+    along_k = _k_rate(d, dk.unsqueeze(-1)) / mass.unsqueeze(-1) * dk.unsqueeze(-1)
+    dlo = mean - z_mean * dtau
     if d.gap is not None:
-        gap = _gap_means(output, [c.unsqueeze(-1) for c in counts], [g.to(hi.dtype) for g in d.gap])
-        k_rate = torch.where(dead.unsqueeze(-1), gap, k_rate)
-    out = d.rate * along / tau.unsqueeze(-1) + k_rate * dk.unsqueeze(-1)
-    dlo = mean - z_mean * dtau - _times_dt_dk(dk, tau, mass, dead, d.log_scale)
+        gap = _gap_means(output, [c.unsqueeze(-1) for c in ends[:2]], [g.to(hi.dtype) for g in d.gap])
+        along_k = torch.where(dead.unsqueeze(-1), gap * dk.unsqueeze(-1), along_k)
+        flat, (start, end) = _in_gap(dead, ends[:2]), cdf.support
+        dlo = torch.where(flat, _gap_means("y", ends[:2], ends[2:]) - 0.5 * (start + end) * dtau, dlo)
+    out = d.rate * along / tau.unsqueeze(-1) + along_k
+    dlo = dlo - _times_dt_dk(dk, tau, mass, dead, d.log_scale)
     if output == "threshold":
         out = out[..., :0]
     return out.to(x.dtype), dlo

@@ -15,6 +15,8 @@ from khot._kernels.reference.transport import FAR, plan, scale_of, solve_laplaci
 
 __all__ = ["sorted_soft_topk"]
 
+HIGHEST, SCALE = 1e290, 2.0**-64
+
 
 def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
     """n times the transport plan of rows (*batch, n), without its last anchor: (*batch, k, n).
@@ -22,6 +24,10 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
     Args:
         epsilon: broadcasts with batch.
     """
+    if x.dtype == torch.float64 and x.shape[-1]:  # scores beyond the kernels' range are scaled into it
+        highest = x.detach().abs().masked_fill(x.isinf(), 0).amax(-1, keepdim=True)
+        factor = torch.where(highest > HIGHEST, SCALE, 1.0).to(x.dtype)
+        x, epsilon = x * factor, epsilon * factor.squeeze(-1)
     y: Tensor = _sorted_soft_topk(x, k, epsilon)[0]
     return y
 

@@ -29,6 +29,9 @@ __all__ = [
     "soft_topk_backward",
 ]
 
+# A tile whose densities are less than exp(−SLACK) of the row's greatest one is summed relative to the latter.
+SLACK = 100.0
+
 
 def soft_topk(
     x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
@@ -92,10 +95,13 @@ def soft_topk_backward(
         dL/dx = (u − w Σu)/τ + w·grad_lo
         dL/dk = Σ (u/f)·w − grad_lo·τ/Σf
         dL/dτ = −Σ u (z − z̄)/τ − grad_lo·z̄
+
+    In a gap of compact support, t = ½(up + down) − ½(start + end)τ for the entries up and down next to it.
+    There dL/dx is ½grad_lo on either side, shared by equal entries, and dL/dτ = −½(start + end)·grad_lo.
     """
     F = cdfs.resolve(cdf, shape)
     near = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
-    if not F.full_support and output != "threshold":
+    if not F.full_support:
         near = neighbours(x, hi, lo)
     return backward(grad, grad_lo, x, Threshold(hi, lo, *near), tau, F, output, HERE)
 
@@ -145,6 +151,8 @@ def backward(
     tau = widen(on(x.device, tau)).expand(x.shape[:-1])
     zero = torch.zeros_like(hi)
     top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
+    if output == "log":  # f/F does not become small with f: relative to a far tile's f it would overflow
+        top = (log_scale(t, tau, F) if not row.here else _log_peak(x, t, tau, F)) - SLACK
     for part, tile in tiles(x):
         z = standardize(tile, hi, lo, tau)
         log_f = F.log_pdf(z)
@@ -165,7 +173,7 @@ def backward(
         rescale = torch.exp(top - log_scale(t, tau, F))
         mass, wz_sum, v_sum = mass * rescale, wz_sum * rescale, v_sum * rescale
         top = log_scale(t, tau, F)
-    gap = [] if F.full_support or output == "threshold" else _gap_sums(grad, x, hi, *near)
+    gap = [] if F.full_support else _gap_sums(None if output == "threshold" else grad, x, hi, *near)
     mass, wz_sum, v_sum, u_sum, uz_sum, *gap = row.reduce([mass, wz_sum, v_sum, u_sum, uz_sum, *gap])
     live = mass != 0
     z_mean = (wz_sum / mass).where(live, 0)
@@ -173,6 +181,8 @@ def backward(
     through_t = torch.exp(torch.log(tau) - torch.log(mass) - top)
     grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
     grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
+    pull = (grad_lo - u_sum / tau).where(live, 0)
+    flat, half = torch.zeros_like(live), 0.5 * grad_lo
     if gap:
         # The limit of the smooth CDFs: half the mean of v over the least selected entries, plus half the mean
         # over the greatest rejected entries. The latter is left out for log y, which is −inf for rejected
@@ -181,18 +191,34 @@ def backward(
         mean = 0.5 * up_sum / up_count
         if output == "y":
             mean = mean + 0.5 * down_sum / down_count
-        grad_k = grad_k.where(live, mean.where(hi.abs() != greatest(hi), 0))
+        flat = ~live & (hi.abs() != greatest(hi))
+        if output != "threshold":
+            grad_k = grad_k.where(live, mean.where(flat, 0))
+        grad_tau = torch.where(flat, -(F.support[0] + F.support[1]) * half, grad_tau)
 
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    pull = (grad_lo - u_sum / tau).where(live, 0)
     for part, tile in tiles(x):
         z = standardize(tile, hi, lo, tau)
         log_f = F.log_pdf(z)
         u, _, _ = _cotangent(z, log_f, None if output == "threshold" else grad[..., part], F, output)
         weight = torch.exp(log_f - top.clamp(min=-greatest(top)).unsqueeze(-1))
         spread = (pull / mass.masked_fill(~live, 1)).unsqueeze(-1)
-        grad_x[..., part] = u / tau.unsqueeze(-1) + weight * spread
+        result = u / tau.unsqueeze(-1) + weight * spread
+        for edge, count in zip(near, gap[::2], strict=False):
+            there = flat.unsqueeze(-1) & (tile == edge.unsqueeze(-1))
+            result = torch.where(there, (half / count).unsqueeze(-1), result)
+        grad_x[..., part] = result
     return grad_x, grad_k, grad_tau
+
+
+def _log_peak(x: Tensor, t: Threshold, tau: Tensor, F: CDF) -> Tensor:
+    """The greatest log f of the row."""
+    peak = torch.full_like(t.hi, -math.inf)
+    for _, tile in tiles(x):
+        if tile.shape[-1] == x.shape[-1]:
+            return peak  # the sums over one tile do not need it
+        peak = torch.maximum(peak, F.log_pdf(standardize(tile, t.hi, t.lo, tau)).amax(-1))
+    return peak
 
 
 def _cotangent(
@@ -223,11 +249,11 @@ def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
     return up, down
 
 
-def _gap_sums(v: Tensor, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    """For each neighbour of t, how many entries are equal to it, and the sum of v over them."""
+def _gap_sums(v: Tensor | None, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    """For each neighbour of t, how many entries are equal to it, and the sum of v over them (None: 0)."""
     sums = [torch.zeros_like(hi) for _ in range(4)]
     for part, tile in tiles(x):
-        part_v = widen(v[..., part])
+        part_v = torch.zeros_like(tile) if v is None else widen(v[..., part])
         for i, near in enumerate((up, down)):
             there = tile == near.unsqueeze(-1)
             sums[2 * i] += there.sum(-1)

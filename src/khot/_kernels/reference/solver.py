@@ -46,6 +46,9 @@ __all__ = ["Threshold", "solve"]
 # (False), Newton's method fails for narrower brackets.
 WIDE = {True: 64.0, False: 8.0}
 EVALUATIONS = 24
+# The largest τ, relative to the greatest number, for rows whose differences overflow: for smaller ones, they
+# are infinite in τ, too.
+STEEPEST = 1e-18
 LOG_EVALUATIONS = 4
 
 
@@ -76,6 +79,7 @@ def solve(x: Tensor, k: Tensor, tau: Tensor, cdf: CDF, row: Row = HERE) -> tuple
     k_free = k - stats.pinned  # what is left for the finite entries
     none, every = k_free == 0, k_free == stats.free
     bad = stats.nan | ~((k_free >= 0) & (k_free <= stats.free)) | ~((tau > 0) & (tau < math.inf))
+    bad = bad | ((tau > STEEPEST * greatest(tau)) & (stats.high - stats.low == math.inf))
     live = ~(none | every | bad)
     # rows that need no solving are computed with harmless numbers
     k_safe = torch.where(live, k_free, 0.5)
@@ -288,6 +292,9 @@ def _trial(p: _Problem, at: _Iterate, s: Sums, settled: float) -> tuple[Tensor, 
     tiny = step.abs() <= digits.near * tau
     trial = torch.where(tiny, torch.where(known, lo + step, middle), trial)
     done = known & (step.abs() <= settled * tau)
+    if not p.cdf.full_support:  # log y needs the digits of z − start, which is small where k is
+        distance = s.next_below - (lo + step) - p.cdf.support[0] * tau
+        done = done & ~((k < 1e-6) & (distance > 0) & (step.abs() > settled * distance))
 
     far = greatest(lo) / 4
     gap_middle = 0.5 * (s.next_above.clamp(max=far) + s.next_below.clamp(min=-far))

@@ -190,7 +190,7 @@ def begin(x: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     hi = below.masked_fill(top[:, 1:] == -math.inf, -FAR).masked_fill(top[:, :-1] == math.inf, FAR)
     hi = hi.masked_fill(bad, math.nan)
     # the thresholds start half-way between neighbours
-    shift = (0.5 * scale * (above - below)).clamp(max=STEEPEST).masked_fill(hi.abs() == FAR, 0)
+    shift = 0.5 * (scale * (above - below)).clamp(max=STEEPEST).masked_fill(hi.abs() == FAR, 0)
     target = torch.ones_like(top)
     target[:, :k].masked_fill_(hi == FAR, 0)  # plan puts all entries of +inf on the first anchor
     target[:, :1] += taken

@@ -53,17 +53,17 @@ def _resident_backward(
         tl.load(lo_pointer + row, mask=there, other=0.0),
     )
     tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
-    near, mass, mass_z, u_sum, u_z, share, _, up_count, up_sum, _, down_count, down_sum = gradient_sums(
+    near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = gradient_sums(
         x, v, valid, hi, lo, tau, power, CDF, OUTPUT
     )
-    dk, dtau, pull = gradient_row(
-        near, mass, mass_z, u_sum, u_z, share, up_count, up_sum, down_count, down_sum, grad_lo, hi, tau,
-        CDF, OUTPUT,
+    dk, dtau, pull, gap = gradient_row(
+        near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, grad_lo, hi,
+        tau, CDF, OUTPUT,
     )  # fmt: skip
     tl.store(dk_pointer + row, dk, mask=there)
     tl.store(dtau_pointer + row, dtau, mask=there)
     offset = row[:, None] * n + column[None, :]
-    gradient_write(dx_pointer, offset, x, v, valid, hi, lo, tau, near, pull, power, CDF, OUTPUT)
+    gradient_write(dx_pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap, power, CDF, OUTPUT)
 
 
 @triton.jit
@@ -114,21 +114,23 @@ def _part_gradient_write(
         gather(sums, parts, 6, PARTS, 12, float("inf")),
         gather(sums, parts, 9, PARTS, 12, float("-inf")),
     )
-    at_up, at_down = ups == tl.min(ups, axis=1)[:, None], downs == tl.max(downs, axis=1)[:, None]
+    up, down = tl.min(ups, axis=1), tl.max(downs, axis=1)
+    at_up, at_down = ups == up[:, None], downs == down[:, None]
     up_count = tl.sum(tl.where(at_up, gather(sums, parts, 7, PARTS, 12, 0.0), 0.0), axis=1)
     up_sum = tl.sum(tl.where(at_up, gather(sums, parts, 8, PARTS, 12, 0.0), 0.0), axis=1)
     down_count = tl.sum(tl.where(at_down, gather(sums, parts, 10, PARTS, 12, 0.0), 0.0), axis=1)
     down_sum = tl.sum(tl.where(at_down, gather(sums, parts, 11, PARTS, 12, 0.0), 0.0), axis=1)
-    dk, dtau, pull = gradient_row(
-        near, mass, mass_z, u_sum, u_z, share, up_count, up_sum, down_count, down_sum, grad_lo, hi, tau,
-        CDF, OUTPUT,
+    dk, dtau, pull, gap = gradient_row(
+        near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, grad_lo, hi,
+        tau, CDF, OUTPUT,
     )  # fmt: skip
     if part == 0:
         tl.store(dk_pointer + one, dk)
         tl.store(dtau_pointer + one, dtau)
     chunks(
         write_gradient, (),
-        ((grad_pointer, grad_row, grad_column), dx_pointer, n, hi, lo, tau, near, pull, power, CDF, OUTPUT),
+        ((grad_pointer, grad_row, grad_column), dx_pointer, n, hi, lo, tau, near, pull, gap, power, CDF,
+         OUTPUT),
         x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
     )  # fmt: skip
 
@@ -179,7 +181,7 @@ def soft_topk_backward(
         "power": layout.power(F),
         "CDF": layout.cdf_id(F.name),
         "OUTPUT": OUTPUTS[output],
-        "COMPUTE": layout.compute(x.dtype),
+        "COMPUTE": layout.compute(x.dtype, tau),
     }
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:

@@ -224,7 +224,7 @@ def soft_topk(
     k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
     which = {"power": layout.power(F), "CDF": layout.cdf_id(F.name)}
     moments = {"MEAN": F.mean, "VARIANCE": F.variance}
-    how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype)}
+    how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype, tau)}
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
@@ -239,7 +239,7 @@ def soft_topk(
         padded = {"PARTS": triton.next_power_of_2(parts)}
         chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
         _part_statistics[(rows * parts,)](*source, sums[0], n, length, parts, **chunk)
-        fine = {"FINE": x.dtype == torch.float64}
+        fine = {"FINE": how["COMPUTE"] == tl.float64}
         _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, **which, **moments, **fine, **padded)
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2

@@ -85,10 +85,11 @@ def gradient_sums(x, v, valid, hi, lo, tau, power: tl.constexpr, CDF: tl.constex
 
 @triton.jit
 def gradient_row(
-    near, mass, mass_z, u_sum, u_z, share_sum, up_count, up_sum, down_count, down_sum, grad_lo, hi, tau,
-    CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    near, mass, mass_z, u_sum, u_z, share_sum, up, up_count, up_sum, down, down_count, down_sum, grad_lo, hi,
+    tau, CDF: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """dL/dk, dL/dτ, and what dL/dx has per unit of relative density."""
+    """dL/dk, dL/dτ, and what dL/dx has per unit of relative density. For compact support also the edges of
+    the gap that t lies in, NaN if it lies in none, and dL/dx there."""
     live = mass > 0
     safe = tl.where(live, mass, 1.0)
     z_mean = tl.where(live, mass_z / safe, 0.0)
@@ -105,18 +106,29 @@ def gradient_row(
         dk = tl.where(live | (tl.abs(hi) == HUGE), dk, gap)
     pull = tl.where(live, (grad_lo - u_sum / tau) / safe, 0.0)
     dtau = (u_sum * z_mean - u_z) / tau - grad_lo * z_mean
+    gap = (up, down, up, down)
+    if not full_support(CDF):  # t = ½(up + down) − ½τ
+        flat = (mass == 0) & (tl.abs(hi) != HUGE)
+        half = 0.5 * grad_lo
+        dtau = tl.where(flat, -half, dtau)
+        at_up, at_down = half / tl.maximum(up_count, 1.0), half / tl.maximum(down_count, 1.0)
+        gap = (tl.where(flat, up, float("nan")), tl.where(flat, down, float("nan")), at_up, at_down)
     bad = hi != hi
-    return tl.where(bad, hi, dk), tl.where(bad, hi, dtau), tl.where(bad, hi, pull)
+    return tl.where(bad, hi, dk), tl.where(bad, hi, dtau), tl.where(bad, hi, pull), gap
 
 
 @triton.jit
 def gradient_write(
-    pointer, offset, x, v, valid, hi, lo, tau, near, pull,
+    pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap,
     power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     live = valid & (tl.abs(x) < float("inf")) & (tl.abs(hi) != HUGE)[:, None]
     _, density, u, _ = _cotangents(x, v, live, hi, lo, tau, near, power, CDF, OUTPUT)
     dx = u / tau.to(u.dtype)[:, None] + density * pull.to(u.dtype)[:, None]
+    if not full_support(CDF):
+        up, down, at_up, at_down = gap
+        dx = tl.where(live & (x == up.to(x.dtype)[:, None]), at_up.to(dx.dtype)[:, None], dx)
+        dx = tl.where(live & (x == down.to(x.dtype)[:, None]), at_down.to(dx.dtype)[:, None], dx)
     dx = tl.where((hi != hi)[:, None], float("nan"), dx)
     tl.store(pointer + offset, dx.to(pointer.dtype.element_ty), mask=valid)
 
@@ -168,11 +180,11 @@ def _ties(a, a_sum, b, b_sum, chosen):
 
 @triton.jit
 def write_gradient(sums, given, x, valid, row, column):
-    incoming, pointer, n, hi, lo, tau, near, pull = given[:8]
-    power: tl.constexpr = given[8]
-    CDF: tl.constexpr = given[9]
-    OUTPUT: tl.constexpr = given[10]
+    incoming, pointer, n, hi, lo, tau, near, pull, gap = given[:9]
+    power: tl.constexpr = given[9]
+    CDF: tl.constexpr = given[10]
+    OUTPUT: tl.constexpr = given[11]
     v = _load_cotangent(incoming, x, valid, row, column, OUTPUT)
     offset = row * n + column[None, :]
-    gradient_write(pointer, offset, x, v, valid, hi, lo, tau, near, pull, power, CDF, OUTPUT)
+    gradient_write(pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap, power, CDF, OUTPUT)
     return sums

@@ -131,5 +131,7 @@ def power(F: cdfs.CDF) -> float:
     return 1 / (F.shape - 1) if F.shape else 1.0
 
 
-def compute(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
+def compute(dtype: torch.dtype, tau: Tensor | None = None) -> tl.dtype:
+    """The dtype of the arithmetic: float64 where τ, if it can be read without waiting, exceeds float32."""
+    fits = tau is None or not tau.is_cpu or bool(((tau > 1e-30) & (tau < 1e30)).all())
+    return tl.float32 if fits and dtype != torch.float64 else tl.float64

@@ -49,18 +49,18 @@ def _rescue(
     up, down = zero + float("inf"), zero - float("inf")
     sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
     incoming = (grad_pointer, grad_row, grad_column)
-    near, mass, mass_z, u_sum, u_z, share, _, up_count, up_sum, _, down_count, down_sum = chunks(
+    near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = chunks(
         add_gradient_sums, sums, (incoming, hi, lo, tau, 1.0, LOGISTIC, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
-    dk, dtau, pull = gradient_row(
-        near, mass, mass_z, u_sum, u_z, share, up_count, up_sum, down_count, down_sum, zero, hi, tau,
-        LOGISTIC, OUTPUT,
+    dk, dtau, pull, gap = gradient_row(
+        near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, zero, hi,
+        tau, LOGISTIC, OUTPUT,
     )  # fmt: skip
     tl.store(dk_pointer + one, dk)
     tl.store(dtau_pointer + one, dtau)
     chunks(
-        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, 1.0, LOGISTIC, OUTPUT),
+        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, 1.0, LOGISTIC, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 

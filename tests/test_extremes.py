@@ -1,0 +1,77 @@
+"""Scores, temperatures and k at the ends of float64's range: the right result, or an error in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot import cdfs
+
+ROW = torch.tensor([0.9, 0.3, -0.2, -1.0, 0.1], dtype=torch.float64)
+GREATEST = torch.finfo(torch.float64).max
+CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(1.5)]
+
+
+def sorted_with_gradient(scale: float, epsilon: float) -> tuple[Tensor, Tensor]:
+    x = (ROW * scale).requires_grad_()
+    y = khot.sorted_soft_topk(x, 3, epsilon=epsilon * scale)
+    (grad,) = torch.autograd.grad((y * torch.arange(15.0).reshape(3, 5)).sum(), x)
+    return y, grad * scale
+
+
+@pytest.mark.parametrize("scale", [1e150, 1e290, 1e299, 1e301, 1e305, 1e307, 1.7e308])
+@pytest.mark.parametrize("epsilon", [0.1, 0.01, 1e-100])
+def test_the_sorted_top_k_of_huge_scores(scale: float, epsilon: float) -> None:
+    y, grad = sorted_with_gradient(scale, epsilon)
+    want, want_grad = sorted_with_gradient(1.0, epsilon)
+    torch.testing.assert_close(y.sum(-1), torch.ones(3).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grad, want_grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_sorted_top_k_of_huge_and_infinite_scores() -> None:
+    rows = [[1e307, math.inf, -math.inf, -1e307, 3e306], [1.0, 2.0, 0.5, -math.inf, 1.5]]
+    x = torch.tensor(rows, dtype=torch.float64)
+    y = khot.sorted_soft_topk(x, 2, epsilon=0.1)
+    assert y[0].argmax(-1).tolist() == [1, 0] and y[0].sum(-1).tolist() == [1, 1]
+    assert torch.equal(y[1], khot.sorted_soft_topk(x[1], 2, epsilon=0.1))
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+@pytest.mark.parametrize("scale", [1e300, 1e307, 8e307])
+def test_the_top_k_of_huge_scores(scale: float, cdf: Any) -> None:
+    for tau in (0.1, 1e-3):
+        got = khot.soft_topk(ROW * scale, 2.5, tau=tau * scale, cdf=cdf)
+        torch.testing.assert_close(got, khot.soft_topk(ROW, 2.5, tau=tau, cdf=cdf), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_differences_that_overflow(cdf: Any) -> None:
+    """They are infinite in τ as well, unless τ is huge: then the row is refused."""
+    x = torch.tensor([-GREATEST, -1e308, 1e308, GREATEST], dtype=torch.float64)
+    assert khot.soft_topk(x, 2, tau=1e280, cdf=cdf).tolist() == [0, 0, 1, 1]
+    for function in (khot.soft_topk, khot.log_soft_topk, khot.inverse_soft_count):
+        with pytest.raises(ValueError, match=r"tau must be at most 1e\+290 for a row .* got 1e\+300"):
+            function(torch.stack((x, ROW[:4])), 2, tau=1e300, cdf=cdf)
+    masked = torch.tensor([-GREATEST, 1.0, 2.0, 3.0], dtype=torch.float64)
+    assert khot.soft_topk(masked, 2, tau=1e300, cdf=cdf).isfinite().all()
+
+
+@pytest.mark.parametrize("k", [1e-5, 1e-7, 1e-9, 1e-12, 1e-13, 1e-15, 1e-20, 1e-30])
+@pytest.mark.parametrize("cdf", [*CDFS[3:], cdfs.Power(4 / 3), cdfs.Power(1.15)], ids=str)
+def test_log_y_of_ties_at_a_tiny_k(cdf: Any, k: float) -> None:
+    """m equal entries far ahead of the others have y = k/m."""
+    rows = [[1.0, 1, 1, 0], [0.3] * 7, [5, 5, 1, 1, -math.inf], [0.0] * 5, [100, 100, 3], [1e6] * 3]
+    for tau in (1.0, 0.01, 100.0):
+        for row in rows:
+            x = torch.tensor(row, dtype=torch.float64)
+            first = x == x.max()
+            if (~first).any() and (x.max() - x[~first].max()) / tau < 0.8:
+                continue  # others count, too
+            got = khot.log_soft_topk(x, k, tau=tau, cdf=cdf)[first]
+            torch.testing.assert_close(got, torch.full_like(got, math.log(k / len(got))), rtol=1e-9, atol=0)
