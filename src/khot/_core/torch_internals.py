@@ -61,7 +61,6 @@ def forward_mode_is_on() -> bool:
     return forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
 def derivative_levels() -> int:
     """How many derivatives are being taken while Dynamo traces: the transforms of torch.func except vmap, and
     forward mode. Dynamo guards both states, so that a trace is used only where the number is the same."""
@@ -71,6 +70,10 @@ def derivative_levels() -> int:
     if levels == 0 and forward_mode_is_on():  # a jvp of torch.func opens a level of forward mode as well
         levels = 1
     return levels
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import Dynamo, which takes a second.
+derivative_levels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:
