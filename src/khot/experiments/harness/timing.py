@@ -42,8 +42,7 @@ def _keep_freed_memory(keep: bool) -> None:
     By default it gives back blocks of more than 32 MB, and the end of its heap once that is large. Two calls
     may then differ only in the page faults of the memory that they get anew each time.
     """
-    libc = ctypes.CDLL(None) if CLEAR_REFS.exists() else None
-    if not hasattr(libc, "mallopt"):  # another system or another C library
+    if not CLEAR_REFS.exists() or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # only glibc has it
         return
     libc.mallopt(M_MMAP_MAX, 0 if keep else 1 << 16)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << (25 if keep else 16))  # 2^25 is the largest that glibc takes
