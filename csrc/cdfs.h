@@ -77,6 +77,11 @@ struct FullSupport {
   KHOT_INLINE Vec<R> log_density(Vec<R> z) const {
     return F::template log_pdf<R>(abs<R>(z));
   }
+  // log(f/F), where F is not 0.
+  template <class R>
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
+    return log_density<R>(z) - log_value<R>(z);
+  }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> /*above*/) const {
     return F::template log_lower<R>(abs<R>(z));
@@ -187,7 +192,7 @@ struct Normal : FullSupport<Normal> {
   // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
-    a = clamp_above<R>(a, R(1e15));  // for a = inf the quotient below would be inf/inf
+    a = clamp_above<R>(a, R(sizeof(R) == 8 ? 1e300 : 1e30));  // for a = inf the quotient would be inf/inf
     constexpr R kTerms[] = {
         R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
         R(-0.076300727553944753),    R(-0.00619981121507899012),  R(0.0321600733379138351),
@@ -224,6 +229,12 @@ struct Normal : FullSupport<Normal> {
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return log_pdf<R>(a) + log<R>(mills<R>(a));
+  }
+  // Far below the median, the squares in log f - log F would round off everything else.
+  template <class R>
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
+    const Vec<R> a = abs<R>(z);
+    return z > 0 ? log_pdf<R>(a) - log_value<R>(z) : -log<R>(mills<R>(a));
   }
 
   double cdf(double z) const { return 0.5 * std::erfc(-z * 0.70710678118654752440); }
@@ -294,6 +305,10 @@ struct ClippedPower {
     const Vec<R> base = outside ? splat<R>(1) : z;
     const Vec<R> value = static_cast<R>(e - 1) * log<R>(base) + static_cast<R>(std::log(e));
     return outside ? splat<R>(-kInf<R>) : value;
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
+    return log_density<R>(z) - log_value<R>(z);
   }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> above) const {

@@ -400,11 +400,6 @@ def test_compiled_vmap() -> None:
     assert_close(got.detach(), mapped(x, k), 1e-13)
 
 
-@pytest.mark.xfail(
-    torch.__version__ < "2.14",
-    strict=True,
-    reason="torch.compile of torch.func.grad ignores a custom backward",
-)
 def test_compiled_func_grad() -> None:
     def loss(x: Tensor) -> Tensor:
         return khot.sigmoid_topk(x, 2.0, tau=0.5).square().sum()

@@ -29,7 +29,7 @@ __all__ = [
     "save_in_exports",
     "transforms_are_on",
     "without_modes",
-    "vmap_is_on",
+    "vmap_changes_draws",
 ]
 
 # A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
@@ -45,10 +45,19 @@ def transforms_are_on() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def vmap_is_on() -> bool:
-    """Whether torch.func.vmap is one of the transforms that are being applied."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+def vmap_changes_draws(rows: Tensor) -> bool:
+    """Whether a torch.func.vmap that is being applied makes a draw from these rows differ from one outside.
+
+    It does not if the examples share the rows and, by ``randomness="same"``, the draw.
+    """
+    functorch = torch._C._functorch
+    vmaps = [
+        functorch.CVmapInterpreterPtr(level)
+        for level in functorch.get_interpreter_stack() or ()
+        if level.key() == functorch.TransformType.Vmap
+    ]
+    shared = all(vmap.randomness() == functorch.RandomnessType.Same for vmap in vmaps)
+    return bool(vmaps) and (is_transformed(rows) or not shared)
 
 
 def is_transformed(value: Tensor) -> bool:

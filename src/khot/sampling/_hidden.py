@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot._core.torch_internals import vmap_is_on
+from khot._core.torch_internals import vmap_changes_draws
 from khot._ops import uniform as philox
 
 __all__ = ["operator", "values_are_hidden"]
 
 
-def values_are_hidden() -> bool:
-    """Whether a draw has to be one registered operator."""
-    return torch.compiler.is_compiling() or vmap_is_on()
+def values_are_hidden(rows: Tensor) -> bool:
+    """Whether a draw from these rows has to be one registered operator."""
+    return torch.compiler.is_compiling() or vmap_changes_draws(rows)
 
 
 def operator(name: str, arguments: str, draw: Callable[..., Tensor], dtype: torch.dtype | None) -> Any:

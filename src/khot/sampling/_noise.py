@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot._core.precision import on_cpu
-from khot._core.torch_internals import vmap_is_on
+from khot._core.torch_internals import vmap_changes_draws
 from khot._ops import uniform as philox
 
 __all__ = ["gumbel_noise"]
@@ -18,9 +18,8 @@ def gumbel_noise(like: Tensor, *, generator: Generator | None = None) -> Tensor:
 
     They are drawn in float64: with the 24 bits of float32 the largest of 10⁷ numbers would often be a tie.
     """
-    if (
-        not torch.compiler.is_compiling() and vmap_is_on()
-    ):  # vmap cannot fill a tensor in place that it does not map over
+    if not torch.compiler.is_compiling() and vmap_changes_draws(like):
+        # vmap cannot fill a tensor in place that it does not map over
         uniform = philox.rand(like.shape, like.device, generator)
         return uniform.log().neg().log().neg().to(like.dtype)
     noise = torch.empty_like(like, dtype=torch.float64, requires_grad=False)

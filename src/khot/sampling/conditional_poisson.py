@@ -258,7 +258,7 @@ def sample(
     dim = from_end(logits, dim)
     theta, k = check_design(logits.detach(), k, dim)
     unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)
-    if _hidden.values_are_hidden():
+    if _hidden.values_are_hidden(theta):
         drawn = _draw_hidden(theta, k, sample_shape=sample_shape, generator=generator)
     else:
         drawn = _draw(theta, k, sample_shape, generator)

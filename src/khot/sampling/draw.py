@@ -83,7 +83,7 @@ def sample(
     dim = from_end(probs, dim)
     rows = to_last(probs.detach(), dim)
     exact = adjust == "exact"
-    if _hidden.values_are_hidden():
+    if _hidden.values_are_hidden(rows):
         x = _draw_hidden(rows, design, exact, sample_shape=sample_shape, generator=generator)
     else:
         x = _draw(rows, design, exact, sample_shape, generator)
