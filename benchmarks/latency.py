@@ -91,6 +91,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     attention = L.TopKAttention(n, 4, 1, batch_first=True)
     pruned, together = L.prune_magnitude(nn.Linear(n, n), "weight", n), nn.Linear(n, n)
     L.prune_global([(together, "weight")], n)
+    blocks = L.prune_n_m(nn.Linear(n, n), "weight")
     knn = L.SoftKNN(2, num_classes=4)
     templates, labels = torch.randn(32, n, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 4
     sae = L.TopKSAE(n, 4 * n, k)
@@ -107,6 +108,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.SoftKNN": lambda x: knn(x, templates, labels),
         "nn.prune_magnitude": pruned,
         "nn.prune_global": together,
+        "nn.prune_n_m": blocks,
     }
 
 

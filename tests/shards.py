@@ -196,7 +196,16 @@ def drawn(group: Any, name: str, x: Tensor, options: dict[str, Any], cuts: list[
     return khot.sampling.sample(x, **options, group=group)
 
 
-def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
+def prune(model: nn.Sequential, how: str) -> None:
+    if how == "n of m":
+        khot.nn.prune_n_m(model[0], "weight", 1, 2, tau=0.5)
+        khot.nn.prune_n_m(model[2], "weight", 2, 4, tau=0.5)
+        return
+    shares = {"min_share": 0.45, "max_share": 0.55} if how == "bounded" else {}
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5, **shares)
+
+
+def pruned(group: Any, kind: str, how: str) -> tuple[Tensor, list[int]]:
     """Three steps with half of the weights pruned; the model's output after them, and the zeros of its
     layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -204,7 +213,7 @@ def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
     if kind == "tensor parallel":
         mesh = init_device_mesh("cpu", (world,))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    prune(model, how)
     share = slice(None)
     if kind.startswith("FSDP"):
         twice = kind == "FSDP, replicated"

@@ -43,7 +43,12 @@ PUBLIC = {
 # These hold values and check none.
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
 # These take a module, and tensors only as its parameters.
-OF_MODULES = {"khot.nn.make_permanent", "khot.nn.prune_global", "khot.nn.prune_magnitude"}
+OF_MODULES = {
+    "khot.nn.make_permanent",
+    "khot.nn.prune_global",
+    "khot.nn.prune_magnitude",
+    "khot.nn.prune_n_m",
+}
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
     *("largest", "hard", "descending", "keepdim", "rescale", "normalize", "magnitude", "batch", "soft_eval"),

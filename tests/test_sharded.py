@@ -319,13 +319,14 @@ def test_opcheck() -> None:
 @pytest.mark.parametrize(
     "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
 )
-def test_pruning_of_spread_parameters(kind: str) -> None:
+@pytest.mark.parametrize("how", ["", "bounded", "n of m"])
+def test_pruning_of_spread_parameters(kind: str, how: str) -> None:
     model, x, target = shards.small_model()
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    shards.prune(model, how)
     want = shards.three_steps(model, x, target)
     zeros = [int((layer.weight == 0).sum()) for layer in (model[0], model[2])]
     assert sum(zeros) == 60
-    for y, found in processes.run(4, shards.pruned, kind):
+    for y, found in processes.run(4, shards.pruned, kind, how):
         assert_close(y, want, 1e-12)
         assert found == zeros
 

@@ -124,7 +124,8 @@ def test_options_are_keyword_only(option: str) -> None:
 @pytest.mark.parametrize("name", having("dim"))
 def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) -> None:
     parameter = parameters(name)["dim"]
-    assert parameter.default == -1
+    of_weights = name == "khot.nn.prune_n_m"  # a layer sums over dim 1 of its weight
+    assert parameter.default == (1 if of_weights else -1)
     assert annotation(name, "dim") is int
     after = positional(name)[positional(name).index("dim") + 1 :]
     assert after in ([], ["keepdim"])  # as in torch.quantile
@@ -259,7 +260,8 @@ def test_layers_end_with_device_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
 def test_options_of_layers_are_keyword_only(name: str) -> None:
-    """Arguments with a default are options, except dim and the arguments that torch has before ours."""
+    """Arguments with a default are options, except dim, the n and m of a pattern n:m, and the arguments that
+    torch has before ours."""
     if name in AS_TORCH:
         return
     with_default = [
@@ -267,4 +269,4 @@ def test_options_of_layers_are_keyword_only(name: str) -> None:
         for option in positional(name)
         if parameters(name)[option].default is not inspect.Parameter.empty
     ]
-    assert set(with_default) <= {"dim", "capacity", "schedule"}
+    assert set(with_default) <= {"dim", "capacity", "schedule", "n", "m"}

@@ -58,9 +58,9 @@ def mixture(router: nn.Module) -> nn.Module:
     return khot.nn.MixtureOfExperts(router, [nn.Linear(5, 3) for _ in range(4)])  # type: ignore[arg-type]
 
 
-def pruned() -> nn.Module:
+def pruned(**shares: float) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5)
+    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5, **shares)
     return model
 
 
@@ -131,6 +131,8 @@ ROWS = [
         (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
     ),
     Row("pruned", pruned, (normal(3, 5),)),
+    Row("pruned-shares", lambda: pruned(min_share=0.3, max_share=0.6), (normal(3, 5),)),
+    Row("pruned-n_m", lambda: khot.nn.prune_n_m(nn.Linear(8, 4), "weight", tau=0.5), (normal(3, 8),)),
     Row("Anneal", annealed, ()),
 ]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -19,6 +19,7 @@ from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
 from khot.nn.pruning import make_permanent as make_permanent
 from khot.nn.pruning import prune_global as prune_global
 from khot.nn.pruning import prune_magnitude as prune_magnitude
+from khot.nn.pruning import prune_n_m as prune_n_m
 from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
@@ -39,6 +40,7 @@ __all__ = [
     "make_permanent",
     "prune_global",
     "prune_magnitude",
+    "prune_n_m",
     "soft_beam_loss",
     "soft_beam_search",
     "topk_attention",
