@@ -95,6 +95,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     knn = L.SoftKNN(2, num_classes=4)
     templates, labels = torch.randn(32, n, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 4
     sae = L.TopKSAE(n, 4 * n, k)
+    balancer = L.QuantileBalancer(n, k)
     mixture = L.MixtureOfExperts(token, [nn.Identity() for _ in range(8)])
     return {
         "nn.SoftTopK": L.SoftTopK(k),
@@ -102,6 +103,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.TopKSAE": lambda x: first(sae(x)),
         "nn.TokenChoiceRouter": lambda x: token(x).weights,
         "nn.ExpertChoiceRouter": lambda x: expert(x).weights,
+        "nn.QuantileBalancer": lambda x: x.gather(-1, balancer(x)),
         "nn.MixtureOfExperts": lambda x: first(mixture(x)),
         "nn.TopKAttention": lambda x: first(attention(x[None], x[None], x[None])),
         "nn.topk_attention": lambda x: L.topk_attention(x[None], x[None], x[None], 1),

@@ -257,3 +257,26 @@ def sampling_failure(group: Any, probs: Tensor) -> str:
     except ValueError as error:
         return str(error)
     return "ok"
+
+
+# -------------------------------------------------------------------- balanced experts
+
+
+def balanced(group: Any, scores: list[Tensor], k: int, tokens: list[int]) -> tuple[list[Tensor], list[int]]:
+    """The biases of two balancers, for other columns of the scores, after each of some updates and after a
+    cold start, and the bytes of the all-reduces of the updates. Rank i has the tokens from tokens[i] on."""
+    first, last = tokens[group.rank()], tokens[group.rank() + 1]
+    width = scores[0].shape[-1]
+    layers = nn.ModuleList([khot.nn.QuantileBalancer(n, k, bins=256) for n in (width, width - 3)])
+    found: list[Tensor] = []
+    with collectives() as sizes:
+        for step in scores:
+            for part in step[first:last].split(7):  # micro-batches, of which a rank may have none
+                for layer in layers:
+                    layer(part[:, : layer.num_experts])
+            khot.nn.QuantileBalancer.update_all(layers, group)
+            found += [layer.bias.clone() for layer in layers]
+        updates = list(sizes)
+    for layer in layers:
+        layer.solve(scores[0][first:last, : layer.num_experts], group=group)
+    return [*found, *(layer.bias.clone() for layer in layers)], updates

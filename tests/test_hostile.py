@@ -135,6 +135,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
     "dim": (5, -5, "x", 1.5, None, [0], True, 10**400),
     "dim type": ("x", 1.5, None, [0], True),
     "name": NOT_NAMES,
+    "balancer": (True, 2, "x", torch.ones(3), nn.Linear(2, 2), khot.nn.QuantileBalancer),
 }
 
 # ------------------------------------------------------------------------------------------- the calls
@@ -331,12 +332,27 @@ ROWS: dict[str, Row] = {
         f"khot.nn.{name}": Row(
             getattr(khot.nn, name),
             {"in_features": 4, "num_experts": 3, "tau": 1.0, "cdf": "logistic", **more},
+            {"balancer": "balancer"},
             fine={"in_features": (0,)},
         )
-        for name, more in {"TokenChoiceRouter": {"k": 2}, "ExpertChoiceRouter": {"capacity": 1.0}}.items()
+        for name, more in {
+            "TokenChoiceRouter": {"k": 2, "balancer": None},
+            "ExpertChoiceRouter": {"capacity": 1.0},
+        }.items()
     },
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
+    "khot.nn.QuantileBalancer": Row(
+        khot.nn.QuantileBalancer,
+        {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5},
+        {"k": "size", "bins": "size", "ema": "share"},
+    ),
+    "khot.nn.QuantileBalancer.forward": Row(
+        khot.nn.QuantileBalancer(N, 2), {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}
+    ),
+    "khot.nn.QuantileBalancer.solve": Row(
+        khot.nn.QuantileBalancer(N, 2).solve, {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}
+    ),
     "khot.nn.MixtureOfExperts.forward": Row(
         khot.nn.MixtureOfExperts(khot.nn.TokenChoiceRouter(4, 3, 2), [nn.Linear(4, 2) for _ in range(3)]),
         TOKENS,

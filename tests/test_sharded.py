@@ -375,3 +375,30 @@ def test_sampling_errors() -> None:
     assert told[0] == told[1] and "at least 2.5 in every row" in told[0]
     told = processes.run(2, shards.sampling_failure, torch.tensor([0.5, 1.5]))
     assert told == ["probs must lie in [0, 1], but got 1.5"] * 2
+
+
+# -------------------------------------------------------------------- balanced experts
+
+TOKENS = {1: [0, 91], 2: [0, 40, 91], 3: [0, 91, 91, 91], 4: [0, 0, 13, 60, 91]}
+
+
+@worlds
+def test_balancers_have_the_same_bits_for_any_number_of_processes(world: int) -> None:
+    k = 3
+    batches = [scores(91, 12, seed=i).float() + torch.arange(12) / 3 for i in range(4)]
+    results = processes.run(world, shards.balanced, batches, k, TOKENS[world])
+    alone: list[Tensor] = []
+    layers = [khot.nn.QuantileBalancer(n, k, bins=256) for n in (12, 9)]
+    for batch in batches:
+        for layer in layers:
+            layer(batch[:, : layer.num_experts])
+            layer.update()
+            alone.append(layer.bias.clone())
+    for layer in layers:
+        layer.solve(batches[0][:, : layer.num_experts])
+        alone.append(layer.bias.clone())
+    for biases, bytes_sent in results:
+        assert len(biases) == len(alone) == 10
+        for got, want in zip(biases, alone, strict=True):
+            assert want.any() and torch.equal(got, want)
+        assert bytes_sent == 4 * [257 * (12 + 9) * 8]  # one all-reduce of int64 per update, for all layers

@@ -104,6 +104,12 @@ ROWS = [
         lambda: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True),
         (normal(7, 5),),
     ),
+    Row("QuantileBalancer", lambda: khot.nn.QuantileBalancer(6, 2, bins=64), (normal(2, 7, 6),)),
+    Row(
+        "TokenChoiceRouter-balanced",
+        lambda: khot.nn.TokenChoiceRouter(5, 4, 2, balancer=khot.nn.QuantileBalancer(4, 2, bins=64)),
+        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
+    ),
     Row(
         "MixtureOfExperts-expert choice",
         lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),

@@ -9,6 +9,7 @@ from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.balancer import QuantileBalancer as QuantileBalancer
 from khot.nn.beam_search import Beams as Beams
 from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
 from khot.nn.beam_search import soft_beam_search as soft_beam_search
@@ -30,6 +31,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "KHotGate",
     "MixtureOfExperts",
+    "QuantileBalancer",
     "Routing",
     "ScheduleName",
     "SoftKNN",
