@@ -93,6 +93,19 @@ def call(
     return y.detach(), forward, back
 
 
+def of_order_statistics(
+    group: Any, name: str, options: dict[str, Any], x: Tensor, argument: Any, cuts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The value, and the shard of the gradient of the sum of all processes' values."""
+    n, rank = x.shape[-1], group.rank()
+    options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
+    x = shard(x, cuts, rank, n).requires_grad_()
+    with collectives():
+        value = getattr(khot, name)(x, argument, **options, group=group)
+        (grad,) = torch.autograd.grad(value.sum(), x)
+    return value.detach(), grad
+
+
 def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> str:
     """The error of a call with different arguments on each rank; after it, a correct call must work."""
     args, options = calls[group.rank()]
@@ -167,6 +180,11 @@ def checked_operators(group: Any) -> None:
         torch.library.opcheck(ops.reference_soft_topk.default, args, test_utils=tests)
         backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
         torch.library.opcheck(ops.reference_soft_topk_backward.default, backward, test_utils=tests)
+    places = torch.stack((k, k + 1), -1)
+    values = ops.reference_order_statistics(x, places, on)
+    torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
+    backward = (x, values, torch.ones_like(values), on)
+    torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)

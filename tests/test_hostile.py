@@ -93,7 +93,9 @@ ROLES = {
     **dict.fromkeys(("mask", "attn_mask"), "mask"),
     **dict.fromkeys(("k", "top_k", "count"), "count"),
     **dict.fromkeys(("tau", "epsilon", "temperature"), "positive"),
-    **dict.fromkeys(("estimator", "design", "reduction", "baseline", "adjust", "schedule"), "name"),
+    **dict.fromkeys(
+        ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation"), "name"
+    ),
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
     **dict.fromkeys(("iterations", "steps"), "size"),
     **dict.fromkeys(("p", "rho"), "share"),
@@ -164,6 +166,12 @@ ROWS: dict[str, Row] = {
     "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.kth_value": Row(khot.kth_value, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.quantile": Row(
+        khot.quantile,
+        {"input": X, "q": 1.0, "dim": -1, "interpolation": "linear", "mask": MASK},
+        fine={"dim": (None,)},
+    ),
     "khot.soft_topk_magnitude": Row(khot.soft_topk_magnitude, {**OF_TOPK, "p": 1.5}),
     "khot.sorted_soft_topk": Row(
         khot.sorted_soft_topk,

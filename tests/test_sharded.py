@@ -148,6 +148,43 @@ def test_hard_mask_with_ties(world: int, dtype: torch.dtype) -> None:
             assert torch.equal(torch.cat([part for part, *_ in parts], -1), want)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_order_statistics(world: int, dtype: torch.dtype) -> None:
+    """Every process has the value of the whole row; the gradient is that of the sum of the losses."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-3, 4, (6, N), generator=generator).to(dtype)
+    x[1] = scores(N).to(dtype)
+    x[2, 5], x[3, :9], x[4, 20:] = math.nan, -math.inf, math.inf
+    mask = torch.rand(6, N, generator=generator) < 0.7
+    for options in ({}, {"mask": mask}):
+        for name, argument, more in (
+            ("kth_value", torch.tensor([1, 5, 3, 12, 2, 9]), {}),
+            ("kth_value", 3, {"largest": False}),
+            ("quantile", torch.tensor([0.0, 0.3, 0.5, 1.0]), {}),
+            ("quantile", 0.45, {"interpolation": "nearest", "dim": None}),
+        ):
+            arguments = (name, {**options, **more}, x, argument, CUTS[world])
+            parts = processes.run(world, shards.of_order_statistics, *arguments)
+            leaf = x.clone().requires_grad_()
+            want = getattr(khot, name)(leaf, argument, **options, **more)
+            # of dim=None, the entries are in another order, so equal ones share the gradient differently
+            (grad,) = torch.autograd.grad(want.sum(), leaf)
+            for value, _ in parts:
+                torch.testing.assert_close(value, want.detach(), rtol=0, atol=0, equal_nan=True)
+            joint = torch.cat([part for _, part in parts], -1) / world
+            if "dim" not in more:
+                torch.testing.assert_close(joint, grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_order_statistics_of_nothing() -> None:
+    calls = [(torch.zeros(2, 0), 0.5), (torch.zeros(2, 0), 0.5)]
+    for text in processes.run(2, shards.failure, "quantile", [(call, {}) for call in calls]):
+        assert text.startswith("ValueError: input must have at least one entry along dim")
+    for text in processes.run(2, shards.failure, "kth_value", [((torch.zeros(3), 7), {})] * 2):
+        assert text.startswith("ValueError: k must be an integer in [1, 6.0], but got 7")
+
+
 def test_other_dims_and_half_precision() -> None:
     x = scores(4, N, 2).bfloat16().movedim(1, -1)
     parts = processes.run(2, shards.call, "soft_topk", {"dim": -1}, x, 3.0, CUTS[2])

@@ -93,6 +93,7 @@ KEYWORD_ONLY = (
     "generator",
     "group",
     "hard",
+    "interpolation",
     "iterations",
     "largest",
     "learnable_k",
@@ -126,7 +127,7 @@ def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) ->
     parameter = parameters(name)["dim"]
     of_weights = name == "khot.nn.prune_n_m"  # a layer sums over dim 1 of its weight
     assert parameter.default == (1 if of_weights else -1)
-    assert annotation(name, "dim") is int
+    assert annotation(name, "dim") == (int | None if name == "khot.quantile" else int)  # None: all entries
     after = positional(name)[positional(name).index("dim") + 1 :]
     assert after in ([], ["keepdim"])  # as in torch.quantile
 
@@ -219,7 +220,7 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "reduction", "schedule")
+CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "reduction", "schedule")
 
 
 @pytest.mark.parametrize(
