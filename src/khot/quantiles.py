@@ -14,7 +14,7 @@ from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row
 from khot._ops.order_statistics import order_statistics
 
-__all__ = ["InterpolationName", "kth_value", "quantile"]
+__all__ = ["kth_value", "quantile"]
 
 InterpolationName = Literal["linear", "lower", "higher", "nearest", "midpoint"]
 
