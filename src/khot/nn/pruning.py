@@ -157,7 +157,7 @@ def prune_n_m(
 
     Example:
         >>> layer = torch.nn.Linear(8, 1, bias=False)
-        >>> _ = layer.weight.data.copy_(torch.tensor([3.0, -1.0, 2.0, 1.8, 0.1, 0.0, -0.4, 0.2]))
+        >>> _ = layer.weight.data.copy_(torch.tensor([3.0, 1.0, 2.0, 1.8, 0.1, 0.0, -0.4, 0.2]))
         >>> khot.nn.prune_n_m(layer, "weight").eval().weight.data
         tensor([[ 3.0000,  0.0000,  2.0000,  0.0000,  0.0000,  0.0000, -0.4000,  0.2000]])
     """
