@@ -69,11 +69,12 @@ def soft_assign(
 
     Example:
         >>> scores = torch.tensor([[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]])
-        >>> khot.assignment.soft_assign(scores, 1, tau=0.1).round(decimals=2)
-        tensor([[1.0000, 0.0000],
-                [0.9900, 0.0100],
-                [0.0100, 0.9900],
-                [0.0000, 1.0000]])
+        >>> from khot.assignment import soft_assign
+        >>> soft_assign(scores, 1, tau=0.1)
+        tensor([[9.9942e-01, 5.7629e-04],
+                [9.2117e-01, 7.8832e-02],
+                [7.2987e-02, 9.2701e-01],
+                [6.4214e-03, 9.9358e-01]])
     """
     arguments.check_input(input)
     if input.dim() < 2:
