@@ -348,7 +348,7 @@ def topk_mask(
     def prepare() -> tuple[Tensor, Tensor]:
         x = arguments.rows(input, dim, mask, largest)
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
-        return arguments.detached(x), arguments.detached(count)
+        return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count
 
     x, count = prepare() if row.here else row.agree(prepare, k=k, largest=largest)
     row.check(k, x)
