@@ -89,8 +89,9 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
     if (output == Output::kThreshold) return {VecD{}, VecD{}};
     if (output == Output::kValue) return {v * exp<R>(log_f), v * weight};
     // where y is exactly 0, the derivative is 0
-    const IntD still = (F.template log_value<R>(z) == -kInfinity) | (v == 0);
-    const VecD log_rate = still ? VecD{} : F.template log_hazard<R>(z);
+    const VecD log_F = F.template log_value<R>(z);
+    const IntD still = (log_F == -kInfinity) | (v == 0);
+    const VecD log_rate = still ? VecD{} : F.template log_hazard<R>(z, log_f, log_F);
     const VecD u = v * exp<R>(log_rate), share = v * exp<R>(log_rate - top);
     return {still ? VecD{} : u, still ? VecD{} : share};
   };
