@@ -52,6 +52,8 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     functions |= {
         "soft_topk, hard": lambda x: khot.soft_topk(x, k, hard=True),
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
+        "kth_value": lambda x: khot.kth_value(x, k),
+        "quantile": lambda x: khot.quantile(x, 0.9),
         "soft_count": lambda x: khot.soft_count(x, 0.0),
         "inverse_soft_count": lambda x: khot.inverse_soft_count(x, k),
         "losses.permutation_cross_entropy": partial(permutation_loss, n),
@@ -91,9 +93,11 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     attention = L.TopKAttention(n, 4, 1, batch_first=True)
     pruned, together = L.prune_magnitude(nn.Linear(n, n), "weight", n), nn.Linear(n, n)
     L.prune_global([(together, "weight")], n)
+    blocks = L.prune_n_m(nn.Linear(n, n), "weight")
     knn = L.SoftKNN(2, num_classes=4)
     templates, labels = torch.randn(32, n, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 4
     sae = L.TopKSAE(n, 4 * n, k)
+    balancer = L.QuantileBalancer(n, k)
     mixture = L.MixtureOfExperts(token, [nn.Identity() for _ in range(8)])
     return {
         "nn.SoftTopK": L.SoftTopK(k),
@@ -101,12 +105,14 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.TopKSAE": lambda x: first(sae(x)),
         "nn.TokenChoiceRouter": lambda x: token(x).weights,
         "nn.ExpertChoiceRouter": lambda x: expert(x).weights,
+        "nn.QuantileBalancer": lambda x: x.gather(-1, balancer(x)),
         "nn.MixtureOfExperts": lambda x: first(mixture(x)),
         "nn.TopKAttention": lambda x: first(attention(x[None], x[None], x[None])),
         "nn.topk_attention": lambda x: L.topk_attention(x[None], x[None], x[None], 1),
         "nn.SoftKNN": lambda x: knn(x, templates, labels),
         "nn.prune_magnitude": pruned,
         "nn.prune_global": together,
+        "nn.prune_n_m": blocks,
     }
 
 

@@ -92,6 +92,8 @@ struct Kernels {
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
   // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
+  // The m entries of the places k, which count from 1 for the largest.
+  void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
   void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
   // Returns dL/dtau.
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,

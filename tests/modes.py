@@ -31,9 +31,16 @@ def _table() -> Any:
     return sys.modules[name]
 
 
-def _pruned(**kw: Any) -> nn.Module:
+def _pruned(shares: dict[str, float], **kw: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4, **kw), nn.Tanh(), nn.Linear(4, 3, **kw))
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5)
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5, **shares)
+    return model
+
+
+def _pruned_n_m(**kw: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 4, **kw), nn.Tanh(), nn.Linear(4, 3, **kw))
+    for i, m in ((0, 3), (2, 4)):
+        khot.nn.prune_n_m(model[i], "weight", 2, m, tau=0.5)
     return model
 
 
@@ -63,7 +70,13 @@ ROWS = {
             (_SCORES(3, 6),),
             random=True,
         ),
-        _LAYER("prune_global", _pruned, (_SCORES(7, 5),)),
+        _LAYER("prune_global", lambda **kw: _pruned({}, **kw), (_SCORES(7, 5),)),
+        _LAYER(
+            "prune_global-shares",
+            lambda **kw: _pruned({"min_share": 0.3, "max_share": 0.5}, **kw),
+            (_SCORES(7, 5),),
+        ),
+        _LAYER("prune_n_m", _pruned_n_m, (_SCORES(7, 6),)),
     ]
 }
 

@@ -93,6 +93,19 @@ def call(
     return y.detach(), forward, back
 
 
+def of_order_statistics(
+    group: Any, name: str, options: dict[str, Any], x: Tensor, argument: Any, cuts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The value, and the shard of the gradient of the sum of all processes' values."""
+    n, rank = x.shape[-1], group.rank()
+    options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
+    x = shard(x, cuts, rank, n).requires_grad_()
+    with collectives():
+        value = getattr(khot, name)(x, argument, **options, group=group)
+        (grad,) = torch.autograd.grad(value.sum(), x)
+    return value.detach(), grad
+
+
 def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> str:
     """The error of a call with different arguments on each rank; after it, a correct call must work."""
     args, options = calls[group.rank()]
@@ -167,6 +180,11 @@ def checked_operators(group: Any) -> None:
         torch.library.opcheck(ops.reference_soft_topk.default, args, test_utils=tests)
         backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
         torch.library.opcheck(ops.reference_soft_topk_backward.default, backward, test_utils=tests)
+    places = torch.stack((k, k + 1), -1)
+    values = ops.reference_order_statistics(x, places, on)
+    torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
+    backward = (x, values, torch.ones_like(values), on)
+    torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)
@@ -196,7 +214,16 @@ def drawn(group: Any, name: str, x: Tensor, options: dict[str, Any], cuts: list[
     return khot.sampling.sample(x, **options, group=group)
 
 
-def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
+def prune(model: nn.Sequential, how: str) -> None:
+    if how == "n of m":
+        khot.nn.prune_n_m(model[0], "weight", 1, 2, tau=0.5)
+        khot.nn.prune_n_m(model[2], "weight", 2, 4, tau=0.5)
+        return
+    shares = {"min_share": 0.45, "max_share": 0.55} if how == "bounded" else {}
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5, **shares)
+
+
+def pruned(group: Any, kind: str, how: str) -> tuple[Tensor, list[int]]:
     """Three steps with half of the weights pruned; the model's output after them, and the zeros of its
     layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -204,7 +231,7 @@ def pruned(group: Any, kind: str) -> tuple[Tensor, list[int]]:
     if kind == "tensor parallel":
         mesh = init_device_mesh("cpu", (world,))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    prune(model, how)
     share = slice(None)
     if kind.startswith("FSDP"):
         twice = kind == "FSDP, replicated"
@@ -248,3 +275,26 @@ def sampling_failure(group: Any, probs: Tensor) -> str:
     except ValueError as error:
         return str(error)
     return "ok"
+
+
+# -------------------------------------------------------------------- balanced experts
+
+
+def balanced(group: Any, scores: list[Tensor], k: int, tokens: list[int]) -> tuple[list[Tensor], list[int]]:
+    """The biases of two balancers, for other columns of the scores, after each of some updates and after a
+    cold start, and the bytes of the all-reduces of the updates. Rank i has the tokens from tokens[i] on."""
+    first, last = tokens[group.rank()], tokens[group.rank() + 1]
+    width = scores[0].shape[-1]
+    layers = nn.ModuleList([khot.nn.QuantileBalancer(n, k, bins=256) for n in (width, width - 3)])
+    found: list[Tensor] = []
+    with collectives() as sizes:
+        for step in scores:
+            for part in step[first:last].split(7):  # micro-batches, of which a rank may have none
+                for layer in layers:
+                    layer(part[:, : layer.num_experts])
+            khot.nn.QuantileBalancer.update_all(layers, group)
+            found += [layer.bias.clone() for layer in layers]
+        updates = list(sizes)
+    for layer in layers:
+        layer.solve(scores[0][first:last, : layer.num_experts], group=group)
+    return [*found, *(layer.bias.clone() for layer in layers)], updates

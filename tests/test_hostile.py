@@ -43,7 +43,12 @@ PUBLIC = {
 # These hold values and check none.
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
 # These take a module, and tensors only as its parameters.
-OF_MODULES = {"khot.nn.make_permanent", "khot.nn.prune_global", "khot.nn.prune_magnitude"}
+OF_MODULES = {
+    "khot.nn.make_permanent",
+    "khot.nn.prune_global",
+    "khot.nn.prune_magnitude",
+    "khot.nn.prune_n_m",
+}
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
     *("largest", "hard", "descending", "keepdim", "rescale", "normalize", "magnitude", "batch", "soft_eval"),
@@ -88,7 +93,9 @@ ROLES = {
     **dict.fromkeys(("mask", "attn_mask"), "mask"),
     **dict.fromkeys(("k", "top_k", "count"), "count"),
     **dict.fromkeys(("tau", "epsilon", "temperature"), "positive"),
-    **dict.fromkeys(("estimator", "design", "reduction", "baseline", "adjust", "schedule"), "name"),
+    **dict.fromkeys(
+        ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation"), "name"
+    ),
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
     **dict.fromkeys(("iterations", "steps"), "size"),
     **dict.fromkeys(("p", "rho"), "share"),
@@ -130,6 +137,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
     "dim": (5, -5, "x", 1.5, None, [0], True, 10**400),
     "dim type": ("x", 1.5, None, [0], True),
     "name": NOT_NAMES,
+    "balancer": (True, 2, "x", torch.ones(3), nn.Linear(2, 2), khot.nn.QuantileBalancer),
 }
 
 # ------------------------------------------------------------------------------------------- the calls
@@ -158,6 +166,12 @@ ROWS: dict[str, Row] = {
     "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.kth_value": Row(khot.kth_value, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.quantile": Row(
+        khot.quantile,
+        {"input": X, "q": 1.0, "dim": -1, "interpolation": "linear", "mask": MASK},
+        fine={"dim": (None,)},
+    ),
     "khot.soft_topk_magnitude": Row(khot.soft_topk_magnitude, {**OF_TOPK, "p": 1.5}),
     "khot.sorted_soft_topk": Row(
         khot.sorted_soft_topk,
@@ -326,12 +340,27 @@ ROWS: dict[str, Row] = {
         f"khot.nn.{name}": Row(
             getattr(khot.nn, name),
             {"in_features": 4, "num_experts": 3, "tau": 1.0, "cdf": "logistic", **more},
+            {"balancer": "balancer"},
             fine={"in_features": (0,)},
         )
-        for name, more in {"TokenChoiceRouter": {"k": 2}, "ExpertChoiceRouter": {"capacity": 1.0}}.items()
+        for name, more in {
+            "TokenChoiceRouter": {"k": 2, "balancer": None},
+            "ExpertChoiceRouter": {"capacity": 1.0},
+        }.items()
     },
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
+    "khot.nn.QuantileBalancer": Row(
+        khot.nn.QuantileBalancer,
+        {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5},
+        {"k": "size", "bins": "size", "ema": "share"},
+    ),
+    "khot.nn.QuantileBalancer.forward": Row(
+        khot.nn.QuantileBalancer(N, 2), {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}
+    ),
+    "khot.nn.QuantileBalancer.solve": Row(
+        khot.nn.QuantileBalancer(N, 2).solve, {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}
+    ),
     "khot.nn.MixtureOfExperts.forward": Row(
         khot.nn.MixtureOfExperts(khot.nn.TokenChoiceRouter(4, 3, 2), [nn.Linear(4, 2) for _ in range(3)]),
         TOKENS,

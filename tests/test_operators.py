@@ -55,7 +55,11 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
-    assert {op.name for op in OPERATORS} == public - {"sample_khot"}  # random: test_estimators.py
+    assert {op.name for op in OPERATORS} == public - {
+        "kth_value",  # these two have no k and tau: test_quantile.py
+        "quantile",
+        "sample_khot",  # random: test_estimators.py
+    }
 
 
 # ------------------------------------------------------------------------------------- values
@@ -461,6 +465,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
+    for layout in (x, strided, expanded):
+        places = torch.stack((whole, whole.flip(0)), -1)
+        cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
     args = (x.abs(), whole, tau, 1.5)
     y, hi, lo = ops.soft_topk_magnitude(*args)
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))
@@ -494,6 +501,8 @@ CHECKED_WITH_GROUPS = {
     "reference_soft_topk",
     "reference_soft_topk_backward",
     "reference_topk_mask",
+    "reference_order_statistics",
+    "reference_order_statistics_backward",
     "reference_soft_topk_magnitude",
     "reference_soft_topk_magnitude_backward",
 }

@@ -148,6 +148,43 @@ def test_hard_mask_with_ties(world: int, dtype: torch.dtype) -> None:
             assert torch.equal(torch.cat([part for part, *_ in parts], -1), want)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_order_statistics(world: int, dtype: torch.dtype) -> None:
+    """Every process has the value of the whole row; the gradient is that of the sum of the losses."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-3, 4, (6, N), generator=generator).to(dtype)
+    x[1] = scores(N).to(dtype)
+    x[2, 5], x[3, :9], x[4, 20:] = math.nan, -math.inf, math.inf
+    mask = torch.rand(6, N, generator=generator) < 0.7
+    for options in ({}, {"mask": mask}):
+        for name, argument, more in (
+            ("kth_value", torch.tensor([1, 5, 3, 12, 2, 9]), {}),
+            ("kth_value", 3, {"largest": False}),
+            ("quantile", torch.tensor([0.0, 0.3, 0.5, 1.0]), {}),
+            ("quantile", 0.45, {"interpolation": "nearest", "dim": None}),
+        ):
+            arguments = (name, {**options, **more}, x, argument, CUTS[world])
+            parts = processes.run(world, shards.of_order_statistics, *arguments)
+            leaf = x.clone().requires_grad_()
+            want = getattr(khot, name)(leaf, argument, **options, **more)
+            # of dim=None, the entries are in another order, so equal ones share the gradient differently
+            (grad,) = torch.autograd.grad(want.sum(), leaf)
+            for value, _ in parts:
+                torch.testing.assert_close(value, want.detach(), rtol=0, atol=0, equal_nan=True)
+            joint = torch.cat([part for _, part in parts], -1) / world
+            if "dim" not in more:
+                torch.testing.assert_close(joint, grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_order_statistics_of_nothing() -> None:
+    calls = [(torch.zeros(2, 0), 0.5), (torch.zeros(2, 0), 0.5)]
+    for text in processes.run(2, shards.failure, "quantile", [(call, {}) for call in calls]):
+        assert text.startswith("ValueError: input must have at least one entry along dim")
+    for text in processes.run(2, shards.failure, "kth_value", [((torch.zeros(3), 7), {})] * 2):
+        assert text.startswith("ValueError: k must be an integer in [1, 6.0], but got 7")
+
+
 def test_other_dims_and_half_precision() -> None:
     x = scores(4, N, 2).bfloat16().movedim(1, -1)
     parts = processes.run(2, shards.call, "soft_topk", {"dim": -1}, x, 3.0, CUTS[2])
@@ -319,13 +356,14 @@ def test_opcheck() -> None:
 @pytest.mark.parametrize(
     "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
 )
-def test_pruning_of_spread_parameters(kind: str) -> None:
+@pytest.mark.parametrize("how", ["", "bounded", "n of m"])
+def test_pruning_of_spread_parameters(kind: str, how: str) -> None:
     model, x, target = shards.small_model()
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5)
+    shards.prune(model, how)
     want = shards.three_steps(model, x, target)
     zeros = [int((layer.weight == 0).sum()) for layer in (model[0], model[2])]
     assert sum(zeros) == 60
-    for y, found in processes.run(4, shards.pruned, kind):
+    for y, found in processes.run(4, shards.pruned, kind, how):
         assert_close(y, want, 1e-12)
         assert found == zeros
 
@@ -374,3 +412,30 @@ def test_sampling_errors() -> None:
     assert told[0] == told[1] and "at least 2.5 in every row" in told[0]
     told = processes.run(2, shards.sampling_failure, torch.tensor([0.5, 1.5]))
     assert told == ["probs must lie in [0, 1], but got 1.5"] * 2
+
+
+# -------------------------------------------------------------------- balanced experts
+
+TOKENS = {1: [0, 91], 2: [0, 40, 91], 3: [0, 91, 91, 91], 4: [0, 0, 13, 60, 91]}
+
+
+@worlds
+def test_balancers_have_the_same_bits_for_any_number_of_processes(world: int) -> None:
+    k = 3
+    batches = [scores(91, 12, seed=i).float() + torch.arange(12) / 3 for i in range(4)]
+    results = processes.run(world, shards.balanced, batches, k, TOKENS[world])
+    alone: list[Tensor] = []
+    layers = [khot.nn.QuantileBalancer(n, k, bins=256) for n in (12, 9)]
+    for batch in batches:
+        for layer in layers:
+            layer(batch[:, : layer.num_experts])
+            layer.update()
+            alone.append(layer.bias.clone())
+    for layer in layers:
+        layer.solve(batches[0][:, : layer.num_experts])
+        alone.append(layer.bias.clone())
+    for biases, bytes_sent in results:
+        assert len(biases) == len(alone) == 10
+        for got, want in zip(biases, alone, strict=True):
+            assert want.any() and torch.equal(got, want)
+        assert bytes_sent == 4 * [257 * (12 + 9) * 8]  # one all-reduce of int64 per update, for all layers

@@ -93,6 +93,7 @@ KEYWORD_ONLY = (
     "generator",
     "group",
     "hard",
+    "interpolation",
     "iterations",
     "largest",
     "learnable_k",
@@ -124,8 +125,9 @@ def test_options_are_keyword_only(option: str) -> None:
 @pytest.mark.parametrize("name", having("dim"))
 def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) -> None:
     parameter = parameters(name)["dim"]
-    assert parameter.default == -1
-    assert annotation(name, "dim") is int
+    of_weights = name == "khot.nn.prune_n_m"  # a layer sums over dim 1 of its weight
+    assert parameter.default == (1 if of_weights else -1)
+    assert annotation(name, "dim") == (int | None if name == "khot.quantile" else int)  # None: all entries
     after = positional(name)[positional(name).index("dim") + 1 :]
     assert after in ([], ["keepdim"])  # as in torch.quantile
 
@@ -218,7 +220,7 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "reduction", "schedule")
+CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "reduction", "schedule")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,8 @@ def test_layers_end_with_device_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
 def test_options_of_layers_are_keyword_only(name: str) -> None:
-    """Arguments with a default are options, except dim and the arguments that torch has before ours."""
+    """Arguments with a default are options, except dim, the n and m of a pattern n:m, and the arguments that
+    torch has before ours."""
     if name in AS_TORCH:
         return
     with_default = [
@@ -267,4 +270,4 @@ def test_options_of_layers_are_keyword_only(name: str) -> None:
         for option in positional(name)
         if parameters(name)[option].default is not inspect.Parameter.empty
     ]
-    assert set(with_default) <= {"dim", "capacity", "schedule"}
+    assert set(with_default) <= {"dim", "capacity", "schedule", "n", "m"}

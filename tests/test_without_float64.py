@@ -384,6 +384,10 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]] =
         lambda: khot.nn.prune_magnitude(torch.nn.Linear(8, 4), "weight", 0.5, tau=0.5),
         torch.nn.Module.__call__,
     ),
+    "prune_n_m": (
+        lambda: khot.nn.prune_n_m(torch.nn.Linear(8, 4), "weight", tau=0.5),
+        torch.nn.Module.__call__,
+    ),
 }
 
 

@@ -29,8 +29,8 @@ torch::stable::Tensor empty(const torch::stable::Tensor& like, const Sizes& size
   STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == 0 &&
                       aoti_torch_get_device_index(like.get(), &device_index) == 0,
                   "khot: a tensor without a device");
-  const auto type = torch::stable::detail::to<int32_t>(
-      torch::stable::detail::from(dtype ? *dtype : like.scalar_type()));
+  const auto type =
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype ? *dtype : like.scalar_type()));
   AtenTensorHandle handle;
   STD_TORCH_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), type, device_type,
                                            device_index, &handle) == 0,

@@ -148,8 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor l
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
   const Tensor asked = dense(levels, shared ? Sizes{m} : shape.with(m), ScalarType::Double);
-  Tensor hi = empty(asked, shape.with(m)),
-         lo = empty(asked, shape.with(m));
+  Tensor hi = empty(asked, shape.with(m)), lo = empty(asked, shape.with(m));
   Tensor order = empty(x, shape.sizes, ScalarType::Int);
   Tensor place = empty(x, shape.with(m), ScalarType::Int);
   for_dtype(shape.compute, [&](auto zero) {
@@ -159,8 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor l
     double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
     int32_t *index = order.mutable_data_ptr<int32_t>(), *j = place.mutable_data_ptr<int32_t>();
     shape.share<R>(std::max(n, m), 5, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
-      laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, taus(row), work, h + row * m,
-                              l + row * m, index + row * n, j + row * m);
+      laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, taus(row), work,
+                              h + row * m, l + row * m, index + row * n, j + row * m);
     });
   });
   return {hi, lo, order, place};

@@ -151,8 +151,7 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const int64_t n = goal.size(goal.dim() - 1);
   const Rows rows(goal, batch);
   const RowScalars ks(k, batch);
-  Tensor theta = empty(goal, goal.sizes()),
-         iterations = empty(goal, batch);
+  Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
     count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);

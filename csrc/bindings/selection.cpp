@@ -1,5 +1,5 @@
-// khot::topk_mask, khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared
-// among torch's threads. The schemas are defined in khot/_ops.
+// khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the CPU: tensors in
+// and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -25,6 +25,24 @@ Tensor topk_mask(Tensor x, Tensor k) {
   const int64_t bytes = n * size_of(scores.dtype());
   each_row(product(batch), n,
            [&](int64_t row) { kernels().topk_mask(scores(row), n, ks(row), data + row * bytes); });
+  return out;
+}
+
+Tensor order_statistics(Tensor x, Tensor k) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1), m = k.size(k.dim() - 1);
+  std::vector<int64_t> shape = batch;
+  shape.push_back(m);
+  Tensor out = empty(x, shape);
+  const Rows entries(x, batch);
+  const RowScalars ks(k, shape);
+  char* const data = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t bytes = m * size_of(entries.dtype());
+  each_row(product(batch), n, [&](int64_t row) {
+    std::vector<double> places(m);
+    for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
+    kernels().order_statistics(entries(row), n, places.data(), m, data + row * bytes);
+  });
   return out;
 }
 
@@ -73,6 +91,7 @@ std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("topk_mask", TORCH_BOX(&khot::topk_mask));
+  m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));
   m.impl("soft_topk_magnitude_backward", TORCH_BOX(&khot::soft_topk_magnitude_backward));
 }

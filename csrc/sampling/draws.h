@@ -57,10 +57,10 @@ inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, u
   }
 }
 
-// A draw of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by the
-// adjustment's formula, which holds where d, the sum of p (1 - p), is at least `least`. A phantom unit makes
-// the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p is no probability
-// or d is too small.
+// A draw of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by
+// the adjustment's formula, which holds where d, the sum of p (1 - p), is at least `least`. A phantom unit
+// makes the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p is no
+// probability or d is too small.
 inline bool pareto_row(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed,
                        uint64_t row, double* scratch, bool* out) {
   double *const theta = scratch, *const rest = scratch + n + 1 + kWidth<double>;

@@ -9,15 +9,28 @@
 #include "sampling/poisson_binomial.h"
 #include "selection/magnitude.h"
 #include "selection/mask.h"
+#include "selection/order_statistics.h"
 #include "soft_topk/backward.h"
 #include "soft_topk/choose.h"
 
 namespace khot::KHOT_ISA {
 
 constexpr Kernels table(const char* name) {
-  return {name,         forward,   backward,   topk_mask,      magnitude,          magnitude_backward,
-          uniform_row,  order_row, pareto_row, tournament_row, characteristic_row, inclusion_row,
-          covariance_row, calibrate_row};
+  return {name,
+          forward,
+          backward,
+          topk_mask,
+          order_statistics,
+          magnitude,
+          magnitude_backward,
+          uniform_row,
+          order_row,
+          pareto_row,
+          tournament_row,
+          characteristic_row,
+          inclusion_row,
+          covariance_row,
+          calibrate_row};
 }
 
 }  // namespace khot::KHOT_ISA

@@ -14,6 +14,8 @@ from khot.counting import inverse_soft_count as inverse_soft_count
 from khot.counting import soft_count as soft_count
 from khot.estimators import sample_khot as sample_khot
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
+from khot.quantiles import kth_value as kth_value
+from khot.quantiles import quantile as quantile
 from khot.ranking import log_soft_permutation as log_soft_permutation
 from khot.ranking import soft_median as soft_median
 from khot.ranking import soft_permutation as soft_permutation
@@ -39,12 +41,14 @@ __all__ = [
     "distributions",
     "estimators",
     "inverse_soft_count",
+    "kth_value",
     "laplace_topk",
     "log_soft_permutation",
     "log_soft_topk",
     "losses",
     "nn",
     "ot_topk",
+    "quantile",
     "sample_khot",
     "sampling",
     "sigmoid_topk",

@@ -7,7 +7,6 @@ largest entry; ascending order is the descending order of the negative scores.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,7 +276,7 @@ def soft_quantile(
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    q = _check_q(q, x)
+    q = arguments.quantile_levels(q, x)
     below = (1 - widen(q)).reshape(-1)
     if mask is None:
         levels = (0.5 + below * (x.shape[-1] - 1)).expand(*x.shape[:-1], -1)
@@ -316,17 +315,6 @@ def soft_median(
         tensor(3.5000)
     """
     return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf, mask=mask)
-
-
-def _check_q(q: Any, x: Tensor) -> Tensor:
-    if not isinstance(q, Tensor):
-        arguments.check_number(q, "q", low=0, high=1)
-        return torch.full((), q, dtype=wide_dtype(x.device), device=x.device)
-    arguments.check_real(q, "q")
-    arguments.check_has_values(q, "q", x)
-    if q.dim() > 1:
-        raise ValueError(f"q must be a number or have at most one dim, but got shape {tuple(q.shape)}")
-    return arguments.check_values(q.to(x.device), "q", low=0, high=1)
 
 
 def _oriented(

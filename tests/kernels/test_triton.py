@@ -259,6 +259,28 @@ def test_temperatures_beyond_float32_for_every_cdf(
         assert error_in_scale(a, b) <= 2e-4
 
 
+@pytest.mark.parametrize("tau", [1e-35, 1e-17])
+@pytest.mark.parametrize("cdf", ["uniform", "power"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@either
+def test_temperatures_below_the_spacing_of_scores(
+    request: pytest.FixtureRequest, where: str, dtype: torch.dtype, cdf: str, tau: float
+) -> None:
+    """Ties share what is left of k. Of the scores' own precision, t = hi + lo has nothing for that."""
+    kernels = request.getfixturevalue(where)
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(6)).to(dtype)
+    x[1] = x[1].round(decimals=1)  # several ties
+    x[2] = 0.7
+    for k in (4.5, 19.3):
+        args = (number(tau), cdf, CDFS[cdf], "y")
+        y, _, _ = kernels.soft_topk(x, number(k), *args)
+        want, _, _ = reference.soft_topk(x.double(), number(k), *args)
+        assert error(y, want) <= 5e-7
+        torch.testing.assert_close(
+            y.double().sum(-1), torch.full((3,), k, dtype=torch.float64), rtol=1e-6, atol=0
+        )
+
+
 @either
 @every_dtype
 @every_output

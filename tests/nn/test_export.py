@@ -58,9 +58,9 @@ def mixture(router: nn.Module) -> nn.Module:
     return khot.nn.MixtureOfExperts(router, [nn.Linear(5, 3) for _ in range(4)])  # type: ignore[arg-type]
 
 
-def pruned() -> nn.Module:
+def pruned(**shares: float) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5)
+    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5, **shares)
     return model
 
 
@@ -104,6 +104,12 @@ ROWS = [
         lambda: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True),
         (normal(7, 5),),
     ),
+    Row("QuantileBalancer", lambda: khot.nn.QuantileBalancer(6, 2, bins=64), (normal(2, 7, 6),)),
+    Row(
+        "TokenChoiceRouter-balanced",
+        lambda: khot.nn.TokenChoiceRouter(5, 4, 2, balancer=khot.nn.QuantileBalancer(4, 2, bins=64)),
+        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
+    ),
     Row(
         "MixtureOfExperts-expert choice",
         lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),
@@ -131,6 +137,8 @@ ROWS = [
         (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
     ),
     Row("pruned", pruned, (normal(3, 5),)),
+    Row("pruned-shares", lambda: pruned(min_share=0.3, max_share=0.6), (normal(3, 5),)),
+    Row("pruned-n_m", lambda: khot.nn.prune_n_m(nn.Linear(8, 4), "weight", tau=0.5), (normal(3, 8),)),
     Row("Anneal", annealed, ()),
 ]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -20,15 +20,20 @@ import processes
 PARAMETRIZED = "only supported through state_dict"
 IN_PLACE = "vmap: inplace arithmetic"
 NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
-    ("prune_global", "pickle", True): PARAMETRIZED,
-    ("prune_global", "pickle", False): PARAMETRIZED,
-    ("prune_global", "save", True): PARAMETRIZED,
-    ("prune_global", "save", False): PARAMETRIZED,
+    **{
+        (name, how, training): PARAMETRIZED
+        for name in ("prune_global", "prune_global-shares", "prune_n_m")
+        for how in ("pickle", "save")
+        for training in (True, False)
+    },
     # in train mode it counts in a buffer which latents are used
     ("TopKSAE", "vmap", True): IN_PLACE,
     ("TopKSAE-batch", "vmap", True): IN_PLACE,
     ("TopKSAE-annealed", "vmap", True): IN_PLACE,
     ("TopKSAE-batch-annealed", "vmap", True): IN_PLACE,
+    # in train mode it counts the tokens
+    ("QuantileBalancer", "vmap", True): IN_PLACE,
+    ("TokenChoiceRouter-balanced", "vmap", True): IN_PLACE,
 }
 # The designs of sampling read values. These layers are only made of fake tensors, and used in eval mode.
 READ_VALUES = {"KHotGate", "KHotGate-learned"}

@@ -56,6 +56,7 @@ LAYERS = {
         lambda: khot.nn.TokenChoiceRouter(WIDTH, num_experts=4, k=2, learnable_k=True), nn.Module.__call__
     ),
     "MixtureOfExperts": Layer(moe, nn.Module.__call__),
+    "QuantileBalancer": Layer(lambda: khot.nn.QuantileBalancer(WIDTH, 2), nn.Module.__call__, name="scores"),
     "TopKAttention-query": Layer(attention, lambda layer, x: layer(x, good(3, 3), good(3, 3)), name="query"),
     "TopKAttention-key": Layer(attention, lambda layer, x: layer(good(3, 3), x, good(3, 3)), name="key"),
     "TopKAttention-value": Layer(attention, lambda layer, x: layer(good(3, 3), good(3, 3), x), name="value"),

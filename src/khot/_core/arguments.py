@@ -41,6 +41,7 @@ __all__ = [
     "mask_rows",
     "not_binary",
     "per_row",
+    "quantile_levels",
     "readable",
     "rows",
     "unrows",
@@ -331,6 +332,18 @@ def check_number(value: Any, name: str, *, low: float, high: float) -> None:
         raise TypeError(f"{name} must be a real number, but got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+
+
+def quantile_levels(q: Any, x: Tensor) -> Tensor:
+    """The levels of quantiles of rows x, which are in [0, 1], as a tensor of at most one dim."""
+    if not isinstance(q, Tensor):
+        check_number(q, "q", low=0, high=1)
+        return torch.full((), q, dtype=precision.wide_dtype(x.device), device=x.device)
+    check_real(q, "q")
+    check_has_values(q, "q", x)
+    if q.dim() > 1:
+        raise ValueError(f"q must be a number or have at most one dim, but got shape {tuple(q.shape)}")
+    return check_values(q.to(x.device), "q", low=0, high=1)
 
 
 def check_integer(value: Any, name: str, *, low: int, high: int | None = None) -> None:

@@ -22,6 +22,7 @@ from khot._core.torch_internals import (
     decompose_in_exports,
     derivative_levels,
     forward_mode_is_on,
+    run_as_is,
     transforms_are_on,
 )
 
@@ -199,6 +200,8 @@ def _function(overload: Any, rule: type[Rule]) -> type[Function]:
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
             return vmap_rows(Applied.apply, info, in_dims, *args)
 
+    # A transform of a compiled function runs the Function as it is, and Dynamo is asked for its frames.
+    run_as_is(Applied.forward, Applied.setup_context, Applied.backward, Applied.jvp, Applied.vmap)
     return Applied
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from khot._core import arguments
 
-__all__ = ["Pieces", "apply", "local"]
+__all__ = ["Pieces", "apply", "local", "with_whole_dim"]
 
 
 def apply(
@@ -73,6 +73,17 @@ def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], di
         shared = not isinstance(p, Shard) or p.dim not in dims
         grads.append(places[-1] if split or shared else Partial())
     return value.redistribute(placements=places).to_local(grad_placements=grads)
+
+
+def with_whole_dim(function: Callable[[Tensor], Tensor], input: DTensor, dim: int) -> DTensor:
+    """A function of the processes' shards, which keeps their shape and needs them whole along a dimension."""
+    whole = tuple(Replicate() if p.is_partial() or p.is_shard(dim) else p for p in input.placements)
+    result = function(input.redistribute(placements=whole).to_local())
+    like = torch.empty(input.shape, device="meta")
+    y = DTensor.from_local(
+        result, input.device_mesh, whole, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return y.redistribute(placements=input.placements)
 
 
 class Pieces:

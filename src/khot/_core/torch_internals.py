@@ -28,6 +28,7 @@ __all__ = [
     "forward_mode_is_on",
     "is_transformed",
     "process_group",
+    "run_as_is",
     "save_in_exports",
     "transforms_are_on",
     "without_modes",
@@ -94,6 +95,17 @@ def derivative_levels() -> int:
 
 # What torch.compiler.assume_constant_result sets; calling that would import Dynamo, which takes a second.
 derivative_levels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def run_as_is(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo run these functions and what they call without looking at their code.
+
+    ``torch.compiler.disable`` does the same, but imports Dynamo, and costs time in every call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:

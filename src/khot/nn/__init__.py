@@ -9,6 +9,7 @@ from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.balancer import QuantileBalancer as QuantileBalancer
 from khot.nn.beam_search import Beams as Beams
 from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
 from khot.nn.beam_search import soft_beam_search as soft_beam_search
@@ -19,6 +20,7 @@ from khot.nn.mixture import MixtureOfExperts as MixtureOfExperts
 from khot.nn.pruning import make_permanent as make_permanent
 from khot.nn.pruning import prune_global as prune_global
 from khot.nn.pruning import prune_magnitude as prune_magnitude
+from khot.nn.pruning import prune_n_m as prune_n_m
 from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
@@ -29,6 +31,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "KHotGate",
     "MixtureOfExperts",
+    "QuantileBalancer",
     "Routing",
     "ScheduleName",
     "SoftKNN",
@@ -39,6 +42,7 @@ __all__ = [
     "make_permanent",
     "prune_global",
     "prune_magnitude",
+    "prune_n_m",
     "soft_beam_loss",
     "soft_beam_search",
     "topk_attention",

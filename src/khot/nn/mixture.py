@@ -22,10 +22,14 @@ class MixtureOfExperts(nn.Module):
     depend on values, every expert computes all tokens, with the same result.)
 
     To train with a hard selection, put only the router in eval mode: the weights of the selected experts are
-    still differentiable.
+    still differentiable. If the router has a balancer, leave the balancer in train mode, so that it counts:
+
+        mixture.router.eval()
+        mixture.router.balancer.train()
 
     Args:
-        router: a :class:`khot.nn.ExpertChoiceRouter` or :class:`khot.nn.TokenChoiceRouter`.
+        router: a :class:`khot.nn.ExpertChoiceRouter`, which gives all experts the same load, or a
+            :class:`khot.nn.TokenChoiceRouter`, which does so with a ``balancer``.
         experts: one module per expert of the router, each from tokens (..., in_features) to (..., any size).
 
     Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from khot import topk
-from khot._core import arguments
+from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.magnitude import soft_topk_magnitude
 from khot.nn._values import Value, current, describe, has_data, positive
 
-__all__ = ["make_permanent", "prune_global", "prune_magnitude"]
+__all__ = ["make_permanent", "prune_global", "prune_magnitude", "prune_n_m"]
 
 
 def prune_magnitude(
@@ -66,7 +67,13 @@ def prune_magnitude(
 
 
 def prune_global(
-    parameters: Iterable[tuple[nn.Module, str]], amount: int | Value, *, tau: Value = 1.0, p: float = 2.0
+    parameters: Iterable[tuple[nn.Module, str]],
+    amount: int | Value,
+    *,
+    tau: Value = 1.0,
+    p: float = 2.0,
+    min_share: float = 0.0,
+    max_share: float = 1.0,
 ) -> None:
     """Prune many parameters as if they were one: all their entries compete for the same places.
 
@@ -78,6 +85,14 @@ def prune_global(
     Args:
         parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
+        min_share: the least share of the entries of each parameter that is kept, in [0, 1], rounded to a
+            number of entries. It protects small layers, and those with small weights, from being pruned away.
+        max_share: the largest share of each parameter that is kept, in [min_share, 1].
+
+    With these bounds, the hard selection is the best one that observes them: each parameter keeps its
+    ``min_share`` largest entries, can keep its ``max_share`` largest ones, and what is between competes with
+    the other parameters. In train mode, a parameter at a bound is selected by itself, with that number of
+    entries, and the others share what is left. The total is always that of ``amount``.
 
     Parameters that are DTensors (of FSDP2, of tensor parallelism) stay where they are: the processes exchange
     a few sums, as for ``group=`` in :func:`khot.soft_topk_magnitude`, and a weight is placed as its parameter
@@ -93,7 +108,7 @@ def prune_global(
 
     Raises:
         ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
-            twice.
+            twice; and for shares out of range, or with which the amount cannot be kept.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -106,13 +121,56 @@ def prune_global(
     if not members or len({(id(module), name) for module, name in members}) < len(members):
         raise ValueError(f"parameters must be one or more, each given once, but got {members}")
     for module, name in members:
-        if parametrize.is_parametrized(module, name):
-            raise ValueError(f"name must be a tensor that is not parametrised, but {name!r} is")
-        module.get_parameter(name)
-    group = _Group(members, amount, tau, p)
+        _plain_parameter(module, name)
+    group = _Group(members, amount, tau, p, min_share, max_share)
     for index, (module, name) in enumerate(members):
         # unsafe=True, because the check would need a selection before all parameters are registered
         parametrize.register_parametrization(module, name, _Pruned(group, index), unsafe=True)
+
+
+def prune_n_m(
+    module: nn.Module, name: str, n: int = 2, m: int = 4, dim: int = 1, *, tau: Value = 1.0
+) -> nn.Module:
+    """Prune a parameter to at most n nonzero entries of every m, the pattern that sparse tensor cores run.
+
+    As :func:`prune_magnitude` with p = 2, with every m consecutive entries along a dimension as a row of its
+    own: soft in train mode, hard in eval mode.
+
+    Args:
+        module: the module that owns the parameter.
+        name: the parameter's name, such as ``"weight"``.
+        n: how many entries of each m are kept, in [0, m]. Hardware supports 2 of 4.
+        m: the length of the rows. It has to divide the parameter's size along ``dim``.
+        dim: the dimension that the m entries are consecutive in; 1 is the input of linear layers and of
+            convolutions, which their products sum over.
+        tau: temperature > 0, as for :func:`prune_magnitude`.
+
+    Returns:
+        The module, changed in place, as :func:`prune_magnitude`. :func:`make_permanent` makes the pattern
+        permanent.
+
+    Raises:
+        ValueError: n, m or tau out of range, a size that m does not divide, a tensor that is parametrised
+            already.
+        AttributeError: no parameter of that name.
+        IndexError: no such dimension.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 1, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([3.0, 1.0, 2.0, 1.8, 0.1, 0.0, -0.4, 0.2]))
+        >>> khot.nn.prune_n_m(layer, "weight").eval().weight.data
+        tensor([[ 3.0000,  0.0000,  2.0000,  0.0000,  0.0000,  0.0000, -0.4000,  0.2000]])
+    """
+    parameter = _plain_parameter(module, name)
+    arguments.check_integer(m, "m", low=1)
+    arguments.check_integer(n, "n", low=0, high=m)
+    dim = arguments.check_dim(parameter, dim)
+    size = parameter.shape[dim]
+    if size % m:
+        raise ValueError(f"m must divide the size of {name!r} along dim {dim}, which is {size}, but got {m}")
+    group = _Blocks((module, name), n, m, dim, tau)
+    parametrize.register_parametrization(module, name, _Pruned(group, 0), unsafe=True)
+    return module
 
 
 def make_permanent(module: nn.Module) -> nn.Module:
@@ -150,34 +208,111 @@ def make_permanent(module: nn.Module) -> nn.Module:
     return module
 
 
+def _plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that name, which is not parametrised."""
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(f"name must be a tensor that is not parametrised, but {name!r} is")
+    return module.get_parameter(name)
+
+
 class _Pruned(nn.Module):
     """The parametrisation: the part of the group's selection that belongs to one member."""
 
-    def __init__(self, group: _Group, index: int) -> None:
+    def __init__(self, group: _Group | _Blocks, index: int) -> None:
         super().__init__()
         self.group, self.index = group, index
-        self.amount, self.tau = group.amount, group.tau  # attributes, so that the state of modules is saved
+        for key, value in group.settings().items():  # attributes, so that the state of modules is saved
+            setattr(self, key, value)
 
     def forward(self, weight: Tensor) -> Tensor:
         return self.group.part(self.index, hard=not self.training)
 
     def extra_repr(self) -> str:
-        return describe(amount=self.amount, tau=self.tau, p=self.group.p)
+        return describe(**self.group.settings())
+
+
+class _Blocks:
+    """A parameter whose every m entries are a row of their own."""
+
+    def __init__(self, member: tuple[nn.Module, str], n: int, m: int, dim: int, tau: Value) -> None:
+        self.members = [member]
+        self.n, self.m, self.dim, self.tau = n, m, dim, positive(tau, "tau")
+
+    def part(self, index: int, hard: bool) -> Tensor:
+        return self.select(hard)[0][index]
+
+    def select(self, hard: bool) -> tuple[list[Tensor], list[None]]:
+        [(module, name)] = self.members
+        learned: Tensor = module.parametrizations[name].original  # type: ignore[union-attr, index]
+        if not rows.is_dtensor(learned):
+            return [self._kept(learned, hard)], [None]
+        # torch does not load torch.distributed.tensor by itself, and most users never need it
+        from khot._core.dtensor import with_whole_dim
+
+        kept = with_whole_dim(lambda x: self._kept(x, hard), learned, self.dim)  # type: ignore[arg-type]
+        return [kept], [None]
+
+    def _kept(self, learned: Tensor, hard: bool) -> Tensor:
+        blocks = learned.unflatten(self.dim, (-1, self.m))
+        if hard:
+            kept = blocks * topk.topk_mask(blocks.abs(), self.n, dim=self.dim + 1)
+        else:
+            tau = current(self.tau)
+            kept = soft_topk_magnitude(blocks, self.n, dim=self.dim + 1, tau=tau, rescale=True)
+        return kept.flatten(self.dim, self.dim + 1)
+
+    def settings(self) -> dict[str, Any]:
+        return {"n": self.n, "m": self.m, "dim": self.dim, "tau": self.tau}
 
 
 class _Group:
     """Parameters that are pruned together, and for each thread the parts of its last selection."""
 
     def __init__(
-        self, members: list[tuple[nn.Module, str]], amount: int | Value, tau: Value, p: float
+        self,
+        members: list[tuple[nn.Module, str]],
+        amount: int | Value,
+        tau: Value,
+        p: float,
+        min_share: float,
+        max_share: float,
     ) -> None:
         arguments.check_number(p, "p", low=1.15, high=2.0)
+        arguments.check_number(min_share, "min_share", low=0, high=1)
+        arguments.check_number(max_share, "max_share", low=min_share, high=1)
         self.members, self.p = members, p
-        self.n = sum(module.get_parameter(name).numel() for module, name in members)
+        self.min_share, self.max_share = min_share, max_share
+        sizes = [module.get_parameter(name).numel() for module, name in members]
+        self.n = sum(sizes)
+        self.least, self.most = ([round(share * size) for size in sizes] for share in (min_share, max_share))
         self.amount, self.tau = amount, positive(tau, "tau")
         if not isinstance(amount, nn.Module):
             arguments.check_number(amount, "amount", low=0, high=self.n if isinstance(amount, int) else 1)
+            self._size()
         self.last = threading.local()
+
+    def settings(self) -> dict[str, Any]:
+        shares = {"min_share": self.min_share, "max_share": self.max_share} if self._bounded() else {}
+        return {"amount": self.amount, "tau": self.tau, "p": self.p, **shares}
+
+    def _bounded(self) -> bool:
+        return sum(self.least) > 0 or sum(self.most) < self.n
+
+    def _size(self) -> int | Tensor:
+        """How many entries are kept."""
+        amount = current(self.amount)
+        if isinstance(amount, Tensor):
+            k: Any = self.n - (amount * self.n).round()
+        else:
+            k = self.n - (amount if isinstance(amount, int) else round(amount * self.n))
+        low, high = sum(self.least), sum(self.most)
+        known = not isinstance(k, Tensor) or arguments.readable(k)
+        if self._bounded() and known and not low <= k <= high:
+            raise ValueError(
+                f"amount must keep {low} to {high} of the {self.n} entries, which min_share and max_share "
+                f"allow, but it keeps {int(k)}"
+            )
+        return k
 
     def part(self, index: int, hard: bool) -> Tensor:
         """A member's weight.
@@ -216,7 +351,7 @@ class _Group:
         copy of DTensors.
         """
         originals = self.originals()
-        if not any(hasattr(x, "placements") for x in originals):
+        if not any(rows.is_dtensor(x) for x in originals):
             row, learned = self._row(originals, hard, None, shared)
             return _split(row, originals), _split(learned.detach(), originals, cast=False)
         # torch does not load torch.distributed.tensor by itself, and most users never need it
@@ -230,23 +365,22 @@ class _Group:
     def _row(self, tensors: list[Tensor], hard: bool, group: Any, shared: bool) -> tuple[Tensor, Tensor]:
         """The selection of all entries, and the entries that it was made of, in one row each."""
         learned = torch.cat([x.flatten() for x in tensors])
-        amount = current(self.amount)
-        if isinstance(amount, Tensor):
-            k: Any = self.n - (amount * self.n).round()
-        else:
-            k = self.n - (amount if isinstance(amount, int) else round(amount * self.n))
-
-        p = self.p  # not self, because otherwise the graph would keep the model alive
+        k, tau = self._size(), current(self.tau)
+        # not self below, because otherwise the graph would keep the model alive
+        p, limits = self.p, (self.least, self.most) if self._bounded() else None
+        lengths = [x.numel() for x in tensors]
 
         def selected(row: Tensor, k: int | Tensor, tau: Scalar) -> Tensor:
+            if limits is not None:
+                return _bounded_selection(row, lengths, k, *limits, hard=hard, tau=tau, p=p, group=group)
             if hard:
                 return row * topk.topk_mask(row.abs(), k, group=group)
             return soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True, group=group)
 
         # forward mode needs the graph itself, and has no backward pass
         if not shared or forward_mode_is_on():
-            return selected(learned, k, current(self.tau)), learned
-        row: Tensor = _Repeatable.apply(selected, learned, k, current(self.tau))
+            return selected(learned, k, tau), learned
+        row: Tensor = _Repeatable.apply(selected, learned, k, tau)
         return row, learned
 
     def originals(self) -> list[Tensor]:
@@ -272,6 +406,44 @@ class _Group:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.last = threading.local()  # a copy makes its own selections
+
+
+def _bounded_selection(
+    row: Tensor,
+    lengths: list[int],
+    k: int | Tensor,
+    least: list[int],
+    most: list[int],
+    *,
+    hard: bool,
+    tau: Scalar,
+    p: float,
+    group: Any,
+) -> Tensor:
+    """The row with k entries kept, of which ``least`` to ``most`` are of each part.
+
+    The largest ``least`` entries of a part are kept whatever the others are, those behind its ``most``
+    largest never are, and what is between competes. No value is read, so that this can be traced.
+    """
+    size = row.detach().abs()
+    parts = size.split(lengths)
+
+    def largest(counts: list[int]) -> Tensor:
+        masks = (topk.topk_mask(x, c, group=group) for x, c in zip(parts, counts, strict=True))
+        return torch.cat(list(masks)).bool()
+
+    ranked = size.masked_fill(largest(least), math.inf)
+    chosen = topk.topk_mask(ranked, k, mask=largest(most), group=group)
+    if hard:
+        return row * chosen
+    counts = rows.named(group).count(torch.stack([x.sum(dtype=torch.int64) for x in chosen.split(lengths)]))
+    low, high = (torch.tensor(bound, device=row.device) for bound in (least, most))
+    free = (counts > low) & (counts < high)
+    competes = free.repeat_interleave(torch.tensor(lengths, device=row.device), output_size=row.numel())
+    options: dict[str, Any] = {"tau": tau, "p": p, "rescale": True, "group": group}
+    shared = soft_topk_magnitude(row, (counts * free).sum(), mask=competes, **options)
+    alone = [soft_topk_magnitude(x, c, **options) for x, c in zip(row.split(lengths), counts, strict=True)]
+    return torch.where(competes, shared, torch.cat(alone))
 
 
 class _Selection:

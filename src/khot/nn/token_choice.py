@@ -13,6 +13,7 @@ from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._router import Router
 from khot.nn._values import Value, current, describe
+from khot.nn.balancer import QuantileBalancer
 
 __all__ = ["TokenChoiceRouter"]
 
@@ -24,7 +25,8 @@ class TokenChoiceRouter(Router):
 
         selection = soft_topk(s, k, over the experts),   weights = softmax(s + log selection)
 
-    Soft in train mode; in eval mode hard, a softmax over the k best.
+    Soft in train mode; in eval mode hard, a softmax over the k best. With a ``balancer`` the selection is
+    that of s + bias, and the weights are still computed from s.
 
     Args:
         in_features: size of a token.
@@ -37,6 +39,10 @@ class TokenChoiceRouter(Router):
         tau: temperature of the selection, > 0, in the units of the scores; as k.
         cdf: as for :func:`khot.soft_topk`. With compact support (``"uniform"``) most of the selection is
             exactly 0 in train mode, too.
+        balancer: a :class:`khot.nn.QuantileBalancer` for these experts and this k, which has to be a number,
+            or None. The router shows it the scores in the balancer's train mode; call its ``update`` once per
+            step of the optimizer. To train with a hard selection, put the router in eval mode and then
+            ``router.balancer.train()``.
         device, dtype: of the parameters.
 
     Shape:
@@ -60,6 +66,7 @@ class TokenChoiceRouter(Router):
     """
 
     k: Value | _CountOfToken | int
+    balancer: QuantileBalancer | None
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class TokenChoiceRouter(Router):
         learnable_k: bool = False,
         tau: Value = 1.0,
         cdf: CDFName | CDF = "logistic",
+        balancer: QuantileBalancer | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -77,20 +85,31 @@ class TokenChoiceRouter(Router):
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=num_experts)
         self.k = _CountOfToken(in_features, num_experts, k, device, dtype) if learnable_k else k
+        if balancer is not None:
+            _check_balancer(balancer, num_experts, self.k)
+            balancer = balancer.to(device)  # None is where it is
+        self.balancer = balancer
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in ``torch.nn.Linear``; a learned k is again the same for all tokens."""
+        """As in ``torch.nn.Linear``; a learned k is again the same for all tokens, and all biases are 0."""
         super().reset_parameters()
         if isinstance(self.k, _CountOfToken):
             self.k.reset_parameters()
+        if self.balancer is not None:
+            self.balancer.reset_parameters()
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         k = self.k(x) if isinstance(self.k, _CountOfToken) else current(self.k)
+        biased = scores
+        if self.balancer is not None:
+            if self.balancer.training:
+                self.balancer(scores, mask)
+            biased = scores + self.balancer.bias
         if self.training:
-            log_y = topk.log_soft_topk(scores, k, tau=current(self.tau), cdf=self.cdf)
+            log_y = topk.log_soft_topk(biased, k, tau=current(self.tau), cdf=self.cdf)
         else:
-            log_y = topk.topk_mask(scores, k).log()
+            log_y = topk.topk_mask(biased, k).log()
         selection, weights = log_y.exp(), (scores + log_y).softmax(-1)
         if mask is not None:
             padding = ~mask.unsqueeze(-1)
@@ -100,6 +119,17 @@ class TokenChoiceRouter(Router):
     def extra_repr(self) -> str:
         return describe(
             in_features=self.in_features, num_experts=self.num_experts, k=self.k, tau=self.tau, cdf=self.cdf
+        )
+
+
+def _check_balancer(balancer: object, num_experts: int, k: object) -> None:
+    if not isinstance(balancer, QuantileBalancer):
+        raise TypeError(f"balancer must be a QuantileBalancer or None, but got {type(balancer).__name__}")
+    if balancer.num_experts != num_experts or isinstance(k, nn.Module) or balancer.k != k:
+        of_router = type(k).__name__ if isinstance(k, nn.Module) else k
+        raise ValueError(
+            f"balancer must have the experts and the fixed k of the router, num_experts={num_experts} and "
+            f"k={of_router}, but got num_experts={balancer.num_experts} and k={balancer.k}"
         )
 
 

@@ -182,11 +182,12 @@ def take_step(
     finished = tl.abs(step) <= last_step(CDF, FINE) * tau
     finished = finished | (miss == 0)
     stuck = (middle <= new_low) | (middle >= new_high)
-    finished = finished | (stuck & (density == 0))
+    stuck_where_flat = stuck & (density == 0)
 
     up, down = up - hi, down - hi
     gap_middle = 0.5 * tl.minimum(up, HUGE / 4) + 0.5 * tl.maximum(down, -HUGE / 4)
     if full_support(CDF):
+        finished = finished | stuck_where_flat
         gap = (excess == 0) & (tl.minimum(A, B) < (TINY if FINE else 1e-30)) & (deep == 0)
         log_ratio = tl.log(B) - tl.log(A)
         log_ratio += log_scales(near_up, near_down, CDF)
@@ -202,12 +203,23 @@ def take_step(
         gap = (excess == 0) & (up - down >= tau)
         gap_middle -= 0.5 * tau
         finished = finished | gap
+        # Where τ is less than what t = hi + lo can tell apart, t lies in the support of the nearest entry.
+        # Newton starts in the middle of that, with the entry as hi, and stays inside.
+        fine = stuck & (t - 0.5 * tau == t)
+        jump = fine & (density == 0) & (miss != 0) & (gap == 0)
+        held = tl.where(lo + step >= 0, 0.5 * lo, tl.where(lo + step <= -tau, 0.5 * (lo - tau), lo + step))
+        step = tl.where(fine & (density > 0), held - lo, step)
+        newton = newton | fine
+        finished = (finished | stuck_where_flat) & (jump == 0)
 
     # hi takes what its precision holds, lo the rest
     base = tl.where(newton | gap, hi, middle)
     rest = tl.where(gap, gap_middle, tl.where(newton, lo + step, 0.0))
     rest = tl.where((miss == 0) & (deep == 0) & (gap == 0), lo, rest)
     base = tl.where((miss == 0) & (deep == 0) & (gap == 0), hi, base)
+    if not full_support(CDF):
+        base = tl.where(jump, hi + tl.where(miss < 0, down, up), base)
+        rest = tl.where(jump, -0.5 * tau, rest)
     new_hi, new_lo = pair(base, rest, FINE)
     if full_support(CDF):
         near_up = tl.where(deep | gap, tl.maximum((hi + up - new_hi - new_lo) / tau, 1e-300), 0.0)

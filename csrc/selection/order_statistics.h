@@ -1,0 +1,229 @@
+// The k-th largest entries of a row, for several k at once: a sample gives a range that holds them, and one
+// pass over the row counts what is above the range and collects what is inside it.
+//
+// Entries that are equal to an end of the range are counted and not collected. A value that many entries
+// share is mostly an end, because the sample contains it many times; so ties cost nothing.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "selection/kth_largest.h"
+
+namespace khot::KHOT_ISA {
+
+template <class I>
+class OrderStatistics {
+ public:
+  explicit OrderStatistics(const Ordered<I>& order) : order_(order) {}
+
+  // Writes the entries of the places k, which count from 1 for the largest; NaN where k is not in [1, n], and
+  // everywhere if the row has a NaN.
+  void operator()(const Row& row, int64_t n, const double* k, int64_t m, I* out) {
+    wanted_.clear();
+    for (int64_t j = 0; j < m; ++j) {
+      out[j] = order_.nan;
+      if (k[j] >= 1 && k[j] <= static_cast<double>(n) && k[j] == std::floor(k[j])) {
+        wanted_.push_back({static_cast<int64_t>(k[j]), out + j});
+      }
+    }
+    if (wanted_.empty()) return;
+    const I* p = static_cast<const I*>(row.data);
+    if (row.step == 0) n = 1;  // all entries are equal
+    for (Wanted& w : wanted_) w.k = std::min(w.k, n);
+    std::sort(wanted_.begin(), wanted_.end(), [](const Wanted& a, const Wanted& b) { return a.k < b.k; });
+    if (!select<false>(p, n, wanted_.data(), wanted_.data() + wanted_.size())) {
+      std::fill(out, out + m, order_.nan);
+    }
+  }
+
+ private:
+  struct Wanted {
+    int64_t k;
+    I* out;
+  };
+
+  // The range between two keys, and how many entries a pass found where.
+  struct Range {
+    I bottom, top;
+    int64_t above = 0, at_top = 0, at_bottom = 0;
+    std::vector<I> between{};
+  };
+
+  static constexpr int64_t kShort = 1 << 11;   // rows up to this length are not sampled
+  static constexpr int64_t kSample = 1 << 14;  // the largest sample, of which 3 % are inside a range
+  static constexpr int64_t kThin = 1 << 7;     // one entry of so many is in the sample
+
+  template <bool kKeys>
+  static I at(const I* p, int64_t i) {
+    return kKeys ? p[i] : Ordered<I>::key(p[i]);
+  }
+
+  // Finds the wanted entries among n entries, or among their keys if kKeys. Returns false for a row with NaN.
+  template <bool kKeys>
+  bool select(const I* p, int64_t n, Wanted* first, Wanted* last) {
+    if (n <= kShort) return select_short<kKeys>(p, n, first, last);
+    while (first < last) {
+      // Places that are close together share a pass.
+      Wanted* next = first + 1;
+      while (next < last && next->k - first->k <= n / 256) ++next;
+      Range range = sampled<kKeys>(p, n, first->k, (next - 1)->k);
+      if (!pass<kKeys>(p, n, range)) return false;
+      assign<kKeys>(p, n, range, first, next);
+      first = next;
+    }
+    return true;
+  }
+
+  template <bool kKeys>
+  bool select_short(const I* p, int64_t n, Wanted* first, Wanted* last) {
+    I keys[kShort];
+    I nans = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = keys[i] = at<kKeys>(p, i);
+      nans |= (value > order_.infinity) | (value < -order_.infinity);
+    }
+    if (nans) return false;
+    int64_t done = 0;  // what is before this place is larger
+    for (; first < last; ++first) {
+      const int64_t place = first->k - 1;
+      if (place >= done) {
+        std::nth_element(keys + done, keys + place, keys + n, [](I a, I b) { return a > b; });
+        done = place + 1;
+      }
+      *first->out = Ordered<I>::bits(keys[place]);
+    }
+    return true;
+  }
+
+  // A range that, according to a sample, holds the places from k to l.
+  template <bool kKeys>
+  Range sampled(const I* p, int64_t n, int64_t k, int64_t l) {
+    const int64_t size = std::min(kSample, n / kThin + 128), stride = n / size;
+    sample_.resize(size);
+    // The places inside the strides vary, so that a period of the row does not show.
+    uint32_t noise = 1;
+    for (int64_t i = 0; i < size; ++i) {
+      noise = noise * 1664525u + 1013904223u;
+      sample_[i] = at<kKeys>(p, i * stride + static_cast<int64_t>((uint64_t{noise} * stride) >> 32));
+    }
+    const double share = static_cast<double>(size) / static_cast<double>(n);
+    auto slack = [&](double rank) {
+      return 4 * std::sqrt(std::max(0.0, rank * (1 - rank / static_cast<double>(size)))) + 4;
+    };
+    const double upper = static_cast<double>(k) * share, lower = static_cast<double>(l) * share;
+    const int64_t begin = static_cast<int64_t>(upper - slack(upper)),
+                  end = static_cast<int64_t>(lower + slack(lower));
+    auto larger = [](I a, I b) { return a > b; };
+    Range range{Ordered<I>::kLeast, Ordered<I>::kMost};
+    if (begin > 0) {
+      std::nth_element(sample_.begin(), sample_.begin() + begin - 1, sample_.end(), larger);
+      range.top = sample_[begin - 1];
+    }
+    if (end < size) {
+      std::nth_element(sample_.begin() + std::max<int64_t>(begin, 0), sample_.begin() + end, sample_.end(),
+                       larger);
+      range.bottom = sample_[end];
+    }
+    range.between.reserve(static_cast<size_t>(n / 16 + 2 * kBlock));
+    return range;
+  }
+
+  // Counts and collects. Returns false if there is a NaN.
+  template <bool kKeys>
+  bool pass(const I* p, int64_t n, Range& range) const {
+    const I bottom = range.bottom, top = range.top, infinity = order_.infinity;
+    int64_t size = 0;
+    std::vector<I>& between = range.between;
+    I block[kBlock];
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, n - begin));
+      // These have the width of the keys, so that the compiler vectorises the loop.
+      I above = 0, at_top = 0, at_bottom = 0, nans = 0;
+      for (int i = 0; i < count; ++i) {
+        const I value = at<kKeys>(p, begin + i);
+        block[i] = value;
+        above += value > top;
+        at_top += value == top;
+        at_bottom += value == bottom;
+        nans |= (value > infinity) | (value < -infinity);
+      }
+      if (nans) return false;
+      range.above += above, range.at_top += at_top, range.at_bottom += at_bottom;
+      if (bottom >= top) continue;
+      if (between.size() < static_cast<size_t>(size + kBlock + kSlots)) {
+        between.resize(std::max<size_t>({2 * between.size(), between.capacity(), kBlock + kSlots}));
+      }
+      size += collect(block, count, bottom, top, between.data() + size);
+    }
+    if (bottom == top) range.at_bottom = 0;
+    between.resize(size);
+    return true;
+  }
+
+  // Copies the keys strictly between two others to out, and returns their number.
+  static int64_t collect(const I* block, int count, I bottom, I top, I* out) {
+    int64_t size = 0;
+    int i = 0;
+#if KHOT_VECTOR_BYTES == 64
+    if constexpr (sizeof(I) == 4) {
+      for (; i + kWidth<float> <= count; i += kWidth<float>) {
+        IntF v;
+        std::memcpy(&v, block + i, sizeof(v));
+        size += compress(out + size, v, (v > bottom) & (v < top));
+      }
+    }
+#endif
+    for (; i < count; ++i) {
+      const I value = block[i];
+      out[size] = value;
+      size += (value > bottom) & (value < top);
+    }
+    return size;
+  }
+  static constexpr int64_t kSlots = 16;  // a whole vector is written at the end
+
+  // Writes the wanted entries after a pass. Where the sample was wrong, another pass collects all that is on
+  // the other side of the end.
+  template <bool kKeys>
+  void assign(const I* p, int64_t n, const Range& range, Wanted* first, Wanted* last) {
+    const int64_t inside = range.above + range.at_top,
+                  below = inside + static_cast<int64_t>(range.between.size()),
+                  beyond = below + range.at_bottom;
+    Wanted* from = first;
+    for (; from < last && from->k <= range.above; ++from) {
+    }
+    if (from > first) retry<kKeys>(p, n, range.top, Ordered<I>::kMost, 0, first, from);
+    for (; from < last && from->k <= inside; ++from) *from->out = Ordered<I>::bits(range.top);
+    Wanted* to = from;
+    for (; to < last && to->k <= below; ++to) to->k -= inside;
+    if (to > from) {
+      OrderStatistics(order_).template select<true>(range.between.data(), below - inside, from, to);
+    }
+    for (from = to; from < last && from->k <= beyond; ++from) *from->out = Ordered<I>::bits(range.bottom);
+    if (from < last) retry<kKeys>(p, n, Ordered<I>::kLeast, range.bottom, beyond, from, last);
+  }
+
+  template <bool kKeys>
+  void retry(const I* p, int64_t n, I bottom, I top, int64_t before, Wanted* first, Wanted* last) {
+    Range range{bottom, top};
+    pass<kKeys>(p, n, range);
+    for (Wanted* w = first; w < last; ++w) w->k -= before;
+    OrderStatistics(order_).template select<true>(range.between.data(),
+                                                  static_cast<int64_t>(range.between.size()), first, last);
+  }
+
+  const Ordered<I>& order_;
+  std::vector<Wanted> wanted_;
+  std::vector<I> sample_;
+};
+
+inline void order_statistics(const Row& x, int64_t n, const double* k, int64_t m, void* out) {
+  with_order(x.dtype, out, [&](const auto& order, auto* p) {
+    OrderStatistics<std::remove_reference_t<decltype(*p)>> statistics(order);
+    statistics(x, n, k, m, p);
+  });
+}
+
+}  // namespace khot::KHOT_ISA

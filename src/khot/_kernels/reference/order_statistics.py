@@ -1,0 +1,97 @@
+"""The reference kernel of order statistics, and the entries that their derivatives go to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot._core import rows
+from khot._core.rows import HERE, Row, Shards
+from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
+
+__all__ = [
+    "backward",
+    "order_statistics",
+    "places_of",
+    "reference_order_statistics",
+    "reference_order_statistics_backward",
+]
+
+
+def order_statistics(x: Tensor, k: Tensor) -> Tensor:
+    """The k-th largest entries of each row; NaN for a row with a NaN, and for a k that is not in [1, n].
+
+    Args:
+        x: (*batch, n).
+        k: (*batch, m).
+    """
+    n = x.shape[-1]
+    if n == 0 or k.numel() == 0:
+        return x.new_full(k.shape, math.nan)
+    bad = x.isnan().any(-1, keepdim=True) | _outside(k, n)
+    whole = k.masked_fill(bad, 1).long()
+    if k.shape[-1] > 2:  # one sort costs less than several selections
+        values = x.sort(dim=-1, descending=True).values.gather(-1, whole - 1)
+    else:
+        values = torch.cat([kth_largest(x, each) for each in whole.split(1, -1)], -1)
+    return (values + 0.0).masked_fill(bad, math.nan)  # 0 where the entry is −0
+
+
+def _outside(k: Tensor, n: Tensor | int) -> Tensor:
+    return ~((k >= 1) & (k <= n) & (k == k.floor()))
+
+
+def reference_order_statistics(x: Tensor, k: Tensor, group: str) -> Tensor:
+    """:func:`order_statistics` of rows spread over the processes of ``group``; all of them get the values."""
+    row = rows.of(group)
+    assert isinstance(row, Shards)
+    n = row.count(x.new_full((1,), x.shape[-1], dtype=torch.float64))
+    bad = _outside(k, n)
+    keys, whole = keys_of(x), k.masked_fill(bad, 1)
+    columns = []
+    for each in whole.unbind(-1):
+        at = place(x, keys, each, row)
+        columns.append(from_keys(at.key, x).masked_fill(at.nan, math.nan))
+    values = torch.stack(columns, -1) if columns else x.new_empty(k.shape)
+    return (values + 0.0).masked_fill(bad, math.nan)
+
+
+def places_of(x: Tensor, values: Tensor, row: Row = HERE) -> tuple[Tensor, Tensor]:
+    """The lowest index at which each row has each of the values, and whether this shard has that entry.
+
+    No entry stands for an infinite value or for NaN. Of several shards, the one of lowest rank counts.
+
+    Args:
+        x: (*batch, n).
+        values: (*batch, m), taken from x.
+    """
+    x, values = x.detach(), values.detach()
+    if x.shape[-1]:
+        # argmax, unlike max, promises the first of equal entries
+        equal = [(x == v).to(torch.uint8) for v in values.split(1, -1)]
+        none = values.new_zeros(values.shape, dtype=torch.long)
+        index = torch.cat([e.argmax(-1, keepdim=True) for e in equal], -1) if equal else none
+        here = x.gather(-1, index) == values
+    else:
+        index = torch.zeros_like(values, dtype=torch.long)
+        here = index.bool()
+    if isinstance(row, Shards):
+        (having,) = row.reduce([row.slots(here.double())])
+        here = here & (having[..., : row.rank].sum(-1) == 0)
+    return index, here & values.isfinite()
+
+
+def backward(x: Tensor, values: Tensor, grad: Tensor, row: Row = HERE) -> Tensor:
+    """The gradient of x from that of the values, which is summed over the shards. A row with NaN gets NaN."""
+    index, here = places_of(x, values, row)
+    grad = row.total([grad])[0].to(x.dtype)
+    start = torch.where(values.detach().isnan().any(-1, keepdim=True), math.nan, 0.0).to(x.dtype)
+    dx = start.expand(x.shape)
+    return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
+
+
+def reference_order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str) -> Tensor:
+    """:func:`backward` of rows spread over the processes of ``group``."""
+    return backward(x, values, grad, rows.of(group))

@@ -1,0 +1,92 @@
+"""Order statistics: the k-th largest entries of each row, whole or spread over processes.
+
+The derivative of an order statistic goes to one entry that has its value. That entry is looked for only when
+a derivative is wanted, so the operator returns the values alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot._core import rows
+from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.rows import HERE, Row
+from khot._kernels.reference import order_statistics as kernels
+
+__all__ = ["order_statistics"]
+
+
+def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
+    """The entries of the places k of each row, which are counted from 1 for the largest: (*batch, m).
+
+    Args:
+        x: (*batch, n).
+        k: (*batch, m), in the wide dtype, with integer values in [1, n]; all other values give NaN.
+        row: says whether x is the whole rows or a shard of them.
+    """
+    return _order_statistics(x, k) if row.here else _reference_order_statistics(x, k, row.name)
+
+
+class _Rule(Rule):
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
+        x, _, *group = inputs
+        ctx.group, ctx.inputs = (*group, "")[0], len(inputs)
+        return x, outputs
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, values = ctx.saved_tensors
+        if ctx.group and by_kernel():
+            dx = _reference_backward(x, values, grad, ctx.group)
+        else:
+            dx = kernels.backward(x, values, grad, rows.of(ctx.group))
+        return dx, *[None] * (ctx.inputs - 1)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, *_: None) -> Tensor:
+        x, values = ctx.saved_tensors
+        if dx is None:
+            return torch.zeros_like(values)
+        row = rows.of(ctx.group)
+        index, here = kernels.places_of(x, values, row)
+        if x.shape[-1]:
+            moved = dx.gather(-1, index).masked_fill(~here, 0)
+        else:  # an empty shard
+            moved = torch.zeros_like(values) + dx.sum(-1, keepdim=True)
+        (moved,) = row.total([moved])
+        return moved.to(values.dtype).masked_fill(values.isnan(), math.nan)
+
+
+def _fake(x: Tensor, k: Tensor, group: str = "") -> Tensor:
+    return x.new_empty(k.shape)
+
+
+def _backward_fake(x: Tensor, values: Tensor, grad: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_order_statistics = define(
+    "order_statistics",
+    "(Tensor x, Tensor k) -> Tensor",
+    kernels.order_statistics,
+    _fake,
+    _Rule,
+)
+_reference_order_statistics = define(
+    "reference_order_statistics",
+    "(Tensor x, Tensor k, str group) -> Tensor",
+    kernels.reference_order_statistics,
+    _fake,
+    _Rule,
+)
+_reference_backward = define(
+    "reference_order_statistics_backward",
+    "(Tensor x, Tensor values, Tensor grad, str group) -> Tensor",
+    kernels.reference_order_statistics_backward,
+    _backward_fake,
+)

@@ -1,0 +1,227 @@
+"""Exact order statistics: the k-th entry of each row and its quantiles, without a sort."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from khot._core import arguments, rows
+from khot._core.arguments import Scalar
+from khot._core.precision import on, wide_dtype, widen
+from khot._core.rows import Row
+from khot._ops.order_statistics import order_statistics
+
+__all__ = ["kth_value", "quantile"]
+
+InterpolationName = Literal["linear", "lower", "higher", "nearest", "midpoint"]
+
+
+def kth_value(
+    input: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    group: Any = None,
+) -> Tensor:
+    """The k-th largest entry of each row, exactly and without a sort.
+
+    Args:
+        input: entries of any floating-point dtype; infinite ones are ordinary entries.
+        k: an integer in [1, n]; a number or a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``). k = 1 is the largest entry.
+        dim: the dimension to reduce.
+        largest: count from the largest entry; if False, from the smallest, as ``torch.kthvalue`` does.
+        mask: bool, broadcastable to the input; True where an entry takes part. n is then the number of these
+            entries. Entries under False are ignored, even NaN and inf.
+        group: a ``torch.distributed`` process group over which the rows are spread. ``input`` and ``mask``
+            are this process's shard of the rows along ``dim``, in the order of the ranks and of any length,
+            including 0; k must be the same on every process. All processes get the result. All of them have
+            to make the call and the backward call, which together take a few all-reduces.
+
+    Returns:
+        A tensor of the input's dtype and of its shape without ``dim``. The result of a row with a NaN is NaN.
+
+    The whole gradient goes to the entry that is returned. Of equal entries, it goes to the one of lowest
+    index. An infinite result has no gradient, and a row with a NaN has NaN. With ``group``, every process
+    gets the gradient of the sum of all processes' losses, in its shard; forward mode is that of
+    ``torch.autograd.forward_ad``.
+
+    Raises:
+        ValueError: k is not an integer in [1, n]; a mask or k does not broadcast; arguments differ between
+            the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere a
+            row with a bad k is NaN.)
+        TypeError: input that is not a floating-point tensor or is a DTensor, mask that is not bool.
+        IndexError: dim out of range.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 4.0, 1.5, 9.0])
+        >>> khot.kth_value(x, 2)
+        tensor(4.)
+        >>> khot.kth_value(x, 2, largest=False)
+        tensor(1.5000)
+    """
+    row = _row(input, group)
+
+    def prepare() -> tuple[Tensor, Tensor]:
+        x = arguments.rows(input, dim, mask)
+        return x, arguments.per_row(k, "k", x, low=1, high=row.limit(x), integer=True)
+
+    x, place = row.agree(prepare, k=k, largest=largest)
+    if not row.here:
+        place = arguments.per_row(k, "k", x, low=1, high=row.limit(x), integer=True)
+    n = _lengths(x, input, dim, mask, row)
+    place = widen(on(x.device, place.detach())).expand(x.shape[:-1]).unsqueeze(-1)
+    bad = place > n
+    if mask is not None and arguments.readable(bad) and bool(bad.any()):
+        most = n.expand(place.shape)[bad][0].item()
+        raise ValueError(
+            f"k must lie in [1, number of entries that take part], but got {place[bad][0].item()} for a row "
+            f"with {most}"
+        )
+    place = (place if largest else n + 1 - place).masked_fill(bad, math.nan)
+    return order_statistics(x, place, row).squeeze(-1)
+
+
+def quantile(
+    input: Tensor,
+    q: Scalar,
+    dim: int | None = -1,
+    keepdim: bool = False,
+    *,
+    interpolation: InterpolationName = "linear",
+    mask: Tensor | None = None,
+    group: Any = None,
+) -> Tensor:
+    """The q-quantile of each row, exactly and without a sort: the entry at the position q(n − 1) in the
+    sorted row.
+
+    It is the function of ``torch.quantile`` and ``numpy.quantile``, for rows of any length and also in half
+    precision. The position and the interpolation are computed in float64, and the result is rounded once.
+
+    Args:
+        input: entries of any floating-point dtype.
+        q: in [0, 1]; a number or a tensor of at most one dim.
+        dim: the dimension to reduce; None for all entries of the input.
+        keepdim: keep the reduced dimensions, with one entry.
+        interpolation: what stands at a position between two entries: ``"linear"``, the point of the line
+            between them; ``"lower"`` or ``"higher"``, one of the two; ``"nearest"``, the nearer one, and
+            half-way the one whose position is even; ``"midpoint"``, the mean of the two.
+        mask, group: as for :func:`kth_value`; with ``dim=None``, all entries of all processes are one row.
+
+    Returns:
+        A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first
+        dim of q's length, as from ``torch.quantile``. The quantile of a row with a NaN, or of a row in which
+        no entry takes part, is NaN.
+
+        Infinite entries are ordinary ones. Strictly between a finite and an infinite entry, linear
+        interpolation and the midpoint give the infinite one, and between −inf and inf they give NaN.
+
+    The gradient goes to the entries that the result is computed from, and of equal ones to the one of lowest
+    index. An infinite result has no gradient, and a row with a NaN has NaN. With linear interpolation, the
+    result is differentiable in q too. With ``group``, gradients are those of :func:`kth_value`.
+
+    Raises:
+        ValueError: q outside [0, 1] or with more than one dim; rows without any entry; an unknown
+            interpolation; others as for :func:`kth_value`.
+        TypeError, IndexError: as for :func:`kth_value`.
+
+    Example:
+        >>> x = torch.tensor([3.0, 1.0, 4.0, 1.5, 9.0])
+        >>> khot.quantile(x, 0.9)
+        tensor(7.)
+        >>> khot.quantile(x, torch.tensor([0.0, 0.5, 0.9]), interpolation="higher")
+        tensor([1., 3., 9.])
+    """
+    row = _row(input, group)
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+        _check_interpolation(interpolation)
+        flat, chosen, axis = _flattened(input, mask) if dim is None else (input, mask, dim)
+        x = arguments.rows(flat, axis, chosen)
+        if row.limit(x) == 0:
+            raise ValueError(_empty(input))
+        return x, arguments.quantile_levels(q, x), flat, chosen, axis
+
+    x, level, flat, chosen, axis = row.agree(prepare, q=q, interpolation=interpolation)
+    if row.limit(x) == 0:
+        raise ValueError(_empty(input))
+    n = _lengths(x, flat, axis, chosen, row)
+    (level,) = row.share([level])
+    position = (widen(level).reshape(-1) * (n - 1).clamp(min=0)).expand(*x.shape[:-1], -1)
+    value = _at(x, position, n, interpolation, row).masked_fill(n == 0, math.nan).to(x.dtype).movedim(-1, 0)
+    if keepdim:
+        kept = [1] * input.dim() if dim is None else list(input.shape)
+        if dim is not None and input.dim():
+            kept[arguments.check_dim(input, dim)] = 1
+        value = value.reshape(value.shape[0], *kept)
+    return value if level.dim() else value.squeeze(0)
+
+
+def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) -> Tensor:
+    """What stands at positions (*batch, m) of each row, which count from 0 for the smallest entry."""
+    where = position.detach()
+    if interpolation in ("lower", "higher", "nearest"):
+        rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](where)
+        return order_statistics(x, n - rounded, row)
+    lower, higher = where.floor(), where.ceil()
+    both = widen(order_statistics(x, torch.cat((n - lower, n - higher), -1), row))
+    below, above = both.chunk(2, -1)
+    weight = position - lower if interpolation == "linear" else 0.5 * (higher - lower)
+    return _between(below, above, weight)
+
+
+def _between(below: Tensor, above: Tensor, weight: Tensor) -> Tensor:
+    """below + weight (above − below), computed from the nearer end, as numpy does."""
+    infinite = (below.isinf() | above.isinf()).detach()
+    a, b = below.masked_fill(infinite, 0), above.masked_fill(infinite, 0)
+    rise = b - a
+    line = torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
+    # the difference of two finite numbers may overflow
+    line = torch.where(rise.detach().isinf(), (1 - weight) * a + weight * b, line)
+    same = (weight == 0) | (below == above)
+    ends = torch.where(same, below, below * (1 - weight) + above * weight).detach()
+    return torch.where(infinite, ends, line)
+
+
+def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
+    """How many entries of each row take part, as (*batch, 1) or a number, in the wide dtype."""
+    if mask is None:
+        return torch.full((1,), row.limit(x), dtype=wide_dtype(x.device), device=x.device)
+    return widen(row.count(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)))
+
+
+def _flattened(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """The input and the mask as one row."""
+    arguments.check_input(input)
+    if mask is not None:
+        arguments.mask_rows(mask, input, -1)
+        mask = mask.expand(input.shape).reshape(-1)
+    return input.reshape(-1), mask, -1
+
+
+def _row(input: Any, group: Any) -> Row:
+    if rows.is_dtensor(input):
+        raise TypeError(
+            "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
+        )
+    row = rows.named(group)
+    if not row.here and torch.compiler.is_compiling():
+        raise ValueError("group must be None under torch.compile, but got one: a trace knows no other shards")
+    return row
+
+
+def _check_interpolation(interpolation: Any) -> None:
+    names = get_args(InterpolationName)
+    if not isinstance(interpolation, str):
+        raise TypeError(f"interpolation must be a string, but got {type(interpolation).__name__}")
+    if interpolation not in names:
+        raise ValueError(f"interpolation must be one of {', '.join(names)}, but got {interpolation!r}")
+
+
+def _empty(input: Tensor) -> str:
+    return f"input must have at least one entry along dim, but got shape {tuple(input.shape)}"

@@ -1,0 +1,71 @@
+"""Balancing experts: the rules take the steps that they are described by, and khot's stays with the exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from khot.experiments.harness import study
+from khot.experiments.papers import balancing
+from khot.experiments.papers.balancing import KINDS, RULES, batches, violation
+
+
+def test_batches_share_their_distribution_and_not_their_tokens() -> None:
+    x, fresh = batches(2_000, 16, seed=0)
+    assert not torch.equal(x, fresh)
+    assert (x.mean(0) - fresh.mean(0)).abs().max() < 0.3 < x.mean(0).std()
+    assert torch.equal(x, batches(2_000, 16, seed=0)[0])
+
+
+def test_violation_by_hand() -> None:
+    scores = torch.tensor([[3.0, 2, 1, 0]] * 3 + [[0.0, 1, 2, 3]])
+    assert violation(scores, torch.zeros(4), 1) == 2.0  # loads 3, 0, 0, 1
+    assert violation(scores, torch.tensor([0.0, 9, 0, 0]), 1) == 3.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_khot_follows_the_exact_rule(kind: str) -> None:
+    x = KINDS[kind](batches(4_000, 16, seed=1)[0])
+    a = b = torch.zeros(16)
+    for _ in range(3):
+        a, b = RULES["khot"](x, a, 2), RULES["exact"](x, b, 2)
+        assert (a - b).abs().max() < 0.05 * b.abs().max()
+
+
+def test_the_sign_rule_moves_each_bias_by_its_rate() -> None:
+    x = batches(400, 16, seed=2)[0]
+    step = RULES["sign rule"](x, torch.zeros(16), 2)
+    loads = x.topk(2).indices.flatten().bincount(minlength=16)
+    assert torch.equal(step > 0, loads < 50) and torch.equal(step < 0, loads > 50)
+    torch.testing.assert_close(step[loads != 50].abs(), torch.full_like(step[loads != 50], 1e-3))
+
+
+def test_one_micro_batch_of_one_kind_is_the_exact_rule() -> None:
+    x = batches(100, 16, seed=3)[0]
+    same = x.repeat(balancing.MICRO_BATCHES, 1)
+    torch.testing.assert_close(
+        RULES["micro-batches"](same, torch.zeros(16), 2), RULES["exact"](x, torch.zeros(16), 2)
+    )
+
+
+def test_the_histogram_is_right_to_a_bin() -> None:
+    x = torch.sigmoid(batches(4_000, 16, seed=4)[0])
+    got, want = (RULES[name](x, torch.zeros(16), 2) for name in ("histogram", "exact"))
+    assert (got - want).abs().max() <= 2 * 2 / 1_000
+
+
+def test_smoke_run(smoke) -> None:
+    found = smoke("balancing")
+    for kind in KINDS:
+        last = {name: found.last("violation", scores=kind, step="10", method=name) for name in RULES}
+        assert last["khot"] < 0.2 < last["sign rule"]
+        assert last["khot"] <= last["exact"] + 0.05
+        assert found.last("violation", scores=kind, method="cold start") < 0.3
+    assert "| E = 16, k = 2: khot |" in found.report
+    assert (found.folder / "violation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options", [{"experts": "64,x"}, {"ks": "0"}, {"experts": "8", "ks": "2,8"}])
+def test_arguments_out_of_range(options: dict[str, str]) -> None:
+    with pytest.raises(study.ArgumentError, match="expected"):
+        balancing.Args(**options)

@@ -1,0 +1,617 @@
+"""QuantileBalancer: what it chooses, counts and learns, and when it does not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import khot
+from khot.nn import MixtureOfExperts, QuantileBalancer, TokenChoiceRouter
+
+E, K = 16, 3
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def skewed(tokens: int, experts: int = E, seed: int = 0) -> Tensor:
+    """Logits, float32, whose means differ by expert and by cluster of tokens."""
+    g = torch.Generator().manual_seed(7)
+    directions, means = torch.randn(8, experts, generator=g), torch.randn(experts, generator=g)
+    g = torch.Generator().manual_seed(seed)
+    clusters = torch.randn(8, 8, generator=torch.Generator().manual_seed(8))
+    of_token = clusters[torch.randint(0, 8, (tokens,), generator=g)] + torch.randn(tokens, 8, generator=g)
+    return of_token @ directions / 2.5 + means
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits": lambda x: x,
+    "sigmoid": torch.sigmoid,
+    "small": lambda x: torch.sigmoid(x - 6),
+    "large logits": lambda x: 100 * x,
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "shifted by token": lambda x: x + 100 * torch.arange(len(x))[:, None] / len(x),
+}
+each_kind = pytest.mark.parametrize("kind", SCORES)
+
+
+def load(x: Tensor, bias: Tensor, k: int = K) -> Tensor:
+    return (x + bias).topk(k, -1).indices.flatten().bincount(minlength=x.shape[-1]).double()
+
+
+def violation(x: Tensor, bias: Tensor, k: int = K) -> float:
+    """The largest load over the mean load, less 1."""
+    loads = load(x, bias, k)
+    return (loads.max() / loads.mean() - 1).item()
+
+
+def counted(x: Tensor, **options: object) -> QuantileBalancer:
+    balancer = QuantileBalancer(x.shape[-1], K, **options)  # type: ignore[arg-type]
+    balancer(x)
+    return balancer
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_chooses_the_largest_biased_scores_and_of_equal_ones_the_lowest_index(
+    dtype: torch.dtype, training: bool
+) -> None:
+    x = (2 * normal(2, 50, E)).round().to(dtype)
+    balancer = QuantileBalancer(E, K).train(training)
+    balancer.bias.copy_(normal(E, seed=1).round())
+    wide = x.to(torch.promote_types(dtype, torch.float32))
+    want = (wide + balancer.bias).sort(dim=-1, descending=True, stable=True).indices[..., :K]
+    got = balancer(x)
+    assert got.dtype == torch.int64 and torch.equal(got, want)
+    assert not got.requires_grad
+
+
+def test_the_bias_is_added_in_float32_to_half_precision() -> None:
+    balancer = QuantileBalancer(3, 1)
+    balancer.bias.copy_(torch.tensor([-1e-4, 1e-4, 0.0]))
+    assert balancer(torch.ones(1, 3, dtype=torch.bfloat16)).item() == 1  # 1 + 1e-4 is 1 in bfloat16
+
+
+def test_closed_experts_are_chosen_last() -> None:
+    x = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0], [-math.inf, -math.inf, 2.0, -math.inf]])
+    got = QuantileBalancer(4, 2)(x)
+    assert got[0].tolist() == [3, 1] and got[1, 0] == 2
+
+
+# ------------------------------------------------------------------------------------ what is counted
+
+
+@each_kind
+def test_the_counts_are_those_of_the_distances(kind: str) -> None:
+    """Against bins whose edges are written down one by one."""
+    x = SCORES[kind](skewed(200))
+    balancer = counted(x)
+    edges = [2.0**octave * (1 + step / 16) for octave in range(-23, 9) for step in range(16)][1:]
+    best = x.topk(K + 1, -1)
+    distance = (best.values[:, K:] - x).double()
+    size = torch.bucketize(distance.abs(), torch.tensor(edges, dtype=torch.float64), right=True)
+    chosen = torch.zeros_like(x, dtype=torch.bool).scatter(-1, best.indices[:, :K], True)
+    place = torch.where(chosen, 511 - size, 512 + size)
+    want = torch.stack([place[:, e].bincount(minlength=1025) for e in range(E)], -1)
+    assert torch.equal(balancer.counts, want)
+
+
+@pytest.mark.parametrize("bins", [64, 256, 1024, 65536])
+def test_the_negative_bins_are_the_load(bins: int) -> None:
+    x = skewed(300).round()  # with many ties
+    balancer = QuantileBalancer(E, K, bins=bins)
+    chosen = balancer(x)
+    assert balancer.counts.shape == (bins + 1, E)
+    assert torch.equal(balancer.counts[: bins // 2].sum(0), chosen.flatten().bincount(minlength=E))
+    assert torch.equal(balancer.counts.sum(0), torch.full((E,), 300))
+
+
+def test_closed_experts_and_unusable_tokens_are_counted_apart() -> None:
+    x = skewed(100)
+    x[:30, 2] = -math.inf
+    x[30:50, 5:] = math.nan
+    balancer = counted(x)
+    assert torch.equal(balancer.counts.sum(0), torch.full((E,), 80))
+    assert balancer.counts[-1].tolist() == [30 * (e == 2) for e in range(E)]
+    balancer.update()
+    assert balancer.bias.isfinite().all()
+
+
+def test_rows_with_few_open_experts_and_infinite_scores() -> None:
+    x = torch.full((4, E), -math.inf)
+    x[0, 3] = x[1, 1] = x[1, 2] = 0.0
+    x[3, :5] = math.inf
+    balancer = counted(x)
+    below = balancer.counts[:512].sum(0)
+    assert below.tolist() == [1, 2, 2, 1] + [0] * (E - 4)  # each open expert, and of the ties the first three
+    assert balancer.counts[-1].sum() == 4 * E - 8
+    balancer.update()
+    assert balancer.bias.isfinite().all()
+
+
+def test_padding_does_not_count() -> None:
+    x, mask = skewed(120).view(4, 30, E), torch.arange(30) < torch.tensor([[30], [12], [1], [0]])
+    padded = x.masked_fill(~mask.unsqueeze(-1), 50.0)
+    padded[3, 5] = math.nan
+    balancer, want = QuantileBalancer(E, K), QuantileBalancer(E, K)
+    balancer(padded, mask)
+    want(x[mask])
+    assert torch.equal(balancer.counts, want.counts)
+    balancer(padded, torch.tensor(False))  # nothing but padding
+    assert torch.equal(balancer.counts, want.counts)
+
+
+def test_counts_only_in_train_mode_with_gradients() -> None:
+    x, balancer = skewed(50), QuantileBalancer(E, K)
+    with torch.no_grad():
+        balancer(x)
+    with torch.inference_mode():
+        balancer(x)
+    balancer.eval()(x)
+    assert not balancer.counts.any()
+    before = balancer.bias.clone()
+    balancer.update()
+    assert torch.equal(balancer.bias, before)
+    balancer.train()(x)
+    assert balancer.counts.sum() == 50 * E
+
+
+def test_the_bias_does_not_change_by_an_update_without_counts() -> None:
+    balancer = counted(skewed(333))
+    balancer.update()
+    before = balancer.bias.clone()
+    assert before.any() and not balancer.counts.any()
+    for _ in range(3):
+        balancer.update()
+    balancer(skewed(5), torch.zeros(5, dtype=torch.bool))
+    balancer.update()
+    assert torch.equal(balancer.bias, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_nothing(reentrant: bool) -> None:
+    x = skewed(200)
+
+    def step(balancer: QuantileBalancer, again: bool) -> None:
+        leaf = x.clone().requires_grad_()
+
+        def layer(scores: Tensor) -> Tensor:
+            return scores.gather(-1, balancer(scores))
+
+        y = checkpoint(layer, leaf, use_reentrant=reentrant) if again else layer(leaf)
+        y.sum().backward()
+
+    plain, twice = QuantileBalancer(E, K), QuantileBalancer(E, K)
+    for _ in range(3):
+        step(plain, False)
+        step(twice, True)
+        factor = 1 if reentrant else 2  # the reentrant kind computes first without gradients
+        assert torch.equal(twice.counts, factor * plain.counts)
+        plain.update()
+        twice.update()
+        assert torch.equal(twice.bias, plain.bias)
+
+
+# ------------------------------------------------------------------------------------ the update
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.75])
+@each_kind
+def test_an_update_is_the_exact_quantile_to_the_width_of_a_bin(kind: str, ema: float) -> None:
+    x = SCORES[kind](skewed(400))
+    balancer = counted(x, ema=ema)
+    before = balancer.bias.double()
+    balancer.update()
+    distance = (x.topk(K + 1, -1).values[:, K:] - x).double()
+    tokens = distance.sort(0).values
+    rank = 400 * K // E
+    want = (tokens[rank - 1] + tokens[rank]) / 2
+    gap = (tokens[rank] - tokens[rank - 1]).abs()
+    moved = (balancer.bias.double() - before) / (1 - ema)
+    error = moved + want.mean() - want  # the update subtracts a mean, too
+    error = error - (error.max() + error.min()) / 2
+    assert (error.abs() <= gap + want.abs().max() / 16 + 1e-6).all()
+    assert abs(balancer.bias.mean().item()) < 1e-6 * max(1, balancer.bias.abs().max().item())
+
+
+# Within 10 updates as good as exact quantiles of all tokens, for any kind of scores.
+@each_kind
+def test_balances_within_ten_updates(kind: str) -> None:
+    x = SCORES[kind](skewed(4096, 64))
+    balancer = QuantileBalancer(64, 4)
+    exact = torch.zeros(64)
+    assert violation(x, exact, 4) > 2
+    for _ in range(10):
+        balancer(x)
+        balancer.update()
+        distance = (x + exact).topk(5, -1).values[:, 4:] - x
+        exact = distance.sort(0).values[256 - 1 : 256 + 1].mean(0)
+    assert violation(x, balancer.bias, 4) <= max(0.06, violation(x, exact, 4) + 0.02)
+
+
+def test_balances_far_better_than_the_sign_rule_and_on_fresh_tokens() -> None:
+    x, fresh = (torch.sigmoid(skewed(4096, 64, seed) - 6) for seed in (0, 1))
+    balancer, signs = QuantileBalancer(64, 4), torch.zeros(64)
+    for _ in range(10):
+        balancer(x)
+        balancer.update()
+        loads = load(x, signs, 4)
+        signs = signs + 1e-3 * (loads.mean() - loads).sign()
+    assert violation(x, signs, 4) > 10 * violation(x, balancer.bias, 4)
+    assert violation(fresh, balancer.bias, 4) < 0.35  # 256 tokens per expert: random loads alone give 0.16
+
+
+def test_a_kept_share_of_the_bias_converges_more_slowly() -> None:
+    x = skewed(2048)
+    quick, slow = QuantileBalancer(E, K), QuantileBalancer(E, K, ema=0.5)
+    for balancer in (quick, slow):
+        for _ in range(3):
+            balancer(x)
+            balancer.update()
+    assert violation(x, quick.bias) < violation(x, slow.bias)
+    for _ in range(20):
+        slow(x)
+        slow.update()
+    assert violation(x, slow.bias) < 0.05
+
+
+def test_distances_beyond_the_last_bin_take_more_updates() -> None:
+    x = 1e3 * skewed(1000)
+    balancer = QuantileBalancer(E, K)
+    balancer(x)
+    balancer.update()
+    assert balancer.bias.abs().max() <= 2 * 512
+    for _ in range(30):
+        balancer(x)
+        balancer.update()
+    assert violation(x, balancer.bias) < 0.1
+
+
+def test_the_same_bits_for_any_micro_batches_in_any_order() -> None:
+    x = skewed(300)
+    whole, parts = QuantileBalancer(E, K), QuantileBalancer(E, K)
+    for _ in range(4):
+        whole(x)
+        for part in reversed(x.split([1, 120, 0, 79, 100])):
+            parts(part)
+        whole.update()
+        parts.update()
+        assert torch.equal(whole.bias, parts.bias)
+
+
+def test_an_expert_closed_to_all_tokens_disturbs_no_other() -> None:
+    x = skewed(2048)
+    x[:, 5] = -math.inf
+    balancer = QuantileBalancer(E, K)
+    for _ in range(40):
+        balancer(x)
+        balancer.update()
+    assert balancer.bias.abs().max() < 10
+    loads = load(x, balancer.bias)
+    others = loads[torch.arange(E) != 5]
+    assert loads[5] == 0 and others.max() / others.mean() < 1.05
+
+
+def test_an_expert_open_to_few_tokens_gets_all_of_them() -> None:
+    x = skewed(2048)
+    x[100:, 5] = -math.inf
+    balancer = QuantileBalancer(E, K)
+    for _ in range(40):
+        balancer(x)
+        balancer.update()
+    assert load(x, balancer.bias)[5] >= 95
+    assert balancer.bias.abs().max() < 50
+
+
+def test_update_all_finds_each_balancer_once() -> None:
+    shared = QuantileBalancer(E, K)
+    model = nn.ModuleList([nn.Sequential(shared, QuantileBalancer(4, 1, bins=64)), shared])
+    small, x = model[0][1], skewed(100)
+    for layer, scores in ((shared, x), (small, x[:, :4])):
+        layer(scores)
+    want = [copy.deepcopy(layer) for layer in (shared, small)]
+    for layer in want:
+        layer.update()
+    QuantileBalancer.update_all(model)
+    assert torch.equal(shared.bias, want[0].bias) and torch.equal(small.bias, want[1].bias)
+    shared(x)
+    QuantileBalancer.update_all(iter([shared, model]))
+    assert not shared.counts.any()
+    QuantileBalancer.update_all([])
+    QuantileBalancer.update_all([nn.Linear(2, 2)])
+
+
+def test_update_all_refuses_what_is_no_module_or_group() -> None:
+    with pytest.raises(TypeError, match="modules must be modules, but one of them is str"):
+        QuantileBalancer.update_all(["model"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed.ProcessGroup, but got int"):
+        QuantileBalancer(E, K).update(3)
+
+
+# ------------------------------------------------------------------------------------ the cold start
+
+
+@each_kind
+def test_a_cold_start_balances_at_once(kind: str) -> None:
+    x = SCORES[kind](skewed(4096, 64))
+    balancer = QuantileBalancer(64, 4)
+    balancer(x)
+    balancer.solve(x)
+    assert violation(x, balancer.bias, 4) < 0.15  # 256 tokens per expert, of which some are nearly equal
+    assert not balancer.counts.any()
+    again = copy.deepcopy(balancer)
+    again.solve(x)
+    assert torch.equal(again.bias, balancer.bias)  # it does not depend on where it starts
+
+
+def test_a_cold_start_is_the_dual_of_the_soft_assignment() -> None:
+    """The mean load of every expert is exact at a temperature of 0.01 standard deviations."""
+    x = skewed(500).double()
+    balancer = QuantileBalancer(E, K)
+    balancer.solve(x)
+    sd = (x - x.mean(-1, keepdim=True)).std(correction=0)
+    y = khot.soft_topk(x + balancer.bias, K, tau=0.01 * sd.item())
+    # the bias is rounded to 1/1024 of the temperature
+    torch.testing.assert_close(y.sum(0), torch.full((E,), 500 * K / E).double(), rtol=1e-3, atol=0)
+
+
+def test_a_cold_start_takes_the_mask_and_other_shapes() -> None:
+    x, mask = skewed(240).view(2, 4, 30, E), torch.arange(30) < 20
+    padded = x.masked_fill(~mask.unsqueeze(-1), math.nan)
+    balancer, want = QuantileBalancer(E, K), QuantileBalancer(E, K)
+    balancer.solve(padded, mask)
+    want.solve(x[..., :20, :])
+    assert want.bias.any() and torch.equal(balancer.bias, want.bias)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [torch.zeros(0, E), torch.ones(9, E), torch.full((9, E), -math.inf), skewed(1), skewed(9) * 1e-30],
+    ids=["no tokens", "all equal", "all closed", "one token", "tiny"],
+)
+def test_a_cold_start_from_little(scores: Tensor) -> None:
+    balancer = QuantileBalancer(E, K)
+    balancer.solve(scores)
+    assert balancer.bias.isfinite().all()
+
+
+def test_a_cold_start_with_closed_experts() -> None:
+    x = skewed(1024)
+    x[:, 5] = -math.inf
+    x[:100, 7:] = -math.inf
+    balancer = QuantileBalancer(E, K)
+    balancer.solve(x)
+    loads = load(x, balancer.bias)
+    assert balancer.bias.isfinite().all()
+    assert loads[torch.arange(E) != 5].max() / loads.mean() < 1.3
+
+
+# ------------------------------------------------------------------------------------ a module like any other
+
+
+@pytest.mark.parametrize(
+    "cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)]
+)
+def test_the_bias_is_never_cast(cast: Callable[[nn.Module], nn.Module]) -> None:
+    router = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K))
+    bias = normal(E).float()
+    router.balancer.bias.copy_(bias)
+    assert cast(router) is router
+    assert router.weight.dtype != torch.float32
+    assert router.balancer.bias.dtype == torch.float32 and torch.equal(router.balancer.bias, bias)
+    assert router.balancer.counts.dtype == torch.int64
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_is_the_bias(dtype: torch.dtype, assign: bool) -> None:
+    x = skewed(100)
+    balancer = counted(x)
+    balancer.update()
+    balancer(x)
+    state = balancer.state_dict()
+    assert list(state) == ["bias"]
+    buffer = io.BytesIO()
+    torch.save({name: value.to(dtype) for name, value in state.items()}, buffer)
+    buffer.seek(0)
+    other = counted(x)
+    other.load_state_dict(torch.load(buffer), assign=assign)
+    assert other.bias.dtype == torch.float32
+    assert torch.equal(other.bias, balancer.bias.to(dtype).float())
+    assert not other.counts.any()  # of another bias
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_go_on_alike(how: Callable[[QuantileBalancer], QuantileBalancer]) -> None:
+    x = skewed(100)
+    balancer = counted(x)
+    balancer.update()
+    balancer(x)
+    other = how(balancer)
+    assert torch.equal(other.counts, balancer.counts)
+    other.update()
+    assert not torch.equal(other.bias, balancer.bias)
+    balancer.update()
+    assert torch.equal(other.bias, balancer.bias)
+
+
+def test_made_without_data_and_then_given_memory() -> None:
+    with torch.device("meta"):
+        balancer = QuantileBalancer(E, K)
+        assert balancer(torch.empty(7, E)).shape == (7, K)
+        balancer.update()
+    balancer = balancer.to_empty(device="cpu")
+    assert not balancer.bias.any() and not balancer.counts.any()
+
+
+def test_reset_parameters() -> None:
+    balancer = counted(skewed(100))
+    balancer.update()
+    balancer(skewed(100))
+    balancer.reset_parameters()
+    assert not balancer.bias.any() and not balancer.counts.any()
+
+
+def test_compiled_whole_it_counts_the_same() -> None:
+    x = skewed(40)
+    torch.compiler.reset()
+    eager = QuantileBalancer(E, K)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(eager(x), compiled(x))
+        assert eager.counts.any() and torch.equal(eager.counts, traced.counts)
+        eager.update()
+        traced.update()
+    with torch.no_grad():
+        compiled(x)
+    assert not traced.counts.any()
+    traced.eval()
+    compiled(x)
+    assert not traced.counts.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_counts_like_the_same_scores_in_float32(dtype: torch.dtype) -> None:
+    x = skewed(200).to(dtype)
+    half, full = counted(x), counted(x.float())
+    assert torch.equal(half.counts, full.counts)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(counted(x.float()).counts, full.counts)
+
+
+def test_scores_get_no_gradient_from_it() -> None:
+    x = skewed(10).requires_grad_()
+    balancer = counted(x)
+    assert not balancer.bias.requires_grad and balancer(x).grad_fn is None
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((1, 1), {}, "num_experts must be at least 2"),
+        ((4, 0), {}, r"k must lie in \[1, 3\], but got 0"),
+        ((4, 4), {}, r"k must lie in \[1, 3\], but got 4"),
+        ((4, 2), {"bins": 100}, "bins must be a power of two, but got 100"),
+        ((4, 2), {"bins": 32}, "bins must lie in"),
+        ((4, 2), {"ema": 1}, "ema must lie in"),
+        ((4, 2), {"ema": -0.1}, "ema must lie in"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range(args: tuple[int, int], options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantileBalancer(*args, **options)  # type: ignore[arg-type]
+
+
+def test_scores_of_another_width() -> None:
+    with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 16\) for this QuantileBalancer"):
+        QuantileBalancer(E, K)(torch.zeros(2, E + 1))
+    with pytest.raises(ValueError, match=r"scores must have shape"):
+        QuantileBalancer(E, K).solve(torch.zeros(2, E + 1))
+
+
+# ------------------------------------------------------------------------------------ in a router
+
+
+def router_of(**options: object) -> TokenChoiceRouter:
+    torch.manual_seed(0)
+    return TokenChoiceRouter(
+        5, E, K, tau=0.5, balancer=QuantileBalancer(E, K), dtype=torch.float64, **options
+    )  # type: ignore[arg-type]
+
+
+def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
+    router, x = router_of(), normal(2, 9, 5)
+    router.balancer.bias.copy_(2 * normal(E, seed=1))
+    scores = (x @ router.weight.T).log_softmax(-1).detach()
+    soft = router(x)
+    y = khot.soft_topk(scores + router.balancer.bias, K, tau=0.5)
+    torch.testing.assert_close(soft.selection, y)
+    torch.testing.assert_close(soft.weights, (scores + y.log()).softmax(-1))
+    hard = router.eval()(x)
+    best = (scores + router.balancer.bias).topk(K).indices
+    assert (hard.selection.gather(-1, best) == 1).all() and hard.selection.sum() == 2 * 9 * K
+    torch.testing.assert_close(hard.weights.gather(-1, best), scores.gather(-1, best).softmax(-1))
+
+
+def test_without_bias_a_balanced_router_is_the_plain_one() -> None:
+    router, x = router_of(), normal(2, 9, 5)
+    plain = TokenChoiceRouter(5, E, K, tau=0.5, dtype=torch.float64)
+    plain.weight = router.weight
+    for training in (True, False):
+        got, want = router.train(training)(x), plain.train(training)(x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_balanced_router_spreads_the_load(hard: bool) -> None:
+    router, x = router_of(cdf="uniform"), 2 * normal(1000, 5)
+    with torch.no_grad():
+        router.weight[:, 0] *= 3
+    x[:, 0] = x[:, 0].abs()
+    if hard:
+        router.eval()
+        router.balancer.train()
+    before = copy.deepcopy(router).eval()(x).load
+    for _ in range(10):
+        routing = router(x)
+        QuantileBalancer.update_all(router)
+    assert torch.equal(routing.selection.sum(-1).round(), torch.full((1000,), float(K)).double())
+    after = router.eval()(x).load
+    assert before.max() / before.mean() > 2 and after.max() / after.mean() < 1.1
+
+
+def test_a_balanced_router_counts_no_padding() -> None:
+    router, x, mask = router_of(), normal(2, 9, 5), torch.arange(9) < torch.tensor([[9], [4]])
+    router(x, mask)
+    assert router.balancer.counts.sum() == 13 * E
+    experts = [nn.Linear(5, 3, dtype=torch.float64) for _ in range(E)]
+    MixtureOfExperts(router, experts)(x, mask)
+    assert router.balancer.counts.sum() == 26 * E
+    with torch.no_grad():
+        router(x, mask)
+    router.eval()(x, mask)
+    assert router.balancer.counts.sum() == 26 * E
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        (K + 1, {}, "num_experts=16 and k=4, but got num_experts=16 and k=3"),
+        (2.5, {}, "k=2.5"),
+        (khot.nn.Anneal(4.0, 2.0, steps=4), {}, "k=Anneal"),
+        (K, {"learnable_k": True}, "balancer must have"),
+        (K, {"balancer": QuantileBalancer(E + 1, K)}, "got num_experts=17"),
+    ],
+    ids=["another k", "fraction", "module", "learned", "another number of experts"],
+)
+def test_a_balancer_of_another_router(k: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenChoiceRouter(5, E, k, **{"balancer": QuantileBalancer(E, K), **options})  # type: ignore[arg-type]
+
+
+def test_a_balancer_of_another_type() -> None:
+    with pytest.raises(TypeError, match="balancer must be a QuantileBalancer or None, but got bool"):
+        TokenChoiceRouter(5, E, K, balancer=True)  # type: ignore[arg-type]
+
+
+def test_the_balancer_is_made_where_the_router_is() -> None:
+    router = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K), device="meta")
+    assert router.balancer is not None and router.balancer.bias.device.type == "meta"
+    assert "balancer" in repr(router)

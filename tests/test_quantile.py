@@ -1,0 +1,343 @@
+"""Exact order statistics against NumPy's sort and quantile, in float64."""
+
+from __future__ import annotations
+
+import math
+import re
+import typing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot._core.dispatch import OPERATORS
+from khot.quantiles import InterpolationName
+
+INF, NAN = math.inf, math.nan
+LEVELS = (0.0, 0.1, 0.25, 0.5, 0.77, 0.999, 1.0)
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+INTERPOLATIONS = pytest.mark.parametrize("interpolation", typing.get_args(InterpolationName))
+Q_LIST = torch.tensor(LEVELS, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def long_row(kind: str, n: int) -> Tensor:
+    x = normal(n)
+    if kind == "half tied":
+        x[::2] = 0.25
+    if kind == "few values":
+        x = (2 * x).round()
+    if kind == "equal":
+        x.fill_(-3.0)
+    if kind == "sorted":
+        x = x.sort().values
+    if kind == "periodic":  # with the period of the sample's strides
+        x = torch.where(torch.arange(n) % 128 == 0, x, x + 100)
+    if kind == "one outlier among ties":
+        x.fill_(1.0)
+        x[n // 3] = 2.0
+    if kind == "signed zeros":
+        x = torch.where(x > 1, x, 0.0 * x)
+    return x
+
+
+KINDS = ["normal", "half tied", "few values", "equal", "sorted", "periodic", "one outlier among ties"]
+KINDS += ["signed zeros"]
+
+
+def by_numpy(x: Tensor, q: Any, interpolation: str = "linear", dim: int = -1) -> Tensor:
+    """numpy.quantile of the same numbers in float64, rounded once."""
+    value = np.quantile(x.detach().double().numpy(), np.asarray(q), axis=dim, method=interpolation)
+    return torch.from_numpy(np.asarray(value)).to(x.dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# --------------------------------------------------------------------------------------- values
+
+
+@DTYPES
+@INTERPOLATIONS
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 101, 2048])
+def test_quantile_is_numpy_s(dtype: torch.dtype, interpolation: InterpolationName, n: int) -> None:
+    x = normal(3, n).to(dtype)
+    assert_same(khot.quantile(x, Q_LIST, interpolation=interpolation), by_numpy(x, LEVELS, interpolation))
+    for q in LEVELS:
+        assert_same(khot.quantile(x, q, interpolation=interpolation), by_numpy(x, q, interpolation))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2049, 20_000])
+def test_long_rows(dtype: torch.dtype, kind: str, n: int) -> None:
+    x = long_row(kind, n).to(dtype)
+    assert_same(khot.quantile(x, Q_LIST), by_numpy(x, LEVELS))
+    ordered = np.sort(x.double().numpy())
+    for k in (1, 2, 3, n // 3, n // 2, n - 1, n):
+        assert khot.kth_value(x, k, largest=False).item() == ordered[k - 1]
+        assert khot.kth_value(x, k).item() == ordered[n - k]
+
+
+def test_a_sample_that_misleads() -> None:
+    """A range that misses the place, above and below: what the sample reads differs from all the rest."""
+    n = 40_000
+    size = n // 128 + 128
+    stride = n // size
+    noise, read = 1, []
+    for i in range(size):
+        noise = (noise * 1664525 + 1013904223) % 2**32
+        read.append(i * stride + (noise * stride >> 32))
+    for shift in (100.0, -100.0):
+        for dtype in (torch.float32, torch.float64):
+            x = normal(n).to(dtype)
+            x[read] += shift
+            assert_same(khot.quantile(x, Q_LIST), by_numpy(x, LEVELS))
+
+
+@DTYPES
+def test_compiled_and_reference_kernels_agree(dtype: torch.dtype) -> None:
+    x = torch.stack([long_row(kind, 3000) for kind in KINDS]).to(dtype)
+    x[0, 7], x[1, 9], x[2, 11] = NAN, INF, -INF
+    k = torch.tensor([1.0, 2, 1500, 1501, 2999, 3000, 0, 3001, 1.5, NAN, INF, -1]).double().expand(len(x), -1)
+    operator = OPERATORS["order_statistics"]
+    for rows in (x, x.mT.contiguous().mT, x[:, :1].expand(-1, 3000), x[:, :1], x[:, :40]):
+        assert_same(operator.overload(rows, k), operator.kernel(rows, k))
+
+
+@INTERPOLATIONS
+def test_infinite_entries(interpolation: InterpolationName) -> None:
+    """Every position of rows with infinite ends: the entries of the sorted row, and between two of them the
+    infinite one, or NaN between −inf and inf."""
+    for row in ([-INF, 1, 2, INF], [-INF, -INF, INF, INF], [1, INF, INF], [-INF, 1], [INF], [-INF, -INF]):
+        x = torch.tensor(row)
+        for quarter in range(4 * len(row) - 3):
+            position, q = quarter / 4, quarter / 4 / max(1, len(row) - 1)
+            a, b = row[math.floor(position)], row[math.ceil(position)]
+            w = position - math.floor(position)
+            whole = {"lower": a, "higher": b, "nearest": row[round(position)]}
+            between = a if a == b else a * (1 - w) + b * w
+            want = whole.get(interpolation, between)
+            if interpolation == "midpoint" and a != b:
+                want = (a + b) / 2
+            got = khot.quantile(x[torch.randperm(len(row))], q, interpolation=interpolation)
+            assert_same(got, torch.tensor(float(want)))
+
+
+def test_great_numbers_do_not_overflow() -> None:
+    top = torch.finfo(torch.float64).max
+    x = torch.tensor([-top, top], dtype=torch.float64)
+    for interpolation in ("linear", "midpoint"):
+        assert khot.quantile(x, 0.5, interpolation=interpolation).item() == 0  # type: ignore[arg-type]
+    assert khot.quantile(torch.tensor([65504.0, -65504.0]).half(), 0.25).item() == -32752
+
+
+def test_nan_spoils_its_row_and_no_other() -> None:
+    for n in (4, 5000):
+        x = normal(3, n)
+        x[1, n // 2] = NAN
+        got = khot.quantile(x, Q_LIST)
+        assert got[:, 1].isnan().all()
+        assert_same(got[:, [0, 2]], by_numpy(x[[0, 2]], LEVELS))
+        assert khot.kth_value(x, 2).isnan().tolist() == [False, True, False]
+
+
+def test_position_is_computed_in_float64() -> None:
+    """In float32, 0.3 (n − 1) is wrong here."""
+    n = 2**25 + 4
+    place = math.floor(0.3 * (n - 1))
+    assert torch.tensor(0.3) * (n - 1) != place
+    x = torch.zeros(n, dtype=torch.float16)
+    x[place:] = 1
+    assert khot.quantile(x, 0.3, interpolation="lower") == 1
+    assert khot.kth_value(x, place + 1, largest=False) == 1
+
+
+# ------------------------------------------------------------------------- shapes, dims, masks
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5), (0, 5), (2, 0, 5)], ids=str)
+@pytest.mark.parametrize("q", [0.3, torch.tensor(0.3), torch.tensor([0.3, 0.9]), torch.empty(0)], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_shapes_are_torch_s(shape: tuple[int, ...], q: Any, keepdim: bool) -> None:
+    x = normal(*shape).float()
+    for dim in (*range(-max(len(shape), 1), max(len(shape), 1)), None):
+        if (shape[dim] if dim is not None and shape else x.numel()) == 0:
+            with pytest.raises(ValueError, match=r"^input must have at least one entry"):
+                khot.quantile(x, q, dim, keepdim)
+            continue
+        got = khot.quantile(x, q, dim, keepdim)
+        if x.numel():
+            wide = q.double() if isinstance(q, Tensor) else q
+            assert_same(got, torch.quantile(x.double(), wide, dim, keepdim).float())
+        else:  # torch.quantile refuses
+            assert got.shape == (*torch.as_tensor(q).shape, *x.sum(dim, keepdim=keepdim).shape)
+        if dim is not None and not keepdim:
+            assert_same(khot.kth_value(x, 1, dim), x.amax(dim))
+
+
+def test_layouts() -> None:
+    x = normal(6, 4, 5)
+    for view in (x.movedim(0, -1), x[..., ::2], x[:, :1].expand(6, 4, 5), x.flip(-1), x[1:, 1:, 1:]):
+        for dim in (0, 1, 2):
+            assert_same(khot.quantile(view, 0.3, dim), by_numpy(view, 0.3, dim=dim))
+            want = view.sort(dim, descending=True).values.select(dim, 1)
+            assert_same(khot.kth_value(view, 2, dim), want)
+
+
+@INTERPOLATIONS
+def test_masks(interpolation: InterpolationName) -> None:
+    x = normal(4, 9)
+    x[1, 2], x[2, 0] = -INF, INF
+    mask = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    x[~mask] = torch.tensor([NAN, INF, -INF]).double().repeat(99)[: int((~mask).sum())]
+    got = khot.quantile(x, Q_LIST, mask=mask, interpolation=interpolation)
+    smallest = khot.kth_value(x, 2, mask=mask, largest=False)
+    for i in range(4):
+        row = x[i][mask[i]]
+        assert_same(got[:, i], khot.quantile(row, Q_LIST, interpolation=interpolation))
+        assert_same(smallest[i], row.sort().values[1])
+    flat = khot.quantile(x, 0.4, None, mask=mask, interpolation=interpolation)
+    assert_same(flat, khot.quantile(x[mask], 0.4, interpolation=interpolation))
+
+
+def test_rows_in_which_nothing_takes_part() -> None:
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    x = normal(2, 3)
+    assert khot.quantile(x, 0.5, mask=mask).isnan().tolist() == [False, True]
+    with pytest.raises(
+        ValueError, match=r"^k must lie in \[1, number of entries that take part\], but got 1"
+    ):
+        khot.kth_value(x, 1, mask=mask)
+    got = torch.func.vmap(lambda x, mask: khot.kth_value(x, 1, mask=mask))(x, mask)
+    assert got.isnan().tolist() == [False, True]
+
+
+def test_k_per_row() -> None:
+    x = normal(2, 3, 7)
+    k = torch.tensor([1, 3, 7])
+    want = x.sort(-1, descending=True).values.gather(-1, (k - 1).expand(2, 3).unsqueeze(-1)).squeeze(-1)
+    assert_same(khot.kth_value(x, k), want)
+    assert_same(khot.kth_value(x, 8 - k, largest=False), want)
+
+
+@pytest.mark.parametrize("k", [0, 8, -1, 1.5, NAN, INF], ids=str)
+def test_bad_k(k: float) -> None:
+    for value in (k, torch.tensor(k, dtype=torch.float64), torch.tensor([1.0, k, 2.0])):
+        with pytest.raises(ValueError, match=r"^k must be an integer in \[1, 7\], but got"):
+            khot.kth_value(normal(3, 7), value)
+
+
+@pytest.mark.parametrize("q", [-0.1, 1.1, NAN, torch.tensor([0.5, 2.0]), torch.tensor(-1)], ids=str)
+def test_bad_q(q: Any) -> None:
+    with pytest.raises(ValueError, match=r"^q must lie in \[0, 1\], but got"):
+        khot.quantile(normal(3), q)
+
+
+def test_bad_interpolation() -> None:
+    said = "interpolation must be one of linear, lower, higher, nearest, midpoint, but got 'cubic'"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        khot.quantile(normal(3), 0.5, interpolation="cubic")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+@INTERPOLATIONS
+def test_gradients(interpolation: InterpolationName) -> None:
+    x, q = normal(1, 3, 6).requires_grad_(), torch.tensor([0.0, 0.31, 0.77, 1.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True, True])
+
+    def of_x(x: Tensor) -> Tensor:
+        return (
+            khot.quantile(x, q, 1, interpolation=interpolation)
+            + khot.quantile(x, 0.4, interpolation=interpolation, mask=mask).sum()
+        )
+
+    torch.autograd.gradcheck(of_x, x, check_forward_ad=True, check_batched_grad=True)
+    torch.autograd.gradgradcheck(lambda x: of_x(x) ** 2, x)
+    if interpolation == "linear":
+        inside = q[1:3].clone().requires_grad_()
+        torch.autograd.gradcheck(khot.quantile, (x, inside), check_forward_ad=True)
+        torch.autograd.gradgradcheck(khot.quantile, (x, inside))
+
+
+def test_gradient_of_the_kth_value() -> None:
+    x = normal(3, 8).requires_grad_()
+    k = torch.tensor([1, 4, 8])
+    torch.autograd.gradcheck(lambda x: khot.kth_value(x, k), x, check_forward_ad=True)
+    torch.autograd.gradcheck(lambda x: khot.kth_value(x, 2, 0, largest=False), x)
+    got = torch.func.jacfwd(lambda x: khot.kth_value(x, k))(x.detach())
+    assert_same(got, torch.func.jacrev(lambda x: khot.kth_value(x, k))(x.detach()))
+
+
+@DTYPES
+def test_gradient_goes_to_the_lowest_index_of_equal_entries(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 2, 3, 2, 2], [0.0, -0.0, 5, -0.0, 0.0], [7, 7, 7, 7, 7]], dtype=dtype)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(khot.kth_value(x, torch.tensor([3, 4, 5])).sum(), x)
+    assert grad.tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+    (grad,) = torch.autograd.grad(khot.quantile(x, 0.4375).sum(), x)
+    assert grad.tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+
+
+def test_gradients_of_infinities_and_nan() -> None:
+    x = torch.tensor([[-INF, 1.0, 2, INF], [-INF, -INF, 3, 4], [NAN, 1, 2, 3]], requires_grad=True)
+    for q in (0.0, 0.1, 1.0):
+        (grad,) = torch.autograd.grad(khot.quantile(x, q)[:2].nan_to_num(0, 0, 0).sum(), x)
+        assert grad[0].eq(0).all()
+    (grad,) = torch.autograd.grad(khot.quantile(x, 0.5).sum(), x)
+    assert grad[0].tolist() == [0, 0.5, 0.5, 0]
+    assert grad[1].eq(0).all()
+    assert grad[2].isnan().all()
+
+
+def test_the_gradient_of_a_masked_row_stays_with_the_entries_that_take_part() -> None:
+    x = torch.tensor([5.0, 5.0, 1.0, 5.0], requires_grad=True)
+    khot.kth_value(x, 1, mask=torch.tensor([False, True, True, True])).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 1, 0, 0]
+
+
+# ------------------------------------------------------------------------ transforms, compilation
+
+
+def test_vmap() -> None:
+    x, q = normal(4, 3, 7), torch.tensor([0.1, 0.5, 0.6, 1.0], dtype=torch.float64)
+    got = torch.func.vmap(khot.quantile)(x, q)
+    assert_same(got, torch.stack([khot.quantile(a, b) for a, b in zip(x, q, strict=True)]))
+    got = torch.func.vmap(khot.quantile, in_dims=(None, 0))(x[0], q)
+    assert_same(got, torch.stack([khot.quantile(x[0], b) for b in q]))
+    k = torch.tensor([1, 2, 3, 7])
+    got = torch.func.vmap(khot.kth_value, in_dims=(1, None))(x.movedim(0, 1), 2)
+    assert_same(got, khot.kth_value(x, 2))
+    got = torch.func.vmap(khot.kth_value)(x, k)
+    assert_same(got, torch.stack([khot.kth_value(a, int(b)) for a, b in zip(x, k, strict=True)]))
+    grads = torch.func.vmap(torch.func.grad(lambda x: khot.quantile(x, 0.3, None)))(x)
+    assert_same(grads[2], torch.func.grad(lambda x: khot.quantile(x, 0.3, None))(x[2]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    q = torch.tensor([0.2, 0.9])
+    mask = torch.arange(9) != 3
+
+    def function(x: Tensor) -> Tensor:
+        some = khot.quantile(x, q, 0) + khot.quantile(x, 0.3, None, interpolation="nearest")
+        return some + khot.kth_value(x, 2, mask=mask).sum() + khot.kth_value(x, torch.tensor(3), 0)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (4, 6):
+        x = normal(rows, 9).requires_grad_()
+        assert_same(compiled(x), function(x))
+        grads = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, function)]
+        torch.testing.assert_close(*grads)
