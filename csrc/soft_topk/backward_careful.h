@@ -139,7 +139,8 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
   double up = kNan, down = kNan, at_up = 0, at_down = 0;  // of a gap: its edges, and dL/dx there
   if (!C::full_support && !live) {
     const double none = 0;
-    const Gap gap = gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
+    const Gap gap =
+        gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
     if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
     // t = (up + down)/2 - tau/2, because the support is (0, 1)
     grad_tau = -0.5 * grad_lo;
