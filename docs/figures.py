@@ -116,6 +116,27 @@ def soft_count(out: Path) -> None:
     save(figure, out / "soft_count.png")
 
 
+def budgets(out: Path) -> None:
+    """A budget spent by score and by value: bars as wide as the costs, as high as the shares."""
+    generator = torch.Generator().manual_seed(3)
+    cost = torch.tensor([2.0, 0.5, 1.5, 0.4, 3.0, 0.8, 1.0, 2.5, 0.6, 1.2], dtype=torch.float64)
+    density = torch.randn(10, generator=generator, dtype=torch.float64).sort(descending=True).values + 1
+    budget = 5.0
+    figure, axes = panels(10, 3.4, 1, 2, sharey=True)
+    for ax, by in zip(axes, ("score", "value"), strict=True):
+        x = density if by == "score" else density * cost
+        starts = cost.cumsum(0) - cost
+        y = khot.soft_budget(x, cost, budget, tau=0.4, by=by)
+        mask = khot.budget_mask(x, cost, budget, by=by)
+        ax.bar(starts, y, cost, align="edge", color=BLUE, edgecolor="white")
+        edges = torch.cat((starts, cost.sum(0, keepdim=True))).tolist()
+        ax.stairs(mask.tolist(), edges, color=ORANGE, linestyle="--", linewidth=1.5)
+        ax.set(xlabel="cost, added up in the order of value per cost", ylim=(0, 1.08), xlim=(0, edges[-1]))
+        ax.set_title(f'by="{by}": Σ w y = {(cost * y).sum():g}', family="monospace", fontsize=10)
+    axes[0].set_ylabel("y")
+    save(figure, out / "budgets.png")
+
+
 def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
     """For each design: the largest error of an inclusion probability, and the entropy of its draws in nats.
 
@@ -201,7 +222,7 @@ def table(path: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-FIGURES = (cdfs, temperature, soft_count, designs, estimators)
+FIGURES = (cdfs, temperature, soft_count, budgets, designs, estimators)
 
 
 def main() -> None:

@@ -63,6 +63,17 @@ def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
     return call
 
 
+def _budget(name: str, **fixed: Any) -> Callable[..., Tensor]:
+    """An operator with a budget, of which every entry costs 1."""
+    operator = getattr(khot, name)
+
+    def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
+        scale = {"tau": tau} if name == "soft_budget" else {}
+        return operator(x, x.new_ones(()), k, **scale, **fixed, **options)
+
+    return call
+
+
 def _ranking(name: str, **fixed: Any) -> Callable[..., Tensor]:
     """The operators without a k. The q of a quantile is fixed, because a tensor q would add a dim."""
     operator = getattr(khot, name)
@@ -203,6 +214,18 @@ OPERATORS: list[Operator] = [
         )
         for p in (2.0, 4 / 3)
         for rescale in (False, True)
+    ),
+    # with equal costs; test_budgets.py has the others
+    *(
+        Operator(
+            f"soft_budget-{n}-{by}",
+            "soft_budget",
+            _budget("soft_budget", cdf=c, by=by),
+            _soft(c),
+            sums_to_k=True,
+            k=(2.3, 3.0, 4.4),  # for the hard selection, which never exceeds the budget
+        )
+        for (n, c), by in zip(_CDFS.items(), ("score", "value", "score", "value", "score"), strict=True)
     ),
     Operator(
         "topk_mask",

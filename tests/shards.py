@@ -78,6 +78,24 @@ def derivatives_of_shards(
     return derivatives(name, {**options, "group": group}, [x, *args[1:]], shard(weights, cuts, rank, n))
 
 
+def budgets(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The shares of a budget, their gradients, and second derivatives."""
+    x, cost, budget, tau = leaves = [v.detach().clone().requires_grad_() for v in args]
+    y = khot.soft_budget(x, cost, budget, tau=tau, **options)
+    loss = (y.square() * weights).sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    outer = sum((g * weights.sin()).sum() for g in first[:2]) + sum(g.square().sum() for g in first[2:])
+    return [v.detach() for v in (y, *first, *torch.autograd.grad(outer, leaves))]
+
+
+def budgets_of_shards(
+    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+) -> list[Tensor]:
+    n, rank = args[0].shape[-1], group.rank()
+    mine = [shard(v, cuts, rank, n) for v in args]
+    return budgets({**options, "group": group}, mine, shard(weights, cuts, rank, n))
+
+
 def call(
     group: Any, name: str, options: dict[str, Any], x: Tensor, k: Any, cuts: list[int], backward: bool = False
 ) -> tuple[Tensor, list[int], list[int]]:

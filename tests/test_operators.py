@@ -56,6 +56,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
     assert {op.name for op in OPERATORS} == public - {
+        "budget_mask",  # its entries have costs: test_budgets.py
         "kth_value",  # these two have no k and tau: test_quantile.py
         "quantile",
         "sample_khot",  # random: test_estimators.py
@@ -465,6 +466,14 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
+    costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)
+    for by in ("score", "value"):
+        spent = (x, costs, k, tau, "logistic", 1.0, by, False, "")
+        y, hi, lo = ops.soft_budget(*spent)
+        cases.append((f"soft_budget-{by}", ops.soft_budget.default, spent))
+        backward = (torch.ones_like(y), torch.ones_like(lo), x, costs, hi, lo, *spent[3:])
+        cases.append((f"budget-backward-{by}", ops.soft_budget_backward.default, backward))
+    cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)
         cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
@@ -479,7 +488,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize(("name", "op", "args"), dispatched(), ids=lambda v: v if isinstance(v, str) else "")
 def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    differentiable = "backward" not in name and name != "topk_mask"
+    differentiable = "backward" not in name and name not in ("topk_mask", "budget_mask")
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])
     torch.library.opcheck(op, args)
