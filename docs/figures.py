@@ -128,7 +128,7 @@ def budgets(out: Path) -> None:
         starts = cost.cumsum(0) - cost
         y = khot.soft_budget(x, cost, budget, tau=0.4, by=by)
         mask = khot.budget_mask(x, cost, budget, by=by)
-        ax.bar(starts, y, cost, align="edge", color=BLUE, edgecolor="white")
+        ax.bar(starts.tolist(), y.tolist(), cost.tolist(), align="edge", color=BLUE, edgecolor="white")
         edges = torch.cat((starts, cost.sum(0, keepdim=True))).tolist()
         ax.stairs(mask.tolist(), edges, color=ORANGE, linestyle="--", linewidth=1.5)
         ax.set(xlabel="cost, added up in the order of value per cost", ylim=(0, 1.08), xlim=(0, edges[-1]))

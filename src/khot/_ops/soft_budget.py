@@ -129,8 +129,8 @@ class _Rule(Rule):
         bad = bad & ~count(widen(x.isnan().any(-1))).bool()
         if bool(bad.any()):
             raise ValueError(
-                f"budget must lie in [0, cost of all entries], but got {wide[bad][0].item():g} for a row with "
-                f"{total[bad][0].item():g}"
+                f"budget must lie in [0, cost of all entries], but got {wide[bad][0].item():g} for a row "
+                f"with {total[bad][0].item():g}"
             )
 
 
