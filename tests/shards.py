@@ -168,6 +168,27 @@ def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> 
     return [y.detach(), x.grad if y.requires_grad else torch.zeros_like(y)]
 
 
+def compiled_order_statistics(
+    group: Any, name: str, argument: Tensor, options: dict[str, Any], x: Tensor, cuts: list[int]
+) -> list[list[Tensor]]:
+    """The values and gradients of compiled and of eager code."""
+    torch.compiler.reset()
+    operator = getattr(khot, name)
+    options = {key: shard(value, cuts, group.rank(), x.shape[-1]) for key, value in options.items()}
+
+    def call(x: Tensor, argument: Tensor) -> Tensor:
+        return operator(x, argument, **options, group=group)
+
+    found = []
+    for function in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+        leaf = shard(x, cuts, group.rank(), x.shape[-1]).clone().requires_grad_()
+        level = argument.clone().requires_grad_(name == "quantile")
+        y = function(leaf, level)
+        wanted = [leaf, level] if name == "quantile" else [leaf]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
+    return found
+
+
 def checked_operators(group: Any) -> None:
     """torch.library.opcheck, with the collectives of a group of one."""
     ops, on = torch.ops.khot, group.group_name
@@ -185,6 +206,8 @@ def checked_operators(group: Any) -> None:
     torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
     backward = (x, values, torch.ones_like(values), on)
     torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
+    for op in (ops.reference_total.default, ops.reference_share.default):
+        torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)

@@ -346,6 +346,26 @@ def test_compile_with_a_group(name: str) -> None:
         assert_close(torch.cat(got, -1), want, 1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "argument", "options"),
+    [
+        ("kth_value", torch.tensor([3.0, 5.0]), {}),
+        ("kth_value", torch.tensor([3.0, 5.0]), {"largest": False}),
+        ("quantile", torch.tensor(0.3, dtype=torch.float64), {}),
+        ("quantile", torch.tensor([0.2, 0.7], dtype=torch.float64), {}),
+    ],
+)
+def test_order_statistics_compiled_with_a_group(
+    name: str, argument: Any, options: dict[str, Any], masked: bool
+) -> None:
+    options = {**options, "mask": scores(2, N, seed=3) < 1} if masked else options
+    x = scores(2, N)
+    for got, want in processes.run(2, shards.compiled_order_statistics, name, argument, options, x, CUTS[2]):
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, 1e-12)
+
+
 def test_opcheck() -> None:
     processes.run(1, shards.checked_operators)
 

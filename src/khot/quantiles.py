@@ -12,6 +12,7 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row
+from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
 __all__ = ["kth_value", "quantile"]
@@ -53,8 +54,8 @@ def kth_value(
 
     Raises:
         ValueError: k is not an integer in [1, n]; a mask or k does not broadcast; arguments differ between
-            the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere a
-            row with a bad k is NaN.)
+            the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere,
+            and with a group under ``torch.compile``, a row with a bad k is NaN.)
         TypeError: input that is not a floating-point tensor or is a DTensor, mask that is not bool.
         IndexError: dim out of range.
 
@@ -163,7 +164,10 @@ def quantile(
         value = _at_number(x, q * (x.shape[-1] - 1), interpolation).to(x.dtype)
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     n = _lengths(x, flat, axis, chosen, row)
-    (level,) = row.share([level])
+    if not row.here and torch.compiler.is_compiling():
+        level = shared.share(level, row.name)
+    else:
+        (level,) = row.share([level])
     position = (widen(level).reshape(-1) * (n - 1).clamp(min=0)).expand(*x.shape[:-1], -1)
     value = _at(x, position, n, interpolation, row).masked_fill(n == 0, math.nan).to(x.dtype).movedim(-1, 0)
     if keepdim:
@@ -193,7 +197,7 @@ def _entries(x: Tensor, first: int, count: int = 1) -> Tensor:
     return order_statistics(x, k if x.dim() == 1 else k.expand(*x.shape[:-1], -1))
 
 
-def _at_number(x: Tensor, position: float, interpolation: str) -> Tensor:
+def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
     """What stands at a position of each row, which counts from 0 for the smallest entry: (*batch, 1)."""
     n, lower, higher = x.shape[-1], math.floor(position), math.ceil(position)
     one = {"lower": lower, "higher": higher, "nearest": round(position)}.get(interpolation)
@@ -240,9 +244,13 @@ def _line(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
 
 def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
     """How many entries of each row take part, as (*batch, 1) or a number, in the wide dtype."""
+    known = row.here or bool(row.lengths)  # a trace does not know the lengths of other shards
     if mask is None:
-        return torch.full((1,), row.limit(x), dtype=wide_dtype(x.device), device=x.device)
-    return widen(row.count(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)))
+        n = row.limit(x) if known else x.shape[-1]
+        counts = torch.full((1,), n, dtype=wide_dtype(x.device), device=x.device)
+        return counts if known else shared.total(counts, row.name)
+    counts = widen(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True))
+    return row.count(counts) if known else shared.total(counts, row.name)
 
 
 def _flattened(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
@@ -259,10 +267,7 @@ def _row(input: Any, group: Any) -> Row:
         raise TypeError(
             "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
-    row = rows.named(group)
-    if not row.here and torch.compiler.is_compiling():
-        raise ValueError("group must be None under torch.compile, but got one: a trace knows no other shards")
-    return row
+    return rows.named(group)
 
 
 def _check_interpolation(interpolation: Any) -> None:
