@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import khot
 
@@ -321,3 +323,44 @@ def balanced(group: Any, scores: list[Tensor], k: int, tokens: list[int]) -> tup
     for layer in layers:
         layer.solve(scores[0][first:last, : layer.num_experts], group=group)
     return [*found, *(layer.bias.clone() for layer in layers)], updates
+
+
+class Scored(nn.Module):
+    """Scores times a weight of 1 per expert, and the experts that a balancer chooses by them."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(experts))
+        self.balancer = khot.nn.QuantileBalancer(experts, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x * self.weight
+        return scores.gather(-1, self.balancer(scores.detach())).sum()
+
+
+def balanced_in_ddp(group: Any, steps: list[Tensor], k: int, broadcast: bool, how: str) -> list[Tensor]:
+    """The biases after each update, in DistributedDataParallel. Rank i has each world-th token from i on."""
+    model = DistributedDataParallel(
+        Scored(steps[0].shape[-1], k), process_group=group, broadcast_buffers=broadcast
+    )
+    found = []
+    for step in steps:
+        own = step[group.rank() :: group.size()]
+        parts = [own] if how == "one forward pass" else list(own.split(9))
+        for i, part in enumerate(parts):
+            waits = how != "synchronised each time" and i < len(parts) - 1
+            with model.no_sync() if waits else contextlib.nullcontext():
+                model(part).backward()
+        if how == "evaluation before the update":
+            evaluate(model, own)
+        khot.nn.QuantileBalancer.update_all(model, group)
+        evaluate(model, own)
+        found.append(model.module.balancer.bias.clone())
+    return found
+
+
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()

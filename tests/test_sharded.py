@@ -459,3 +459,31 @@ def test_balancers_have_the_same_bits_for_any_number_of_processes(world: int) ->
         for got, want in zip(biases, alone, strict=True):
             assert want.any() and torch.equal(got, want)
         assert bytes_sent == 4 * [257 * (12 + 9) * 8]  # one all-reduce of int64 per update, for all layers
+
+
+# Whether the biases are those of all tokens while DistributedDataParallel broadcasts the buffers.
+UNDER_BROADCASTS = {
+    "one forward pass": True,
+    "no_sync": True,
+    "synchronised each time": False,
+    "evaluation before the update": False,
+}
+
+
+@pytest.mark.parametrize("how", UNDER_BROADCASTS)
+@pytest.mark.parametrize(
+    "broadcast", [False, True], ids=["broadcast_buffers=False", "broadcast_buffers=True"]
+)
+def test_balancers_in_distributed_data_parallel(broadcast: bool, how: str) -> None:
+    """The biases are equal on all processes, and those of all tokens, bit for bit. With broadcasts, counts of
+    the first process may overwrite the others, which the documentation warns of."""
+    steps = [scores(90, 12, seed=i).float() + torch.arange(12) / 3 for i in range(3)]
+    alone, want = khot.nn.QuantileBalancer(12, 3), []
+    for step in steps:
+        alone(step)
+        alone.update()
+        want.append(alone.bias.clone())
+    results = processes.run(2, shards.balanced_in_ddp, steps, 3, broadcast, how)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    assert all(map(torch.equal, results[0], want)) == (not broadcast or UNDER_BROADCASTS[how])
