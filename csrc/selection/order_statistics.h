@@ -2,8 +2,8 @@
 // them, and one pass over the row counts what is above the range and collects what is inside it. In a short
 // row, the range is halved by counting. Counting takes vector instructions and no branch on a single entry.
 //
-// Entries that are equal to an end of the range are counted and not collected. A value that many entries share
-// is mostly an end, because the sample contains it many times; so ties cost nothing.
+// Entries that are equal to an end of the range are counted and not collected. A value that many entries
+// share is mostly an end, because the sample contains it many times; so ties cost nothing.
 #pragma once
 
 #include <algorithm>
