@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import khot
 
@@ -186,6 +188,27 @@ def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> 
     return [y.detach(), x.grad if y.requires_grad else torch.zeros_like(y)]
 
 
+def compiled_order_statistics(
+    group: Any, name: str, argument: Tensor, options: dict[str, Any], x: Tensor, cuts: list[int]
+) -> list[list[Tensor]]:
+    """The values and gradients of compiled and of eager code."""
+    torch.compiler.reset()
+    operator = getattr(khot, name)
+    options = {key: shard(value, cuts, group.rank(), x.shape[-1]) for key, value in options.items()}
+
+    def call(x: Tensor, argument: Tensor) -> Tensor:
+        return operator(x, argument, **options, group=group)
+
+    found = []
+    for function in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+        leaf = shard(x, cuts, group.rank(), x.shape[-1]).clone().requires_grad_()
+        level = argument.clone().requires_grad_(name == "quantile")
+        y = function(leaf, level)
+        wanted = [leaf, level] if name == "quantile" else [leaf]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
+    return found
+
+
 def checked_operators(group: Any) -> None:
     """torch.library.opcheck, with the collectives of a group of one."""
     ops, on = torch.ops.khot, group.group_name
@@ -203,6 +226,8 @@ def checked_operators(group: Any) -> None:
     torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
     backward = (x, values, torch.ones_like(values), on)
     torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
+    for op in (ops.reference_total.default, ops.reference_share.default):
+        torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)
@@ -316,3 +341,44 @@ def balanced(group: Any, scores: list[Tensor], k: int, tokens: list[int]) -> tup
     for layer in layers:
         layer.solve(scores[0][first:last, : layer.num_experts], group=group)
     return [*found, *(layer.bias.clone() for layer in layers)], updates
+
+
+class Scored(nn.Module):
+    """Scores times a weight of 1 per expert, and the experts that a balancer chooses by them."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(experts))
+        self.balancer = khot.nn.QuantileBalancer(experts, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x * self.weight
+        return scores.gather(-1, self.balancer(scores.detach())).sum()
+
+
+def balanced_in_ddp(group: Any, steps: list[Tensor], k: int, broadcast: bool, how: str) -> list[Tensor]:
+    """The biases after each update, in DistributedDataParallel. Rank i has each world-th token from i on."""
+    model = DistributedDataParallel(
+        Scored(steps[0].shape[-1], k), process_group=group, broadcast_buffers=broadcast
+    )
+    found = []
+    for step in steps:
+        own = step[group.rank() :: group.size()]
+        parts = [own] if how == "one forward pass" else list(own.split(9))
+        for i, part in enumerate(parts):
+            waits = how != "synchronised each time" and i < len(parts) - 1
+            with model.no_sync() if waits else contextlib.nullcontext():
+                model(part).backward()
+        if how == "evaluation before the update":
+            evaluate(model, own)
+        khot.nn.QuantileBalancer.update_all(model, group)
+        evaluate(model, own)
+        found.append(model.module.balancer.bias.clone())
+    return found
+
+
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()

@@ -46,7 +46,7 @@ def arguments(op: Operator, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 def leaves(op: Operator) -> list[Tensor]:
     """The arguments, requiring grad where the operator is differentiable in them."""
     x, k, tau = arguments(op)
-    return [x.requires_grad_(), k.requires_grad_(not op.integer_k), tau.requires_grad_()]
+    return [x.requires_grad_(), k.requires_grad_(not op.integer_k), tau.requires_grad_(op.has_tau)]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -57,8 +57,6 @@ def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
     assert {op.name for op in OPERATORS} == public - {
         "budget_mask",  # its entries have costs: test_budgets.py
-        "kth_value",  # these two have no k and tau: test_quantile.py
-        "quantile",
         "sample_khot",  # random: test_estimators.py
     }
 
@@ -210,7 +208,7 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
     want = op.call(x, k, tau)
     for bad in (-1.0, 0.0, float("inf"), float("nan")):
         y = op.call(x, k, tau.index_fill(0, torch.tensor(1), bad))
-        assert y[1].isnan().all() or op.name == "topk_mask"  # has none
+        assert y[1].isnan().all() or not op.has_tau
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 
@@ -346,7 +344,7 @@ def test_grad_under_vmap(op: Operator) -> None:
         return op.call(x, k, tau).nan_to_num(0, 0, 0).square().sum()
 
     x, k, tau = arguments(op)
-    argnums = (0, 2) if op.integer_k else (0, 1, 2)
+    argnums = (0, *[1] * (not op.integer_k), *[2] * op.has_tau)
     got = torch.func.vmap(torch.func.grad(loss, argnums=argnums))(x, k, tau)
     leaf = [a.clone().requires_grad_() for a in (x, k, tau)]
     want = torch.autograd.grad(loss(*leaf), [leaf[i] for i in argnums])
@@ -512,6 +510,8 @@ CHECKED_WITH_GROUPS = {
     "reference_topk_mask",
     "reference_order_statistics",
     "reference_order_statistics_backward",
+    "reference_total",
+    "reference_share",
     "reference_soft_topk_magnitude",
     "reference_soft_topk_magnitude_backward",
 }

@@ -120,3 +120,13 @@ def test_sae(tmp_path: Path) -> None:
     assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
     script.draw(images, results, tmp_path / "sae.png")
     assert_picture(tmp_path / "sae.png")
+
+
+def test_quantile(tmp_path: Path) -> None:
+    script = example("quantile")
+    images = data.load_digits()
+    results = script.run(images, steps=1000)
+    error = {method: result.error[-1] for method, result in results.items()}
+    assert error["right"] < error["trimmed"] < 0.75 * error["mean"]
+    script.draw(images, results, 0, tmp_path / "quantile.png")
+    assert_picture(tmp_path / "quantile.png")
