@@ -2,6 +2,7 @@
 
 from khot import _kernels
 from khot._ops import (
+    budget_mask,
     decay_scan,
     draws,
     laplace_rank,
@@ -11,6 +12,7 @@ from khot._ops import (
     order_statistics,
     poisson_binomial,
     shared,
+    soft_budget,
     soft_count,
     soft_topk,
     sorted_soft_topk,
@@ -19,6 +21,7 @@ from khot._ops import (
 )
 
 __all__ = [
+    "budget_mask",
     "decay_scan",
     "draws",
     "laplace_rank",
@@ -28,6 +31,7 @@ __all__ = [
     "order_statistics",
     "poisson_binomial",
     "shared",
+    "soft_budget",
     "soft_count",
     "soft_topk",
     "sorted_soft_topk",
