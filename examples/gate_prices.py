@@ -1,10 +1,10 @@
 """Which pixels are worth their price?
 
-A classifier of digits may look at the pixels of an image for a price: those of the middle, which tell most, are
-expensive, and those at the border are cheap. A gate in front of it learns which pixels to buy for a budget:
+A classifier of digits may look at the pixels of an image for a price. Those of the middle, which tell most,
+are expensive, and those at the border are cheap. A gate in front of it learns which pixels to buy for a budget:
 
 - `nn.KHotGate(n, budget, cost=prices)` learns it together with the classifier;
-- for comparison, a gate that knows no prices, `nn.KHotGate(n, k)`; the budget pays for the best of its pixels;
+- for comparison, a gate that knows no prices, `nn.KHotGate(n, k)`: the budget pays for its best;
 - and the pixels of most variance per unit of price, a rule that looks at no label. It is as good on these
   images, where all that varies belongs to the digit.
 

@@ -135,7 +135,7 @@ def test_quantile(tmp_path: Path) -> None:
 def test_gate_prices(tmp_path: Path) -> None:
     script = example("gate_prices")
     images = data.load_digits()
-    results = script.run(images, steps=500)
+    results = script.run(images)
     prices = script.price_list(images)
     for result in results.values():
         assert result.price == (result.mask * prices).sum() <= 0.1 * prices.sum()
