@@ -1,7 +1,7 @@
 """Which pixels are worth their price?
 
 A classifier of digits may look at the pixels of an image for a price. Those of the middle, which tell most,
-are expensive, and those at the border are cheap. A gate in front of it learns which pixels to buy for a budget:
+are expensive, and those at the border are cheap. A gate learns which of them to buy for a budget:
 
 - `nn.KHotGate(n, budget, cost=prices)` learns it together with the classifier;
 - for comparison, a gate that knows no prices, `nn.KHotGate(n, k)`: the budget pays for its best;
