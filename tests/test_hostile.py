@@ -538,7 +538,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
-    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices"}
+    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
     assert set(parameters(row)) - set(row.good) - UNCHECKED - optional <= {
         "key_padding_mask",
         "attn_mask",
