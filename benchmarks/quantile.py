@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 import khot
 from benchmarks import report
+from khot.experiments.harness import timing
 
 LENGTHS = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 MOST_OF_TORCH = 2**24
@@ -30,17 +29,7 @@ def row(n: int, tied: bool = False) -> Tensor:
     return x
 
 
-def medians(calls: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.thread_time()
-            call()
-            times[name].append(time.thread_time() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
-def measure(n: int, repeats: int) -> str:
+def measure(n: int, seconds: float) -> str:
     """A line of the table, for the median and the quantile of 0.9."""
     x, tied, k = row(n), row(n, tied=True), n // 2
     calls: dict[str, Callable[[], Tensor]] = {
@@ -54,7 +43,7 @@ def measure(n: int, repeats: int) -> str:
         calls["quantile"] = lambda: khot.quantile(x, 0.9)
         calls["torch.quantile"] = lambda: torch.quantile(x, 0.9)
         torch.testing.assert_close(calls["quantile"](), calls["torch.quantile"]())
-    t = medians(calls, repeats)
+    t = timing.medians(calls, seconds=seconds, clock=timing.clock(cpu_time=True))
     whole = report.ratio(t["torch.quantile"] / t["quantile"]) if n <= MOST_OF_TORCH else "–"
     cells = [f"{n:,}", f"{1e3 * t['kth_value']:.3g}", report.ratio(t["torch.kthvalue"] / t["kth_value"])]
     return "| " + " | ".join([*cells, whole, f"{t['tied'] / t['kth_value']:.2f}"]) + " |"
@@ -62,7 +51,7 @@ def measure(n: int, repeats: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="exact order statistics beside torch's, on the CPU")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each call")
     parser.add_argument("--most", type=int, default=10_000_000, help="the longest row")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +60,7 @@ def main() -> None:
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for n in LENGTHS:
         if n <= args.most:
-            print(measure(n, args.repeats), flush=True)
+            print(measure(n, args.seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ struct Kernels {
   // Draws from one row (khot/_kernels/reference/draws.py).
   void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch,
                 bool* out);
+  bool (*pareto)(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed, uint64_t row,
+                 double* scratch, bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
   // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi
   // and 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the

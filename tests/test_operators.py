@@ -489,6 +489,7 @@ def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> No
 CHECKED_WITH_THEIR_KERNELS = {
     "uniform",
     "order_sample",
+    "pareto_sample",
     "tournament",
     "characteristic",
     "inclusion",

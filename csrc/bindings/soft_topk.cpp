@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
   const Spec spec = to_spec(cdf, shape, output, n);
   std::vector<int64_t> out_sizes = batch;
   out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
-  Tensor out = torch::stable::new_empty(x, out_sizes);
-  Tensor hi = torch::stable::new_empty(x, batch, ScalarType::Double);
-  Tensor lo = torch::stable::new_empty(x, batch, ScalarType::Double);
+  Tensor out = empty(x, out_sizes);
+  Tensor hi = empty(x, batch, ScalarType::Double);
+  Tensor lo = empty(x, batch, ScalarType::Double);
 
   if (n == 0) {  // there is nothing to select from, so that only k = 0 can be met
     const RowScalars ks(k, batch);
@@ -97,9 +97,9 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
-  Tensor grad_x = torch::stable::new_empty(x, x.sizes());
-  Tensor grad_k = torch::stable::new_empty(hi, batch);
-  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+  Tensor grad_x = empty(x, x.sizes());
+  Tensor grad_k = empty(hi, batch);
+  Tensor grad_tau = empty(hi, batch);
 
   if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
   Backward rows(grad, grad_lo, x, hi, lo, tau, y, batch);

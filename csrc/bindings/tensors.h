@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "bindings/empty.h"
 #include "kernels.h"
 
 namespace khot {

@@ -1,8 +1,8 @@
 // The k-th largest entries of a row, for several k at once: a sample gives a range that holds them, and one
 // pass over the row counts what is above the range and collects what is inside it.
 //
-// Entries that are equal to an end of the range are counted and not collected. A value that many entries share
-// is mostly an end, because the sample contains it many times; so ties cost nothing.
+// Entries that are equal to an end of the range are counted and not collected. A value that many entries
+// share is mostly an end, because the sample contains it many times; so ties cost nothing.
 #pragma once
 
 #include <algorithm>

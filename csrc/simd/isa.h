@@ -18,11 +18,22 @@
 namespace khot::KHOT_ISA {
 
 constexpr Kernels table(const char* name) {
-  return {name,           forward,          backward,
-          budget,         budget_backward,  topk_mask,
-          order_statistics, magnitude,      magnitude_backward,
-          uniform_row,    order_row,        tournament_row,
-          characteristic_row, inclusion_row, covariance_row,
+  return {name,
+          forward,
+          backward,
+          budget,
+          budget_backward,
+          topk_mask,
+          order_statistics,
+          magnitude,
+          magnitude_backward,
+          uniform_row,
+          order_row,
+          pareto_row,
+          tournament_row,
+          characteristic_row,
+          inclusion_row,
+          covariance_row,
           calibrate_row};
 }
 

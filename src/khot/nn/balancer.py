@@ -191,8 +191,7 @@ class QuantileBalancer(nn.Module):
         cutoff = biased.gather(-1, best[..., self.k :])
         chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best[..., : self.k], True)
         distance = (cutoff - biased).float().masked_fill(biased == cutoff, 0)  # ∞ − ∞ is NaN
-        shift = MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
-        size = ((distance.abs().view(torch.int32) - SMALLEST) >> shift).clamp(0, half - 1)
+        size = ((distance.abs().view(torch.int32) - SMALLEST) >> self._dropped()).clamp(0, half - 1)
         # by the choice and not by the sign: the negative bins are then the load even where scores are equal
         place = torch.where(chosen, half - 1 - size, half + size)
         place = place.masked_fill(biased == -math.inf, self.bins).long()
@@ -222,9 +221,12 @@ class QuantileBalancer(nn.Module):
     def _edge(self, i: Tensor) -> Tensor:
         """The lower edge of bin i, in float64."""
         steps = i - self.bins // 2
-        shift = MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
-        size = ((steps.abs() << shift) + SMALLEST).to(torch.int32).view(torch.float32).double()
+        size = ((steps.abs() << self._dropped()) + SMALLEST).to(torch.int32).view(torch.float32).double()
         return size * steps.sign()
+
+    def _dropped(self) -> int:
+        """How many bits at the end of a mantissa make no difference to the bin."""
+        return MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantileBalancer:
         """Move, but do not cast: half precision has too few digits for a bias, which would then depend on

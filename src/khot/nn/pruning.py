@@ -244,7 +244,7 @@ class _Blocks:
     def select(self, hard: bool) -> tuple[list[Tensor], list[None]]:
         [(module, name)] = self.members
         learned: Tensor = module.parametrizations[name].original  # type: ignore[union-attr, index]
-        if not hasattr(learned, "placements"):
+        if not rows.is_dtensor(learned):
             return [self._kept(learned, hard)], [None]
         # torch does not load torch.distributed.tensor by itself, and most users never need it
         from khot._core.dtensor import with_whole_dim
@@ -351,7 +351,7 @@ class _Group:
         copy of DTensors.
         """
         originals = self.originals()
-        if not any(hasattr(x, "placements") for x in originals):
+        if not any(rows.is_dtensor(x) for x in originals):
             row, learned = self._row(originals, hard, None, shared)
             return _split(row, originals), _split(learned.detach(), originals, cast=False)
         # torch does not load torch.distributed.tensor by itself, and most users never need it
