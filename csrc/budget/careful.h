@@ -37,8 +37,7 @@ class CarefulBudget {
   }
 
  private:
-  static constexpr int kEvaluations = 96, kLogEvaluations = 8, kHistograms = 4, kBins = 1024;
-  static constexpr double kNear = 1e-6;  // from this relative miss on, Newton's steps need no bracket
+  static constexpr int kEvaluations = 128, kLogEvaluations = 8, kHistograms = 4, kBins = 1024;
   static constexpr double kFarthest = 1e300;
 
   struct Costs {
@@ -218,25 +217,28 @@ class CarefulBudget {
     return std::fabs(value) < kInfinity ? value : middle;
   }
 
-  static Threshold moved(Threshold t, double by) {
-    const double add = t.lo + by, hi = t.hi + add, part = hi - t.hi;
-    return {hi, (t.hi - (hi - part)) + (add - part)};
+  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi moved.
+  static double move(Threshold& t, double lo) {
+    const double hi = t.hi + lo, part = hi - t.hi, before = t.hi;
+    t = {hi, (before - (hi - part)) + (lo - part)};
+    return hi - before;
   }
 
   Threshold newton() const {
     const double share = std::min(std::max(left_ / free_, kTiny), 1 - 1e-16);
-    const Range ends = levels(F_.icdf(share));
+    const Range ends = levels(F_.icdf(share)), centres = levels(F_.median);
     auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
     double low = held(ends.low), high = held(ends.high);
     const double pad = 1e-14 * std::max(std::fabs(low), std::fabs(high)) + (kByValue ? 0 : 1e-9 * tau_);
     low -= pad, high += pad;
     if (spec_.at_most) low = std::max(low, 0.0);
-    const Range centres = levels(F_.median);
-    Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0}, best = t;
+    Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
     if (!(t.hi > low && t.hi < high)) t = {0.5 * low + 0.5 * high, 0};
+    low -= t.hi, high -= t.hi;  // from here on, bounds are relative to t.hi, and have digits that it has not
+    Threshold best = t;
     const double scale = std::max(std::min(left_, free_ - left_), 1e-13 * left_);
+    const double noise = std::max(1e-13 * scale, 8 * 0x1p-52 * left_);  // below it, rounding keeps a miss up
     double best_miss = kInfinity, span = kInfinity;
-    bool deep = false;
     for (int count = 1; count <= kEvaluations; ++count) {
       const SpendSums s = evaluate(t);
       double over = s.spent - left_;
@@ -246,36 +248,35 @@ class CarefulBudget {
                                            : s.lacking == 0 && s.excess == 0;
       if (over == 0 && nothing) {
         const Range gap = neighbours(t);
-        best = {0.5 * std::min(gap.low, kHuge / 4) + 0.5 * std::max(gap.high, -kHuge / 4), 0};
-        deep = C::full_support;
-        break;
+        // with no entry on one side of the gap, nothing or everything is paid for, but for rounding
+        if (gap.high == -kInfinity) return {-kHuge, -kHuge};
+        if (gap.low == kInfinity) return {kHuge, kHuge};
+        const double middle = 0.5 * gap.low + 0.5 * gap.high;
+        return C::full_support ? log_newton({middle, 0}) : Threshold{middle, 0};
       }
-      const bool near = std::fabs(miss) <= kNear * scale;
-      const bool stalled = near && std::fabs(miss) >= 0.5 * best_miss;
+      const bool settled = std::fabs(miss) <= noise && std::fabs(miss) >= 0.5 * best_miss;
       if (std::fabs(miss) < best_miss) best = t, best_miss = std::fabs(miss);
-      if (stalled || std::fabs(miss) <= 1e-15 * scale) break;
-      const double at = t.hi + t.lo;
-      if (miss > 0) low = std::max(low, at);
-      if (miss < 0) high = std::min(high, at);
+      if (settled || std::fabs(miss) <= 1e-15 * scale) break;
+      if (miss > 0) low = std::max(low, t.lo);
+      if (miss < 0) high = std::min(high, t.lo);
       double step = tau_ * miss / (s.slope_above + s.slope_below);
       if (C::full_support) {
         const double logs = tau_ * (std::log(P) - std::log(Q)) / (s.slope_below / P + s.slope_above / Q);
         if (std::fabs(logs) < kInfinity) step = logs;
       }
-      const double trial = at + step;
-      const bool inside = trial > low && trial < high;
+      double trial = t.lo + step;
       // a bracket that has not become half as wide in three evaluations is bisected
-      const bool slow = !near && count % 3 == 0 && high - low > 0.5 * span;
+      const bool slow = count % 3 == 0 && high - low > 0.5 * span && std::fabs(miss) > noise;
       if (count % 3 == 0) span = high - low;
-      if (std::fabs(step) < kInfinity && (near || (inside && !slow))) {
-        t = moved(t, step);
-        continue;
+      if (!(trial > low && trial < high) || slow) {
+        trial = between(t.hi + low, t.hi + high) - t.hi;
+        if (!(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high;
+        if (!(trial > low && trial < high)) break;
       }
-      const double middle = between(low, high);
-      if (!near && middle <= low && middle >= high) break;
-      t = {middle, 0};
+      const double moved = move(t, trial);
+      low -= moved, high -= moved;
     }
-    return deep ? log_newton(best) : best;
+    return best;
   }
 
   struct LogSums {  // of w (1 - F) and w a f over the entries above, and of w F and w a f over the others
@@ -329,7 +330,7 @@ class CarefulBudget {
       const double rate = std::exp(logs[1] - logs[0]) + std::exp(logs[3] - logs[2]);
       const double step = tau_ * (logs[2] - logs[0]) / rate;
       if (!(std::fabs(step) < kInfinity)) break;
-      t = moved(t, step);
+      move(t, t.lo + step);
       if (std::fabs(step) <= 1e-12 * tau_) break;
     }
     return t;
