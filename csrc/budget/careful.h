@@ -237,7 +237,7 @@ class CarefulBudget {
     low -= t.hi, high -= t.hi;  // from here on, bounds are relative to t.hi, and have digits that it has not
     Threshold best = t;
     const double scale = std::max(std::min(left_, free_ - left_), 1e-13 * left_);
-    const double noise = std::max(1e-13 * scale, 8 * 0x1p-52 * left_);  // below it, rounding keeps a miss up
+    const double noise = std::max(1e-14 * scale, 8 * 0x1p-52 * left_);  // below it, rounding keeps a miss up
     double best_miss = kInfinity, span = kInfinity;
     for (int count = 1; count <= kEvaluations; ++count) {
       const SpendSums s = evaluate(t);

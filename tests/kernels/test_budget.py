@@ -104,7 +104,7 @@ def test_rows_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int, at
         limit = (5e-7 if dtype == torch.float32 else 1e-12) + unclear
         excess = far(y, want).amax(-1) / limit
         # whether a sum of all costs equals the budget is a matter of the order of its terms
-        sure = (unclear < 1e-4) & ((hi.abs() > 1e308) == (want_hi.abs() > 1e308))
+        sure = (unclear < 1e-4) & (hi.abs() > 1e300).eq(want_hi.abs() > 1e300)
         assert (excess <= 1)[sure].all()
 
 
@@ -123,13 +123,25 @@ def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: in
         for grad_lo in (torch.zeros_like(hi), torch.randn(hi.shape, generator=g, dtype=torch.float64)):
             given = (grad, grad_lo, x, w, hi, lo, *rest)
             got = torch.ops.khot.soft_budget_backward(*given)
-            true = reference.soft_budget_backward(grad.double(), grad_lo, x.double(), w.double(), hi, lo, *rest)
+            true = reference.soft_budget_backward(
+                grad.double(), grad_lo, x.double(), w.double(), hi, lo, *rest
+            )
             relative = 1e-5 if dtype == torch.float32 else 1e-10
             # the terms of a sum may cancel, so that errors are relative to their sizes
             d = reference.weigh(
-                x.double(), w.double(), hi, lo, torch.tensor(tau), F, by == "value", at_most, reference.rows.HERE
+                x.double(),
+                w.double(),
+                hi,
+                lo,
+                torch.tensor(tau),
+                F,
+                by == "value",
+                at_most,
+                reference.rows.HERE,
             )
-            edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (1e-5 if dtype == torch.float32 else 1e-12)
+            edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (
+                1e-5 if dtype == torch.float32 else 1e-12
+            )
             kinked = edge & (cdf in ("uniform", "power"))
             v = grad.double().abs()
             mass = (d.w * d.a * d.weight).sum(-1)
@@ -146,7 +158,8 @@ def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: in
                 (dx * d.z.abs()).sum(-1) + 1e-30,
             )
             for name, a, b, unit in zip(("dx", "dw", "dB", "dtau"), got, true, units, strict=True):
-                excess = (far(a, b) / (relative * unit)).reshape(len(x), -1).amax(-1)
+                fits = ~b.to(a.dtype).isinf()  # a finite gradient of float64 may be infinite in float32
+                excess = ((far(a, b) / (relative * unit)).masked_fill(~fits, 0)).reshape(len(x), -1).amax(-1)
                 assert (excess <= 1)[~kinked].all(), name
 
 
@@ -210,7 +223,9 @@ def test_costs_that_are_expanded(by: str, shape: tuple[int, ...]) -> None:
             assert torch.equal(a, b)
         one = torch.ones_like(budget)
         grads = torch.ops.khot.soft_budget_backward(x, one, x, cost, *got[1:], *rest)
-        for a, b in zip(grads, torch.ops.khot.soft_budget_backward(x, one, x, whole, *want[1:], *rest), strict=True):
+        for a, b in zip(
+            grads, torch.ops.khot.soft_budget_backward(x, one, x, whole, *want[1:], *rest), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -300,7 +315,18 @@ def test_another_instruction_set() -> None:
         pytest.skip("the kernels in use are not those of AVX-512 by default")
     chosen = "rows_as_the_reference or gradients or long_rows"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__)), "-k", chosen],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__)),
+            "-k",
+            chosen,
+        ],
         env={**os.environ, "KHOT_KERNELS": "avx2"},
         capture_output=True,
         text=True,

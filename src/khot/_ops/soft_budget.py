@@ -1,8 +1,9 @@
 """The threshold t with Σ_i w_i F((x_i − t a_i)/τ) = B, and the shares y = F((x − t a)/τ).
 
-There are two operators with one rule, as for the soft top-k: ``khot::soft_budget`` has compiled kernels, and
-``khot::reference_soft_budget`` serves rows spread over processes and users' CDFs. As there, the results include t itself (as lo), so that the vjp, which is written in torch
-operations on x, w, t and τ, can be differentiated again, to any order and in either mode.
+There are two operators with one rule, as for the soft top-k: ``khot::soft_budget`` has compiled kernels,
+and ``khot::reference_soft_budget`` serves rows spread over processes and users' CDFs. As there, the results
+include t itself (as lo), so that the vjp, which is written in torch operations on x, w, t and τ, can be
+differentiated again, to any order and in either mode.
 """
 
 from __future__ import annotations
