@@ -1,7 +1,9 @@
 """The threshold t with Σ_i w_i F((x_i − t a_i)/τ) = B, and the shares y = F((x − t a)/τ).
 
-As for the soft top-k, the results include t itself (as lo), so that the vjp, which is written in torch
-operations on x, w, t and τ, can be differentiated again, to any order and in either mode.
+There are two operators with one rule, as for the soft top-k: ``khot::soft_budget`` has compiled kernels,
+and ``khot::reference_soft_budget`` serves rows spread over processes and users' CDFs. As there, the results
+include t itself (as lo), so that the vjp, which is written in torch operations on x, w, t and τ, can be
+differentiated again, to any order and in either mode.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def budget_map(
         at_most: whether the budget may be left unspent.
         row: says whether x is the whole rows or a shard of them.
     """
-    y, _, _ = _soft_budget(x, cost, budget, tau, *cdf.key, by, at_most, row.name)
+    if row.here and cdf.built_in:
+        y, _, _ = _soft_budget(x, cost, budget, tau, *cdf.key, by, at_most)
+    else:
+        y, _, _ = _reference_soft_budget(x, cost, budget, tau, *cdf.key, by, at_most, row.name)
     return y
 
 
@@ -51,8 +56,9 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        x, cost, budget, tau, name, shape, ctx.by, ctx.at_most, ctx.group = inputs
+        x, cost, budget, tau, name, shape, ctx.by, ctx.at_most, *group = inputs
         _, hi, lo = outputs
+        ctx.group = group  # no name in it where a compiled kernel may serve
         ctx.key, ctx.budget_like = (name, shape), (budget.shape, budget.dtype)
         ctx.cdf = cdfs.resolve(name, shape)  # kept, so that a user's CDF lives as long as the graph
         return x, cost, tau, hi, lo
@@ -63,11 +69,12 @@ class _Rule(Rule):
         grad = torch.zeros_like(x) if grad is None else grad
         grad_lo = torch.zeros_like(hi) if grad_lo is None else grad_lo
         if by_kernel():
-            dx, dcost, dbudget, dtau = _soft_budget_backward(
-                grad, grad_lo, x, cost, hi, lo, tau, *ctx.key, ctx.by, ctx.at_most, ctx.group
+            backward = _reference_soft_budget_backward if ctx.group else _soft_budget_backward
+            dx, dcost, dbudget, dtau = backward(
+                grad, grad_lo, x, cost, hi, lo, tau, *ctx.key, ctx.by, ctx.at_most, *ctx.group
             )
         else:
-            row = rows.of(ctx.group)
+            row = rows.of(*ctx.group)
             dx, dcost, dbudget, dtau = kernels.vjp(
                 grad, grad_lo, x, cost, hi, lo, tau, ctx.cdf, ctx.by, ctx.at_most, row
             )
@@ -77,13 +84,13 @@ class _Rule(Rule):
             dcost.sum_to_size(cost.shape) if ctx.needs_input_grad[1] else None,
             dbudget.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[2] else None,
             dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None,
-            *(None,) * 5,
+            *(None,) * (4 + len(ctx.group)),
         )
 
     @staticmethod
     def jvp(ctx: Any, dx: Any, dcost: Any, dbudget: Any, dtau: Any, *_: Any) -> tuple[Any, ...]:
         x, cost, tau, hi, lo = ctx.saved_tensors
-        row, by_value = rows.of(ctx.group), ctx.by == "value"
+        row, by_value = rows.of(*ctx.group), ctx.by == "value"
         tau = on(hi.device, tau).to(hi.dtype).expand(hi.shape)
         d = kernels.weigh(x, cost, hi, lo, tau, ctx.cdf, by_value, ctx.at_most, row)
         zero = torch.zeros_like(d.z)
@@ -117,12 +124,12 @@ class _Rule(Rule):
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
-        x, cost, budget, tau, _, _, _, at_most, group = inputs
+        x, cost, budget, tau, _, _, _, at_most, *group = inputs
         hi = outputs[1]
         if not arguments.readable(hi) or not bool(hi.isnan().any()):
             return
         arguments.check_values(tau, "tau", low=0, low_open=True)
-        count, free = rows.of(group).count, x == -torch.inf
+        count, free = rows.of(*group).count, x == -torch.inf
         total = count(widen(cost).expand(x.shape).masked_fill(free, 0).sum(-1))
         wide = widen(budget).expand(hi.shape)
         bad = hi.isnan() & ~((wide >= 0) & (at_most | (wide <= total))) & ~total.isnan()
@@ -143,7 +150,7 @@ def _fake(
     shape: float,
     by: str,
     at_most: bool,
-    group: str,
+    group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     hi = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
     return x.new_empty(x.shape), hi, torch.empty_like(hi)
@@ -155,18 +162,30 @@ def _backward_fake(
     return x.new_empty(x.shape), cost.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape)
 
 
+_FORWARD = "Tensor x, Tensor cost, Tensor budget, Tensor tau, str cdf, float shape, str by, bool at_most"
+_BACKWARD = (
+    "Tensor grad, Tensor grad_lo, Tensor x, Tensor cost, Tensor hi, Tensor lo, Tensor tau, str cdf, "
+    "float shape, str by, bool at_most"
+)
 _soft_budget = define(
-    "soft_budget",
-    "(Tensor x, Tensor cost, Tensor budget, Tensor tau, str cdf, float shape, str by, bool at_most, "
-    "str group) -> (Tensor, Tensor, Tensor)",
+    "soft_budget", f"({_FORWARD}) -> (Tensor, Tensor, Tensor)", kernels.soft_budget, _fake, _Rule
+)
+_soft_budget_backward = define(
+    "soft_budget_backward",
+    f"({_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
+    kernels.soft_budget_backward,
+    _backward_fake,
+)
+_reference_soft_budget = define(
+    "reference_soft_budget",
+    f"({_FORWARD}, str group) -> (Tensor, Tensor, Tensor)",
     kernels.soft_budget,
     _fake,
     _Rule,
 )
-_soft_budget_backward = define(
-    "soft_budget_backward",
-    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor cost, Tensor hi, Tensor lo, Tensor tau, str cdf, "
-    "float shape, str by, bool at_most, str group) -> (Tensor, Tensor, Tensor, Tensor)",
+_reference_soft_budget_backward = define(
+    "reference_soft_budget_backward",
+    f"({_BACKWARD}, str group) -> (Tensor, Tensor, Tensor, Tensor)",
     kernels.soft_budget_backward,
     _backward_fake,
 )

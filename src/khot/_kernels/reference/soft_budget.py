@@ -65,7 +65,7 @@ def soft_budget(
     shape: float,
     by: str,
     at_most: bool,
-    group: str,
+    group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares y, and t = hi + lo, of the batch shape.
 
@@ -453,7 +453,7 @@ def soft_budget_backward(
     shape: float,
     by: str,
     at_most: bool,
-    group: str,
+    group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`vjp` as an operator, for traces and where no second derivative is wanted."""
     F = cdfs.resolve(cdf, shape)
