@@ -1,5 +1,5 @@
-// The threshold t of a soft budget for any row, sum w F((x - t a)/tau) = B, in double: a bracket, a histogram of
-// the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
+// The threshold t of a soft budget for any row, sum w F((x - t a)/tau) = B, in double: a bracket, a histogram
+// of the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
 //
 // P - Q is sum w y - B without cancellation: P is what rejected entries spend and Q is what selected ones do
 // not. The edge cases are those of khot/_kernels/reference/soft_budget.py.
@@ -132,8 +132,8 @@ class CarefulBudget {
         });
   }
 
-  // The levels next to t: the least one of the entries above and the greatest one of the others. Under compact
-  // support they are where y leaves 1 or 0.
+  // The levels next to t: the least one of the entries above and the greatest one of the others. Under
+  // compact support they are where y leaves 1 or 0.
   Range neighbours(Threshold t) const {
     const Position<double, kByValue> position(t, tau_);
     const double median = F_.median, end = C::full_support ? median : 1, start = C::full_support ? median : 0;
@@ -217,7 +217,8 @@ class CarefulBudget {
     return std::fabs(value) < kInfinity ? value : middle;
   }
 
-  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi moved.
+  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi
+  // moved.
   static double move(Threshold& t, double lo) {
     const double hi = t.hi + lo, part = hi - t.hi, before = t.hi;
     t = {hi, (before - (hi - part)) + (lo - part)};
