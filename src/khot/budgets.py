@@ -39,29 +39,30 @@ def soft_budget(
     """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
 
     It is :func:`khot.soft_topk` with a sum of costs in place of the number of entries. There are two forms,
-    with one number t for each row such that the budget is spent:
+    each with one number t per row for which the budget is spent:
 
-    - ``by="score"``: y_i = F((x_i − t)/τ). The input is a priority, such as a relevance, or a value per unit of
-      cost. Entries with equal scores have equal shares, and to split an entry into several whose costs add up
-      changes nothing. With log-probabilities as input, probabilities as cost and the budget p, it is a soft
-      top-p (nucleus) selection.
-    - ``by="value"``: y_i = F((x_i − t w_i)/τ). The input is a value of the whole entry, and t is the price that
-      a unit of cost has to be worth. As τ → 0, it is the fractional knapsack problem.
+    - ``by="score"``: y_i = F((x_i − t)/τ). The input is a priority, such as a relevance, or a value per unit
+      of cost. Entries with equal scores have equal shares, and to split an entry into several whose costs
+      add up changes nothing. With log-probabilities as input, probabilities as cost and the budget p, it is
+      a soft top-p (nucleus) selection.
+    - ``by="value"``: y_i = F((x_i − t w_i)/τ). The input is the value of the whole entry, and t is the value
+      that a unit of cost has to have. As τ → 0, it is the fractional knapsack problem.
 
     Args:
-        input: scores or values, of any floating-point dtype. −inf is never selected and is not paid for; +inf is
-            always selected and paid for.
-        cost: the costs w ≥ 0, in a dtype of real numbers; broadcastable to the input. An entry of cost 0 is
-            free: by score, it is selected like the others; by value, its share is F(x/τ).
-        budget: B, from the cost of the entries of +inf to the cost of all entries; a number or a tensor that
-            broadcasts with the batch shape (the input's shape without ``dim``). A budget that differs from the
-            cost of all entries by rounding, in the dtype of the costs, pays for all.
+        input: scores or values, of any floating-point dtype. −inf is never selected and is not paid for;
+            +inf is always selected and paid for.
+        cost: the costs w ≥ 0, a tensor of integers or floating-point numbers that broadcasts to the input.
+            An entry of cost 0 is free: by score, it is selected like the others; by value, its share is
+            F(x/τ).
+        budget: B, in [0, cost of all entries that may be selected]; a number or a tensor that broadcasts with
+            the batch shape (the input's shape without ``dim``). A budget that exceeds the cost of all entries
+            by rounding, in the dtype of the costs, pays for all.
         dim: the dimension to select along.
         tau: temperature > 0, in the units of the input; a number or a tensor, as the budget.
         cdf, largest: as for :func:`khot.soft_topk`.
         by: ``"score"`` or ``"value"``.
-        at_most: the budget is a bound: where F(x/τ) spends no more than it, that is the result. The budget may
-            then exceed the cost of all entries.
+        at_most: the budget is a bound: where F(x/τ) spends no more than it, that is the result. The budget
+            may then exceed the cost of all entries.
         mask: bool, broadcastable to the input; True where an entry may be selected. Scores and costs under
             False are ignored, even NaN and inf.
         hard: return the zeros and ones of :func:`budget_mask`, with the gradient of the soft selection.
@@ -70,19 +71,20 @@ def soft_budget(
             budget and tau. Not with ``hard``.
 
     Returns:
-        Same shape and dtype as the input, in [0, 1]. A row with a NaN is NaN.
+        Same shape and dtype as the input, in [0, 1]. A row with a NaN, or whose entries of +inf cost more
+        than the budget, is NaN.
 
-    The gradient in input, cost, budget and tau is exact (by implicit differentiation; nothing is unrolled), in
-    both modes and to second order.
+    The gradient in input, cost, budget and tau is exact (by implicit differentiation; nothing is unrolled),
+    in both modes and to second order.
 
     Raises:
-        ValueError: a cost that is negative, infinite or NaN; a budget that is negative, less than the cost of
-            the entries of +inf, or more than the cost of all entries (unless ``at_most``); tau ≤ 0; a mask,
-            cost or scalar that does not broadcast; an unknown cdf or ``by``; ``hard`` with a group; arguments
-            that differ between the processes of a group. (The values of tensors are checked on the CPU in eager
-            mode; elsewhere a row with a bad value is NaN.)
-        TypeError: input that is not a floating-point tensor or is a DTensor, cost that is not a tensor of real
-            numbers, mask that is not bool.
+        ValueError: a cost that is negative, infinite or NaN; a budget that is negative, or more than the cost
+            of all entries (unless ``at_most``); tau ≤ 0; a mask, cost or scalar that does not broadcast; an
+            unknown cdf or ``by``; ``hard`` with a group; arguments that differ between the processes of a
+            group. (The values of tensors are checked on the CPU in eager mode; elsewhere a row with a bad
+            value is NaN.)
+        TypeError: input that is not a floating-point tensor or is a DTensor, cost that is not a tensor of
+            real numbers, mask that is not bool.
         IndexError: dim out of range.
 
     Example:
@@ -90,8 +92,8 @@ def soft_budget(
         >>> y = khot.soft_budget(scores, cost, 3.0, tau=0.5)
         >>> y
         tensor([0.2416, 0.9456, 0.7018, 0.0413])
-        >>> (cost * y).sum()
-        tensor(3.)
+        >>> round((cost * y).sum().item(), 4)
+        3.0
     """
     row = _row(input, group)
     _check_by(by)

@@ -20,7 +20,7 @@ class _Rule(Rule):
 
     @staticmethod
     def examine(outputs: Tensor, *inputs: Any) -> None:
-        x, cost, budget = inputs
+        _, _, budget = inputs
         if arguments.readable(outputs) and bool(outputs.isnan().any()):
             arguments.check_values(budget, "budget", low=0)
 

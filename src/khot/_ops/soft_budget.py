@@ -129,26 +129,16 @@ class _Rule(Rule):
         if not arguments.readable(hi) or not bool(hi.isnan().any()):
             return
         arguments.check_values(tau, "tau", low=0, low_open=True)
-        row = rows.of(*group)
-        paid = (x == torch.inf).to(torch.float64) * widen(cost)
-        total, least = (
-            row.count(v.sum(-1)) for v in (widen(cost).masked_fill(x == -torch.inf, 0), paid.nan_to_num(0.0))
-        )
-        bad = hi.isnan() & ~total.isnan() & ~row.count(widen(x.isnan().any(-1))).bool()
-        if not bool(bad.any()):
-            return
-        amount = widen(budget).expand(bad.shape)[bad][0].item()
-        low, high = least[bad][0].item(), total[bad][0].item()
-        most = "" if at_most else f", {high:g}]"
-        what = (
-            "at least the cost of the entries of +inf"
-            if at_most
-            else "in [cost of the entries of +inf, all costs]"
-        )
-        raise ValueError(
-            f"budget must be {what}, but got {amount:g} for a row with "
-            + (f"{low:g}" if at_most else f"[{low:g}{most}")
-        )
+        count, free = rows.of(*group).count, x == -torch.inf
+        total = count(widen(cost).expand(x.shape).masked_fill(free, 0).sum(-1))
+        wide = widen(budget).expand(hi.shape)
+        bad = hi.isnan() & ~((wide >= 0) & (at_most | (wide <= total))) & ~total.isnan()
+        bad = bad & ~count(widen(x.isnan().any(-1))).bool()
+        if bool(bad.any()):
+            raise ValueError(
+                f"budget must lie in [0, cost of all entries], but got {wide[bad][0].item():g} for a row "
+                f"with {total[bad][0].item():g}"
+            )
 
 
 def _fake(

@@ -1,9 +1,9 @@
 """The reference kernels of the soft budget, forward and backward: Σ_i w_i F((x_i − t a_i)/τ) = B.
 
-Here a_i = 1 if the selection is by score, and a_i = w_i if it is by value. The spend Σ w y falls with t, so that
-the root is bracketed and then found by Newton's method on log P = log Q, where P − Q = Σ w y − B is formed
-without cancellation: P has the shares of rejected entries and Q what selected entries lack. Rows are read in
-tiles, and only sums over a row leave a pass.
+Here a_i = 1 if the selection is by score, and a_i = w_i if it is by value. The spend Σ w y falls with t, so
+that the root is bracketed and then found by Newton's method on log P = log Q, where P − Q = Σ w y − B is
+formed without cancellation: P has the shares of rejected entries and Q what selected entries lack. Rows are
+read in tiles, and only sums over a row leave a pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
 
 EVALUATIONS = 96
 LOG_EVALUATIONS = 8
-CLOSE = 1e-9  # a miss, relative to what can be missed, from which on Newton's steps improve it or rounding ends it
+# A miss, relative to what can be missed, from which on every step improves it, or rounding prevents that.
+CLOSE = 1e-9
 # A budget so near to the sum of the costs, in units of the rounding of the costs' dtype, is that sum: a user
 # adds the costs in their own dtype and order.
 SLACK = 4.0
@@ -68,9 +69,9 @@ def soft_budget(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares y, and t = hi + lo, of the batch shape.
 
-    Rows without an answer (a score is NaN; a cost is negative, infinite or NaN; the budget is negative or more
-    than all costs; τ is not positive) are NaN. Where no finite entry is paid for, or all are, t = ±inf is
-    written as hi = lo = ±`greatest`. With ``at_most``, t = 0 where F(x/τ) spends no more than the budget.
+    Rows without an answer (a score is NaN; a cost is negative, infinite or NaN; the budget is negative or
+    more than all costs; τ is not positive) are NaN. Where no finite entry is paid for, or all are, t = ±inf
+    is written as hi = lo = ±`greatest`. With ``at_most``, t = 0 where F(x/τ) spends no more than the budget.
 
     Args:
         x: scores, (*batch, n). −inf is never selected and costs nothing, +inf is selected and paid for.
@@ -159,12 +160,13 @@ def _evaluate(p: _Problem, hi: Tensor, lo: Tensor) -> _Sums:
         down = torch.maximum(down, ((tile - start * tau) / a).where(~above & counts, -math.inf).amax(-1))
     sums = [spent, lacking, excess, slope_above, slope_below]
     *sums, up, down = p.row.reduce(sums, [-up, down])
-    return _Sums(*sums, -up, down)
+    spent, lacking, excess, slope_above, slope_below = sums
+    return _Sums(spent, lacking, excess, slope_above, slope_below, -up, down)
 
 
 def _bracket(p: _Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """The least and the greatest threshold at which one of the entries alone would have the share B/W, between
-    which t lies; and a guess."""
+    """The least and the greatest threshold at which one of the entries alone would have the share B/W, and
+    between which t lies; and a guess."""
     digits = DIGITS[p.tau.dtype]
     share = (p.budget / p.total).clamp(digits.tiny, digits.below_one)
     quantile = (p.tau * p.cdf.icdf(share)).unsqueeze(-1)
@@ -339,7 +341,8 @@ def weigh(
     at_most: bool,
     row: Row,
 ) -> Weighed:
-    """Densities relative to a scale near their maximum, so that ratios are right even if every f underflows."""
+    """Densities relative to a scale near their maximum, so that ratios are right even where every f
+    underflows."""
     fixed = unbound(hi, lo, at_most)
     infinite = (hi.abs() == greatest(hi)).unsqueeze(-1)
     w = cost.to(hi.dtype)
