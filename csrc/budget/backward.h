@@ -37,7 +37,7 @@ class BudgetBackward {
     infinite_ = std::fabs(t_.hi) == kHuge;
     fixed_ = infinite_ || (spec_.at_most && t_.hi == 0 && t_.lo == 0);
     if (infinite_) t_ = {0, 0};
-    if (!fixed_ && float_carries(spec_, F_, x_.dtype, tau_) && std::fabs(t_.hi) < 1e30) {
+    if (kExact<kByValue> && !fixed_ && float_carries(spec_, F_, x_.dtype, tau_) && std::fabs(t_.hi) < 1e30) {
       const FlushSubnormals flush;
       if (ordinary<float>(grad_budget, grad_tau)) return;
     }

@@ -39,6 +39,7 @@ class CarefulBudget {
  private:
   static constexpr int kEvaluations = 128, kLogEvaluations = 8, kHistograms = 4, kBins = 1024;
   static constexpr double kFarthest = 1e300;
+  static constexpr double kClose = 1e-9;  // a miss, relative to what can be missed, that only lo has to mend
 
   struct Costs {
     double free = 0, pinned = 0, bad = 0;  // of finite entries, of those that are +inf; how many are bad
@@ -274,8 +275,12 @@ class CarefulBudget {
         if (!(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high;
         if (!(trial > low && trial < high)) break;
       }
-      const double moved = move(t, trial);
-      low -= moved, high -= moved;
+      if (std::fabs(miss) <= kClose * scale) {  // another hi would round the products with the costs anew
+        t.lo = trial;
+      } else {
+        const double moved = move(t, trial);
+        low -= moved, high -= moved;
+      }
     }
     return best;
   }
