@@ -4,8 +4,8 @@
 // adds the sums of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a
 // vector, and leaves those out that are of no use to this CDF.
 //
-// curve(z, y, f, d) gives the second and the next derivatives of F at each entry instead, for sums with weights of
-// their own. kCurve is their number.
+// curve(z, y, f, d) gives the second and the next derivatives of F at each entry instead, for sums with
+// weights of their own. kCurve is their number.
 #pragma once
 
 #include "simd/math.h"

@@ -80,8 +80,8 @@ struct BackwardRows {
   ~BackwardRows() = default;
 };
 
-// The soft budget (khot/_kernels/reference/soft_budget.py): sum w F((x - t a)/tau) = B with a = 1, or a = w by
-// value.
+// The soft budget (khot/_kernels/reference/soft_budget.py): sum w F((x - t a)/tau) = B with a = 1, or a = w
+// by value.
 struct BudgetSpec : Spec {
   bool by_value, at_most;
   double slack;  // a budget that differs from the sum of the costs by so much, relative to it, equals it

@@ -69,8 +69,9 @@ std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor bud
   rows.out_data = static_cast<char*>(out.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
   rows.hi = hi.mutable_data_ptr<double>(), rows.lo = lo.mutable_data_ptr<double>();
-  share(spec, product(batch),
-        [&](const BudgetSpec& spec, int64_t begin, int64_t end) { kernels().budget(spec, rows, begin, end); });
+  share(spec, product(batch), [&](const BudgetSpec& spec, int64_t begin, int64_t end) {
+    kernels().budget(spec, rows, begin, end);
+  });
   return {out, hi, lo};
 }
 

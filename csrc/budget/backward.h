@@ -1,5 +1,5 @@
-// The gradients of the soft budget (khot/_kernels/reference/soft_budget.py). With f = f(z), the incoming gradient v,
-// D = sum w a f and m = (sum a f v - grad_lo tau)/D:
+// The gradients of the soft budget (khot/_kernels/reference/soft_budget.py). With f = f(z), the incoming
+// gradient v, D = sum w a f and m = (sum a f v - grad_lo tau)/D:
 //
 //   dL/dx = f (v - w m)/tau     dL/dB = m     dL/dw = -m y, less t dL/dx by value
 //   dL/dtau = (m sum w f z - sum f v z)/tau
@@ -13,12 +13,6 @@
 #include "soft_topk/densities.h"
 
 namespace khot::KHOT_ISA {
-
-// The cotangents of t that a row's gradients depend on, and what goes back to the entries.
-struct BudgetGradient {
-  double price = 0;  // m
-  double grad_tau = 0;
-};
 
 template <class C, bool kByValue>
 class BudgetBackward {
@@ -38,12 +32,12 @@ class BudgetBackward {
   void run(double& grad_budget, double& grad_tau) {
     if (std::isnan(t_.hi) || !(tau_ > 0)) {
       grad_budget = grad_tau = kNan;
-      return write<double>({kNan, kNan}, kNan);
+      return each<double>([](VecD, VecD, VecD, VecD& dx, VecD& dw) { dx = dw = splat(kNan); });
     }
     infinite_ = std::fabs(t_.hi) == kHuge;
     fixed_ = infinite_ || (spec_.at_most && t_.hi == 0 && t_.lo == 0);
     if (infinite_) t_ = {0, 0};
-    if (!fixed_ && float_carries(spec_, F_, x_.dtype, tau_) && std::fabs(t_.hi) < 1e30) {
+    if (kExact<kByValue> && !fixed_ && float_carries(spec_, F_, x_.dtype, tau_) && std::fabs(t_.hi) < 1e30) {
       const FlushSubnormals flush;
       if (ordinary<float>(grad_budget, grad_tau)) return;
     }
@@ -62,15 +56,13 @@ class BudgetBackward {
     Position<R, kByValue> position;
     C F;
     R median;
-    bool held;       // t is infinite: entries are decided, except by value those that cost nothing
-    R held_y;
+    bool held;  // t is infinite: entries are decided, except by value those that cost nothing
 
     At(const BudgetBackward& b)
         : position(b.t_, b.tau_),
           F(b.F_),
           median(static_cast<R>(b.F_.median)),
-          held(b.infinite_),
-          held_y(0) {}
+          held(b.infinite_) {}
     KHOT_INLINE Entry<R> operator()(Vec<R> x, Vec<R> given) const {
       const Int<R> finite = abs<R>(x) < kInf<R>;
       const Vec<R> w = finite ? given : Vec<R>{}, z = position(x, w);
@@ -189,11 +181,6 @@ class BudgetBackward {
     });
   }
 
-  template <class R>
-  void write(Threshold, double constant) {
-    each<R>([=](Vec<R>, Vec<R>, Vec<R>, Vec<R>& dx, Vec<R>& dw) { dx = dw = splat(static_cast<R>(constant)); });
-  }
-
   // ---- rows whose densities all underflow, or where no entry has one
 
   struct Largest {
@@ -276,7 +263,8 @@ class BudgetBackward {
           const VecD unit = splat(1.0), zero{}, each = kByValue ? w : unit;
           const VecD z = finite ? position(x, w) : zero;
           const VecD log_f = F.template log_density<double>(z);
-          const VecD weight = finite ? exp<double>(log_f - base) : zero, f = finite ? exp<double>(log_f) : zero;
+          const VecD weight = finite ? exp<double>(log_f - base) : zero,
+                     f = finite ? exp<double>(log_f) : zero;
           const VecD counted = w > 0 ? weight : zero;
           a.mass += w * each * counted;
           a.mean += finite ? each * v * clamp_above<double>(weight, 1e300) : zero;

@@ -1,5 +1,5 @@
-// The threshold t of a soft budget for any row, sum w F((x - t a)/tau) = B, in double: a bracket, a histogram of
-// the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
+// The threshold t of a soft budget for any row, sum w F((x - t a)/tau) = B, in double: a bracket, a histogram
+// of the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
 //
 // P - Q is sum w y - B without cancellation: P is what rejected entries spend and Q is what selected ones do
 // not. The edge cases are those of khot/_kernels/reference/soft_budget.py.
@@ -39,6 +39,7 @@ class CarefulBudget {
  private:
   static constexpr int kEvaluations = 128, kLogEvaluations = 8, kHistograms = 4, kBins = 1024;
   static constexpr double kFarthest = 1e300;
+  static constexpr double kClose = 1e-9;  // a miss, relative to what can be missed, that only lo has to mend
 
   struct Costs {
     double free = 0, pinned = 0, bad = 0;  // of finite entries, of those that are +inf; how many are bad
@@ -132,8 +133,8 @@ class CarefulBudget {
         });
   }
 
-  // The levels next to t: the least one of the entries above and the greatest one of the others. Under compact
-  // support they are where y leaves 1 or 0.
+  // The levels next to t: the least one of the entries above and the greatest one of the others. Under
+  // compact support they are where y leaves 1 or 0.
   Range neighbours(Threshold t) const {
     const Position<double, kByValue> position(t, tau_);
     const double median = F_.median, end = C::full_support ? median : 1, start = C::full_support ? median : 0;
@@ -217,7 +218,8 @@ class CarefulBudget {
     return std::fabs(value) < kInfinity ? value : middle;
   }
 
-  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi moved.
+  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi
+  // moved.
   static double move(Threshold& t, double lo) {
     const double hi = t.hi + lo, part = hi - t.hi, before = t.hi;
     t = {hi, (before - (hi - part)) + (lo - part)};
@@ -273,8 +275,12 @@ class CarefulBudget {
         if (!(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high;
         if (!(trial > low && trial < high)) break;
       }
-      const double moved = move(t, trial);
-      low -= moved, high -= moved;
+      if (std::fabs(miss) <= kClose * scale) {  // another hi would round the products with the costs anew
+        t.lo = trial;
+      } else {
+        const double moved = move(t, trial);
+        low -= moved, high -= moved;
+      }
     }
     return best;
   }

@@ -42,13 +42,7 @@ void apply_budget(const BudgetSpec& spec, const C& F, const Row& x, const Row& c
 template <class C, bool kByValue>
 void budget_row(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double budget, double tau,
                 void* out, Goal& goal, Threshold& t) {
-  // Without fused multiply-adds, x - t w has the rounding error of t w in float.
-#if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
-  constexpr bool exact = !kByValue;
-#else
-  constexpr bool exact = true;
-#endif
-  if (exact && float_carries(spec, F, x.dtype, tau)) {
+  if (kExact<kByValue> && float_carries(spec, F, x.dtype, tau)) {
     const FlushSubnormals flush;
     if (OrdinaryBudget<C, kByValue>(spec, F, x, cost, tau).solve(budget, goal, t, out)) return;
   }

@@ -1,6 +1,6 @@
-// The ordinary solver of the soft budget: rows in which many costs are undecided. A guess from weighted moments,
-// or from a sample, and a few steps of Halley's kind, as in soft_topk/ordinary.h, with passes in float. Rows that
-// are not like this are given back to the careful solver.
+// The ordinary solver of the soft budget: rows in which many costs are undecided. A guess from weighted
+// moments, or from a sample, and a few steps of Halley's kind, as in soft_topk/ordinary.h, with passes in
+// float. Rows that are not like this are given back to the careful solver.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +81,8 @@ class OrdinaryBudget {
 
  private:
   static constexpr int kPasses = 8 + C::extra_passes;
-  static constexpr double kNear = 0.01;  // from a step of this length on, a pass under compact support writes y
+  // From a step of this length on, a pass under compact support writes y.
+  static constexpr double kNear = 0.01;
   // Where the sum of a y is so many times the sum of a f, most entries are decided.
   static constexpr double kDecided = C::full_support ? 16 : 6;
   static constexpr bool kStoring = C::value_from_odds && !kByValue;
@@ -199,8 +200,8 @@ class OrdinaryBudget {
 
   // ---- the search
 
-  // How far the sum of a y may be from what is asked for: as little as the budget demands, and as little as every
-  // y demands.
+  // How far the sum of a y may be from what is asked for: as little as the budget demands, and as little as
+  // every y demands.
   bool reaches(double miss, double S1) const {
     const double goal = budget_ * unit_, steep = F_.pdf(F_.median) * (kByValue ? most_ : 1);
     return std::fabs(miss) <= std::min(4e-7 * goal, std::max(4e-7 * S1 / steep, 5e-8 * goal));
@@ -279,8 +280,8 @@ class OrdinaryBudget {
 
   // ---- the passes
 
-  // The sums at t. The first pass also adds up the costs and looks for entries that do not suit. Odds are stored
-  // in out, or y with `writing`.
+  // The sums at t. The first pass also adds up the costs and looks for entries that do not suit. Odds are
+  // stored in out, or y with `writing`.
   template <bool kFirst>
   BudgetSums evaluate(Threshold t, bool writing) {
     const Position<float, kByValue> position(t, tau_);
@@ -307,7 +308,10 @@ class OrdinaryBudget {
           IntF bad{};
           auto add = [&](VecF x, int i, int lanes) {
             const bool whole = lanes == kWidth<float>;
-            if (next != 0) fetch_ahead<false>(start + at + i, next), fetch_ahead<false>(cost_start + at + i, next);
+            if (next != 0) {
+              fetch_ahead<false>(start + at + i, next);
+              fetch_ahead<false>(cost_start + at + i, next);
+            }
             const VecF given = beside(q, i, lanes), a = kByValue ? given * unit : given;
             if constexpr (kFirst) {
               bad |= ~((given >= 0) & (given < kInf<float>)) | ~(x < kInf<float>);
@@ -391,7 +395,8 @@ class OrdinaryBudget {
                                   LongSum total;
                                   auto add = [&](VecF x, int i, int lanes) {
                                     if (own) fetch_ahead<true>(target + i, next);
-                                    const VecF given = beside(q, i, lanes), a = kByValue ? given * unit : given;
+                                    const VecF given = beside(q, i, lanes),
+                                               a = kByValue ? given * unit : given;
                                     const VecF y = local(x, a);
                                     total.add(a * y);
                                     lanes == kWidth<float> ? store(target + i, y)

@@ -50,7 +50,7 @@ COSTS = {
         0, torch.tensor([n // 2]), 1e9
     ),
 }
-SHARES = (0.0, 1e-6, 0.02, 0.3, 0.5, 0.9, 1 - 1e-6, 1.0)
+SHARES = (0.0, 1e-6, 0.3, 0.9, 1.0)
 
 
 def table(n: int, dtype: torch.dtype, shares: tuple[float, ...] = SHARES) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,11 +78,10 @@ def far(got: Tensor, want: Tensor) -> Tensor:
 @every_cdf
 @every_form
 @every_dtype
-@pytest.mark.parametrize("n", [1, 7, 300])
-@pytest.mark.parametrize("at_most", [False, True], ids=["equal", "at most"])
-def test_rows_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int, at_most: bool) -> None:
+@pytest.mark.parametrize("n", [1, 60])
+def test_rows_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int) -> None:
     x, w, budget = table(n, dtype)
-    for tau in (1.0, 0.01):
+    for tau, at_most in ((1.0, False), (0.01, False), (1.0, True)):
         rest = (*numbers(tau), cdf, CDFS[cdf], by, at_most)
         y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
         want, want_hi, want_lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
@@ -111,7 +110,7 @@ def test_rows_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int, at
 @every_cdf
 @every_form
 @every_dtype
-@pytest.mark.parametrize("n", [5, 300])
+@pytest.mark.parametrize("n", [5, 60])
 def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int) -> None:
     x, w, budget = table(n, dtype, (0.0, 0.02, 0.3, 0.5, 1.0))
     g = Generator().manual_seed(1)
@@ -309,6 +308,7 @@ def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
     assert not grads[2].any() and not grads[3].any()
 
 
+@pytest.mark.slow
 def test_another_instruction_set() -> None:
     """This file again with AVX2, where the processor has more than that."""
     if os.environ.get("KHOT_KERNELS") or "AVX-512" not in kernels.active()["cpu"]:
