@@ -267,15 +267,17 @@ class CarefulBudget {
         if (std::fabs(logs) < kInfinity) step = logs;
       }
       double trial = t.lo + step;
+      const bool close = std::fabs(miss) <= kClose * scale;
       // a bracket that has not become half as wide in three evaluations is bisected
-      const bool slow = count % 3 == 0 && high - low > 0.5 * span && std::fabs(miss) > noise;
+      const bool slow = count % 3 == 0 && high - low > 0.5 * span && !close;
       if (count % 3 == 0) span = high - low;
-      if (!(trial > low && trial < high) || slow) {
+      const double room = close ? 8 * 0x1p-52 * std::fabs(t.hi) : 0;  // bounds were seen from another hi
+      if (!(trial > low - room && trial < high + room) || slow) {
         trial = between(t.hi + low, t.hi + high) - t.hi;
         if (!(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high;
         if (!(trial > low && trial < high)) break;
       }
-      if (std::fabs(miss) <= kClose * scale) {  // another hi would round the products with the costs anew
+      if (close) {  // another hi would round the products with the costs anew
         t.lo = trial;
       } else {
         const double moved = move(t, trial);
