@@ -291,6 +291,16 @@ def test_dtypes(dtype: torch.dtype, by: str) -> None:
 
 
 @both
+def test_a_budget_that_is_all_costs_to_rounding(by: str) -> None:
+    x, cost, _ = problem("uniform")
+    for budget in (cost.sum(-1), cost.flip(-1).cumsum(-1)[:, -1], cost.sum(-1) * (1 - 2**-53)):
+        leaves = [x.clone().requires_grad_(), budget.clone().requires_grad_()]
+        y = khot.soft_budget(leaves[0], cost, leaves[1], by=by)
+        dx, dbudget = torch.autograd.grad(y.square().sum(), leaves)
+        assert (y == 1).all() and not dx.any() and not dbudget.any()
+
+
+@both
 def test_any_dim_and_largest(by: str) -> None:
     x, cost, budget = problem("uniform", 3, 5)
     want = khot.soft_budget(x, cost, budget, by=by)

@@ -99,7 +99,9 @@ def soft_budget(
     if not at_most:
         wrong = wrong | ~(left <= free + slack)
     left = left.clamp(min=0)
-    every, none = (left >= free) & ~wrong, (left == 0) & (free > 0) & ~wrong
+    # what is left of the costs to rounding is not a share that could be spent
+    rounded = 16 * torch.finfo(free.dtype).eps * free
+    every, none = (left >= free - rounded) & ~wrong, (left == 0) & (free > 0) & ~wrong
     tau_safe = torch.where(wrong, 1.0, tau)
     p = _Problem(x, cost, torch.where(wrong, 0.5, left), free, tau_safe, F, by_value, row)
     loose = torch.zeros_like(every)
