@@ -77,10 +77,10 @@ struct FullSupport {
   KHOT_INLINE Vec<R> log_density(Vec<R> z) const {
     return F::template log_pdf<R>(abs<R>(z));
   }
-  // log(f/F), where F is not 0.
+  // log(f/F), where F is not 0, from the two logarithms.
   template <class R>
-  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
-    return log_density<R>(z) - log_value<R>(z);
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> /*z*/, Vec<R> log_f, Vec<R> log_F) const {
+    return log_f - log_F;
   }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> /*above*/) const {
@@ -232,9 +232,8 @@ struct Normal : FullSupport<Normal> {
   }
   // Far below the median, the squares in log f - log F would round off everything else.
   template <class R>
-  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
-    const Vec<R> a = abs<R>(z);
-    return z > 0 ? log_pdf<R>(a) - log_value<R>(z) : -log<R>(mills<R>(a));
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> z, Vec<R> log_f, Vec<R> log_F) const {
+    return z > 0 ? log_f - log_F : -log<R>(mills<R>(abs<R>(z)));
   }
 
   double cdf(double z) const { return 0.5 * std::erfc(-z * 0.70710678118654752440); }
@@ -307,8 +306,8 @@ struct ClippedPower {
     return outside ? splat<R>(-kInf<R>) : value;
   }
   template <class R>
-  KHOT_INLINE Vec<R> log_hazard(Vec<R> z) const {
-    return log_density<R>(z) - log_value<R>(z);
+  KHOT_INLINE Vec<R> log_hazard(Vec<R> /*z*/, Vec<R> log_f, Vec<R> log_F) const {
+    return log_f - log_F;
   }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> above) const {

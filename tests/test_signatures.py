@@ -85,6 +85,8 @@ def test_completion_shows_public_names_only(package: types.ModuleType) -> None:
 
 KEYWORD_ONLY = (
     "adjust",
+    "at_most",
+    "by",
     "cdf",
     "descending",
     "design",
@@ -133,7 +135,7 @@ def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) ->
 
 
 # what may stand between the tensor and dim, in this order
-BETWEEN = ("q_logits", "k", "at", "count", "q", "target", "weight", "design")
+BETWEEN = ("q_logits", "cost", "budget", "k", "at", "count", "q", "target", "weight", "design")
 FUNCTIONS = [
     name for name, call in CALLS.items() if inspect.isfunction(call) and not name.startswith("khot.nn.")
 ]

@@ -2,19 +2,13 @@
 // tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
 #include "laplace/laplace.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <tuple>
+
+#include "bindings/tensors.h"
 
 namespace khot {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
@@ -27,7 +21,7 @@ Sizes sizes_of(const Tensor& t) {
 // t in the given dtype, broadcast to the sizes and contiguous.
 Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
   if (t.scalar_type() == dtype && t.is_contiguous() && sizes_of(t) == sizes) return t;
-  Tensor out = torch::stable::new_empty(t, sizes, dtype);
+  Tensor out = empty(t, sizes, dtype);
   torch::stable::copy_(out, t);
   return out;
 }
@@ -78,20 +72,19 @@ Tensor narrowed(const Tensor& t, const Tensor& like) {
 template <class RowOf>
 std::tuple<Tensor, Tensor> of_rows(const Tensor& x, const Tensor& tau, int arrays, const RowOf& row_of) {
   const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute),
-               taus = dense(tau, shape.batch, ScalarType::Double);
-  Tensor out = torch::stable::new_empty(x, shape.sizes, shape.compute);
-  Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
+  Tensor out = empty(x, shape.sizes, shape.compute);
+  Tensor order = empty(x, shape.sizes, ScalarType::Int);
   for_dtype(shape.compute, [&](auto zero) {
     using R = decltype(zero);
     const R* from = scores.const_data_ptr<R>();
     R* to = out.mutable_data_ptr<R>();
     int32_t* index = order.mutable_data_ptr<int32_t>();
-    const double* t = taus.const_data_ptr<double>();
     const int64_t n = shape.n;
-    shape.share<R>(n, arrays, [=](laplace::Workspace<R>& work, int64_t row) {
+    shape.share<R>(n, arrays, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
       const int64_t at = row * n;
-      row_of(from + at, n, t[row], work, to + at, index + at);
+      row_of(from + at, n, taus(row), work, to + at, index + at);
     });
   });
   return {narrowed(out, x), order};
@@ -103,23 +96,22 @@ template <class RowOf>
 std::tuple<Tensor, Tensor> of_rows_backward(const Tensor& grad, const Tensor& x, const Tensor& order,
                                             const Tensor& tau, int arrays, const RowOf& row_of) {
   const Shape shape(x);
-  const Tensor scores = dense(x, shape.sizes, shape.compute),
-               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
   const Tensor incoming = dense(grad, shape.sizes, shape.compute),
                indices = dense(order, shape.sizes, ScalarType::Int);
-  Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
-  Tensor dtau = torch::stable::new_empty(x, shape.batch, ScalarType::Double);
+  Tensor dx = empty(x, shape.sizes, shape.compute);
+  Tensor dtau = empty(x, shape.batch, ScalarType::Double);
   for_dtype(shape.compute, [&](auto zero) {
     using R = decltype(zero);
     const R *from = scores.const_data_ptr<R>(), *v = incoming.const_data_ptr<R>();
     R* to = dx.mutable_data_ptr<R>();
     const int32_t* index = indices.const_data_ptr<int32_t>();
-    const double* t = taus.const_data_ptr<double>();
     double* dt = dtau.mutable_data_ptr<double>();
     const int64_t n = shape.n;
-    shape.share<R>(n, arrays, [=](laplace::Workspace<R>& work, int64_t row) {
+    shape.share<R>(n, arrays, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
       const int64_t at = row * n;
-      dt[row] = row_of(v + at, from + at, index + at, n, t[row], work, to + at);
+      dt[row] = row_of(v + at, from + at, index + at, n, taus(row), work, to + at);
     });
   });
   return {narrowed(dx, x), dtau};
@@ -153,22 +145,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, Tensor l
   const Shape shape(x);
   const int64_t n = shape.n, m = levels.size(levels.dim() - 1);
   const bool shared = levels.dim() == 1;  // the same levels for every row
-  const Tensor scores = dense(x, shape.sizes, shape.compute),
-               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
   const Tensor asked = dense(levels, shared ? Sizes{m} : shape.with(m), ScalarType::Double);
-  Tensor hi = torch::stable::new_empty(asked, shape.with(m)),
-         lo = torch::stable::new_empty(asked, shape.with(m));
-  Tensor order = torch::stable::new_empty(x, shape.sizes, ScalarType::Int);
-  Tensor place = torch::stable::new_empty(x, shape.with(m), ScalarType::Int);
+  Tensor hi = empty(asked, shape.with(m)), lo = empty(asked, shape.with(m));
+  Tensor order = empty(x, shape.sizes, ScalarType::Int);
+  Tensor place = empty(x, shape.with(m), ScalarType::Int);
   for_dtype(shape.compute, [&](auto zero) {
     using R = decltype(zero);
     const R* from = scores.const_data_ptr<R>();
-    const double *level = asked.const_data_ptr<double>(), *t = taus.const_data_ptr<double>();
+    const double* level = asked.const_data_ptr<double>();
     double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
     int32_t *index = order.mutable_data_ptr<int32_t>(), *j = place.mutable_data_ptr<int32_t>();
-    shape.share<R>(std::max(n, m), 5, [=](laplace::Workspace<R>& work, int64_t row) {
-      laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, t[row], work, h + row * m,
-                              l + row * m, index + row * n, j + row * m);
+    shape.share<R>(std::max(n, m), 5, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
+      laplace::thresholds_row(from + row * n, n, level + (shared ? 0 : row * m), m, taus(row), work,
+                              h + row * m, l + row * m, index + row * n, j + row * m);
     });
   });
   return {hi, lo, order, place};
@@ -179,26 +170,26 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
   const Shape shape(x);
   const int64_t n = shape.n, m = hi.size(hi.dim() - 1);
   const Sizes levels = shape.with(m);
-  const Tensor scores = dense(x, shape.sizes, shape.compute),
-               taus = dense(tau, shape.batch, ScalarType::Double);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
   const Tensor incoming = dense(grad, levels, ScalarType::Double),
                indices = dense(order, shape.sizes, ScalarType::Int);
   const Tensor high = dense(hi, levels, ScalarType::Double), low = dense(lo, levels, ScalarType::Double);
   const Tensor places = dense(place, levels, ScalarType::Int);
-  Tensor dx = torch::stable::new_empty(x, shape.sizes, shape.compute);
-  Tensor dlevels = torch::stable::new_empty(hi, levels), dtau = torch::stable::new_empty(hi, shape.batch);
+  Tensor dx = empty(x, shape.sizes, shape.compute);
+  Tensor dlevels = empty(hi, levels), dtau = empty(hi, shape.batch);
   for_dtype(shape.compute, [&](auto zero) {
     using R = decltype(zero);
     const R* from = scores.const_data_ptr<R>();
     R* to = dx.mutable_data_ptr<R>();
     const int32_t *index = indices.const_data_ptr<int32_t>(), *j = places.const_data_ptr<int32_t>();
-    const double *v = incoming.const_data_ptr<double>(), *t = taus.const_data_ptr<double>();
+    const double* v = incoming.const_data_ptr<double>();
     const double *h = high.const_data_ptr<double>(), *l = low.const_data_ptr<double>();
     double *dl = dlevels.mutable_data_ptr<double>(), *dt = dtau.mutable_data_ptr<double>();
-    shape.share<R>(n, 6, [=](laplace::Workspace<R>& work, int64_t row) {
+    shape.share<R>(n, 6, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
       const int64_t i = row * n, k = row * m;
       dt[row] = laplace::thresholds_backward_row(v + k, from + i, index + i, n, h + k, l + k, j + k, m,
-                                                 t[row], work, to + i, dl + k);
+                                                 taus(row), work, to + i, dl + k);
     });
   });
   return {narrowed(dx, x), dlevels, dtau};
@@ -208,7 +199,7 @@ Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
   const Shape shape(w.dim() >= g.dim() ? w : g);
   const Tensor weights = dense(w, shape.sizes, ScalarType::Double),
                gaps = dense(g, shape.sizes, ScalarType::Double);
-  Tensor out = torch::stable::new_empty(weights, shape.sizes);
+  Tensor out = empty(weights, shape.sizes);
   const double *from = weights.const_data_ptr<double>(), *gap = gaps.const_data_ptr<double>();
   double* to = out.mutable_data_ptr<double>();
   const int64_t n = shape.n;

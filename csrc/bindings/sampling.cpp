@@ -1,6 +1,7 @@
 // The operators of sampling for the CPU: tensors in and out, rows shared among torch's threads. The schemas
 // are defined in khot/_ops, the reference kernels in khot/_kernels/reference (philox.py, draws.py,
 // poisson_binomial.py, fixed_point.py).
+#include <atomic>
 #include <memory>
 #include <tuple>
 
@@ -13,7 +14,7 @@ namespace {
 uint64_t key_of(const Tensor& seed) { return static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()); }
 
 Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
-  Tensor out = torch::stable::new_empty(seed, std::vector<int64_t>{rows, n}, ScalarType::Double);
+  Tensor out = empty(seed, std::vector<int64_t>{rows, n}, ScalarType::Double);
   double* const data = out.mutable_data_ptr<double>();
   const uint64_t key = key_of(seed);
   // Long rows are drawn in parts and short rows together: no uniform depends on the others.
@@ -42,7 +43,7 @@ Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
   const Rows rows(theta, batch);
   const RowScalars ks(k, batch);
   const uint64_t key = key_of(seed);
-  Tensor chosen = torch::stable::new_empty(theta, theta.sizes(), ScalarType::Bool);
+  Tensor chosen = empty(theta, theta.sizes(), ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
   each_row(batch, n, [&](int64_t row, double* work) {
     kernels().order(rows(row), n, ks(row), key, row, work, out + row * n);
@@ -50,12 +51,50 @@ Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
   return chosen;
 }
 
+// Writes `value` as 0 or 1 of the given dtype.
+void put(Dtype dtype, void* out, int64_t i, bool value) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      static_cast<float*>(out)[i] = value;
+      break;
+    case Dtype::kDouble:
+      static_cast<double*>(out)[i] = value;
+      break;
+    case Dtype::kHalf:
+      static_cast<uint16_t*>(out)[i] = value ? 0x3c00 : 0;
+      break;
+    case Dtype::kBFloat16:
+      static_cast<uint16_t*>(out)[i] = value ? 0x3f80 : 0;
+  }
+}
+
+std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least, double tolerance) {
+  const std::vector<int64_t> batch = batch_of(probs);
+  const int64_t n = probs.size(probs.dim() - 1);
+  const Rows rows(probs, batch);
+  const uint64_t key = key_of(seed);
+  Tensor sample = empty(probs, probs.sizes());
+  Tensor drawn = empty(probs, std::vector<int64_t>{}, ScalarType::Bool);
+  void* const out = sample.mutable_data_ptr();
+  std::atomic<bool> all{true};
+  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
+    const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
+    for (int64_t row = begin; row < end && all; ++row) {
+      if (!kernels().pareto(rows(row), n, least, tolerance, key, row, work.get(), chosen.get())) all = false;
+      for (int64_t i = 0; i < n && all; ++i) put(rows.dtype(), out, row * n + i, chosen[i]);
+    }
+  });
+  *drawn.mutable_data_ptr<bool>() = all;
+  return {sample, drawn};
+}
+
 Tensor tournament(Tensor probs, Tensor seed) {
   const std::vector<int64_t> batch = batch_of(probs);
   const int64_t n = probs.size(probs.dim() - 1);
   const Rows rows(probs, batch);
   const uint64_t key = key_of(seed);
-  Tensor chosen = torch::stable::new_empty(probs, probs.sizes(), ScalarType::Bool);
+  Tensor chosen = empty(probs, probs.sizes(), ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
   each_row(batch, n, [&](int64_t row, double* work) {
     kernels().tournament(rows(row), n, key, row, work, out + row * n);
@@ -69,8 +108,8 @@ std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
   const Rows rows(z, batch);
   std::vector<int64_t> sizes = batch;
   sizes.push_back(kFrequencies);
-  Tensor period = torch::stable::new_empty(z, batch), re = torch::stable::new_empty(z, sizes);
-  Tensor im = torch::stable::new_empty(z, sizes);
+  Tensor period = empty(z, batch), re = empty(z, sizes);
+  Tensor im = empty(z, sizes);
   double *const N = period.mutable_data_ptr<double>(), *const x = re.mutable_data_ptr<double>();
   double* const y = im.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
@@ -84,8 +123,8 @@ std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
   const int64_t n = z.size(z.dim() - 1);
   const Rows rows(z, batch);
   const RowScalars ks(k, batch);
-  Tensor prob = torch::stable::new_empty(z, batch), pi = torch::stable::new_empty(z, z.sizes());
-  Tensor out = torch::stable::new_empty(z, z.sizes());
+  Tensor prob = empty(z, batch), pi = empty(z, z.sizes());
+  Tensor out = empty(z, z.sizes());
   double *const total = prob.mutable_data_ptr<double>(), *const x = pi.mutable_data_ptr<double>();
   double* const y = out.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
@@ -99,7 +138,7 @@ Tensor covariance(Tensor z, Tensor k, Tensor u) {
   const int64_t n = z.size(z.dim() - 1);
   const Rows rows(z, batch), vectors(u, batch);
   const RowScalars ks(k, batch);
-  Tensor result = torch::stable::new_empty(z, z.sizes());
+  Tensor result = empty(z, z.sizes());
   double* const out = result.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
     kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
@@ -112,8 +151,7 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const int64_t n = goal.size(goal.dim() - 1);
   const Rows rows(goal, batch);
   const RowScalars ks(k, batch);
-  Tensor theta = torch::stable::new_empty(goal, goal.sizes()),
-         iterations = torch::stable::new_empty(goal, batch);
+  Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
     count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
@@ -127,6 +165,7 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("uniform", TORCH_BOX(&khot::uniform));
   m.impl("order_sample", TORCH_BOX(&khot::order_sample));
+  m.impl("pareto_sample", TORCH_BOX(&khot::pareto_sample));
   m.impl("tournament", TORCH_BOX(&khot::tournament));
   m.impl("characteristic", TORCH_BOX(&khot::characteristic));
   m.impl("inclusion", TORCH_BOX(&khot::inclusion));

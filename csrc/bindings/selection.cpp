@@ -18,7 +18,7 @@ void each_row(int64_t rows, int64_t n, const One& one) {
 Tensor topk_mask(Tensor x, Tensor k) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = empty(x, x.sizes());
   const Rows scores(x, batch);
   const RowScalars ks(k, batch);
   char* const data = static_cast<char*>(out.mutable_data_ptr());
@@ -33,15 +33,17 @@ Tensor order_statistics(Tensor x, Tensor k) {
   const int64_t n = x.size(x.dim() - 1), m = k.size(k.dim() - 1);
   std::vector<int64_t> shape = batch;
   shape.push_back(m);
-  Tensor out = torch::stable::new_empty(x, shape);
+  Tensor out = empty(x, shape);
   const Rows entries(x, batch);
   const RowScalars ks(k, shape);
   char* const data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t bytes = m * size_of(entries.dtype());
-  each_row(product(batch), n, [&](int64_t row) {
+  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
     std::vector<double> places(m);
-    for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
-    kernels().order_statistics(entries(row), n, places.data(), m, data + row * bytes);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
+      kernels().order_statistics(entries(row), n, places.data(), m, data + row * bytes);
+    }
   });
   return out;
 }
@@ -49,9 +51,9 @@ Tensor order_statistics(Tensor x, Tensor k) {
 std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p) {
   const std::vector<int64_t> batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
-  Tensor y = torch::stable::new_empty(s, s.sizes());
-  Tensor hi = torch::stable::new_empty(s, batch, ScalarType::Double);
-  Tensor lo = torch::stable::new_empty(s, batch, ScalarType::Double);
+  Tensor y = empty(s, s.sizes());
+  Tensor hi = empty(s, batch, ScalarType::Double);
+  Tensor lo = empty(s, batch, ScalarType::Double);
   const Rows scores(s, batch);
   const RowScalars ks(k, batch), taus(tau, batch);
   char* const data = static_cast<char*>(y.mutable_data_ptr());
@@ -70,8 +72,8 @@ std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad
                                                         double p) {
   const std::vector<int64_t> batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
-  Tensor grad_s = torch::stable::new_empty(s, s.sizes());
-  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+  Tensor grad_s = empty(s, s.sizes());
+  Tensor grad_tau = empty(hi, batch);
   const Rows scores(s, batch), values(y, batch), incoming(grad, batch);
   const RowScalars incoming_lo(grad_lo, batch), ks(k, batch), his(hi, batch), los(lo, batch),
       taus(tau, batch);

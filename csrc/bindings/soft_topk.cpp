@@ -6,44 +6,15 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/names.h"
 #include "bindings/tensors.h"
 #include "bindings/threads.h"
 
 namespace khot {
 namespace {
 
-// From this length on, a row is worth sharing among threads where there are fewer rows than threads.
-constexpr int64_t kLongRow = 1 << 17;
-
-template <class Choice, size_t count>
-Choice find(const char* what, const std::string& name, const Named<Choice> (&known)[count]) {
-  for (const Named<Choice>& one : known) {
-    if (name == one.name) return one.choice;
-  }
-  std::string names;
-  for (const Named<Choice>& one : known) names += (names.empty() ? "" : ", ") + std::string(one.name);
-  STD_TORCH_CHECK(false, "khot: unknown ", what, " '", name, "': the CPU kernels know ", names);
-}
-
 Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
   return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
-}
-
-// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
-// shared.
-template <class Serve>
-void share(Spec spec, int64_t rows, const Serve& serve) {
-  if (rows == 0) return;
-  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kLongRow) {
-    spec.inside = &kInside;
-    serve(spec, 0, rows);
-    return;
-  }
-  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
-  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1, groups = (rows + together - 1) / together;
-  row_ranges(groups, together * std::max<int64_t>(1, spec.n), [&](int64_t begin, int64_t end) {
-    serve(spec, begin * together, std::min(rows, end * together));
-  });
 }
 
 struct Forward final : ForwardRows {
@@ -70,9 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
   const Spec spec = to_spec(cdf, shape, output, n);
   std::vector<int64_t> out_sizes = batch;
   out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
-  Tensor out = torch::stable::new_empty(x, out_sizes);
-  Tensor hi = torch::stable::new_empty(x, batch, ScalarType::Double);
-  Tensor lo = torch::stable::new_empty(x, batch, ScalarType::Double);
+  Tensor out = empty(x, out_sizes);
+  Tensor hi = empty(x, batch, ScalarType::Double);
+  Tensor lo = empty(x, batch, ScalarType::Double);
 
   if (n == 0) {  // there is nothing to select from, so that only k = 0 can be met
     const RowScalars ks(k, batch);
@@ -126,9 +97,9 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
-  Tensor grad_x = torch::stable::new_empty(x, x.sizes());
-  Tensor grad_k = torch::stable::new_empty(hi, batch);
-  Tensor grad_tau = torch::stable::new_empty(hi, batch);
+  Tensor grad_x = empty(x, x.sizes());
+  Tensor grad_k = empty(hi, batch);
+  Tensor grad_tau = empty(hi, batch);
 
   if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
   Backward rows(grad, grad_lo, x, hi, lo, tau, y, batch);

@@ -57,8 +57,9 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
   std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0),
       std::fill(out + n, out + length, 1.0);
   std::copy(own, own + n, theta);
-  // With a tiny variance pi is nearly w times the sum of the other side's odds w (Swaps), so that the solution
-  // is nearly w = pi/sqrt(sum of pi). A start from w = pi would be wrong by many orders of magnitude.
+  // With a tiny variance pi is nearly w times the sum of the other side's odds w (Swaps), so that the
+  // solution is nearly w = pi/sqrt(sum of pi). A start from w = pi would be wrong by many orders of
+  // magnitude.
   const Swaps swaps(wanted, n, k);
   if (swaps.apply && swaps.first[0] > 0 && swaps.first[1] > 0) {
     const double shift[2] = {-0.5 * std::log(swaps.first[0]), 0.5 * std::log(swaps.first[1])};

@@ -57,6 +57,41 @@ inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, u
   }
 }
 
+// A draw of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by
+// the adjustment's formula, which holds where d, the sum of p (1 - p), is at least `least`. A phantom unit
+// makes the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p is no
+// probability or d is too small.
+inline bool pareto_row(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed,
+                       uint64_t row, double* scratch, bool* out) {
+  double *const theta = scratch, *const rest = scratch + n + 1 + kWidth<double>;
+  double buffer[kBlock], total = 0, d = 0;
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* p = fetch(probs, at, count, buffer);
+    for (int i = 0; i < count; ++i) {
+      if (!(p[i] >= 0 && p[i] <= 1)) return false;
+      total += p[i], d += p[i] - p[i] * p[i];
+    }
+  }
+  const bool whole = std::fabs(total - std::nearbyint(total)) <= tolerance;
+  const double phantom = whole ? 0 : std::ceil(total) - total;
+  d += phantom - phantom * phantom;
+  if (!(d >= least)) return false;
+  const double scale = 1 / (d * d);
+  const auto adjusted = [&](VecD p) {
+    const VecD odds = p / (1 - p), z = log<double>(odds) + (p - p * p) * (0.5 - p) * scale;
+    return p <= 0 ? splat(-kInf<double>) : p >= 1 ? splat(kInf<double>) : z;
+  };
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* p = fetch(probs, at, count, buffer);
+    vectors<double>(p, count, 0.0, [&](VecD x, int i, int) { store<double>(theta + at + i, adjusted(x)); });
+  }
+  theta[n] = adjusted(splat(phantom))[0];
+  order_row({theta, Dtype::kDouble, 1}, n + 1, std::nearbyint(total + phantom), seed, row, rest, out);
+  return true;
+}
+
 // One round of duels between neighbours: whether the first of a pair goes on, whether the pair has more than
 // 1 in all, and what goes on to the next round.
 inline void duels(const double* x, const double* u, int64_t pairs, uint8_t* first, uint8_t* over,

@@ -109,10 +109,10 @@ struct Spectrum {
   }
 };
 
-// The trials of a row with a tiny variance, seen as what differs from the likeliest outcome, which selects the
-// units with p > 1/2. Given the size, as many of these are left out as others are taken in their place. The
-// weight of m such swaps is e_m(a) e_m(b): a and b are the odds of the unlikely outcomes, above and below 1/2,
-// and e_m the elementary symmetric polynomials. Every term is positive, so that no digit is lost.
+// The trials of a row with a tiny variance, seen as what differs from the likeliest outcome, which selects
+// the units with p > 1/2. Given the size, as many of these are left out as others are taken in their place.
+// The weight of m such swaps is e_m(a) e_m(b): a and b are the odds of the unlikely outcomes, above and below
+// 1/2, and e_m the elementary symmetric polynomials. Every term is positive, so that no digit is lost.
 struct Swaps {
   bool apply = false;
   double first[2] = {}, second[2] = {};  // e_1 and e_2, below and above 1/2
@@ -133,9 +133,7 @@ struct Swaps {
     apply = static_cast<double>(count) == k;
   }
   static bool above(const Trials& t, int64_t i) { return t.p[i] > t.q[i]; }
-  static double odds(const Trials& t, int64_t i) {
-    return above(t, i) ? t.q[i] / t.p[i] : t.p[i] / t.q[i];
-  }
+  static double odds(const Trials& t, int64_t i) { return above(t, i) ? t.q[i] / t.p[i] : t.p[i] / t.q[i]; }
 };
 
 inline double characteristic_row(const Row& z, int64_t n, double* scratch, double* re, double* im) {
@@ -218,8 +216,8 @@ inline void swapped_covariance(const Trials& trials, const Swaps& swaps, const R
     const bool up = Swaps::above(trials, i);
     const double w = Swaps::odds(trials, i), rest = swaps.first[up] - w, rate = result[i];
     const double one = swaps.first[!up], two = swaps.second[!up];
-    const double change = (rate - growth) * (one + two * rest) + along[!up] + more[!up] * rest +
-                          two * (along[up] - w * rate);
+    const double change =
+        (rate - growth) * (one + two * rest) + along[!up] + more[!up] * rest + two * (along[up] - w * rate);
     result[i] = (up ? -w : w) * change / swaps.total + 0.0;  // without -0
   }
 }

@@ -2,6 +2,8 @@
 // its instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
 #pragma once
 
+#include "budget/backward.h"
+#include "budget/forward.h"
 #include "kernels.h"
 #include "sampling/calibrate.h"
 #include "sampling/draws.h"
@@ -16,11 +18,23 @@
 namespace khot::KHOT_ISA {
 
 constexpr Kernels table(const char* name) {
-  return {name,           forward,          backward,
-          topk_mask,      order_statistics, magnitude,
-          magnitude_backward, uniform_row,  order_row,
-          tournament_row, characteristic_row, inclusion_row,
-          covariance_row, calibrate_row};
+  return {name,
+          forward,
+          backward,
+          budget,
+          budget_backward,
+          topk_mask,
+          order_statistics,
+          magnitude,
+          magnitude_backward,
+          uniform_row,
+          order_row,
+          pareto_row,
+          tournament_row,
+          characteristic_row,
+          inclusion_row,
+          covariance_row,
+          calibrate_row};
 }
 
 }  // namespace khot::KHOT_ISA

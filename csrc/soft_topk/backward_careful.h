@@ -89,8 +89,9 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
     if (output == Output::kThreshold) return {VecD{}, VecD{}};
     if (output == Output::kValue) return {v * exp<R>(log_f), v * weight};
     // where y is exactly 0, the derivative is 0
-    const IntD still = (F.template log_value<R>(z) == -kInfinity) | (v == 0);
-    const VecD log_rate = still ? VecD{} : F.template log_hazard<R>(z);
+    const VecD log_F = F.template log_value<R>(z);
+    const IntD still = (log_F == -kInfinity) | (v == 0);
+    const VecD log_rate = still ? VecD{} : F.template log_hazard<R>(z, log_f, log_F);
     const VecD u = v * exp<R>(log_rate), share = v * exp<R>(log_rate - top);
     return {still ? VecD{} : u, still ? VecD{} : share};
   };
@@ -138,7 +139,8 @@ void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& gra
   double up = kNan, down = kNan, at_up = 0, at_down = 0;  // of a gap: its edges, and dL/dx there
   if (!C::full_support && !live) {
     const double none = 0;
-    const Gap gap = gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
+    const Gap gap =
+        gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
     if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
     // t = (up + down)/2 - tau/2, because the support is (0, 1)
     grad_tau = -0.5 * grad_lo;

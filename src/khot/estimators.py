@@ -47,6 +47,8 @@ __all__ = [
 EstimatorName = Literal["straight_through", "second_order", "gumbel", "simple", "imle"]
 """The names of the estimators, which are the values of the argument ``estimator``."""
 
+_NAMES = get_args(EstimatorName)  # at every call it would take longer than the checks of the others
+
 
 def sample_khot(
     logits: Tensor,
@@ -109,7 +111,7 @@ def sample_khot(
         >>> x.sum(-1)
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
-    if estimator not in get_args(EstimatorName):
+    if estimator not in _NAMES:
         raise ValueError(f"estimator must be one of {', '.join(_ESTIMATORS)}, but got {estimator!r}")
     draw, takes, designs = _ESTIMATORS[estimator]
     if k is None and "k=None" not in takes:

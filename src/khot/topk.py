@@ -90,10 +90,10 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
     if rows.is_dtensor(input):
+        options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
         return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
-    return _soft(input, k, dim, group, **options)
+    return _soft(input, k, dim, group, tau, cdf, largest, mask, hard)
 
 
 def log_soft_topk(
@@ -122,10 +122,10 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
-    options: dict[str, Any] = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
     if rows.is_dtensor(input):
+        options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
         return rows.on_dtensor(log_soft_topk, input, k, dim, group, **options)
-    return _soft(input, k, dim, group, **options, output="log")
+    return _soft(input, k, dim, group, tau, cdf, largest, mask, output="log")
 
 
 def _soft(
@@ -133,7 +133,6 @@ def _soft(
     k: Scalar,
     dim: int,
     group: Any,
-    *,
     tau: Scalar,
     cdf: str | CDF,
     largest: bool,
@@ -150,9 +149,14 @@ def _soft(
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), by_value=row.here)
         return x, count, arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=row.here), F
 
-    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
-    x, count, scale, F = row.agree(prepare, k=k, tau=tau, cdf=said, largest=largest, output=output, hard=hard)
-    row.check(k, x)
+    if row.here:
+        x, count, scale, F = prepare()
+    else:
+        said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
+        x, count, scale, F = row.agree(
+            prepare, k=k, tau=tau, cdf=said, largest=largest, output=output, hard=hard
+        )
+        row.check(k, x)
     y, _, _ = threshold_map(x, count, scale, F, output, row)
     return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
 
@@ -342,9 +346,10 @@ def topk_mask(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor]:
-        x = arguments.rows(input, dim, mask, largest).detach()
-        return x, arguments.per_row(k, "k", x, low=0, high=row.limit(x)).detach()
+        x = arguments.rows(input, dim, mask, largest)
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
+        return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count
 
-    x, count = row.agree(prepare, k=k, largest=largest)
+    x, count = prepare() if row.here else row.agree(prepare, k=k, largest=largest)
     row.check(k, x)
     return arguments.unrows(hard_mask(x, count, row), input, dim)

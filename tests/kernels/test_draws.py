@@ -11,6 +11,7 @@ from torch import Tensor
 from khot import sigmoid_topk
 from khot._kernels import active
 from khot._kernels.reference import draws
+from khot.sampling._designs.pareto import LEAST
 
 pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")
 
@@ -100,3 +101,48 @@ def test_opcheck() -> None:
     probs, k = rows(33)
     torch.library.opcheck(torch.ops.khot.order_sample.default, (torch.logit(probs), k.long(), SEED))
     torch.library.opcheck(torch.ops.khot.tournament.default, (probs, SEED))
+
+
+def pareto(probs: Tensor) -> tuple[Tensor, Tensor]:
+    args = (probs, SEED, LEAST, probs.shape[-1] * torch.finfo(probs.dtype).eps)
+    got, drawn = torch.ops.khot.pareto_sample(*args)
+    want, reference_drawn = draws.pareto_sample(*args)
+    assert drawn and reference_drawn
+    return got, want
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [33, 100, 1_024, 5_000])
+def test_pareto_samples_as_the_reference(n: int, dtype: torch.dtype) -> None:
+    """Whole sums and others, with certain units, in any layout."""
+    probs = rows(n)[0]
+    probs = probs[(probs * (1 - probs)).sum(-1) > LEAST + 1].to(dtype)
+    assert len(probs) > 2
+    for x in (
+        probs,
+        0.9 * probs,
+        probs.T.contiguous().T,
+        probs[:1].expand(5, n),
+        probs[:, None].expand(-1, 3, n),
+    ):
+        got, want = pareto(x)
+        assert got.dtype == dtype and torch.equal(got, want) and got.any()
+
+
+def test_pareto_samples_are_left_to_others() -> None:
+    """Where the formula does not hold in some row, or a row is not of probabilities."""
+    good = torch.full((2, 20), 0.5)
+    few = torch.stack((good[0], torch.tensor([0.99] + [0.01] * 19)))
+    wrong = [good.clone() for _ in range(4)]
+    for x, value in zip(wrong, (math.nan, 1.5, -0.1, math.inf), strict=True):
+        x[1, 3] = value
+    for x in (few, *wrong):
+        args = (x, SEED, LEAST, 1e-6)
+        assert not torch.ops.khot.pareto_sample(*args)[1] and not draws.pareto_sample(*args)[1]
+    assert torch.ops.khot.pareto_sample(good, SEED, LEAST, 1e-6)[1]
+
+
+def test_opcheck_of_pareto_samples() -> None:
+    probs = torch.rand(3, 33, generator=torch.Generator().manual_seed(0))
+    for x in (probs, probs.double(), probs.T.contiguous().T):
+        torch.library.opcheck(torch.ops.khot.pareto_sample.default, (x, SEED, LEAST, 1e-6))

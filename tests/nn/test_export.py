@@ -80,6 +80,11 @@ ROWS = [
         dim=1,
     ),
     Row("KHotGate", lambda: khot.nn.KHotGate(6, 2.5), (normal(3, 6),), random=True),
+    Row(
+        "KHotGate-prices",
+        lambda: khot.nn.KHotGate(6, 2.5, cost=[1.0, 0.5, 2, 1, 0, 3], tau=0.5),
+        (normal(3, 6),),
+    ),
     Row("KHotGate-learned", lambda: khot.nn.KHotGate(6, None), (normal(3, 6),), random=True),
     Row("TopKSAE", lambda: khot.nn.TopKSAE(5, 12, 2.5), (normal(2, 7, 5),)),
     Row("TopKSAE-annealed", lambda: khot.nn.TopKSAE(5, 12, annealed()), (normal(7, 5),)),

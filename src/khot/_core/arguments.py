@@ -8,6 +8,7 @@ what was wrong.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from khot._core import precision
-from khot._core.torch_internals import is_transformed
+from khot._core.torch_internals import as_usual, is_transformed
 
 __all__ = [
     "Scalar",
@@ -34,6 +35,8 @@ __all__ = [
     "check_scalar",
     "check_tensor",
     "check_values",
+    "constant",
+    "detached",
     "explain_nan",
     "mask_rows",
     "not_binary",
@@ -47,7 +50,11 @@ __all__ = [
 Scalar = float | Tensor  # a number, or a tensor with one entry per row
 # The largest τ for rows whose differences overflow: for smaller ones, they are infinite in τ, too.
 STEEPEST = 1e290
+CPU = torch.device("cpu")
 
+
+# Batches of up to so many rows are searched for NaN in Python, which takes less time than two operators.
+FEW = 64
 
 # The dtypes that one can compute with: those of 8 bits and less are for storage only.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -128,7 +135,8 @@ def check_dim_type(dim: Any) -> None:
 
 def check_dim(input: Tensor, dim: Any) -> int:
     """dim, counted from the front. A 0-dim input counts as a row of one entry, as for torch.softmax."""
-    check_dim_type(dim)
+    if type(dim) is not int:
+        check_dim_type(dim)
     index, ndim = int(dim), max(input.dim(), 1)
     if not -ndim <= index < ndim:
         raise IndexError(f"dim must be in [{-ndim}, {ndim - 1}], but got {index}")
@@ -205,11 +213,48 @@ def per_row(
         check_device(value, name, x)
         value = precision.on(x.device, value)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
+    if value and type(value) in (int, float) and _shares(x):
+        return _checked(value, name, low, high, low_open, integer)
     number = _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
-    device = x.device
+    return constant(number, x, by_value=by_value)
+
+
+# The types of a key count, because True == 1; the two zeros, which are equal, are left out.
+@functools.lru_cache(maxsize=256, typed=True)
+def _checked(value: float, name: str, low: float, high: float, low_open: bool, integer: bool) -> Tensor:
+    """The shared tensor of a number, which is checked when it is first met."""
+    number = _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
+    return _shared(number, math.copysign(1, number))
+
+
+def constant(number: float, like: Tensor, *, by_value: bool = False) -> Tensor:
+    """A number as a tensor on the device of another tensor, or on the CPU if ``by_value`` as for
+    :func:`per_row`. Nothing may change the result."""
+    if _shares(like):
+        return _shared(number, math.copysign(1, number))
+    device = like.device
     by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
-    where = torch.device("cpu") if by_value else device
+    where = CPU if by_value else device
     return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
+
+
+def _shares(like: Tensor) -> bool:
+    """Whether calls with a tensor may share the tensors of numbers: not where something records tensors, or
+    where they must be of another kind."""
+    return like.is_cpu and type(like) in (Tensor, torch.nn.Parameter) and as_usual()
+
+
+def detached(value: Tensor) -> Tensor:
+    """The tensor without its gradient; the same object where it clearly has none."""
+    return value if not value.requires_grad and _shares(value) else value.detach()
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(number: float, sign: float) -> Tensor:
+    """A number as a tensor on the CPU. Calls share it, because filling a tensor takes as long as the kernel
+    for a short row. The sign tells the two zeros apart, which are equal."""
+    with torch.inference_mode(False):  # autograd cannot save a tensor that was made in inference mode
+        return torch.full((), number, dtype=precision.wide_dtype(CPU), device=CPU)
 
 
 def check_scalar(
@@ -230,8 +275,9 @@ def check_scalar(
 
 
 def _number(value: Any, name: str, *, low: float, high: float, low_open: bool, integer: bool) -> float:
-    if isinstance(value, bool) or not isinstance(
-        value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)
+    if type(value) not in (int, float) and (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real))
     ):
         raise TypeError(f"{name} must be a real number or tensor, but got {type(value).__name__}")
     try:
@@ -274,7 +320,7 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
 def readable(value: Tensor) -> bool:
     """Whether values can be read without waiting: on the CPU, and not under a transform or a trace."""
     return (
-        value.device.type == "cpu"
+        value.is_cpu
         and not torch.compiler.is_compiling()
         and type(value) in (Tensor, torch.nn.Parameter)
         and not is_transformed(value)
@@ -323,8 +369,7 @@ def explain_nan(
     This happens on the CPU only: elsewhere reading the values would wait for the device, and such rows stay
     NaN. ``count`` turns the number of selectable entries of a shard into the number for the row.
     """
-    # one NaN makes the sum NaN, at half the cost of isnan().any()
-    if not readable(result) or not math.isnan(result.sum().item()):
+    if not readable(result) or not _has_nan(result):
         return
     if tau is not None:
         check_values(tau, "tau", low=0, low_open=True)
@@ -345,3 +390,10 @@ def explain_nan(
                 f"tau must be at most {STEEPEST} for a row with differences of scores that overflow, but "
                 f"got {tau.expand(bad.shape)[bad][0].item()}"
             )
+
+
+def _has_nan(values: Tensor) -> bool:
+    """One NaN makes the sum NaN, at half the cost of isnan().any()."""
+    if values.numel() > FEW:
+        return math.isnan(values.sum().item())
+    return math.isnan(sum((values if values.dim() == 1 else values.reshape(-1)).tolist()))

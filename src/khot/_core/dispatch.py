@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from khot._core import expansion
 from khot._core.torch_internals import (
+    any_requires_grad,
     apply_outside_transforms,
     below_autograd,
     decompose_in_exports,
@@ -82,6 +83,7 @@ class Operator:
         self.overload = getattr(torch.ops.khot, name).default
         self.rule = rule
         self.function = None if rule is None else _function(self.overload, rule)
+        self.forward = self.overload if self.function is None else self.function.forward
 
     def __call__(self, *args: Any) -> Any:
         """Apply the operator in the cheapest form that has the derivatives which may be needed.
@@ -98,10 +100,9 @@ class Operator:
             return self.overload(*args) if levels == 0 else self._expanded(levels, args)
         if transforms_are_on():
             return self.function.apply(*args)
-        reverse = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if not reverse and not forward_mode_is_on():
-            return self.function.forward(*args)
-        return apply_outside_transforms(self.function, args)
+        if forward_mode_is_on() or (torch.is_grad_enabled() and any_requires_grad(*args)):
+            return apply_outside_transforms(self.function, args)
+        return self.forward(*args)
 
     def _expanded(self, levels: int, args: tuple[Any, ...]) -> Any:
         """The registered operator under transforms that are traced with it."""
@@ -179,11 +180,13 @@ def _function(overload: Any, rule: type[Rule]) -> type[Function]:
                 return
             saved = rule.save(ctx, inputs, output)
             ctx.save_for_backward(*saved)
-            ctx.save_for_forward(*saved)
+            transformed = transforms_are_on()
+            if transformed or forward_mode_is_on():
+                ctx.save_for_forward(*saved)
             if not rule.zeros:
-                ctx.set_materialize_grads(transforms_are_on())
+                ctx.set_materialize_grads(transformed)
             if rule.constants:
-                ctx.mark_non_differentiable(*(output[i] for i in rule.constants if i < len(output)))
+                ctx.mark_non_differentiable(*[output[i] for i in rule.constants if i < len(output)])
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:

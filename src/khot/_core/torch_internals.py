@@ -18,7 +18,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "any_requires_grad",
     "apply_outside_transforms",
+    "as_usual",
     "below_autograd",
     "collective_device",
     "decompose_in_exports",
@@ -37,13 +39,25 @@ __all__ = [
 # and it costs more than the kernel for a small row.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+# Whether any argument is a tensor that requires a gradient; a loop in Python takes five times as long.
+any_requires_grad = torch._C._any_requires_grad
+
 # A context in which new tensors have data, also within a FakeTensorMode.
 without_modes = _disable_current_modes
 
 
-def transforms_are_on() -> bool:
-    """Whether a transform of torch.func is being applied."""
-    return torch._C._are_functorch_transforms_active()
+# Whether a transform of torch.func is being applied: a function without arguments.
+transforms_are_on = torch._C._are_functorch_transforms_active
+
+# Whether a tensor represents a batch, or a value with its tangent, under a transform of torch.func.
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def as_usual() -> bool:
+    """Whether operators only compute: no trace, no transform of torch.func and no dispatch mode sees them."""
+    if torch.compiler.is_compiling():  # first, because Dynamo cannot trace the others
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 and not transforms_are_on()
 
 
 def vmap_changes_draws(rows: Tensor) -> bool:
@@ -51,6 +65,8 @@ def vmap_changes_draws(rows: Tensor) -> bool:
 
     It does not if the examples share the rows and, by ``randomness="same"``, the draw.
     """
+    if not transforms_are_on():
+        return False
     functorch = torch._C._functorch
     vmaps = [
         functorch.CVmapInterpreterPtr(level)
@@ -59,11 +75,6 @@ def vmap_changes_draws(rows: Tensor) -> bool:
     ]
     shared = all(vmap.randomness() == functorch.RandomnessType.Same for vmap in vmaps)
     return bool(vmaps) and (is_transformed(rows) or not shared)
-
-
-def is_transformed(value: Tensor) -> bool:
-    """Whether the tensor represents a batch, or a value with its tangent, under a transform of torch.func."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def forward_mode_is_on() -> bool:
@@ -99,7 +110,11 @@ def run_as_is(*functions: Callable[..., Any]) -> None:
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:
     """The same as ``function.apply`` outside of transforms, without 10 µs for binding arguments."""
-    return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+    for a in args:
+        if isinstance(a, Tensor) and is_transformed(a):
+            args = unwrap_dead_wrappers(args)
+            break
+    return super(Function, function).apply(*args)  # type: ignore[misc]
 
 
 def decompose_in_exports(overload: Any, function: Callable[..., Any]) -> None:

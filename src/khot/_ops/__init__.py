@@ -2,6 +2,7 @@
 
 from khot import _kernels
 from khot._ops import (
+    budget_mask,
     decay_scan,
     draws,
     laplace_rank,
@@ -10,7 +11,9 @@ from khot._ops import (
     magnitude,
     order_statistics,
     poisson_binomial,
+    shared,
     soft_assign,
+    soft_budget,
     soft_count,
     soft_topk,
     sorted_soft_topk,
@@ -19,6 +22,7 @@ from khot._ops import (
 )
 
 __all__ = [
+    "budget_mask",
     "decay_scan",
     "draws",
     "laplace_rank",
@@ -27,7 +31,9 @@ __all__ = [
     "magnitude",
     "order_statistics",
     "poisson_binomial",
+    "shared",
     "soft_assign",
+    "soft_budget",
     "soft_count",
     "soft_topk",
     "sorted_soft_topk",

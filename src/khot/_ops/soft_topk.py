@@ -82,7 +82,7 @@ class _Rule(Rule):
         if grad is None:
             grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
         if grad_lo is None:  # this is so for every first derivative of y
-            grad_lo = hi.new_zeros((), device="cpu")
+            grad_lo = arguments.constant(0.0, hi) if hi.is_cpu else hi.new_zeros((), device="cpu")
         if not by_kernel():
             row = rows.of(ctx.group)
             dx, dk, dtau = _vjp(grad, grad_lo, x, hi, lo, tau, ctx.cdf, ctx.output, row, near)
@@ -107,8 +107,7 @@ class _Rule(Rule):
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, tau, _, _, output, *group = inputs
         name = "count" if output == "threshold" else "k"
-        row = rows.of(*group)
-        arguments.explain_nan(outputs[1], x, k, tau, name=name, count=row.count)
+        arguments.explain_nan(outputs[1], x, k, tau, name=name, count=rows.of(*group).count)
 
 
 def _fake(

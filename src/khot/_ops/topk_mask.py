@@ -34,7 +34,10 @@ class _Rule(Rule):
     @staticmethod
     def examine(outputs: Tensor | tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, *group = inputs
-        marked = outputs[1] if isinstance(outputs, tuple) else outputs[..., :1]
+        if isinstance(outputs, tuple):
+            marked = outputs[1]
+        else:
+            marked = outputs.select(-1, 0) if outputs.shape[-1] else outputs
         arguments.explain_nan(marked, x, k, count=rows.of(*group).count)
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from khot import topk
+from khot._core import arguments
 from khot.nn._export import to_onnx
-from khot.nn._values import available, has_data
+from khot.nn._values import available
 
 __all__ = ["best_indices", "order"]
 
@@ -18,7 +19,7 @@ def best_indices(x: Tensor, k: int) -> Tensor:
     They are the entries of :func:`khot.topk_mask`, which ``torch.topk`` does not promise: of equal entries it
     returns any, in any order. In a row with fewer than k entries above −inf, some of the others come last.
     """
-    if x.device.type == "cpu" and has_data(x):
+    if arguments.readable(x):
         # without ties they are torch.topk's, at half the cost; on a GPU the question would wait for it
         values, indices = x.topk(min(k + 1, x.shape[-1]))
         if bool((values[..., :-1] > values[..., 1:]).all()):

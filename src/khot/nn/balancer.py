@@ -37,9 +37,12 @@ class QuantileBalancer(nn.Module):
 
     The distances are counted in bins that follow the bits of a floating-point number: sign, exponent, and the
     first bits of the mantissa. The bins are finest around the cutoff, so they need no bounds, whatever the
-    scores are: logits, probabilities or log-probabilities. (Distances of more than 512 count as 512, so that
-    larger ones take several updates.) The counts are integers, so that the biases are the same, bit for bit,
-    for any number of processes, in any order, and for any number of micro-batches.
+    scores are: logits, probabilities or log-probabilities. The counts are integers, so the biases are the
+    same, bit for bit, for any number of processes, in any order, and for any number of micro-batches.
+
+    Distances of more than 512 count as 512, and those of less than 2⁻²³ as 2⁻²³. So a bias that is further
+    away takes several updates: one for every 512. If your scores are larger, such as logits times 10⁴, start
+    with :meth:`solve`, or divide the scores by a power of two, which changes no choice.
 
     Only the choice depends on the biases. Compute the weights of the experts from the scores without them.
 
@@ -72,8 +75,10 @@ class QuantileBalancer(nn.Module):
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
-    ``DistributedDataParallel`` overwrites all buffers with those of the first process before a forward pass.
-    If you call several forward passes before an update, pass it ``broadcast_buffers=False``.
+    ``DistributedDataParallel`` overwrites all buffers with those of the first process before a forward pass,
+    also before one in eval mode. The biases are equal anyway, but counts would be lost. So pass it
+    ``broadcast_buffers=False``; or call the micro-batches of a step except the last in its ``no_sync()``, and
+    do not evaluate between a forward pass and the update.
 
     Example:
         >>> balancer = khot.nn.QuantileBalancer(8, k=2)
@@ -191,8 +196,7 @@ class QuantileBalancer(nn.Module):
         cutoff = biased.gather(-1, best[..., self.k :])
         chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best[..., : self.k], True)
         distance = (cutoff - biased).float().masked_fill(biased == cutoff, 0)  # ∞ − ∞ is NaN
-        shift = MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
-        size = ((distance.abs().view(torch.int32) - SMALLEST) >> shift).clamp(0, half - 1)
+        size = ((distance.abs().view(torch.int32) - SMALLEST) >> self._dropped()).clamp(0, half - 1)
         # by the choice and not by the sign: the negative bins are then the load even where scores are equal
         place = torch.where(chosen, half - 1 - size, half + size)
         place = place.masked_fill(biased == -math.inf, self.bins).long()
@@ -222,9 +226,12 @@ class QuantileBalancer(nn.Module):
     def _edge(self, i: Tensor) -> Tensor:
         """The lower edge of bin i, in float64."""
         steps = i - self.bins // 2
-        shift = MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
-        size = ((steps.abs() << shift) + SMALLEST).to(torch.int32).view(torch.float32).double()
+        size = ((steps.abs() << self._dropped()) + SMALLEST).to(torch.int32).view(torch.float32).double()
         return size * steps.sign()
+
+    def _dropped(self) -> int:
+        """How many bits at the end of a mantissa make no difference to the bin."""
+        return MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantileBalancer:
         """Move, but do not cast: half precision has too few digits for a bias, which would then depend on

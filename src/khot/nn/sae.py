@@ -204,7 +204,6 @@ class TopKSAE(nn.Module):
         return not torch.compiler.is_compiling() and transforms_are_on()
 
     def _activations(self, input: Tensor) -> Tensor:
-        arguments.check_input(input)
         check_width(input, self.in_features, self)
         return F.linear(input - self.bias, self.encoder, self.encoder_bias)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
+from khot._ops import uniform as philox
 from khot.sampling import _hidden, _phantom, _shards
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
 from khot.sampling._designs import pareto
@@ -165,11 +167,17 @@ def _draw(
     generator: torch.Generator | None,
 ) -> Tensor:
     """:func:`sample` of rows with the units along the last dim."""
+    draw: Any = pareto.draw_exact if exact else resolve(design).draw
+    if draw is pareto.draw and rows.is_cpu and rows.numel() and not sample_shape:
+        seed = philox.new_seed(rows.device, generator)
+        at_once = pareto.draw_at_once(rows, seed, _tolerance(rows))
+        if at_once is not None:
+            return at_once
+        draw = partial(pareto.draw, seed=seed)
     pi, valid = _checked(rows)
     shape = torch.Size(sample_shape)
     if not pi.numel():
         return rows.new_zeros(shape + rows.shape)
-    draw = pareto.draw_exact if exact else resolve(design).draw
     x = draw(pi.expand(shape + pi.shape), generator)[..., : rows.shape[-1]]
     return _marked(x.to(rows.dtype), valid)
 
@@ -179,7 +187,6 @@ _draw_hidden = _hidden.operator("draw", "str design, bool exact", _draw, None)
 
 def _checked(rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """The rows in float64, with a phantom unit if they need one, and which rows are valid (None: all)."""
-    tolerance = rows.shape[-1] * torch.finfo(rows.dtype).eps
     pi = rows.double()
     valid = None
     if pi.device.type == "cpu":
@@ -189,7 +196,12 @@ def _checked(rows: Tensor) -> tuple[Tensor, Tensor | None]:
     else:
         valid = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
         pi = torch.where(valid, pi, 0)
-    return _phantom.append(pi, tolerance), valid
+    return _phantom.append(pi, _tolerance(rows)), valid
+
+
+def _tolerance(rows: Tensor) -> float:
+    """A sum of a row that is so near to an integer is that integer."""
+    return rows.shape[-1] * torch.finfo(rows.dtype).eps
 
 
 def _marked(result: Tensor, valid: Tensor | None) -> Tensor:

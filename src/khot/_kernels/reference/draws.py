@@ -7,7 +7,7 @@ from torch import Tensor
 
 from khot._kernels.reference import philox
 
-__all__ = ["order_sample", "smallest", "tournament"]
+__all__ = ["adjusted", "order_sample", "pareto_sample", "smallest", "tournament"]
 
 
 def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
@@ -19,6 +19,41 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
         seed: of philox, 0-dim.
     """
     return smallest(philox.uniform(seed, theta.shape).logit_().sub_(theta), k)
+
+
+def adjusted(probs: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """θ (*batch, n), and d = Σπ(1 − π), (*batch, 1), of Pareto sampling: θ = logit π − π(1 − π)(π − ½)/d².
+
+    The formula is wrong where d < least.
+    """
+    variance = torch.addcmul(probs, probs, probs, value=-1)
+    d = variance.sum(-1, keepdim=True)
+    return torch.logit(probs).addcmul_(variance.mul_(0.5 - probs), d.clamp(min=least) ** -2), d
+
+
+def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
+    """A draw of Pareto sampling by the formula of :func:`adjusted`: zeros and ones in probs' dtype.
+
+    Args:
+        probs: π (*batch, n). A phantom unit, which is not returned, makes each sum an integer.
+        seed: of philox, 0-dim.
+        least: the least d for the formula.
+        tolerance: a sum that is so near to an integer is that integer.
+
+    Returns:
+        The sample; and True, or False if it is not one because a row needs another method, or is not of
+        probabilities. The sample is then without meaning.
+    """
+    pi = probs.double()
+    total = pi.sum(-1, keepdim=True)
+    phantom = (total.ceil() - total).masked_fill((total - total.round()).abs() <= tolerance, 0)
+    pi = torch.cat((pi, phantom), -1)
+    theta, d = adjusted(pi, least)
+    drawn = ((pi >= 0) & (pi <= 1)).all() & (d >= least).all()
+    if not bool(drawn):
+        return torch.zeros_like(probs, memory_format=torch.contiguous_format), drawn
+    chosen = order_sample(theta, (total + phantom).squeeze(-1).round().long(), seed)
+    return chosen[..., :-1].to(probs.dtype).contiguous(), drawn
 
 
 def smallest(keys: Tensor, k: Tensor) -> Tensor:

@@ -11,21 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.draws import adjusted
 from khot._ops import uniform as philox
-from khot._ops.draws import order_sample
+from khot._ops.draws import order_sample, pareto_sample
 from khot.sampling import _order as order
 from khot.sampling._phantom import distinct, size
 
-__all__ = ["LEAST", "draw", "draw_exact", "joint", "marginals"]
+__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "joint", "marginals"]
 
 LEAST = (
     2.5  # the least d for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it prefers 0.01 to 0.99
 )
 
 
-def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def draw(probs: Tensor, generator: torch.Generator | None = None, *, seed: Tensor | None = None) -> Tensor:
     rows = distinct(probs)
-    return _rank(_parameters(rows), size(rows), probs.shape, generator)
+    return _rank(_parameters(rows), size(rows), probs.shape, generator, seed)
+
+
+def draw_at_once(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor | None:
+    """As :func:`draw` by one operator, in probs' dtype and for any sums. None if a row needs calibration, or
+    is not of probabilities."""
+    sample, drawn = pareto_sample(probs, seed, LEAST, tolerance)
+    return sample if bool(drawn) else None
 
 
 def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -47,9 +55,7 @@ def joint(probs: Tensor) -> Tensor:
 
 def _parameters(probs: Tensor) -> Tensor:
     """θ (*batch, n): adjusted by the formula, or calibrated where that is not enough; ±inf if certain."""
-    variance = torch.addcmul(probs, probs, probs, value=-1)
-    d = variance.sum(-1, keepdim=True)
-    theta = torch.logit(probs).addcmul_(variance.mul_(0.5 - probs), d.clamp(min=LEAST) ** -2)
+    theta, d = adjusted(probs, LEAST)
     few = d.squeeze(-1) < LEAST
     if bool(few.any()):
         rows = probs[few]
@@ -57,7 +63,14 @@ def _parameters(probs: Tensor) -> Tensor:
     return theta
 
 
-def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    seed = philox.new_seed(theta.device, generator)
+def _rank(
+    theta: Tensor,
+    k: Tensor,
+    shape: torch.Size,
+    generator: torch.Generator | None,
+    seed: Tensor | None = None,
+) -> Tensor:
+    if seed is None:
+        seed = philox.new_seed(theta.device, generator)
     chosen: Tensor = order_sample(theta.expand(shape), k.expand(shape[:-1]), seed)
     return chosen
