@@ -51,6 +51,7 @@ OF_MODULES = {
 }
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
+    "return_bias",
     *(
         "at_most",
         "largest",
@@ -184,6 +185,17 @@ ROWS: dict[str, Row] = {
     "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.soft_assign": Row(
+        khot.soft_assign,
+        {
+            "input": torch.randn(2 * N, N),
+            "k": 1.0,
+            "capacity": 2.0,
+            "tau": 1.0,
+            "cdf": "logistic",
+            "mask": torch.ones(2 * N, N, dtype=torch.bool),
+        },
+    ),
     "khot.soft_budget": Row(
         khot.soft_budget,
         {**OF_TOPK_BUDGET, "tau": 1.0, "cdf": "logistic"},

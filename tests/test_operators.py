@@ -56,6 +56,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
     assert {op.name for op in OPERATORS} == public - {
+        "soft_assign",  # its rows depend on each other: test_assignment.py
         "budget_mask",  # its entries have costs: test_budgets.py
         "sample_khot",  # random: test_estimators.py
     }
@@ -471,6 +472,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         cases.append((f"soft_budget-{by}", ops.soft_budget.default, spent))
         backward = (torch.ones_like(y), torch.ones_like(lo), x, costs, hi, lo, *spent[3:])
         cases.append((f"budget-backward-{by}", ops.soft_budget_backward.default, backward))
+    sums = (torch.full_like(k, 2.0), torch.full_like(costs[0], 2.0 * x.shape[0] / x.shape[-1]).double())
+    assigned = (x, *sums, tau[:1], sums[1], "logistic", 1.0, False)
+    cases.append(("soft_assign", ops.soft_assign.default, assigned))
     cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)

@@ -152,9 +152,12 @@ def test_the_tensor_comes_first_then_k_then_dim(name: str) -> None:
 
 
 def test_everything_on_rows_takes_dim() -> None:
-    """The distributions have their event in the last dim, as torch's have, and score_function its samples in
-    the first; all other functions work along any dim."""
-    assert set(FUNCTIONS) - set(having("dim")) == {"khot.estimators.score_function"}
+    """The distributions have their event in the last dim, as torch's have, score_function its samples in the
+    first, and soft_assign matrices in the last two; all other functions work along any dim."""
+    assert set(FUNCTIONS) - set(having("dim")) == {
+        "khot.estimators.score_function",
+        "khot.soft_assign",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in having("k") if inspect.isclass(CALLS[name])])

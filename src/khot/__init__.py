@@ -10,6 +10,7 @@ from khot import estimators as estimators
 from khot import losses as losses
 from khot import nn as nn
 from khot import sampling as sampling
+from khot.assignment import soft_assign as soft_assign
 from khot.budgets import budget_mask as budget_mask
 from khot.budgets import soft_budget as soft_budget
 from khot.counting import inverse_soft_count as inverse_soft_count
@@ -55,6 +56,7 @@ __all__ = [
     "sample_khot",
     "sampling",
     "sigmoid_topk",
+    "soft_assign",
     "soft_budget",
     "soft_count",
     "soft_median",

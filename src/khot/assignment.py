@@ -1,8 +1,9 @@
-"""Soft assignments: every row and every column of the result has a given sum."""
+"""Choosing on two sides at once: each row selects k columns, and each column has a capacity."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,11 +11,41 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import widen
+from khot._core.precision import wide_dtype, widen
 from khot._ops.soft_assign import soft_assign as assigned
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["soft_assign"]
+
+
+@overload
+def soft_assign(
+    input: Tensor,
+    k: Scalar,
+    capacity: Scalar | None = None,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
+    at_most: bool = False,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_bias: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def soft_assign(
+    input: Tensor,
+    k: Scalar,
+    capacity: Scalar | None = None,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
+    at_most: bool = False,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_bias: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def soft_assign(
@@ -29,52 +60,59 @@ def soft_assign(
     bias: Tensor | None = None,
     return_bias: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Each row chooses k columns, and each column gets as many rows as its capacity.
+    """A differentiable selection whose rows and columns both have given sums.
 
-    The result is y = F((x − r_i − c_j)/τ) with thresholds of the rows and of the columns for which
+    Each of m rows (tokens, say) selects k of E columns (experts), and each column is selected by as many rows
+    as its capacity. The result is
 
-        Σ_j y_ij = k_i,     Σ_i y_ij = capacity_j
+        y_ij = F((x_ij − r_i − c_j)/τ),    Σ_j y_ij = k,    Σ_i y_ij = capacity_j
 
-    It maximises ⟨y, x⟩ − τ Σ ω(y) under these sums, where ω is the potential of the CDF; as τ → 0 it tends to
-    the solution of the linear program.
+    with one number per row and one per column, which are determined by the sums up to a constant. It
+    maximises Σ x y less τ times a convex penalty among all matrices with these sums and entries in [0, 1].
+    As τ → 0 it solves the linear programme of transport with upper bounds.
 
     Args:
-        input: scores (*batch, m, E), of any floating-point dtype. −inf is never selected;
-            entries of +inf get 1.
-        k: the sum of each row, in [0, E]: a number or a tensor that broadcasts with (*batch, m).
-        capacity: the sum of each column, in [0, m]: a number or a tensor that broadcasts with (*batch, E).
-            The capacities and the k have to have the same sum. By default all columns have the same.
-        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
-        cdf: as for :func:`khot.soft_topk`, with full support: ``"logistic"``, ``"laplace"``, ``"normal"`` or
-            your own. Without it, thresholds that fit need not be unique.
-        at_most: a column gets at most its capacity: c ≥ 0, and c = 0 where there is room left. Then the
-            capacities may have a larger sum.
-        mask: bool, broadcastable to the input; True where an entry may be selected.
-        bias: thresholds c to start from, which broadcast with (*batch, E), such as those of the last call.
-            They save time and do not change the result.
-        return_bias: return the thresholds c, too.
+        input: scores x, (*batch, m, E), of any floating-point dtype. −inf is never selected, +inf always. A
+            row of nothing but −inf takes no part: its sum is 0.
+        k: the sum of each row, in [0, number of its entries that may be selected]; a number or a tensor that
+            broadcasts with (*batch, m).
+        capacity: the sum of each column, in [0, number of rows that may select it]; a number or a tensor that
+            broadcasts with (*batch, E). By default the sum of the rows over E. Their sum must be that of the
+            rows; a difference of up to a relative 1e-6 counts as rounding, and is spread over the columns.
+        tau: temperature > 0, in the units of the input; a number or a tensor that broadcasts with the batch
+            shape.
+        cdf: F, a CDF whose support is the whole line: ``"logistic"``, ``"laplace"``, ``"normal"``, or a
+            CDF of your own.
+        at_most: a column may have less than its capacity: then c ≥ 0, and c_j = 0 unless the column is full.
+        mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
+            ignored, even NaN and inf.
+        bias: a guess of −c that broadcasts with (*batch, E), such as that of the step before; it saves time
+            and does not change the result.
+        return_bias: return −c, too.
 
     Returns:
-        y, of the input's shape and dtype, with entries in [0, 1]; with ``return_bias`` also c, (*batch, E),
-        in float64 and without gradient. The k largest of x − c are the choice of a row without the others. c
-        has the mean 0 over the columns that are neither empty nor full. A matrix with a NaN is NaN.
+        A tensor of the input's shape and dtype, in [0, 1]. With ``return_bias`` also the bias −c,
+        (*batch, E), in float64: y is the soft top-k of each row of the input plus the bias.
+        Its mean is 0, or with
+        ``at_most`` it is ≤ 0; it is ∓inf for columns that are empty or full. A matrix with a NaN is NaN.
 
-    The gradient in input, k, capacity and tau is exact, in both modes and of any order: nothing is unrolled.
-    In k and capacity it is that along changes that keep the two sums equal.
+    The gradient in input, k, capacity and tau is exact (by implicit differentiation; nothing is unrolled), in
+    both modes and to second order. That of the capacity has mean 0, because its sum is given.
 
     Raises:
-        ValueError: k, capacity or tau out of range or of a shape that does not broadcast; sums of k and
-            capacity that differ; sums that the mask does not allow; a cdf with compact support.
-        TypeError: input that is not a floating-point tensor.
+        ValueError: fewer than two dims; k not in [0, number of entries that may be selected]; a capacity that
+            is out of range or has another sum, or that no matrix meets under the mask;
+            tau ≤ 0; a cdf with compact support; an argument that does not broadcast. (The values of tensors
+            are checked on the CPU in eager mode; elsewhere a matrix with a bad value is NaN.)
+        TypeError: input that is not a floating-point tensor, mask that is not bool.
 
     Example:
-        >>> scores = torch.tensor([[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]])
-        >>> from khot.assignment import soft_assign
-        >>> soft_assign(scores, 1, tau=0.1)
-        tensor([[9.9942e-01, 5.7629e-04],
-                [9.2117e-01, 7.8832e-02],
-                [7.2987e-02, 9.2701e-01],
-                [6.4214e-03, 9.9358e-01]])
+        >>> scores = torch.tensor([[2.0, 1.0], [3.0, 0.0], [1.0, 0.0], [2.0, 2.0]])
+        >>> y = khot.soft_assign(scores, 1, tau=0.5)
+        >>> y.sum(0)
+        tensor([2., 2.])
+        >>> y.argmax(-1)
+        tensor([1, 0, 0, 1])
     """
     arguments.check_input(input)
     if input.dim() < 2:
@@ -87,6 +125,7 @@ def soft_assign(
     x = arguments.rows(input, -1, mask)
     *batch, m, width = x.shape
     k = arguments.per_row(k, "k", x, low=0, high=width).expand(*batch, m)
+    k = torch.where((x != -math.inf).any(-1), k, 0)
     if capacity is None:
         capacity = (widen(k).sum(-1, keepdim=True) / max(width, 1)).expand(*batch, width)
     else:
@@ -95,12 +134,12 @@ def soft_assign(
         _check_sums(k, capacity, at_most)
     tau = arguments.per_row(tau, "tau", x[..., 0], low=0, low_open=True).expand(batch).unsqueeze(-1)
     if bias is None:
-        start = torch.zeros_like(capacity, dtype=torch.float64)
+        start = torch.zeros_like(capacity, dtype=wide_dtype(x.device))
     else:
         arguments.check_input(bias, "bias")
-        start = arguments.per_row(bias, "bias", x.mT, low=-math.inf).detach().expand(*batch, width)
+        start = -arguments.per_row(bias, "bias", x.mT, low=-math.inf).detach().expand(*batch, width)
     y, _, c = assigned(x, k, capacity, tau, start, F, at_most)
-    return (y, c.detach()) if return_bias else y
+    return (y, -c.detach()) if return_bias else y
 
 
 def _check_sums(k: Tensor, capacity: Tensor, at_most: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.dispatch import Rule, define
+from khot._core.precision import wide_dtype
 from khot._kernels.reference import soft_assign as kernels
 from khot.cdfs import CDF
 
@@ -103,7 +104,7 @@ def _fake(
     x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: str, shape: float, at_most: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     *batch, m, width = x.shape
-    wide = torch.float64
+    wide = wide_dtype(x.device)
     return x.new_empty(x.shape), x.new_empty(*batch, m, dtype=wide), x.new_empty(*batch, width, dtype=wide)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
 from khot.cdfs import CDF
 
@@ -22,6 +23,8 @@ STEPS = 60  # per stage
 NEAR = 0.1  # with an error below it, relative to the largest goal, Newton's method needs no stages
 ROUGH, FINE = 1e-3, 1e-14  # the error, relative to the largest goal, at which a stage ends, and the last
 ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be rounding
+REACH = 4.0  # the longest step, in τ
+ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
 STAGE = 4.0  # how much τ falls from stage to stage
 EQUAL = 1e-9  # sums that differ by less, relative, are equal
 
@@ -34,22 +37,30 @@ def soft_assign(
     has −inf."""
     *batch, m, width = x.shape
     F = cdfs.resolve(cdf, shape)
-    wide = x.double().reshape(-1, m, width)
-    count = wide.shape[0]
-    k = k.double().expand(*batch, m).reshape(count, m)
-    capacity = capacity.double().expand(*batch, width).reshape(count, width)
-    bias = bias.double().expand(*batch, width).reshape(count, width)
-    tau = tau.double().expand(*batch, 1).reshape(count)
+    count = math.prod(batch)
+    wide = in_float64(x).reshape(count, m, width)
+    k = in_float64(k).expand(*batch, m).reshape(count, m)
+    capacity = in_float64(capacity).expand(*batch, width).reshape(count, width)
+    bias = in_float64(bias).expand(*batch, width).reshape(count, width)
+    tau = in_float64(tau).expand(*batch, 1).reshape(count)
     y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
     for i in range(count):
         y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
-    return y.to(x.dtype).view(x.shape), r.view(*batch, m), c.view(*batch, width)
+    # rounded once, and moved back to a device without float64
+    y, r, c = (
+        y.to(x.device, x.dtype),
+        r.to(x.device, wide_dtype(x.device)),
+        c.to(x.device, wide_dtype(x.device)),
+    )
+    return y.view(x.shape), r.view(*batch, m), c.view(*batch, width)
 
 
 def _assign(
     x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, r, c = torch.zeros_like(x), torch.zeros_like(k), torch.zeros_like(capacity)
+    if not x.numel():
+        return y, r, c
     total, room = float(k.sum()), float(capacity.sum())
     slack = EQUAL * max(1.0, total)
     bad = not (0 < tau < math.inf) or bool(x.isnan().any()) or not bool(bias.isfinite().all())
@@ -77,6 +88,8 @@ def _assign(
     start = bias[columns]
     start = start - start.mean() if equal else start.clamp(min=0)
     c_ = problem.solve(start, tau)
+    if problem.off(c_, tau) > ACCEPTED * float(problem.load.max()):
+        return _nothing(y, r, c)
     if equal:
         c_ = c_ - (c_.amin() if at_most else c_.mean())
     r_ = problem.rows(c_, tau)
@@ -95,11 +108,13 @@ def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _decide(y: Tensor, r: Tensor, c: Tensor, k: Tensor, goal: Tensor, open_: Tensor, equal: bool) -> bool:
     """Settle, in place, the rows and columns that take nothing, or all that is left. False if one of them
     has to take more than there is, or less than nothing."""
-    small = EQUAL * max(1.0, float(k.abs().sum()))
+    slack = EQUAL * max(1.0, float(k.abs().sum()))
+    rounding = 64 * torch.finfo(k.dtype).eps
+    lack, spare = rounding * (1 + k.abs().amax()), rounding * (1 + goal.abs().amax())
     while True:
         left = open_.sum(-1)
-        none, full = (k <= small) & (left > 0), (k >= left - small) & (left > 0)
-        if bool((k < -small).any() | (k > left + small).any()):
+        none, full = (k <= lack) & (left > 0), (k >= left - lack) & (left > 0)
+        if bool((k < -slack).any() | (k > left + slack).any()):
             return False
         y[full.unsqueeze(-1) & open_] = 1
         goal -= (full.unsqueeze(-1) & open_).sum(0)
@@ -107,9 +122,9 @@ def _decide(y: Tensor, r: Tensor, c: Tensor, k: Tensor, goal: Tensor, open_: Ten
         r[none], r[full] = math.inf, -math.inf
         open_ &= ~(full | none).unsqueeze(-1)
         below = open_.sum(0)
-        none = (goal <= small) & (below > 0)
-        full = (goal >= below - small) & (below > 0) if equal else torch.zeros_like(none)
-        if bool((goal < -small).any() | ((goal > below + small).any() if equal else none[:0].any())):
+        none = (goal <= spare) & (below > 0)
+        full = (goal >= below - spare) & (below > 0) if equal else torch.zeros_like(none)
+        if bool((goal < -slack).any() | ((goal > below + slack).any() if equal else none[:0].any())):
             return False
         y[full & open_] = 1
         k -= (full & open_).sum(-1)
@@ -154,6 +169,13 @@ class Problem:
         block = self.shards.reduce([block])[0]
         return block[0] - self.load, (block[1].diag() - block[2:]) / tau
 
+    def off(self, c: Tensor, tau: float) -> float:
+        """The largest error of a load; with nonnegative thresholds, a load below its goal is none at c = 0."""
+        miss, _ = self(c, tau)
+        if self.nonnegative:
+            miss = torch.where(c > 0, miss, miss.clamp(min=0))
+        return float(miss.abs().max())
+
     def solve(self, c: Tensor, tau: float) -> Tensor:
         """The columns' thresholds, from c, through falling temperatures."""
         finite = self.x.masked_fill(self.closed, 0)
@@ -192,7 +214,10 @@ def descend(problem: Problem, c: Tensor, tau: float, goal: float) -> Tensor:
             wanted = torch.where(moves, miss, 0)
         else:
             fixed, wanted = curvature + scale / len(c), miss
-        tried = c + torch.linalg.solve(fixed + damping * scale * identity, wanted)
+        step = torch.linalg.solve(fixed + damping * scale * identity, wanted)
+        # farther out, the sums are flat and say nothing of the way back
+        step = step * (REACH * tau / step.abs().max().clamp(min=REACH * tau))
+        tried = c + step
         tried = tried.clamp(min=0) if problem.nonnegative else tried
         next_miss, next_curvature = problem(tried, tau)
         next_off = error(tried, next_miss)
