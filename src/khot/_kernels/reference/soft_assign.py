@@ -170,7 +170,7 @@ class Problem:
         return block[0] - self.load, (block[1].diag() - block[2:]) / tau
 
     def off(self, c: Tensor, tau: float) -> float:
-        """The largest error of a load; with nonnegative thresholds, a load below its goal is none at c = 0."""
+        """The largest error of a load. With nonnegative thresholds, it may be below its goal where c = 0."""
         miss, _ = self(c, tau)
         if self.nonnegative:
             miss = torch.where(c > 0, miss, miss.clamp(min=0))
@@ -178,16 +178,26 @@ class Problem:
 
     def solve(self, c: Tensor, tau: float) -> Tensor:
         """The columns' thresholds, from c, through falling temperatures."""
+        most = float(self.load.max())
+        if self.off(c, tau) <= NEAR * most:
+            near = descend(self, c, tau, FINE * most)
+            if self.off(near, tau) <= ACCEPTED * most:
+                return near
         finite = self.x.masked_fill(self.closed, 0)
         spread = float((finite.amax() - finite.amin()).clamp(min=0))
-        miss, _ = self(c, tau)
         stages = [tau]
-        if float(miss.abs().max()) > NEAR * float(self.load.max()):
-            while stages[-1] * STAGE < spread / 4:
-                stages.append(stages[-1] * STAGE)
-        for stage in reversed(stages):
-            precision = FINE if stage == tau else ROUGH
-            c = descend(self, c, stage, precision * float(self.load.max()))
+        while stages[-1] * STAGE < spread / 4:
+            stages.append(stages[-1] * STAGE)
+        before = math.inf
+        while stages:
+            stage = stages[-1]
+            moved = descend(self, c, stage, (FINE if stage == tau else ROUGH) * most)
+            limit = ACCEPTED if stage == tau else 10 * ROUGH
+            if self.off(moved, stage) > limit * most and 1.01 * stage < before < math.inf:
+                # too far from the solution before: in a gap, densities underflow and give no direction
+                stages.append(math.sqrt(stage * before))
+                continue
+            c, before = moved, stages.pop()
         return c
 
 
