@@ -467,7 +467,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
     costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)
     for by in ("score", "value"):
-        spent = (x, costs, k, tau, "logistic", 1.0, by, False, "")
+        spent = (x, costs, k, tau, "logistic", 1.0, by, False)
         y, hi, lo = ops.soft_budget(*spent)
         cases.append((f"soft_budget-{by}", ops.soft_budget.default, spent))
         backward = (torch.ones_like(y), torch.ones_like(lo), x, costs, hi, lo, *spent[3:])

@@ -353,7 +353,8 @@ def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn
             if value is not None:
                 part._parameters[name] = torch.nn.Parameter(put(value.detach()))
         for name, value in part._buffers.items():
-            part._buffers[name] = put(value)
+            if value is not None:
+                part._buffers[name] = put(value)
     return module
 
 
