@@ -137,6 +137,36 @@ def budgets(out: Path) -> None:
     save(figure, out / "budgets.png")
 
 
+def two_sided(out: Path) -> None:
+    """The loads of columns with and without a capacity; the value of the assignment as τ falls."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 6, generator=generator, dtype=torch.float64) + torch.linspace(1.2, 0, 6)
+    figure, (left, right) = panels(10, 3.6, 1, 2)
+    for i, (name, y, color) in enumerate(
+        (
+            ("soft_topk", khot.soft_topk(x, 2, tau=0.2), LIGHT),
+            ("soft_assign", khot.soft_assign(x, 2, tau=0.2), BLUE),
+            ("at_most=True, capacity 24", khot.soft_assign(x, 2, 24, tau=0.2, at_most=True), ORANGE),
+        )
+    ):
+        places = [j + 0.27 * (i - 1) for j in range(1, 7)]
+        left.bar(places, y.sum(0).tolist(), 0.25, color=color, label=name)
+    left.axhline(20, color=BLUE, linestyle=":", linewidth=1)
+    left.axhline(24, color=ORANGE, linestyle=":", linewidth=1)
+    left.set(xlabel="column", ylabel="load", ylim=(0, 48))
+    left.set_title("60 rows select 2 of 6 columns each", fontsize=10)
+    left.legend(frameon=False, fontsize=9)
+    taus = torch.logspace(-2.5, 1, 36, dtype=torch.float64)
+    best = (x * khot.soft_assign(x, 2, tau=1e-4)).sum()
+    for cdf, color in (("logistic", BLUE), ("laplace", ORANGE), ("normal", GREY)):
+        values = [(x * khot.soft_assign(x, 2, tau=tau, cdf=cdf)).sum() / best for tau in taus]
+        right.semilogx(taus, values, color=color, label=f'"{cdf}"')
+    right.axhline(1, color=GREY, linestyle=":", linewidth=1)
+    right.set(xlabel="τ", ylabel="Σ x y, of the linear programme's")
+    right.legend(frameon=False, fontsize=9, title="cdf")
+    save(figure, out / "two_sided.png")
+
+
 def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
     """For each design: the largest error of an inclusion probability, and the entropy of its draws in nats.
 
@@ -253,7 +283,7 @@ def table(path: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-FIGURES = (cdfs, temperature, soft_count, budgets, designs, estimators, quantiles)
+FIGURES = (cdfs, temperature, soft_count, budgets, two_sided, designs, estimators, quantiles)
 
 
 def main() -> None:

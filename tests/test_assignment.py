@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import khot
+from khot._kernels.reference import soft_assign as solver
 
 CDFS = ("logistic", "laplace", "normal")
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -327,6 +328,41 @@ def test_rows_with_sums_of_their_own(cdf: str, tau: float, dtype: torch.dtype) -
     tolerance = 1e-11 if dtype == torch.float64 else 1e-6
     assert ((y.double().sum(-1) - k).abs() / k).max() <= tolerance
     assert ((y.double().sum(-2) - capacity).abs() / capacity).max() <= tolerance
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("k", [1.0, 2.0, 2.5])
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_quick_way_gives_what_the_safe_way_does(
+    masked: bool, tau: float, k: float, cdf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = scores(600, 8, seed=4)
+    if masked:
+        x[::3, 2] = x[1::5, 6] = -math.inf
+    arrived, follow = [], solver.follow
+
+    def watched(*args: Any) -> Any:
+        arrived.append(follow(*args))
+        return arrived[-1]
+
+    monkeypatch.setattr(solver, "follow", watched)
+    y, bias = khot.soft_assign(x, k, tau=tau, cdf=cdf, return_bias=True)
+    warm = khot.soft_assign(x, k, tau=tau, cdf=cdf, bias=bias)
+    monkeypatch.setattr(solver, "follow", lambda *_: None)
+    want, price = khot.soft_assign(x, k, tau=tau, cdf=cdf, return_bias=True)
+    assert arrived[1] is not None
+    assert arrived[0] is not None or cdf != "logistic"
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-9)
+    torch.testing.assert_close(warm, want, rtol=0, atol=1e-9)
+    torch.testing.assert_close(bias, price, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30, 1e60])
+def test_scores_beyond_float32(size: float) -> None:
+    x = scores(64, 2)
+    want = khot.soft_assign(x, 1, tau=0.5)
+    torch.testing.assert_close(khot.soft_assign(size * x, 1, tau=0.5 * size), want, rtol=0, atol=1e-9)
 
 
 def test_gradients_with_decided_rows_and_columns() -> None:

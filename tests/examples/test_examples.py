@@ -132,6 +132,20 @@ def test_quantile(tmp_path: Path) -> None:
     assert_picture(tmp_path / "quantile.png")
 
 
+def test_assign(tmp_path: Path) -> None:
+    script = example("assign")
+    x = script.points(data.load_digits())[:600]
+    results = script.run(x, steps=24)
+    for method in ("moved", "sinkhorn", "assign"):
+        assert results[method].sizes.tolist() == [60] * 10
+    assert results["lloyd"].sizes.max() > 75
+    assert results["assign"].cost < 0.99 * results["moved"].cost
+    assert results["assign"].cost < 1.01 * results["sinkhorn"].cost
+    assert results["assign"].off < 1e-12
+    script.draw(x, results, tmp_path / "assign.png")
+    assert_picture(tmp_path / "assign.png")
+
+
 def test_gate_prices(tmp_path: Path) -> None:
     script = example("gate_prices")
     images = data.load_digits()
