@@ -54,6 +54,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
+        "soft_assign": lambda x: khot.soft_assign(x, float(k)),
         "soft_budget": lambda x: khot.soft_budget(x, torch.ones(()), float(k)),
         "budget_mask": lambda x: khot.budget_mask(x, torch.ones(()), float(k)),
         "soft_count": lambda x: khot.soft_count(x, 0.0),
