@@ -108,7 +108,7 @@ def soft_assign(
 
     Example:
         >>> scores = torch.tensor([[2.0, 1.0], [3.0, 0.0], [1.0, 0.5], [2.0, 2.0]])
-        >>> y = khot.soft_assign(scores, 1, tau=0.5)
+        >>> y = khot.soft_assign(scores, 1, tau=0.1)
         >>> y.sum(0)
         tensor([2., 2.])
         >>> y.argmax(-1)
