@@ -102,6 +102,7 @@ LAYERS = [
         (scores(2, 7, 5),),
     ),
     Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
+    Layer("TopKSAE-hard", lambda **kw: khot.nn.TopKSAE(5, 12, 3, **kw), (scores(2, 7, 5),)),
     Layer(
         "TopKSAE-batch",
         lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),

@@ -28,6 +28,7 @@ NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
     },
     # in train mode it counts in a buffer which latents are used
     ("TopKSAE", "vmap", True): IN_PLACE,
+    ("TopKSAE-hard", "vmap", True): IN_PLACE,
     ("TopKSAE-batch", "vmap", True): IN_PLACE,
     ("TopKSAE-annealed", "vmap", True): IN_PLACE,
     ("TopKSAE-batch-annealed", "vmap", True): IN_PLACE,
