@@ -371,6 +371,8 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]] =
     ),
     "ExpertChoiceRouter": (lambda: khot.nn.ExpertChoiceRouter(8, 4, capacity=2.0), _routed),
     "TokenChoiceRouter": (lambda: khot.nn.TokenChoiceRouter(8, 4, k=2), _routed),
+    "BalancedRouter": (lambda: khot.nn.BalancedRouter(8, 4, k=2), _routed),
+    "BalancedRouter in eval mode": (lambda: khot.nn.BalancedRouter(8, 4, k=2).eval(), _routed),
     "TopKSAE": (lambda: khot.nn.TopKSAE(8, 16, k=4), torch.nn.Module.__call__),
     "TopKAttention": (
         lambda: khot.nn.TopKAttention(8, 2, top_k=2, batch_first=True),
