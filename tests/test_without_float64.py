@@ -346,6 +346,12 @@ def test_baselines(device: single.Device) -> None:
         agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_soft_assign(at_most: bool, device: single.Device) -> None:
+    capacity = 2.5 * len(LOGITS) / LOGITS.shape[-1] if at_most else None
+    agree(device, lambda x: khot.soft_assign(x, 2, capacity, tau=0.5, at_most=at_most), LOGITS)
+
+
 def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn.Module:
     """The module, with its parameters and buffers put."""
     for part in module.modules():

@@ -46,12 +46,15 @@ def soft_assign(
     y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
     for i in range(count):
         y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
-    # rounded once, and moved back to a device without float64
-    y, r, c = (
-        y.to(x.device, x.dtype),
-        r.to(x.device, wide_dtype(x.device)),
-        c.to(x.device, wide_dtype(x.device)),
-    )
+
+    def back(value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounded once, and moved back if it was computed elsewhere, on a device that has float64."""
+        if value.device == x.device:
+            return value.to(dtype)
+        return x.new_empty(value.shape, dtype=dtype).copy_(value)
+
+    wide_type = wide_dtype(x.device)
+    y, r, c = back(y, x.dtype), back(r, wide_type), back(c, wide_type)
     return y.view(x.shape), r.view(*batch, m), c.view(*batch, width)
 
 
