@@ -76,6 +76,12 @@ LAYERS = [
         (scores(2, 7, 5),),
     ),
     Layer(
+        "BalancedRouter",
+        lambda **kw: khot.nn.BalancedRouter(5, 4, 2, tau=0.5, **kw),
+        (scores(2, 7, 5),),
+    ),
+    Layer("MixtureOfExperts-balanced", lambda **kw: _mixture("BalancedRouter", **kw), (scores(2, 7, 5),)),
+    Layer(
         "MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), (scores(7, 5),)
     ),
     Layer(

@@ -26,6 +26,7 @@ ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be 
 REACH = 4.0  # the longest step, in τ
 ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
 STAGE = 4.0  # how much τ falls from stage to stage
+KEPT = 4  # evaluations that are remembered
 EQUAL = 1e-9  # sums that differ by less, relative, are equal
 
 
@@ -46,12 +47,15 @@ def soft_assign(
     y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
     for i in range(count):
         y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
-    # rounded once, and moved back to a device without float64
-    y, r, c = (
-        y.to(x.device, x.dtype),
-        r.to(x.device, wide_dtype(x.device)),
-        c.to(x.device, wide_dtype(x.device)),
-    )
+
+    def back(value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounded once, and moved back if it was computed elsewhere, on a device that has float64."""
+        if value.device == x.device:
+            return value.to(dtype)
+        return x.new_empty(value.shape, dtype=dtype).copy_(value)
+
+    wide_type = wide_dtype(x.device)
+    y, r, c = back(y, x.dtype), back(r, wide_type), back(c, wide_type)
     return y.view(x.shape), r.view(*batch, m), c.view(*batch, width)
 
 
@@ -83,17 +87,21 @@ def _assign(
     if not bool(lines.any()):
         return y, r, c
     columns = open_.any(0)
-    inner = x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
+    whole = bool(open_.all())  # the usual case, which needs no copies
+    inner = x if whole else x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
     problem = Problem(inner, k[lines], goal[columns], F, nonnegative=not equal)
     start = bias[columns]
     start = start - start.mean() if equal else start.clamp(min=0)
     c_ = problem.solve(start, tau)
     if problem.off(c_, tau) > ACCEPTED * float(problem.load.max()):
         return _nothing(y, r, c)
-    if equal:
-        c_ = c_ - (c_.amin() if at_most else c_.mean())
     r_ = problem.rows(c_, tau)
+    if equal:
+        shift = c_.amin() if at_most else c_.mean()
+        c_, r_ = c_ - shift, r_ + shift
     part = F.cdf((inner - r_.unsqueeze(-1) - c_) / tau).masked_fill(inner == -math.inf, 0)
+    if whole:
+        return part, r_, c_
     where = lines.unsqueeze(-1) & columns
     y[where] = torch.where(open_[where], part.flatten(), y[where])
     r[lines], c[columns] = r_, c_
@@ -147,9 +155,27 @@ class Problem:
         self.x, self.k, self.load, self.F = x, k, load, F
         self.shards, self.nonnegative = shards, nonnegative
         self.closed = x == -math.inf
+        self.any_closed = bool(self.closed.any())
+        self.seen: list[tuple[Tensor, float, tuple[Tensor, Tensor, Tensor]]] = []
+
+    def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
+        return self._at(c, tau)[1:]
 
     def rows(self, c: Tensor, tau: float) -> Tensor:
         """The rows' thresholds for these of the columns."""
+        return self._at(c, tau)[0]
+
+    def _at(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it. The last results are kept, because a solution is evaluated again where it is used."""
+        for known, at, result in self.seen:
+            if known is c and at == tau:  # thresholds are never changed in place
+                return result
+        result = self._evaluate(c, tau)
+        self.seen = [(c, tau, result), *self.seen[: KEPT - 1]]
+        return result
+
+    def _solve_rows(self, c: Tensor, tau: float) -> Tensor:
         options = (self.x - c, self.k, self.x.new_full((), tau), *self.F.key, "threshold")
         if self.F.built_in:
             _, hi, lo = torch.ops.khot.soft_topk.default(*options)
@@ -157,17 +183,20 @@ class Problem:
             _, hi, lo, *_ = torch.ops.khot.reference_soft_topk.default(*options, "")
         return hi + lo
 
-    def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
-        z = (self.x - c - self.rows(c, tau).unsqueeze(-1)) / tau
-        z = z.masked_fill(self.closed, 0)
-        y, f = self.F.cdf(z).masked_fill(self.closed, 0), self.F.pdf(z).masked_fill(self.closed, 0)
+    def _evaluate(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+        r = self._solve_rows(c, tau)
+        z = (self.x - c - r.unsqueeze(-1)) / tau
+        if self.any_closed:
+            z = z.masked_fill(self.closed, 0)
+            y, f = self.F.cdf(z).masked_fill(self.closed, 0), self.F.pdf(z).masked_fill(self.closed, 0)
+        else:
+            y, f = self.F.cdf(z), self.F.pdf(z)
         sums = f.sum(-1, keepdim=True)
         # where no entry of a row is between 0 and 1, the row does not move
         shares = f / sums.masked_fill(sums == 0, 1)
         block = torch.cat([y.sum(0)[None], f.sum(0)[None], f.T @ shares])
         block = self.shards.reduce([block])[0]
-        return block[0] - self.load, (block[1].diag() - block[2:]) / tau
+        return r, block[0] - self.load, (block[1].diag() - block[2:]) / tau
 
     def off(self, c: Tensor, tau: float) -> float:
         """The largest error of a load. With nonnegative thresholds, it may be below its goal where c = 0."""
