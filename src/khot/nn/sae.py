@@ -148,9 +148,9 @@ class TopKSAE(nn.Module):
         half of that with 1.5 k latents.
 
         The second error gives a gradient to latents that just missed the top k. On the activations of two
-        small networks it made the first one smaller by 15 and 73 %, and on sparse sums of random directions it
-        left it as it was (docs/results/sparse-autoencoder). The division of the input by the root of its mean
-        square is left to you.
+        small networks it made the first one smaller by 15 and 73 %, and on sparse sums of random directions
+        it left it as it was (docs/results/sparse-autoencoder). There the inputs were centred and divided by
+        the root of their mean square, which the layer leaves to you.
         """
         a = self._activations(input)
         if self._is_dense():
