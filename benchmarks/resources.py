@@ -70,6 +70,7 @@ CASES = [
     # an evaluation may take 1.3 times as much as its formulas alone: 22.7, 11.4, 32.3, 12.0 and 12.8
     Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5),
     Case(4_096, 4_096, "fp32", 31, 25, "laplace", 14.8),
+    Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
     Case(4_096, 8_192, "fp32", 38, 29),
     Case(4_096, 32_768, "fp32", 32, 39),
     # static instructions of three passes, of which each entry takes all

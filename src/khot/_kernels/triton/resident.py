@@ -65,7 +65,7 @@ __all__ = [
     "solve_rows",
 ]
 
-SERVED = {"laplace"}  # besides the logistic one
+SERVED = {"laplace", "uniform"}  # besides the logistic one
 EVALUATIONS = 24  # at most, before a row is left to the float64 solver
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
