@@ -71,6 +71,7 @@ CASES = [
     Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5),
     Case(4_096, 4_096, "fp32", 31, 25, "laplace", 14.8),
     Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
+    Case(4_096, 4_096, "fp32", 71, 26, "normal", 42.0),
     Case(4_096, 8_192, "fp32", 38, 29),
     Case(4_096, 32_768, "fp32", 32, 39),
     # static instructions of three passes, of which each entry takes all
