@@ -555,7 +555,7 @@ def solve_rows(
         )
         miss = ((y_sum - k) - k_rest).to(tl.float32)
         f_sum, ff_sum, fff = f_sum.to(tl.float32), ff_sum.to(tl.float32), fff.to(tl.float32)
-        sums = (
+        first_sums = (
             miss,
             miss,
             f_sum,
@@ -564,7 +564,7 @@ def solve_rows(
             2 * ffy.to(tl.float32) - ff_sum,
             fff,
         )
-        _, _, beta, gamma, delta, epsilon = series(sums, power, CDF)
+        _, _, beta, gamma, delta, epsilon = series(first_sums, power, CDF)
         h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
         last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
         hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
@@ -589,7 +589,8 @@ def solve_rows(
         count = 0
         running = (count < evaluations) & any_row(~done, TOGETHER)
         while running:
-            # constants stay constants only in a tuple that has no name
+            # Constants stay constants only in a tuple that has no name; and no sums of this name may come
+            # from before the loop, which a row that streams past would carry along in another precision.
             sums = over(
                 x, at, n_columns, terms,
                 (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF),
