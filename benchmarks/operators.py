@@ -114,6 +114,9 @@ OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} 
 }
 # Public operators whose benchmarks are their own.
 ELSEWHERE = {
+    "budget_mask": "benchmarks.latency",
+    "soft_assign": "benchmarks.latency",
+    "soft_budget": "benchmarks.latency",
     "kth_value": "benchmarks.quantile",
     "quantile": "benchmarks.quantile",
     "soft_rank": "benchmarks.ranking",

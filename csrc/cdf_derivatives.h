@@ -3,6 +3,9 @@
 // add(z, above, v) takes one vector of a pass over the scores, add(y) of a pass over the odds. put(s, total)
 // adds the sums of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a
 // vector, and leaves those out that are of no use to this CDF.
+//
+// curve(z, y, f, d) gives the second and the next derivatives of F at each entry instead, for sums with
+// weights of their own. kCurve is their number.
 #pragma once
 
 #include "simd/math.h"
@@ -17,6 +20,8 @@ struct TailDensity {
 
 // The sum of f alone serves any CDF.
 struct DensitySum {
+  static constexpr int kCurve = 0;
+  KHOT_INLINE void curve(VecF /*z*/, VecF /*y*/, VecF /*f*/, VecF* /*d*/) const {}
   VecF f{};
   KHOT_INLINE void add(VecF /*z*/, IntF /*above*/, TailDensity<float> v) { f += v.density; }
   template <class Sums, class Total>
@@ -27,6 +32,13 @@ struct DensitySum {
 
 // The derivatives are polynomials in y.
 struct LogisticDerivatives {
+  static constexpr int kCurve = 4;
+  KHOT_INLINE void curve(VecF /*z*/, VecF y, VecF f, VecF* d) const {
+    d[0] = f * (1 - 2 * y);
+    d[1] = f * (1 - 6 * f);
+    d[2] = d[0] * (1 - 12 * f);
+    d[3] = f * (1 + f * (120 * f - 30));
+  }
   VecF f1{}, fy{}, ff{}, ffy{}, fff{};
   KHOT_INLINE void add(VecF y) { add(y - y * y, y); }
   KHOT_INLINE void add(VecF f, VecF y) {
@@ -53,6 +65,12 @@ struct LogisticDerivatives {
 
 // Up to its sign every derivative is f itself, apart from the kinks that entries near t bring.
 struct LaplaceDerivatives {
+  static constexpr int kCurve = 4;
+  KHOT_INLINE void curve(VecF /*z*/, VecF y, VecF f, VecF* d) const {
+    d[0] = d[2] = y > 0.5f ? -f : f;
+    d[1] = f - (16 * f - 1) * f * (1.0f / 3);  // less what kinks bring on average: see put()
+    d[3] = f;
+  }
   VecF f1{}, bend{}, ff{};
   KHOT_INLINE void add(VecF y) {
     const VecF rest = 1 - y;
@@ -82,6 +100,14 @@ struct LaplaceDerivatives {
 // The derivatives are f times Hermite's polynomials.
 struct NormalDerivatives {
   static constexpr float kEnd = 13;   // from here on f is 0 in float
+  static constexpr int kCurve = 4;
+  KHOT_INLINE void curve(VecF z, VecF /*y*/, VecF f, VecF* d) const {
+    const VecF near = clamp_above<float>(clamp_below<float>(z, -kEnd), kEnd), square = near * near;
+    d[0] = -near * f;
+    d[1] = (square - 1) * f;
+    d[2] = (3 - square) * near * f;
+    d[3] = (square * (square - 6) + 3) * f;
+  }
   VecF f0{}, f1{}, f2{}, f3{}, f4{};  // sums of f z^i
   KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
     const VecF near = clamp_above<float>(clamp_below<float>(z, -kEnd), kEnd);
@@ -105,6 +131,12 @@ struct NormalDerivatives {
 
 // f = e z^(e-1) on (0, 1), for integers e up to 3. Entries that enter or leave (0, 1) are not accounted for.
 struct PowerDerivatives {
+  static constexpr int kCurve = 2;
+  KHOT_INLINE void curve(VecF z, VecF /*y*/, VecF f, VecF* d) const {
+    const VecF inside = f > 0 ? splat(1.0f) : VecF{};
+    d[0] = e == 3 ? 6 * (f > 0 ? z : VecF{}) : e == 2 ? 2 * inside : VecF{};
+    d[1] = e == 3 ? 6 * inside : VecF{};
+  }
   int e;
   VecF f{}, inner{}, inside{};
   KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {

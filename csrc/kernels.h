@@ -80,6 +80,40 @@ struct BackwardRows {
   ~BackwardRows() = default;
 };
 
+// The soft budget (khot/_kernels/reference/soft_budget.py): sum w F((x - t a)/tau) = B with a = 1, or a = w
+// by value.
+struct BudgetSpec : Spec {
+  bool by_value, at_most;
+  double slack;  // a budget that differs from the sum of the costs by so much, relative to it, equals it
+};
+
+struct BudgetRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual Row cost(int64_t row) const = 0;
+  virtual double budget(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual void* out(int64_t row) const = 0;  // of x's dtype
+  virtual void put(int64_t row, Threshold t) const = 0;
+
+ protected:
+  ~BudgetRows() = default;
+};
+
+struct BudgetBackwardRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual Row cost(int64_t row) const = 0;
+  virtual Row grad(int64_t row) const = 0;
+  virtual double grad_lo(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual Threshold threshold(int64_t row) const = 0;
+  virtual void* grad_x(int64_t row) const = 0;     // of x's dtype
+  virtual void* grad_cost(int64_t row) const = 0;  // of the dtype of the costs
+  virtual void put(int64_t row, double grad_budget, double grad_tau) const = 0;
+
+ protected:
+  ~BudgetBackwardRows() = default;
+};
+
 // Top-k in magnitude of s >= 0. The formulas are explained in khot/_kernels/reference/selection.py.
 struct Magnitude {
   double k, tau, p;
@@ -90,6 +124,8 @@ struct Kernels {
   const char* isa;
   void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
+  void (*budget)(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end);
+  void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
   // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
   // The m entries of the places k, which count from 1 for the largest.

@@ -1,7 +1,7 @@
 """Draws the figures of the documentation: `make figures`, or `python docs/figures.py FOLDER`.
 
-All is computed here, but for the cost of the sampling designs and the bias and spread of the estimators,
-which are read from the committed tables in benchmarks/results/sampling.md and docs/estimators.md.
+All is computed here, but for times, and for the bias and spread of the estimators: these are read from the
+committed tables in benchmarks/results/sampling.md, benchmarks/results/quantile.md and docs/estimators.md.
 """
 
 from __future__ import annotations
@@ -116,6 +116,27 @@ def soft_count(out: Path) -> None:
     save(figure, out / "soft_count.png")
 
 
+def budgets(out: Path) -> None:
+    """A budget spent by score and by value: bars as wide as the costs, as high as the shares."""
+    generator = torch.Generator().manual_seed(3)
+    cost = torch.tensor([2.0, 0.5, 1.5, 0.4, 3.0, 0.8, 1.0, 2.5, 0.6, 1.2], dtype=torch.float64)
+    density = torch.randn(10, generator=generator, dtype=torch.float64).sort(descending=True).values + 1
+    budget = 5.0
+    figure, axes = panels(10, 3.4, 1, 2, sharey=True)
+    for ax, by in zip(axes, ("score", "value"), strict=True):
+        x = density if by == "score" else density * cost
+        starts = cost.cumsum(0) - cost
+        y = khot.soft_budget(x, cost, budget, tau=0.4, by=by)
+        mask = khot.budget_mask(x, cost, budget, by=by)
+        ax.bar(starts.tolist(), y.tolist(), cost.tolist(), align="edge", color=BLUE, edgecolor="white")
+        edges = torch.cat((starts, cost.sum(0, keepdim=True))).tolist()
+        ax.stairs(mask.tolist(), edges, color=ORANGE, linestyle="--", linewidth=1.5)
+        ax.set(xlabel="cost, added up in the order of value per cost", ylim=(0, 1.08), xlim=(0, edges[-1]))
+        ax.set_title(f'by="{by}": Σ w y = {(cost * y).sum():g}', family="monospace", fontsize=10)
+    axes[0].set_ylabel("y")
+    save(figure, out / "budgets.png")
+
+
 def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
     """For each design: the largest error of an inclusion probability, and the entropy of its draws in nats.
 
@@ -193,6 +214,37 @@ def estimators(out: Path) -> None:
     save(figure, out / "estimators.png")
 
 
+def quantiles(out: Path) -> None:
+    """What stands between two entries of a row; and the time of torch's functions as multiples of khot's."""
+    x = torch.tensor([0.2, 0.5, 0.6, 1.5, 2.0, 3.1], dtype=torch.float64)
+    q = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    figure, (left, right) = panels(10, 3.6, 1, 2)
+    for name, color, style in (
+        ("lower", GREY, ":"),
+        ("higher", GREY, "--"),
+        ("nearest", ORANGE, "-"),
+        ("midpoint", "#6b4c9a", "-"),
+        ("linear", BLUE, "-"),
+    ):
+        left.plot(q, khot.quantile(x, q, interpolation=name), color=color, linestyle=style, label=name)
+    left.plot(torch.linspace(0, 1, len(x)), x, "o", color=BLUE, markersize=7)
+    left.set_xlabel("q")
+    left.set_title("khot.quantile of six entries")
+    left.legend(frameon=False, fontsize=9)
+    rows = {n: cells for n, cells in table(ROOT / "benchmarks/results/quantile.md").items() if " x " not in n}
+    for column, name, color in (
+        (1, "torch.kthvalue : kth_value", BLUE),
+        (2, "torch.quantile : quantile", ORANGE),
+    ):
+        there = {int(n.replace(",", "")): cells[column] for n, cells in rows.items() if cells[column] != "–"}
+        right.loglog(there.keys(), [float(cell) for cell in there.values()], "o-", color=color, label=name)
+    right.axhline(1, color=GREY, linestyle=":", linewidth=1)
+    right.set_xlabel("entries of one row")
+    right.set_title("time, as multiples of khot's")
+    right.legend(frameon=False, fontsize=9)
+    save(figure, out / "quantiles.png")
+
+
 def table(path: Path) -> dict[str, list[str]]:
     """The rows of the table in a Markdown file, by their first cell."""
     text = path.read_text(encoding="utf-8")
@@ -201,7 +253,7 @@ def table(path: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-FIGURES = (cdfs, temperature, soft_count, designs, estimators)
+FIGURES = (cdfs, temperature, soft_count, budgets, designs, estimators, quantiles)
 
 
 def main() -> None:

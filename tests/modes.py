@@ -76,6 +76,7 @@ ROWS = {
             lambda **kw: _pruned({"min_share": 0.3, "max_share": 0.5}, **kw),
             (_SCORES(7, 5),),
         ),
+        _LAYER("prune_global-cost", lambda **kw: _pruned({"cost": [3, 1]}, **kw), (_SCORES(7, 5),)),
         _LAYER("prune_n_m", _pruned_n_m, (_SCORES(7, 6),)),
     ]
 }

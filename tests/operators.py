@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import khot
 import oracles
 from khot import cdfs
 from khot._core.precision import wide_dtype
+from khot.quantiles import InterpolationName
 
 Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 
@@ -38,8 +39,9 @@ class Operator:
     selects: bool = True  # whether each entry gets a share of k, or its logarithm
     sums_to_k: bool = False
     differentiable: bool = True
-    smooth_twice: bool = True
+    piecewise_linear: bool = False  # whether its first derivatives are constant
     integer_k: bool = False
+    has_tau: bool = True
     has_mask: bool = True
     tolerance: float = 1e-12
     masked: float = 0.0  # the value of an entry that may not be selected
@@ -56,9 +58,20 @@ def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
 
     def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
         scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
-        if name == "topk_mask":
+        if name in ("topk_mask", "kth_value"):
             scale = {}
         return operator(x, k, **scale, **fixed, **options)
+
+    return call
+
+
+def _budget(name: str, **fixed: Any) -> Callable[..., Tensor]:
+    """An operator with a budget, of which every entry costs 1."""
+    operator = getattr(khot, name)
+
+    def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
+        scale = {"tau": tau} if name == "soft_budget" else {}
+        return operator(x, x.new_ones(()), k, **scale, **fixed, **options)
 
     return call
 
@@ -204,12 +217,25 @@ OPERATORS: list[Operator] = [
         for p in (2.0, 4 / 3)
         for rescale in (False, True)
     ),
+    # with equal costs; test_budgets.py has the others
+    *(
+        Operator(
+            f"soft_budget-{n}-{by}",
+            "soft_budget",
+            _budget("soft_budget", cdf=c, by=by),
+            _soft(c),
+            sums_to_k=True,
+            k=(2.3, 3.0, 4.4),  # for the hard selection, which never exceeds the budget
+        )
+        for (n, c), by in zip(_CDFS.items(), ("score", "value", "score", "value", "score"), strict=True)
+    ),
     Operator(
         "topk_mask",
         "topk_mask",
         _variant("topk_mask"),
         lambda x, k, tau: oracles.topk_mask(x, k),
         differentiable=False,
+        has_tau=False,
     ),
     *(
         Operator(
@@ -277,6 +303,41 @@ OPERATORS += [
             else []
         ),
     ]
+]
+
+# Exact order statistics have no tau. The q of a quantile is fixed, as above.
+OPERATORS += [
+    *(
+        Operator(
+            f"kth_value-{'largest' if largest else 'smallest'}",
+            "kth_value",
+            _variant("kth_value", largest=largest),
+            lambda x, k, tau, sign=-1 if largest else 1: sign * np.sort(sign * x.double())[int(k) - 1],
+            out_dims=0,
+            selects=False,
+            piecewise_linear=True,
+            integer_k=True,
+            has_tau=False,
+            k=(2.0, 3.0, 5.0),
+        )
+        for largest in (True, False)
+    ),
+    *(
+        Operator(
+            f"quantile-{interpolation}",
+            "quantile",
+            lambda x, k, tau, dim=-1, i=interpolation, **options: khot.quantile(
+                x, 0.3, dim, interpolation=i, **options
+            ),
+            lambda x, k, tau, i=interpolation: float(np.quantile(x.double(), 0.3, method=i)),
+            out_dims=0,
+            selects=False,
+            piecewise_linear=True,
+            integer_k=True,
+            has_tau=False,
+        )
+        for interpolation in get_args(InterpolationName)
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import khot
 
@@ -76,6 +78,24 @@ def derivatives_of_shards(
     options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
     x = shard(args[0], cuts, rank, n)
     return derivatives(name, {**options, "group": group}, [x, *args[1:]], shard(weights, cuts, rank, n))
+
+
+def budgets(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The shares of a budget, their gradients, and second derivatives."""
+    x, cost, budget, tau = leaves = [v.detach().clone().requires_grad_() for v in args]
+    y = khot.soft_budget(x, cost, budget, tau=tau, **options)
+    loss = (y.square() * weights).sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    outer = sum((g * weights.sin()).sum() for g in first[:2]) + sum(g.square().sum() for g in first[2:])
+    return [v.detach() for v in (y, *first, *torch.autograd.grad(outer, leaves))]
+
+
+def budgets_of_shards(
+    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+) -> list[Tensor]:
+    n, rank = args[0].shape[-1], group.rank()
+    mine = [shard(v, cuts, rank, n) for v in args]
+    return budgets({**options, "group": group}, mine, shard(weights, cuts, rank, n))
 
 
 def call(
@@ -168,6 +188,27 @@ def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> 
     return [y.detach(), x.grad if y.requires_grad else torch.zeros_like(y)]
 
 
+def compiled_order_statistics(
+    group: Any, name: str, argument: Tensor, options: dict[str, Any], x: Tensor, cuts: list[int]
+) -> list[list[Tensor]]:
+    """The values and gradients of compiled and of eager code."""
+    torch.compiler.reset()
+    operator = getattr(khot, name)
+    options = {key: shard(value, cuts, group.rank(), x.shape[-1]) for key, value in options.items()}
+
+    def call(x: Tensor, argument: Tensor) -> Tensor:
+        return operator(x, argument, **options, group=group)
+
+    found = []
+    for function in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+        leaf = shard(x, cuts, group.rank(), x.shape[-1]).clone().requires_grad_()
+        level = argument.clone().requires_grad_(name == "quantile")
+        y = function(leaf, level)
+        wanted = [leaf, level] if name == "quantile" else [leaf]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
+    return found
+
+
 def checked_operators(group: Any) -> None:
     """torch.library.opcheck, with the collectives of a group of one."""
     ops, on = torch.ops.khot, group.group_name
@@ -185,6 +226,14 @@ def checked_operators(group: Any) -> None:
     torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
     backward = (x, values, torch.ones_like(values), on)
     torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
+    for by in ("score", "value"):
+        args = (x, torch.rand(3, 7, dtype=torch.float64) + 0.5, k, tau, "logistic", 1.0, by, False, on)
+        y, *t = ops.reference_soft_budget(*args)
+        torch.library.opcheck(ops.reference_soft_budget.default, args, test_utils=tests)
+        backward = (torch.ones_like(y), torch.ones_like(tau), *args[:2], *t, *args[3:])
+        torch.library.opcheck(ops.reference_soft_budget_backward.default, backward, test_utils=tests)
+    for op in (ops.reference_total.default, ops.reference_share.default):
+        torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
     args = (x.abs(), k, tau, 1.5, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)
@@ -298,3 +347,44 @@ def balanced(group: Any, scores: list[Tensor], k: int, tokens: list[int]) -> tup
     for layer in layers:
         layer.solve(scores[0][first:last, : layer.num_experts], group=group)
     return [*found, *(layer.bias.clone() for layer in layers)], updates
+
+
+class Scored(nn.Module):
+    """Scores times a weight of 1 per expert, and the experts that a balancer chooses by them."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(experts))
+        self.balancer = khot.nn.QuantileBalancer(experts, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x * self.weight
+        return scores.gather(-1, self.balancer(scores.detach())).sum()
+
+
+def balanced_in_ddp(group: Any, steps: list[Tensor], k: int, broadcast: bool, how: str) -> list[Tensor]:
+    """The biases after each update, in DistributedDataParallel. Rank i has each world-th token from i on."""
+    model = DistributedDataParallel(
+        Scored(steps[0].shape[-1], k), process_group=group, broadcast_buffers=broadcast
+    )
+    found = []
+    for step in steps:
+        own = step[group.rank() :: group.size()]
+        parts = [own] if how == "one forward pass" else list(own.split(9))
+        for i, part in enumerate(parts):
+            waits = how != "synchronised each time" and i < len(parts) - 1
+            with model.no_sync() if waits else contextlib.nullcontext():
+                model(part).backward()
+        if how == "evaluation before the update":
+            evaluate(model, own)
+        khot.nn.QuantileBalancer.update_all(model, group)
+        evaluate(model, own)
+        found.append(model.module.balancer.bias.clone())
+    return found
+
+
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()

@@ -21,7 +21,7 @@ LAYERS = [
     ("cdfs", "_core"),
     ("_kernels",),
     ("_ops",),
-    ("counting", "topk", "magnitude", "quantiles", "ranking", "transport"),
+    ("assignment", "budgets", "counting", "topk", "magnitude", "quantiles", "ranking", "transport"),
     ("baselines", "sampling"),
     ("estimators",),
     ("distributions",),

@@ -80,7 +80,7 @@ def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> l
 
 def leaves(op: Operator, args: list[Tensor], device: str) -> list[Tensor]:
     """Copies on the device, requiring grad where the operator is differentiable in them."""
-    wanted = (op.differentiable, op.differentiable and not op.integer_k, op.differentiable)
+    wanted = [op.differentiable and there for there in (True, not op.integer_k, op.has_tau)]
     return [a.detach().to(device, copy=True).requires_grad_(w) for a, w in zip(args, wanted, strict=True)]
 
 
@@ -172,10 +172,10 @@ def test_bad_rows_are_nan_and_spoil_no_other(op: Operator) -> None:
     tau = tau.index_fill(0, torch.tensor([1], device="cuda"), -1.0)
     y = op.call(x, k, tau)
     rows = [0, 2]
-    if op.name == "topk_mask":  # has no temperature
-        assert torch.equal(y, want)
-    else:
+    if op.has_tau:
         assert y[1].isnan().all()
+    else:
+        assert torch.equal(y, want)
     assert torch.equal(y[rows], want[rows])
     x[1, 3] = torch.nan
     y = op.call(x, k, tau)

@@ -51,7 +51,19 @@ OF_MODULES = {
 }
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
-    *("largest", "hard", "descending", "keepdim", "rescale", "normalize", "magnitude", "batch", "soft_eval"),
+    "return_bias",
+    *(
+        "at_most",
+        "largest",
+        "hard",
+        "descending",
+        "keepdim",
+        "rescale",
+        "normalize",
+        "magnitude",
+        "batch",
+        "soft_eval",
+    ),
     *("learnable_k", "learnable_tau", "generator", "seed", "group", "sample_shape", "device", "dtype"),
     *("validate_args", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout", "bias", "batch_first"),
     *("need_weights", "average_attn_weights", "end", "chunk_size", "step_function"),
@@ -107,6 +119,9 @@ ROLES = {
     "dim": "dim",
     "capacity": "positive",
     "q": "quantile",
+    "cost": "cost",
+    "budget": "budget",
+    "by": "name",
 }
 # What a tensor in each role may also be: the call then gives the same as for the good tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -120,6 +135,8 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "weight": ("int64",),
     "level": ("int64",),
     "quantile": ("int64",),
+    "cost": ("int64",),
+    "budget": ("int64",),
 }
 NOT_NUMBERS: tuple[Any, ...] = ("2", None, [2], [1.0], (2,), True, 2j, math.nan, object())
 NOT_NAMES: tuple[Any, ...] = (["x"], 3, None, "x", ("pareto",), torch.ones(2), 1j)
@@ -131,6 +148,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
     "share": (*NOT_NUMBERS, -1, 5, math.inf),
     "quantile": (*NOT_NUMBERS, -1, 5, math.inf),
     "number": (*NOT_NUMBERS, math.inf),
+    "budget": (*NOT_NUMBERS, math.inf, -math.inf, -1, N + 1),
     "size": ("2", None, [2], 2j, -1, 0, 1.5, math.nan, math.inf),
     "integer": ("2", None, [2], 2j, -1, N + 1, 1.5, math.nan, math.inf, True),
     "cdf": (3, "logistc", ["logistic"], None, 1j, torch.ones(2)),
@@ -143,6 +161,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
 # ------------------------------------------------------------------------------------------- the calls
 
 OF_TOPK = {"input": X, "k": 1.0, "dim": -1, "tau": 1.0, "mask": MASK}
+OF_TOPK_BUDGET = {"input": X, "cost": torch.ones(N), "budget": 1.0, "dim": -1, "by": "value", "mask": MASK}
 OF_RANKS = {"input": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK}
 SAMPLED = {"logits": X, "k": 2, "dim": -1}
 BEAMS = {
@@ -166,6 +185,22 @@ ROWS: dict[str, Row] = {
     "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.soft_assign": Row(
+        khot.soft_assign,
+        {
+            "input": torch.randn(2 * N, N),
+            "k": 1.0,
+            "capacity": 2.0,
+            "tau": 1.0,
+            "cdf": "logistic",
+            "mask": torch.ones(2 * N, N, dtype=torch.bool),
+        },
+    ),
+    "khot.soft_budget": Row(
+        khot.soft_budget,
+        {**OF_TOPK_BUDGET, "tau": 1.0, "cdf": "logistic"},
+    ),
+    "khot.budget_mask": Row(khot.budget_mask, OF_TOPK_BUDGET, fine={"budget": (N + 1, math.inf)}),
     "khot.kth_value": Row(khot.kth_value, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
     "khot.quantile": Row(
         khot.quantile,
@@ -515,7 +550,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
-    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices"}
+    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
     assert set(parameters(row)) - set(row.good) - UNCHECKED - optional <= {
         "key_padding_mask",
         "attn_mask",

@@ -46,7 +46,7 @@ def arguments(op: Operator, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 def leaves(op: Operator) -> list[Tensor]:
     """The arguments, requiring grad where the operator is differentiable in them."""
     x, k, tau = arguments(op)
-    return [x.requires_grad_(), k.requires_grad_(not op.integer_k), tau.requires_grad_()]
+    return [x.requires_grad_(), k.requires_grad_(not op.integer_k), tau.requires_grad_(op.has_tau)]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -56,8 +56,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
     assert {op.name for op in OPERATORS} == public - {
-        "kth_value",  # these two have no k and tau: test_quantile.py
-        "quantile",
+        "soft_assign",  # its rows depend on each other: test_assignment.py
+        "budget_mask",  # its entries have costs: test_budgets.py
         "sample_khot",  # random: test_estimators.py
     }
 
@@ -209,7 +209,7 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
     want = op.call(x, k, tau)
     for bad in (-1.0, 0.0, float("inf"), float("nan")):
         y = op.call(x, k, tau.index_fill(0, torch.tensor(1), bad))
-        assert y[1].isnan().all() or op.name == "topk_mask"  # has none
+        assert y[1].isnan().all() or not op.has_tau
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 
@@ -345,7 +345,7 @@ def test_grad_under_vmap(op: Operator) -> None:
         return op.call(x, k, tau).nan_to_num(0, 0, 0).square().sum()
 
     x, k, tau = arguments(op)
-    argnums = (0, 2) if op.integer_k else (0, 1, 2)
+    argnums = (0, *[1] * (not op.integer_k), *[2] * op.has_tau)
     got = torch.func.vmap(torch.func.grad(loss, argnums=argnums))(x, k, tau)
     leaf = [a.clone().requires_grad_() for a in (x, k, tau)]
     want = torch.autograd.grad(loss(*leaf), [leaf[i] for i in argnums])
@@ -465,6 +465,17 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
+    costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)
+    for by in ("score", "value"):
+        spent = (x, costs, k, tau, "logistic", 1.0, by, False)
+        y, hi, lo = ops.soft_budget(*spent)
+        cases.append((f"soft_budget-{by}", ops.soft_budget.default, spent))
+        backward = (torch.ones_like(y), torch.ones_like(lo), x, costs, hi, lo, *spent[3:])
+        cases.append((f"budget-backward-{by}", ops.soft_budget_backward.default, backward))
+    sums = (torch.full_like(k, 2.0), torch.full_like(costs[0], 2.0 * x.shape[0] / x.shape[-1]).double())
+    assigned = (x, *sums, tau[:1], sums[1], "logistic", 1.0, False)
+    cases.append(("soft_assign", ops.soft_assign.default, assigned))
+    cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)
         cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
@@ -479,7 +490,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize(("name", "op", "args"), dispatched(), ids=lambda v: v if isinstance(v, str) else "")
 def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    differentiable = "backward" not in name and name != "topk_mask"
+    differentiable = "backward" not in name and name not in ("topk_mask", "budget_mask")
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])
     torch.library.opcheck(op, args)
@@ -503,6 +514,10 @@ CHECKED_WITH_GROUPS = {
     "reference_topk_mask",
     "reference_order_statistics",
     "reference_order_statistics_backward",
+    "reference_soft_budget",
+    "reference_soft_budget_backward",
+    "reference_total",
+    "reference_share",
     "reference_soft_topk_magnitude",
     "reference_soft_topk_magnitude_backward",
 }

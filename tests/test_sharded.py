@@ -346,6 +346,26 @@ def test_compile_with_a_group(name: str) -> None:
         assert_close(torch.cat(got, -1), want, 1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "argument", "options"),
+    [
+        ("kth_value", torch.tensor([3.0, 5.0]), {}),
+        ("kth_value", torch.tensor([3.0, 5.0]), {"largest": False}),
+        ("quantile", torch.tensor(0.3, dtype=torch.float64), {}),
+        ("quantile", torch.tensor([0.2, 0.7], dtype=torch.float64), {}),
+    ],
+)
+def test_order_statistics_compiled_with_a_group(
+    name: str, argument: Any, options: dict[str, Any], masked: bool
+) -> None:
+    options = {**options, "mask": scores(2, N, seed=3) < 1} if masked else options
+    x = scores(2, N)
+    for got, want in processes.run(2, shards.compiled_order_statistics, name, argument, options, x, CUTS[2]):
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, 1e-12)
+
+
 def test_opcheck() -> None:
     processes.run(1, shards.checked_operators)
 
@@ -439,3 +459,31 @@ def test_balancers_have_the_same_bits_for_any_number_of_processes(world: int) ->
         for got, want in zip(biases, alone, strict=True):
             assert want.any() and torch.equal(got, want)
         assert bytes_sent == 4 * [257 * (12 + 9) * 8]  # one all-reduce of int64 per update, for all layers
+
+
+# Whether the biases are those of all tokens while DistributedDataParallel broadcasts the buffers.
+UNDER_BROADCASTS = {
+    "one forward pass": True,
+    "no_sync": True,
+    "synchronised each time": False,
+    "evaluation before the update": False,
+}
+
+
+@pytest.mark.parametrize("how", UNDER_BROADCASTS)
+@pytest.mark.parametrize(
+    "broadcast", [False, True], ids=["broadcast_buffers=False", "broadcast_buffers=True"]
+)
+def test_balancers_in_distributed_data_parallel(broadcast: bool, how: str) -> None:
+    """The biases are equal on all processes, and those of all tokens, bit for bit. With broadcasts, counts of
+    the first process may overwrite the others, which the documentation warns of."""
+    steps = [scores(90, 12, seed=i).float() + torch.arange(12) / 3 for i in range(3)]
+    alone, want = khot.nn.QuantileBalancer(12, 3), []
+    for step in steps:
+        alone(step)
+        alone.update()
+        want.append(alone.bias.clone())
+    results = processes.run(2, shards.balanced_in_ddp, steps, 3, broadcast, how)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    assert all(map(torch.equal, results[0], want)) == (not broadcast or UNDER_BROADCASTS[how])

@@ -85,6 +85,8 @@ def test_completion_shows_public_names_only(package: types.ModuleType) -> None:
 
 KEYWORD_ONLY = (
     "adjust",
+    "at_most",
+    "by",
     "cdf",
     "descending",
     "design",
@@ -133,7 +135,7 @@ def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) ->
 
 
 # what may stand between the tensor and dim, in this order
-BETWEEN = ("q_logits", "k", "at", "count", "q", "target", "weight", "design")
+BETWEEN = ("q_logits", "cost", "budget", "k", "at", "count", "q", "target", "weight", "design")
 FUNCTIONS = [
     name for name, call in CALLS.items() if inspect.isfunction(call) and not name.startswith("khot.nn.")
 ]
@@ -150,9 +152,12 @@ def test_the_tensor_comes_first_then_k_then_dim(name: str) -> None:
 
 
 def test_everything_on_rows_takes_dim() -> None:
-    """The distributions have their event in the last dim, as torch's have, and score_function its samples in
-    the first; all other functions work along any dim."""
-    assert set(FUNCTIONS) - set(having("dim")) == {"khot.estimators.score_function"}
+    """The distributions have their event in the last dim, as torch's have, score_function its samples in the
+    first, and soft_assign matrices in the last two; all other functions work along any dim."""
+    assert set(FUNCTIONS) - set(having("dim")) == {
+        "khot.estimators.score_function",
+        "khot.soft_assign",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in having("k") if inspect.isclass(CALLS[name])])

@@ -50,7 +50,7 @@ def arguments(op: Operator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def wanted(op: Operator) -> list[bool]:
-    return [op.differentiable, op.differentiable and not op.integer_k, op.differentiable]
+    return [op.differentiable and there for there in (True, not op.integer_k, op.has_tau)]
 
 
 def value_and_gradients(
@@ -64,7 +64,7 @@ def value_and_gradients(
     cotangent = cotangent.masked_fill(y.detach().isinf(), 0)
     leaves = [a for a in args if a.requires_grad]
     grads = torch.autograd.grad(y, leaves, cotangent, create_graph=create_graph)
-    return [y, *grads, *(_second(grads, leaves) if create_graph else [])]
+    return [y, *grads, *(_second(grads, leaves) if create_graph and not op.piecewise_linear else [])]
 
 
 def _second(grads: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
@@ -353,7 +353,8 @@ def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn
             if value is not None:
                 part._parameters[name] = torch.nn.Parameter(put(value.detach()))
         for name, value in part._buffers.items():
-            part._buffers[name] = put(value)
+            if value is not None:
+                part._buffers[name] = put(value)
     return module
 
 

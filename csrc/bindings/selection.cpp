@@ -38,10 +38,12 @@ Tensor order_statistics(Tensor x, Tensor k) {
   const RowScalars ks(k, shape);
   char* const data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t bytes = m * size_of(entries.dtype());
-  each_row(product(batch), n, [&](int64_t row) {
+  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
     std::vector<double> places(m);
-    for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
-    kernels().order_statistics(entries(row), n, places.data(), m, data + row * bytes);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
+      kernels().order_statistics(entries(row), n, places.data(), m, data + row * bytes);
+    }
   });
   return out;
 }

@@ -6,44 +6,15 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/names.h"
 #include "bindings/tensors.h"
 #include "bindings/threads.h"
 
 namespace khot {
 namespace {
 
-// From this length on, a row is worth sharing among threads where there are fewer rows than threads.
-constexpr int64_t kLongRow = 1 << 17;
-
-template <class Choice, size_t count>
-Choice find(const char* what, const std::string& name, const Named<Choice> (&known)[count]) {
-  for (const Named<Choice>& one : known) {
-    if (name == one.name) return one.choice;
-  }
-  std::string names;
-  for (const Named<Choice>& one : known) names += (names.empty() ? "" : ", ") + std::string(one.name);
-  STD_TORCH_CHECK(false, "khot: unknown ", what, " '", name, "': the CPU kernels know ", names);
-}
-
 Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
   return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
-}
-
-// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
-// shared.
-template <class Serve>
-void share(Spec spec, int64_t rows, const Serve& serve) {
-  if (rows == 0) return;
-  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kLongRow) {
-    spec.inside = &kInside;
-    serve(spec, 0, rows);
-    return;
-  }
-  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
-  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1, groups = (rows + together - 1) / together;
-  row_ranges(groups, together * std::max<int64_t>(1, spec.n), [&](int64_t begin, int64_t end) {
-    serve(spec, begin * together, std::min(rows, end * together));
-  });
 }
 
 struct Forward final : ForwardRows {

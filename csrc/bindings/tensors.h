@@ -82,13 +82,14 @@ inline std::vector<int64_t> batch_of(const Tensor& x) {
   return {sizes.begin(), sizes.end() - 1};
 }
 
-// The rows of a tensor of shape (*batch, n).
+// The rows of a tensor that broadcasts with shape (*batch, n); it has a dimension of n or 1 entries.
 class Rows {
  public:
-  Rows(const Tensor& x, const std::vector<int64_t>& batch)
+  Rows(const Tensor& x, const std::vector<int64_t>& batch) : Rows(x, batch, x.size(x.dim() - 1)) {}
+  Rows(const Tensor& x, const std::vector<int64_t>& batch, int64_t n)
       : tensor_(usable(x) ? x : torch::stable::contiguous(x)),
         dtype_(to_dtype(x.scalar_type())),
-        step_(tensor_.size(tensor_.dim() - 1) == 1 || tensor_.stride(tensor_.dim() - 1) == 1 ? 1 : 0),
+        step_(step_of(tensor_, n)),
         offsets_(tensor_, batch, 1),
         data_(static_cast<const char*>(tensor_.const_data_ptr())),
         size_(size_of(dtype_)) {}
@@ -97,6 +98,12 @@ class Rows {
   Dtype dtype() const { return dtype_; }
 
  private:
+  static int64_t step_of(const Tensor& x, int64_t n) {
+    const int64_t last = x.dim() - 1;
+    STD_TORCH_CHECK(x.size(last) == n || x.size(last) == 1, "khot: rows that do not broadcast");
+    if (x.size(last) == 1) return n == 1 ? 1 : 0;
+    return x.stride(last) == 1 ? 1 : 0;
+  }
   static bool usable(const Tensor& x) {
     const int64_t stride = x.stride(x.dim() - 1);
     return stride == 0 || stride == 1 || x.size(x.dim() - 1) <= 1;

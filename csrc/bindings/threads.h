@@ -9,6 +9,8 @@
 
 namespace khot {
 
+// From this length on, a row is worth sharing among threads where there are fewer rows than threads.
+constexpr int64_t kLongRow = 1 << 17;
 constexpr int64_t kGrain = 1 << 14;  // the number of entries that are worth waking a thread for
 
 // body(begin, end) for ranges of the rows, of `length` entries each.
@@ -23,5 +25,22 @@ constexpr Parallel kInside{[](int64_t count, void* context, void (*body)(void*, 
     for (int64_t i = begin; i < end; ++i) body(context, i);
   });
 }};
+
+// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
+// shared.
+template <class SomeSpec, class Serve>
+void share(SomeSpec spec, int64_t rows, const Serve& serve) {
+  if (rows == 0) return;
+  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kLongRow) {
+    spec.inside = &kInside;
+    serve(spec, 0, rows);
+    return;
+  }
+  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
+  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1, groups = (rows + together - 1) / together;
+  row_ranges(groups, together * std::max<int64_t>(1, spec.n), [&](int64_t begin, int64_t end) {
+    serve(spec, begin * together, std::min(rows, end * together));
+  });
+}
 
 }  // namespace khot

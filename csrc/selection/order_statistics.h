@@ -1,5 +1,6 @@
-// The k-th largest entries of a row, for several k at once: a sample gives a range that holds them, and one
-// pass over the row counts what is above the range and collects what is inside it.
+// The k-th largest entries of a row, for several k at once. In a long row, a sample gives a range that holds
+// them, and one pass over the row counts what is above the range and collects what is inside it. In a short
+// row, the range is halved by counting. Counting takes vector instructions and no branch on a single entry.
 //
 // Entries that are equal to an end of the range are counted and not collected. A value that many entries
 // share is mostly an end, because the sample contains it many times; so ties cost nothing.
@@ -15,35 +16,42 @@ namespace khot::KHOT_ISA {
 
 template <class I>
 class OrderStatistics {
- public:
-  explicit OrderStatistics(const Ordered<I>& order) : order_(order) {}
-
-  // Writes the entries of the places k, which count from 1 for the largest; NaN where k is not in [1, n], and
-  // everywhere if the row has a NaN.
-  void operator()(const Row& row, int64_t n, const double* k, int64_t m, I* out) {
-    wanted_.clear();
-    for (int64_t j = 0; j < m; ++j) {
-      out[j] = order_.nan;
-      if (k[j] >= 1 && k[j] <= static_cast<double>(n) && k[j] == std::floor(k[j])) {
-        wanted_.push_back({static_cast<int64_t>(k[j]), out + j});
-      }
-    }
-    if (wanted_.empty()) return;
-    const I* p = static_cast<const I*>(row.data);
-    if (row.step == 0) n = 1;  // all entries are equal
-    for (Wanted& w : wanted_) w.k = std::min(w.k, n);
-    std::sort(wanted_.begin(), wanted_.end(), [](const Wanted& a, const Wanted& b) { return a.k < b.k; });
-    if (!select<false>(p, n, wanted_.data(), wanted_.data() + wanted_.size())) {
-      std::fill(out, out + m, order_.nan);
-    }
-  }
-
- private:
   struct Wanted {
     int64_t k;
     I* out;
   };
 
+ public:
+  // Memory that is used again from row to row: allocating it would take longer than a short row does.
+  struct Scratch {
+    std::vector<Wanted> wanted;
+    std::vector<I> keys, part, sample;
+  };
+
+  OrderStatistics(const Ordered<I>& order, Scratch& scratch) : order_(order), scratch_(scratch) {}
+
+  // Writes the entries of the places k, which count from 1 for the largest; NaN where k is not in [1, n], and
+  // everywhere if the row has a NaN.
+  void operator()(const Row& row, int64_t n, const double* k, int64_t m, I* out) {
+    std::vector<Wanted>& wanted = scratch_.wanted;
+    wanted.clear();
+    for (int64_t j = 0; j < m; ++j) {
+      out[j] = order_.nan;
+      if (k[j] >= 1 && k[j] <= static_cast<double>(n) && k[j] == std::floor(k[j])) {
+        wanted.push_back({static_cast<int64_t>(k[j]), out + j});
+      }
+    }
+    if (wanted.empty()) return;
+    const I* p = static_cast<const I*>(row.data);
+    if (row.step == 0) n = 1;  // all entries are equal
+    for (Wanted& w : wanted) w.k = std::min(w.k, n);
+    std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.k < b.k; });
+    if (!select<false>(p, n, wanted.data(), wanted.data() + wanted.size())) {
+      std::fill(out, out + m, order_.nan);
+    }
+  }
+
+ private:
   // The range between two keys, and how many entries a pass found where.
   struct Range {
     I bottom, top;
@@ -51,7 +59,8 @@ class OrderStatistics {
     std::vector<I> between{};
   };
 
-  static constexpr int64_t kShort = 1 << 11;   // rows up to this length are not sampled
+  static constexpr int64_t kShort = 1 << 13;   // rows up to this length are not sampled
+  static constexpr int64_t kFew = 16;          // so many keys are compared each with each
   static constexpr int64_t kSample = 1 << 14;  // the largest sample, of which 3 % are inside a range
   static constexpr int64_t kThin = 1 << 7;     // one entry of so many is in the sample
 
@@ -78,35 +87,123 @@ class OrderStatistics {
 
   template <bool kKeys>
   bool select_short(const I* p, int64_t n, Wanted* first, Wanted* last) {
-    I keys[kShort];
-    I nans = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const I value = keys[i] = at<kKeys>(p, i);
-      nans |= (value > order_.infinity) | (value < -order_.infinity);
-    }
-    if (nans) return false;
-    int64_t done = 0;  // what is before this place is larger
-    for (; first < last; ++first) {
-      const int64_t place = first->k - 1;
-      if (place >= done) {
-        std::nth_element(keys + done, keys + place, keys + n, [](I a, I b) { return a > b; });
-        done = place + 1;
+    const I* keys = p;
+    if constexpr (!kKeys) {
+      I* const copy = room(scratch_.keys, n);
+      I nans = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        const I value = copy[i] = at<kKeys>(p, i);
+        nans |= (value > order_.infinity) | (value < -order_.infinity);
       }
-      *first->out = Ordered<I>::bits(keys[place]);
+      if (nans) return false;
+      keys = copy;
+    }
+    I key = 0;
+    int64_t reached = 0;  // how many entries are at least as large as the last one that was found
+    for (Wanted* w = first; w < last; ++w) {
+      if (w->k > reached) {
+        key = w->k == reached + 1 && reached > 0 ? next_smaller(keys, n, key) : kth_largest(keys, n, w->k);
+        if (w + 1 < last) {
+          const Counts counts = count(keys, n, key);
+          reached = counts.above + counts.equal;
+        }
+      }
+      *w->out = Ordered<I>::bits(key);
     }
     return true;
+  }
+
+  // The k-th largest of n keys: a range that holds it shrinks around it. Every other step tries one of the
+  // keys, which finds a value that many keys share; the steps between halve the range, which bounds their
+  // number.
+  I kth_largest(const I* keys, int64_t n, int64_t k) const {
+    I low = -order_.infinity, high = order_.infinity;  // the range, with both ends
+    int64_t above = 0, reached = n;                    // how many keys are above the range, and above or inside
+    int64_t dropped = 0;                               // how many of the keys above it are not in the array
+    uint32_t noise = 1;
+    for (bool guess = true; low < high; guess = !guess) {
+      const int64_t inside = reached - above;
+      if (inside <= kFew || inside <= n / 4) {
+        I* const part = room(scratch_.part, inside + kSlots);
+        n = collect(keys, static_cast<int64_t>(n), low - 1, high + 1, part);
+        keys = part, dropped = above;
+        if (n <= kFew) return kth_of_few(part, n, k - dropped);
+      }
+      I level = static_cast<I>((low & high) + ((low ^ high) >> 1));
+      if (guess) {
+        noise = noise * 1664525u + 1013904223u;
+        const I one = keys[static_cast<int64_t>((uint64_t{noise} * static_cast<uint64_t>(n)) >> 32)];
+        if (low <= one && one <= high) level = one;
+      }
+      const Counts counts = count(keys, n, level);
+      const int64_t more = dropped + counts.above, least = more + counts.equal;
+      if (k <= more) {
+        low = level + 1, reached = more;
+      } else if (k > least) {
+        high = level - 1, above = least;
+      } else {
+        return level;
+      }
+    }
+    return low;
+  }
+
+  // The same for at most kFew keys, with space for kFew.
+  static I kth_of_few(I* keys, int64_t n, int64_t k) {
+    std::fill(keys + n, keys + kFew, Ordered<I>::kLeast);
+    for (int64_t j = 0;; ++j) {
+      I above = 0, equal = 0;
+      for (int64_t i = 0; i < kFew; ++i) {
+        above += keys[i] > keys[j];
+        equal += keys[i] == keys[j];
+      }
+      if (j == n - 1 || (above < k && k <= above + equal)) return keys[j];
+    }
+  }
+
+  struct Counts {
+    int64_t above = 0, equal = 0;
+  };
+
+  static Counts count(const I* keys, int64_t n, I level) {
+    Counts counts;
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int size = static_cast<int>(std::min<int64_t>(kBlock, n - begin));
+      // These have the width of the keys, so that the compiler vectorises the loop.
+      I above = 0, equal = 0;
+      for (int i = 0; i < size; ++i) {
+        above += keys[begin + i] > level;
+        equal += keys[begin + i] == level;
+      }
+      counts.above += above, counts.equal += equal;
+    }
+    return counts;
+  }
+
+  static I next_smaller(const I* keys, int64_t n, I level) {
+    I most = Ordered<I>::kLeast;
+    for (int64_t i = 0; i < n; ++i) {
+      const I value = keys[i] < level ? keys[i] : Ordered<I>::kLeast;
+      most = value > most ? value : most;
+    }
+    return most;
+  }
+
+  static I* room(std::vector<I>& buffer, int64_t size) {
+    if (buffer.size() < static_cast<size_t>(size)) buffer.resize(static_cast<size_t>(size));
+    return buffer.data();
   }
 
   // A range that, according to a sample, holds the places from k to l.
   template <bool kKeys>
   Range sampled(const I* p, int64_t n, int64_t k, int64_t l) {
     const int64_t size = std::min(kSample, n / kThin + 128), stride = n / size;
-    sample_.resize(size);
+    I* const sample = room(scratch_.sample, size);
     // The places inside the strides vary, so that a period of the row does not show.
     uint32_t noise = 1;
     for (int64_t i = 0; i < size; ++i) {
       noise = noise * 1664525u + 1013904223u;
-      sample_[i] = at<kKeys>(p, i * stride + static_cast<int64_t>((uint64_t{noise} * stride) >> 32));
+      sample[i] = at<kKeys>(p, i * stride + static_cast<int64_t>((uint64_t{noise} * stride) >> 32));
     }
     const double share = static_cast<double>(size) / static_cast<double>(n);
     auto slack = [&](double rank) {
@@ -115,17 +212,9 @@ class OrderStatistics {
     const double upper = static_cast<double>(k) * share, lower = static_cast<double>(l) * share;
     const int64_t begin = static_cast<int64_t>(upper - slack(upper)),
                   end = static_cast<int64_t>(lower + slack(lower));
-    auto larger = [](I a, I b) { return a > b; };
     Range range{Ordered<I>::kLeast, Ordered<I>::kMost};
-    if (begin > 0) {
-      std::nth_element(sample_.begin(), sample_.begin() + begin - 1, sample_.end(), larger);
-      range.top = sample_[begin - 1];
-    }
-    if (end < size) {
-      std::nth_element(sample_.begin() + std::max<int64_t>(begin, 0), sample_.begin() + end, sample_.end(),
-                       larger);
-      range.bottom = sample_[end];
-    }
+    if (begin > 0) range.top = kth_largest(sample, size, begin);
+    if (end < size) range.bottom = kth_largest(sample, size, end + 1);
     range.between.reserve(static_cast<size_t>(n / 16 + 2 * kBlock));
     return range;
   }
@@ -163,9 +252,8 @@ class OrderStatistics {
   }
 
   // Copies the keys strictly between two others to out, and returns their number.
-  static int64_t collect(const I* block, int count, I bottom, I top, I* out) {
-    int64_t size = 0;
-    int i = 0;
+  static int64_t collect(const I* block, int64_t count, I bottom, I top, I* out) {
+    int64_t size = 0, i = 0;
 #if KHOT_VECTOR_BYTES == 64
     if constexpr (sizeof(I) == 4) {
       for (; i + kWidth<float> <= count; i += kWidth<float>) {
@@ -199,7 +287,7 @@ class OrderStatistics {
     Wanted* to = from;
     for (; to < last && to->k <= below; ++to) to->k -= inside;
     if (to > from) {
-      OrderStatistics(order_).template select<true>(range.between.data(), below - inside, from, to);
+      again(range.between, from, to);
     }
     for (from = to; from < last && from->k <= beyond; ++from) *from->out = Ordered<I>::bits(range.bottom);
     if (from < last) retry<kKeys>(p, n, Ordered<I>::kLeast, range.bottom, beyond, from, last);
@@ -210,19 +298,22 @@ class OrderStatistics {
     Range range{bottom, top};
     pass<kKeys>(p, n, range);
     for (Wanted* w = first; w < last; ++w) w->k -= before;
-    OrderStatistics(order_).template select<true>(range.between.data(),
-                                                  static_cast<int64_t>(range.between.size()), first, last);
+    again(range.between, first, last);
+  }
+
+  void again(const std::vector<I>& keys, Wanted* first, Wanted* last) {
+    select<true>(keys.data(), static_cast<int64_t>(keys.size()), first, last);
   }
 
   const Ordered<I>& order_;
-  std::vector<Wanted> wanted_;
-  std::vector<I> sample_;
+  Scratch& scratch_;
 };
 
 inline void order_statistics(const Row& x, int64_t n, const double* k, int64_t m, void* out) {
   with_order(x.dtype, out, [&](const auto& order, auto* p) {
-    OrderStatistics<std::remove_reference_t<decltype(*p)>> statistics(order);
-    statistics(x, n, k, m, p);
+    using Statistics = OrderStatistics<std::remove_reference_t<decltype(*p)>>;
+    static thread_local typename Statistics::Scratch scratch;
+    Statistics(order, scratch)(x, n, k, m, p);
   });
 }
 

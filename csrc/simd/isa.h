@@ -2,6 +2,8 @@
 // its instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
 #pragma once
 
+#include "budget/backward.h"
+#include "budget/forward.h"
 #include "kernels.h"
 #include "sampling/calibrate.h"
 #include "sampling/draws.h"
@@ -19,6 +21,8 @@ constexpr Kernels table(const char* name) {
   return {name,
           forward,
           backward,
+          budget,
+          budget_backward,
           topk_mask,
           order_statistics,
           magnitude,

@@ -10,6 +10,9 @@ from khot import estimators as estimators
 from khot import losses as losses
 from khot import nn as nn
 from khot import sampling as sampling
+from khot.assignment import soft_assign as soft_assign
+from khot.budgets import budget_mask as budget_mask
+from khot.budgets import soft_budget as soft_budget
 from khot.counting import inverse_soft_count as inverse_soft_count
 from khot.counting import soft_count as soft_count
 from khot.estimators import sample_khot as sample_khot
@@ -37,6 +40,7 @@ except _PackageNotFoundError:  # a bare checkout that was never installed has no
     __version__ = "0+unknown"
 __all__ = [
     "baselines",
+    "budget_mask",
     "cdfs",
     "distributions",
     "estimators",
@@ -52,6 +56,8 @@ __all__ = [
     "sample_khot",
     "sampling",
     "sigmoid_topk",
+    "soft_assign",
+    "soft_budget",
     "soft_count",
     "soft_median",
     "soft_permutation",

@@ -12,6 +12,7 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row
+from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
 __all__ = ["kth_value", "quantile"]
@@ -53,8 +54,8 @@ def kth_value(
 
     Raises:
         ValueError: k is not an integer in [1, n]; a mask or k does not broadcast; arguments differ between
-            the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere a
-            row with a bad k is NaN.)
+            the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere,
+            and with a group under ``torch.compile``, a row with a bad k is NaN.)
         TypeError: input that is not a floating-point tensor or is a DTensor, mask that is not bool.
         IndexError: dim out of range.
 
@@ -66,6 +67,11 @@ def kth_value(
         tensor(1.5000)
     """
     row = _row(input, group)
+    if _is_one_number(k, mask, row):
+        x = arguments.rows(input, dim)
+        n = x.shape[-1]
+        arguments.check_scalar(k, "k", low=1, high=n, integer=True)
+        return _entries(x, int(k) if largest else n + 1 - int(k)).squeeze(-1)
 
     def prepare() -> tuple[Tensor, Tensor]:
         x = arguments.rows(input, dim, mask)
@@ -74,16 +80,16 @@ def kth_value(
     x, place = row.agree(prepare, k=k, largest=largest)
     if not row.here:
         place = arguments.per_row(k, "k", x, low=1, high=row.limit(x), integer=True)
-    n = _lengths(x, input, dim, mask, row)
+    counts = _lengths(x, input, dim, mask, row)
     place = widen(on(x.device, place.detach())).expand(x.shape[:-1]).unsqueeze(-1)
-    bad = place > n
+    bad = place > counts
     if mask is not None and arguments.readable(bad) and bool(bad.any()):
-        most = n.expand(place.shape)[bad][0].item()
+        most = counts.expand(place.shape)[bad][0].item()
         raise ValueError(
             f"k must lie in [1, number of entries that take part], but got {place[bad][0].item()} for a row "
             f"with {most}"
         )
-    place = (place if largest else n + 1 - place).masked_fill(bad, math.nan)
+    place = (place if largest else counts + 1 - place).masked_fill(bad, math.nan)
     return order_statistics(x, place, row).squeeze(-1)
 
 
@@ -145,21 +151,60 @@ def quantile(
         x = arguments.rows(flat, axis, chosen)
         if row.limit(x) == 0:
             raise ValueError(_empty(input))
+        if one_number:
+            arguments.check_number(q, "q", low=0, high=1)
+            return x, x, flat, chosen, axis
         return x, arguments.quantile_levels(q, x), flat, chosen, axis
 
+    one_number = _is_one_number(q, mask, row)
     x, level, flat, chosen, axis = row.agree(prepare, q=q, interpolation=interpolation)
     if row.limit(x) == 0:
         raise ValueError(_empty(input))
+    if one_number:
+        value = _at_number(x, q * (x.shape[-1] - 1), interpolation).to(x.dtype)
+        return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     n = _lengths(x, flat, axis, chosen, row)
-    (level,) = row.share([level])
+    if not row.here and torch.compiler.is_compiling():
+        level = shared.share(level, row.name)
+    else:
+        (level,) = row.share([level])
     position = (widen(level).reshape(-1) * (n - 1).clamp(min=0)).expand(*x.shape[:-1], -1)
     value = _at(x, position, n, interpolation, row).masked_fill(n == 0, math.nan).to(x.dtype).movedim(-1, 0)
     if keepdim:
-        kept = [1] * input.dim() if dim is None else list(input.shape)
-        if dim is not None and input.dim():
-            kept[arguments.check_dim(input, dim)] = 1
-        value = value.reshape(value.shape[0], *kept)
+        value = value.reshape(value.shape[0], *_kept(input, dim))
     return value if level.dim() else value.squeeze(0)
+
+
+def _kept(input: Tensor, dim: int | None) -> list[int]:
+    """The shape of one quantile with the reduced dimensions."""
+    if dim is None or not input.dim():
+        return [1] * input.dim()
+    kept = list(input.shape)
+    kept[arguments.check_dim(input, dim)] = 1
+    return kept
+
+
+def _is_one_number(place: Any, mask: Tensor | None, row: Row) -> bool:
+    """Whether all rows want the same place, known to Python. The few operations on tensors that this saves
+    take longer than a short row does. A trace has dynamic shapes, and so places that Python does not know."""
+    return row.here and mask is None and not isinstance(place, Tensor) and not torch.compiler.is_compiling()
+
+
+def _entries(x: Tensor, first: int, count: int = 1) -> Tensor:
+    """The entries of consecutive places, the same in all rows, which count from 1 for the largest:
+    (*batch, count)."""
+    k = torch.arange(first, first + count, dtype=wide_dtype(x.device), device=x.device)
+    return order_statistics(x, k if x.dim() == 1 else k.expand(*x.shape[:-1], -1))
+
+
+def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
+    """What stands at a position of each row, which counts from 0 for the smallest entry: (*batch, 1)."""
+    n, lower, higher = x.shape[-1], math.floor(position), math.ceil(position)
+    one = {"lower": lower, "higher": higher, "nearest": round(position)}.get(interpolation)
+    if one is not None or lower == higher:
+        return _entries(x, n - (lower if one is None else one))
+    above, below = widen(_entries(x, n - higher, 2)).chunk(2, -1)
+    return _between(below, above, position - lower if interpolation == "linear" else 0.5)
 
 
 def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) -> Tensor:
@@ -175,24 +220,37 @@ def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) ->
     return _between(below, above, weight)
 
 
-def _between(below: Tensor, above: Tensor, weight: Tensor) -> Tensor:
+def _between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
     """below + weight (above − below), computed from the nearer end, as numpy does."""
+    line = _line(below, above, weight)
+    if arguments.readable(line) and math.isfinite(line.sum().item()):
+        return line
     infinite = (below.isinf() | above.isinf()).detach()
     a, b = below.masked_fill(infinite, 0), above.masked_fill(infinite, 0)
-    rise = b - a
-    line = torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
     # the difference of two finite numbers may overflow
-    line = torch.where(rise.detach().isinf(), (1 - weight) * a + weight * b, line)
-    same = (weight == 0) | (below == above)
+    overflows = (b - a).detach().isinf()
+    line = torch.where(overflows, (1 - weight) * a + weight * b, _line(a, b, weight))
+    same = (below == above) | (weight == 0)
     ends = torch.where(same, below, below * (1 - weight) + above * weight).detach()
     return torch.where(infinite, ends, line)
 
 
+def _line(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
+    rise = b - a
+    if isinstance(weight, float):
+        return a + rise * weight if weight < 0.5 else b - rise * (1 - weight)
+    return torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
+
+
 def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
     """How many entries of each row take part, as (*batch, 1) or a number, in the wide dtype."""
+    known = row.here or bool(row.lengths)  # a trace does not know the lengths of other shards
     if mask is None:
-        return torch.full((1,), row.limit(x), dtype=wide_dtype(x.device), device=x.device)
-    return widen(row.count(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)))
+        n = row.limit(x) if known else x.shape[-1]
+        counts = torch.full((1,), n, dtype=wide_dtype(x.device), device=x.device)
+        return counts if known else shared.total(counts, row.name)
+    counts = widen(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True))
+    return row.count(counts) if known else shared.total(counts, row.name)
 
 
 def _flattened(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
@@ -209,10 +267,7 @@ def _row(input: Any, group: Any) -> Row:
         raise TypeError(
             "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
-    row = rows.named(group)
-    if not row.here and torch.compiler.is_compiling():
-        raise ValueError("group must be None under torch.compile, but got one: a trace knows no other shards")
-    return row
+    return rows.named(group)
 
 
 def _check_interpolation(interpolation: Any) -> None:

@@ -120,3 +120,25 @@ def test_sae(tmp_path: Path) -> None:
     assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
     script.draw(images, results, tmp_path / "sae.png")
     assert_picture(tmp_path / "sae.png")
+
+
+def test_quantile(tmp_path: Path) -> None:
+    script = example("quantile")
+    images = data.load_digits()
+    results = script.run(images, steps=1000)
+    error = {method: result.error[-1] for method, result in results.items()}
+    assert error["right"] < error["trimmed"] < 0.75 * error["mean"]
+    script.draw(images, results, 0, tmp_path / "quantile.png")
+    assert_picture(tmp_path / "quantile.png")
+
+
+def test_gate_prices(tmp_path: Path) -> None:
+    script = example("gate_prices")
+    images = data.load_digits()
+    results = script.run(images)
+    prices = script.price_list(images)
+    for result in results.values():
+        assert result.price == (result.mask * prices).sum() <= 0.1 * prices.sum()
+    assert results["prices"].accuracy > results["count"].accuracy + 0.02
+    script.draw(images, results, tmp_path / "gate_prices.png")
+    assert_picture(tmp_path / "gate_prices.png")

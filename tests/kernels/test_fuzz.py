@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot import _kernels as kernels
-from khot._kernels.reference import magnitude, topk_mask
+from khot._kernels.reference import magnitude, soft_budget, topk_mask
 from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -238,11 +238,78 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
 
 
+def order_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """Whether the order statistics are those of a sort."""
+    x = case.x
+    n = x.shape[-1]
+    places = torch.randint(1, n + 1, (len(x), 5), generator=g).double()
+    places[:, 0], places[:, 1] = 1, n
+    got = torch.ops.khot.order_statistics(x, places)
+    want = x.sort(-1, descending=True).values.gather(-1, places.long() - 1)
+    return {"order statistics": (far(got, want).amax(-1) > 0) * 2.0}
+
+
+def budget_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """The same for the soft budget: what is spent, and its gradients against those of the reference."""
+    x, k, tau, cdf, _ = case
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    n, single = x.shape[-1], x.dtype == torch.float32
+    costs = (
+        torch.rand(x.shape, generator=g) + 0.01,
+        torch.empty(x.shape).exponential_(generator=g),
+        10 ** (12 * torch.rand(x.shape, generator=g) - 6),
+        torch.rand(x.shape, generator=g).masked_fill(torch.rand(x.shape, generator=g) < 0.2, 0),
+        torch.ones(x.shape),
+    )
+    w = costs[int(torch.randint(len(costs), (), generator=g))].to(x.dtype)
+    there, pinned = (x > -INF), (x == INF)
+    most, least = (w.double() * there).sum(-1), (w.double() * pinned).sum(-1)
+    share = (k - pinned.sum(-1)) / (there.sum(-1) - pinned.sum(-1)).clamp(min=1)
+    budget = least + share.clamp(0, 1) * (most - least)
+    by = ("score", "value")[int(torch.randint(2, (), generator=g))]
+    at_most = bool(torch.randint(2, (), generator=g))
+    rest = (tau, cdf, CDFS[cdf], by, at_most)
+    y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+    bound = (hi.abs() < 1e300) & ~(at_most & (hi == 0) & (lo == 0))
+    spent = (w.double() * y.double()).where(there, 0).sum(-1)
+    limit = (1e-6 if single else 1e-12) * budget + n * 1e-17 * most
+    found = {"spend": (far(spent, budget) / limit).where(bound, 0)}
+    found["budget's range"] = (((y < 0) | (y > 1)).any(-1) | hi.isnan()) * 2.0
+
+    grad = torch.randn(x.shape, generator=g).to(x.dtype)
+    zero = torch.zeros_like(hi)
+    got = torch.ops.khot.soft_budget_backward(grad, zero, x, w, hi, lo, *rest)
+    given = (grad.double(), zero, x.double(), w.double(), hi, lo, *rest)
+    true = soft_budget.soft_budget_backward(*given)
+    F = soft_budget.cdfs.resolve(cdf, CDFS[cdf])
+    value, here = by == "value", soft_budget.rows.HERE
+    d = soft_budget.weigh(x.double(), w.double(), hi, lo, tau, F, value, at_most, here)
+    edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (1e-4 if single else 1e-11)
+    v = grad.double().abs()
+    mass = (d.w * d.a * d.weight).sum(-1)
+    price = (d.a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
+    price = price.where(mass > 0, v.amax(-1) / d.w.masked_fill(d.w == 0, INF).amin(-1))
+    dx = d.rate * (v + d.w * price.unsqueeze(-1)) / tau.unsqueeze(-1)
+    t = ((hi + lo).abs() * value).masked_fill(hi.abs() > 1e300, 0)
+    units = (dx.amax(-1), price + t * dx.amax(-1), price, (dx * d.z.abs()).sum(-1))
+    for name, a, b, unit in zip(("dx", "dw", "dB", "dtau"), got, true, units, strict=True):
+        error = far(a, _overflow(b, a.dtype)).reshape(len(x), -1).amax(-1)
+        excess = error / ((2e-5 if single else 1e-10) * unit + 1e-30)
+        found[f"{name} of the budget"] = excess.masked_fill(edge & (cdf in ("uniform", "power")), 0)
+    return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
+
+
+def all_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    parts = (excesses, selection_excesses, order_excesses, budget_excesses)
+    return {name: excess for part in parts for name, excess in part(case, g).items()}
+
+
 def failures(rows: int, seed: int) -> list[str]:
     g = Generator().manual_seed(seed)
     found = []
     for number, case in enumerate(cases(rows, seed)):
-        for name, excess in (excesses(case, g) | selection_excesses(case, g)).items():
+        for name, excess in all_excesses(case, g).items():
             for i in (excess > 1).nonzero().flatten().tolist():
                 found.append(
                     f"{name} is off by {excess[i]:.3g} times the limit: case {number}, row {i}, {case.cdf}, "

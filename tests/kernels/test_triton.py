@@ -372,12 +372,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot._kernels.triton import backward, forward, functions, magnitude, scans, selection, transport
+from khot._kernels.triton import backward, forward, functions, magnitude, places, scans
+from khot._kernels.triton import selection, transport
 
 which = {
     forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     backward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selection: [{}],
+    places: [{}],
     magnitude: [{"P": 2.0}, {"P": 4 / 3}],
     scans: [{"REVERSE": False}, {"REVERSE": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from khot._kernels import gpu
 from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import magnitude, topk_mask, transport
+from khot._kernels.reference import magnitude, order_statistics, topk_mask, transport
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -76,6 +76,21 @@ def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n:
     assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
     k = torch.tensor([0.4, 0.5, 1.4, 1.0], dtype=torch.float32).clamp(max=n)  # rounds up from a half
     assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), topk_mask.topk_mask(x[[0, 1, 0, 7]], k))
+
+
+@either
+@every_dtype
+@pytest.mark.parametrize("n", [1, 33])
+def test_order_statistics(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
+    kernels = request.getfixturevalue(where)
+    x, _ = rows(n, dtype)
+    k = torch.tensor([1, (n + 1) // 2, n - 1, n, n + 1, 1.5, torch.nan], dtype=torch.float64)
+    k = torch.stack([k.roll(i)[:2] for i in range(len(x))])
+    for layout in (x, x.mT.contiguous().mT) if n > 1 else (x,):
+        got, want = kernels.order_statistics(layout, k), order_statistics.order_statistics(layout, k)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got.signbit() & (got == 0), torch.zeros_like(got, dtype=torch.bool))
 
 
 @either
@@ -176,5 +191,6 @@ def test_nothing_to_do(kernels: ModuleType) -> None:
         x = torch.empty(shape)
         none = torch.zeros(()) if shape[1] == 0 else k
         assert kernels.topk_mask(x, none).shape == shape
+        assert kernels.order_statistics(x, torch.ones(shape[0], 3)).shape == (shape[0], 3)
         assert kernels.soft_topk_magnitude(x, none, tau, 2.0)[0].shape == shape
         assert kernels.decay_scan(x.double(), x.double(), False).shape == shape

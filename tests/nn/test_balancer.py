@@ -267,16 +267,39 @@ def test_a_kept_share_of_the_bias_converges_more_slowly() -> None:
     assert violation(x, slow.bias) < 0.05
 
 
-def test_distances_beyond_the_last_bin_take_more_updates() -> None:
-    x = 1e3 * skewed(1000)
+@pytest.mark.parametrize(("scale", "updates"), [(1e3, 30), (1e4, 200), (1e5, 2000)])
+def test_distances_beyond_the_last_bin_take_more_updates(scale: float, updates: int) -> None:
+    """A bias moves by at most 512 per update, until it is near."""
+    x = scale * skewed(256)
     balancer = QuantileBalancer(E, K)
     balancer(x)
     balancer.update()
     assert balancer.bias.abs().max() <= 2 * 512
-    for _ in range(30):
+    assert violation(x, balancer.bias) > 0.3
+    for _ in range(updates):
         balancer(x)
         balancer.update()
     assert violation(x, balancer.bias) < 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1e4, 1e8])
+def test_a_cold_start_takes_scores_of_any_scale(scale: float) -> None:
+    x = scale * skewed(1024).double()
+    balancer = QuantileBalancer(E, K)
+    balancer.solve(x)
+    assert violation(x, balancer.bias) < 0.1
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
+def test_scores_divided_by_a_power_of_two_are_balanced_as_if_they_were_moderate(scale: float) -> None:
+    """The way out that the documentation names for scores of an extreme scale: it changes no choice."""
+    x = skewed(1024)
+    moderate, scaled = QuantileBalancer(E, K), QuantileBalancer(E, K)
+    for _ in range(10):
+        assert torch.equal(moderate(x), scaled((scale * x) / scale))
+        moderate.update(), scaled.update()
+    assert torch.equal(moderate.bias, scaled.bias)
+    assert violation(x, scaled.bias) < 0.1
 
 
 def test_the_same_bits_for_any_micro_batches_in_any_order() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +176,78 @@ def test_numbers_of_modules_are_still_checked() -> None:
         KHotGate(4, Anneal(5, 2, 5))
     with pytest.raises(ValueError, match="tau must"):
         KHotGate(4, 2, estimator="gumbel", tau=Anneal(-1, 2, 5))
+
+
+# --------------------------------------------------------------------------- features with prices
+
+PRICES = [1.0, 0.5, 2.0, 1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [0.0, 1.7, 4.0, 7.5])
+def test_prices(budget: float, dtype: torch.dtype) -> None:
+    layer = KHotGate(6, budget or Anneal(0, 0, 1), cost=PRICES, tau=0.5, dtype=dtype)
+    with torch.no_grad():
+        layer.logits.copy_(torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, 1.0]))
+    cost, x = torch.tensor(PRICES).double(), torch.ones(3, 6, dtype=dtype)
+    soft = layer(x)
+    assert soft.dtype == dtype and torch.equal(soft[0], layer.probs) and torch.equal(soft[0], soft[2])
+    assert torch.equal(layer.probs, khot.soft_budget(layer.logits, cost, budget, tau=0.5))
+    assert abs((soft[0].double() * cost).sum().item() - budget) <= 2e-2 if dtype == torch.bfloat16 else 1e-5
+    hard = layer.eval()(x)
+    assert torch.equal(hard[0], khot.budget_mask(layer.logits, cost, budget))
+    assert torch.equal(hard[0], layer.mask)
+    assert (hard[0].double() * cost).sum() <= budget
+
+
+def test_prices_learn_what_is_worth_its_price() -> None:
+    """The best choice for a budget of 4, which is not that of the features of most worth."""
+    worth, prices = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.0]), [4.0, 1.0, 1.0, 1.0, 1.0]
+    tau = Anneal(1.0, 0.05, steps=200, schedule="exponential")
+    layer = KHotGate(5, 4.0, cost=prices, tau=tau)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (-layer(worth).sum()).backward()
+        optimizer.step()
+        tau.step()
+    assert layer.eval().mask.tolist() == [0, 1, 1, 1, 1]
+
+
+def test_prices_are_never_cast_nor_saved_and_come_back() -> None:
+    layer = KHotGate(2, 0.3, cost=[0.1, 0.7])
+    for moved in (layer.half(), layer.bfloat16(), layer.to(torch.float64)):
+        assert moved.cost.dtype == torch.float64 and moved.cost.tolist() == [0.1, 0.7]
+    assert set(layer.state_dict()) == {"logits"}
+    with torch.device("meta"):
+        empty = KHotGate(2, 0.3, cost=[0.1, 0.7])
+    assert empty.cost.is_meta
+    made = empty.to_empty(device="cpu")
+    made.load_state_dict(layer.state_dict())
+    assert made.cost.tolist() == [0.1, 0.7] and torch.equal(made.mask.double(), layer.mask.double())
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((3, None), {}, ValueError, "^k must be a budget with a cost, but got None"),
+        ((3, 4.0), {}, ValueError, r"^k must lie in \[0, 3.0\], the cost of all features, but got 4.0"),
+        ((3, Anneal(4.0, 1.0, 3)), {}, ValueError, r"^k must lie in \[0, 3.0\]"),
+        ((3, 1.0), {"cost": [1.0, 1.0]}, ValueError, r"^cost must have shape \(3,\), but got \(2,\)"),
+        ((3, 1.0), {"cost": [1.0, -1.0, 1.0]}, ValueError, r"^cost must lie in \[0, "),
+        ((3, 1.0), {"cost": torch.tensor([1.0, math.inf, 1.0])}, ValueError, "^cost must be finite and >= 0"),
+        ((3, 1.0), {"cost": torch.ones(3).bool()}, TypeError, "^cost must be a real"),
+        ((3, 1.0), {"cost": 1.0}, TypeError, "^cost must be a tensor or a list"),
+        ((3, 1.0), {"cost": torch.ones(3, device="meta")}, ValueError, "^cost must have values"),
+        ((3, 1.0), {"estimator": "gumbel"}, ValueError, "^estimator must not be given with a cost"),
+        ((3, 1.0), {"design": "pivotal"}, ValueError, "^design must not be given with a cost"),
+        ((3, 1.0), {"tau": 0.0}, ValueError, "^tau must"),
+        ((3, 1.0), {"tau": Anneal(-1.0, 1.0, 2)}, ValueError, "^tau must"),
+    ],
+    ids=str,
+)
+def test_refuses_with_prices(
+    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        KHotGate(*args, **{"cost": [1.0, 1.0, 1.0], **options})

@@ -54,6 +54,11 @@ LAYERS = [
         (scores(5, 2, 8), scores(6, 2, 8, seed=1), scores(6, 2, 8, seed=2)),
     ),
     Layer("KHotGate", lambda **kw: khot.nn.KHotGate(6, 2.5, **kw), (scores(3, 6),), random=True),
+    Layer(
+        "KHotGate-prices",
+        lambda **kw: khot.nn.KHotGate(6, 2.5, cost=[1.0, 0.5, 2, 1, 0, 3], tau=0.5, **kw),
+        (scores(3, 6),),
+    ),
     Layer("KHotGate-learned", lambda **kw: khot.nn.KHotGate(6, None, **kw), (scores(3, 6),), random=True),
     Layer(
         "ExpertChoiceRouter",

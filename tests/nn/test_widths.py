@@ -41,6 +41,9 @@ def sae(**options: Any) -> khot.nn.TopKSAE:
 
 LAYERS = {
     "KHotGate": Layer(lambda: khot.nn.KHotGate(WIDTH, 3), nn.Module.__call__),
+    "KHotGate-prices": Layer(
+        lambda: khot.nn.KHotGate(WIDTH, 1.0, cost=torch.ones(WIDTH)), nn.Module.__call__
+    ),
     "TopKSAE": Layer(sae, nn.Module.__call__),
     "TopKSAE-batch": Layer(lambda: sae(batch=True), nn.Module.__call__),
     "TopKSAE-encode": Layer(sae, khot.nn.TopKSAE.encode),

@@ -25,6 +25,7 @@ KERNELS = (
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "topk_mask",
+    "order_statistics",
     "decay_scan",
     "laplace_rank",
     "laplace_rank_backward",

@@ -2,6 +2,7 @@
 
 from khot import _kernels
 from khot._ops import (
+    budget_mask,
     decay_scan,
     draws,
     laplace_rank,
@@ -10,6 +11,9 @@ from khot._ops import (
     magnitude,
     order_statistics,
     poisson_binomial,
+    shared,
+    soft_assign,
+    soft_budget,
     soft_count,
     soft_topk,
     sorted_soft_topk,
@@ -18,6 +22,7 @@ from khot._ops import (
 )
 
 __all__ = [
+    "budget_mask",
     "decay_scan",
     "draws",
     "laplace_rank",
@@ -26,6 +31,9 @@ __all__ = [
     "magnitude",
     "order_statistics",
     "poisson_binomial",
+    "shared",
+    "soft_assign",
+    "soft_budget",
     "soft_count",
     "soft_topk",
     "sorted_soft_topk",

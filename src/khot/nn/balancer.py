@@ -37,9 +37,12 @@ class QuantileBalancer(nn.Module):
 
     The distances are counted in bins that follow the bits of a floating-point number: sign, exponent, and the
     first bits of the mantissa. The bins are finest around the cutoff, so they need no bounds, whatever the
-    scores are: logits, probabilities or log-probabilities. (Distances of more than 512 count as 512, so that
-    larger ones take several updates.) The counts are integers, so that the biases are the same, bit for bit,
-    for any number of processes, in any order, and for any number of micro-batches.
+    scores are: logits, probabilities or log-probabilities. The counts are integers, so the biases are the
+    same, bit for bit, for any number of processes, in any order, and for any number of micro-batches.
+
+    Distances of more than 512 count as 512, and those of less than 2⁻²³ as 2⁻²³. So a bias that is further
+    away takes several updates: one for every 512. If your scores are larger, such as logits times 10⁴, start
+    with :meth:`solve`, or divide the scores by a power of two, which changes no choice.
 
     Only the choice depends on the biases. Compute the weights of the experts from the scores without them.
 
@@ -72,8 +75,10 @@ class QuantileBalancer(nn.Module):
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
-    ``DistributedDataParallel`` overwrites all buffers with those of the first process before a forward pass.
-    If you call several forward passes before an update, pass it ``broadcast_buffers=False``.
+    ``DistributedDataParallel`` overwrites all buffers with those of the first process before a forward pass,
+    also before one in eval mode. The biases are equal anyway, but counts would be lost. So pass it
+    ``broadcast_buffers=False``; or call the micro-batches of a step except the last in its ``no_sync()``, and
+    do not evaluate between a forward pass and the update.
 
     Example:
         >>> balancer = khot.nn.QuantileBalancer(8, k=2)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from khot import estimators, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype
 from khot._core.torch_internals import without_modes
+from khot.budgets import budget_mask, soft_budget
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, current, describe, positive
@@ -26,19 +33,31 @@ class KHotGate(nn.Module):
     the size is learned, too: add ``khot.losses.size_penalty(gate.probs, weight)`` to the loss. Eval mode then
     selects the features with a probability above ½.
 
+    With a ``cost``, the features have prices, and k is a budget. In train mode every feature is then
+    multiplied by its share of :func:`khot.soft_budget`. The shares are soft, spend the budget exactly, and
+    are the same for all examples. A logit rises where a feature lowers the loss by more, per unit of cost,
+    than the others. In eval mode :func:`khot.budget_mask` selects the features with the largest logits that
+    the budget pays for. Lower ``tau`` in the course of training, so that the shares become 0 or 1.
+
     Args:
         n: number of features.
-        k: how many, in (0, n], a number or a module that gives one (:class:`khot.nn.Anneal`); or None.
+        k: how many, in (0, n], a number or a module that gives one (:class:`khot.nn.Anneal`); or None. With a
+            cost: what the selected features may cost together, at most the cost of all.
+        cost: the price of each feature, ≥ 0: a tensor (n,) or a list; or None, if all count the same.
         tau: temperature > 0, for the estimators that have one, as for :func:`khot.sample_khot`; a number, a
-            module that gives one, or None.
+            module that gives one, or None. With a cost it is that of :func:`khot.soft_budget`, 1 by default.
         estimator, design: how the samples are drawn and get their gradient, as for :func:`khot.sample_khot`.
+            Not with a cost, which draws no samples.
         device, dtype: of the logits.
 
     Attributes:
         logits: the parameter, (n,); it starts from zeros, all features being equally likely.
-        probs: σ_k(logits), with ``k=None`` σ(logits): (n,), in [0, 1], differentiable. For the estimators
-            ``straight_through`` and ``second_order`` the probability of each feature to be in a sample.
+        probs: σ_k(logits), with ``k=None`` σ(logits), with a cost the shares of train mode: (n,), in [0, 1],
+            differentiable. For the estimators ``straight_through`` and ``second_order`` the probability of
+            each feature to be in a sample.
         mask: the selection of eval mode, (n,), zeros and ones.
+        cost: None, or a buffer that is not saved, (n,), in float64 (float32 on devices without it), which
+            keeps this dtype when the model is cast.
 
     Shape:
         input: (..., n), of any floating-point dtype.
@@ -49,7 +68,8 @@ class KHotGate(nn.Module):
     estimator says.
 
     Raises:
-        ValueError, TypeError: as :func:`khot.sample_khot`; also for an input that does not have n features.
+        ValueError, TypeError: as :func:`khot.sample_khot` or :func:`khot.soft_budget`; also for an input that
+            does not have n features, and for a cost with k=None, an estimator or a design.
 
     Source: Wijk, Vinuesa, Azizpour 2025, sections 2.3 and 4.
 
@@ -65,6 +85,10 @@ class KHotGate(nn.Module):
         ...     optimizer.step()
         >>> gate.eval().mask
         tensor([0., 0., 0., 0., 0., 1., 1., 1.])
+
+        >>> gate = khot.nn.KHotGate(4, 3.0, cost=torch.tensor([1.0, 1.0, 2.0, 3.0]))
+        >>> round((gate.probs * gate.cost).sum().item(), 5)
+        3.0
     """
 
     n: int
@@ -73,12 +97,14 @@ class KHotGate(nn.Module):
     estimator: EstimatorName
     design: DesignName | None
     logits: nn.Parameter
+    cost: Tensor | None
 
     def __init__(
         self,
         n: int,
         k: Value | None,
         *,
+        cost: Tensor | Sequence[float] | None = None,
         tau: Value | None = None,
         estimator: EstimatorName = "straight_through",
         design: DesignName | None = None,
@@ -90,31 +116,85 @@ class KHotGate(nn.Module):
         self.n, self.k = n, None if k is None else positive(k, "k")
         self.tau = None if tau is None else positive(tau, "tau")
         self.estimator, self.design = estimator, design
+        self._prices = None if cost is None else self._checked(cost)
         self._try()
+        self.register_buffer("cost", None, persistent=False)
         self.logits = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """All features equally likely."""
         nn.init.zeros_(self.logits)
+        self._put_cost()
 
     @property
     def probs(self) -> Tensor:
         k = self._size()
+        if self.cost is not None:
+            return self._shares()
         return self.logits.sigmoid() if k is None else topk.sigmoid_topk(self.logits, k)
 
     @property
     def mask(self) -> Tensor:
         k = self._size()
         logits = self.logits.detach()
+        if self.cost is not None and k is not None:
+            return budget_mask(logits, self.cost, k)
         return (logits > 0).to(logits.dtype) if k is None else topk.topk_mask(logits, k)
 
     def forward(self, input: Tensor) -> Tensor:
         check_width(input, self.n, self)
         if not self.training:
             return input * self.mask.to(input.dtype)
+        if self.cost is not None:
+            return input * self._shares().to(input.dtype)
         tau = None if self.tau is None else current(self.tau)
         return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
+
+    def _shares(self) -> Tensor:
+        assert self.cost is not None and self.k is not None  # _checked
+        tau = 1.0 if self.tau is None else current(self.tau)
+        return soft_budget(self.logits, self.cost, current(self.k), tau=tau)
+
+    def _checked(self, cost: Any) -> Tensor:
+        """The prices in float64 on the CPU."""
+        if self.k is None:
+            raise ValueError("k must be a budget with a cost, but got None")
+        for name, default in (("estimator", "straight_through"), ("design", None)):
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} must not be given with a cost, but got {getattr(self, name)!r}")
+        if not isinstance(cost, Tensor):
+            if isinstance(cost, str) or not isinstance(cost, Sequence):
+                raise TypeError(f"cost must be a tensor or a list of numbers, but got {type(cost).__name__}")
+            for each in cost:
+                arguments.check_number(each, "cost", low=0, high=sys.float_info.max)
+        elif cost.is_meta or type(cost) not in (Tensor, nn.Parameter):
+            raise ValueError("cost must have values: pass a list to make a gate without data")
+        else:
+            arguments.check_real(cost, "cost")
+        with without_modes(), torch.device("cpu"):  # also where the layer is made without data
+            prices = torch.as_tensor(cost, dtype=torch.float64).detach().cpu().clone()
+            if prices.shape != (self.n,):
+                raise ValueError(f"cost must have shape ({self.n},), but got {tuple(prices.shape)}")
+            bad = ~((prices >= 0) & (prices < math.inf))
+            if bool(bad.any()):
+                raise ValueError(f"cost must be finite and >= 0, but got {prices[bad][0].item()}")
+        return prices
+
+    def _put_cost(self) -> None:
+        """The prices, with or without data as the logits are, on their device."""
+        if self._prices is not None:
+            device = self.logits.device
+            if device.type == "meta" or type(self.logits) is not nn.Parameter:
+                self.cost = torch.empty(self.n, dtype=wide_dtype(device), device=device)
+            else:
+                self.cost = self._prices.to(device, wide_dtype(device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KHotGate:
+        """Move the prices but do not cast them: a budget is not to change with the dtype of a model."""
+        super()._apply(fn, recurse)
+        self._put_cost()
+        return self
 
     def _sample(
         self,
@@ -136,11 +216,24 @@ class KHotGate(nn.Module):
         # the value of a module that has no data is not known yet; 1 is a good one
         k, tau = (1 if isinstance(x, Tensor) and not arguments.readable(x) else x for x in numbers)
         with without_modes(), torch.device("cpu"):
+            if self._prices is not None:
+                self._try_budget(numbers[0], tau)
+                return
             self._sample(torch.zeros(1, self.n), k, tau, torch.Generator())
+
+    def _try_budget(self, k: Scalar | None, tau: Scalar | None) -> None:
+        assert self._prices is not None
+        total = self._prices.sum().item()
+        known = not isinstance(k, Tensor) or arguments.readable(k)
+        if known and k is not None and not 0 <= float(k) <= total:
+            raise ValueError(f"k must lie in [0, {total}], the cost of all features, but got {float(k)}")
+        soft_budget(torch.zeros(self.n).double(), self._prices, 0.0, tau=1.0 if tau is None else tau)
 
     def _size(self) -> Scalar | None:
         return None if self.k is None else current(self.k)
 
     def extra_repr(self) -> str:
+        if self.cost is not None:
+            return describe(n=self.n, k=self.k, cost=f"tensor {tuple(self.cost.shape)}", tau=self.tau)
         given = {name: value for name in ("tau", "design") if (value := getattr(self, name)) is not None}
         return describe(n=self.n, k=self.k, estimator=self.estimator, **given)

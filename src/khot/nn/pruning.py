@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from khot import topk
+from khot import cdfs, topk
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
+from khot.budgets import budget_mask, soft_budget
 from khot.magnitude import soft_topk_magnitude
 from khot.nn._values import Value, current, describe, has_data, positive
 
@@ -74,6 +77,7 @@ def prune_global(
     p: float = 2.0,
     min_share: float = 0.0,
     max_share: float = 1.0,
+    cost: Sequence[float | Tensor] | None = None,
 ) -> None:
     """Prune many parameters as if they were one: all their entries compete for the same places.
 
@@ -88,11 +92,21 @@ def prune_global(
         min_share: the least share of the entries of each parameter that is kept, in [0, 1], rounded to a
             number of entries. It protects small layers, and those with small weights, from being pruned away.
         max_share: the largest share of each parameter that is kept, in [min_share, 1].
+        cost: what a kept entry costs, such as its multiply-adds: for each parameter, in their order, a number
+            ≥ 0 or a tensor that broadcasts to it. ``amount`` is then in units of cost: an int is the cost
+            that is pruned away, a float its share of the cost of all entries. An entry of cost 0 is kept.
+            Not with ``min_share`` and ``max_share``, and not for DTensors.
 
-    With these bounds, the hard selection is the best one that observes them: each parameter keeps its
-    ``min_share`` largest entries, can keep its ``max_share`` largest ones, and what is between competes with
-    the other parameters. In train mode, a parameter at a bound is selected by itself, with that number of
-    entries, and the others share what is left. The total is always that of ``amount``.
+    With a cost c, the kept entries w are those of largest abs(w)/√c. They are the choice that changes the
+    weights least, in the sum of squares, for what it costs. The hard selection never exceeds the budget. In
+    train mode, the entries are multiplied by shares in [0, 1] that spend it exactly, from
+    :func:`khot.soft_budget` of log(abs(w)/√c); with p = 2, those between the threshold and e^τ times the
+    threshold are reduced and not yet 0.
+
+    With ``min_share`` and ``max_share``, the hard selection is the best that observes them: each parameter
+    keeps its ``min_share`` largest entries, can keep its ``max_share`` largest ones, and what is between
+    competes with the other parameters. In train mode, a parameter at a bound is selected by itself, with that
+    number of entries, and the others share what is left. The total is always that of ``amount``.
 
     Parameters that are DTensors (of FSDP2, of tensor parallelism) stay where they are: the processes exchange
     a few sums, as for ``group=`` in :func:`khot.soft_topk_magnitude`, and a weight is placed as its parameter
@@ -108,7 +122,8 @@ def prune_global(
 
     Raises:
         ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
-            twice; and for shares out of range, or with which the amount cannot be kept.
+            twice; for shares out of range, or with which the amount cannot be kept; and for a cost that is
+        negative or not finite, does not broadcast, or is not one per parameter.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -116,13 +131,23 @@ def prune_global(
         >>> _ = khot.nn.make_permanent(model)
         >>> sum(int((model[i].weight != 0).sum()) for i in (0, 2))
         75
+
+        A convolution uses its weights once for each pixel of its output, here 14 · 14 times, and a linear
+        layer once. Half of all multiply-adds are pruned away:
+
+        >>> convolution, linear = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Linear(1568, 10)
+        >>> parameters = [(convolution, "weight"), (linear, "weight")]
+        >>> khot.nn.prune_global(parameters, amount=0.5, cost=[14 * 14, 1])
+        >>> kept = [int((module.eval().weight != 0).sum()) for module, _ in parameters]
+        >>> 0.49 < (14 * 14 * kept[0] + kept[1]) / (14 * 14 * 216 + 15680) <= 0.5
+        True
     """
     members = list(parameters)
     if not members or len({(id(module), name) for module, name in members}) < len(members):
         raise ValueError(f"parameters must be one or more, each given once, but got {members}")
     for module, name in members:
         _plain_parameter(module, name)
-    group = _Group(members, amount, tau, p, min_share, max_share)
+    group = _Group(members, amount, tau, p, min_share, max_share, cost)
     for index, (module, name) in enumerate(members):
         # unsafe=True, because the check would need a selection before all parameters are registered
         parametrize.register_parametrization(module, name, _Pruned(group, index), unsafe=True)
@@ -276,6 +301,7 @@ class _Group:
         p: float,
         min_share: float,
         max_share: float,
+        cost: Sequence[float | Tensor] | None,
     ) -> None:
         arguments.check_number(p, "p", low=1.15, high=2.0)
         arguments.check_number(min_share, "min_share", low=0, high=1)
@@ -283,8 +309,13 @@ class _Group:
         self.members, self.p = members, p
         self.min_share, self.max_share = min_share, max_share
         sizes = [module.get_parameter(name).numel() for module, name in members]
-        self.n = sum(sizes)
+        self.cost = None if cost is None else _checked_costs(cost, members)
+        self.n: float = sum(sizes) if self.cost is None else _total(self.cost, sizes)
         self.least, self.most = ([round(share * size) for size in sizes] for share in (min_share, max_share))
+        if self.cost is not None and (min_share > 0 or max_share < 1):
+            raise ValueError(
+                f"min_share and max_share must be 0 and 1 with a cost, but got {min_share} and {max_share}"
+            )
         self.amount, self.tau = amount, positive(tau, "tau")
         if not isinstance(amount, nn.Module):
             arguments.check_number(amount, "amount", low=0, high=self.n if isinstance(amount, int) else 1)
@@ -293,14 +324,17 @@ class _Group:
 
     def settings(self) -> dict[str, Any]:
         shares = {"min_share": self.min_share, "max_share": self.max_share} if self._bounded() else {}
-        return {"amount": self.amount, "tau": self.tau, "p": self.p, **shares}
+        costs = {} if self.cost is None else {"cost": _shown(self.cost)}
+        return {"amount": self.amount, "tau": self.tau, "p": self.p, **shares, **costs}
 
     def _bounded(self) -> bool:
-        return sum(self.least) > 0 or sum(self.most) < self.n
+        return self.cost is None and (sum(self.least) > 0 or sum(self.most) < self.n)
 
-    def _size(self) -> int | Tensor:
-        """How many entries are kept."""
+    def _size(self) -> Any:
+        """How many entries are kept, or what they may cost."""
         amount = current(self.amount)
+        if self.cost is not None:
+            return self.n - (amount if isinstance(amount, int) else amount * self.n)
         if isinstance(amount, Tensor):
             k: Any = self.n - (amount * self.n).round()
         else:
@@ -354,6 +388,8 @@ class _Group:
         if not any(rows.is_dtensor(x) for x in originals):
             row, learned = self._row(originals, hard, None, shared)
             return _split(row, originals), _split(learned.detach(), originals, cast=False)
+        if self.cost is not None:
+            raise ValueError("cost must be None for parameters that are DTensors, but got one")
         # torch does not load torch.distributed.tensor by itself, and most users never need it
         from khot._core.dtensor import Pieces
 
@@ -369,8 +405,11 @@ class _Group:
         # not self below, because otherwise the graph would keep the model alive
         p, limits = self.p, (self.least, self.most) if self._bounded() else None
         lengths = [x.numel() for x in tensors]
+        cost = None if self.cost is None else _cost_row(self.cost, tensors)
 
-        def selected(row: Tensor, k: int | Tensor, tau: Scalar) -> Tensor:
+        def selected(row: Tensor, k: Any, tau: Scalar) -> Tensor:
+            if cost is not None:
+                return _affordable_selection(row, cost, k, hard=hard, tau=tau, p=p)
             if limits is not None:
                 return _bounded_selection(row, lengths, k, *limits, hard=hard, tau=tau, p=p, group=group)
             if hard:
@@ -406,6 +445,71 @@ class _Group:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.last = threading.local()  # a copy makes its own selections
+
+
+def _checked_costs(cost: Any, members: list[tuple[nn.Module, str]]) -> list[float | Tensor]:
+    """The costs of the entries of each member: numbers, and tensors that broadcast to it."""
+    if isinstance(cost, (str, Tensor)) or not isinstance(cost, Sequence):
+        raise TypeError(f"cost must be a list of numbers and tensors, but got {type(cost).__name__}")
+    if len(cost) != len(members):
+        raise ValueError(f"cost must have one entry per parameter, {len(members)}, but got {len(cost)}")
+    found: list[float | Tensor] = []
+    for each, (module, name) in zip(cost, members, strict=True):
+        if isinstance(each, Tensor):
+            arguments.check_real(each, "cost")
+            shape = module.get_parameter(name).shape
+            try:
+                each.expand(shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"cost must broadcast to {name!r} of shape {tuple(shape)}, but got {tuple(each.shape)}"
+                ) from None
+            each = each.detach().clone()  # a later change by the caller is not meant
+            bad = ~((each >= 0) & (each < math.inf))
+            if arguments.readable(each) and bool(bad.any()):
+                raise ValueError(f"cost must be finite and >= 0, but got {each[bad][0].item()}")
+        else:
+            arguments.check_number(each, "cost", low=0, high=sys.float_info.max)
+        found.append(each)
+    return found
+
+
+def _shown(cost: list[float | Tensor]) -> tuple[float | str, ...]:
+    """The costs in a few words, for the repr."""
+    return tuple(f"tensor {tuple(c.shape)}" if isinstance(c, Tensor) else c for c in cost)
+
+
+def _total(cost: list[float | Tensor], sizes: list[int]) -> float:
+    """The cost of all entries."""
+    parts = (
+        each.double().mean().item() * size if isinstance(each, Tensor) else each * size
+        for each, size in zip(cost, sizes, strict=True)
+    )
+    return float(sum(parts))
+
+
+def _cost_row(cost: list[float | Tensor], tensors: list[Tensor]) -> Tensor:
+    """The cost of every entry, in one row."""
+    parts = []
+    for each, x in zip(cost, tensors, strict=True):
+        if isinstance(each, Tensor):
+            parts.append(each.to(x.device, wide_dtype(x.device)).expand(x.shape).flatten())
+        else:
+            parts.append(torch.full((x.numel(),), each, dtype=wide_dtype(x.device), device=x.device))
+    return torch.cat(parts)
+
+
+def _affordable_selection(
+    row: Tensor, cost: Tensor, budget: float | Tensor, *, hard: bool, tau: Scalar, p: float
+) -> Tensor:
+    """The row with the entries kept that change it least for what they cost, within the budget."""
+    size = row.abs().clamp(min=torch.finfo(row.dtype).tiny)
+    free = cost == 0
+    score = (size.log() - 0.5 * cost.masked_fill(free, 1).log().to(row.dtype)).masked_fill(free, math.inf)
+    if hard:
+        return row * budget_mask(score, cost, budget)
+    cdf: cdfs.CDF = cdfs.Uniform() if p == 2 else cdfs.Power(p)
+    return row * soft_budget(score, cost, budget, tau=tau, cdf=cdf)
 
 
 def _bounded_selection(

@@ -32,7 +32,7 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         return x.new_full(k.shape, math.nan)
     bad = x.isnan().any(-1, keepdim=True) | _outside(k, n)
     whole = k.masked_fill(bad, 1).long()
-    if k.shape[-1] > 2:  # one sort costs less than several selections
+    if k.shape[-1] > 2 or x.is_cuda:  # one sort costs less than several selections, which sort on a GPU
         values = x.sort(dim=-1, descending=True).values.gather(-1, whole - 1)
     else:
         values = torch.cat([kth_largest(x, each) for each in whole.split(1, -1)], -1)

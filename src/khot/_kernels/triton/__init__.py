@@ -22,6 +22,7 @@ from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backwa
 from khot._kernels.triton.forward import soft_topk as soft_topk
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
+from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.scans import laplace_rank as laplace_rank
 from khot._kernels.triton.scans import laplace_rank_backward as laplace_rank_backward
@@ -40,6 +41,7 @@ __all__ = [
     "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
+    "order_statistics",
     "soft_topk",
     "soft_topk_backward",
     "soft_topk_magnitude",

@@ -1,0 +1,71 @@
+// The entry point of the soft budget (khot/_kernels/reference/soft_budget.py): which solver takes which row.
+#pragma once
+
+#include <cmath>
+
+#include "budget/careful.h"
+#include "budget/ordinary.h"
+#include "soft_topk/apply.h"
+
+namespace khot::KHOT_ISA {
+
+// Writes y at the threshold t, in double.
+template <class C, bool kByValue>
+void apply_budget(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, Threshold t, double tau,
+                  void* out) {
+  if (std::isnan(t.hi)) return fill_constant<double>(spec, out, x.dtype, x, kNan, kNan, 0);
+  const bool infinite = std::fabs(t.hi) == kHuge;
+  if (infinite && !kByValue) {
+    return t.hi > 0 ? fill_constant<double>(spec, out, x.dtype, x, 0, 1, kInfinity)
+                    : fill_constant<double>(spec, out, x.dtype, x, 1, 0, -kInfinity);
+  }
+  // by value, free entries do not depend on t
+  const Position<double, kByValue> position(infinite ? Threshold{0, 0} : t, tau);
+  const double held = t.hi < 0 ? 1 : 0;
+  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
+    double from[kBlock], costs[kBlock], results[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const double *p = fetch(x, at, count, from), *q = fetch(cost, at, count, costs);
+      vectors<double>(p, count, 0.0, [&](VecD v, int i, int lanes) {
+        const IntD finite = abs<double>(v) < kInfinity;
+        const VecD w = finite ? beside(q, i, lanes) : VecD{};
+        const VecD y = F.template value<double>(position(v, w));
+        const VecD chosen = infinite & finite & (w > 0) ? splat(held) : y;
+        lanes == kWidth<double> ? store(results + i, chosen) : store_part(results + i, lanes, chosen);
+      });
+      put(out, x.dtype, at, count, results);
+    }
+  });
+}
+
+template <class C, bool kByValue>
+void budget_row(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double budget, double tau,
+                void* out, Goal& goal, Threshold& t) {
+  if (kExact<kByValue> && float_carries(spec, F, x.dtype, tau)) {
+    const FlushSubnormals flush;
+    if (OrdinaryBudget<C, kByValue>(spec, F, x, cost, tau).solve(budget, goal, t, out)) return;
+  }
+  t = CarefulBudget<C, kByValue>(spec, F, x, cost, tau).solve(budget);
+  apply_budget<C, kByValue>(spec, F, x, cost, t, tau, out);
+}
+
+// The rows [begin, end).
+inline void budget(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    using C = decltype(F);
+    Goal goal;
+    for (int64_t i = begin; i < end; ++i) {
+      Threshold t;
+      const Row x = rows.x(i), cost = rows.cost(i);
+      if (spec.by_value) {
+        budget_row<C, true>(spec, F, x, cost, rows.budget(i), rows.tau(i), rows.out(i), goal, t);
+      } else {
+        budget_row<C, false>(spec, F, x, cost, rows.budget(i), rows.tau(i), rows.out(i), goal, t);
+      }
+      rows.put(i, t);
+    }
+  });
+}
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,68 @@
+// What the kernels of the soft budget share: where an entry lies, and what a row's costs are like.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "soft_topk/guess.h"
+
+namespace khot::KHOT_ISA {
+
+// Whether float carries x - t a. By value and without fused multiply-adds, it has the rounding error of t w.
+#if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
+template <bool kByValue>
+constexpr bool kExact = !kByValue;
+#else
+template <bool kByValue>
+constexpr bool kExact = true;
+#endif
+
+// z = (x - t a)/tau with a = w by value, otherwise a = 1.
+template <class R, bool kByValue>
+struct Position {
+  R hi, lo, scale, tau;
+
+  Position(Threshold t, double tau)
+      : hi(static_cast<R>(t.hi)),
+        lo(static_cast<R>((t.hi - hi) + t.lo)),
+        scale(static_cast<R>(1 / tau)),
+        tau(static_cast<R>(tau)) {}
+  KHOT_INLINE Vec<R> operator()(Vec<R> x, Vec<R> w) const {
+    const Vec<R> off = kByValue ? (x - hi * w) - lo * w : (x - hi) - lo;
+    if constexpr (sizeof(R) == 8) return off / tau;  // 1/tau may overflow
+    return off * scale;
+  }
+};
+
+// A vector of another row at the entries where a vector of the first row was taken.
+template <class R>
+KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
+  return lanes == kWidth<R> ? load(p + i) : load_part(p + i, lanes, pad);
+}
+
+// Weighted moments of the scores d = x - origin and of the costs, over the finite entries.
+struct Moments {
+  double w = 0, d = 0, dd = 0;          // sums of w, w d, w d^2
+  double ww = 0, wd = 0, www = 0;       // sums of w^2, w^2 d, w^3, by value
+  void operator+=(const Moments& o) {
+    w += o.w, d += o.d, dd += o.dd, ww += o.ww, wd += o.wd, www += o.www;
+  }
+};
+
+// The threshold where a normal distribution with the moments of x - t w, and noise distributed as tau F, has
+// the share that `goal` stands for. The origin of the scores is 0.
+template <class C>
+double guess_by_value(const Moments& m, const Goal& goal, double tau, const C& F) {
+  const double x = m.d / m.w - tau * F.mean, a = m.ww / m.w, noise = tau * tau * F.variance;
+  const double x_off = m.d / m.w, xx = std::max(m.dd / m.w - x_off * x_off, 0.0),
+               xa = m.wd / m.w - x_off * a, aa = std::max(m.www / m.w - a * a, 0.0);
+  double t = x / a;
+  for (int i = 0; i < 4; ++i) {  // the spread depends on t, so that this is a fixed point
+    const double total = noise + std::max(xx - 2 * t * xa + t * t * aa, 0.0);
+    const double quantile = goal.normal + (goal.own - goal.normal) * (noise / total);
+    t = (x - quantile * std::sqrt(total)) / a;
+  }
+  return t;
+}
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,51 @@
+"""The hard selection under a budget: each entry in turn, if what is left of the budget pays for it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot._core.precision import on, widen
+
+__all__ = ["budget_mask"]
+
+
+def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
+    """1 for the entries that are taken, in descending order of x and ties by the lowest index.
+
+    Args:
+        x: the order, (*batch, n). −inf is never taken.
+        cost: broadcasts with x.
+        budget: broadcasts with batch.
+
+    A row with a NaN among x, with a cost of an entry that is negative, infinite or NaN, or with a budget that
+    is negative or NaN, is NaN.
+    """
+    # From the front, the longest run of entries that fits is taken; what then costs more than is left never
+    # fits, and the rest is a shorter row of the same kind.
+    budget = widen(on(x.device, budget)).expand(x.shape[:-1]).unsqueeze(-1)
+    cost = cost.expand(x.shape)
+    order = x.argsort(dim=-1, descending=True, stable=True)
+    price = widen(cost).gather(-1, order)
+    there = x.gather(-1, order) != -math.inf
+    bad = (
+        x.isnan().any(-1, True)
+        | (there & ~((price >= 0) & (price < math.inf))).any(-1, True)
+        | ~(budget >= 0)
+    )
+    price = price.where(there, 0)
+    taken = torch.zeros_like(there)
+    waiting = there & (price <= budget)
+    while bool(waiting.any()):
+        spent = price.where(taken, 0).sum(-1, True)
+        run = spent + price.where(waiting, 0).cumsum(-1) <= budget
+        fits = waiting & run.long().cumprod(-1).bool()
+        taken = taken | fits
+        left = budget - price.where(taken, 0).sum(-1, True)
+        waiting = waiting & ~taken & (price <= left)
+        if not bool(fits.any()):
+            break  # only rounding keeps the next entry from fitting
+    chosen = torch.zeros_like(taken).scatter(-1, order, taken)
+    return chosen.to(x.dtype).masked_fill(bad, math.nan)

@@ -1,0 +1,241 @@
+"""Thresholds of rows and columns together, by Newton's method on those of the columns.
+
+For given thresholds c of the columns, the threshold of each row is an exact root, which the soft top-k finds.
+What is left is a convex problem in c alone, with the columns' sums as gradient and an E × E Schur complement
+as second derivative. From far away Newton's method stalls at a small τ, so that τ falls in stages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core.precision import in_float64, wide_dtype
+from khot._core.rows import HERE, Row
+from khot.cdfs import CDF
+
+__all__ = ["Problem", "descend", "soft_assign"]
+
+STEPS = 60  # per stage
+NEAR = 0.1  # with an error below it, relative to the largest goal, Newton's method needs no stages
+ROUGH, FINE = 1e-3, 1e-14  # the error, relative to the largest goal, at which a stage ends, and the last
+ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be rounding
+REACH = 4.0  # the longest step, in τ
+ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
+STAGE = 4.0  # how much τ falls from stage to stage
+EQUAL = 1e-9  # sums that differ by less, relative, are equal
+
+
+def soft_assign(
+    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: str, shape: float, at_most: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = F((x − r − c)/τ), r and c, for x (*batch, m, E), k (*batch, m), capacity and bias (*batch, E), and
+    tau (*batch, 1). A row or column that takes nothing has the threshold +inf, and one that takes all
+    has −inf."""
+    *batch, m, width = x.shape
+    F = cdfs.resolve(cdf, shape)
+    count = math.prod(batch)
+    wide = in_float64(x).reshape(count, m, width)
+    k = in_float64(k).expand(*batch, m).reshape(count, m)
+    capacity = in_float64(capacity).expand(*batch, width).reshape(count, width)
+    bias = in_float64(bias).expand(*batch, width).reshape(count, width)
+    tau = in_float64(tau).expand(*batch, 1).reshape(count)
+    y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
+    for i in range(count):
+        y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
+    # rounded once, and moved back to a device without float64
+    y, r, c = (
+        y.to(x.device, x.dtype),
+        r.to(x.device, wide_dtype(x.device)),
+        c.to(x.device, wide_dtype(x.device)),
+    )
+    return y.view(x.shape), r.view(*batch, m), c.view(*batch, width)
+
+
+def _assign(
+    x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, r, c = torch.zeros_like(x), torch.zeros_like(k), torch.zeros_like(capacity)
+    if not x.numel():
+        return y, r, c
+    total, room = float(k.sum()), float(capacity.sum())
+    slack = EQUAL * max(1.0, total)
+    bad = not (0 < tau < math.inf) or bool(x.isnan().any()) or not bool(bias.isfinite().all())
+    bad = bad or room < total - max(slack, 1e-6 * total) or bool((k < 0).any() | (capacity < 0).any())
+    free = ~bad and not at_most and abs(room - total) > max(slack, 1e-6 * total)
+    if bad or free or not math.isfinite(room):
+        return _nothing(y, r, c)
+    k, goal = k.clone(), capacity.clone()
+    equal = room <= total + max(slack, 1e-6 * total)
+    if equal and room > 0:
+        goal *= total / room  # the sums agree up to their rounding
+    taken = x == math.inf
+    y[taken] = 1
+    k -= taken.sum(-1)
+    goal -= taken.sum(0)
+    open_ = x.isfinite()
+    if not _decide(y, r, c, k, goal, open_, equal):
+        return _nothing(y, r, c)
+    lines = open_.any(-1)
+    if not bool(lines.any()):
+        return y, r, c
+    columns = open_.any(0)
+    inner = x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
+    problem = Problem(inner, k[lines], goal[columns], F, nonnegative=not equal)
+    start = bias[columns]
+    start = start - start.mean() if equal else start.clamp(min=0)
+    c_ = problem.solve(start, tau)
+    if problem.off(c_, tau) > ACCEPTED * float(problem.load.max()):
+        return _nothing(y, r, c)
+    if equal:
+        c_ = c_ - (c_.amin() if at_most else c_.mean())
+    r_ = problem.rows(c_, tau)
+    part = F.cdf((inner - r_.unsqueeze(-1) - c_) / tau).masked_fill(inner == -math.inf, 0)
+    where = lines.unsqueeze(-1) & columns
+    y[where] = torch.where(open_[where], part.flatten(), y[where])
+    r[lines], c[columns] = r_, c_
+    return y, r, c
+
+
+def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The answer where there is none: NaN."""
+    return torch.full_like(y, math.nan), torch.full_like(r, math.inf), torch.full_like(c, math.inf)
+
+
+def _decide(y: Tensor, r: Tensor, c: Tensor, k: Tensor, goal: Tensor, open_: Tensor, equal: bool) -> bool:
+    """Settle, in place, the rows and columns that take nothing, or all that is left. False if one of them
+    has to take more than there is, or less than nothing."""
+    slack = EQUAL * max(1.0, float(k.abs().sum()))
+    rounding = 64 * torch.finfo(k.dtype).eps
+    lack, spare = rounding * (1 + k.abs().amax()), rounding * (1 + goal.abs().amax())
+    while True:
+        left = open_.sum(-1)
+        none, full = (k <= lack) & (left > 0), (k >= left - lack) & (left > 0)
+        if bool((k < -slack).any() | (k > left + slack).any()):
+            return False
+        y[full.unsqueeze(-1) & open_] = 1
+        goal -= (full.unsqueeze(-1) & open_).sum(0)
+        k[full | none] = 0
+        r[none], r[full] = math.inf, -math.inf
+        open_ &= ~(full | none).unsqueeze(-1)
+        below = open_.sum(0)
+        none = (goal <= spare) & (below > 0)
+        full = (goal >= below - spare) & (below > 0) if equal else torch.zeros_like(none)
+        if bool((goal < -slack).any() | ((goal > below + slack).any() if equal else none[:0].any())):
+            return False
+        y[full & open_] = 1
+        k -= (full & open_).sum(-1)
+        goal[full] = 0
+        c[none], c[full] = math.inf, -math.inf
+        open_ &= ~(full | none)
+        if bool((open_.sum(-1) == left).all()):
+            return True
+
+
+class Problem:
+    """Rows with sums k and columns with sums (or, with ``nonnegative`` thresholds, at most) load.
+
+    x is −inf where nothing may be; every row has at least two entries and a k strictly between.
+    """
+
+    def __init__(
+        self, x: Tensor, k: Tensor, load: Tensor, F: CDF, shards: Row = HERE, nonnegative: bool = False
+    ) -> None:
+        self.x, self.k, self.load, self.F = x, k, load, F
+        self.shards, self.nonnegative = shards, nonnegative
+        self.closed = x == -math.inf
+
+    def rows(self, c: Tensor, tau: float) -> Tensor:
+        """The rows' thresholds for these of the columns."""
+        options = (self.x - c, self.k, self.x.new_full((), tau), *self.F.key, "threshold")
+        if self.F.built_in:
+            _, hi, lo = torch.ops.khot.soft_topk.default(*options)
+        else:
+            _, hi, lo, *_ = torch.ops.khot.reference_soft_topk.default(*options, "")
+        return hi + lo
+
+    def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
+        z = (self.x - c - self.rows(c, tau).unsqueeze(-1)) / tau
+        z = z.masked_fill(self.closed, 0)
+        y, f = self.F.cdf(z).masked_fill(self.closed, 0), self.F.pdf(z).masked_fill(self.closed, 0)
+        sums = f.sum(-1, keepdim=True)
+        # where no entry of a row is between 0 and 1, the row does not move
+        shares = f / sums.masked_fill(sums == 0, 1)
+        block = torch.cat([y.sum(0)[None], f.sum(0)[None], f.T @ shares])
+        block = self.shards.reduce([block])[0]
+        return block[0] - self.load, (block[1].diag() - block[2:]) / tau
+
+    def off(self, c: Tensor, tau: float) -> float:
+        """The largest error of a load. With nonnegative thresholds, it may be below its goal where c = 0."""
+        miss, _ = self(c, tau)
+        if self.nonnegative:
+            miss = torch.where(c > 0, miss, miss.clamp(min=0))
+        return float(miss.abs().max())
+
+    def solve(self, c: Tensor, tau: float) -> Tensor:
+        """The columns' thresholds, from c, through falling temperatures."""
+        most = float(self.load.max())
+        if self.off(c, tau) <= NEAR * most:
+            near = descend(self, c, tau, FINE * most)
+            if self.off(near, tau) <= ACCEPTED * most:
+                return near
+        finite = self.x.masked_fill(self.closed, 0)
+        spread = float((finite.amax() - finite.amin()).clamp(min=0))
+        stages = [tau]
+        while stages[-1] * STAGE < spread / 4:
+            stages.append(stages[-1] * STAGE)
+        before = math.inf
+        while stages:
+            stage = stages[-1]
+            moved = descend(self, c, stage, (FINE if stage == tau else ROUGH) * most)
+            limit = ACCEPTED if stage == tau else 10 * ROUGH
+            if self.off(moved, stage) > limit * most and 1.01 * stage < before < math.inf:
+                # too far from the solution before: in a gap, densities underflow and give no direction
+                stages.append(math.sqrt(stage * before))
+                continue
+            c, before = moved, stages.pop()
+        return c
+
+
+def descend(problem: Problem, c: Tensor, tau: float, goal: float) -> Tensor:
+    """From c, damped steps until no load is off by more than the goal, or no step helps any more."""
+    damping, identity = 1e-6, torch.eye(len(c), dtype=c.dtype, device=c.device)
+    miss, curvature = problem(c, tau)
+    slope = float(curvature.diagonal().mean()) + float(problem.load.max()) / tau * 1e-12
+
+    def error(c: Tensor, miss: Tensor) -> Tensor:
+        if not problem.nonnegative:
+            return miss
+        return (c + miss / slope).clamp(min=0).sub(c) * slope  # 0 where c = 0 and the load is below its goal
+
+    off = error(c, miss)
+    for _ in range(STEPS):
+        if off.abs().max() <= goal:
+            break
+        # the same constant added to all thresholds changes nothing, so that one direction has to be fixed
+        scale = curvature.diagonal().mean() + problem.load.max() / tau * 1e-12
+        if problem.nonnegative:
+            moves = (c > 0) | (miss > 0)
+            fixed = torch.where(moves.unsqueeze(-1) & moves, curvature, 0) + (~moves).diag() * scale
+            wanted = torch.where(moves, miss, 0)
+        else:
+            fixed, wanted = curvature + scale / len(c), miss
+        step = torch.linalg.solve(fixed + damping * scale * identity, wanted)
+        # farther out, the sums are flat and say nothing of the way back
+        step = step * (REACH * tau / step.abs().max().clamp(min=REACH * tau))
+        tried = c + step
+        tried = tried.clamp(min=0) if problem.nonnegative else tried
+        next_miss, next_curvature = problem(tried, tau)
+        next_off = error(tried, next_miss)
+        if next_off.square().sum() < off.square().sum():
+            c, miss, curvature, off = tried, next_miss, next_curvature, next_off
+            damping = max(damping / 10, 1e-12)
+        elif damping > 1e6 or off.abs().max() <= ROUNDING * problem.load.max():
+            break
+        else:
+            damping = damping * 10 if damping >= 1e-3 else 1e-3
+    return c

@@ -1,0 +1,162 @@
+"""The two-sided assignment y = F((x − r_i − c_j)/τ), whose rows and columns have given sums.
+
+The thresholds r and c are results as well, so that the rule, which is written in torch operations on x, r, c
+and τ, can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import arguments
+from khot._core.dispatch import Rule, define
+from khot._core.precision import wide_dtype
+from khot._kernels.reference import soft_assign as kernels
+from khot.cdfs import CDF
+
+__all__ = ["soft_assign"]
+
+#: Below it, relative, an eigenvalue of the columns' matrix is rounding: these columns move together.
+SINGULAR = 1e-13
+
+
+def soft_assign(
+    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: CDF, at_most: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, r and c for x (*batch, m, E); k (*batch, m), capacity and bias (*batch, E), and tau (*batch, 1) have
+    exactly these dims."""
+    y, r, c = _soft_assign(x, k, capacity, tau, bias, *cdf.key, at_most)
+    return y, r, c
+
+
+class _Rule(Rule):
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, k, capacity, tau, _, name, shape, ctx.at_most = inputs
+        ctx.cdf = cdfs.resolve(name, shape)
+        ctx.k_like, ctx.capacity_like = (k.shape, k.dtype), (capacity.shape, capacity.dtype)
+        return x, tau, *outputs[1:]
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, grad_r: Tensor, grad_c: Tensor) -> tuple[Any, ...]:
+        x, tau, r, c = ctx.saved_tensors
+        z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
+        scale = tau.to(r.dtype).unsqueeze(-1)
+        v = f * grad.to(r.dtype) / scale
+        a, b = fit(grad_r - v.sum(-1), grad_c - v.sum(-2))
+        dx = v + f * (a.unsqueeze(-1) + b.unsqueeze(-2))
+        dtau = -(z * dx).sum((-2, -1)).unsqueeze(-1)
+        dk, dcapacity = -tau.to(r.dtype) * a, -tau.to(r.dtype) * b
+        return (
+            dx.to(x.dtype),
+            dk.sum_to_size(ctx.k_like[0]).to(ctx.k_like[1]),
+            dcapacity.sum_to_size(ctx.capacity_like[0]).to(ctx.capacity_like[1]),
+            dtau.sum_to_size(tau.shape).to(tau.dtype),
+            *(None,) * 4,
+        )
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dx: Tensor | None, dk: Tensor | None, dq: Tensor | None, dtau: Tensor | None, *_: Any
+    ) -> Any:
+        x, tau, r, c = ctx.saved_tensors
+        z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
+        scale = tau.to(r.dtype).unsqueeze(-1)
+        along = torch.zeros_like(f) if dx is None else dx.to(f.dtype)
+        if dtau is not None:
+            along = along - z * dtau.to(f.dtype).unsqueeze(-1)
+        along = f * along
+        rows, columns = along.sum(-1), along.sum(-2)
+        rows = rows if dk is None else rows - scale.squeeze(-1) * dk
+        columns = columns if dq is None else columns - scale.squeeze(-1) * dq
+        dr, dc = fit(rows, columns)
+        dy = (along - f * (dr.unsqueeze(-1) + dc.unsqueeze(-2))) / scale
+        return dy.to(x.dtype), dr, dc
+
+    @staticmethod
+    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        x, k, capacity, tau, *_, at_most = inputs
+        y = outputs[0]
+        if not arguments.readable(y) or not math.isnan(y.sum().item()) or bool(x.isnan().any()):
+            return
+        arguments.check_values(tau, "tau", low=0, low_open=True)
+        most = (x != -math.inf).sum(-1)
+        bad = (k < (x == math.inf).sum(-1)) | (k > most)
+        if bool(bad.any()):
+            raise ValueError(
+                f"k must lie in [number of entries of +inf, number of entries that may be selected] of each "
+                f"row, but got {k.expand(bad.shape)[bad][0].item()} for a row with {most[bad][0].item()}"
+            )
+        relation = "at least" if at_most else "equal to"
+        raise ValueError(
+            f"capacity must be {relation} the sum of k in total, and leave room for k in the entries that "
+            f"may be selected, but got a capacity of {capacity.sum(-1).flatten()[0].item()} for a sum of k "
+            f"of {k.expand(x.shape[:-1]).sum(-1).flatten()[0].item()}"
+        )
+
+
+def _fake(
+    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: str, shape: float, at_most: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    *batch, m, width = x.shape
+    wide = wide_dtype(x.device)
+    return x.new_empty(x.shape), x.new_empty(*batch, m, dtype=wide), x.new_empty(*batch, width, dtype=wide)
+
+
+_soft_assign = define(
+    "soft_assign",
+    "(Tensor x, Tensor k, Tensor capacity, Tensor tau, Tensor bias, str cdf, float shape, bool at_most) "
+    "-> (Tensor, Tensor, Tensor)",
+    kernels.soft_assign,
+    _fake,
+    _Rule,
+)
+
+
+def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool) -> Any:
+    """z, f(z), and the f-weighted two-way fit: the map from (Σ_j f v, Σ_i f v) to (a, b) with
+
+        Σ_j f (v − a_i − b_j) = 0,   Σ_i f (v − a_i − b_j) = 0
+
+    It is symmetric. Among all fits it takes the one in which b has the mean 0; with ``at_most``, b is 0 where
+    a column has room.
+    """
+    # rows and columns that are decided have infinite thresholds and do not move
+    still, stays = r.isinf(), c.isinf()
+    fixed = x.isinf() | still.unsqueeze(-1) | stays.unsqueeze(-2)
+    r, c = r.masked_fill(still, 0), c.masked_fill(stays, 0)
+    value = x.to(r.dtype).masked_fill(fixed, 0)
+    z = (value - r.unsqueeze(-1) - c.unsqueeze(-2)) / tau.to(r.dtype).unsqueeze(-1)
+    z = z.masked_fill(fixed, 0)
+    f = F.pdf(z).masked_fill(fixed, 0)
+    rows = f.sum(-1)
+    inverse = torch.where(rows > 0, 1 / rows.masked_fill(rows == 0, 1), 0)
+    moves = (f.detach() > 0).any(-2)
+    if at_most:
+        moves = moves & (c.detach() > 0)
+    free = moves.to(f.dtype)
+    g = f * free.unsqueeze(-2)
+    columns = g.sum(-2)
+    root = torch.where(moves, columns.masked_fill(~moves, 1).rsqrt(), 0)
+    schur = columns.diag_embed() - g.mT @ (inverse.unsqueeze(-1) * g)
+    scaled = schur * root.unsqueeze(-1) * root.unsqueeze(-2)
+    inner = torch.linalg.pinv(scaled, rtol=0.0, atol=SINGULAR * x.shape[-1], hermitian=True)
+    inner = inner * root.unsqueeze(-1) * root.unsqueeze(-2)
+
+    def centre(b: Tensor) -> Tensor:
+        b = b * free
+        if at_most:
+            return b
+        return b - free * b.sum(-1, keepdim=True) / free.sum(-1, keepdim=True).clamp(min=1)
+
+    def fit(by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
+        rest = by_column - (g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)
+        b = centre((inner @ centre(rest).unsqueeze(-1)).squeeze(-1))
+        return inverse * (by_row - (g @ b.unsqueeze(-1)).squeeze(-1)), b
+
+    return z, f, fit

@@ -1,0 +1,211 @@
+"""Choosing under a budget: not k of n, but as much as a budget pays for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import arguments, rows
+from khot._core.arguments import Scalar
+from khot._core.precision import widen
+from khot._ops.budget_mask import greedy_mask
+from khot._ops.soft_budget import budget_map
+from khot.cdfs import CDF, CDFName
+
+__all__ = ["budget_mask", "soft_budget"]
+
+BudgetName = Literal["score", "value"]
+
+
+def soft_budget(
+    input: Tensor,
+    cost: Tensor,
+    budget: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
+    by: BudgetName = "score",
+    at_most: bool = False,
+    largest: bool = True,
+    mask: Tensor | None = None,
+    hard: bool = False,
+    group: Any = None,
+) -> Tensor:
+    """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
+
+    It is :func:`khot.soft_topk` with a sum of costs in place of the number of entries. There are two forms,
+    each with one number t per row for which the budget is spent:
+
+    - ``by="score"``: y_i = F((x_i − t)/τ). The input is a priority, such as a relevance, or a value per unit
+      of cost. Entries with equal scores have equal shares, and to split an entry into several whose costs
+      add up changes nothing. With log-probabilities as input, probabilities as cost and the budget p, it is
+      a soft top-p (nucleus) selection.
+    - ``by="value"``: y_i = F((x_i − t w_i)/τ). The input is the value of the whole entry, and t is the value
+      that a unit of cost has to have. As τ → 0, it is the fractional knapsack problem.
+
+    Args:
+        input: scores or values, of any floating-point dtype. −inf is never selected and is not paid for;
+            +inf is always selected and paid for.
+        cost: the costs w ≥ 0, a tensor of integers or floating-point numbers that broadcasts to the input.
+            An entry of cost 0 is free: by score, it is selected like the others; by value, its share is
+            F(x/τ).
+        budget: B, in [0, cost of all entries that may be selected]; a number or a tensor that broadcasts with
+            the batch shape (the input's shape without ``dim``). A budget that exceeds the cost of all entries
+            by rounding, in the dtype of the costs, pays for all.
+        dim: the dimension to select along.
+        tau: temperature > 0, in the units of the input; a number or a tensor, as the budget.
+        cdf, largest: as for :func:`khot.soft_topk`.
+        by: ``"score"`` or ``"value"``.
+        at_most: the budget is a bound: where F(x/τ) spends no more than it, that is the result. The budget
+            may then exceed the cost of all entries.
+        mask: bool, broadcastable to the input; True where an entry may be selected. Scores and costs under
+            False are ignored, even NaN and inf.
+        hard: return the zeros and ones of :func:`budget_mask`, with the gradient of the soft selection.
+        group: a ``torch.distributed`` process group over which the rows are spread, as for
+            :func:`khot.soft_topk`. Each process passes its shard of the input and of the cost, and the same
+            budget and tau. Not with ``hard``.
+
+    Returns:
+        Same shape and dtype as the input, in [0, 1]. A row with a NaN, or whose entries of +inf cost more
+        than the budget, is NaN.
+
+    The gradient in input, cost, budget and tau is exact (by implicit differentiation; nothing is unrolled),
+    in both modes and to second order.
+
+    Raises:
+        ValueError: a cost that is negative, infinite or NaN; a budget that is negative, or more than the cost
+            of all entries (unless ``at_most``); tau ≤ 0; a mask, cost or scalar that does not broadcast; an
+            unknown cdf or ``by``; ``hard`` with a group; arguments that differ between the processes of a
+            group. (The values of tensors are checked on the CPU in eager mode; elsewhere a row with a bad
+            value is NaN.)
+        TypeError: input that is not a floating-point tensor or is a DTensor, cost that is not a tensor of
+            real numbers, mask that is not bool.
+        IndexError: dim out of range.
+
+    Example:
+        >>> scores, cost = torch.tensor([1.0, 3.0, 2.0, 0.0]), torch.tensor([1.0, 2.0, 1.0, 4.0])
+        >>> y = khot.soft_budget(scores, cost, 3.0, tau=0.5)
+        >>> y
+        tensor([0.2416, 0.9456, 0.7018, 0.0413])
+        >>> round((cost * y).sum().item(), 4)
+        3.0
+    """
+    row = _row(input, group)
+    _check_by(by)
+    if hard and not row.here:
+        raise ValueError("hard must be False with a group, but got True")
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor, CDF]:
+        F = cdfs.resolve(cdf)
+        x = arguments.rows(input, dim, mask, largest)
+        w = _costs(cost, input, dim, mask)
+        amount = arguments.per_row(budget, "budget", x, low=0)
+        return x, w, amount, arguments.per_row(tau, "tau", x, low=0, low_open=True), F
+
+    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
+    x, w, amount, scale, F = row.agree(
+        prepare, budget=budget, tau=tau, cdf=said, by=by, at_most=at_most, largest=largest
+    )
+    y = budget_map(x, w, amount, scale, F, by, bool(at_most), row)
+    if hard:
+        y = _greedy(x, w, amount, by, at_most) + (y - y.detach())
+    return arguments.unrows(y, input, dim)
+
+
+def budget_mask(
+    input: Tensor,
+    cost: Tensor,
+    budget: Scalar,
+    dim: int = -1,
+    *,
+    by: BudgetName = "score",
+    at_most: bool = False,
+    largest: bool = True,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The hard selection under a budget: 1 for the entries that are taken, 0 for the others.
+
+    Each entry in turn is taken if what is left of the budget pays for it: in the order of the scores, or
+    ``by="value"`` in the order of value per cost. Ties go to the lowest index. The costs that are taken never
+    exceed the budget. By value, this is the greedy algorithm of the knapsack problem, whose value is short of
+    the optimum by less than that of one entry.
+
+    Args:
+        input, cost, dim, by, largest, mask: as for :func:`soft_budget`.
+        budget: B ≥ 0; it may exceed the cost of all entries.
+        at_most: take no entry with an input below 0, as :func:`soft_budget` does in the limit of τ → 0.
+
+    Returns:
+        Zeros and ones of the input's shape and dtype. The mask has no gradient. A row with a NaN is NaN.
+
+    Raises:
+        ValueError, TypeError, IndexError: as for :func:`soft_budget`.
+
+    Example:
+        >>> scores, cost = torch.tensor([1.0, 3.0, 2.0, 0.0]), torch.tensor([1.0, 2.0, 1.5, 4.0])
+        >>> khot.budget_mask(scores, cost, 3.0)
+        tensor([1., 1., 0., 0.])
+    """
+    _row(input, None)
+    _check_by(by)
+    x = arguments.rows(input, dim, mask, largest)
+    w = _costs(cost, input, dim, mask)
+    amount = arguments.per_row(budget, "budget", x, low=0)
+    return arguments.unrows(_greedy(x.detach(), w, amount, by, at_most), input, dim)
+
+
+def _greedy(x: Tensor, cost: Tensor, budget: Tensor, by: str, at_most: bool) -> Tensor:
+    x, cost = x.detach(), cost.detach()
+    order = x
+    if by == "value":
+        wide = widen(x)
+        ratio = torch.where(cost > 0, wide / widen(cost), math.inf)
+        # entries that are free and worth nothing come last
+        ratio = torch.where((cost == 0) & (wide < 0), -torch.finfo(ratio.dtype).max, ratio)
+        order = torch.where(wide.isinf() | wide.isnan(), wide, ratio)
+    if at_most:
+        order = order.masked_fill(x < 0, -math.inf)
+    return greedy_mask(order, cost, budget.detach()).to(x.dtype)
+
+
+def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    """The costs in the layout of the rows, 0 under the mask. Their values are checked if they can be read."""
+    arguments.check_real(cost, "cost")
+    arguments.check_device(cost, "cost", input)
+    try:
+        w = cost.expand(input.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"cost must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(cost.shape)}"
+        ) from None
+    axis = arguments.check_dim(input, dim)
+    w = w.movedim(axis, -1) if input.dim() else w.reshape(1)
+    if mask is not None:
+        w = torch.where(arguments.mask_rows(mask, input, axis), w, 0)
+    w = w if w.is_floating_point() else widen(w)
+    if arguments.readable(w):
+        bad = ~((w >= 0) & (w < math.inf))
+        if bool(bad.any()):
+            raise ValueError(f"cost must be finite and >= 0, but got {w.detach()[bad][0].item()}")
+    return w
+
+
+def _row(input: Any, group: Any) -> rows.Row:
+    if rows.is_dtensor(input):
+        raise TypeError(
+            "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
+        )
+    return rows.named(group)
+
+
+def _check_by(by: Any) -> None:
+    names = get_args(BudgetName)
+    if not isinstance(by, str):
+        raise TypeError(f"by must be a string, but got {type(by).__name__}")
+    if by not in names:
+        raise ValueError(f"by must be one of {', '.join(names)}, but got {by!r}")

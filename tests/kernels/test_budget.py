@@ -1,0 +1,334 @@
+"""The compiled kernels of the soft budget against the reference kernels, and their other promises."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from khot import _kernels as kernels
+from khot._kernels.reference import soft_budget as reference
+
+needs_extension = pytest.mark.skipif(
+    not kernels.active()["cpu"].startswith("compiled"), reason="the compiled kernels are not in use"
+)
+pytestmark = needs_extension
+
+INF = math.inf
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+every_form = pytest.mark.parametrize("by", ["score", "value"])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+SCORES = {
+    "normal": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64),
+    "wide": lambda n, g: 300 * torch.randn(n, generator=g, dtype=torch.float64),
+    "Cauchy": lambda n, g: torch.empty(n, dtype=torch.float64).cauchy_(generator=g).clamp(-1e30, 1e30),
+    "ties": lambda n, g: torch.randint(0, 4, (n,), generator=g).double(),
+    "equal": lambda n, g: torch.full((n,), 0.3, dtype=torch.float64),
+    "masked": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64).masked_fill(
+        torch.arange(n) % 3 == 1, -INF
+    ),
+    "certain": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64).masked_fill(
+        torch.arange(n) % 17 == 5, INF
+    ),
+}
+COSTS = {
+    "equal": lambda n, g: torch.full((n,), 2.0, dtype=torch.float64),
+    "exponential": lambda n, g: torch.empty(n, dtype=torch.float64).exponential_(generator=g) + 1e-3,
+    "twelve decades": lambda n, g: 10 ** (12 * torch.rand(n, generator=g, dtype=torch.float64) - 6),
+    "some free": lambda n, g: torch.rand(n, generator=g, dtype=torch.float64).masked_fill(
+        torch.arange(n) % 5 == 2, 0
+    ),
+    "one dear": lambda n, g: torch.rand(n, generator=g, dtype=torch.float64).index_fill(
+        0, torch.tensor([n // 2]), 1e9
+    ),
+}
+SHARES = (0.0, 1e-6, 0.3, 0.9, 1.0)
+
+
+def table(n: int, dtype: torch.dtype, shares: tuple[float, ...] = SHARES) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of all scores with all costs and all budgets."""
+    rows, costs, budgets = [], [], []
+    for scores in SCORES.values():
+        for prices in COSTS.values():
+            g = Generator().manual_seed(n)
+            x, w = scores(n, g).to(dtype), prices(n, g).to(dtype)
+            total, pinned = w[x > -INF].double().sum(), w[x == INF].double().sum()
+            for share in shares:
+                rows.append(x), costs.append(w), budgets.append(pinned + share * (total - pinned))
+    return torch.stack(rows), torch.stack(costs), torch.stack(budgets)
+
+
+def numbers(*values: float) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(value, dtype=torch.float64) for value in values)
+
+
+def far(got: Tensor, want: Tensor) -> Tensor:
+    same = (got == want) | (got.isnan() & want.isnan())
+    return (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
+
+
+@every_cdf
+@every_form
+@every_dtype
+@pytest.mark.parametrize("n", [1, 60])
+def test_rows_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int) -> None:
+    x, w, budget = table(n, dtype)
+    for tau, at_most in ((1.0, False), (0.01, False), (1.0, True)):
+        rest = (*numbers(tau), cdf, CDFS[cdf], by, at_most)
+        y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+        want, want_hi, want_lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
+        assert torch.equal(hi.isnan(), want_hi.isnan())
+        assert ((y.nan_to_num() >= 0) & (y.nan_to_num() <= 1)).all()
+        bound = hi.abs() < 1e308 if not at_most else (hi.abs() < 1e308) & ((hi != 0) | (lo != 0))
+        paid = w.double().masked_fill(x == -INF, 0)
+        spent = (paid * y.double()).sum(-1)
+        sharp = 1e-6 if dtype == torch.float32 else 1e-12
+        assert ((spent - budget).abs() <= sharp * budget)[bound].all()
+        # every y, but where small costs alone decide the spend, as the budget then does not determine them
+        z = reference._position(
+            x.double(), w.double(), want_hi, want_lo, torch.full_like(hi, tau), by == "value"
+        )
+        a = paid if by == "value" else (paid > 0).double()
+        f = reference.cdfs.resolve(cdf, CDFS[cdf]).pdf(z).nan_to_num(nan=0)
+        steep = (f * a).amax(-1) / (paid * a * f).sum(-1).clamp(min=1e-300)
+        unclear = 8 * torch.finfo(torch.float64).eps * budget * steep
+        limit = (5e-7 if dtype == torch.float32 else 1e-12) + unclear
+        excess = far(y, want).amax(-1) / limit
+        # whether a sum of all costs equals the budget is a matter of the order of its terms
+        sure = (unclear < 1e-4) & (hi.abs() > 1e300).eq(want_hi.abs() > 1e300)
+        assert (excess <= 1)[sure].all()
+
+
+@every_cdf
+@every_form
+@every_dtype
+@pytest.mark.parametrize("n", [5, 60])
+def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: int) -> None:
+    x, w, budget = table(n, dtype, (0.0, 0.02, 0.3, 0.5, 1.0))
+    g = Generator().manual_seed(1)
+    grad = torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype)
+    F = reference.cdfs.resolve(cdf, CDFS[cdf])
+    for tau, at_most in ((1.0, False), (0.01, False), (1.0, True)):
+        rest = (*numbers(tau), cdf, CDFS[cdf], by, at_most)
+        _, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+        for grad_lo in (torch.zeros_like(hi), torch.randn(hi.shape, generator=g, dtype=torch.float64)):
+            given = (grad, grad_lo, x, w, hi, lo, *rest)
+            got = torch.ops.khot.soft_budget_backward(*given)
+            true = reference.soft_budget_backward(
+                grad.double(), grad_lo, x.double(), w.double(), hi, lo, *rest
+            )
+            relative = 1e-5 if dtype == torch.float32 else 1e-10
+            # the terms of a sum may cancel, so that errors are relative to their sizes
+            d = reference.weigh(
+                x.double(),
+                w.double(),
+                hi,
+                lo,
+                torch.tensor(tau),
+                F,
+                by == "value",
+                at_most,
+                reference.rows.HERE,
+            )
+            edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (
+                1e-5 if dtype == torch.float32 else 1e-12
+            )
+            kinked = edge & (cdf in ("uniform", "power"))
+            v = grad.double().abs()
+            mass = (d.w * d.a * d.weight).sum(-1)
+            price = (d.a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
+            cheapest = d.w.masked_fill(d.w == 0, INF).amin(-1)
+            price = price.where(mass > 0, v.amax(-1) / cheapest) + true[2].abs().nan_to_num(0, 0, 0)
+            dx = d.rate * (v + d.w * price.unsqueeze(-1)) / tau
+            dx = dx + d.w * d.weight * (grad_lo.abs() / mass.where(mass > 0, 1)).unsqueeze(-1)
+            t = (hi + lo).masked_fill(hi.abs() > 1e300, 0).abs() if by == "value" else torch.zeros_like(hi)
+            units = (
+                dx.amax(-1, True) + 1e-30,
+                (price + t * dx.amax(-1)).unsqueeze(-1) + 1e-30,
+                price + 1e-30,
+                (dx * d.z.abs()).sum(-1) + 1e-30,
+            )
+            for name, a, b, unit in zip(("dx", "dw", "dB", "dtau"), got, true, units, strict=True):
+                fits = ~b.to(a.dtype).isinf()  # a finite gradient of float64 may be infinite in float32
+                excess = ((far(a, b) / (relative * unit)).masked_fill(~fits, 0)).reshape(len(x), -1).amax(-1)
+                assert (excess <= 1)[~kinked].all(), name
+
+
+@every_form
+def test_bad_rows_are_nan_alone(by: str) -> None:
+    n = 40
+    x, w = torch.randn(8, n), torch.rand(8, n) + 0.1
+    budget = w.sum(-1).double() / 2
+    good = torch.ops.khot.soft_budget(x, w, budget, *numbers(1.0), "logistic", 0.0, by, False)[0]
+    bad_x, bad_w, bad_budget = x.clone(), w.clone(), budget.clone()
+    bad_x[1, 3] = math.nan
+    bad_w[2, 3], bad_w[3, 3], bad_w[4, 3] = -1, INF, math.nan
+    bad_budget[5], bad_budget[6] = -1, 1e9
+    y, hi, _ = torch.ops.khot.soft_budget(bad_x, bad_w, bad_budget, *numbers(1.0), "logistic", 0.0, by, False)
+    assert y[1:7].isnan().all() and hi[1:7].isnan().all()
+    assert torch.equal(y[[0, 7]], good[[0, 7]])
+    for tau in (0.0, -1.0, math.nan, INF):
+        y = torch.ops.khot.soft_budget(x, w, budget, *numbers(tau), "logistic", 0.0, by, False)[0]
+        assert y.isnan().all()
+    masked = x.masked_fill(bad_w != w, -INF)  # a masked entry's cost is ignored
+    y = torch.ops.khot.soft_budget(masked, bad_w, budget, *numbers(1.0), "logistic", 0.0, by, False)[0]
+    assert not y[2:5].isnan().any()
+
+
+LAYOUTS = {
+    "transposed": lambda v: v.t().contiguous().t(),
+    "strided": lambda v: torch.stack([v, v], -1).flatten(-2)[:, ::2],
+    "offset": lambda v: torch.cat([v[:1], v])[1:],
+}
+
+
+@every_form
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(by: str, layout: str) -> None:
+    x, w = torch.randn(6, 50), torch.rand(6, 50)
+    grad, at = torch.randn(6, 50), LAYOUTS[layout]
+    budget = w.sum(-1).double() / 3
+    rest = (*numbers(0.5), "logistic", 0.0, by, False)
+    want = torch.ops.khot.soft_budget(x, w, budget, *rest)
+    got = torch.ops.khot.soft_budget(at(x), at(w), budget, *rest)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    zero = torch.zeros_like(budget)
+    want = torch.ops.khot.soft_budget_backward(grad, zero, x, w, *want[1:], *rest)
+    got = torch.ops.khot.soft_budget_backward(at(grad), zero, at(x), at(w), *got[1:], *rest)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_form
+@pytest.mark.parametrize("shape", [(1, 50), (6, 1), (1, 1), (50,), (1,)], ids=str)
+def test_costs_that_are_expanded(by: str, shape: tuple[int, ...]) -> None:
+    x, w = torch.randn(6, 50), torch.rand(shape) + 0.5
+    whole = w.expand(6, 50).contiguous()
+    budget = whole.sum(-1).double() / 3
+    rest = (*numbers(0.5), "normal", 0.0, by, False)
+    want = torch.ops.khot.soft_budget(x, whole, budget, *rest)
+    for cost in (w, w.expand(6, 50)):
+        got = torch.ops.khot.soft_budget(x, cost, budget, *rest)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        one = torch.ones_like(budget)
+        grads = torch.ops.khot.soft_budget_backward(x, one, x, cost, *got[1:], *rest)
+        for a, b in zip(
+            grads, torch.ops.khot.soft_budget_backward(x, one, x, whole, *want[1:], *rest), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float_rounded(by: str, dtype: torch.dtype) -> None:
+    g = Generator().manual_seed(0)
+    x, w = torch.randn(5, 400, generator=g).to(dtype), (torch.rand(5, 400, generator=g) + 0.1).to(dtype)
+    budget = w.double().sum(-1) / 4
+    rest = (*numbers(0.7), "logistic", 0.0, by, False)
+    y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+    want = torch.ops.khot.soft_budget(x.double(), w.double(), budget, *rest)[0]
+    assert y.dtype == dtype
+    assert (far(y, want) <= 0.51 * torch.finfo(dtype).eps * want + 5e-7).all()
+    got = torch.ops.khot.soft_budget_backward(x, torch.zeros_like(hi), x, w, hi, lo, *rest)
+    true = torch.ops.khot.soft_budget_backward(
+        x.double(), torch.zeros_like(hi), x.double(), w.double(), hi, lo, *rest
+    )
+    for a, b in zip(got, true, strict=True):
+        assert (far(a, b) <= torch.finfo(a.dtype).eps * b.abs() + 1e-5 * (1 + b.abs())).all()
+
+
+@every_cdf
+@every_form
+@pytest.mark.parametrize("n", [5_000, 70_000, 200_000])
+def test_long_rows_spend_the_budget(cdf: str, by: str, n: int) -> None:
+    """Also from a sample, and sampled costs that do not tell about the others."""
+    g = Generator().manual_seed(n)
+    x = torch.randn(n, generator=g)
+    for w in (torch.rand(n, generator=g), torch.exp(3 * torch.randn(n, generator=g)), torch.arange(n) ** 2.0):
+        w = w.float()
+        for share in (0.01, 0.4, 0.9):
+            budget = share * w.double().sum()
+            y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *numbers(1.0), cdf, CDFS[cdf], by, False)
+            assert abs((w.double() * y.double()).sum() / budget - 1) <= 1e-6
+            z = (x.double() - (hi + lo) * (w.double() if by == "value" else 1)) / 1.0
+            assert far(y, reference.cdfs.resolve(cdf, CDFS[cdf]).cdf(z)).amax() <= 1e-6
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    g = Generator().manual_seed(0)
+    threads = torch.get_num_threads()
+    try:
+        for shape in ((3, 40), (37, 70), (1, 200_000)):
+            x, w = torch.randn(shape, generator=g), torch.rand(shape, generator=g)
+            budget = w.double().sum(-1) / 5
+            for by in ("score", "value"):
+                for tau in (1.0, 0.001):
+                    rest = (*numbers(tau), "logistic", 0.0, by, False)
+                    results = []
+                    for count in (1, 2):
+                        torch.set_num_threads(count)
+                        y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+                        grads = torch.ops.khot.soft_budget_backward(x, hi.sign(), x, w, hi, lo, *rest)
+                        results.append((y, hi, lo, *grads))
+                    for a, b in zip(*results, strict=True):
+                        assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_unknown_names_raise() -> None:
+    x, t = torch.randn(3, 8), torch.zeros(3, dtype=torch.float64)
+    tau = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="unknown cdf 'cauchy'"):
+        torch.ops.khot.soft_budget(x, x.abs(), t, tau, "cauchy", 0.0, "score", False)
+    with pytest.raises(RuntimeError, match="unknown by 'price': the CPU kernels know score, value"):
+        torch.ops.khot.soft_budget(x, x.abs(), t, tau, "logistic", 0.0, "price", False)
+    with pytest.raises(RuntimeError, match="unknown by 'price'"):
+        torch.ops.khot.soft_budget_backward(x, t, x, x, t, t, tau, "logistic", 0.0, "price", False)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=["no rows", "no entries"])
+def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
+    x, rest = torch.randn(shape), (*numbers(0.0, 1.0), "logistic", 0.0, "score", False)
+    y, hi, lo = torch.ops.khot.soft_budget(x, x.abs(), *rest)
+    want = reference.soft_budget(x, x.abs(), *rest)
+    assert y.shape == x.shape and torch.equal(hi, want[1]) and torch.equal(lo, want[2])
+    grads = torch.ops.khot.soft_budget_backward(x, hi, x, x.abs(), hi, lo, *rest[1:])
+    assert [tuple(v.shape) for v in grads] == [shape, shape, shape[:1], shape[:1]]
+    assert not grads[2].any() and not grads[3].any()
+
+
+@pytest.mark.slow
+def test_another_instruction_set() -> None:
+    """This file again with AVX2, where the processor has more than that."""
+    if os.environ.get("KHOT_KERNELS") or "AVX-512" not in kernels.active()["cpu"]:
+        pytest.skip("the kernels in use are not those of AVX-512 by default")
+    chosen = "rows_as_the_reference or gradients or long_rows"
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__)),
+            "-k",
+            chosen,
+        ],
+        env={**os.environ, "KHOT_KERNELS": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]

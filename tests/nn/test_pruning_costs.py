@@ -1,0 +1,207 @@
+"""Pruning to a budget of costs, such as multiply-adds."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from khot.nn import Anneal, make_permanent, prune_global
+
+SIZES = [(2, 3), (3, 2)]
+COSTS: dict[str, list[Any]] = {
+    "one": [1, 1],
+    "numbers": [3, 1.5],
+    "by entry": [torch.arange(1.0, 7).view(2, 3), torch.tensor([2, 1])],
+    "far apart": [1e6, 1e-3],
+}
+each_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+
+
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.ModuleList:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.ModuleList(nn.Linear(n, m, bias=False, dtype=dtype) for m, n in SIZES)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def members(model: nn.ModuleList) -> list[tuple[nn.Module, str]]:
+    return [(layer, "weight") for layer in model]
+
+
+def rows(model: nn.ModuleList, cost: list[Any]) -> tuple[Tensor, Tensor]:
+    """The weights and their costs, in one row each."""
+    weights = torch.cat([layer.weight.detach().flatten() for layer in model])
+    costs = [
+        torch.as_tensor(c, dtype=torch.float64).expand(layer.weight.shape).flatten()
+        for c, layer in zip(cost, model, strict=True)
+    ]
+    return weights.double(), torch.cat(costs)
+
+
+@each_cost
+@pytest.mark.parametrize("amount", [0.0, 0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_hard_selection_is_greedy_within_the_budget(
+    cost: list[Any], amount: float, dtype: torch.dtype
+) -> None:
+    model = model_of(dtype=dtype)
+    w, c = rows(model, cost)
+    prune_global(members(model), amount, cost=cost)
+    kept, _ = rows(model.eval(), cost)
+    budget = (1 - amount) * c.sum().item()
+    left, want = budget * (1 + 1e-12), torch.zeros_like(w)
+    for i in (w.abs() / c.sqrt()).argsort(descending=True).tolist():
+        if c[i] <= left:
+            left -= c[i].item()
+            want[i] = w[i]
+    assert (c * (kept != 0)).sum() <= budget * (1 + 1e-12)
+    assert torch.equal(kept, want)
+
+
+@each_cost
+@pytest.mark.parametrize("p", [2.0, 4 / 3])
+@pytest.mark.parametrize("tau", [0.1, 1.0])
+def test_the_soft_shares_spend_the_budget(cost: list[Any], p: float, tau: float) -> None:
+    for amount in (0.2, 0.5, 0.8):
+        model = model_of()
+        w, c = rows(model, cost)
+        prune_global(members(model), amount, cost=cost, tau=tau, p=p)
+        kept, _ = rows(model, cost)
+        shares = kept / w
+        assert ((shares >= 0) & (shares <= 1)).all()
+        assert math.isclose((shares * c).sum(), (1 - amount) * c.sum(), rel_tol=1e-9)
+
+
+def test_the_selection_of_least_change() -> None:
+    """Where the greedy selection uses its budget up, no other choice of its cost changes the weights less."""
+    model = model_of()
+    cost = [4.0, 1.0]
+    w, c = rows(model, cost)
+    for amount in range(31):
+        pruned = copy.deepcopy(model)
+        prune_global(members(pruned), amount, cost=cost)
+        kept, _ = rows(pruned.eval(), cost)
+        spent = (c * (kept != 0)).sum().item()
+        order = (w.abs() / c.sqrt()).sort(descending=True).indices
+        if spent != c[order].cumsum(0)[int((kept != 0).sum()) - 1]:
+            continue  # an entry was skipped
+        best = max(
+            (w[list(chosen)].square().sum().item())
+            for size in range(13)
+            for chosen in itertools.combinations(range(12), size)
+            if c[list(chosen)].sum() <= spent
+        )
+        assert kept.square().sum().item() >= best - 1e-12
+
+
+def test_an_amount_in_units_of_cost_and_one_of_a_module() -> None:
+    cost = [3.0, 1.0]  # 24 in all
+    weights = []
+    for amount in (6, 0.25, Anneal(0.25, 0.5, steps=2)):
+        model = model_of()
+        prune_global(members(model), amount, cost=cost, tau=0.3)
+        weights.append(rows(model, cost)[0])
+    assert torch.equal(weights[0], weights[1])
+    torch.testing.assert_close(weights[0], weights[2])
+
+
+def test_entries_without_a_cost_are_kept() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model[1].weight[0] = 0.0
+    w, _ = rows(model, [1.0, 0.0])
+    prune_global(members(model), 1.0, cost=[1.0, 0.0])
+    for training in (True, False):
+        kept, _ = rows(model.train(training), [1.0, 0.0])
+        assert torch.equal(kept, torch.cat((torch.zeros(6), w[6:])))
+
+
+def test_gradients_and_zeros() -> None:
+    """Also of weights that are 0, whose logarithm is not finite."""
+    model = model_of()
+    with torch.no_grad():
+        model[0].weight[0, 0] = 0.0
+    prune_global(members(model), 0.4, cost=[2.0, 1.0], tau=1.0)
+    originals = [layer.parametrizations.weight.original for layer in model]
+    sum(layer.weight.square().sum() for layer in model).backward()
+    assert all(x.grad.isfinite().all() for x in originals)
+    learned = torch.cat([x.detach().flatten() for x in originals])[1:].clone().requires_grad_()
+
+    def weights(rest: Tensor) -> Tensor:
+        row = torch.cat((rest.new_zeros(1), rest))
+        parts = [x.view(s) for x, s in zip(row.split(6), SIZES, strict=True)]
+        names = [f"{i}.parametrizations.weight.original" for i in range(2)]
+        values = dict(zip(names, parts, strict=True))
+        both = torch.func.functional_call(Both(model), {f"model.{n}": v for n, v in values.items()}, ())
+        return both
+
+    torch.autograd.gradcheck(weights, learned)
+
+
+class Both(nn.Module):
+    """The weights of all layers in one row."""
+
+    def __init__(self, model: nn.ModuleList) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        return torch.cat([layer.weight.flatten() for layer in self.model])
+
+
+def test_made_permanent() -> None:
+    model = model_of()
+    prune_global(members(model), 0.5, cost=[3.0, 1.0])
+    want, _ = rows(copy.deepcopy(model).eval(), [3.0, 1.0])
+    make_permanent(model)
+    assert torch.equal(rows(model, [3.0, 1.0])[0], want)
+    assert set(model.state_dict()) == {"0.weight", "1.weight"}
+
+
+def test_a_state_dict_and_later_changes_of_the_costs() -> None:
+    cost = [torch.ones(2, 3), 1.0]
+    model, other = model_of(), model_of(1)
+    for each in (model, other):
+        prune_global(members(each), 0.5, cost=cost)
+    cost[0].fill_(100.0)  # type: ignore[union-attr]
+    other.load_state_dict(model.state_dict())
+    plain = model_of()
+    prune_global(members(plain), 0.5, cost=[1, 1])
+    for a, b, c in zip(model.eval(), other.eval(), plain.eval(), strict=True):
+        assert torch.equal(a.weight, b.weight) and torch.equal(a.weight, c.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cost": [1]}, ValueError, r"^cost must have one entry per parameter, 2, but got 1"),
+        ({"cost": 3.0}, TypeError, r"^cost must be a list"),
+        ({"cost": torch.ones(2)}, TypeError, r"^cost must be a list"),
+        ({"cost": "12"}, TypeError, r"^cost must be a list"),
+        ({"cost": [-1, 1]}, ValueError, r"^cost must lie in \[0, .*but got -1"),
+        ({"cost": [math.inf, 1]}, ValueError, r"^cost must lie"),
+        ({"cost": [math.nan, 1]}, ValueError, r"^cost must lie"),
+        ({"cost": ["a", 1]}, TypeError, r"^cost must be a real number"),
+        ({"cost": [torch.tensor([1.0, -2, 1]), 1]}, ValueError, r"^cost must be finite and >= 0, but got -2"),
+        ({"cost": [torch.ones(4), 1]}, ValueError, r"^cost must broadcast to 'weight' of shape \(2, 3\)"),
+        ({"cost": [torch.ones(3).bool(), 1]}, TypeError, r"^cost must be a real"),
+        ({"cost": [1, 1], "min_share": 0.1}, ValueError, r"^min_share and max_share must be 0 and 1"),
+        ({"cost": [1, 1], "max_share": 0.9}, ValueError, r"^min_share and max_share must be 0 and 1"),
+        ({"cost": [2, 1], "amount": 19}, ValueError, r"^amount must lie in \[0, 18.0\], but got 19"),
+        ({"cost": [2, 1], "amount": 1.1}, ValueError, r"^amount must lie in \[0, 1\]"),
+    ],
+    ids=str,
+)
+def test_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = model_of()
+    with pytest.raises(error, match=message):
+        prune_global(members(model), **{"amount": 0.5, **options})
+    assert all(type(layer) is nn.Linear for layer in model)

@@ -1,0 +1,346 @@
+"""The two-sided selection, against programmes, other packages, and its own equations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+
+CDFS = ("logistic", "laplace", "normal")
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=g, dtype=torch.float64) + torch.linspace(0, 2, shape[-1]).double()
+    return x.to(dtype)
+
+
+def assert_sums(y: Tensor, k: Any, capacity: Any, tolerance: float) -> None:
+    wide = y.double()
+    k, capacity = (torch.as_tensor(v, dtype=torch.float64) for v in (k, capacity))
+    assert bool(((wide.sum(-1) - k).abs() <= tolerance * k.clamp(min=1)).all())
+    assert bool(((wide.sum(-2) - capacity).abs() <= tolerance * capacity).all())
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("tau", [3.0, 0.1, 0.01])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_sums_of_rows_and_columns(dtype: torch.dtype, tau: float, cdf: str) -> None:
+    y = khot.soft_assign(scores(60, 6, dtype=dtype), 2, tau=tau, cdf=cdf)
+    assert y.dtype == dtype
+    assert bool(((y >= 0) & (y <= 1)).all())
+    assert_sums(y, 2.0, 20.0, ROUNDING[dtype])
+
+
+def test_own_capacities_fractional_k_and_batches() -> None:
+    x, k = scores(2, 3, 8, 4), torch.tensor([1.5, 2.0, 0.25]).double()
+    share = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    capacity = 8 * k.unsqueeze(-1) * share
+    tau = torch.tensor([[0.5], [2.0]]).double()
+    y = khot.soft_assign(x, k.unsqueeze(-1), capacity, tau=tau)
+    assert_sums(y, k.unsqueeze(-1), capacity, 1e-12)
+    for i, j in itertools.product(range(2), range(3)):
+        alone = khot.soft_assign(x[i, j], k[j], capacity[j], tau=tau[i, 0])
+        torch.testing.assert_close(y[i, j], alone, rtol=0, atol=1e-12)
+
+
+def programme(x: Tensor, k: float, capacity: float, at_most: bool) -> float:
+    """The largest Σ x y with these sums, by scipy's linear programming."""
+    import scipy.optimize
+
+    m, width = x.shape
+    rows = np.kron(np.eye(m), np.ones(width))
+    columns = np.kron(np.ones(m), np.eye(width))
+    b_rows, b_columns = np.full(m, k), np.full(width, capacity)
+    if at_most:
+        sides = {"A_eq": rows, "b_eq": b_rows, "A_ub": columns, "b_ub": b_columns}
+    else:
+        sides = {"A_eq": np.concatenate([rows, columns]), "b_eq": np.concatenate([b_rows, b_columns])}
+    return -float(scipy.optimize.linprog(-x.numpy().ravel(), bounds=(0, 1), **sides).fun)
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_tends_to_the_linear_programme(at_most: bool) -> None:
+    pytest.importorskip("scipy")
+    x = scores(24, 6, seed=3)
+    capacity = 10.0 if at_most else 8.0
+    best = programme(x, 2, capacity, at_most)
+    gaps = []
+    for tau in (1.0, 0.1, 0.01, 0.001):
+        y = khot.soft_assign(x, 2, capacity, tau=tau, at_most=at_most)
+        gaps.append(1 - (x * y).sum().item() / best)
+    assert gaps == sorted(gaps, reverse=True)
+    assert -1e-9 < gaps[-1] < 1e-3 < gaps[0]
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_solves_the_smooth_programme(at_most: bool) -> None:
+    cp = pytest.importorskip("cvxpy")
+    x, tau, capacity = scores(12, 4, seed=5), 0.4, 7.0 if at_most else 6.0
+    y = cp.Variable((12, 4))
+    columns = cp.sum(y, axis=0)
+    bound = columns <= capacity if at_most else columns == capacity
+    value = cp.sum(cp.multiply(x.numpy(), y)) + tau * cp.sum(cp.entr(y) + cp.entr(1 - y))
+    problem = cp.Problem(cp.Maximize(value), [cp.sum(y, axis=1) == 2, bound])
+    problem.solve(solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+    ours = khot.soft_assign(x, 2, capacity, tau=tau, at_most=at_most)
+    np.testing.assert_allclose(ours.numpy(), y.value, atol=1e-6)
+
+
+def test_of_two_columns_it_is_sinkhorn_at_twice_tau() -> None:
+    ot = pytest.importorskip("ot")
+    x, tau = scores(24, 2, seed=7), 0.2
+    columns = np.array([10.0, 14.0])
+    plan = ot.sinkhorn(
+        np.ones(24), columns, -x.numpy(), 2 * tau, method="sinkhorn_log", numItermax=5000, stopThr=1e-13
+    )
+    y = khot.soft_assign(x, 1, torch.from_numpy(columns), tau=tau)
+    np.testing.assert_allclose(y.numpy(), plan, atol=1e-9)
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+def test_at_most_keeps_the_conditions_of_optimality(cdf: str) -> None:
+    x = scores(40, 5, seed=2)
+    y, bias = khot.soft_assign(x, 2, 18.0, tau=0.3, cdf=cdf, at_most=True, return_bias=True)
+    load = y.sum(0)
+    assert bool((load <= 18 * (1 + 1e-12)).all())
+    assert bool((bias <= 0).all())
+    assert bool(((bias == 0) | ((load - 18).abs() < 1e-10)).all())
+    assert 0 < int((bias < 0).sum()) < 5
+    torch.testing.assert_close(y, khot.soft_topk(x + bias, 2, tau=0.3, cdf=cdf), rtol=0, atol=1e-10)
+    loose = khot.soft_assign(x, 2, 40, tau=0.3, cdf=cdf, at_most=True)
+    torch.testing.assert_close(loose, khot.soft_topk(x, 2, tau=0.3, cdf=cdf), rtol=0, atol=1e-12)
+
+
+def test_bias_gives_the_rows_and_does_not_change_the_result() -> None:
+    x = scores(30, 5)
+    y, bias = khot.soft_assign(x, 2, tau=0.1, return_bias=True)
+    torch.testing.assert_close(y, khot.soft_topk(x + bias, 2, tau=0.1), rtol=0, atol=1e-10)
+    assert abs(bias.mean().item()) < 1e-12
+    for guess in (bias, bias + 3, -10 * bias, torch.zeros(1)):
+        torch.testing.assert_close(khot.soft_assign(x, 2, tau=0.1, bias=guess), y, rtol=0, atol=1e-10)
+
+
+def test_masks() -> None:
+    x = scores(12, 4)
+    mask = torch.ones(12, 4, dtype=torch.bool)
+    mask[0, 0] = mask[3, 2] = False
+    mask[5] = False  # a row that takes no part
+    y = khot.soft_assign(x.masked_fill(~mask, float("nan")), 2, tau=0.3, mask=mask)
+    assert bool((y[~mask] == 0).all())
+    assert_sums(y, 2.0 * mask.any(-1), 5.5, 1e-12)
+    minus = khot.soft_assign(x.masked_fill(~mask, -torch.inf), 2, tau=0.3)
+    assert torch.equal(y, minus)
+
+
+def test_empty_and_full_columns_and_rows() -> None:
+    x = scores(6, 4)
+    capacity = torch.tensor([6.0, 0.0, 2.5, 3.5]).double()
+    y, bias = khot.soft_assign(x, 2, capacity, tau=0.3, return_bias=True)
+    assert_sums(y, 2.0, capacity, 1e-12)
+    assert bias[0] == torch.inf
+    assert bias[1] == -torch.inf
+    assert torch.equal(khot.soft_assign(x, 4), torch.ones_like(x))
+    assert torch.equal(khot.soft_assign(x, 0), torch.zeros_like(x))
+    assert khot.soft_assign(x[:0], 2).shape == (0, 4)
+    assert khot.soft_assign(x.expand(0, 6, 4), 2).shape == (0, 6, 4)
+
+
+def test_nan_stays_in_its_matrix() -> None:
+    x = scores(2, 6, 4)
+    x[0, 1, 2] = float("nan")
+    y = khot.soft_assign(x, 2)
+    assert bool(y[0].isnan().all())
+    assert_sums(y[1], 2.0, 3.0, 1e-12)
+
+
+@pytest.mark.parametrize("shift", [1.0, 100.0])
+def test_shifts_of_rows_and_columns_change_nothing(shift: float) -> None:
+    x = scores(12, 4)
+    moved = x + shift * torch.arange(12).double()[:, None] - shift * torch.arange(4).double()
+    want = khot.soft_assign(x, 2, tau=0.5)
+    torch.testing.assert_close(khot.soft_assign(moved, 2, tau=0.5), want, rtol=0, atol=1e-12 * (1 + shift))
+
+
+# ------------------------------------------------------------------------------------ derivatives
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("cdf", ["logistic", "normal"])
+def test_derivatives_to_second_order(cdf: str, at_most: bool) -> None:
+    x = scores(2, 5, 3).requires_grad_()
+    tau = torch.tensor(0.7).double().requires_grad_()
+    k = torch.tensor(1.25).double().requires_grad_()
+
+    def call(x: Tensor, k: Tensor, tau: Tensor) -> Any:
+        capacity = 2.5 if at_most else None
+        return khot.soft_assign(x, k, capacity, tau=tau, cdf=cdf, at_most=at_most, return_bias=True)
+
+    assert torch.autograd.gradcheck(call, (x, k, tau), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (x, k, tau))
+
+
+def test_derivative_in_the_capacity() -> None:
+    x = scores(5, 3)
+    base = torch.tensor([2.0, 1.0, 3.25]).double()
+
+    def call(moved: Tensor) -> Any:  # along the capacities with the same sum
+        capacity = base + moved - moved.mean()
+        return khot.soft_assign(x, 1.25, capacity, tau=0.5, return_bias=True)
+
+    assert torch.autograd.gradcheck(call, torch.zeros(3).double().requires_grad_(), check_forward_ad=True)
+
+
+def test_gradients_with_empty_full_and_masked() -> None:
+    x = scores(6, 4)
+    x[2, 3] = -torch.inf
+    capacity = torch.tensor([6.0, 0.0, 2.5, 3.5]).double()
+    weights = scores(6, 4, seed=1)
+    leaf = x.clone().requires_grad_()
+    (weights * khot.soft_assign(leaf, 2, capacity, tau=0.5)).sum().backward()
+    assert leaf.grad is not None
+    assert bool(leaf.grad.isfinite().all())
+    step = 1e-6
+    for place in ((1, 2), (4, 3), (2, 3), (0, 0), (3, 1)):
+        up, down = x.clone(), x.clone()
+        up[place] += step
+        down[place] -= step
+        sides = [(weights * khot.soft_assign(v, 2, capacity, tau=0.5)).sum() for v in (up, down)]
+        assert abs((sides[0] - sides[1]).item() / (2 * step) - leaf.grad[place].item()) < 1e-7
+
+
+def test_vmap_agrees_with_batches() -> None:
+    x, tau = scores(3, 6, 4), torch.tensor([0.2, 1.0, 2.0]).double()
+    capacity = torch.tensor([[2.0, 3.0, 4.0, 3.0]] * 3).double() + torch.tensor([0.5, -0.5, 0, 0]).double()
+    want = khot.soft_assign(x, 2, capacity, tau=tau)
+    got = torch.func.vmap(lambda x, q, t: khot.soft_assign(x, 2, q, tau=t))(x, capacity, tau)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    inner = torch.func.vmap(lambda q: khot.soft_assign(x, 2, q, tau=0.5))(capacity)
+    assert inner.shape == (3, 3, 6, 4)
+    grads = torch.func.vmap(torch.func.grad(lambda x: khot.soft_assign(x, 2)[0, 0]))(x)
+    for i in range(3):
+        alone = torch.func.grad(lambda x: khot.soft_assign(x, 2)[0, 0])(x[i])
+        torch.testing.assert_close(grads[i], alone, rtol=0, atol=1e-13)
+
+
+def test_compiles_as_one_graph() -> None:
+    x = scores(6, 4).requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_assign(x, 2, tau=0.5).square().sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want, got = call(x), compiled(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, x)[0], torch.autograd.grad(want, x)[0])
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+X = scores(6, 4)
+BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
+    ("one dim", ValueError, "input", {"input": X[0]}),
+    ("integers", TypeError, "input", {"input": X.long()}),
+    ("k too large", ValueError, "k", {"k": 5}),
+    ("k negative", ValueError, "k", {"k": -1}),
+    ("k not a number", TypeError, "k", {"k": "2"}),
+    ("k above the mask", ValueError, "k", {"mask": torch.tensor([True, False, False, False])}),
+    ("sum of capacity", ValueError, "capacity", {"capacity": 3.1}),
+    ("sum of capacity, too little", ValueError, "capacity", {"capacity": 2.9, "at_most": True}),
+    ("capacity too large", ValueError, "capacity", {"capacity": torch.tensor([7.0, 1.0, 2.0, 2.0])}),
+    ("capacity negative", ValueError, "capacity", {"capacity": torch.tensor([-1.0, 5.0, 4.0, 4.0])}),
+    ("capacity of another width", ValueError, "capacity", {"capacity": torch.ones(3)}),
+    ("tau of 0", ValueError, "tau", {"tau": 0.0}),
+    ("tau negative", ValueError, "tau", {"tau": torch.tensor(-1.0)}),
+    ("compact support", ValueError, "cdf", {"cdf": "uniform"}),
+    ("unknown cdf", ValueError, "cdf", {"cdf": "cauchy"}),
+    ("mask of floats", TypeError, "mask", {"mask": torch.ones(6, 4)}),
+    ("bias of another width", ValueError, "bias", {"bias": torch.ones(3)}),
+    ("bias of integers", TypeError, "bias", {"bias": torch.ones(4).long()}),
+]
+
+
+@pytest.mark.parametrize(("why", "error", "argument", "changed"), BAD, ids=[b[0] for b in BAD])
+def test_bad_input(why: str, error: type[Exception], argument: str, changed: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"^{argument} must "):
+        khot.soft_assign(**{"input": X, "k": 2, **changed})
+
+
+def test_a_mask_that_no_matrix_meets() -> None:
+    mask = torch.ones(6, 4, dtype=torch.bool)
+    mask[:4, :2] = False  # four rows have only two columns, which have room for six of their eight
+    with pytest.raises(ValueError, match=r"^capacity must "):
+        khot.soft_assign(X, 2, mask=mask)
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_random_problems(at_most: bool) -> None:
+    """Every one has a solution; Newton's method must not run away from it."""
+    g = torch.Generator().manual_seed(0)
+    for i in range(60):
+        m, width = 4 + i % 23, 2 + i % 7
+        x = scores(m, width, seed=i) * 10 ** (i % 3 - 1) + 100 * (i % 5 == 0)
+        inside = 0.02 + 0.96 * torch.rand(m, width, generator=g).double() ** (1 + i % 4)
+        k, capacity = inside.sum(-1), inside.sum(-2)
+        if at_most:
+            capacity = capacity * 1.2
+        y, bias = khot.soft_assign(
+            x,
+            k,
+            capacity,
+            tau=(1.0, 0.4, 0.1, 0.01)[i % 4],
+            cdf=CDFS[i % 3],
+            at_most=at_most,
+            return_bias=True,
+        )
+        torch.testing.assert_close(y.sum(-1), k, rtol=1e-11, atol=0)
+        if at_most:
+            assert bool((y.sum(-2) <= capacity * (1 + 1e-11)).all())
+            assert bool(((bias == 0) | (bias < 0) & (y.sum(-2) > capacity * (1 - 1e-9))).all())
+        else:
+            torch.testing.assert_close(y.sum(-2), capacity, rtol=1e-10, atol=0)
+
+
+# ------------------------------------------------------------------------------- sums of each row
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("tau", [1e3, 0.1, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_with_sums_of_their_own(cdf: str, tau: float, dtype: torch.dtype) -> None:
+    x = (scores(1, 60, 6) + 2 * scores(6, seed=1)).to(dtype)
+    k = torch.linspace(0.5, 4.5, 60, dtype=torch.float64)
+    capacity = torch.tensor([5.0, 15.0, 25.0, 30.0, 35.0, 40.0], dtype=torch.float64)
+    y = khot.soft_assign(x, k, capacity, tau=tau, cdf=cdf)
+    assert y.dtype == dtype and bool(((y >= 0) & (y <= 1)).all())
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-6
+    assert ((y.double().sum(-1) - k).abs() / k).max() <= tolerance
+    assert ((y.double().sum(-2) - capacity).abs() / capacity).max() <= tolerance
+
+
+def test_gradients_with_decided_rows_and_columns() -> None:
+    x = scores(6, 5, seed=8)
+    x[0, 1], x[2, 3], x[5] = -math.inf, math.inf, -math.inf
+    finite = x.isfinite()
+    k = torch.tensor([2.0, 1.5, 2.0, 5.0, 0.0, 0.0], dtype=torch.float64)
+    capacity = torch.tensor([1.5, 1.0, 2.0, 3.0, 3.0], dtype=torch.float64)
+
+    def call(values: Tensor) -> Tensor:
+        return khot.soft_assign(torch.where(finite, values, x), k, capacity, tau=0.7)
+
+    y = call(x)
+    assert y[2, 3] == 1 and y[0, 1] == 0 and bool((y[3] == 1).all()) and bool((y[4:] == 0).all())
+    assert torch.allclose(y.sum(-1), k, atol=1e-12) and torch.allclose(y.sum(0), capacity, atol=1e-12)
+    values = x.masked_fill(~finite, 0).requires_grad_()
+    assert torch.autograd.gradcheck(call, values, check_forward_ad=True)

@@ -1,0 +1,429 @@
+"""Soft and hard selection under a budget: sums, oracles, gradients, limits, shards, unusual and bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import Bounds, LinearConstraint, brentq, milp
+from torch import Tensor
+
+import khot
+import oracles
+import processes
+import shards
+from khot import cdfs
+
+INF, NAN = math.inf, math.nan
+POWER = cdfs.Power(4 / 3)
+CDFS: tuple[Any, ...] = ("logistic", "laplace", "normal", "uniform", POWER)
+every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
+both = pytest.mark.parametrize("by", ["score", "value"])
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def problem(kind: str, rows: int = 4, n: int = 40, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, costs and budgets in float64."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, n, generator=g, dtype=torch.float64)
+    share = torch.rand(rows, generator=g, dtype=torch.float64)
+    uniform = torch.rand(rows, n, generator=g, dtype=torch.float64)
+    cost = {
+        "uniform": uniform,
+        "12 decades": 10 ** (12 * uniform - 6),
+        "integers": (4 * uniform).floor(),
+        "equal": torch.ones_like(uniform),
+        "ties": uniform,
+    }[kind]
+    if kind == "ties":
+        x = x.round()
+    budget = cost.sum(-1) * share
+    return x, cost, budget.round() if kind in ("integers", "equal") else budget
+
+
+def oracle(x: Tensor, cost: Tensor, budget: float, tau: float, cdf: Any, by: str) -> np.ndarray:
+    """Brent's method on the spend of one row."""
+    name, p = ("power", cdf.p) if isinstance(cdf, cdfs.Power) else (cdf, None)
+    F = (oracles.CDFS[name] if p is None else oracles.power(p)).cdf
+    slope = cost if by == "value" else torch.ones_like(cost)
+
+    def shares(t: float) -> np.ndarray:
+        return np.array([float(F(oracles.mp.mpf(float(z)))) for z in (x - t * slope) / tau])
+
+    reach = 60 * (tau + 1) * float((1 + x.abs()).max() / slope.min())
+    t = brentq(lambda t: float(cost.numpy() @ shares(t)) - budget, -reach, reach, xtol=1e-15, rtol=1e-15)
+    return shares(t)
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+@every_cdf
+@both
+@pytest.mark.parametrize("tau", [0.05, 1.0])
+def test_agrees_with_its_oracle(cdf: Any, by: str, tau: float) -> None:
+    x, cost, budget = problem("uniform", 3, 6)
+    y = khot.soft_budget(x, cost + 0.1, budget + 0.1, tau=tau, cdf=cdf, by=by)
+    for i in range(3):
+        want = oracle(x[i], cost[i] + 0.1, float(budget[i]) + 0.1, tau, cdf, by)
+        torch.testing.assert_close(y[i], torch.from_numpy(want), rtol=0, atol=1e-11)
+
+
+@every_cdf
+@both
+@pytest.mark.parametrize("tau", [1e-6, 1e-2, 1.0, 100.0])
+@pytest.mark.parametrize("kind", ["uniform", "12 decades", "integers", "equal", "ties"])
+def test_the_budget_is_spent(cdf: Any, by: str, tau: float, kind: str) -> None:
+    for n in (1, 5, 300):
+        x, cost, budget = problem(kind, n=n)
+        y = khot.soft_budget(x, cost, budget, tau=tau, cdf=cdf, by=by)
+        assert ((y >= 0) & (y <= 1)).all()
+        torch.testing.assert_close((cost * y).sum(-1), budget, rtol=1e-12, atol=1e-300)
+        single = khot.soft_budget(x.float(), cost, budget, tau=tau, cdf=cdf, by=by)
+        torch.testing.assert_close((cost * single.double()).sum(-1), budget, rtol=1e-6, atol=1e-300)
+
+
+@every_cdf
+@both
+def test_equal_costs_are_a_soft_topk(cdf: Any, by: str) -> None:
+    x = problem("uniform")[0]
+    for k, tau in ((3.0, 0.1), (7.4, 1.0), (39.9, 0.01), (20.0, 1e-5)):
+        want = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+        torch.testing.assert_close(
+            khot.soft_budget(x, f64(2.5), 2.5 * k, tau=tau, cdf=cdf, by=by), want, rtol=0, atol=1e-10
+        )
+
+
+def test_by_score_keeps_order_shifts_and_split_entries() -> None:
+    x, cost, budget = problem("uniform")
+    y = khot.soft_budget(x, cost, budget, tau=0.3)
+    torch.testing.assert_close(khot.soft_budget(x + 5, cost, budget, tau=0.3), y, rtol=0, atol=1e-12)
+    assert (y.gather(-1, x.argsort(-1)).diff() >= 0).all()
+    pieces, prices = (
+        torch.cat((x, x[:, :1]), -1),
+        torch.cat((0.3 * cost[:, :1], cost[:, 1:], 0.7 * cost[:, :1]), -1),
+    )
+    split = khot.soft_budget(pieces, prices, budget, tau=0.3)
+    torch.testing.assert_close(split[:, :-1], y, rtol=0, atol=1e-12)
+
+
+def test_soft_top_p() -> None:
+    """Probabilities as costs and their logarithms as scores: the nucleus of mass p."""
+    logits = 3 * problem("uniform")[0]
+    p = logits.softmax(-1)
+    y = khot.soft_budget(p.log(), p, 0.9, tau=1e-3)
+    order = p.argsort(-1, descending=True)
+    mass_before = p.gather(-1, order).cumsum(-1) - p.gather(-1, order)
+    nucleus = torch.zeros_like(p).scatter(-1, order, (mass_before < 0.9).double())
+    assert ((y - nucleus).abs() > 1e-3).sum(-1).max() <= 1  # all but the entry at the boundary
+
+
+@pytest.mark.parametrize(("cdf", "by"), [("logistic", "score"), ("logistic", "value"), ("uniform", "value")])
+def test_maximises_the_regularised_value(cdf: str, by: str) -> None:
+    """⟨y, x⟩ − τ Σω(y) over the budget; by score, entries are weighted by their costs."""
+    import cvxpy as cp
+
+    x, cost, budget = problem("uniform", 1, 8)
+    x, cost, tau = x[0].numpy(), cost[0].numpy() + 0.1, 0.4
+    y = cp.Variable(8)
+    # ω is −entropy for the logistic CDF, and y²/2 − y·(its start) for the uniform one
+    omega = -cp.entr(y) - cp.entr(1 - y) if cdf == "logistic" else cp.square(y) / 2
+    weight = cost if by == "score" else np.ones(8)
+    shift = cdfs.Uniform().support[0]
+    objective = cp.sum(
+        cp.multiply(weight, cp.multiply(x - tau * shift * (cdf == "uniform"), y) - tau * omega)
+    )
+    amount = float(budget[0]) + 0.2
+    cp.Problem(cp.Maximize(objective), [y >= 0, y <= 1, cost @ y == amount]).solve(
+        solver=cp.CLARABEL, tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12
+    )
+    got = khot.soft_budget(torch.from_numpy(x), torch.from_numpy(cost), amount, tau=tau, cdf=cdf, by=by)
+    np.testing.assert_allclose(got.numpy(), y.value, atol=2e-5)
+
+
+@both
+def test_at_most(by: str) -> None:
+    x, cost = f64(-1.0, 2.0, 3.0), f64(1.0, 2.0, 1.0)
+    loose = khot.soft_budget(x, cost, 100.0, by=by, at_most=True)
+    torch.testing.assert_close(loose, torch.sigmoid(x), rtol=1e-14, atol=0)
+    tight = khot.soft_budget(x, cost, 1.0, by=by, at_most=True)
+    torch.testing.assert_close(tight, khot.soft_budget(x, cost, 1.0, by=by), rtol=0, atol=1e-13)
+    x, cost, budget = (v.clone().requires_grad_() for v in (x, cost, f64(100.0).squeeze()))
+    y = khot.soft_budget(x, cost, budget, by=by, at_most=True)
+    dx, dcost, dbudget = torch.autograd.grad(y.sum(), [x, cost, budget])
+    torch.testing.assert_close(dx, loose * (1 - loose))
+    assert not dcost.any() and dbudget == 0
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+@every_cdf
+@both
+@pytest.mark.parametrize("at_most", [False, True])
+def test_gradients(cdf: Any, by: str, at_most: bool) -> None:
+    x, cost, budget = problem("uniform", 3, 5, seed=1)
+    args = [x, cost + 0.1, 0.3 * budget + 0.2, f64(0.7, 1.0, 0.3)]
+    if at_most:
+        args[2] = args[2] + f64(0, 0, 10)
+    leaves = [v.requires_grad_() for v in args]
+
+    def call(x: Tensor, cost: Tensor, budget: Tensor, tau: Tensor) -> Tensor:
+        return khot.soft_budget(x, cost, budget, tau=tau, cdf=cdf, by=by, at_most=at_most)
+
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
+    if cdf != "uniform":  # has kinks
+        assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@every_cdf
+def test_gradients_in_a_gap_are_those_of_the_soft_topk(cdf: Any) -> None:
+    """No density is left at any entry, so that the gradient is that of the nearest ones in the limit."""
+    x, weights = f64(0.0, 100.0, 50.0, 300.0), f64(1.0, 2.0, 3.0, 4.0)
+    grads = []
+    for call in (khot.soft_topk, lambda x, k, **o: khot.soft_budget(x, torch.ones_like(x), k, **o)):
+        leaves = [x.clone().requires_grad_(), f64(2.0).squeeze().requires_grad_()]
+        y = call(leaves[0], leaves[1], tau=0.01, cdf=cdf)
+        grads.append(torch.autograd.grad((y * weights).sum(), leaves))
+    for got, want in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert grads[0][1] == 2.5  # ½(2 + 3)
+
+
+@both
+def test_transforms(by: str) -> None:
+    from torch.func import jacfwd, jacrev, vmap
+
+    x, cost, budget = problem("uniform", 3, 5)
+    budget = budget + 0.1
+
+    def call(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
+        return khot.soft_budget(x, cost, budget, tau=0.5, by=by)
+
+    want = call(x, cost, budget)
+    close = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(vmap(call)(x, cost, budget), want, **close)
+    torch.testing.assert_close(vmap(call, (None, 0, None))(x, cost.expand(2, 3, 5), budget)[1], want, **close)
+    torch.testing.assert_close(vmap(call, (0, None, None))(x.expand(2, 3, 5), cost, budget)[1], want, **close)
+    torch.testing.assert_close(
+        vmap(call, (0, None, 0))(x, cost[0], budget), call(x, cost[0], budget), **close
+    )
+    for i in range(3):
+        back = jacrev(call, i)(x, cost, budget)
+        torch.testing.assert_close(jacfwd(call, i)(x, cost, budget), back, **close)
+        one = jacrev(lambda c: call(x, c, budget))(cost[0])
+        torch.testing.assert_close(jacfwd(lambda c: call(x, c, budget))(cost[0]), one, **close)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles(backend: str) -> None:
+    args = [v.requires_grad_() for v in problem("uniform", 3, 5)]
+
+    def loss(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
+        return khot.soft_budget(x, cost, budget, tau=0.5, by="value").square().sum()
+
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend=backend)(*args), args)
+    for a, b in zip(got, torch.autograd.grad(loss(*args), args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    mask = torch.compile(lambda x, c: khot.budget_mask(x, c, 3.0), fullgraph=True, backend=backend)
+    assert torch.equal(mask(*args[:2]), khot.budget_mask(*args[:2], 3.0))
+
+
+# --------------------------------------------------------------------------------- unusual, bad input
+
+
+@both
+def test_infinite_scores_and_free_entries(by: str) -> None:
+    x, cost = f64(1.0, INF, -INF, 2.0, 0.0), f64(1.0, 2.0, 1e9, 3.0, 1.0)
+    y = khot.soft_budget(x, cost, 4.0, by=by)
+    assert y[1] == 1 and y[2] == 0
+    torch.testing.assert_close(y[[0, 3, 4]], khot.soft_budget(x[[0, 3, 4]], cost[[0, 3, 4]], 2.0, by=by))
+    assert khot.soft_budget(x, cost, 2.0, by=by).tolist() == [0, 1, 0, 0, 0]
+    assert khot.soft_budget(x, cost, 1.5, by=by).isnan().all()  # +inf alone costs 2
+    assert khot.soft_budget(x, cost, 1.5, by=by, at_most=True).isnan().all()
+    assert khot.soft_budget(x, cost, 7.0, by=by).tolist() == [1, 1, 0, 1, 1]
+    free = khot.soft_budget(f64(1.0, 2.0, 3.0), f64(0.0, 1.0, 1.0), 1.0, by=by)
+    torch.testing.assert_close(free[1:].sum(), f64(1.0).squeeze())
+    t = 2.5  # of the two others
+    assert free[0] == pytest.approx(1 / (1 + math.exp(t - 1 if by == "score" else -1)), abs=1e-12)
+    assert khot.soft_budget(torch.zeros(2, 0), torch.zeros(2, 0), 0.0, by=by).shape == (2, 0)
+    nan = khot.soft_budget(torch.stack((f64(1.0, NAN), f64(1.0, 2.0))), f64(1.0, 1.0), 1.0, by=by)
+    assert nan[0].isnan().all() and not nan[1].isnan().any()
+    assert (
+        not torch.autograd.grad(
+            khot.soft_budget(leaf := x.clone().requires_grad_(), cost, 4.0, by=by).sum(), leaf
+        )[0]
+        .isnan()
+        .any()
+    )
+
+
+@both
+def test_masks_hide_anything(by: str) -> None:
+    x, cost, budget = problem("uniform", 2, 6)
+    mask = torch.tensor([True, True, False, True, False, True])
+    hidden, prices = x.masked_fill(~mask, NAN), cost.masked_fill(~mask, -INF)
+    budget = 0.4 * cost[:, mask].sum(-1)
+    y = khot.soft_budget(hidden, prices, budget, by=by, mask=mask)
+    assert not y[:, ~mask].any()
+    torch.testing.assert_close(y[:, mask], khot.soft_budget(x[:, mask], cost[:, mask], budget, by=by))
+    assert not khot.budget_mask(hidden, prices, budget, by=by, mask=mask)[:, ~mask].any()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype: torch.dtype, by: str) -> None:
+    x, cost, budget = problem("uniform")
+    x, cost = x.to(dtype), cost.to(dtype)
+    y = khot.soft_budget(x, cost, budget, by=by)
+    assert y.dtype == dtype
+    want = khot.soft_budget(x.double(), cost.double(), budget, by=by)
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=torch.finfo(dtype).eps)
+    whole = khot.soft_budget(x, cost, cost.sum(-1), by=by)  # the sum is rounded up in some rows
+    assert not whole.isnan().any()
+
+
+@both
+def test_a_budget_that_is_all_costs_to_rounding(by: str) -> None:
+    x, cost, _ = problem("uniform")
+    for budget in (cost.sum(-1), cost.flip(-1).cumsum(-1)[:, -1], cost.sum(-1) * (1 - 2**-53)):
+        leaves = [x.clone().requires_grad_(), budget.clone().requires_grad_()]
+        y = khot.soft_budget(leaves[0], cost, leaves[1], by=by)
+        dx, dbudget = torch.autograd.grad(y.square().sum(), leaves)
+        assert (y == 1).all() and not dx.any() and not dbudget.any()
+
+
+@both
+def test_any_dim_and_largest(by: str) -> None:
+    x, cost, budget = problem("uniform", 3, 5)
+    want = khot.soft_budget(x, cost, budget, by=by)
+    assert torch.equal(khot.soft_budget(x.T, cost.T, budget, 0, by=by).T, want)
+    assert torch.equal(khot.soft_budget(-x, cost, budget, by=by, largest=False), want)
+    mask = khot.budget_mask(x, cost, budget, by=by)
+    assert torch.equal(khot.budget_mask(x.T, cost.T, budget, dim=0, by=by).T, mask)
+    assert torch.equal(khot.budget_mask(-x, cost, budget, by=by, largest=False), mask)
+
+
+X, COST = f64(1.0, 2.0, 3.0), f64(1.0, 2.0, 1.0)
+BAD: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
+    (ValueError, "budget", lambda f: f(X, COST, -1.0)),
+    (ValueError, "budget", lambda f: f(X, COST, f64(-1.0).squeeze())),
+    (ValueError, "budget", lambda f: f(X, COST, NAN)),
+    (TypeError, "budget", lambda f: f(X, COST, "1")),
+    (ValueError, "budget", lambda f: f(X, COST, f64(1.0, 2.0))),
+    (ValueError, "cost", lambda f: f(X, f64(1.0, -2.0, 1.0), 1.0)),
+    (ValueError, "cost", lambda f: f(X, f64(1.0, INF, 1.0), 1.0)),
+    (ValueError, "cost", lambda f: f(X, f64(1.0, NAN, 1.0), 1.0)),
+    (ValueError, "cost", lambda f: f(X, f64(1.0, 2.0), 1.0)),
+    (TypeError, "cost", lambda f: f(X, 1.0, 1.0)),
+    (TypeError, "cost", lambda f: f(X, COST.bool(), 1.0)),
+    (ValueError, "by", lambda f: f(X, COST, 1.0, by="price")),
+    (TypeError, "by", lambda f: f(X, COST, 1.0, by=None)),
+    (TypeError, "input", lambda f: f(X.long(), COST, 1.0)),
+    (TypeError, "mask", lambda f: f(X, COST, 1.0, mask=COST)),
+    (IndexError, "dim", lambda f: f(X, COST, 1.0, 1)),
+]
+BAD_SOFT: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
+    (ValueError, "budget", lambda f: f(X, COST, 4.1)),
+    (ValueError, "budget", lambda f: f(X, COST, INF)),
+    (ValueError, "budget", lambda f: f(f64(1.0, -INF, 0.0), COST, 2.5)),
+    (ValueError, "tau", lambda f: f(X, COST, 1.0, tau=0.0)),
+    (ValueError, "cdf", lambda f: f(X, COST, 1.0, cdf="cauchy")),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD)))
+@pytest.mark.parametrize("call", [khot.soft_budget, khot.budget_mask])
+def test_bad_input(call: Any, case: int) -> None:
+    error, name, bad = BAD[case]
+    with pytest.raises(error, match=f"^{name} must "):
+        bad(call)
+
+
+@pytest.mark.parametrize("case", range(len(BAD_SOFT)))
+def test_bad_input_of_the_soft_selection(case: int) -> None:
+    error, name, bad = BAD_SOFT[case]
+    with pytest.raises(error, match=f"^{name} must "):
+        bad(khot.soft_budget)
+
+
+# --------------------------------------------------------------------------------------------- hard
+
+
+@both
+@pytest.mark.parametrize("kind", ["uniform", "12 decades", "integers", "ties"])
+def test_the_mask_takes_each_entry_that_fits(by: str, kind: str) -> None:
+    x, cost, budget = problem(kind, 20, 30)
+    y = khot.budget_mask(x, cost, budget, by=by)
+    for i in range(20):
+        w = cost[i].tolist()
+        ratio = [
+            v if by == "score" else (v / c if c else (INF if v >= 0 else -1e300))
+            for v, c in zip(x[i].tolist(), w, strict=True)
+        ]
+        left, taken = float(budget[i]), set()
+        for j in sorted(range(30), key=lambda j: -ratio[j]):
+            if w[j] <= left * (1 + 1e-15):
+                left, taken = left - w[j], taken | {j}
+        assert set(y[i].nonzero().squeeze(-1).tolist()) == taken
+    assert ((cost * y).sum(-1) <= budget * (1 + 1e-15)).all()
+
+
+def test_the_mask_is_near_the_optimum() -> None:
+    g = np.random.default_rng(0)
+    value, cost = g.random(1000), g.random(1000) + 0.05
+    budget = 0.1 * cost.sum()
+    best = milp(
+        -value,
+        integrality=np.ones(1000),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(cost, -np.inf, budget),
+    )
+    y = khot.budget_mask(torch.from_numpy(value), torch.from_numpy(cost), budget, by="value").numpy()
+    assert y @ value >= 0.999 * -best.fun
+
+
+@both
+@pytest.mark.parametrize("at_most", [False, True])
+def test_hard_has_the_gradient_of_the_soft_selection(by: str, at_most: bool) -> None:
+    x, cost, budget = problem("uniform", 3, 8)
+    weights = torch.arange(8).double()
+    grads = []
+    for hard in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = khot.soft_budget(leaf, cost, budget, tau=0.3, by=by, at_most=at_most, hard=hard)
+        grads.append(torch.autograd.grad((y * weights).sum(), leaf)[0])
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(y.detach(), khot.budget_mask(x, cost, budget, by=by, at_most=at_most))
+    if at_most:
+        assert not y[x < 0].any()
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+@both
+def test_rows_over_processes(cdf: str, by: str) -> None:
+    x, cost, budget = problem("uniform", 3, 12)
+    x[0, 2], x[1, 7] = -INF, INF
+    budget = budget.clamp(min=1.5)
+    args = [x, cost, budget, f64(0.7, 1.0, 0.3)]
+    weights = problem("uniform", 3, 12, seed=3)[0]
+    options = {"cdf": cdf, "by": by}
+    parts = processes.run(2, shards.budgets_of_shards, options, args, weights, [0, 5, 12])
+    want = shards.budgets(options, args, weights)
+    for i, whole in enumerate(want):
+        shares = [part[i] for part in parts]
+        sharded = shares[0].shape != whole.shape
+        got = torch.cat(shares, -1) if sharded else shares[1]
+        torch.testing.assert_close(got, whole, rtol=1e-9, atol=1e-9)
+    with pytest.raises(RuntimeError, match="hard must be False with a group"):
+        processes.run(2, shards.budgets_of_shards, {"hard": True}, args, weights, [0, 5, 12])
