@@ -1,10 +1,11 @@
 """The soft top-k of rows that stay on chip, in float32, for float32 and narrower scores.
 
-One read, one evaluation of the soft count for most rows at τ of the scores' own scale, one write. The first
-guess comes from the row's mean and variance; an evaluation yields the first five derivatives of the count,
-and the step to the root of their Taylor polynomial is the last one if it is short. Far from the root the step
-comes from a model of the count, inside a bracket. A threshold in a gap wider than the exponentials reach has
-a closed form, but for the normal CDF. What depends on the CDF is in :mod:`.terms`.
+One read, few evaluations of the soft count, one write: with the logistic CDF most rows need one evaluation at
+τ of the scores' own scale. The first guess comes from the row's mean and variance; an evaluation yields the
+first five derivatives of the count, and the step to the root of their Taylor polynomial is the last one if it
+is short. Far from the root the step comes from a model of the count, inside a bracket. A threshold in a gap
+wider than the density reaches has a closed form, except for the normal CDF. What depends on the CDF is in
+:mod:`.terms`.
 
 The rows for which that does not suffice (no answer, infinite scores, a temperature out of range, no
 convergence) are solved again, in the same program, by the float64 solver of :mod:`.solver`, a chunk at a
@@ -54,6 +55,7 @@ from khot._kernels.triton.terms import hard_count, moment_quantile, series, term
 __all__ = [
     "FLUSH",
     "KERNELS",
+    "POWER",
     "entries",
     "inside",
     "load_rows",
@@ -65,17 +67,20 @@ __all__ = [
     "solve_rows",
 ]
 
-# Besides the logistic one. The power's formulas are in terms.py, but where few entries are undecided the step
-# for compact support takes more evaluations on them than the older kernel's.
+# The CDFs besides the logistic one, for rows that stay on chip. The power is not among them: where few
+# entries are undecided, the step for compact support takes more evaluations than the older kernel's.
 SERVED = {"laplace", "uniform", "normal"}
+POWER = tl.constexpr(1.0)  # what the functions of all CDFs are given: the exponent of z, which only one needs
 EVALUATIONS = 24  # at most, before a row is left to the float64 solver
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
-# 1.6e-7 of the sum of densities there (logistic); Laplace's density has a kink, which leaves less.
+# 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
+# follow: the error is up to half the square of the step.
 SHORT = tl.constexpr(0.2)
 SHORT_NORMAL = tl.constexpr(0.15)
 SHORT_KINKED = tl.constexpr(3e-4)
-# and for misses of up to this many times the sum of densities; for compact support there is no polynomial
+# and for misses of up to this many times the sum of densities; for compact support, whose polynomial ends
+# wherever an entry enters or leaves the support, the miss itself has to be as small as rounding leaves it
 SMALL = tl.constexpr(0.3)
 SMALL_COMPACT = tl.constexpr(3e-7)
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
@@ -241,7 +246,7 @@ def _ordinary_terms(x, given):
 
 
 @triton.constexpr_function
-def short_step(CDF):
+def _short_step(CDF):
     """The longest step in units of τ that may be the last one, by Taylor's polynomial."""
     CDF = getattr(CDF, "value", CDF)
     if LAPLACE.value == CDF:
@@ -262,27 +267,30 @@ def _taylor(miss, mass, beta, gamma, delta, epsilon):
 
 
 @triton.jit
-def _short_of(h, gamma, CDF: tl.constexpr):
-    """Whether a step is short enough for Taylor's polynomial."""
-    if CDF == NORMAL:  # its derivatives grow with z
-        h *= tl.sqrt(tl.maximum(gamma, 1.0))
-    return tl.abs(h) <= short_step(CDF)
+def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
+    """Whether Taylor's polynomial is accurate for a step of h."""
+    if CDF == NORMAL:
+        # Its derivatives grow with z: γ is the mean of z² − 1 over the densities, and ε about that of z⁴,
+        # which tells of many entries far out beside a few near t.
+        square = tl.maximum(gamma, tl.sqrt(tl.maximum(epsilon, 1.0)))
+        h *= tl.sqrt(square)
+    return tl.abs(h) <= _short_step(CDF)
 
 
 @triton.jit
-def _propose(sums, k, k_rest, seen, power: tl.constexpr, CDF: tl.constexpr):
+def _propose(sums, k, k_rest, seen, CDF: tl.constexpr):
     """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
     k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one."""
-    less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
+    less, mass, beta, gamma, delta, epsilon = series(sums, CDF)
     excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
     miss = excess - less
     live = mass > UNDECIDED
     if full_support(CDF):
         h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
-        last = (tl.abs(mu) <= 1.5 * short_step(CDF)) & _short_of(h, gamma, CDF) & live
+        last = (tl.abs(mu) <= 1.5 * _short_step(CDF)) & _is_short(h, gamma, epsilon, CDF) & live
     else:
         mu = miss * reciprocal(mass)
-        h = mu * tl.where(tl.abs(mu) < 0.5, reciprocal(tl.maximum(1 - 0.5 * mu * beta, 0.5)), 1.0)
+        h = mu
         last = (tl.abs(mu) <= SMALL_COMPACT) & live
     return excess, miss, h, mu, beta, gamma, mass, last
 
@@ -307,15 +315,15 @@ def _from_log(v, tau):
 
 @triton.jit
 def _search(
-    miss, mu, beta, gamma, f_sum, short, t, k, n, tau, inverse, goal, crowd,
+    miss, mu, beta, gamma, f_sum, t, k, n, tau, inverse, goal, crowd,
     low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr,
 ):  # fmt: skip
     """The step in units of τ where Taylor's is too long to be trusted; and the bracket [low, high] of t.
 
-    Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives. Many:
-    the count goes on as of entries spread evenly, as many in a τ as between the ends of the bracket. Where
-    either leaves the bracket: the secant of the count's logit, with Illinois' halving; and every third time
-    the middle on a scale that is logarithmic in t/τ.
+    Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives, or, with
+    compact support, as they are. Many: the count goes on as of entries spread evenly, as many in a τ as
+    between the ends of the bracket. Where either leaves the bracket: the secant of the count's logit, with
+    Illinois' halving; and every third time the middle on a scale that is logarithmic in t/τ.
     """
     live = f_sum > UNDECIDED
     if full_support(CDF):
@@ -331,7 +339,7 @@ def _search(
         smaller = tl.maximum(1 + q, 1e-12) * reciprocal(root - p)
         near = log2(tl.where(p > 0, larger, smaller)) * (per_rate * LN2)
     else:
-        near = short
+        near = mu
 
     above = miss > 0  # t is too low
     soft = k + miss
@@ -365,16 +373,20 @@ def _search(
 
 
 @triton.jit
-def _result(x, given, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr):
-    """y or its logarithm."""
+def _result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+    """y or its logarithm.
+
+    Given are hi; for y, lo and 1, each times ±unit/τ, and what turns 1 − y into y; for the logarithm, 1/τ and
+    lo/τ.
+    """
     hi, shift, turn, sign, base, inverse, low = given
     if OUTPUT == LOG:
         z = (x - hi) * inverse - low
-        return tl.where(z == float("-inf"), z, log_F(z, power, CDF))
+        return tl.where(z == float("-inf"), z, log_F(z, POWER, CDF))
     elif CDF == LOGISTIC:
         return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
     else:
-        return value((x - hi) * turn - shift, power, CDF)
+        return value((x - hi) * turn - shift, CDF)
 
 
 @triton.jit
@@ -383,20 +395,17 @@ def _min_max(a0, a1, b0, b1):
 
 
 @triton.jit
-def _gap(
-    x, hi, lo, scale, tau,
-    power: tl.constexpr, CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """t in a gap that no exponential crosses: as much is missing above t as is left over below it.
-    And whether there is such a t.
+def _gap(x, hi, lo, scale, tau, CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
+    """t in a gap that no density crosses, and whether there is such a gap.
 
-    Both are sums of one exponential law, so that the logarithms of the sums relative to the nearest entry,
-    up above t and down below it, give t = (up + down)/2 + τ/2·(ln B − ln A). With compact
-    support the middle of all that may be t is taken.
+    With exponential tails as much is missing above t as is left over below it. Both are sums of one
+    exponential law, so that the logarithms of the sums relative to the nearest entry, up above t and down
+    below it, give t = (up + down)/2 + τ/2·(ln B − ln A). With compact support every t from down to up − τ
+    solves the equation, and the middle of them is taken.
     """
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     if not full_support(CDF):
-        lo = lo + median(power, CDF) * tau
+        lo = lo + median(POWER, CDF) * tau
     hi, lo, rate = wide(hi, TOGETHER), wide(lo, TOGETHER), wide(scale, TOGETHER)
     for i in tl.static_range(PIECES):
         above = x[i] - hi > lo
@@ -428,7 +437,7 @@ def _gap(
 @triton.jit
 def _rescue(
     x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, row, n, k, tau,
-    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, CDF: tl.constexpr,
     OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row by the float64 solver, which reads it again a chunk at a time."""
@@ -451,7 +460,7 @@ def _rescue(
         tau,
         MEAN,
         VARIANCE,
-        power,
+        POWER,
         CDF,
     )
     hi, lo = pair(hi, zero, False)
@@ -461,12 +470,12 @@ def _rescue(
     while running > 0:
         sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
         m, A, B, f_above, f_below, up, down = chunks(
-            add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
+            add_sums, sums, (hi, lo, tau, near_up, near_down, POWER, CDF),
             x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
         )  # fmt: skip
         hi, lo, low, high, near_up, near_down, finished = take_step(
             m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
-            hi, lo, low, high, near_up, near_down, count, False, power, CDF,
+            hi, lo, low, high, near_up, near_down, count, False, POWER, CDF,
         )  # fmt: skip
         count += 1
         running = tl.where(count < RESCUE_EVALUATIONS, tl.sum(tl.where(finished, 0, 1)), 0)
@@ -474,7 +483,7 @@ def _rescue(
     tl.store(hi_pointer + one, hi)
     tl.store(lo_pointer + one, lo)
     chunks(
-        write_chunk, (), (out_pointer, n, hi, lo, tau, power, CDF, OUTPUT),
+        write_chunk, (), (out_pointer, n, hi, lo, tau, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 
@@ -486,7 +495,7 @@ def _rescue(
 def solve_rows(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations,
-    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, CDF: tl.constexpr,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
@@ -536,7 +545,7 @@ def solve_rows(
     spread = noise + variance
     per_deviation = tl.rsqrt(spread)
     deviation = spread * per_deviation
-    own = moment_quantile(log_share, goal, normal, k, n, power, CDF)
+    own = moment_quantile(log_share, goal, normal, k, n, CDF)
     quantile = normal + (own - normal) * (noise * per_deviation * per_deviation)
     offset -= tau * MEAN
     hi = origin + (offset - quantile * deviation)
@@ -544,6 +553,7 @@ def solve_rows(
     ok = ok & (tl.abs(hi) < 1e30)
     done = ~(ok & there)
     deep = done & ~done
+    nothing = hi * 0
 
     # as many halves as entries were looked at, those beyond the row's end among them
     seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
@@ -564,7 +574,7 @@ def solve_rows(
             2 * ffy.to(tl.float32) - ff_sum,
             fff,
         )
-        _, _, beta, gamma, delta, epsilon = series(first_sums, power, CDF)
+        _, _, beta, gamma, delta, epsilon = series(first_sums, CDF)
         h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
         last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
         hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
@@ -572,10 +582,10 @@ def solve_rows(
     for _ in tl.static_range(ORDINARY - 1 if CDF == LOGISTIC else ORDINARY):
         sums = over(
             x, at, n_columns, terms,
-            (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF),
+            (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), CDF),
             term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
         )  # fmt: skip
-        _, _, h, _, _, _, _, _ = _propose(sums, k, k_rest, seen, power, CDF)
+        _, _, h, _, _, _, _, _ = _propose(sums, k, k_rest, seen, CDF)
         hi, lo = two_sum(hi, lo + tl.where(done, 0.0, h) * tau)
 
     if not ORDINARY:
@@ -584,7 +594,6 @@ def solve_rows(
         low = (origin + offset) - 1.001 * deviation * ratio
         high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
         crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
-        nothing = hi * 0
         miss_low, miss_high, g_low, g_high, side = nothing, nothing, nothing, nothing, nothing
         count = 0
         running = (count < evaluations) & any_row(~done, TOGETHER)
@@ -593,15 +602,15 @@ def solve_rows(
             # from before the loop, which a row that streams past would carry along in another precision.
             sums = over(
                 x, at, n_columns, terms,
-                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF),
+                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), CDF),
                 term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
             )  # fmt: skip
-            excess, miss, h, mu, beta, gamma, mass, last = _propose(sums, k, k_rest, seen, power, CDF)
+            excess, miss, h, mu, beta, gamma, mass, last = _propose(sums, k, k_rest, seen, CDF)
             deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
             done = done | deep
             if any_row(~(last | done), TOGETHER):
                 step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
-                    miss, mu, beta, gamma, mass, h, hi + lo, k, n, tau, inverse, goal, crowd,
+                    miss, mu, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
                     low, high, miss_low, miss_high, g_low, g_high, side, count, CDF,
                 )  # fmt: skip
                 h = tl.where(last, h, step)
@@ -617,21 +626,21 @@ def solve_rows(
             ok = ok & ~deep
         else:
             if any_row(deep, TOGETHER):
-                gap_hi, gap_lo, exists = _gap(x, hi, lo, scale, tau, power, CDF, TOGETHER, PIECES)
+                gap_hi, gap_lo, exists = _gap(x, hi, lo, scale, tau, CDF, TOGETHER, PIECES)
                 ok = ok & (exists | ~deep)
                 hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
     ok = ok & there
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
-    flip = k > rest
-    if CDF != LOGISTIC:  # whose y above t are 1 − a tail in any case
-        flip = flip & ~flip
-    turn, sign, shift = tl.where(flip, -scale, scale), tl.where(flip, -1.0, 1.0), tl.where(flip, 1.0, 0.0)
+    turn, sign, base = scale, nothing + 1, nothing
+    if CDF == LOGISTIC:  # the others' y above t is 1 less a tail anyhow
+        # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
+        flip = k > rest
+        turn, sign, base = tl.where(flip, -scale, scale), tl.where(flip, -1.0, 1.0), tl.where(flip, 1.0, 0.0)
     row_values = (
         wide(hi, TOGETHER), wide(lo * turn, TOGETHER), wide(turn, TOGETHER), wide(sign, TOGETHER),
-        wide(shift, TOGETHER), wide(inverse, TOGETHER), wide(lo * inverse, TOGETHER),
+        wide(base, TOGETHER), wide(inverse, TOGETHER), wide(lo * inverse, TOGETHER),
     )  # fmt: skip
     to = out_pointer + entries(row, n_columns, column, TOGETHER)
     if STREAM:
@@ -646,12 +655,12 @@ def solve_rows(
                 held = held + (piece,)  # type: ignore[assignment]  # noqa: RUF005
             for i in tl.static_range(PIECES):
                 valid = inside(ok, column + (start + i * WIDTH), n_columns, 1, False)
-                out = _result(held[i], row_values, power, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
+                out = _result(held[i], row_values, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
                 tl.store(to + (start + i * WIDTH), out, mask=valid)
     else:
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            out = _result(x[i], row_values, power, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
+            out = _result(x[i], row_values, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
             tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
@@ -664,7 +673,7 @@ def solve_rows(
                         x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, start + r, n_columns,
                         number64(k_pointer, k_stride, k_high, k_low, start + r),
                         number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        MEAN, VARIANCE, power, CDF, OUTPUT, CHUNK,
+                        MEAN, VARIANCE, CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
 
@@ -677,12 +686,8 @@ def serves(dtype: torch.dtype, rows: int, n: int, F: cdfs.CDF, tau: Tensor, outp
         return False
     if F.name == "logistic":
         return n <= max(layout.RESIDENT, layout.STREAMED) or rows >= layout.STREAMS
-    power = layout.power(F)
-    # z^e in a few products, with the digits of z; other powers lose them
-    products = abs(power - round(power)) < 1e-9 and power < 3.5
-    # their rescue is in float32 too, which does not hold every τ
-    fits = F.name in SERVED and products and n <= layout.RESIDENT
-    return fits and layout.compute(dtype, tau) == tl.float32
+    # their rescue computes in float32 too, which does not hold every τ
+    return F.name in SERVED and n <= layout.RESIDENT and layout.compute(dtype, tau) == tl.float32
 
 
 def soft_topk(
@@ -701,7 +706,7 @@ def soft_topk(
     tile = layout.tile(rows, n)
     solve_rows[(-(-rows // tile.together),)](
         *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS,
-        MEAN=F.mean, VARIANCE=F.variance, power=layout.power(F), CDF=layout.cdf_id(F.name),
+        MEAN=F.mean, VARIANCE=F.variance, CDF=layout.cdf_id(F.name),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),

@@ -17,7 +17,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
 from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
-from khot._kernels.triton.resident import FLUSH, entries, inside, number64, numbers, place_rows
+from khot._kernels.triton.resident import FLUSH, POWER, entries, inside, number64, numbers, place_rows
 from khot._kernels.triton.terms import density, log_rate, unit
 
 __all__ = ["KERNELS", "pull_rows", "soft_topk_backward"]
@@ -26,23 +26,21 @@ FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost t
 
 
 @triton.jit
-def _terms(
-    x_at, grad_at, valid, hi, shift, scale, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr
-):
+def _terms(x_at, grad_at, valid, hi, shift, scale, CDF: tl.constexpr, OUTPUT: tl.constexpr):
     """f; u = v·∂out/∂z for the incoming gradient v; and z in the units of :mod:`.terms`."""
     x = tl.load(x_at, mask=valid, other=float("-inf")).to(tl.float32)
     v = tl.load(grad_at, mask=valid, other=0.0).to(tl.float32)
     finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient
     z = tl.where(finite, (x - hi) * scale - shift, -1e4)
-    f = density(z, power, CDF)
-    rate = log_rate(z, f, power, CDF) if OUTPUT == LOG else f
+    f = density(z, CDF)
+    rate = log_rate(z, f, CDF) if OUTPUT == LOG else f
     return f, tl.where(finite, v * rate, 0.0), z
 
 
 @triton.jit
 def _rescue(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
-    dtau_pointer, row, n, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    dtau_pointer, row, n, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row by the float64 functions, which read it again a chunk at a time."""
     one = row + tl.arange(0, 1)
@@ -52,7 +50,7 @@ def _rescue(
     sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
     incoming = (grad_pointer, grad_row, grad_column)
     near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = chunks(
-        add_gradient_sums, sums, (incoming, hi, lo, tau, power, CDF, OUTPUT),
+        add_gradient_sums, sums, (incoming, hi, lo, tau, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
     dk, dtau, pull, gap = gradient_row(
@@ -62,7 +60,7 @@ def _rescue(
     tl.store(dk_pointer + one, dk)
     tl.store(dtau_pointer + one, dtau)
     chunks(
-        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, power, CDF, OUTPUT),
+        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 
@@ -71,7 +69,7 @@ def _rescue(
 def pull_rows(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
     ORDINARY: tl.constexpr = False,
@@ -111,7 +109,7 @@ def pull_rows(
                     offset = start + i * WIDTH
                     f, u, z = _terms(
                         x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
-                        column + offset < n_columns, center, shift, scale, power, CDF, OUTPUT,
+                        column + offset < n_columns, center, shift, scale, CDF, OUTPUT,
                     )  # fmt: skip
                     part = plus(part, (f, u, f * z, u * z))
             sums = plus(sums, total(part, 1))
@@ -121,9 +119,7 @@ def pull_rows(
     else:
         for i in tl.static_range(PIECES):
             valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            f, u, z = _terms(
-                x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, power, CDF, OUTPUT
-            )
+            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT)
             terms = (f, u, f * z, u * z)
             held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
             if not AGAIN:
@@ -144,7 +140,7 @@ def pull_rows(
                 valid = inside(ok, column + offset, n_columns, 1, False)
                 f, u, z = _terms(
                     x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid, center, shift,
-                    scale, power, CDF, OUTPUT,
+                    scale, CDF, OUTPUT,
                 )  # fmt: skip
                 dx = (u - f * share) * per
                 tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
@@ -153,7 +149,7 @@ def pull_rows(
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
             if AGAIN:
                 f, u, z = _terms(
-                    x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, power, CDF, OUTPUT
+                    x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT
                 )
             else:
                 f, u = fs[i], us[i]
@@ -170,7 +166,7 @@ def pull_rows(
                         grad_pointer, grad_row, grad_column, x_pointer, x_stride,
                         tl.load(hi_pointer + start + r), tl.load(lo_pointer + start + r),
                         number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, power, CDF, OUTPUT, CHUNK,
+                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
 
@@ -192,7 +188,7 @@ def soft_topk_backward(
     tile = layout.tile(rows, n)
     pull_rows[(-(-rows // tile.together),)](
         *grad, *source, *t, *tau, *results, rows, n,
-        power=layout.power(F), CDF=layout.cdf_id(F.name), OUTPUT=OUTPUTS[output],
+        CDF=layout.cdf_id(F.name), OUTPUT=OUTPUTS[output],
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),

@@ -1,7 +1,8 @@
 """The CDFs in float32, in few instructions: what the kernels of resident rows add up, and y.
 
-Everything is a function of v = (x − t)·unit/τ, where :func:`unit` is such that the exponential is a power of
-two. Sums over entries come in one tuple per CDF, and :func:`series` makes of them what the step needs.
+Everything is a function of v = (x − t)·unit/τ, where :func:`unit` makes the exponential a power of two. A CDF
+has one tuple of terms that are summed over the entries, and :func:`series` derives from the sums what a step
+needs. The CDFs are the logistic, Laplace, normal and uniform ones.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.fast import LN2, half_with_sign, log2, reciprocal, with_sign
-from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, UNIFORM, full_support
+from khot._kernels.triton.fast import LN2, half_with_sign, reciprocal, with_sign
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, full_support
 
 __all__ = [
     "hard_count",
@@ -24,13 +25,12 @@ __all__ = [
     "terms",
     "unit",
     "value",
-    "whole_exponent",
 ]
 
 NORMAL_UNIT = tl.constexpr(math.sqrt(0.5 / math.log(2)))  # 2^(−v²) = e^(−z²/2)
 PHI = tl.constexpr(1 / math.sqrt(2 * math.pi))
-# The normal distribution's tail over 2^(−v²)·t as a polynomial in t = 1/(1 + 0.3|v|): least squares,
-# reweighted until the largest relative error, 4e-8, was least (Lawson).
+# The normal distribution's tail, divided by 2^(−v²)·t, as a polynomial in t = 1/(1 + 0.3|v|). It was fitted
+# by least squares with Lawson's weights, which minimise the largest relative error: 4e-8.
 TAIL = tl.constexpr(
     (
         0.10164911299943924,
@@ -49,7 +49,7 @@ TAIL = tl.constexpr(
 
 @triton.constexpr_function
 def unit(CDF):
-    """By how much v exceeds z."""
+    """v/z, where z = (x − t)/τ."""
     CDF = getattr(CDF, "value", CDF)
     if CDF in (LOGISTIC.value, LAPLACE.value):
         return 1 / math.log(2)
@@ -58,14 +58,8 @@ def unit(CDF):
 
 @triton.constexpr_function
 def term_count(CDF):
-    """How many sums :func:`terms` yields."""
-    return {LOGISTIC.value: 7, NORMAL.value: 7, UNIFORM.value: 3}.get(getattr(CDF, "value", CDF), 4)
-
-
-@triton.constexpr_function
-def whole_exponent(power):
-    """Of z^e, for the e that :func:`khot._kernels.triton.resident.serves` lets through."""
-    return round(getattr(power, "value", power))
+    """How many members the tuple of :func:`terms` has."""
+    return {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 4}.get(getattr(CDF, "value", CDF), 3)
 
 
 @triton.jit
@@ -80,28 +74,15 @@ def _normal_tail(v):
 
 
 @triton.jit
-def _raise(c, EXPONENT: tl.constexpr):
-    """c^e and c^(e − 1) of a whole e ≥ 1; and c^(e − 2), for e ≥ 2."""
-    if EXPONENT == 1:
-        return c, c * 0 + 1, c * 0
-    elif EXPONENT == 2:
-        return c * c, c, c * 0 + 1
-    else:
-        square = c * c
-        return square * c, square, c
-
-
-@triton.jit
 def terms(x, given):
     """What is summed over the entries.
 
-    The first two are the count of the hard mask (±½ for an entry above t or below, or 1 and 0 for compact
-    support) and what the soft count has less, so that nothing is lost far from the entries. The others are
-    what :func:`series` takes. Given are hi, lo·unit/τ, unit/τ, the power and the CDF.
+    The first two are the count of the hard mask (½ for an entry above t and −½ for one below, or 1 and 0 with
+    compact support) and what the soft count is less than it, so that no digits are lost far from the entries.
+    The others are what :func:`series` needs. Given are hi, lo·unit/τ, unit/τ and the CDF.
     """
     hi, shift, scale = given[:3]
-    power: tl.constexpr = given[3]
-    CDF: tl.constexpr = given[4]
+    CDF: tl.constexpr = given[3]
     v = (x - hi) * scale - shift
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -121,14 +102,8 @@ def terms(x, given):
         second = first * v
         return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
     else:
-        c = tl.minimum(tl.maximum(v, 0.0), 1.0)
-        y, slope, bend = _raise(c, whole_exponent(power))
-        one = tl.where(y >= 0.5, 1.0, 0.0)
-        if CDF == UNIFORM:
-            return one, one - y, tl.where((v > 0) & (v < 1), 1.0, 0.0)
-        else:
-            inside = (v > 0) & (v < 1)
-            return one, one - y, tl.where(inside, slope, 0.0), tl.where(inside, bend, 0.0)
+        one = tl.where(v >= 0.5, 1.0, 0.0)
+        return one, one - value(v, CDF), density(v, CDF)
 
 
 @triton.jit
@@ -141,8 +116,8 @@ def hard_count(first, seen, CDF: tl.constexpr):
 
 
 @triton.jit
-def series(sums, power: tl.constexpr, CDF: tl.constexpr):
-    """The soft count's excess over the hard one; Σf; and β, γ, δ, ε of the Taylor polynomial.
+def series(sums, CDF: tl.constexpr):
+    """By how much the hard count exceeds the soft one; Σf; and β, γ, δ, ε of the Taylor polynomial.
 
     The count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ.
     """
@@ -155,7 +130,7 @@ def series(sums, power: tl.constexpr, CDF: tl.constexpr):
         beta, ff = -rest[0] * per, rest[1] * per  # type: ignore[misc]
         return less, mass, beta, 1 - 6 * ff, beta + 12 * rest[2] * per, 1 - 30 * ff + 120 * rest[3] * per  # type: ignore[misc]
     elif CDF == LAPLACE:
-        # f has a kink: over a step its bend at the kink counts as spread over the neighbourhood
+        # f has a kink at 0, which has no second derivative: γ takes it as spread over the neighbourhood
         beta, ff = -less * per, 0.5 * rest[0] * per  # type: ignore[misc]
         return 0.5 * less, 0.5 * mass, beta, 1 - (16 * ff - 1) * (1 / 3), beta, beta * 0 + 1
     elif CDF == NORMAL:
@@ -168,15 +143,11 @@ def series(sums, power: tl.constexpr, CDF: tl.constexpr):
         return less, mass * PHI, -first, second - 1, 3 * first - third, fourth - 6 * second + 3
     else:
         nothing = mass * 0
-        if CDF == UNIFORM:
-            return less, mass, nothing, nothing, nothing, nothing
-        else:
-            EXPONENT: tl.constexpr = whole_exponent(power)
-            return less, mass * EXPONENT, (EXPONENT - 1) * rest[0] * per, nothing, nothing, nothing  # type: ignore[misc]
+        return less, mass, nothing, nothing, nothing, nothing
 
 
 @triton.jit
-def moment_quantile(log2_share, goal, normal, k, n, power: tl.constexpr, CDF: tl.constexpr):
+def moment_quantile(log2_share, goal, normal, k, n, CDF: tl.constexpr):
     """(F⁻¹(k/n) − mean)/deviation. Given are log₂ min(k, n − k)/n, log₂ k/(n − k) and the normal one."""
     if CDF == LOGISTIC:
         return goal * (LN2 * 0.5513288954217921)  # the deviation is π/√3
@@ -184,17 +155,12 @@ def moment_quantile(log2_share, goal, normal, k, n, power: tl.constexpr, CDF: tl
         return with_sign((log2_share + 1) * (LN2 * 0.7071067811865476), goal)
     elif CDF == NORMAL:
         return normal
-    elif CDF == UNIFORM:
-        return (k * reciprocal(n) - 0.5) * 3.4641016151377544
     else:
-        EXPONENT: tl.constexpr = whole_exponent(power)
-        MEAN: tl.constexpr = EXPONENT / (EXPONENT + 1)
-        PER: tl.constexpr = (EXPONENT / (EXPONENT + 2) - MEAN * MEAN) ** -0.5
-        return (tl.exp2(log2(k * reciprocal(n)) * (1 / EXPONENT)) - MEAN) * PER
+        return (k * reciprocal(n) - 0.5) * 3.4641016151377544  # the deviation is 1/√12
 
 
 @triton.jit
-def value(v, power: tl.constexpr, CDF: tl.constexpr):
+def value(v, CDF: tl.constexpr):
     """F, of the CDFs other than the logistic one."""
     if CDF == LAPLACE:
         tail = 0.5 * tl.exp2(-tl.abs(v))
@@ -203,12 +169,11 @@ def value(v, power: tl.constexpr, CDF: tl.constexpr):
         ratio, e = _normal_tail(v)
         return tl.where(v > 0, 1 - ratio * e, ratio * e)
     else:
-        y, _, _ = _raise(tl.minimum(tl.maximum(v, 0.0), 1.0), whole_exponent(power))
-        return y
+        return tl.minimum(tl.maximum(v, 0.0), 1.0)
 
 
 @triton.jit
-def density(v, power: tl.constexpr, CDF: tl.constexpr):
+def density(v, CDF: tl.constexpr):
     """f(z)."""
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -219,13 +184,11 @@ def density(v, power: tl.constexpr, CDF: tl.constexpr):
     elif CDF == NORMAL:
         return PHI * tl.exp2(-v * v)
     else:
-        EXPONENT: tl.constexpr = whole_exponent(power)
-        _, slope, _ = _raise(v, EXPONENT)
-        return tl.where((v > 0) & (v < 1), slope * EXPONENT, 0.0)
+        return tl.where((v > 0) & (v < 1), 1.0, 0.0)
 
 
 @triton.jit
-def log_rate(v, f, power: tl.constexpr, CDF: tl.constexpr):
+def log_rate(v, f, CDF: tl.constexpr):
     """f/F at v, where f is the density."""
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -237,6 +200,4 @@ def log_rate(v, f, power: tl.constexpr, CDF: tl.constexpr):
         ratio, e = _normal_tail(v)
         return tl.where(v > 0, f * reciprocal(1 - ratio * e), PHI * reciprocal(ratio))
     else:
-        EXPONENT: tl.constexpr = whole_exponent(power)
-        inside = (v > 0) & (v < 1)
-        return tl.where(inside, EXPONENT * reciprocal(tl.where(inside, v, 1.0)), 0.0)
+        return tl.where(f > 0, reciprocal(tl.where(f > 0, v, 1.0)), 0.0)
