@@ -907,6 +907,7 @@ def layers() -> dict[str, tuple[Callable[..., nn.Module], list[Any], dict[str, A
         "TokenChoiceRouter(uniform)": lambda **kw: call(
             L.TokenChoiceRouter, k=1.5, cdf="uniform", **experts, **kw
         ),
+        "BalancedRouter": lambda **kw: call(L.BalancedRouter, k=2, **experts, **kw),
         "TokenChoiceRouter(learned)": lambda **kw: call(
             L.TokenChoiceRouter, k=2, learnable_k=True, **experts, **kw
         ),

@@ -54,6 +54,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
+        "soft_assign": lambda x: khot.soft_assign(x, float(k)),
         "soft_budget": lambda x: khot.soft_budget(x, torch.ones(()), float(k)),
         "budget_mask": lambda x: khot.budget_mask(x, torch.ones(()), float(k)),
         "soft_count": lambda x: khot.soft_count(x, 0.0),
@@ -92,6 +93,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     k, L = n // 8, khot.nn
     token = L.TokenChoiceRouter(n, num_experts=8, k=2)
     expert = L.ExpertChoiceRouter(n, num_experts=8, capacity=1.0)
+    balanced = L.BalancedRouter(n, num_experts=8, k=2)
     attention = L.TopKAttention(n, 4, 1, batch_first=True)
     pruned, together = L.prune_magnitude(nn.Linear(n, n), "weight", n), nn.Linear(n, n)
     L.prune_global([(together, "weight")], n)
@@ -107,6 +109,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.TopKSAE": lambda x: first(sae(x)),
         "nn.TokenChoiceRouter": lambda x: token(x).weights,
         "nn.ExpertChoiceRouter": lambda x: expert(x).weights,
+        "nn.BalancedRouter": lambda x: balanced(x).weights,
         "nn.QuantileBalancer": lambda x: x.gather(-1, balancer(x)),
         "nn.MixtureOfExperts": lambda x: first(mixture(x)),
         "nn.TopKAttention": lambda x: first(attention(x[None], x[None], x[None])),

@@ -1,11 +1,12 @@
 """What the GPU kernels of the soft top-k compile to: `python -m benchmarks.resources`. Needs no GPU.
 
-Compiles the float32 kernels (logistic CDF) at the constants that they run with, for an NVIDIA GPU of compute
-capability 9.0, and reads registers, spills and instructions off the machine code. "Ordinary" is the path of
-a row that takes one evaluation, "whole" the kernel with everything else; instructions are those of a warp for
-each entry that a thread holds. Beside them a softmax in the same style, and the ratio of the two times that
-follows from memory traffic and issue slots alone. With --check nothing is written, and the exit code is 1 if
-a bound is exceeded.
+Compiles the float32 kernels (of the logistic CDF unless another is named) at the constants that they run
+with, for an NVIDIA GPU of compute capability 9.0, and reads registers, spills and instructions off the
+machine code. "Ordinary" is the path of a row that takes one evaluation, which is rare except with the
+logistic CDF, and "whole" the kernel with everything else. Instructions are those of a warp for each entry
+that a thread holds. Beside them are those of one evaluation more, those of a softmax in the same style, and
+the ratio of the two times at one evaluation that follows from memory traffic and issue slots alone. With
+--check nothing is written, and the exit code is 1 if a bound is exceeded.
 
 No figure here was measured on a GPU.
 """
@@ -30,6 +31,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from khot import cdfs
 from khot._kernels.triton import layout, resident, resident_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal, wide
 from khot._kernels.triton.functions import OUTPUTS
@@ -44,17 +46,20 @@ BANDWIDTH, CLOCK, SCHEDULERS, ISSUE = 3.0e12, 1.755e9, 528, 0.75
 
 
 class Case(NamedTuple):
-    """A shape, and what its kernels may take: instructions per entry on the ordinary path, and spills."""
+    """A shape, and what its kernels may take: instructions per entry on the ordinary path."""
 
     rows: int
     n: int
     dtype: str
     forward: float
     backward: float
+    cdf: str = "logistic"
+    evaluation: float | None = None  # of a further evaluation, the row's own step included; None: not counted
 
     @property
     def id(self) -> str:
-        return f"({self.rows:,}, {self.n:,}) {self.dtype}"
+        cdf = "" if self.cdf == "logistic" else f" {self.cdf}"
+        return f"({self.rows:,}, {self.n:,}) {self.dtype}{cdf}"
 
 
 CASES = [
@@ -62,7 +67,11 @@ CASES = [
     Case(4_096, 64, "fp32", 60, 42),
     Case(32_768, 512, "bf16", 37, 30),
     Case(128, 1_000, "fp32", 77, 52),
-    Case(4_096, 4_096, "fp32", 37, 29),
+    # an evaluation may take 1.3 times as much as its formulas alone: 22.7, 11.4, 12.0 and 32.3
+    Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5),
+    Case(4_096, 4_096, "fp32", 31, 25, "laplace", 14.8),
+    Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
+    Case(4_096, 4_096, "fp32", 71, 26, "normal", 42.0),
     Case(4_096, 8_192, "fp32", 38, 29),
     Case(4_096, 32_768, "fp32", 32, 39),
     # static instructions of three passes, of which each entry takes all
@@ -122,8 +131,11 @@ def constants(case: Case, **more: Any) -> dict[str, Any]:
     }
 
 
-def counts(case: Case, kernel: str, ordinary: bool, output: str = "y", by_value: bool = True) -> Counts:
-    """Of one kernel, "forward", "backward" or "softmax"; with k and tau given as numbers or as tensors."""
+def counts(case: Case, kernel: str, ordinary: int, output: str = "y", by_value: bool = True) -> Counts:
+    """Of one kernel, "forward", "backward" or "softmax"; of all of it (0), or of so many evaluations.
+
+    k and tau are given as numbers or as tensors.
+    """
     tile = layout.tile(case.rows, case.n)
     if kernel == "softmax":
         function, given = softmax_rows, constants(case)
@@ -132,8 +144,11 @@ def counts(case: Case, kernel: str, ordinary: bool, output: str = "y", by_value:
             case, OUTPUT=OUTPUTS[output], STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
             ORDINARY=ordinary,
         )  # fmt: skip
+        F = cdfs.resolve(case.cdf)
+        given["CDF"] = layout.cdf_id(F.name)
         if kernel == "forward":
             function = resident.solve_rows
+            given |= {"MEAN": F.mean, "VARIANCE": F.variance}
         else:
             function = resident_backward.pull_rows
             given |= {"AGAIN": tile.pieces > 8, "grad_column": 1}
@@ -188,10 +203,18 @@ class Line(NamedTuple):
     ordinary: Counts
     whole: Counts
     softmax: Counts | None
+    twice: Counts | None  # the ordinary path with two evaluations
 
     @property
     def per_entry(self) -> float:
         return self.ordinary.instructions / _held(self.case)
+
+    @property
+    def per_evaluation(self) -> float | None:
+        """Of one evaluation more, for each entry."""
+        if self.twice is None:
+            return None
+        return (self.twice.instructions - self.ordinary.instructions) / _held(self.case)
 
     def ratio(self) -> str:
         """The modelled time of an ordinary row, in softmaxes."""
@@ -209,6 +232,7 @@ class Line(NamedTuple):
         most = HELD_SPILLS if _held(self.case) > 32 else SPILLS
         for what, value, limit in (
             ("instructions per entry", self.per_entry, bound),
+            ("instructions per entry and evaluation", self.per_evaluation or 0, self.case.evaluation or 0),
             ("registers", max(self.ordinary.registers, self.whole.registers), REGISTERS),
             ("spills of the ordinary path", self.ordinary.spills, 0),
             ("spills", self.whole.spills, most),
@@ -226,18 +250,20 @@ def _held(case: Case) -> float:
 
 def line(case: Case, kernel: str) -> Line:
     with_softmax = kernel == "forward" and not layout.tile(case.rows, case.n).streams
-    softmax = counts(case, "softmax", True) if with_softmax else None
-    return Line(case, kernel, counts(case, kernel, True), counts(case, kernel, False), softmax)
+    softmax = counts(case, "softmax", 1) if with_softmax else None
+    twice = counts(case, kernel, 2) if kernel == "forward" and case.evaluation is not None else None
+    return Line(case, kernel, counts(case, kernel, 1), counts(case, kernel, 0), softmax, twice)
 
 
 def table(lines: list[Line]) -> str:
     head = [
-        "shape", "kernel", "instructions per entry", "softmax's", "modelled ratio", "registers, ordinary",
-        "registers, whole", "spills, ordinary", "spills, whole", "instructions, whole",
+        "shape", "kernel", "instructions per entry", "of a further evaluation", "softmax's", "modelled ratio",
+        "registers, ordinary", "registers, whole", "spills, ordinary", "spills, whole", "instructions, whole",
     ]  # fmt: skip
     body = [
         [
             each.case.id, each.kernel, f"{each.per_entry:.1f}",
+            "–" if each.per_evaluation is None else f"{each.per_evaluation:.1f}",
             f"{each.softmax.instructions / _held(each.case):.1f}" if each.softmax else "–", each.ratio(),
             str(each.ordinary.registers), str(each.whole.registers), str(each.ordinary.spills),
             str(each.whole.spills), f"{each.whole.instructions:,}",
@@ -260,10 +286,11 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     with ProcessPoolExecutor(args.jobs) as pool:
         tasks = [pool.submit(line, case, kernel) for case in CASES for kernel in ("forward", "backward")]
-        # that the rest compiles, too: padding, float16, the logarithm, a k and a τ for each row
-        rest = Case(256, 700, "fp16", 0, 0)
+        # that the rest compiles, too: padding, float16, the logarithm, one k and one τ per row
         others = [
-            pool.submit(counts, rest, kernel, False, "log", False) for kernel in ("forward", "backward")
+            pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf), kernel, 0, "log", False)
+            for cdf, n in (("logistic", 700), ("laplace", 100), ("uniform", 100), ("normal", 100))
+            for kernel in ("forward", "backward")
         ]
         lines = [task.result() for task in tasks]
         for task in others:

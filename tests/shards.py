@@ -226,6 +226,12 @@ def checked_operators(group: Any) -> None:
     torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
     backward = (x, values, torch.ones_like(values), on)
     torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
+    for by in ("score", "value"):
+        args = (x, torch.rand(3, 7, dtype=torch.float64) + 0.5, k, tau, "logistic", 1.0, by, False, on)
+        y, *t = ops.reference_soft_budget(*args)
+        torch.library.opcheck(ops.reference_soft_budget.default, args, test_utils=tests)
+        backward = (torch.ones_like(y), torch.ones_like(tau), *args[:2], *t, *args[3:])
+        torch.library.opcheck(ops.reference_soft_budget_backward.default, backward, test_utils=tests)
     for op in (ops.reference_total.default, ops.reference_share.default):
         torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)

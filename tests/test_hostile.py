@@ -381,10 +381,13 @@ ROWS: dict[str, Row] = {
         for name, more in {
             "TokenChoiceRouter": {"k": 2, "balancer": None},
             "ExpertChoiceRouter": {"capacity": 1.0},
+            "BalancedRouter": {"k": 2},
         }.items()
     },
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
+    "khot.nn.BalancedRouter.forward": Row(khot.nn.BalancedRouter(4, 3, 2), TOKENS),
+    "khot.nn.BalancedRouter.forward in eval mode": Row(khot.nn.BalancedRouter(4, 3, 2).eval(), TOKENS),
     "khot.nn.QuantileBalancer": Row(
         khot.nn.QuantileBalancer,
         {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5},

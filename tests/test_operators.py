@@ -514,6 +514,8 @@ CHECKED_WITH_GROUPS = {
     "reference_topk_mask",
     "reference_order_statistics",
     "reference_order_statistics_backward",
+    "reference_soft_budget",
+    "reference_soft_budget_backward",
     "reference_total",
     "reference_share",
     "reference_soft_topk_magnitude",

@@ -346,6 +346,12 @@ def test_baselines(device: single.Device) -> None:
         agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_soft_assign(at_most: bool, device: single.Device) -> None:
+    capacity = 2.5 * len(LOGITS) / LOGITS.shape[-1] if at_most else None
+    agree(device, lambda x: khot.soft_assign(x, 2, capacity, tau=0.5, at_most=at_most), LOGITS)
+
+
 def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn.Module:
     """The module, with its parameters and buffers put."""
     for part in module.modules():
@@ -371,6 +377,8 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]] =
     ),
     "ExpertChoiceRouter": (lambda: khot.nn.ExpertChoiceRouter(8, 4, capacity=2.0), _routed),
     "TokenChoiceRouter": (lambda: khot.nn.TokenChoiceRouter(8, 4, k=2), _routed),
+    "BalancedRouter": (lambda: khot.nn.BalancedRouter(8, 4, k=2), _routed),
+    "BalancedRouter in eval mode": (lambda: khot.nn.BalancedRouter(8, 4, k=2).eval(), _routed),
     "TopKSAE": (lambda: khot.nn.TopKSAE(8, 16, k=4), torch.nn.Module.__call__),
     "TopKAttention": (
         lambda: khot.nn.TopKAttention(8, 2, top_k=2, batch_first=True),

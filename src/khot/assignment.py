@@ -107,12 +107,12 @@ def soft_assign(
         TypeError: input that is not a floating-point tensor, mask that is not bool.
 
     Example:
-        >>> scores = torch.tensor([[2.0, 1.0], [3.0, 0.0], [1.0, 0.0], [2.0, 2.0]])
-        >>> y = khot.soft_assign(scores, 1, tau=0.5)
+        >>> scores = torch.tensor([[2.0, 1.0], [3.0, 0.0], [1.0, 0.5], [2.0, 2.0]])
+        >>> y = khot.soft_assign(scores, 1, tau=0.1)
         >>> y.sum(0)
         tensor([2., 2.])
         >>> y.argmax(-1)
-        tensor([1, 0, 0, 1])
+        tensor([0, 0, 1, 1])
     """
     arguments.check_input(input)
     if input.dim() < 2:

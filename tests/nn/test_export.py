@@ -118,6 +118,11 @@ ROWS = [
         (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
     ),
     Row(
+        "BalancedRouter",
+        lambda: khot.nn.BalancedRouter(5, 4, 2),
+        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
+    ),
+    Row(
         "MixtureOfExperts-expert choice",
         lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),
         (normal(2, 7, 5),),

@@ -76,6 +76,12 @@ LAYERS = [
         (scores(2, 7, 5),),
     ),
     Layer(
+        "BalancedRouter",
+        lambda **kw: khot.nn.BalancedRouter(5, 4, 2, tau=0.5, **kw),
+        (scores(2, 7, 5),),
+    ),
+    Layer("MixtureOfExperts-balanced", lambda **kw: _mixture("BalancedRouter", **kw), (scores(2, 7, 5),)),
+    Layer(
         "MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), (scores(7, 5),)
     ),
     Layer(
@@ -102,6 +108,7 @@ LAYERS = [
         (scores(2, 7, 5),),
     ),
     Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
+    Layer("TopKSAE-hard", lambda **kw: khot.nn.TopKSAE(5, 12, 3, **kw), (scores(2, 7, 5),)),
     Layer(
         "TopKSAE-batch",
         lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),

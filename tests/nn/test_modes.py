@@ -28,12 +28,16 @@ NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
     },
     # in train mode it counts in a buffer which latents are used
     ("TopKSAE", "vmap", True): IN_PLACE,
+    ("TopKSAE-hard", "vmap", True): IN_PLACE,
     ("TopKSAE-batch", "vmap", True): IN_PLACE,
     ("TopKSAE-annealed", "vmap", True): IN_PLACE,
     ("TopKSAE-batch-annealed", "vmap", True): IN_PLACE,
     # in train mode it counts the tokens
     ("QuantileBalancer", "vmap", True): IN_PLACE,
     ("TokenChoiceRouter-balanced", "vmap", True): IN_PLACE,
+    # in train mode it sets its biases
+    ("BalancedRouter", "vmap", True): IN_PLACE,
+    ("MixtureOfExperts-balanced", "vmap", True): IN_PLACE,
 }
 # The designs of sampling read values. These layers are only made of fake tensors, and used in eval mode.
 READ_VALUES = {"KHotGate", "KHotGate-learned"}

@@ -17,9 +17,11 @@ def scores(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def make(k: float | Anneal = 3, dtype: torch.dtype = torch.float64, **kw: object) -> TopKSAE:
+def make(
+    k: float | Anneal = 3, dtype: torch.dtype = torch.float64, tau: float | None = 0.2, **kw: object
+) -> TopKSAE:
     torch.manual_seed(0)
-    sae = TopKSAE(5, 12, k, tau=0.2, dtype=dtype, **kw)
+    sae = TopKSAE(5, 12, k, tau=tau, dtype=dtype, **kw)
     with torch.no_grad():
         for parameter in sae.parameters():
             parameter += 0.1 * scores(*parameter.shape, seed=3).to(dtype)
@@ -68,6 +70,68 @@ def test_straight_through_is_hard_forward_and_soft_backward() -> None:
     y = khot.soft_topk(a, 3, tau=0.2)
     ((y * a.detach().relu() + khot.topk_mask(a, 3) * a.relu()) * weight).sum().backward()
     torch.testing.assert_close(sae.encoder_bias.grad, a.grad.sum(0))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("k", [1, 2.5, 3, 12])
+def test_by_default_training_is_the_hard_code_and_its_gradient(k: float, batch: bool) -> None:
+    sae, x = make(k, tau=None, batch=batch), scores(2, 7, 5).requires_grad_()
+    assert sae(x).equal(sae.eval()(x)) and sae.encode(x).equal(sae.train().encode(x))
+    got = torch.autograd.grad((sae(x) - x).square().sum(), [x, *sae.parameters()])
+    a = activations(sae, x)
+    rows, size = (a.flatten(), k * 14) if batch else (a, k)
+    chosen = khot.topk_mask(rows.detach(), size).view(a.shape)
+    out = (chosen * a.clamp(min=0)) @ sae.decoder + sae.bias
+    torch.testing.assert_close(got, torch.autograd.grad((out - x).square().sum(), [x, *sae.parameters()]))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("tau", [None, 0.2])
+@pytest.mark.parametrize("k", [1, 2, 3, 9.6, 12])
+def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, batch: bool) -> None:
+    sae, x = make(k, tau=tau, batch=batch), scores(2, 7, 5)
+    a = activations(sae, x)
+    errors = []
+    for size in (k, min(1.5 * k, 12)):
+        rows, own = (a.flatten(), size * 14) if batch else (a, size)
+        y = khot.topk_mask(rows.detach(), own) if tau is None else khot.soft_topk(rows, own, tau=tau)
+        code = y.view(a.shape) * a.clamp(min=0)
+        errors.append((code @ sae.decoder + sae.bias - x).square().mean())
+    want = errors[0] + 0.5 * errors[1]
+    got = sae.loss(x)
+    torch.testing.assert_close(got, want)
+    parameters = list(sae.parameters())
+    torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
+    torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[str, object]) -> None:
+    x = scores(1, 2, 5)
+    given = {"tau": None} | options
+    a, code = activations(make(**given), x), make(**given).eval().encode(x)
+    rows, k = (a.flatten(), 6) if "batch" in options else (a, 3)
+    used = code > 0 if "tau" not in options else (khot.soft_topk(rows, k, tau=0.2) > 0.5) & (a > 0)
+    idle = torch.where(used.flatten(0, -2).any(0), 0, 2)
+    assert 0 < (idle == 0).sum() < 12
+    for call in ("forward", "encode", "loss"):
+        sae = make(**given).eval()
+        getattr(sae, call)(x)
+        assert (sae.idle == 0).all()
+        getattr(sae.train(), call)(x)
+        assert sae.idle.equal(idle)
+
+
+def test_the_backward_pass_keeps_only_the_pre_activations() -> None:
+    sae, kept = TopKSAE(5, 4096, 8), []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        sae.loss(scores(64, 5).float())
+    assert len({x.data_ptr() for x in kept if x.numel() >= 64 * 4096}) == 1
 
 
 def test_batch_gives_inputs_what_they_need() -> None:

@@ -55,6 +55,7 @@ LAYERS = {
     "TokenChoiceRouter": Layer(
         lambda: khot.nn.TokenChoiceRouter(WIDTH, num_experts=4, k=2), nn.Module.__call__
     ),
+    "BalancedRouter": Layer(lambda: khot.nn.BalancedRouter(WIDTH, num_experts=4, k=2), nn.Module.__call__),
     "TokenChoiceRouter-learned": Layer(
         lambda: khot.nn.TokenChoiceRouter(WIDTH, num_experts=4, k=2, learnable_k=True), nn.Module.__call__
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.dispatch import Rule, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import in_float64, wide_dtype
 from khot._kernels.reference import soft_assign as kernels
 from khot.cdfs import CDF
 
@@ -46,17 +46,18 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor, grad_r: Tensor, grad_c: Tensor) -> tuple[Any, ...]:
         x, tau, r, c = ctx.saved_tensors
         z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
-        scale = tau.to(r.dtype).unsqueeze(-1)
-        v = f * grad.to(r.dtype) / scale
+        grad, grad_r, grad_c = in_float64(grad), in_float64(grad_r), in_float64(grad_c)
+        scale = in_float64(tau).unsqueeze(-1)
+        v = f * grad / scale
         a, b = fit(grad_r - v.sum(-1), grad_c - v.sum(-2))
         dx = v + f * (a.unsqueeze(-1) + b.unsqueeze(-2))
         dtau = -(z * dx).sum((-2, -1)).unsqueeze(-1)
-        dk, dcapacity = -tau.to(r.dtype) * a, -tau.to(r.dtype) * b
+        dk, dcapacity = -scale.squeeze(-1) * a, -scale.squeeze(-1) * b
         return (
-            dx.to(x.dtype),
-            dk.sum_to_size(ctx.k_like[0]).to(ctx.k_like[1]),
-            dcapacity.sum_to_size(ctx.capacity_like[0]).to(ctx.capacity_like[1]),
-            dtau.sum_to_size(tau.shape).to(tau.dtype),
+            dx.to(x.device, x.dtype),
+            dk.sum_to_size(ctx.k_like[0]).to(x.device, ctx.k_like[1]),
+            dcapacity.sum_to_size(ctx.capacity_like[0]).to(x.device, ctx.capacity_like[1]),
+            dtau.sum_to_size(tau.shape).to(tau.device, tau.dtype),
             *(None,) * 4,
         )
 
@@ -66,17 +67,17 @@ class _Rule(Rule):
     ) -> Any:
         x, tau, r, c = ctx.saved_tensors
         z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
-        scale = tau.to(r.dtype).unsqueeze(-1)
-        along = torch.zeros_like(f) if dx is None else dx.to(f.dtype)
+        scale = in_float64(tau).unsqueeze(-1)
+        along = torch.zeros_like(f) if dx is None else in_float64(dx)
         if dtau is not None:
-            along = along - z * dtau.to(f.dtype).unsqueeze(-1)
+            along = along - z * in_float64(dtau).unsqueeze(-1)
         along = f * along
         rows, columns = along.sum(-1), along.sum(-2)
-        rows = rows if dk is None else rows - scale.squeeze(-1) * dk
-        columns = columns if dq is None else columns - scale.squeeze(-1) * dq
+        rows = rows if dk is None else rows - scale.squeeze(-1) * in_float64(dk)
+        columns = columns if dq is None else columns - scale.squeeze(-1) * in_float64(dq)
         dr, dc = fit(rows, columns)
         dy = (along - f * (dr.unsqueeze(-1) + dc.unsqueeze(-2))) / scale
-        return dy.to(x.dtype), dr, dc
+        return dy.to(x.device, x.dtype), dr.to(r.device, r.dtype), dc.to(c.device, c.dtype)
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
@@ -124,14 +125,15 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool) ->
         Σ_j f (v − a_i − b_j) = 0,   Σ_i f (v − a_i − b_j) = 0
 
     It is symmetric. Among all fits it takes the one in which b has the mean 0; with ``at_most``, b is 0 where
-    a column has room.
+    a column has room. All of it is in float64, on the CPU where the device of x has none.
     """
+    x, tau, r, c = in_float64(x), in_float64(tau), in_float64(r), in_float64(c)
     # rows and columns that are decided have infinite thresholds and do not move
     still, stays = r.isinf(), c.isinf()
     fixed = x.isinf() | still.unsqueeze(-1) | stays.unsqueeze(-2)
     r, c = r.masked_fill(still, 0), c.masked_fill(stays, 0)
-    value = x.to(r.dtype).masked_fill(fixed, 0)
-    z = (value - r.unsqueeze(-1) - c.unsqueeze(-2)) / tau.to(r.dtype).unsqueeze(-1)
+    value = x.masked_fill(fixed, 0)
+    z = (value - r.unsqueeze(-1) - c.unsqueeze(-2)) / tau.unsqueeze(-1)
     z = z.masked_fill(fixed, 0)
     f = F.pdf(z).masked_fill(fixed, 0)
     rows = f.sum(-1)

@@ -9,6 +9,7 @@ from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
 from khot.nn.attention import topk_attention as topk_attention
+from khot.nn.balanced import BalancedRouter as BalancedRouter
 from khot.nn.balancer import QuantileBalancer as QuantileBalancer
 from khot.nn.beam_search import Beams as Beams
 from khot.nn.beam_search import soft_beam_loss as soft_beam_loss
@@ -27,6 +28,7 @@ from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
 
 __all__ = [
     "Anneal",
+    "BalancedRouter",
     "Beams",
     "ExpertChoiceRouter",
     "KHotGate",

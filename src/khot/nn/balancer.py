@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from khot._core import arguments, rows
 from khot.nn._best import best_indices
+from khot.nn._bias import Biased
 from khot.nn._inputs import check_width
 from khot.nn._two_sided import column_thresholds, even_shares
 from khot.nn._values import describe
@@ -24,7 +25,7 @@ MANTISSA = 23  # bits
 FEWEST_BINS, MOST_BINS = 2 * OCTAVES, 2 * OCTAVES << 10
 
 
-class QuantileBalancer(nn.Module):
+class QuantileBalancer(Biased):
     """Chooses k experts for each token, with a bias per expert that gives all experts the same load.
 
     A token gets the k experts with the largest biased scores s + b. Let its cutoff be the (k+1)-th largest of
@@ -115,8 +116,7 @@ class QuantileBalancer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set all biases to 0, and forget what was counted."""
-        self.bias.zero_()
-        self.counts.zero_()
+        self._reset_bias()
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         check_width(scores, self.num_experts, self, "scores")
@@ -233,21 +233,11 @@ class QuantileBalancer(nn.Module):
         """How many bits at the end of a mantissa make no difference to the bin."""
         return MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
 
-    def _apply(self, fn: Any, recurse: bool = True) -> QuantileBalancer:
-        """Move, but do not cast: half precision has too few digits for a bias, which would then depend on
-        when the model was cast."""
-        bias, was_meta = self.bias, self.bias.is_meta
-        super()._apply(fn, recurse)
-        if self.bias.dtype != torch.float32:
-            self.bias = bias.to(self.bias.device)
-        if was_meta and not self.bias.is_meta:  # what to_empty() gives is not initialised
-            self.reset_parameters()
-        return self
+    def _reset_bias(self) -> None:
+        super()._reset_bias()
+        self.counts.zero_()  # they were counted with other biases
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        bias = state_dict.get(prefix + "bias")
-        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # assign=True would take it as it is
-            state_dict[prefix + "bias"] = bias.float()
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.counts.zero_()  # they were counted with other biases
 

@@ -28,8 +28,8 @@ class MixtureOfExperts(nn.Module):
         mixture.router.balancer.train()
 
     Args:
-        router: a :class:`khot.nn.ExpertChoiceRouter`, which gives all experts the same load, or a
-            :class:`khot.nn.TokenChoiceRouter`, which does so with a ``balancer``.
+        router: a :class:`khot.nn.BalancedRouter` or a :class:`khot.nn.ExpertChoiceRouter`, which give all
+            experts the same load, or a :class:`khot.nn.TokenChoiceRouter`, which does so with a ``balancer``.
         experts: one module per expert of the router, each from tokens (..., in_features) to (..., any size).
 
     Shape:

@@ -34,7 +34,10 @@ EXACT = (
 )
 FEW = 16  # steps per stage on the quick way; it takes 3 to 6 where it arrives
 SAMPLE = 8  # rows per column that suffice for the first stages
+SINGLE = 1e30  # up to here, scores and temperatures fit float32
+GOLDEN = (math.sqrt(5) - 1) / 2
 DECIDED = 1e-4  # a row with less density than this gets its threshold from the soft top-k, exact in gaps
+KEPT = 4  # evaluations that are remembered
 EQUAL = 1e-9  # sums that differ by less, relative, are equal
 
 
@@ -55,12 +58,15 @@ def soft_assign(
     y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
     for i in range(count):
         y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
-    # rounded once, and moved back to a device without float64
-    y, r, c = (
-        y.to(x.device, x.dtype),
-        r.to(x.device, wide_dtype(x.device)),
-        c.to(x.device, wide_dtype(x.device)),
-    )
+
+    def back(value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounded once, and moved back if it was computed elsewhere, on a device that has float64."""
+        if value.device == x.device:
+            return value.to(dtype)
+        return x.new_empty(value.shape, dtype=dtype).copy_(value)
+
+    wide_type = wide_dtype(x.device)
+    y, r, c = back(y, x.dtype), back(r, wide_type), back(c, wide_type)
     return y.view(x.shape), r.view(*batch, m), c.view(*batch, width)
 
 
@@ -93,24 +99,20 @@ def _assign(
     if not bool(lines.any()):
         return y, r, c
     columns = open_.any(0)
-    whole = bool(open_.all())
+    whole = bool(open_.all())  # the usual case, which needs no copies
     inner = x if whole else x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
     problem = Problem(inner, k[lines], goal[columns], F, nonnegative=not equal)
     start = bias[columns]
     start = start - start.mean() if equal else start.clamp(min=0)
     found = follow(problem, start, tau) if equal else None
-    if found is not None:
-        part, r_, c_ = found
+    if found is None:
+        found = _safe(problem, start, tau)
+    if found is None:
+        return _nothing(y, r, c)
+    part, r_, c_ = found
+    if equal:
         shift = c_.amin() if at_most else c_.mean()
-        r_, c_ = r_ + shift, c_ - shift
-    else:
-        c_ = problem.solve(start, tau)
-        if problem.off(c_, tau) > ACCEPTED * float(problem.load.max()):
-            return _nothing(y, r, c)
-        if equal:
-            c_ = c_ - (c_.amin() if at_most else c_.mean())
-        r_ = problem.rows(c_, tau)
-        part = F.cdf((inner - r_.unsqueeze(-1) - c_) / tau).masked_fill(inner == -math.inf, 0)
+        c_, r_ = c_ - shift, r_ + shift
     if whole:
         return part, r_, c_
     where = lines.unsqueeze(-1) & columns
@@ -166,10 +168,27 @@ class Problem:
         self.x, self.k, self.load, self.F = x, k, load, F
         self.shards, self.nonnegative = shards, nonnegative
         self.closed = x == -math.inf
-        self.some_closed = bool(self.closed.any())
+        self.any_closed = bool(self.closed.any())
+        self.seen: list[tuple[Tensor, float, tuple[Tensor, Tensor, Tensor]]] = []
+
+    def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
+        return self._at(c, tau)[1:]
 
     def rows(self, c: Tensor, tau: float) -> Tensor:
         """The rows' thresholds for these of the columns."""
+        return self._at(c, tau)[0]
+
+    def _at(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it. The last results are kept, because a solution is evaluated again where it is used."""
+        for known, at, result in self.seen:
+            if known is c and at == tau:  # thresholds are never changed in place
+                return result
+        result = self._evaluate(c, tau)
+        self.seen = [(c, tau, result), *self.seen[: KEPT - 1]]
+        return result
+
+    def _solve_rows(self, c: Tensor, tau: float) -> Tensor:
         options = (self.x - c, self.k, self.x.new_full((), tau), *self.F.key, "threshold")
         if self.F.built_in:
             _, hi, lo = torch.ops.khot.soft_topk.default(*options)
@@ -177,17 +196,20 @@ class Problem:
             _, hi, lo, *_ = torch.ops.khot.reference_soft_topk.default(*options, "")
         return hi.to(self.x.dtype) + lo
 
-    def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
-        z = (self.x - c - self.rows(c, tau).unsqueeze(-1)) / tau
-        z = z.masked_fill(self.closed, 0)
-        y, f = self.F.cdf(z).masked_fill(self.closed, 0), self.F.pdf(z).masked_fill(self.closed, 0)
+    def _evaluate(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+        r = self._solve_rows(c, tau)
+        z = (self.x - c - r.unsqueeze(-1)) / tau
+        if self.any_closed:
+            z = z.masked_fill(self.closed, 0)
+            y, f = self.F.cdf(z).masked_fill(self.closed, 0), self.F.pdf(z).masked_fill(self.closed, 0)
+        else:
+            y, f = self.F.cdf(z), self.F.pdf(z)
         sums = f.sum(-1, keepdim=True)
         # where no entry of a row is between 0 and 1, the row does not move
         shares = f / sums.masked_fill(sums == 0, 1)
         block = torch.cat([y.sum(0)[None], f.sum(0)[None], f.T @ shares])
         block = self.shards.reduce([block])[0]
-        return block[0] - self.load, (block[1].diag() - block[2:]) / tau
+        return r, block[0] - self.load, (block[1].diag() - block[2:]) / tau
 
     def off(self, c: Tensor, tau: float) -> float:
         """The largest error of a load. With nonnegative thresholds, it may be below its goal where c = 0."""
@@ -229,43 +251,54 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
         if found is not None:
             return found
         c = torch.zeros_like(c)
-    finite = x.masked_fill(problem.closed, 0) if problem.some_closed else x
+    finite = x.masked_fill(problem.closed, 0) if problem.any_closed else x
     spread = float(finite.amax() - finite.amin())
+    if not (1 / SINGLE < tau < SINGLE and spread < SINGLE):
+        return None
     stages = [tau]
     while stages[-1] * STAGE < spread / 4:
         stages.append(stages[-1] * STAGE)
-    step = len(x) // (SAMPLE * x.shape[-1])
-    if step > 1 and len(stages) > 2:
-        # the first stages need only roughly what the columns want, which a part of the rows tells
-        part, share = x[::step].float(), k[::step].float()
-        some = Problem(part, share, (load * (share.sum() / k.sum())).float(), problem.F)
-        c = c.float()
-        r = some.rows(c, stages[-1])
-        while len(stages) > 2:
-            found = _joint(some, r, c, stages.pop(), last=False)
-            if found is None:
-                return None
-            _, r, c = found
-    # float32 is enough for all stages but the end
+    # float32 is enough for all stages but the end, and a part of the rows tells roughly what columns want
     single = Problem(x.float(), k.float(), load.float(), problem.F)
-    r, c = single.rows(c.float(), stages[-1]), c.float()
-    for stage in reversed(stages):
-        found = _joint(single, r, c, stage, last=False)
+    c = c.float()
+    if len(x) > 2 * SAMPLE * x.shape[-1] and len(stages) > 2:
+        rough = _stages(_sample(single), c, stages[2:])
+        if rough is not None:
+            c, stages = rough, stages[:2]
+    found = _stages(single, c, stages)
+    if found is None:
+        return None
+    c = found.to(x.dtype)
+    return _joint(problem, problem.rows(c, tau), c, tau, last=True)
+
+
+def _sample(problem: Problem) -> Problem:
+    """A part of the rows, by multiples of the golden ratio, which avoid all periods that data may have."""
+    count = SAMPLE * problem.x.shape[-1]
+    places = torch.arange(count, dtype=torch.float64, device=problem.x.device)
+    rows = ((places * GOLDEN).frac() * len(problem.x)).long()
+    x, k = problem.x[rows], problem.k[rows]
+    return Problem(x, k, problem.load * (k.sum() / problem.k.sum()), problem.F)
+
+
+def _stages(problem: Problem, c: Tensor, stages: list[float]) -> Tensor | None:
+    """The columns' thresholds, roughly, at the first of these temperatures, from c at the last."""
+    r = problem.rows(c, stages[-1])
+    for tau in reversed(stages):
+        found = _joint(problem, r, c, tau, last=False)
         if found is None:
             return None
         _, r, c = found
-    c = c.to(x.dtype)
-    return _joint(problem, problem.rows(c, tau), c, tau, last=True)
+    return c
 
 
 def _joint(
     problem: Problem, r: Tensor, c: Tensor, tau: float, last: bool, near: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y, r and c after steps at one temperature. None if a number is not finite, if ``last`` and they do not
-    arrive, or if the first error is above ``near``."""
+    """y, r and c after steps at one temperature; None if they do not arrive, or if the first error is above
+    ``near``."""
     x, k, load, F = problem.x, problem.k, problem.load, problem.F
     logistic = F.key[0] == "logistic"
-    reach = REACH * tau
     identity = torch.eye(len(c), dtype=torch.float64, device=c.device)
     for step in range(FEW):
         z = (x - c).sub_(r.unsqueeze(-1)).div_(tau)
@@ -274,7 +307,7 @@ def _joint(
             f = torch.addcmul(y, y, y, value=-1)
         else:
             y, f = F.cdf(z), F.pdf(z)
-            if problem.some_closed:
+            if problem.any_closed:
                 y, f = y.masked_fill_(problem.closed, 0), f.masked_fill_(problem.closed, 0)
         by_row, by_column = y.sum(-1).sub_(k), y.sum(0).sub_(load)
         # on the way, a few rows may stay behind; the last stage starts from exact ones
@@ -287,7 +320,7 @@ def _joint(
         if last and error <= EXACT:
             return _settled(problem, y, r, c, density, tau)
         if not last and error <= COARSE:
-            break
+            return y, r, c
         inverse = 1 / density.clamp(min=1e-30)
         shares = f * inverse.unsqueeze(-1)
         diagonal = f.sum(0)
@@ -299,12 +332,12 @@ def _joint(
         dc = dc.to(c.dtype)
         if int(info):
             return None
-        dr = inverse * (by_row - f @ dc)
         # farther out, the sums are flat and say nothing of the way back
-        dc = (dc * tau) * (reach / (dc * tau).abs().amax().clamp(min=reach))
-        c = c + dc
-        r = r + (dr * tau).clamp(-reach, reach)
-    return None if last else (y, r, c)
+        dc = dc * (REACH / dc.abs().amax().clamp(min=REACH))
+        dr = inverse * (by_row - f @ dc)
+        c = c + dc * tau
+        r = r + dr.clamp(-REACH, REACH) * tau
+    return None
 
 
 def _settled(
@@ -320,6 +353,16 @@ def _settled(
         error = float(((y.sum(0) - problem.load) / problem.load).abs().amax())
         if error > 1e-12:
             return None
+    return y, r, c
+
+
+def _safe(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """y, r and c by exact rows and steps in c alone, from c; None if there is no solution."""
+    c = problem.solve(c, tau)
+    if problem.off(c, tau) > ACCEPTED * float(problem.load.max()):
+        return None
+    r = problem.rows(c, tau)
+    y = problem.F.cdf((problem.x - r.unsqueeze(-1) - c) / tau).masked_fill(problem.closed, 0)
     return y, r, c
 
 

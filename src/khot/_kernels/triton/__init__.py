@@ -6,8 +6,9 @@ programs first take the solver's step from the sums that the pass before left, a
 sum their own part. The number of launches is fixed and rows that are done skip theirs, so that nothing waits
 for the device and a CUDA graph can hold it all.
 
-The logistic soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are
-float32 as well (`resident`, `resident_backward`). An evaluation takes a third of the instructions there, and
+The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
+well (`resident`, `resident_backward`): with the logistic CDF, and for rows that stay on chip with most others
+(`resident.serves`). An evaluation takes a third of the instructions there, and
 most rows need only one. For rows that do not converge, the float64 solver takes over in the same launch. A
 long row streams past one program if there are many rows, or if the row is not too long.
 

@@ -168,11 +168,11 @@ def soft_topk_backward(
     source = layout.rows(x, n)
     # a 0 on the CPU says that nobody asked for the derivative of lo: looking at it waits for nothing
     unasked = grad_lo.is_cpu and grad_lo.dim() == 0 and grad_lo.item() == 0
-    if unasked and resident.serves(x.dtype, rows, n, F.name, output):
+    if unasked and resident.serves(x.dtype, rows, n, F, tau, output):
         with torch.cuda.device_of(x):
             resident_backward.soft_topk_backward(
                 cotangent, source, (hi, lo), layout.values(tau, batch, x.device), (dx, dk, dtau),
-                rows, n, output,
+                rows, n, F, output,
             )  # fmt: skip
         return dx, dk, dtau
     cotangent_lo = layout.numbers(grad_lo, batch, x.device)

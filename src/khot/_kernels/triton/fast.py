@@ -13,6 +13,7 @@ __all__ = [
     "LOG2E",
     "PTX",
     "any_row",
+    "half_with_sign",
     "log2",
     "plus",
     "reciprocal",

@@ -216,10 +216,10 @@ def soft_topk(
     if rows == 0:
         return out, hi, lo
     source = layout.rows(x, n)
-    if resident.serves(x.dtype, rows, n, F.name, output):
+    if resident.serves(x.dtype, rows, n, F, tau, output):
         numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
         with torch.cuda.device_of(x):
-            resident.soft_topk(source, *numbers, out, hi, lo, rows, n, output)
+            resident.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
         return out, hi, lo
     k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
     which = {"power": layout.power(F), "CDF": layout.cdf_id(F.name)}

@@ -1,10 +1,11 @@
-"""The logistic soft top-k of rows that stay on chip, in float32, for float32 and narrower scores.
+"""The soft top-k of rows that stay on chip, in float32, for float32 and narrower scores.
 
-One read, one evaluation of the soft count for most rows at τ of the scores' own scale, one write. The first
-guess comes from the row's mean and variance; an evaluation yields the first five derivatives of the count,
-and the step to the root of their Taylor polynomial is the last one if it is short. Far from the root the step
-comes from a model of the count, inside a bracket. A threshold in a gap wider than the exponentials reach has
-a closed form.
+One read, few evaluations of the soft count, one write: with the logistic CDF most rows need one evaluation at
+τ of the scores' own scale. The first guess comes from the row's mean and variance; an evaluation yields the
+first five derivatives of the count, and the step to the root of their Taylor polynomial is the last one if it
+is short. Far from the root the step comes from a model of the count, inside a bracket. A threshold in a gap
+wider than the density reaches has a closed form, except for the normal CDF. What depends on the CDF is in
+:mod:`.terms`.
 
 The rows for which that does not suffice (no answer, infinite scores, a temperature out of range, no
 convergence) are solved again, in the same program, by the float64 solver of :mod:`.solver`, a chunk at a
@@ -21,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
     any_row,
-    half_with_sign,
     log2,
     plus,
     reciprocal,
@@ -36,12 +37,25 @@ from khot._kernels.triton.fast import (
     wide,
     with_sign,
 )
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F, pair
+from khot._kernels.triton.functions import (
+    LAPLACE,
+    LOG,
+    LOGISTIC,
+    NORMAL,
+    OUTPUTS,
+    chunks,
+    full_support,
+    log_F,
+    median,
+    pair,
+)
 from khot._kernels.triton.solver import add_statistics, add_sums, begin, take_step, write_chunk
+from khot._kernels.triton.terms import hard_count, moment_quantile, series, term_count, terms, unit, value
 
 __all__ = [
     "FLUSH",
     "KERNELS",
+    "POWER",
     "entries",
     "inside",
     "load_rows",
@@ -53,14 +67,22 @@ __all__ = [
     "solve_rows",
 ]
 
+# The CDFs besides the logistic one, for rows that stay on chip. The power is not among them: where few
+# entries are undecided, the step for compact support takes more evaluations than the older kernel's.
+SERVED = {"laplace", "uniform", "normal"}
+POWER = tl.constexpr(1.0)  # what the functions of all CDFs are given: the exponent of z, which only one needs
 EVALUATIONS = 24  # at most, before a row is left to the float64 solver
 
-VARIANCE = tl.constexpr(3.289868133696453)  # π²/3, of the logistic distribution
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
-# 1.6e-7 of the sum of densities there.
+# 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
+# follow: the error is up to half the square of the step.
 SHORT = tl.constexpr(0.2)
-# and for misses of up to this many times the sum of densities
+SHORT_NORMAL = tl.constexpr(0.15)
+SHORT_KINKED = tl.constexpr(3e-4)
+# and for misses of up to this many times the sum of densities; for compact support, whose polynomial ends
+# wherever an entry enters or leaves the support, the miss itself has to be as small as rounding leaves it
 SMALL = tl.constexpr(0.3)
+SMALL_COMPACT = tl.constexpr(3e-7)
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
 RESCUE_EVALUATIONS = tl.constexpr(64)
 FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
@@ -211,7 +233,7 @@ def _ordinary_terms(x, given):
     """y = σ(z), and with f = y(1 − y): f, fy, f², f²y, f³.
 
     Σy itself has enough digits where many entries are undecided; this takes two thirds of the instructions
-    of :func:`_terms`. Given are hi, lo·log₂e/τ and log₂e/τ.
+    of :func:`.terms.terms`. Given are hi, lo·log₂e/τ and log₂e/τ.
     """
     hi, shift, scale = given
     y = reciprocal(1.0 + tl.exp2(shift - (x - hi) * scale))
@@ -220,44 +242,57 @@ def _ordinary_terms(x, given):
     return y, f, f * y, ff, ff * y, ff * f
 
 
-@triton.jit
-def _terms(x, given):
-    """±½ as the entry lies above t or below, ±min(y, 1 − y), and with w = 2y − 1: f, fw, f², f²w, f³.
-
-    The count is that of the hard mask less the tails, so that nothing is lost far from the entries.
-    """
-    hi, shift, scale = given
-    v = (x - hi) * scale - shift
-    e = tl.exp2(-tl.abs(v))
-    r = reciprocal(1.0 + e)
-    tail = e * r
-    f = tail * r
-    w = with_sign(r - tail, v)
-    ff = f * f
-    return half_with_sign(v), with_sign(tail, v), f, f * w, ff, ff * w, ff * f
-
-
 # ----------------------------------------------------------------------------------------------- the step
 
 
-@triton.jit
-def _taylor(miss, f_sum, slope, ff_sum, fourth, fff):
-    """The step in units of τ that the Taylor polynomial of the count makes, and its first coefficients.
+@triton.constexpr_function
+def _short_step(CDF):
+    """The longest step in units of τ that may be the last one, by Taylor's polynomial."""
+    CDF = getattr(CDF, "value", CDF)
+    if LAPLACE.value == CDF:
+        return SHORT_KINKED.value
+    return SHORT_NORMAL.value if NORMAL.value == CDF else SHORT.value
 
-    miss = μΣf, and the count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ: the
-    derivatives of σ are f, −fw, f(1 − 6f), −fw(1 − 12f), f(1 − 30f + 120f²).
-    """
-    f_sum, slope, ff_sum = f_sum.to(tl.float32), slope.to(tl.float32), ff_sum.to(tl.float32)
-    fourth, fff = fourth.to(tl.float32), fff.to(tl.float32)
-    per = reciprocal(f_sum)
-    mu, beta, gamma = miss * per, slope * per, 1 - 6 * ff_sum * per
-    delta, epsilon = beta - 12 * fourth * per, 1 - 30 * ff_sum * per + 120 * fff * per
+
+@triton.jit
+def _taylor(miss, mass, beta, gamma, delta, epsilon):
+    """The step in units of τ that the Taylor polynomial of the count makes, and μ = miss/Σf."""
+    mu = miss * reciprocal(mass)
     h = mu * reciprocal(1 - 0.5 * mu * beta)  # Halley's
     for _ in tl.static_range(2):  # Newton's on the polynomial
         cubic = 0.5 * beta - h * (1 / 6 * gamma - h * (1 / 24 * delta - h * (1 / 120 * epsilon)))
         rate = 1 - h * (beta - h * (0.5 * gamma - h * (1 / 6 * delta - h * (1 / 24 * epsilon))))
         h += (mu - h * (1 - h * cubic)) * reciprocal(rate)
-    return h, mu, beta, gamma
+    return h, mu
+
+
+@triton.jit
+def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
+    """Whether Taylor's polynomial is accurate for a step of h."""
+    if CDF == NORMAL:
+        # Its derivatives grow with z: γ is the mean of z² − 1 over the densities, and ε about that of z⁴,
+        # which tells of many entries far out beside a few near t.
+        square = tl.maximum(gamma, tl.sqrt(tl.maximum(epsilon, 1.0)))
+        h *= tl.sqrt(square)
+    return tl.abs(h) <= _short_step(CDF)
+
+
+@triton.jit
+def _propose(sums, k, k_rest, seen, CDF: tl.constexpr):
+    """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
+    k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one."""
+    less, mass, beta, gamma, delta, epsilon = series(sums, CDF)
+    excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
+    miss = excess - less
+    live = mass > UNDECIDED
+    if full_support(CDF):
+        h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
+        last = (tl.abs(mu) <= 1.5 * _short_step(CDF)) & _is_short(h, gamma, epsilon, CDF) & live
+    else:
+        mu = miss * reciprocal(mass)
+        h = mu
+        last = (tl.abs(mu) <= SMALL_COMPACT) & live
+    return excess, miss, h, mu, beta, gamma, mass, last
 
 
 @triton.jit
@@ -281,25 +316,30 @@ def _from_log(v, tau):
 @triton.jit
 def _search(
     miss, mu, beta, gamma, f_sum, t, k, n, tau, inverse, goal, crowd,
-    low, high, miss_low, miss_high, g_low, g_high, side, count,
+    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr,
 ):  # fmt: skip
     """The step in units of τ where Taylor's is too long to be trusted; and the bracket [low, high] of t.
 
-    Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives. Many:
-    the count goes on as of entries spread evenly, as many in a τ as between the ends of the bracket. Where
-    either leaves the bracket: the secant of the count's logit, with Illinois' halving; and every third time
-    the middle on a scale that is logarithmic in t/τ.
+    Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives, or, with
+    compact support, as they are. Many: the count goes on as of entries spread evenly, as many in a τ as
+    between the ends of the bracket. Where either leaves the bracket: the secant of the count's logit, with
+    Illinois' halving; and every third time the middle on a scale that is logarithmic in t/τ.
     """
     live = f_sum > UNDECIDED
-    # sinh(λh)/λ − β(cosh(λh) − 1)/λ² = μ, a quadratic equation in e^(λh)
-    rate = tl.sqrt(tl.minimum(tl.maximum(tl.maximum(gamma, beta * beta), 0.01), 1.0))
-    per_rate = reciprocal(rate)
-    q = tl.minimum(tl.maximum(beta * per_rate, -1.0), 1.0)
-    p = rate * mu - q
-    root = tl.sqrt(p * p + (1 - q) * (1 + q))
-    larger = (p + root) * reciprocal(tl.maximum(1 - q, 1e-12))
-    smaller = tl.maximum(1 + q, 1e-12) * reciprocal(root - p)
-    near = log2(tl.where(p > 0, larger, smaller)) * (per_rate * LN2)
+    if full_support(CDF):
+        # sinh(λh)/λ − β(cosh(λh) − 1)/λ² = μ, a quadratic equation in e^(λh)
+        rate = tl.sqrt(
+            tl.minimum(tl.maximum(tl.maximum(gamma, beta * beta), 0.01), 200.0 if CDF == NORMAL else 1.0)
+        )
+        per_rate = reciprocal(rate)
+        q = tl.minimum(tl.maximum(beta * per_rate, -1.0), 1.0)
+        p = rate * mu - q
+        root = tl.sqrt(p * p + (1 - q) * (1 + q))
+        larger = (p + root) * reciprocal(tl.maximum(1 - q, 1e-12))
+        smaller = tl.maximum(1 + q, 1e-12) * reciprocal(root - p)
+        near = log2(tl.where(p > 0, larger, smaller)) * (per_rate * LN2)
+    else:
+        near = mu
 
     above = miss > 0  # t is too low
     soft = k + miss
@@ -315,29 +355,38 @@ def _search(
     between = (miss_low - miss_high) * tau * reciprocal(high - low)
     crowd = tl.where(both & (between > 0), between, crowd)
     dense = miss * (6 + 2 * reciprocal(crowd)) * reciprocal(6 * f_sum + 2)
-    few = (tl.abs(miss) < 1) & (f_sum < 1) & live
+    few = live & (((tl.abs(miss) < 1) & (f_sum < 1)) if full_support(CDF) else (tl.abs(mu) < 0.5))
     step = tl.where(few | (live & (tl.abs(near) < 0.5)), near, dense)
 
     reached = t + step * tau
     share = tl.minimum(tl.maximum(g_low * reciprocal(g_low - g_high), 0.02), 0.98)
     secant = tl.where(both, low + (high - low) * share, 0.5 * (low + high))
     astray = ~((reached > low) & (reached < high)) | (~few & both & (f_sum < 0.5))
-    step = tl.where(astray & ~(tl.abs(step) <= SHORT), (secant - t) * inverse, step)
+    trusted: tl.constexpr = SHORT if full_support(CDF) else 1e-3
+    step = tl.where(astray & ~(tl.abs(step) <= trusted), (secant - t) * inverse, step)
     if (count >= 5) & (count % 3 == 2):
         middle = _from_log(0.5 * _to_log(low, tau) + 0.5 * _to_log(high, tau), tau)
+        if not full_support(CDF):  # Newton may creep where a support ends
+            few = few & (tl.abs(step) < 1e-2)
         step = tl.where(few, step, (middle - t) * inverse)
     return step, low, high, miss_low, miss_high, g_low, g_high, side
 
 
 @triton.jit
-def _result(x, given, OUTPUT: tl.constexpr):
-    """y or its logarithm."""
+def _result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+    """y or its logarithm.
+
+    Given are hi; for y, lo and 1, each times ±unit/τ, and what turns 1 − y into y; for the logarithm, 1/τ and
+    lo/τ.
+    """
     hi, shift, turn, sign, base, inverse, low = given
     if OUTPUT == LOG:
         z = (x - hi) * inverse - low
-        return tl.where(z == float("-inf"), z, log_F(z, 1.0, LOGISTIC))
-    else:
+        return tl.where(z == float("-inf"), z, log_F(z, POWER, CDF))
+    elif CDF == LOGISTIC:
         return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
+    else:
+        return value((x - hi) * turn - shift, CDF)
 
 
 @triton.jit
@@ -346,13 +395,17 @@ def _min_max(a0, a1, b0, b1):
 
 
 @triton.jit
-def _gap(x, hi, lo, scale, tau, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
-    """t in a gap that no exponential crosses: as much is missing above t as is left over below it.
+def _gap(x, hi, lo, scale, tau, CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
+    """t in a gap that no density crosses, and whether there is such a gap.
 
-    Both are sums of one exponential law, so that the logarithms of the sums relative to the nearest entry,
-    up above t and down below it, give t = (up + down)/2 + τ/2·(ln B − ln A).
+    With exponential tails as much is missing above t as is left over below it. Both are sums of one
+    exponential law, so that the logarithms of the sums relative to the nearest entry, up above t and down
+    below it, give t = (up + down)/2 + τ/2·(ln B − ln A). With compact support every t from down to up − τ
+    solves the equation, and the middle of them is taken.
     """
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    if not full_support(CDF):
+        lo = lo + median(POWER, CDF) * tau
     hi, lo, rate = wide(hi, TOGETHER), wide(lo, TOGETHER), wide(scale, TOGETHER)
     for i in tl.static_range(PIECES):
         above = x[i] - hi > lo
@@ -362,21 +415,29 @@ def _gap(x, hi, lo, scale, tau, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
         else:
             least, greatest = tl.minimum(least, over), tl.maximum(greatest, under)
     up, down = tl.reduce((least, greatest), AXIS, _min_max)
-    sums = ()
-    for i in tl.static_range(PIECES):
-        above = x[i] - hi > lo
-        distance = tl.where(above, wide(up, TOGETHER) - x[i], x[i] - wide(down, TOGETHER))
-        e = tl.exp2(distance * rate)
-        terms = (tl.where(above, e, 0.0), tl.where(above, 0.0, e))
-        sums = plus(sums, terms)
-    A, B = total(sums, TOGETHER)
     middle, rest = two_sum(0.5 * up, 0.5 * down)
-    return two_sum(middle, rest + (log2(B) - log2(A)) * (0.5 * LN2) * tau)
+    if full_support(CDF):
+        sums = ()
+        for i in tl.static_range(PIECES):
+            above = x[i] - hi > lo
+            distance = tl.where(above, wide(up, TOGETHER) - x[i], x[i] - wide(down, TOGETHER))
+            e = tl.exp2(distance * rate)
+            terms = (tl.where(above, e, 0.0), tl.where(above, 0.0, e))
+            sums = plus(sums, terms)
+        A, B = total(sums, TOGETHER)
+        rest += (log2(B) - log2(A)) * (0.5 * LN2) * tau
+        exists = up > down
+    else:
+        rest -= 0.5 * tau
+        exists = up - down >= tau
+    t, t_rest = two_sum(middle, rest)
+    return t, t_rest, exists
 
 
 @triton.jit
 def _rescue(
     x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, row, n, k, tau,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, CDF: tl.constexpr,
     OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row by the float64 solver, which reads it again a chunk at a time."""
@@ -397,10 +458,10 @@ def _rescue(
         squares / tl.maximum(size, 1.0),
         k,
         tau,
-        0.0,
+        MEAN,
         VARIANCE,
-        1.0,
-        LOGISTIC,
+        POWER,
+        CDF,
     )
     hi, lo = pair(hi, zero, False)
     near_up, near_down = zero, zero
@@ -409,12 +470,12 @@ def _rescue(
     while running > 0:
         sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
         m, A, B, f_above, f_below, up, down = chunks(
-            add_sums, sums, (hi, lo, tau, near_up, near_down, 1.0, LOGISTIC),
+            add_sums, sums, (hi, lo, tau, near_up, near_down, POWER, CDF),
             x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
         )  # fmt: skip
         hi, lo, low, high, near_up, near_down, finished = take_step(
             m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
-            hi, lo, low, high, near_up, near_down, count, False, 1.0, LOGISTIC,
+            hi, lo, low, high, near_up, near_down, count, False, POWER, CDF,
         )  # fmt: skip
         count += 1
         running = tl.where(count < RESCUE_EVALUATIONS, tl.sum(tl.where(finished, 0, 1)), 0)
@@ -422,7 +483,7 @@ def _rescue(
     tl.store(hi_pointer + one, hi)
     tl.store(lo_pointer + one, lo)
     chunks(
-        write_chunk, (), (out_pointer, n, hi, lo, tau, 1.0, LOGISTIC, OUTPUT),
+        write_chunk, (), (out_pointer, n, hi, lo, tau, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 
@@ -434,14 +495,15 @@ def _rescue(
 def solve_rows(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, CDF: tl.constexpr,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = False,
+    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
     many entries at a time.
 
-    ORDINARY leaves out all but the path of an ordinary row: for counting its instructions, and for nothing
-    else.
+    ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
+    counting its instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
@@ -467,7 +529,7 @@ def solve_rows(
                 )
     inverse = reciprocal(tau)
     inverse = inverse * (2 - tau * inverse)  # to the last digit
-    scale = inverse * LOG2E
+    scale = inverse * unit(CDF)
     rest = n - k
     ok = (k > 0) & (rest > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
 
@@ -477,29 +539,54 @@ def solve_rows(
     variance = tl.maximum(second * per - offset * offset, 0.0)
     log_k, log_rest = log2(k), log2(rest)
     goal = log_k - log_rest
-    normal = with_sign(_quantile(tl.minimum(log_k, log_rest) - log2(n)), goal)
+    log_share = tl.minimum(log_k, log_rest) - log2(n)
+    normal = with_sign(_quantile(log_share), goal)
     noise = tau * tau * VARIANCE
     spread = noise + variance
     per_deviation = tl.rsqrt(spread)
     deviation = spread * per_deviation
-    own = goal * (LN2 * 0.5513288954217921)  # the logit over F's deviation, π/√3
+    own = moment_quantile(log_share, goal, normal, k, n, CDF)
     quantile = normal + (own - normal) * (noise * per_deviation * per_deviation)
+    offset -= tau * MEAN
     hi = origin + (offset - quantile * deviation)
     lo = hi * 0
     ok = ok & (tl.abs(hi) < 1e30)
     done = ~(ok & there)
     deep = done & ~done
+    nothing = hi * 0
 
-    # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
-    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
-    y_sum, f_sum, fy, ff_sum, ffy, fff = over(
-        x, at, n_columns, _ordinary_terms, given, 6, TOGETHER, PIECES, WIDTH, STREAM
-    )
-    miss = ((y_sum - k) - k_rest).to(tl.float32)
-    h, mu, beta, gamma = _taylor(miss, f_sum, f_sum - 2 * fy, ff_sum, ff_sum - 2 * ffy, fff)
-    last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
-    hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
-    done = done | last
+    # as many halves as entries were looked at, those beyond the row's end among them
+    seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
+    if CDF == LOGISTIC:
+        # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
+        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
+        y_sum, f_sum, fy, ff_sum, ffy, fff = over(
+            x, at, n_columns, _ordinary_terms, given, 6, TOGETHER, PIECES, WIDTH, STREAM
+        )
+        miss = ((y_sum - k) - k_rest).to(tl.float32)
+        f_sum, ff_sum, fff = f_sum.to(tl.float32), ff_sum.to(tl.float32), fff.to(tl.float32)
+        first_sums = (
+            miss,
+            miss,
+            f_sum,
+            2 * fy.to(tl.float32) - f_sum,
+            ff_sum,
+            2 * ffy.to(tl.float32) - ff_sum,
+            fff,
+        )
+        _, _, beta, gamma, delta, epsilon = series(first_sums, CDF)
+        h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
+        last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
+        hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
+        done = done | last
+    for _ in tl.static_range(ORDINARY - 1 if CDF == LOGISTIC else ORDINARY):
+        sums = over(
+            x, at, n_columns, terms,
+            (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), CDF),
+            term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+        )  # fmt: skip
+        _, _, h, _, _, _, _, _ = _propose(sums, k, k_rest, seen, CDF)
+        hi, lo = two_sum(hi, lo + tl.where(done, 0.0, h) * tau)
 
     if not ORDINARY:
         # bounds on any quantile (Cantelli), a little wider than they need to be
@@ -507,29 +594,24 @@ def solve_rows(
         low = (origin + offset) - 1.001 * deviation * ratio
         high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
         crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
-        nothing = hi * 0
         miss_low, miss_high, g_low, g_high, side = nothing, nothing, nothing, nothing, nothing
         count = 0
-        # as many halves as entries were looked at, those beyond the row's end among them
-        seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
         running = (count < evaluations) & any_row(~done, TOGETHER)
         while running:
-            given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
-            above, tails, f_sum, fw, ff_sum, ffw, fff = over(
-                x, at, n_columns, _terms, given, 7, TOGETHER, PIECES, WIDTH, STREAM
-            )
-            excess = (((above + 0.5 * seen) - k) - k_rest).to(tl.float32)
-            miss = excess - tails.to(tl.float32)
-            h, mu, beta, gamma = _taylor(miss, f_sum, -fw, ff_sum, -ffw, fff)
-            mass = f_sum.to(tl.float32)
-            live = mass > UNDECIDED
-            last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & live
-            deep = deep | (~done & ~live & (excess == 0))
+            # Constants stay constants only in a tuple that has no name; and no sums of this name may come
+            # from before the loop, which a row that streams past would carry along in another precision.
+            sums = over(
+                x, at, n_columns, terms,
+                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), CDF),
+                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+            )  # fmt: skip
+            excess, miss, h, mu, beta, gamma, mass, last = _propose(sums, k, k_rest, seen, CDF)
+            deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
             done = done | deep
             if any_row(~(last | done), TOGETHER):
                 step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
                     miss, mu, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
-                    low, high, miss_low, miss_high, g_low, g_high, side, count,
+                    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF,
                 )  # fmt: skip
                 h = tl.where(last, h, step)
             failed = ~(tl.abs(h) < 1e30) & ~done
@@ -540,22 +622,25 @@ def solve_rows(
             count += 1
             running = (count < evaluations) & any_row(~done, TOGETHER)
         ok = ok & done
-        if STREAM:
+        if STREAM or CDF == NORMAL:
             ok = ok & ~deep
         else:
             if any_row(deep, TOGETHER):
-                gap_hi, gap_lo = _gap(x, hi, lo, scale, tau, TOGETHER, PIECES)
+                gap_hi, gap_lo, exists = _gap(x, hi, lo, scale, tau, CDF, TOGETHER, PIECES)
+                ok = ok & (exists | ~deep)
                 hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
     ok = ok & there
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
-    flip = k > rest
-    turn, sign, shift = tl.where(flip, -scale, scale), tl.where(flip, -1.0, 1.0), tl.where(flip, 1.0, 0.0)
+    turn, sign, base = scale, nothing + 1, nothing
+    if CDF == LOGISTIC:  # the others' y above t is 1 less a tail anyhow
+        # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
+        flip = k > rest
+        turn, sign, base = tl.where(flip, -scale, scale), tl.where(flip, -1.0, 1.0), tl.where(flip, 1.0, 0.0)
     row_values = (
         wide(hi, TOGETHER), wide(lo * turn, TOGETHER), wide(turn, TOGETHER), wide(sign, TOGETHER),
-        wide(shift, TOGETHER), wide(inverse, TOGETHER), wide(lo * inverse, TOGETHER),
+        wide(base, TOGETHER), wide(inverse, TOGETHER), wide(lo * inverse, TOGETHER),
     )  # fmt: skip
     to = out_pointer + entries(row, n_columns, column, TOGETHER)
     if STREAM:
@@ -570,12 +655,12 @@ def solve_rows(
                 held = held + (piece,)  # type: ignore[assignment]  # noqa: RUF005
             for i in tl.static_range(PIECES):
                 valid = inside(ok, column + (start + i * WIDTH), n_columns, 1, False)
-                out = _result(held[i], row_values, OUTPUT).to(out_pointer.dtype.element_ty)
+                out = _result(held[i], row_values, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
                 tl.store(to + (start + i * WIDTH), out, mask=valid)
     else:
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            out = _result(x[i], row_values, OUTPUT).to(out_pointer.dtype.element_ty)
+            out = _result(x[i], row_values, CDF, OUTPUT).to(out_pointer.dtype.element_ty)
             tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
@@ -587,17 +672,22 @@ def solve_rows(
                     _rescue(
                         x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, start + r, n_columns,
                         number64(k_pointer, k_stride, k_high, k_low, start + r),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r), OUTPUT, CHUNK,
+                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
+                        MEAN, VARIANCE, CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
 
 KERNELS = (solve_rows,)
 
 
-def serves(dtype: torch.dtype, rows: int, n: int, cdf: str, output: str) -> bool:
+def serves(dtype: torch.dtype, rows: int, n: int, F: cdfs.CDF, tau: Tensor, output: str) -> bool:
     """Whether these kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
-    fits = n <= max(layout.RESIDENT, layout.STREAMED) or rows >= layout.STREAMS
-    return cdf == "logistic" and output != "threshold" and dtype != torch.float64 and fits
+    if output == "threshold" or dtype == torch.float64:
+        return False
+    if F.name == "logistic":
+        return n <= max(layout.RESIDENT, layout.STREAMED) or rows >= layout.STREAMS
+    # their rescue computes in float32 too, which does not hold every τ
+    return F.name in SERVED and n <= layout.RESIDENT and layout.compute(dtype, tau) == tl.float32
 
 
 def soft_topk(
@@ -609,12 +699,14 @@ def soft_topk(
     lo: Tensor,
     rows: int,
     n: int,
+    F: cdfs.CDF,
     output: str,
 ) -> None:
     """Fill out, hi and lo."""
     tile = layout.tile(rows, n)
     solve_rows[(-(-rows // tile.together),)](
         *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS,
+        MEAN=F.mean, VARIANCE=F.variance, CDF=layout.cdf_id(F.name),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),

@@ -1,4 +1,4 @@
-"""Backward of the logistic soft top-k for rows that stay on chip, in float32.
+"""Backward of the soft top-k for rows that stay on chip, in float32.
 
 Of x and the incoming gradient one read, of the result one write, as softmax's backward has. The density f is
 taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish, and rows
@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import LN2, LOG2E, any_row, plus, reciprocal, split, total, wide
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks
+from khot._kernels.triton.fast import any_row, plus, reciprocal, split, total, wide
+from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
 from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
-from khot._kernels.triton.resident import FLUSH, entries, inside, number64, numbers, place_rows
+from khot._kernels.triton.resident import FLUSH, POWER, entries, inside, number64, numbers, place_rows
+from khot._kernels.triton.terms import density, log_rate, unit
 
 __all__ = ["KERNELS", "pull_rows", "soft_topk_backward"]
 
@@ -24,23 +26,21 @@ FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost t
 
 
 @triton.jit
-def _terms(x_at, grad_at, valid, hi, shift, scale, OUTPUT: tl.constexpr):
-    """f; u = v·∂out/∂z for the incoming gradient v; and z·log₂e."""
+def _terms(x_at, grad_at, valid, hi, shift, scale, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+    """f; u = v·∂out/∂z for the incoming gradient v; and z in the units of :mod:`.terms`."""
     x = tl.load(x_at, mask=valid, other=float("-inf")).to(tl.float32)
     v = tl.load(grad_at, mask=valid, other=0.0).to(tl.float32)
     finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient
     z = tl.where(finite, (x - hi) * scale - shift, -1e4)
-    e = tl.exp2(-tl.abs(z))
-    r = reciprocal(1.0 + e)
-    f = e * r * r
-    rate = tl.where(z > 0, e * r, r) if OUTPUT == LOG else f
+    f = density(z, CDF)
+    rate = log_rate(z, f, CDF) if OUTPUT == LOG else f
     return f, tl.where(finite, v * rate, 0.0), z
 
 
 @triton.jit
 def _rescue(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
-    dtau_pointer, row, n, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    dtau_pointer, row, n, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row by the float64 functions, which read it again a chunk at a time."""
     one = row + tl.arange(0, 1)
@@ -50,17 +50,17 @@ def _rescue(
     sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
     incoming = (grad_pointer, grad_row, grad_column)
     near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = chunks(
-        add_gradient_sums, sums, (incoming, hi, lo, tau, 1.0, LOGISTIC, OUTPUT),
+        add_gradient_sums, sums, (incoming, hi, lo, tau, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
     dk, dtau, pull, gap = gradient_row(
         near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, zero, hi,
-        tau, LOGISTIC, OUTPUT,
+        tau, CDF, OUTPUT,
     )  # fmt: skip
     tl.store(dk_pointer + one, dk)
     tl.store(dtau_pointer + one, dtau)
     chunks(
-        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, 1.0, LOGISTIC, OUTPUT),
+        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, POWER, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 
@@ -69,7 +69,8 @@ def _rescue(
 def pull_rows(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
-    OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
     ORDINARY: tl.constexpr = False,
 ):  # fmt: skip
@@ -85,8 +86,8 @@ def pull_rows(
     tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
     inverse = reciprocal(tau)
     inverse = inverse * (2 - tau * inverse)  # to the last digit
-    center, scale = wide(hi, TOGETHER), wide(inverse * LOG2E, TOGETHER)
-    shift = wide(lo * inverse * LOG2E, TOGETHER)
+    center, scale = wide(hi, TOGETHER), wide(inverse * unit(CDF), TOGETHER)
+    shift = wide(lo * inverse * unit(CDF), TOGETHER)
 
     column = tl.arange(0, WIDTH)
     x_at = x_pointer + entries(row, x_stride, column, TOGETHER)
@@ -108,7 +109,7 @@ def pull_rows(
                     offset = start + i * WIDTH
                     f, u, z = _terms(
                         x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
-                        column + offset < n_columns, center, shift, scale, OUTPUT,
+                        column + offset < n_columns, center, shift, scale, CDF, OUTPUT,
                     )  # fmt: skip
                     part = plus(part, (f, u, f * z, u * z))
             sums = plus(sums, total(part, 1))
@@ -118,14 +119,14 @@ def pull_rows(
     else:
         for i in tl.static_range(PIECES):
             valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT)
             terms = (f, u, f * z, u * z)
             held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
             if not AGAIN:
                 fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
         f_sum, u_sum, fz, uz = total(held, TOGETHER)
     pull = u_sum * reciprocal(f_sum)
-    dtau = (pull * fz - uz) * inverse * LN2
+    dtau = (pull * fz - uz) * inverse * (1 / unit(CDF))
     ok = (f_sum > FADED) & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
     ok = ok & (tau > 1e-25) & (tau < 1e25) & there
     tl.store(dk_pointer + row, pull.to(tl.float64), mask=ok)
@@ -139,7 +140,7 @@ def pull_rows(
                 valid = inside(ok, column + offset, n_columns, 1, False)
                 f, u, z = _terms(
                     x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid, center, shift,
-                    scale, OUTPUT,
+                    scale, CDF, OUTPUT,
                 )  # fmt: skip
                 dx = (u - f * share) * per
                 tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
@@ -147,7 +148,9 @@ def pull_rows(
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
             if AGAIN:
-                f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, OUTPUT)
+                f, u, z = _terms(
+                    x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT
+                )
             else:
                 f, u = fs[i], us[i]
             dx = (u - f * share) * per
@@ -163,7 +166,7 @@ def pull_rows(
                         grad_pointer, grad_row, grad_column, x_pointer, x_stride,
                         tl.load(hi_pointer + start + r), tl.load(lo_pointer + start + r),
                         number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, OUTPUT, CHUNK,
+                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
 
@@ -178,13 +181,15 @@ def soft_topk_backward(
     results: tuple[Tensor, Tensor, Tensor],
     rows: int,
     n: int,
+    F: cdfs.CDF,
     output: str,
 ) -> None:
     """Fill the results: dx, dk and dtau."""
     tile = layout.tile(rows, n)
     pull_rows[(-(-rows // tile.together),)](
         *grad, *source, *t, *tau, *results, rows, n,
-        OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
+        CDF=layout.cdf_id(F.name), OUTPUT=OUTPUTS[output],
+        TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip

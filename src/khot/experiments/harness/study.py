@@ -54,6 +54,7 @@ PAPERS = {
     "soft-ot-topk": "Xie et al. 2020, Differentiable Top-k Operator with Optimal Transport",
     "lapsum": "Struski et al. 2025, LapSum: One Method to Differentiate Them All",
     "sparse-topk": "Sander et al. 2023, Fast, Differentiable and Sparse Top-k: a Convex Analysis Perspective",
+    "topk-sae": "Gao et al. 2024, Scaling and Evaluating Sparse Autoencoders",
     "quantile-balancing": "What frameworks for training do: biases of experts from quantiles of their scores",
 }
 

@@ -1,0 +1,203 @@
+"""The CDFs in float32, in few instructions: what the kernels of resident rows add up, and y.
+
+Everything is a function of v = (x − t)·unit/τ, where :func:`unit` makes the exponential a power of two. A CDF
+has one tuple of terms that are summed over the entries, and :func:`series` derives from the sums what a step
+needs. The CDFs are the logistic, Laplace, normal and uniform ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from khot._kernels.triton.fast import LN2, half_with_sign, reciprocal, with_sign
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, full_support
+
+__all__ = [
+    "hard_count",
+    "density",
+    "log_rate",
+    "moment_quantile",
+    "series",
+    "term_count",
+    "terms",
+    "unit",
+    "value",
+]
+
+NORMAL_UNIT = tl.constexpr(math.sqrt(0.5 / math.log(2)))  # 2^(−v²) = e^(−z²/2)
+PHI = tl.constexpr(1 / math.sqrt(2 * math.pi))
+# The normal distribution's tail, divided by 2^(−v²)·t, as a polynomial in t = 1/(1 + 0.3|v|). It was fitted
+# by least squares with Lawson's weights, which minimise the largest relative error: 4e-8.
+TAIL = tl.constexpr(
+    (
+        0.10164911299943924,
+        0.10164880007505417,
+        0.09505034983158112,
+        0.08197396993637085,
+        0.061606839299201965,
+        0.052643246948719025,
+        -0.013254992663860321,
+        0.07025182992219925,
+        -0.0703066810965538,
+        0.018737539649009705,
+    )
+)
+
+
+@triton.constexpr_function
+def unit(CDF):
+    """v/z, where z = (x − t)/τ."""
+    CDF = getattr(CDF, "value", CDF)
+    if CDF in (LOGISTIC.value, LAPLACE.value):
+        return 1 / math.log(2)
+    return NORMAL_UNIT.value if NORMAL.value == CDF else 1.0
+
+
+@triton.constexpr_function
+def term_count(CDF):
+    """How many members the tuple of :func:`terms` has."""
+    return {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 4}.get(getattr(CDF, "value", CDF), 3)
+
+
+@triton.jit
+def _normal_tail(v):
+    """The tail beyond |v| over 2^(−v²), and that power."""
+    a = tl.abs(v)
+    t = reciprocal(1.0 + 0.3 * a)
+    P = t * TAIL[9] + TAIL[8]
+    for i in tl.static_range(7, -1, -1):
+        P = P * t + TAIL[i]
+    return t * P, tl.exp2(-a * a)
+
+
+@triton.jit
+def terms(x, given):
+    """What is summed over the entries.
+
+    The first two are the count of the hard mask (½ for an entry above t and −½ for one below, or 1 and 0 with
+    compact support) and what the soft count is less than it, so that no digits are lost far from the entries.
+    The others are what :func:`series` needs. Given are hi, lo·unit/τ, unit/τ and the CDF.
+    """
+    hi, shift, scale = given[:3]
+    CDF: tl.constexpr = given[3]
+    v = (x - hi) * scale - shift
+    if CDF == LOGISTIC:
+        e = tl.exp2(-tl.abs(v))
+        r = reciprocal(1.0 + e)
+        tail = e * r
+        f = tail * r
+        w = with_sign(r - tail, v)
+        ff = f * f
+        return half_with_sign(v), with_sign(tail, v), f, f * w, ff, ff * w, ff * f
+    elif CDF == LAPLACE:
+        e = tl.exp2(-tl.abs(v))  # twice the tail, and twice the density
+        return half_with_sign(v), with_sign(e, v), e, e * e
+    elif CDF == NORMAL:
+        v = tl.minimum(tl.maximum(v, -1e4), 1e4)  # 0·v is to be 0
+        ratio, e = _normal_tail(v)
+        first = e * v
+        second = first * v
+        return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
+    else:
+        one = tl.where(v >= 0.5, 1.0, 0.0)
+        return one, one - value(v, CDF), density(v, CDF)
+
+
+@triton.jit
+def hard_count(first, seen, CDF: tl.constexpr):
+    """How many entries lie above t, from the sum of the first of the terms over `seen` entries."""
+    if full_support(CDF):
+        return first + 0.5 * seen
+    else:
+        return first
+
+
+@triton.jit
+def series(sums, CDF: tl.constexpr):
+    """By how much the hard count exceeds the soft one; Σf; and β, γ, δ, ε of the Taylor polynomial.
+
+    The count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ.
+    """
+    less, mass, rest = sums[1].to(tl.float32), sums[2].to(tl.float32), ()
+    for i in tl.static_range(3, term_count(CDF)):
+        rest = rest + (sums[i].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    per = reciprocal(mass)
+    if CDF == LOGISTIC:
+        # the derivatives of σ are f, −fw, f(1 − 6f), −fw(1 − 12f), f(1 − 30f + 120f²)
+        beta, ff = -rest[0] * per, rest[1] * per  # type: ignore[misc]
+        return less, mass, beta, 1 - 6 * ff, beta + 12 * rest[2] * per, 1 - 30 * ff + 120 * rest[3] * per  # type: ignore[misc]
+    elif CDF == LAPLACE:
+        # f has a kink at 0, which has no second derivative: γ takes it as spread over the neighbourhood
+        beta, ff = -less * per, 0.5 * rest[0] * per  # type: ignore[misc]
+        return 0.5 * less, 0.5 * mass, beta, 1 - (16 * ff - 1) * (1 / 3), beta, beta * 0 + 1
+    elif CDF == NORMAL:
+        z = per * (1 / NORMAL_UNIT)
+        first = rest[0] * z  # type: ignore[misc]
+        z = z * (1 / NORMAL_UNIT)
+        second = rest[1] * z  # type: ignore[misc]
+        z = z * (1 / NORMAL_UNIT)
+        third, fourth = rest[2] * z, rest[3] * z * (1 / NORMAL_UNIT)  # type: ignore[misc]
+        return less, mass * PHI, -first, second - 1, 3 * first - third, fourth - 6 * second + 3
+    else:
+        nothing = mass * 0
+        return less, mass, nothing, nothing, nothing, nothing
+
+
+@triton.jit
+def moment_quantile(log2_share, goal, normal, k, n, CDF: tl.constexpr):
+    """(F⁻¹(k/n) − mean)/deviation. Given are log₂ min(k, n − k)/n, log₂ k/(n − k) and the normal one."""
+    if CDF == LOGISTIC:
+        return goal * (LN2 * 0.5513288954217921)  # the deviation is π/√3
+    elif CDF == LAPLACE:
+        return with_sign((log2_share + 1) * (LN2 * 0.7071067811865476), goal)
+    elif CDF == NORMAL:
+        return normal
+    else:
+        return (k * reciprocal(n) - 0.5) * 3.4641016151377544  # the deviation is 1/√12
+
+
+@triton.jit
+def value(v, CDF: tl.constexpr):
+    """F, of the CDFs other than the logistic one."""
+    if CDF == LAPLACE:
+        tail = 0.5 * tl.exp2(-tl.abs(v))
+        return tl.where(v > 0, 1 - tail, tail)
+    elif CDF == NORMAL:
+        ratio, e = _normal_tail(v)
+        return tl.where(v > 0, 1 - ratio * e, ratio * e)
+    else:
+        return tl.minimum(tl.maximum(v, 0.0), 1.0)
+
+
+@triton.jit
+def density(v, CDF: tl.constexpr):
+    """f(z)."""
+    if CDF == LOGISTIC:
+        e = tl.exp2(-tl.abs(v))
+        r = reciprocal(1.0 + e)
+        return e * r * r
+    elif CDF == LAPLACE:
+        return 0.5 * tl.exp2(-tl.abs(v))
+    elif CDF == NORMAL:
+        return PHI * tl.exp2(-v * v)
+    else:
+        return tl.where((v > 0) & (v < 1), 1.0, 0.0)
+
+
+@triton.jit
+def log_rate(v, f, CDF: tl.constexpr):
+    """f/F at v, where f is the density."""
+    if CDF == LOGISTIC:
+        e = tl.exp2(-tl.abs(v))
+        r = reciprocal(1.0 + e)
+        return tl.where(v > 0, e * r, r)
+    elif CDF == LAPLACE:
+        return tl.where(v > 0, f * reciprocal(1 - f), 1.0)
+    elif CDF == NORMAL:
+        ratio, e = _normal_tail(v)
+        return tl.where(v > 0, f * reciprocal(1 - ratio * e), PHI * reciprocal(ratio))
+    else:
+        return tl.where(f > 0, reciprocal(tl.where(f > 0, v, 1.0)), 0.0)

@@ -1,0 +1,431 @@
+"""BalancedRouter: exact sums in train mode, biases that balance in eval mode, and when these change."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import khot
+from khot.nn import Anneal, BalancedRouter, MixtureOfExperts, Routing, TokenChoiceRouter
+
+DIM, EXPERTS, K = 5, 8, 2
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Tokens whose mean is not 0, so that all of them prefer the same experts."""
+    return normal(*shape, DIM, seed=seed) + torch.linspace(0, 1, DIM, dtype=torch.float64)
+
+
+def make(k: float | nn.Module = K, dtype: torch.dtype = torch.float64, **options: object) -> BalancedRouter:
+    torch.manual_seed(0)
+    return BalancedRouter(DIM, EXPERTS, k, **{"tau": 0.5, "dtype": dtype, **options})  # type: ignore[arg-type]
+
+
+def skew(router: BalancedRouter | TokenChoiceRouter) -> None:
+    with torch.no_grad():
+        router.weight.copy_(normal(*router.weight.shape, seed=4))
+
+
+def used(**options: object) -> BalancedRouter:
+    """After a step on other tokens."""
+    router = make(**options)  # type: ignore[arg-type]
+    router(tokens(50, seed=9))
+    assert router.bias.any()
+    return router
+
+
+def scores(router: BalancedRouter, x: Tensor) -> Tensor:
+    return (x @ router.weight.detach().to(x.dtype).T).log_softmax(-1)
+
+
+def violation(routing: Routing) -> float:
+    """The largest load over the mean load, less 1."""
+    return (routing.load.max() / routing.load.mean() - 1).item()
+
+
+each_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+MASK = torch.arange(9) < torch.tensor([9, 6, 0])[:, None]
+
+# ------------------------------------------------------------------------------------ train mode
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accuracy"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(40,), (3, 20), (2, 1, 9)], ids=str)
+@pytest.mark.parametrize("k", [1, 2, 2.5, EXPERTS - 1, EXPERTS])
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+def test_all_experts_get_the_same_and_all_tokens_get_k(
+    tau: float, k: float, shape: tuple[int, ...], dtype: torch.dtype, accuracy: float
+) -> None:
+    router = make(k, dtype, tau=tau)
+    skew(router)
+    routing = router(tokens(*shape).to(dtype))
+    y = routing.selection
+    assert y.dtype == torch.promote_types(dtype, torch.float32) and routing.weights.dtype == dtype
+    assert (y >= 0).all() and (y <= 1).all()
+    # a sum that is exact would have the rounding of the outputs only, so that the sums are taken in float64
+    torch.testing.assert_close(
+        y.double().sum(-1), torch.full(shape, float(k)).double(), rtol=accuracy, atol=0
+    )
+    columns = y.double().flatten(0, -2).sum(0)
+    even = torch.full((EXPERTS,), k * y[..., 0].numel() / EXPERTS).double()
+    torch.testing.assert_close(columns, even, rtol=accuracy, atol=0)
+    torch.testing.assert_close(routing.load.double(), torch.full((EXPERTS,), k / EXPERTS).double())
+    torch.testing.assert_close(routing.entropy.double(), torch.tensor(1.0).double())
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_the_soft_assignment_of_all_tokens(cdf: str, masked: bool) -> None:
+    router, x = make(cdf=cdf), tokens(3, 9)
+    mask = MASK if masked else torch.ones(3, 9, dtype=torch.bool)
+    routing = router(x, MASK if masked else None)
+    s = scores(router, x)
+    want, bias = khot.soft_assign(s[mask], K, tau=0.5, cdf=cdf, return_bias=True)
+    torch.testing.assert_close(routing.selection[mask], want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(routing.weights[mask], want * s[mask].exp(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(router.bias, bias.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("what", ["weights", "selection", "entropy"])
+def test_gradients_of_the_tokens_and_the_weight(what: str, masked: bool) -> None:
+    router = make(tau=0.7)
+    mask = torch.tensor([[True, True, True], [True, False, True]]) if masked else None
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return getattr(torch.func.functional_call(router, {"weight": weight}, (x, mask)), what)
+
+    inputs = (tokens(2, 3).requires_grad_(), router.weight.detach().clone().requires_grad_())
+    if what == "entropy":  # of a load that is even by construction
+        grads = torch.autograd.grad(call(*inputs), inputs)
+        assert all(g.abs().max() < 1e-12 for g in grads)
+        return
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+@each_mode
+def test_padding_goes_to_no_expert_and_does_not_matter(training: bool) -> None:
+    router, x = used().train(training), tokens(3, 9)
+    alone = copy.deepcopy(router)
+    padded = torch.where(MASK[..., None], x, torch.nan).requires_grad_()
+    routing, want = router(padded, MASK), alone(x[MASK])
+    torch.testing.assert_close(routing.selection[MASK], want.selection)
+    torch.testing.assert_close(routing.weights[MASK], want.weights)
+    torch.testing.assert_close((routing.load, routing.entropy), (want.load, want.entropy))
+    torch.testing.assert_close(router.bias, alone.bias)
+    assert (routing.selection[~MASK] == 0).all() and (routing.weights[~MASK] == 0).all()
+    assert routing.dropped < 1e-12
+    routing.weights.square().sum().backward()
+    assert padded.grad is not None and padded.grad.isfinite().all() and (padded.grad[~MASK] == 0).all()
+    assert router.weight.grad is not None and router.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_autocast_changes_no_selection(dtype: torch.dtype) -> None:
+    router, x = make(dtype=dtype), tokens(20).to(dtype)
+    want = copy.deepcopy(router)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = router(x)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------ the biases
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01])
+def test_where_it_starts_changes_nothing(tau: float, masked: bool) -> None:
+    x, mask = tokens(3, 9), MASK if masked else None
+    cold = make(tau=tau)
+    skew(cold)
+    other, far = copy.deepcopy(cold), copy.deepcopy(cold)
+    other(tokens(50, seed=9))
+    far.bias.copy_(20 * normal(EXPERTS, seed=3))
+    results = []
+    for router in (cold, other, far):
+        start = router.bias.clone()
+        routing = router(x, mask)
+        assert not torch.equal(start, router.bias)
+        weight = normal(*routing.weights.shape, seed=6)
+        results.append((*routing, *torch.autograd.grad((routing.weights * weight).sum(), router.weight)))
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0], rtol=1e-8, atol=1e-9)
+
+
+def test_the_biases_change_in_train_mode_with_gradients_only() -> None:
+    router, x = used(), tokens(30)
+    before = router.bias.clone()
+    with torch.no_grad():
+        router(x)
+    with torch.inference_mode():
+        router(x)
+    router.eval()(x)
+    with torch.no_grad():
+        router(x)
+    assert torch.equal(router.bias, before)
+    router.train()(x)
+    assert not torch.equal(router.bias, before) and not router.bias.requires_grad
+    before = router.bias.clone()
+    router.requires_grad_(False)(tokens(30, seed=8))  # a frozen router still follows the data
+    assert not torch.equal(router.bias, before)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_activations(use_reentrant: bool) -> None:
+    plain, x = used(), tokens(30)
+    recomputed = copy.deepcopy(plain)
+    weight = normal(30, EXPERTS, seed=2)
+    grads = []
+    for router, call in (
+        (plain, lambda x: plain(x).weights),
+        (recomputed, lambda x: checkpoint(lambda x: recomputed(x).weights, x, use_reentrant=use_reentrant)),
+    ):
+        given = x.clone().requires_grad_()
+        (call(given) * weight).sum().backward()
+        grads.append((given.grad, router.weight.grad))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(recomputed.bias, plain.bias, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda router: router(tokens(0)),
+        lambda router: router(tokens(0, 9)),
+        lambda router: router(tokens(2, 0)),
+        lambda router: router(tokens(2, 9), torch.zeros(2, 9, dtype=torch.bool)),
+        lambda router: router(tokens(9) * torch.nan),
+    ],
+    ids=["no tokens", "no rows", "empty rows", "padding only", "nan"],
+)
+def test_a_batch_that_says_nothing_leaves_the_biases(call: Callable[[BalancedRouter], Routing]) -> None:
+    router = make()
+    router.bias.copy_(normal(EXPERTS))
+    before = router.bias.clone()
+    assert before.any()
+    routing = call(router)
+    assert torch.equal(router.bias, before)
+    y = routing.selection
+    assert y.isnan().all() or (y == 0).all()
+    if not y.isnan().any():
+        assert all(figure.isfinite().all() for figure in routing)
+        routing.weights.sum().backward()
+        assert router.weight.grad is not None and router.weight.grad.isfinite().all()
+    assert all(figure.isfinite().all() for figure in router.eval()(tokens(4)))
+
+
+def test_an_infinite_bias_is_not_kept() -> None:
+    """Half of the tokens are closed to the first two experts, and so take all that the others have."""
+    router = BalancedRouter(DIM, 4, 2, dtype=torch.float64)
+    router.bias.copy_(normal(4))
+    before = router.bias.clone()
+    s = normal(6, 4)
+    s[:3, :2] = -torch.inf
+    _, bias = khot.soft_assign(s, 2, return_bias=True)
+    assert bias.isinf().any()
+    y, _ = router._route(tokens(6), s, None)
+    assert y.isfinite().all() and router.bias.isfinite().all()
+    assert torch.equal(router.bias[bias.isinf()], before[bias.isinf()])
+
+
+# ------------------------------------------------------------------------------------ eval mode
+
+
+@pytest.mark.parametrize("k", [1, 2, 2.5, EXPERTS])
+def test_in_eval_mode_each_token_chooses_by_itself(k: float) -> None:
+    router, x = used(k=k) if k < EXPERTS else make(k), tokens(3, 9)
+    router.eval()
+    routing = router(x)
+    s = scores(router, x)
+    assert torch.equal(routing.selection, khot.topk_mask(s + router.bias, k))
+    torch.testing.assert_close(routing.weights, routing.selection * s.exp())
+    for row in range(3):  # causal: what comes later, or in other rows, does not matter
+        for i in range(9):
+            assert torch.equal(router(x[row, : i + 1]).selection[i], routing.selection[row, i])
+    (grad,) = torch.autograd.grad(routing.weights.square().sum(), router.weight)
+    assert grad.any()  # of the probabilities
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "normal"])
+@pytest.mark.parametrize(("tau", "share"), [(1.0, 0.3), (0.1, 0.1)])
+def test_a_fresh_batch_is_nearly_balanced(tau: float, share: float, cdf: str) -> None:
+    """The violation of the load in eval mode, as a share of that of a router without biases."""
+    router, plain = make(tau=tau, cdf=cdf), TokenChoiceRouter(DIM, EXPERTS, K, dtype=torch.float64)
+    skew(router), skew(plain)
+    router(tokens(4000, seed=1))
+    fresh = tokens(4000, seed=2)
+    usual = violation(plain.eval()(fresh))
+    assert usual > 1 and violation(router.eval()(fresh)) < share * usual
+
+
+def test_after_training_the_load_is_much_more_even_than_without_balance() -> None:
+    """Both learn the same task, in which one kind of token is frequent; only one of them spreads it."""
+    target = normal(DIM, 3, seed=7)
+    found = []
+    for kind in (BalancedRouter, TokenChoiceRouter):
+        torch.manual_seed(0)
+        mixture = MixtureOfExperts(
+            kind(DIM, EXPERTS, K, tau=0.2, dtype=torch.float64),
+            [nn.Linear(DIM, 3, dtype=torch.float64) for _ in range(EXPERTS)],
+        )
+        skew(mixture.router)  # type: ignore[arg-type]
+        optimizer = torch.optim.Adam(mixture.parameters(), lr=0.02)
+        losses = []
+        for step in range(30):
+            x = tokens(256, seed=step)
+            output, routing = mixture(x)
+            loss = (output - (x @ target).abs()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if kind is BalancedRouter:
+                assert violation(routing) < 1e-9
+        assert losses[-1] < 0.7 * losses[0]
+        found.append(violation(mixture.eval()(tokens(4000, seed=99))[1]))
+    assert found[0] < 0.3 * found[1]
+
+
+# ------------------------------------------------------------------------------------ in a mixture
+
+
+@each_mode
+def test_a_mixture_is_the_weighted_sum(training: bool) -> None:
+    torch.manual_seed(0)
+    experts = [nn.Linear(DIM, 3, dtype=torch.float64) for _ in range(EXPERTS)]
+    mixture = MixtureOfExperts(used(), experts).train(training)
+    x = torch.where(MASK[..., None], tokens(3, 9), torch.nan)
+    output, routing = mixture(x, MASK)
+    want = torch.einsum(
+        "bne,bned->bnd", routing.weights, torch.stack([f(x.nan_to_num()) for f in experts], 2)
+    )
+    torch.testing.assert_close(output, want)
+    assert (output[~MASK] == 0).all()
+    output.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mixture.parameters())
+
+
+def test_annealed_numbers() -> None:
+    router, x = make(Anneal(3, 1, 2), tau=Anneal(1.0, 0.1, 2)), tokens(20)
+    for k, tau in ((3, 1.0), (2, 0.55), (1, 0.1)):
+        want = khot.soft_assign(scores(router, x), k, tau=tau)
+        torch.testing.assert_close(router.train()(x).selection, want, rtol=0, atol=1e-9)
+        assert (router.eval()(x).selection.sum(-1) == k).all()
+        for module in router.children():
+            module.step()  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------ a module like any other
+
+
+@pytest.mark.parametrize(
+    "cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)]
+)
+def test_the_bias_is_never_cast(cast: Callable[[nn.Module], nn.Module]) -> None:
+    router = used(dtype=torch.float32)
+    before = router.bias.clone()
+    assert cast(router) is router
+    assert router.weight.dtype != torch.float32
+    assert router.bias.dtype == torch.float32 and torch.equal(router.bias, before)
+    mixture = MixtureOfExperts(router, [nn.Identity() for _ in range(EXPERTS)])
+    assert cast(mixture).router.bias.dtype == torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_state_has_the_bias(dtype: torch.dtype, assign: bool) -> None:
+    router, other = used(), make()
+    assert set(router.state_dict()) == {"weight", "bias"}
+    buffer = io.BytesIO()
+    torch.save({name: value.to(dtype) for name, value in router.state_dict().items()}, buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer), assign=assign)
+    assert other.bias.dtype == torch.float32
+    assert torch.equal(other.bias, router.bias.to(dtype).float())
+
+
+def test_made_without_data_and_then_given_memory() -> None:
+    router = make(device="meta")
+    assert router.bias.is_meta
+    router = router.to_empty(device="cpu")
+    assert router.bias.dtype == torch.float32 and not router.bias.any()
+
+
+def test_reset_parameters() -> None:
+    router = used()
+    router.reset_parameters()
+    assert not router.bias.any()
+
+
+def test_compiled_whole_it_sets_the_same_biases() -> None:
+    torch.compiler.reset()
+    eager, x = make(), tokens(3, 9)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = tokens(3, 9, seed=seed)
+        torch.testing.assert_close(compiled(x, MASK), eager(x, MASK))
+        assert eager.bias.any()
+        torch.testing.assert_close(traced.bias, eager.bias)
+    before = traced.bias.clone()
+    with torch.no_grad():
+        compiled(tokens(3, 9, seed=5), MASK)
+    assert torch.equal(traced.bias, before)
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((DIM, 1, 1), {}, "num_experts must be at least 2"),
+        ((DIM, 4, 0), {}, r"k must lie in \[1, 4\], but got 0"),
+        ((DIM, 4, 5), {}, r"k must lie in \[1, 4\], but got 5"),
+        ((DIM, 4, 2), {"tau": 0.0}, "tau must be"),
+        ((DIM, 4, 2), {"tau": -1.0}, "tau must be"),
+        ((DIM, 4, 2), {"cdf": "uniform"}, "cdf must have full support, .* but got 'uniform'"),
+        ((DIM, 4, 2), {"cdf": khot.cdfs.Power(2)}, "cdf must have full support"),
+        ((DIM, 4, 2), {"cdf": "gauss"}, "cdf must be"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range(
+    arguments: tuple[int, int, float], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        BalancedRouter(*arguments, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", ["2", None, True, [2]])
+def test_a_k_of_another_type(k: object) -> None:
+    with pytest.raises(TypeError, match="k must be a real number"):
+        BalancedRouter(DIM, 4, k)  # type: ignore[arg-type]
+
+
+@each_mode
+def test_inputs_that_do_not_fit(training: bool) -> None:
+    router = make().train(training)
+    with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., 5\) for this BalancedRouter"):
+        router(torch.zeros(2, DIM + 1))
+    with pytest.raises(TypeError, match=r"mask must have dtype torch\.bool"):
+        router(tokens(3, 9), MASK.double())
+    with pytest.raises(ValueError, match="mask must broadcast"):
+        router(tokens(3, 9), MASK[:2])
+    with pytest.raises(ValueError, match="k must"):
+        make(Anneal(EXPERTS + 1, 1, 2)).train(training)(tokens(3))
