@@ -98,6 +98,46 @@ def budgets_of_shards(
     return budgets({**options, "group": group}, mine, shard(weights, cuts, rank, n))
 
 
+def assignments(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The result of soft_assign, its gradients, second derivatives, and the bias."""
+    x, k, capacity, tau = leaves = [v.detach().clone().requires_grad_() for v in args]
+    y, bias = khot.soft_assign(x, k, capacity, tau=tau, return_bias=True, **options)
+    loss = (y.square() * weights).sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    # two terms are spread, like their inputs, and two are replicated
+    outer = (first[0] * weights.sin()).sum() + first[1].square().sum()
+    outer = outer + sum(g.square().sum() for g in first[2:])
+    return [v.detach() for v in (y, *first, *torch.autograd.grad(outer, leaves), bias)]
+
+
+def assignments_of_shards(
+    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+) -> list[Tensor]:
+    mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
+    x, k, *common = args
+    return assignments(
+        {**options, "group": group}, [x[:, mine], k[:, mine], *common], weights[:, mine].contiguous()
+    )
+
+
+def rows_assigned(group: Any, x: Tensor, k: float, options: dict[str, Any], cuts: list[int]) -> Tensor:
+    mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
+    options = {name: v[mine] if isinstance(v, Tensor) else v for name, v in options.items()}
+    return khot.soft_assign(x[mine], k, group=group, **options)
+
+
+def assignment_fails(group: Any, x: Tensor, changed: list[dict[str, Any]]) -> str:
+    """The error of an assignment of 2 x 4 rows."""
+    options = {"k": 1.0, "tau": 0.1, **changed[group.rank()]}
+    if "mask" in options and "k" not in changed[group.rank()]:
+        options["k"], options["capacity"] = 1.0, 8 / 3
+    try:
+        khot.soft_assign(x, group=group, **options)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
 def call(
     group: Any, name: str, options: dict[str, Any], x: Tensor, k: Any, cuts: list[int], backward: bool = False
 ) -> tuple[Tensor, list[int], list[int]]:

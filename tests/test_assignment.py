@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import khot
+import processes
+import shards
 from khot._kernels.reference import soft_assign as solver
 
 CDFS = ("logistic", "laplace", "normal")
@@ -380,3 +382,49 @@ def test_gradients_with_decided_rows_and_columns() -> None:
     assert torch.allclose(y.sum(-1), k, atol=1e-12) and torch.allclose(y.sum(0), capacity, atol=1e-12)
     values = x.masked_fill(~finite, 0).requires_grad_()
     assert torch.autograd.gradcheck(call, values, check_forward_ad=True)
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("cuts", [[0, 4, 9], [0, 0, 9]], ids=["two parts", "one part is empty"])
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "infinite"])
+def test_rows_over_processes(special: bool, at_most: bool, cuts: list[int]) -> None:
+    x, k = scores(2, 9, 4, seed=9), torch.linspace(0.5, 2.5, 18, dtype=torch.float64).view(2, 9)
+    capacity = k.sum(-1, keepdim=True) * torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+    if special:
+        x[0, 2], x[0, 5, 1], x[0, 6, 3], k[0, 2], k[1, 4], k[1, 7] = -math.inf, math.inf, -math.inf, 0, 0, 4
+        capacity = k.sum(-1, keepdim=True) * torch.tensor([0.2, 0.25, 0.25, 0.3]).double()
+    capacity = capacity * (1.1 if at_most else 1)
+    args = [x, k, capacity, torch.tensor([0.3, 1.0]).double()]
+    weights = scores(2, 9, 4, seed=10)
+    options = {"at_most": at_most}
+    parts = processes.run(2, shards.assignments_of_shards, options, args, weights, cuts)
+    for i, whole in enumerate(shards.assignments(options, args, weights)):
+        shares = [part[i] for part in parts]
+        spread = i in (0, 1, 2, 5, 6)  # y, and what belongs to x and k
+        for share in shares if not spread else [torch.cat(shares, 1)]:
+            torch.testing.assert_close(share, whole, rtol=1e-8, atol=1e-8)
+
+
+def test_rows_over_processes_have_equal_columns_by_default_and_masks() -> None:
+    x, mask = scores(30, 5, seed=11), scores(30, 5, seed=12) > -1
+    options = {"tau": 0.1, "mask": mask}
+    parts = processes.run(2, shards.rows_assigned, x, 2, options, [0, 13, 30])
+    torch.testing.assert_close(torch.cat(parts), khot.soft_assign(x, 2, **options), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("why", "changed"),
+    [
+        ("all processes of group must pass the same arguments", [{"tau": 0.1}, {"tau": 0.2}]),
+        ("capacity must have a sum that is the same as that of k, 8", [{"capacity": 4.0}] * 2),
+        ("k must lie in", [{"k": 4.0}, {}]),
+        ("leave room for k", [{"mask": torch.tensor([True, True, False])}] * 2),
+    ],
+)
+def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> None:
+    """Each process has an error: none waits for another."""
+    for message in processes.run(2, shards.assignment_fails, scores(4, 3), changed):
+        assert why in message

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments
+from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot._ops.soft_assign import soft_assign as assigned
@@ -30,6 +30,7 @@ def soft_assign(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     return_bias: Literal[False] = False,
+    group: Any = None,
 ) -> Tensor: ...
 
 
@@ -45,6 +46,7 @@ def soft_assign(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     return_bias: Literal[True],
+    group: Any = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -59,6 +61,7 @@ def soft_assign(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     return_bias: bool = False,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A differentiable selection whose rows and columns both have given sums.
 
@@ -89,6 +92,9 @@ def soft_assign(
         bias: a guess of −c that broadcasts with (*batch, E), such as that of the step before; it saves time
             and does not change the result.
         return_bias: return −c, too.
+        group: a ``torch.distributed`` process group over which the rows are spread. Each process passes its
+            rows, of any number, with the k and the mask of these, and the same capacity, tau and bias. The
+            gradients of what is the same are those of the sum of the processes' losses.
 
     Returns:
         A tensor of the input's shape and dtype, in [0, 1]. With ``return_bias`` also the bias −c,
@@ -114,38 +120,55 @@ def soft_assign(
         >>> y.argmax(-1)
         tensor([0, 0, 1, 1])
     """
-    arguments.check_input(input)
-    if input.dim() < 2:
-        raise ValueError(
-            f"input must have at least 2 dims, (*batch, m, E), but got shape {tuple(input.shape)}"
+    if rows.is_dtensor(input):
+        raise TypeError(
+            "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
-    F = cdfs.resolve(cdf)
-    if not F.full_support:
-        raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
-    x = arguments.rows(input, -1, mask)
-    *batch, m, width = x.shape
-    k = arguments.per_row(k, "k", x, low=0, high=width).expand(*batch, m)
-    k = torch.where((x != -math.inf).any(-1), k, 0)
-    if capacity is None:
-        capacity = (widen(k).sum(-1, keepdim=True) / max(width, 1)).expand(*batch, width)
+    row = rows.named(group)
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, CDF]:
+        arguments.check_input(input)
+        if input.dim() < 2:
+            raise ValueError(
+                f"input must have at least 2 dims, (*batch, m, E), but got shape {tuple(input.shape)}"
+            )
+        F = cdfs.resolve(cdf)
+        if not F.full_support:
+            raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
+        x = arguments.rows(input, -1, mask)
+        *batch, m, width = x.shape
+        count = arguments.per_row(k, "k", x, low=0, high=width).expand(*batch, m)
+        count = torch.where((x != -math.inf).any(-1), count, 0)
+        room = None
+        if capacity is not None:
+            most = math.inf if at_most or not row.here else m
+            room = arguments.per_row(capacity, "capacity", x.mT, low=0, high=most).expand(*batch, width)
+        scale = arguments.per_row(tau, "tau", x[..., 0], low=0, low_open=True).expand(batch).unsqueeze(-1)
+        if bias is None:
+            start = x.new_zeros(*batch, width, dtype=wide_dtype(x.device))
+        else:
+            arguments.check_input(bias, "bias")
+            start = -arguments.per_row(bias, "bias", x.mT, low=-math.inf).detach().expand(*batch, width)
+        # for a group, the columns come first: they have to agree, and the rows are what is spread
+        return x.mT, x, count, room, scale, start, F
+
+    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
+    _, x, count, room, scale, start, F = row.agree(
+        prepare, capacity=capacity, tau=tau, cdf=said, at_most=at_most, bias=bias
+    )
+    if room is None:
+        (total,) = row.total([widen(count).sum(-1, keepdim=True)])
+        room = (total / max(x.shape[-1], 1)).expand(*x.shape[:-2], x.shape[-1])
     else:
-        most = math.inf if at_most else m
-        capacity = arguments.per_row(capacity, "capacity", x.mT, low=0, high=most).expand(*batch, width)
-        _check_sums(k, capacity, at_most)
-    tau = arguments.per_row(tau, "tau", x[..., 0], low=0, low_open=True).expand(batch).unsqueeze(-1)
-    if bias is None:
-        start = torch.zeros_like(capacity, dtype=wide_dtype(x.device))
-    else:
-        arguments.check_input(bias, "bias")
-        start = -arguments.per_row(bias, "bias", x.mT, low=-math.inf).detach().expand(*batch, width)
-    y, _, c = assigned(x, k, capacity, tau, start, F, at_most)
+        _check_sums(count, room, at_most, row)
+    y, _, c = assigned(x, count, room, scale, start, F, bool(at_most), row)
     return (y, -c.detach()) if return_bias else y
 
 
-def _check_sums(k: Tensor, capacity: Tensor, at_most: bool) -> None:
+def _check_sums(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> None:
     if not (arguments.readable(k) and arguments.readable(capacity)):
         return
-    need, room = widen(k).sum(-1), widen(capacity).sum(-1)
+    need, room = row.count(widen(k.detach()).sum(-1)), widen(capacity).sum(-1)
     slack = 1e-6 * need.clamp(min=1)
     bad = (room < need - slack) if at_most else ((room - need).abs() > slack)
     if bool(bad.any()):

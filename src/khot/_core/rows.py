@@ -69,6 +69,14 @@ class Row:
         """The row's number of entries of some kind, from the shard's."""
         return values
 
+    def same(self, values: Tensor) -> Tensor:
+        """Replicated numbers, with the same bits on every process; their derivative is that of the values.
+
+        Linear algebra may round differently from one process to the next. Decisions that depend on its
+        results would differ, and so would the numbers of all-reduces.
+        """
+        return values
+
     def limit(self, x: Tensor) -> float:
         """The largest number of entries that can be selected from rows x, as far as this process knows it."""
         return x.shape[-1]
@@ -154,6 +162,11 @@ class Shards(Row):
 
     def count(self, values: Tensor) -> Tensor:
         return self.reduce([values])[0]
+
+    def same(self, values: Tensor) -> Tensor:
+        mine = values.detach()
+        (first,) = self.reduce([mine if self.rank == 0 else torch.zeros_like(mine)])
+        return first + (values - mine)
 
     def slots(self, value: Tensor) -> Tensor:
         """(*batch) → (*batch, processes): one place per process. The places of all other processes are 0,

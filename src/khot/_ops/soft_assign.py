@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments
+from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import in_float64, wide_dtype
+from khot._core.precision import in_float64, wide_dtype, widen
+from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_assign as kernels
 from khot.cdfs import CDF
 
@@ -26,18 +27,25 @@ SINGULAR = 1e-13
 
 
 def soft_assign(
-    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: CDF, at_most: bool
+    x: Tensor,
+    k: Tensor,
+    capacity: Tensor,
+    tau: Tensor,
+    bias: Tensor,
+    cdf: CDF,
+    at_most: bool,
+    row: Row = HERE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, r and c for x (*batch, m, E); k (*batch, m), capacity and bias (*batch, E), and tau (*batch, 1) have
-    exactly these dims."""
-    y, r, c = _soft_assign(x, k, capacity, tau, bias, *cdf.key, at_most)
+    exactly these dims. ``row`` says whether x and k are all rows of a matrix or a shard of them."""
+    y, r, c = _soft_assign(x, k, capacity, tau, bias, *cdf.key, at_most, row.name)
     return y, r, c
 
 
 class _Rule(Rule):
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, k, capacity, tau, _, name, shape, ctx.at_most = inputs
+        x, k, capacity, tau, _, name, shape, ctx.at_most, ctx.group = inputs
         ctx.cdf = cdfs.resolve(name, shape)
         ctx.k_like, ctx.capacity_like = (k.shape, k.dtype), (capacity.shape, capacity.dtype)
         return x, tau, *outputs[1:]
@@ -45,20 +53,22 @@ class _Rule(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, grad_r: Tensor, grad_c: Tensor) -> tuple[Any, ...]:
         x, tau, r, c = ctx.saved_tensors
-        z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
+        row = rows.of(ctx.group)
+        z, f, fit, scale = _fit(x, tau, r, c, ctx.cdf, ctx.at_most, row)
         grad, grad_r, grad_c = in_float64(grad), in_float64(grad_r), in_float64(grad_c)
-        scale = in_float64(tau).unsqueeze(-1)
-        v = f * grad / scale
-        a, b = fit(grad_r - v.sum(-1), grad_c - v.sum(-2))
-        dx = v + f * (a.unsqueeze(-1) + b.unsqueeze(-2))
-        dtau = -(z * dx).sum((-2, -1)).unsqueeze(-1)
-        dk, dcapacity = -scale.squeeze(-1) * a, -scale.squeeze(-1) * b
+        v = f * grad / scale.unsqueeze(-1)
+        (by_column,) = row.total([v.sum(-2)])
+        a, b = fit(grad_r - v.sum(-1), grad_c - by_column)
+        (b_here,) = row.share([b])
+        dx = v + f * (a.unsqueeze(-1) + b_here.unsqueeze(-2))
+        (dtau,) = row.total([-(z * dx).sum((-2, -1)).unsqueeze(-1)])
+        dk, dcapacity = -scale * a, -in_float64(tau) * b
         return (
             dx.to(x.device, x.dtype),
             dk.sum_to_size(ctx.k_like[0]).to(x.device, ctx.k_like[1]),
             dcapacity.sum_to_size(ctx.capacity_like[0]).to(x.device, ctx.capacity_like[1]),
             dtau.sum_to_size(tau.shape).to(tau.device, tau.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
     @staticmethod
@@ -66,43 +76,58 @@ class _Rule(Rule):
         ctx: Any, dx: Tensor | None, dk: Tensor | None, dq: Tensor | None, dtau: Tensor | None, *_: Any
     ) -> Any:
         x, tau, r, c = ctx.saved_tensors
-        z, f, fit = _fit(x, tau, r, c, ctx.cdf, ctx.at_most)
-        scale = in_float64(tau).unsqueeze(-1)
+        row = rows.of(ctx.group)
+        z, f, fit, scale = _fit(x, tau, r, c, ctx.cdf, ctx.at_most, row)
         along = torch.zeros_like(f) if dx is None else in_float64(dx)
         if dtau is not None:
             along = along - z * in_float64(dtau).unsqueeze(-1)
         along = f * along
-        rows, columns = along.sum(-1), along.sum(-2)
-        rows = rows if dk is None else rows - scale.squeeze(-1) * in_float64(dk)
-        columns = columns if dq is None else columns - scale.squeeze(-1) * in_float64(dq)
-        dr, dc = fit(rows, columns)
-        dy = (along - f * (dr.unsqueeze(-1) + dc.unsqueeze(-2))) / scale
+        by_row, (by_column,) = along.sum(-1), row.total([along.sum(-2)])
+        by_row = by_row if dk is None else by_row - scale * in_float64(dk)
+        by_column = by_column if dq is None else by_column - in_float64(tau) * in_float64(dq)
+        dr, dc = fit(by_row, by_column)
+        dy = (along - f * (dr.unsqueeze(-1) + dc.unsqueeze(-2))) / scale.unsqueeze(-1)
         return dy.to(x.device, x.dtype), dr.to(r.device, r.dtype), dc.to(c.device, c.dtype)
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
-        x, k, capacity, tau, *_, at_most = inputs
-        y = outputs[0]
-        if not arguments.readable(y) or not math.isnan(y.sum().item()) or bool(x.isnan().any()):
+        x, k, capacity, tau, *_, at_most, group = inputs
+        y, row = outputs[0], rows.of(group)
+        if not arguments.readable(y):
+            return
+        most, k = (x != -math.inf).sum(-1), k.expand(x.shape[:-1])
+        if row.here and not math.isnan(y.sum().item()):
+            return
+        facts = (y.isnan().any(), x.isnan().any(), (k < (x == math.inf).sum(-1)) | (k > most))
+        nothing, nan, many, total = row.reduce([*(v.sum().double() for v in facts), widen(k).sum()])
+        if not nothing or nan:
             return
         arguments.check_values(tau, "tau", low=0, low_open=True)
-        most = (x != -math.inf).sum(-1)
-        bad = (k < (x == math.inf).sum(-1)) | (k > most)
-        if bool(bad.any()):
+        if many:
+            bad = facts[-1]
+            which = f", but got {k[bad][0].item()} for a row with {most[bad][0].item()}" if bad.any() else ""
             raise ValueError(
-                f"k must lie in [number of entries of +inf, number of entries that may be selected] of each "
-                f"row, but got {k.expand(bad.shape)[bad][0].item()} for a row with {most[bad][0].item()}"
+                "k must lie in [number of entries of +inf, number of entries that may be selected] of each "
+                f"row{which}"
             )
         relation = "at least" if at_most else "equal to"
         raise ValueError(
             f"capacity must be {relation} the sum of k in total, and leave room for k in the entries that "
-            f"may be selected, but got a capacity of {capacity.sum(-1).flatten()[0].item()} for a sum of k "
-            f"of {k.expand(x.shape[:-1]).sum(-1).flatten()[0].item()}"
+            f"may be selected, but got a capacity of {capacity.sum().item()} for a sum of k "
+            f"of {total.item()}"
         )
 
 
 def _fake(
-    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: str, shape: float, at_most: bool
+    x: Tensor,
+    k: Tensor,
+    capacity: Tensor,
+    tau: Tensor,
+    bias: Tensor,
+    cdf: str,
+    shape: float,
+    at_most: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *batch, m, width = x.shape
     wide = wide_dtype(x.device)
@@ -111,7 +136,8 @@ def _fake(
 
 _soft_assign = define(
     "soft_assign",
-    "(Tensor x, Tensor k, Tensor capacity, Tensor tau, Tensor bias, str cdf, float shape, bool at_most) "
+    "(Tensor x, Tensor k, Tensor capacity, Tensor tau, Tensor bias, str cdf, float shape, bool at_most, "
+    "str group) "
     "-> (Tensor, Tensor, Tensor)",
     kernels.soft_assign,
     _fake,
@@ -119,33 +145,38 @@ _soft_assign = define(
 )
 
 
-def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool) -> Any:
-    """z, f(z), and the f-weighted two-way fit: the map from (Σ_j f v, Σ_i f v) to (a, b) with
+def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, row: Row) -> Any:
+    """z, f(z), the f-weighted two-way fit, and τ for the rows. The fit is the map from (Σ_j f v, Σ_i f v) to
+    (a, b) with
 
         Σ_j f (v − a_i − b_j) = 0,   Σ_i f (v − a_i − b_j) = 0
 
     It is symmetric. Among all fits it takes the one in which b has the mean 0; with ``at_most``, b is 0 where
     a column has room. All of it is in float64, on the CPU where the device of x has none.
+
+    Of rows that are spread over processes, each process has its x, r and a; c, b and the sums over columns
+    are replicated.
     """
     x, tau, r, c = in_float64(x), in_float64(tau), in_float64(r), in_float64(c)
     # rows and columns that are decided have infinite thresholds and do not move
     still, stays = r.isinf(), c.isinf()
     fixed = x.isinf() | still.unsqueeze(-1) | stays.unsqueeze(-2)
     r, c = r.masked_fill(still, 0), c.masked_fill(stays, 0)
+    c_here, tau = row.share([c, tau])
     value = x.masked_fill(fixed, 0)
-    z = (value - r.unsqueeze(-1) - c.unsqueeze(-2)) / tau.unsqueeze(-1)
+    z = (value - r.unsqueeze(-1) - c_here.unsqueeze(-2)) / tau.unsqueeze(-1)
     z = z.masked_fill(fixed, 0)
     f = F.pdf(z).masked_fill(fixed, 0)
-    rows = f.sum(-1)
-    inverse = torch.where(rows > 0, 1 / rows.masked_fill(rows == 0, 1), 0)
-    moves = (f.detach() > 0).any(-2)
+    by_row = f.sum(-1)
+    inverse = torch.where(by_row > 0, 1 / by_row.masked_fill(by_row == 0, 1), 0)
+    moves = row.count((f.detach() > 0).sum(-2)) > 0
     if at_most:
         moves = moves & (c.detach() > 0)
     free = moves.to(f.dtype)
     g = f * free.unsqueeze(-2)
-    columns = g.sum(-2)
+    columns, overlap = row.total([g.sum(-2), g.mT @ (inverse.unsqueeze(-1) * g)])
     root = torch.where(moves, columns.masked_fill(~moves, 1).rsqrt(), 0)
-    schur = columns.diag_embed() - g.mT @ (inverse.unsqueeze(-1) * g)
+    schur = columns.diag_embed() - overlap
     scaled = schur * root.unsqueeze(-1) * root.unsqueeze(-2)
     inner = torch.linalg.pinv(scaled, rtol=0.0, atol=SINGULAR * x.shape[-1], hermitian=True)
     inner = inner * root.unsqueeze(-1) * root.unsqueeze(-2)
@@ -157,8 +188,9 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool) ->
         return b - free * b.sum(-1, keepdim=True) / free.sum(-1, keepdim=True).clamp(min=1)
 
     def fit(by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
-        rest = by_column - (g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)
-        b = centre((inner @ centre(rest).unsqueeze(-1)).squeeze(-1))
-        return inverse * (by_row - (g @ b.unsqueeze(-1)).squeeze(-1)), b
+        (through,) = row.total([(g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)])
+        b = row.same(centre((inner @ centre(by_column - through).unsqueeze(-1)).squeeze(-1)))
+        (b_here,) = row.share([b])
+        return inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1)), b
 
-    return z, f, fit
+    return z, f, fit, tau

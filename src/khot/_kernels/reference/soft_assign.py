@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import rows
 from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
 from khot.cdfs import CDF
@@ -42,11 +43,20 @@ EQUAL = 1e-9  # sums that differ by less, relative, are equal
 
 
 def soft_assign(
-    x: Tensor, k: Tensor, capacity: Tensor, tau: Tensor, bias: Tensor, cdf: str, shape: float, at_most: bool
+    x: Tensor,
+    k: Tensor,
+    capacity: Tensor,
+    tau: Tensor,
+    bias: Tensor,
+    cdf: str,
+    shape: float,
+    at_most: bool,
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y = F((x − r − c)/τ), r and c, for x (*batch, m, E), k (*batch, m), capacity and bias (*batch, E), and
     tau (*batch, 1). A row or column that takes nothing has the threshold +inf, and one that takes all
-    has −inf."""
+    has −inf. With a group, x and k are a shard: some of the rows of each matrix."""
+    shards = rows.of(group)
     *batch, m, width = x.shape
     F = cdfs.resolve(cdf, shape)
     count = math.prod(batch)
@@ -57,7 +67,7 @@ def soft_assign(
     tau = in_float64(tau).expand(*batch, 1).reshape(count)
     y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
     for i in range(count):
-        y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most)
+        y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most, shards)
 
     def back(value: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded once, and moved back if it was computed elsewhere, on a device that has float64."""
@@ -71,40 +81,45 @@ def soft_assign(
 
 
 def _assign(
-    x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool
+    x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool, shards: Row
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, r, c = torch.zeros_like(x), torch.zeros_like(k), torch.zeros_like(capacity)
-    if not x.numel():
+    closed = ~x.isfinite()
+    some_closed = bool(closed.any())
+    nan = x.isnan().any() if some_closed else x.new_zeros((), dtype=torch.bool)
+    pinned = (x == math.inf).to(k) if some_closed else x.new_zeros(0, x.shape[-1])
+    facts = [nan | (k < 0).any(), k.sum(), k.new_tensor(float(len(x))), pinned.sum(0)]
+    wrong, sum_of_k, height, taken = shards.reduce([v.to(k.dtype) for v in facts])
+    total, room = float(sum_of_k), float(capacity.sum())
+    if not float(height) * len(c):
         return y, r, c
-    total, room = float(k.sum()), float(capacity.sum())
     slack = EQUAL * max(1.0, total)
-    bad = not (0 < tau < math.inf) or bool(x.isnan().any()) or not bool(bias.isfinite().all())
-    bad = bad or room < total - max(slack, 1e-6 * total) or bool((k < 0).any() | (capacity < 0).any())
-    free = ~bad and not at_most and abs(room - total) > max(slack, 1e-6 * total)
-    if bad or free or not math.isfinite(room):
+    wide_slack = max(slack, 1e-6 * total)
+    bad = bool(wrong > 0) or not (0 < tau < math.inf) or not bool(bias.isfinite().all())
+    bad = bad or not math.isfinite(room + total) or room < total - wide_slack or bool((capacity < 0).any())
+    if bad or (not at_most and room - total > wide_slack):
         return _nothing(y, r, c)
     k, goal = k.clone(), capacity.clone()
-    equal = room <= total + max(slack, 1e-6 * total)
+    equal = room <= total + wide_slack
     if equal and room > 0:
         goal *= total / room  # the sums agree up to their rounding
-    open_ = x.isfinite()
-    if not bool(open_.all()):
-        taken = x == math.inf
-        y[taken] = 1
-        k -= taken.sum(-1)
-        goal -= taken.sum(0)
-    if not _decide(y, r, c, k, goal, open_, equal):
+    if some_closed:
+        y[x == math.inf] = 1
+        k -= pinned.sum(-1)
+    goal -= taken  # on any process
+    open_ = ~closed
+    if not _decide(y, r, c, k, goal, open_, equal, shards):
         return _nothing(y, r, c)
-    lines = open_.any(-1)
-    if not bool(lines.any()):
+    lines, below = open_.any(-1), shards.count(open_.sum(0).to(k))
+    columns = below > 0
+    if not bool(columns.any()):
         return y, r, c
-    columns = open_.any(0)
-    whole = bool(open_.all())  # the usual case, which needs no copies
+    whole = bool(open_.all() & columns.all())  # the usual case, which needs no copies
     inner = x if whole else x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
-    problem = Problem(inner, k[lines], goal[columns], F, nonnegative=not equal)
+    problem = Problem(inner, k[lines], goal[columns], F, shards, nonnegative=not equal)
     start = bias[columns]
     start = start - start.mean() if equal else start.clamp(min=0)
-    found = follow(problem, start, tau) if equal else None
+    found = follow(problem, start, tau) if equal and shards.here else None
     if found is None:
         found = _safe(problem, start, tau)
     if found is None:
@@ -126,34 +141,43 @@ def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.full_like(y, math.nan), torch.full_like(r, math.inf), torch.full_like(c, math.inf)
 
 
-def _decide(y: Tensor, r: Tensor, c: Tensor, k: Tensor, goal: Tensor, open_: Tensor, equal: bool) -> bool:
+def _decide(
+    y: Tensor, r: Tensor, c: Tensor, k: Tensor, goal: Tensor, open_: Tensor, equal: bool, shards: Row
+) -> bool:
     """Settle, in place, the rows and columns that take nothing, or all that is left. False if one of them
     has to take more than there is, or less than nothing."""
-    slack = EQUAL * max(1.0, float(k.abs().sum()))
-    rounding = 64 * torch.finfo(k.dtype).eps
-    lack, spare = rounding * (1 + k.abs().amax()), rounding * (1 + goal.abs().amax())
+    spread = shards.reduce([k.abs().sum()], [torch.cat([k.abs(), k.new_zeros(1)]).amax()])
+    slack, rounding = EQUAL * max(1.0, float(spread[0])), 64 * torch.finfo(k.dtype).eps
+    lack, spare = rounding * (1 + float(spread[1])), rounding * (1 + goal.abs().amax())
+    left = open_.sum(-1)
     while True:
-        left = open_.sum(-1)
         none, full = (k <= lack) & (left > 0), (k >= left - lack) & (left > 0)
-        if bool((k < -slack).any() | (k > left + slack).any()):
+        broken = ((k < -slack) | (k > left + slack)).any()
+        taken = torch.zeros_like(goal)
+        if bool((none | full).any()):
+            take = full.unsqueeze(-1) & open_
+            y[take] = 1
+            taken += take.sum(0)
+            k[full | none] = 0
+            r[none], r[full] = math.inf, -math.inf
+            open_ &= ~(full | none).unsqueeze(-1)
+        broken, taken, below = shards.reduce([broken.to(k), taken, open_.sum(0).to(k)])
+        if bool(broken > 0):
             return False
-        y[full.unsqueeze(-1) & open_] = 1
-        goal -= (full.unsqueeze(-1) & open_).sum(0)
-        k[full | none] = 0
-        r[none], r[full] = math.inf, -math.inf
-        open_ &= ~(full | none).unsqueeze(-1)
-        below = open_.sum(0)
+        goal -= taken
         none = (goal <= spare) & (below > 0)
         full = (goal >= below - spare) & (below > 0) if equal else torch.zeros_like(none)
-        if bool((goal < -slack).any() | ((goal > below + slack).any() if equal else none[:0].any())):
+        if bool((goal < -slack).any() | (equal & (goal > below + slack).any())):
             return False
-        y[full & open_] = 1
-        k -= (full & open_).sum(-1)
+        if not bool((none | full).any()):
+            return True
+        take = full & open_
+        y[take] = 1
+        k -= take.sum(-1)
         goal[full] = 0
         c[none], c[full] = math.inf, -math.inf
         open_ &= ~(full | none)
-        if bool((open_.sum(-1) == left).all()):
-            return True
+        left = open_.sum(-1)
 
 
 class Problem:
@@ -177,7 +201,10 @@ class Problem:
 
     def rows(self, c: Tensor, tau: float) -> Tensor:
         """The rows' thresholds for these of the columns."""
-        return self._at(c, tau)[0]
+        for known, at, result in self.seen:
+            if known is c and at == tau:
+                return result[0]
+        return self._solve_rows(c, tau)
 
     def _at(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
         """All of it. The last results are kept, because a solution is evaluated again where it is used."""
@@ -194,7 +221,7 @@ class Problem:
             _, hi, lo = torch.ops.khot.soft_topk.default(*options)
         else:
             _, hi, lo, *_ = torch.ops.khot.reference_soft_topk.default(*options, "")
-        return hi.to(self.x.dtype) + lo
+        return (hi + lo).to(self.x.dtype)
 
     def _evaluate(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
         r = self._solve_rows(c, tau)
@@ -225,8 +252,9 @@ class Problem:
             near = descend(self, c, tau, FINE * most)
             if self.off(near, tau) <= ACCEPTED * most:
                 return near
-        finite = self.x.masked_fill(self.closed, 0)
-        spread = float((finite.amax() - finite.amin()).clamp(min=0))
+        finite = torch.cat([self.x.masked_fill(self.closed, 0).flatten(), self.x.new_zeros(1)])
+        high, low = self.shards.reduce([], [finite.amax(), -finite.amin()])
+        spread = float(high + low)
         stages = [tau]
         while stages[-1] * STAGE < spread / 4:
             stages.append(stages[-1] * STAGE)
@@ -247,7 +275,7 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
     """y, r and c by steps in r and c at once, from c; None if they do not arrive."""
     x, k, load = problem.x, problem.k, problem.load
     if bool(c.any()):  # a guess may save the stages
-        found = _joint(problem, problem.rows(c, tau), c, tau, last=True, near=NEAR)
+        found = _joint(problem, problem.rows(c, tau), c, tau, EXACT, near=NEAR)
         if found is not None:
             return found
         c = torch.zeros_like(c)
@@ -265,11 +293,11 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
         rough = _stages(_sample(single), c, stages[2:])
         if rough is not None:
             c, stages = rough, stages[:2]
-    found = _stages(single, c, stages)
-    if found is None:
+    near = _stages(single, c, stages)
+    if near is None:
         return None
-    c = found.to(x.dtype)
-    return _joint(problem, problem.rows(c, tau), c, tau, last=True)
+    c = near.to(x.dtype)
+    return _joint(problem, problem.rows(c, tau), c, tau, EXACT)
 
 
 def _sample(problem: Problem) -> Problem:
@@ -285,7 +313,7 @@ def _stages(problem: Problem, c: Tensor, stages: list[float]) -> Tensor | None:
     """The columns' thresholds, roughly, at the first of these temperatures, from c at the last."""
     r = problem.rows(c, stages[-1])
     for tau in reversed(stages):
-        found = _joint(problem, r, c, tau, last=False)
+        found = _joint(problem, r, c, tau, COARSE)
         if found is None:
             return None
         _, r, c = found
@@ -293,10 +321,10 @@ def _stages(problem: Problem, c: Tensor, stages: list[float]) -> Tensor | None:
 
 
 def _joint(
-    problem: Problem, r: Tensor, c: Tensor, tau: float, last: bool, near: float = math.inf
+    problem: Problem, r: Tensor, c: Tensor, tau: float, goal: float, near: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y, r and c after steps at one temperature; None if they do not arrive, or if the first error is above
-    ``near``."""
+    """y, r and c after steps at one temperature, up to the error ``goal``; None if they do not arrive, or if
+    the first error is above ``near``."""
     x, k, load, F = problem.x, problem.k, problem.load, problem.F
     logistic = F.key[0] == "logistic"
     identity = torch.eye(len(c), dtype=torch.float64, device=c.device)
@@ -312,15 +340,13 @@ def _joint(
         by_row, by_column = y.sum(-1).sub_(k), y.sum(0).sub_(load)
         # on the way, a few rows may stay behind; the last stage starts from exact ones
         by_rows = (by_row / k).abs()
-        off = float(by_rows.amax() if last else by_rows.mean())
+        off = float(by_rows.amax() if goal == EXACT else by_rows.mean())
         error = max(off, float((by_column / load).abs().amax()))
         if not math.isfinite(error) or (step == 0 and error > near):
             return None
         density = f.sum(-1)
-        if last and error <= EXACT:
-            return _settled(problem, y, r, c, density, tau)
-        if not last and error <= COARSE:
-            return y, r, c
+        if error <= goal:
+            return _settled(problem, y, r, c, density, tau) if goal == EXACT else (y, r, c)
         inverse = 1 / density.clamp(min=1e-30)
         shares = f * inverse.unsqueeze(-1)
         diagonal = f.sum(0)
@@ -389,7 +415,7 @@ def descend(problem: Problem, c: Tensor, tau: float, goal: float) -> Tensor:
             wanted = torch.where(moves, miss, 0)
         else:
             fixed, wanted = curvature + scale / len(c), miss
-        step = torch.linalg.solve(fixed + damping * scale * identity, wanted)
+        step = problem.shards.same(torch.linalg.solve(fixed + damping * scale * identity, wanted))
         # farther out, the sums are flat and say nothing of the way back
         step = step * (REACH * tau / step.abs().max().clamp(min=REACH * tau))
         tried = c + step
