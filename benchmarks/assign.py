@@ -28,7 +28,7 @@ import khot
 from benchmarks import report
 from khot.experiments.harness import timing
 
-SHAPES = ((1024, 16), (4096, 64))
+SHAPES = ((1024, 16), (1024, 64), (4096, 64))
 GAP, SUMS = 2e-4, 1e-6
 METHODS = ("sinkhorn", "sinkhorn_log")
 COLUMNS = (
