@@ -331,6 +331,9 @@ class OrdinaryBudget {
               if (storing) whole ? store(target + i, e) : store_part(target + i, lanes, e);
               y = C::from_odds(e);
               f = C::density_of(y);
+            } else if constexpr (C::value_from_odds) {
+              y = C::from_odds(exp2_held(position(x, a) * -static_cast<float>(kLog2E)));
+              f = C::density_of(y);
             } else {
               z = position(x, a);
               const IntF above = z > median;
