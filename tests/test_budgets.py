@@ -406,6 +406,64 @@ def test_hard_has_the_gradient_of_the_soft_selection(by: str, at_most: bool) -> 
         assert not y[x < 0].any()
 
 
+# --------------------------------------------------------------------------------- short rows, by lanes
+
+
+def rows_of_every_kind(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """37 rows, so that groups of 8 and 16 leave some over: ordinary ones and unusual ones."""
+    g = torch.Generator().manual_seed(n)
+    x = 2 * torch.randn(37, n, generator=g, dtype=torch.float64)
+    cost = torch.rand(37, n, generator=g, dtype=torch.float64) + 0.05
+    share = torch.rand(37, generator=g, dtype=torch.float64)
+    tau = 10 ** (2 * torch.rand(37, generator=g, dtype=torch.float64) - 1.5)
+    x[3] += 1e4  # far from 0
+    x[5, 0], x[6, 0] = -INF, INF
+    x[8] = 0.5  # ties
+    cost[10] *= 1e-8
+    cost[11] *= 1e8
+    cost[12] = 10 ** (12 * torch.rand(n, generator=g, dtype=torch.float64) - 6)
+    cost[13, : n // 2] = 0
+    cost[14, 0] = 100.0  # one entry costs most
+    share[16], share[17], share[18], share[19] = 0, 1, 1e-9, 1 - 1e-9
+    tau[21], tau[22], tau[23] = 1e-4, 1e3, 1e-6
+    x, cost = x.to(dtype), cost.to(dtype)
+    total = torch.where(x == -INF, 0, cost).double().sum(-1)
+    pinned = torch.where(x == INF, cost, 0).double().sum(-1)
+    return x, cost, pinned + share * (total - pinned), tau
+
+
+@every_cdf
+@pytest.mark.parametrize("n", [1, 2, 7, 64, 255, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@both
+def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> None:
+    """Several rows are solved at once, one per lane of a vector. Each must be what it is alone. (All four
+    gradients are held against the reference by the fuzz, whose batches have such rows, too.)"""
+    x, cost, budget, tau = rows_of_every_kind(n, dtype)
+    weights = torch.linspace(-1, 1, x.numel()).view_as(x).to(dtype)
+
+    def results(*rows: Tensor) -> list[Tensor]:
+        x, cost, budget, tau, weights = rows
+        leaves = [cost.clone().requires_grad_(), budget.clone().requires_grad_()]
+        y = khot.soft_budget(x, *leaves, tau=tau, cdf=cdf, by=by)
+        return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
+
+    given = (x, cost, budget, tau, weights)
+    together = results(*given)
+    each = [results(*(v[i : i + 1] for v in given)) for i in range(len(x))]
+    alone = [torch.cat(parts) for parts in zip(*each, strict=True)]
+    if dtype == torch.float32:
+        spent = torch.where(x == -INF, 0, cost).double().mul(together[0].double()).sum(-1)
+        assert bool(((spent - budget).abs() <= 1e-6 * budget).all())
+    for got, want in zip(together, alone, strict=True):
+        size = want.double().abs()
+        size = size.amax(-1, keepdim=True) if want.dim() > 1 else size
+        error = (got.double() - want.double()).abs()
+        # at a small τ, float32 carries y but not its density
+        rows = tau > (0 if got is together[0] else 1e-3)
+        assert bool((error <= (2e-5 + 2 * torch.finfo(dtype).eps) * size)[rows].all())
+
+
 # ------------------------------------------------------------------------------------------- shards
 
 

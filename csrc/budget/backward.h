@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "budget/backward_lanes.h"
 #include "budget/weights.h"
 #include "soft_topk/apply.h"
 #include "soft_topk/densities.h"
@@ -59,10 +60,7 @@ class BudgetBackward {
     bool held;  // t is infinite: entries are decided, except by value those that cost nothing
 
     At(const BudgetBackward& b)
-        : position(b.t_, b.tau_),
-          F(b.F_),
-          median(static_cast<R>(b.F_.median)),
-          held(b.infinite_) {}
+        : position(b.t_, b.tau_), F(b.F_), median(static_cast<R>(b.F_.median)), held(b.infinite_) {}
     KHOT_INLINE Entry<R> operator()(Vec<R> x, Vec<R> given) const {
       const Int<R> finite = abs<R>(x) < kInf<R>;
       const Vec<R> w = finite ? given : Vec<R>{}, z = position(x, w);
@@ -85,12 +83,13 @@ class BudgetBackward {
     constexpr Dtype own = in_float ? Dtype::kFloat : Dtype::kDouble;
     // f and y are kept in the place of the results between the passes, if the row is still in the cache then.
     const bool keep = x_.dtype == own && cost_.dtype == own && spec_.n <= (1 << 18);
-    R *const kept_f = keep ? static_cast<R*>(grad_x_) : nullptr,
-      *const kept_y = keep ? static_cast<R*>(grad_cost_) : nullptr;
+    R *const kept_f = keep ? static_cast<R*>(grad_x_) : nullptr, *const kept_y =
+                                                                     keep ? static_cast<R*>(grad_cost_)
+                                                                          : nullptr;
     const At<R> entry(*this);
     const Row cost = cost_, grad = grad_;
-    const Sums s = reduce<R, Sums>(
-        x_, spec_.n, spec_.inside, [=](Sums& sums, const R* p, int count, int64_t at) {
+    const Sums s =
+        reduce<R, Sums>(x_, spec_.n, spec_.inside, [=](Sums& sums, const R* p, int count, int64_t at) {
           R costs[kBlock], incoming[kBlock];
           const R *q = fetch(cost, at, count, costs), *g = fetch(grad, at, count, incoming);
           const At<R> local = entry;
@@ -165,8 +164,11 @@ class BudgetBackward {
         const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
         const R *p = fetch(x_, at, count, from), *q = fetch(cost_, at, count, costs),
                 *g = fetch(grad_, at, count, incoming);
-        R *const to_x = own_x ? static_cast<R*>(grad_x_) + at : dxs,
-          *const to_cost = own_cost ? static_cast<R*>(grad_cost_) + at : dws;
+        R *const to_x = own_x ? static_cast<R*>(grad_x_) + at : dxs, *const to_cost =
+                                                                         own_cost
+                                                                             ? static_cast<R*>(grad_cost_) +
+                                                                                   at
+                                                                             : dws;
         vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
           Vec<R> dx, dw;
@@ -192,8 +194,8 @@ class BudgetBackward {
     void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
   };
   struct CarefulSums {
-    double mass = 0, mean = 0, moment = 0;  // with weights relative to the largest density
-    double u = 0, uz = 0;                   // of a f v and f v z
+    double mass = 0, mean = 0, moment = 0;          // with weights relative to the largest density
+    double u = 0, uz = 0;                           // of a f v and f v z
     double up = 0, up_v = 0, down = 0, down_v = 0;  // of w a and a v at the edges
     void operator+=(const CarefulSums& o) {
       mass += o.mass, mean += o.mean, moment += o.moment, u += o.u, uz += o.uz;
@@ -229,8 +231,7 @@ class BudgetBackward {
             Most{splat(-kInfinity)},
             [=](Most& m, VecD x, VecD w, VecD, IntD finite) {
               const IntD counts = finite & (w > 0);
-              const VecD log_f =
-                  counts ? F.template log_density<double>(position(x, w)) : splat(-kInfinity);
+              const VecD log_f = counts ? F.template log_density<double>(position(x, w)) : splat(-kInfinity);
               m.most = log_f > m.most ? log_f : m.most;
             },
             [](Largest& s, const Most& m) { s.log_f = std::max(s.log_f, maximum<double>(m.most)); })
@@ -316,19 +317,39 @@ class BudgetBackward {
   bool infinite_ = false, fixed_ = false;  // whether t is infinite, and whether it depends on anything
 };
 
+template <class C, bool kByValue>
+void budget_backward_rows(const BudgetSpec& spec, const C& F, const BudgetBackwardRows& rows, int64_t begin,
+                          int64_t end) {
+  auto one = [&](int64_t i) {
+    double grad_budget, grad_tau;
+    BudgetBackward<C, kByValue>(spec, F, rows, i).run(grad_budget, grad_tau);
+    rows.put(i, grad_budget, grad_tau);
+  };
+  int64_t i = begin;
+  constexpr int width = LaneBudgetBackward<C, kByValue>::width;
+  if (kExact<kByValue> && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
+      rows.x(begin).dtype != Dtype::kDouble && rows.cost(begin).dtype != Dtype::kDouble && F.fits_float) {
+    LaneBudgetBackward<C, kByValue> lanes(spec, F);
+    bool done[width];
+    for (; i + width <= end; i += width) {
+      lanes.run(rows, i, done);
+      for (int j = 0; j < width; ++j) {
+        if (!done[j]) one(i + j);
+      }
+    }
+  }
+  for (; i < end; ++i) one(i);
+}
+
 // The rows [begin, end).
 inline void budget_backward(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin,
                             int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);
-    for (int64_t i = begin; i < end; ++i) {
-      double grad_budget, grad_tau;
-      if (spec.by_value) {
-        BudgetBackward<C, true>(spec, F, rows, i).run(grad_budget, grad_tau);
-      } else {
-        BudgetBackward<C, false>(spec, F, rows, i).run(grad_budget, grad_tau);
-      }
-      rows.put(i, grad_budget, grad_tau);
+    if (spec.by_value) {
+      budget_backward_rows<C, true>(spec, F, rows, begin, end);
+    } else {
+      budget_backward_rows<C, false>(spec, F, rows, begin, end);
     }
   });
 }

@@ -48,9 +48,9 @@ class CarefulBudget {
 
   // The sums of a pass at t.
   struct SpendSums {
-    double spent = 0;                          // w over the entries above: z > median
-    double lacking = 0, excess = 0;            // w (1 - F) over these, and w F over the others
-    double slope_above = 0, slope_below = 0;   // w a f
+    double spent = 0;                         // w over the entries above: z > median
+    double lacking = 0, excess = 0;           // w (1 - F) over these, and w F over the others
+    double slope_above = 0, slope_below = 0;  // w a f
     void operator+=(const SpendSums& o) {
       spent += o.spent, lacking += o.lacking, excess += o.excess;
       slope_above += o.slope_above, slope_below += o.slope_below;
@@ -59,22 +59,22 @@ class CarefulBudget {
 
   Costs add_up() const {
     const Row cost = cost_;
-    return reduce<double, Costs>(
-        x_, spec_.n, spec_.inside, [=](Costs& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
-          VecD free{}, pinned{}, bad{};
-          const VecD one = splat(1.0);
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-            const VecD w = beside(q, i, lanes);
-            const IntD there = x != -kInfinity;
-            const IntD wrong = (x != x) | (there & ~((w >= 0) & (w < kInfinity)));
-            bad += wrong ? one : VecD{};
-            free += abs<double>(x) < kInfinity ? w : VecD{};
-            pinned += x == kInfinity ? w : VecD{};
-          });
-          sums += {sum<double>(free), sum<double>(pinned), sum<double>(bad)};
-        });
+    return reduce<double, Costs>(x_, spec_.n, spec_.inside,
+                                 [=](Costs& sums, const double* p, int count, int64_t at) {
+                                   double buffer[kBlock];
+                                   const double* q = fetch(cost, at, count, buffer);
+                                   VecD free{}, pinned{}, bad{};
+                                   const VecD one = splat(1.0);
+                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+                                     const VecD w = beside(q, i, lanes);
+                                     const IntD there = x != -kInfinity;
+                                     const IntD wrong = (x != x) | (there & ~((w >= 0) & (w < kInfinity)));
+                                     bad += wrong ? one : VecD{};
+                                     free += abs<double>(x) < kInfinity ? w : VecD{};
+                                     pinned += x == kInfinity ? w : VecD{};
+                                   });
+                                   sums += {sum<double>(free), sum<double>(pinned), sum<double>(bad)};
+                                 });
   }
 
   SpendSums evaluate(Threshold t) const {
@@ -82,30 +82,30 @@ class CarefulBudget {
     const C F = F_;
     const double median = F_.median;
     const Row cost = cost_;
-    return reduce<double, SpendSums>(
-        x_, spec_.n, spec_.inside, [=](SpendSums& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
-          VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
-          const VecD zero{};
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-            const VecD given = beside(q, i, lanes);
-            const IntD finite = abs<double>(x) < kInfinity;
-            const VecD w = finite ? given : zero, z = position(x, w);
-            const IntD above = z > median;
-            const TailDensity<double> v = F.template split<double>(z, above);
-            const VecD tail = w > 0 ? w * v.tail : zero;
-            VecD slope = w > 0 ? w * v.density : zero;
-            if constexpr (kByValue) slope *= w;
-            spent += above ? w : zero;
-            lacking += above ? tail : zero;
-            excess += above ? zero : tail;
-            slope_above += above ? slope : zero;
-            slope_below += above ? zero : slope;
-          });
-          sums += {sum<double>(spent), sum<double>(lacking), sum<double>(excess), sum<double>(slope_above),
-                   sum<double>(slope_below)};
-        });
+    return reduce<double, SpendSums>(x_, spec_.n, spec_.inside,
+                                     [=](SpendSums& sums, const double* p, int count, int64_t at) {
+                                       double buffer[kBlock];
+                                       const double* q = fetch(cost, at, count, buffer);
+                                       VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
+                                       const VecD zero{};
+                                       vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+                                         const VecD given = beside(q, i, lanes);
+                                         const IntD finite = abs<double>(x) < kInfinity;
+                                         const VecD w = finite ? given : zero, z = position(x, w);
+                                         const IntD above = z > median;
+                                         const TailDensity<double> v = F.template split<double>(z, above);
+                                         const VecD tail = w > 0 ? w * v.tail : zero;
+                                         VecD slope = w > 0 ? w * v.density : zero;
+                                         if constexpr (kByValue) slope *= w;
+                                         spent += above ? w : zero;
+                                         lacking += above ? tail : zero;
+                                         excess += above ? zero : tail;
+                                         slope_above += above ? slope : zero;
+                                         slope_below += above ? zero : slope;
+                                       });
+                                       sums += {sum<double>(spent), sum<double>(lacking), sum<double>(excess),
+                                                sum<double>(slope_above), sum<double>(slope_below)};
+                                     });
   }
 
   struct Range {
@@ -140,22 +140,22 @@ class CarefulBudget {
     const double median = F_.median, end = C::full_support ? median : 1, start = C::full_support ? median : 0;
     const double tau = tau_;
     const Row cost = cost_;
-    return reduce<double, Range>(
-        x_, spec_.n, spec_.inside, [=](Range& range, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
-          VecD up = splat(kInfinity), down = -up;
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-            const VecD w = beside(q, i, lanes);
-            const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-            const IntD above = position(x, w) > median;
-            const VecD a = kByValue ? (counts ? w : splat(1.0)) : splat(1.0);
-            const VecD leaves = (x - end * tau) / a, enters = (x - start * tau) / a;
-            up = counts & above & (leaves < up) ? leaves : up;
-            down = counts & ~above & (enters > down) ? enters : down;
-          });
-          range += {minimum<double>(up), maximum<double>(down)};
-        });
+    return reduce<double, Range>(x_, spec_.n, spec_.inside,
+                                 [=](Range& range, const double* p, int count, int64_t at) {
+                                   double buffer[kBlock];
+                                   const double* q = fetch(cost, at, count, buffer);
+                                   VecD up = splat(kInfinity), down = -up;
+                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+                                     const VecD w = beside(q, i, lanes);
+                                     const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
+                                     const IntD above = position(x, w) > median;
+                                     const VecD a = kByValue ? (counts ? w : splat(1.0)) : splat(1.0);
+                                     const VecD leaves = (x - end * tau) / a, enters = (x - start * tau) / a;
+                                     up = counts & above & (leaves < up) ? leaves : up;
+                                     down = counts & ~above & (enters > down) ? enters : down;
+                                   });
+                                   range += {minimum<double>(up), maximum<double>(down)};
+                                 });
   }
 
   struct Bins {
@@ -246,8 +246,8 @@ class CarefulBudget {
       double over = s.spent - left_;
       if (std::fabs(over) <= 8 * 0x1p-52 * std::max(s.spent, left_)) over = 0;
       const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0), miss = P - Q;
-      const bool nothing = C::full_support ? s.lacking < kTiny || s.excess < kTiny
-                                           : s.lacking == 0 && s.excess == 0;
+      const bool nothing =
+          C::full_support ? s.lacking < kTiny || s.excess < kTiny : s.lacking == 0 && s.excess == 0;
       if (over == 0 && nothing) {
         const Range gap = neighbours(t);
         // with no entry on one side of the gap, nothing or everything is paid for, but for rounding

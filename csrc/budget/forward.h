@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "budget/careful.h"
+#include "budget/lanes.h"
 #include "budget/ordinary.h"
 #include "soft_topk/apply.h"
 
@@ -50,20 +51,43 @@ void budget_row(const BudgetSpec& spec, const C& F, const Row& x, const Row& cos
   apply_budget<C, kByValue>(spec, F, x, cost, t, tau, out);
 }
 
-// The rows [begin, end).
+template <class C, bool kByValue>
+void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int64_t begin, int64_t end) {
+  Goal goal;
+  auto one = [&](int64_t i) {
+    Threshold t;
+    budget_row<C, kByValue>(spec, F, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i), goal,
+                            t);
+    rows.put(i, t);
+  };
+  int64_t i = begin;
+  constexpr int width = LaneBudget<C, kByValue>::width;
+  if (kExact<kByValue> && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
+      rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+    LaneBudget<C, kByValue> lanes(spec, F);
+    bool ordinary[width];
+    for (; i + width <= end; i += width) {
+      {
+        const FlushSubnormals flush;
+        lanes.solve(rows, i, ordinary);
+      }
+      for (int j = 0; j < width; ++j) {
+        if (!ordinary[j]) one(i + j);
+      }
+    }
+  }
+  for (; i < end; ++i) one(i);
+}
+
+// The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
+// a group gives back is solved one by one, too.
 inline void budget(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);
-    Goal goal;
-    for (int64_t i = begin; i < end; ++i) {
-      Threshold t;
-      const Row x = rows.x(i), cost = rows.cost(i);
-      if (spec.by_value) {
-        budget_row<C, true>(spec, F, x, cost, rows.budget(i), rows.tau(i), rows.out(i), goal, t);
-      } else {
-        budget_row<C, false>(spec, F, x, cost, rows.budget(i), rows.tau(i), rows.out(i), goal, t);
-      }
-      rows.put(i, t);
+    if (spec.by_value) {
+      budget_rows<C, true>(spec, F, rows, begin, end);
+    } else {
+      budget_rows<C, false>(spec, F, rows, begin, end);
     }
   });
 }

@@ -13,10 +13,10 @@ namespace khot::KHOT_ISA {
 
 // What a pass at a threshold finds, in the costs' units a = w s: s = 1 by score.
 struct BudgetSums {
-  double total = 0, spent = 0;                   // the sums of a and of a y
-  double S[5] = {};                              // the sums of a f and of its derivatives along t
-  double most = 0;                               // the largest a
-  bool bad = false;                              // an entry does not suit this solver
+  double total = 0, spent = 0;  // the sums of a and of a y
+  double S[5] = {};             // the sums of a f and of its derivatives along t
+  double most = 0;              // the largest a
+  bool bad = false;             // an entry does not suit this solver
   void operator+=(const BudgetSums& o) {
     total += o.total, spent += o.spent, most = std::max(most, o.most), bad |= o.bad;
     for (int i = 0; i < 5; ++i) S[i] += o.S[i];
@@ -53,7 +53,13 @@ template <class C, bool kByValue>
 class OrdinaryBudget {
  public:
   OrdinaryBudget(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double tau)
-      : spec_(spec), F_(F), x_(x), cost_(cost), n_(spec.n), next_(n_ <= kAhead ? n_ : 0), tau_(tau),
+      : spec_(spec),
+        F_(F),
+        x_(x),
+        cost_(cost),
+        n_(spec.n),
+        next_(n_ <= kAhead ? n_ : 0),
+        tau_(tau),
         stores_(kStoring && x.dtype == Dtype::kFloat) {}
 
   // Returns whether the row was ordinary. Then t is the threshold, and out holds y.
@@ -325,6 +331,9 @@ class OrdinaryBudget {
               if (storing) whole ? store(target + i, e) : store_part(target + i, lanes, e);
               y = C::from_odds(e);
               f = C::density_of(y);
+            } else if constexpr (C::value_from_odds) {
+              y = C::from_odds(exp2_held(position(x, a) * -static_cast<float>(kLog2E)));
+              f = C::density_of(y);
             } else {
               z = position(x, a);
               const IntF above = z > median;
@@ -353,21 +362,21 @@ class OrdinaryBudget {
     const float factor = static_cast<float>(std::exp(h));
     const C F = F_;
     const Row cost = cost_;
-    BudgetSums s = reduce<float, BudgetSums>(
-        Row{out_, Dtype::kFloat, 1}, n_, spec_.inside,
-        [=](BudgetSums& sums, const float* p, int count, int64_t at) {
-          float buffer[kBlock];
-          const float* q = fetch(cost, at, count, buffer);
-          BudgetAdder<C, kByValue> adder(F);
-          auto add = [&](VecF e, int i, int lanes) {
-            if constexpr (kStoring) {
-              const VecF y = C::from_odds(e * factor);
-              adder.add(VecF{}, y, C::density_of(y), beside(q, i, lanes));
-            }
-          };
-          vectors<float>(p, count, kNever, add, [&] { adder.spent.flush(); });
-          adder.put(sums);
-        });
+    BudgetSums s =
+        reduce<float, BudgetSums>(Row{out_, Dtype::kFloat, 1}, n_, spec_.inside,
+                                  [=](BudgetSums& sums, const float* p, int count, int64_t at) {
+                                    float buffer[kBlock];
+                                    const float* q = fetch(cost, at, count, buffer);
+                                    BudgetAdder<C, kByValue> adder(F);
+                                    auto add = [&](VecF e, int i, int lanes) {
+                                      if constexpr (kStoring) {
+                                        const VecF y = C::from_odds(e * factor);
+                                        adder.add(VecF{}, y, C::density_of(y), beside(q, i, lanes));
+                                      }
+                                    };
+                                    vectors<float>(p, count, kNever, add, [&] { adder.spent.flush(); });
+                                    adder.put(sums);
+                                  });
     s.total = total;
     return s;
   }
@@ -386,26 +395,25 @@ class OrdinaryBudget {
     void* const out = out_;
     const int64_t next = next_;
     const float unit = static_cast<float>(unit_);
-    return reduce<float, Spent>(from, n_, spec_.inside,
-                                [=](Spent& s, const float* p, int count, int64_t at) {
-                                  const Value local = value;
-                                  float buffer[kBlock], results[kBlock];
-                                  const float* q = fetch(cost, at, count, buffer);
-                                  float* const target = own ? static_cast<float*>(out) + at : results;
-                                  LongSum total;
-                                  auto add = [&](VecF x, int i, int lanes) {
-                                    if (own) fetch_ahead<true>(target + i, next);
-                                    const VecF given = beside(q, i, lanes),
-                                               a = kByValue ? given * unit : given;
-                                    const VecF y = local(x, a);
-                                    total.add(a * y);
-                                    lanes == kWidth<float> ? store(target + i, y)
-                                                           : store_part(target + i, lanes, y);
-                                  };
-                                  vectors<float>(p, count, pad, add, [&] { total.flush(); });
-                                  s.sum += sum<double>(total.total);
-                                  if (!own) put(out, dtype, at, count, results);
-                                })
+    return reduce<float, Spent>(
+               from, n_, spec_.inside,
+               [=](Spent& s, const float* p, int count, int64_t at) {
+                 const Value local = value;
+                 float buffer[kBlock], results[kBlock];
+                 const float* q = fetch(cost, at, count, buffer);
+                 float* const target = own ? static_cast<float*>(out) + at : results;
+                 LongSum total;
+                 auto add = [&](VecF x, int i, int lanes) {
+                   if (own) fetch_ahead<true>(target + i, next);
+                   const VecF given = beside(q, i, lanes), a = kByValue ? given * unit : given;
+                   const VecF y = local(x, a);
+                   total.add(a * y);
+                   lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+                 };
+                 vectors<float>(p, count, pad, add, [&] { total.flush(); });
+                 s.sum += sum<double>(total.total);
+                 if (!own) put(out, dtype, at, count, results);
+               })
         .sum;
   }
 
@@ -413,9 +421,8 @@ class OrdinaryBudget {
   double finish(double h) {
     if constexpr (kStoring) {
       const float factor = static_cast<float>(std::exp(h));
-      return write_values(Row{out_, Dtype::kFloat, 1}, kNever, [=](VecF e, VecF) {
-        return e < kNever ? C::from_odds(e * factor) : VecF{};
-      });
+      return write_values(Row{out_, Dtype::kFloat, 1}, kNever,
+                          [=](VecF e, VecF) { return e < kNever ? C::from_odds(e * factor) : VecF{}; });
     }
     return kNan;
   }

@@ -42,11 +42,9 @@ KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
 
 // Weighted moments of the scores d = x - origin and of the costs, over the finite entries.
 struct Moments {
-  double w = 0, d = 0, dd = 0;          // sums of w, w d, w d^2
-  double ww = 0, wd = 0, www = 0;       // sums of w^2, w^2 d, w^3, by value
-  void operator+=(const Moments& o) {
-    w += o.w, d += o.d, dd += o.dd, ww += o.ww, wd += o.wd, www += o.www;
-  }
+  double w = 0, d = 0, dd = 0;     // sums of w, w d, w d^2
+  double ww = 0, wd = 0, www = 0;  // sums of w^2, w^2 d, w^3, by value
+  void operator+=(const Moments& o) { w += o.w, d += o.d, dd += o.dd, ww += o.ww, wd += o.wd, www += o.www; }
 };
 
 // The threshold where a normal distribution with the moments of x - t w, and noise distributed as tau F, has
@@ -54,8 +52,8 @@ struct Moments {
 template <class C>
 double guess_by_value(const Moments& m, const Goal& goal, double tau, const C& F) {
   const double x = m.d / m.w - tau * F.mean, a = m.ww / m.w, noise = tau * tau * F.variance;
-  const double x_off = m.d / m.w, xx = std::max(m.dd / m.w - x_off * x_off, 0.0),
-               xa = m.wd / m.w - x_off * a, aa = std::max(m.www / m.w - a * a, 0.0);
+  const double x_off = m.d / m.w, xx = std::max(m.dd / m.w - x_off * x_off, 0.0), xa = m.wd / m.w - x_off * a,
+               aa = std::max(m.www / m.w - a * a, 0.0);
   double t = x / a;
   for (int i = 0; i < 4; ++i) {  // the spread depends on t, so that this is a fixed point
     const double total = noise + std::max(xx - 2 * t * xa + t * t * aa, 0.0);

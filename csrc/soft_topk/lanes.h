@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "simd/tile.h"
 #include "soft_topk/ordinary.h"
 
 namespace khot::KHOT_ISA {
@@ -55,21 +56,8 @@ class LaneSolver {
     VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the count misses k, and sums as in OrdinarySums
   };
 
-  VecF* column(float* tile, int i) const { return reinterpret_cast<VecF*>(tile + i * width); }
-
   void gather(const ForwardRows& rows, int64_t first) {
-    const float* p[width];
-    for (int j = 0; j < width; ++j) p[j] = fetch(rows.x(first + j), 0, n_, rows_ + j * kShortRow);
-    for (int i = 0; i < n_; i += width) {
-      const int count = std::min(width, n_ - i);
-      VecF v[width];
-#pragma GCC unroll 16
-      for (int j = 0; j < width; ++j)
-        v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
-      transpose(v);
-#pragma GCC unroll 16
-      for (int j = 0; j < width; ++j) *column(x_, i + j) = v[j];
-    }
+    khot::KHOT_ISA::gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
     for (int j = 0; j < width; ++j) {
       k_all_[j] = rows.k(first + j);
       tau_[j] = static_cast<float>(rows.tau(first + j));
@@ -162,16 +150,6 @@ class LaneSolver {
     }
   }
 
-  // A float sum of up to 256 terms would lose digits. A sum of sums of 16 terms does not.
-  struct BlockSum {
-    VecF whole{}, block{};
-    KHOT_INLINE void add(VecF v, int i) {
-      block += v;
-      if (i % 16 == 15) whole += block, block = VecF{};
-    }
-    KHOT_INLINE VecF sum() const { return whole + block; }
-  };
-
   // By how much the count misses k. The count, less n where one_ is 1, is whole + rest.
   VecF missing(VecF whole, const BlockSum& rest) const { return ((whole - sum_) - sum_low_) + rest.sum(); }
 
@@ -238,22 +216,7 @@ class LaneSolver {
       ordinary[j] = good_[j] != 0;
       if (ordinary[j]) rows.put(first + j, {hi_[j], lo_[j]});
     }
-    const Dtype dtype = rows.x(first).dtype;
-    const bool direct = dtype == Dtype::kFloat;
-    float* p[width];
-    for (int j = 0; j < width; ++j)
-      p[j] = direct ? static_cast<float*>(rows.out(first + j)) : rows_ + j * kShortRow;
-    for (int i = 0; i < n_; i += width) {
-      const int count = std::min(width, n_ - i);
-      VecF v[width];
-#pragma GCC unroll 16
-      for (int j = 0; j < width; ++j) v[j] = *column(y_, i + j);
-      transpose(v);
-#pragma GCC unroll 16
-      for (int j = 0; j < width; ++j)
-        count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
-    }
-    for (int j = 0; j < width && !direct; ++j) put(rows.out(first + j), dtype, 0, n_, p[j]);
+    khot::KHOT_ISA::scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n_, rows_, y_);
   }
 
   Spec spec_;

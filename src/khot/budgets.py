@@ -13,7 +13,7 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._ops.budget_mask import greedy_mask
-from khot._ops.soft_budget import budget_map
+from khot._ops.soft_budget import budget_map, check_costs
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["budget_mask", "soft_budget"]
@@ -103,7 +103,8 @@ def soft_budget(
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor, CDF]:
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
-        w = _costs(cost, input, dim, mask)
+        # the kernel looks at costs, too, and a row with a bad one is NaN; but a group agrees on errors before
+        w = _costs(cost, input, dim, mask, check=not row.here)
         amount = arguments.per_row(budget, "budget", x, low=0)
         return x, w, amount, arguments.per_row(tau, "tau", x, low=0, low_open=True), F
 
@@ -154,7 +155,7 @@ def budget_mask(
     _row(input, None)
     _check_by(by)
     x = arguments.rows(input, dim, mask, largest)
-    w = _costs(cost, input, dim, mask)
+    w = _costs(cost, input, dim, mask, check=True)
     amount = arguments.per_row(budget, "budget", x, low=0)
     return arguments.unrows(_greedy(x.detach(), w, amount, by, at_most), input, dim)
 
@@ -173,8 +174,8 @@ def _greedy(x: Tensor, cost: Tensor, budget: Tensor, by: str, at_most: bool) -> 
     return greedy_mask(order, cost, budget.detach()).to(x.dtype)
 
 
-def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
-    """The costs in the layout of the rows, 0 under the mask. Their values are checked if they can be read."""
+def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None, check: bool) -> Tensor:
+    """The costs in the layout of the rows, 0 under the mask; with ``check``, their values are checked."""
     arguments.check_real(cost, "cost")
     arguments.check_device(cost, "cost", input)
     try:
@@ -188,10 +189,8 @@ def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     if mask is not None:
         w = torch.where(arguments.mask_rows(mask, input, axis), w, 0)
     w = w if w.is_floating_point() else widen(w)
-    if arguments.readable(w):
-        bad = ~((w >= 0) & (w < math.inf))
-        if bool(bad.any()):
-            raise ValueError(f"cost must be finite and >= 0, but got {w.detach()[bad][0].item()}")
+    if check:
+        check_costs(w)
     return w
 
 

@@ -146,6 +146,29 @@ def test_assign(tmp_path: Path) -> None:
     assert_picture(tmp_path / "assign.png")
 
 
+def test_budget(tmp_path: Path) -> None:
+    script = example("budget")
+    results = script.run(steps=200, runs=1)
+    right = {method: result.right[0] for method, result in results.items()}
+    assert right["budget"] > right["price"] + 0.01 > right["topk"] + 0.05
+    assert right["budget"] > right["truth"] - 0.03
+    assert all(result.spent <= script.BUDGET for result in results.values())
+    script.draw(results, tmp_path / "budget.png")
+    assert_picture(tmp_path / "budget.png")
+
+
+def test_pruning_macs(tmp_path: Path) -> None:
+    script = example("pruning_macs")
+    shares = (0.1,)
+    dense, results = script.run(data.load_digits(), steps=100, runs=1, shares=shares)
+    whole = script.macs(script.network())
+    assert 0.099 * whole < results["cost"][0][0].macs <= 0.1 * whole
+    assert 0.099 * whole < results["layers"][0][0].macs < 0.101 * whole
+    assert results["cost"][0][0].error < 0.7 * min(results[m][0][0].error for m in ("count", "layers"))
+    script.draw(dense, results, shares, tmp_path / "pruning_macs.png")
+    assert_picture(tmp_path / "pruning_macs.png")
+
+
 def test_gate_prices(tmp_path: Path) -> None:
     script = example("gate_prices")
     images = data.load_digits()

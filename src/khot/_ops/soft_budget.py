@@ -21,7 +21,7 @@ from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_budget as kernels
 from khot.cdfs import CDF
 
-__all__ = ["budget_map"]
+__all__ = ["budget_map", "check_costs"]
 
 
 def budget_map(
@@ -48,6 +48,14 @@ def budget_map(
     else:
         y, _, _ = _reference_soft_budget(x, cost, budget, tau, *cdf.key, by, at_most, row.name)
     return y
+
+
+def check_costs(cost: Tensor) -> None:
+    """Raise for a cost that is negative, infinite or NaN, if the values can be read."""
+    if arguments.readable(cost):
+        bad = ~((cost >= 0) & (cost < torch.inf))
+        if bool(bad.any()):
+            raise ValueError(f"cost must be finite and >= 0, but got {cost.detach()[bad][0].item()}")
 
 
 class _Rule(Rule):
@@ -129,6 +137,7 @@ class _Rule(Rule):
         if not arguments.readable(hi) or not bool(hi.isnan().any()):
             return
         arguments.check_values(tau, "tau", low=0, low_open=True)
+        check_costs(cost)
         count, free = rows.of(*group).count, x == -torch.inf
         total = count(widen(cost).expand(x.shape).masked_fill(free, 0).sum(-1))
         wide = widen(budget).expand(hi.shape)

@@ -1,0 +1,75 @@
+// Rows side by side: column i of a tile holds entry i of as many rows as a vector of floats has lanes, one
+// row per lane. A pass is then a plain loop over columns, and a step is taken for all rows together.
+#pragma once
+
+#include <algorithm>
+
+#include "simd/passes.h"
+
+namespace khot::KHOT_ISA {
+
+KHOT_INLINE VecF* column(float* tile, int i) { return reinterpret_cast<VecF*>(tile + i * kWidth<float>); }
+
+// Fills a tile with n <= kShortRow entries of each row, which row(j) gives. The buffer has kShortRow floats
+// for each row.
+template <class At>
+KHOT_INLINE void gather(At row, int n, float* buffer, float* tile) {
+  constexpr int width = kWidth<float>;
+  const float* p[width];
+  for (int j = 0; j < width; ++j) p[j] = fetch(row(j), 0, n, buffer + j * kShortRow);
+  for (int i = 0; i < n; i += width) {
+    const int count = std::min(width, n - i);
+    VecF v[width];
+#pragma GCC unroll 16
+    for (int j = 0; j < width; ++j) v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
+    transpose(v);
+#pragma GCC unroll 16
+    for (int j = 0; j < width; ++j) *column(tile, i + j) = v[j];
+  }
+}
+
+// Writes a tile to the rows, whose entries lie at out(j) and have this dtype.
+template <class At>
+KHOT_INLINE void scatter(At out, Dtype dtype, int n, float* buffer, float* tile) {
+  constexpr int width = kWidth<float>;
+  const bool direct = dtype == Dtype::kFloat;
+  float* p[width];
+  for (int j = 0; j < width; ++j) p[j] = direct ? static_cast<float*>(out(j)) : buffer + j * kShortRow;
+  for (int i = 0; i < n; i += width) {
+    const int count = std::min(width, n - i);
+    VecF v[width];
+#pragma GCC unroll 16
+    for (int j = 0; j < width; ++j) v[j] = *column(tile, i + j);
+    transpose(v);
+#pragma GCC unroll 16
+    for (int j = 0; j < width; ++j)
+      count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
+  }
+  for (int j = 0; j < width && !direct; ++j) put(out(j), dtype, 0, n, p[j]);
+}
+
+// A float sum of up to 256 terms would lose digits. A sum of sums of 16 terms does not.
+struct BlockSum {
+  VecF whole{}, block{};
+  KHOT_INLINE void add(VecF v, int i) {
+    block += v;
+    if (i % 16 == 15) whole += block, block = VecF{};
+  }
+  KHOT_INLINE VecF sum() const { return whole + block; }
+};
+
+// The same with the rounding errors of the sums of blocks, for terms of one sign.
+struct ExactBlockSum {
+  VecF whole{}, block{}, lost{};
+  KHOT_INLINE void add(VecF v, int i) {
+    block += v;
+    if (i % 16 == 15) flush();
+  }
+  KHOT_INLINE void flush() {
+    const VecF next = whole + block;
+    lost += (whole - next) + block;  // exact, because the whole is the larger, but for the first blocks
+    whole = next, block = VecF{};
+  }
+};
+
+}  // namespace khot::KHOT_ISA
