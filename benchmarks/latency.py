@@ -60,6 +60,11 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_count": lambda x: khot.soft_count(x, 0.0),
         "inverse_soft_count": lambda x: khot.inverse_soft_count(x, k),
         "losses.permutation_cross_entropy": partial(permutation_loss, n),
+        "losses.spearman_loss": partial(ranking_loss, khot.losses.spearman_loss, n),
+        "losses.ndcg_loss": partial(ranking_loss, khot.losses.ndcg_loss, n),
+        "losses.average_precision_loss": partial(ranking_loss, khot.losses.average_precision_loss, n),
+        "losses.recall_at_k_loss": partial(ranking_loss, khot.losses.recall_at_k_loss, n, k=k),
+        "losses.precision_at_k_loss": partial(ranking_loss, khot.losses.precision_at_k_loss, n, k=k),
         "losses.size_penalty": lambda x: khot.losses.size_penalty(x.sigmoid(), 0.1),
         "losses.FenchelYoungTopKLoss": partial(young_loss, khot.losses.FenchelYoungTopKLoss(k), n, k),
         "losses.TopKCrossEntropyLoss": partial(class_loss, khot.losses.TopKCrossEntropyLoss(k)),
@@ -131,6 +136,10 @@ def after(probs: Callable[[Tensor], Tensor], draw: Callable[[Tensor], Tensor], x
 
 def permutation_loss(n: int, x: Tensor) -> Tensor:
     return khot.losses.permutation_cross_entropy(x, torch.arange(n).expand(x.shape))
+
+
+def ranking_loss(loss: Callable[..., Tensor], n: int, x: Tensor, **size: int) -> Tensor:
+    return loss(x, (torch.arange(n) % 4 == 0).expand(x.shape), **size)
 
 
 def young_loss(loss: nn.Module, n: int, k: int, x: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ class Row:
 
 ROLES = {
     **dict.fromkeys(("input", "logits", "probs", "p_logits", "q_logits", "loss", "log_prob"), "scores"),
+    "scores": "scores",
+    **dict.fromkeys(("targets", "relevance", "labels"), "target"),
     **dict.fromkeys(("query", "key", "template", "embedding", "start", "state", "code"), "scores"),
     **dict.fromkeys(("label", "query_label", "target", "indices"), "index"),
     **dict.fromkeys(("mask", "attn_mask"), "mask"),
@@ -163,6 +165,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
 OF_TOPK = {"input": X, "k": 1.0, "dim": -1, "tau": 1.0, "mask": MASK}
 OF_TOPK_BUDGET = {"input": X, "cost": torch.ones(N), "budget": 1.0, "dim": -1, "by": "value", "mask": MASK}
 OF_RANKS = {"input": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK}
+OF_LISTS = {"scores": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK, "reduction": "mean"}
 SAMPLED = {"logits": X, "k": 2, "dim": -1}
 BEAMS = {
     "step": lambda x, h: (h.float() @ torch.ones(4, N), h.float()),
@@ -335,6 +338,19 @@ ROWS: dict[str, Row] = {
     "khot.losses.permutation_cross_entropy": Row(
         losses.permutation_cross_entropy,
         {"input": X, "target": ORDER, "dim": -1, "tau": 1.0, "cdf": "laplace", "reduction": "mean"},
+    ),
+    "khot.losses.spearman_loss": Row(losses.spearman_loss, {**OF_LISTS, "targets": TWO_OF_FOUR}),
+    "khot.losses.ndcg_loss": Row(
+        losses.ndcg_loss, {**OF_LISTS, "relevance": TWO_OF_FOUR, "k": 2.0}, {"k": "positive"}
+    ),
+    "khot.losses.average_precision_loss": Row(
+        losses.average_precision_loss, {**OF_LISTS, "labels": TWO_OF_FOUR}
+    ),
+    "khot.losses.recall_at_k_loss": Row(
+        losses.recall_at_k_loss, {**OF_LISTS, "labels": TWO_OF_FOUR, "k": 2.0}, {"k": "positive"}
+    ),
+    "khot.losses.precision_at_k_loss": Row(
+        losses.precision_at_k_loss, {**OF_LISTS, "labels": TWO_OF_FOUR, "k": 2.0}, {"k": "positive"}
     ),
     "khot.losses.size_penalty": Row(losses.size_penalty, {"probs": PROBS, "weight": 1.0, "dim": -1}),
     # layers

@@ -330,6 +330,10 @@ def test_losses(device: single.Device) -> None:
     agree(device, lambda x: losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5})(x, label.to(x.device)), LOGITS)
     agree(device, lambda x: losses.permutation_cross_entropy(x, order.to(x.device)), LOGITS)
     agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
+    for ranking in (losses.spearman_loss, losses.ndcg_loss, losses.average_precision_loss):
+        agree(device, lambda x, f=ranking: f(x, K_HOT.to(x), tau=0.5), LOGITS)
+    for at_k in (losses.ndcg_loss, losses.recall_at_k_loss, losses.precision_at_k_loss):
+        agree(device, lambda x, f=at_k: f(x, K_HOT.to(x), 2, tau=0.5), LOGITS)
 
 
 label = torch.tensor([2, 4])

@@ -179,3 +179,16 @@ def test_gate_prices(tmp_path: Path) -> None:
     assert results["prices"].accuracy > results["count"].accuracy + 0.02
     script.draw(images, results, tmp_path / "gate_prices.png")
     assert_picture(tmp_path / "gate_prices.png")
+
+
+def test_ranking(tmp_path: Path) -> None:
+    script = example("ranking")
+    results = script.run(data.load_digits(), steps=80, seeds=1, rates=(0.03,))
+    right, wrong = (
+        {name: found[name][0].metrics["NDCG@10"] for name in script.LOSSES} for found in results.values()
+    )
+    assert min(right.values()) > 0.88 and min(wrong.values()) > 0.75  # at random it is below 0.4
+    assert max(right.values()) > max(wrong.values())
+    assert script.seconds("RankNet", 1024) > 3 * script.seconds("ndcg_loss", 1024)
+    script.draw(results, tmp_path / "ranking.png", lengths=(16, 64))
+    assert_picture(tmp_path / "ranking.png")

@@ -1,0 +1,368 @@
+"""Metrics of rankings as losses: one minus the metric, with soft ranks or a soft top-k for the hard ones.
+
+A list is a row of scores. Ranks count from 1 for the largest score, and an entry counts itself as ½ where it
+counts those above it, as in :func:`khot.soft_rank`. All sums are in float64, and only the loss is rounded to
+the dtype of the scores.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype, widen
+from khot.cdfs import CDF, CDFName
+from khot.losses._reduction import Reduction, check_reduction, reduce_counted
+from khot.ranking import soft_rank
+from khot.topk import soft_topk
+
+__all__ = [
+    "average_precision_loss",
+    "ndcg_loss",
+    "precision_at_k_loss",
+    "recall_at_k_loss",
+    "spearman_loss",
+]
+
+
+def spearman_loss(
+    scores: Tensor,
+    targets: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − Spearman's rank correlation, averaged over the lists.
+
+        L = 1 − corr(r, s),   r = the soft ranks of the scores,   s = the ranks of the targets
+
+    As τ → 0 the correlation tends to ``scipy.stats.spearmanr``; as τ → ∞, to Pearson's correlation of the
+    scores with the ranks of the targets. It does not change when all scores and τ are multiplied by the same
+    number.
+
+    Args:
+        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        targets: the true values, of the scores' shape; bool, integer or floating-point. Only their order
+            counts, and equal ones share the mean of their ranks.
+        dim: the dimension along which the entries of a list lie.
+        tau, cdf: as for :func:`khot.soft_rank`.
+        mask: bool, broadcastable to the scores; True where an entry takes part, for lists of different
+            lengths. Scores and targets under False are ignored, even NaN.
+        reduction: ``"mean"`` over the lists, ``"sum"`` or ``"none"``.
+
+    Returns:
+        A number in [0, 2] of the scores' dtype; with ``"none"`` the batch shape. A list in which all targets
+        are equal, or with fewer than two entries, has no rank correlation: it is 0 with ``"none"`` and is
+        left out of the mean, which is 0 if no list remains. A list of equal scores counts as uncorrelated:
+        its loss is 1 and its gradient 0.
+
+    The gradient in scores and tau is exact, to any order and in either mode; the targets are constants. With
+    the Laplace CDF it takes O(n log n) time, with others O(n²); memory is O(n) as for :func:`khot.soft_rank`.
+
+    Raises:
+        ValueError: targets of another shape, an unknown reduction; tau, cdf and mask as for
+            :func:`khot.soft_rank`.
+        TypeError: scores that are not a floating-point tensor, targets that are not a tensor of real numbers.
+        IndexError: dim out of range.
+
+    Source: after Blondel, Teboul, Berthet, Djolonga 2020, section 6.3, with the soft ranks of Struski et al.
+    2025.
+
+    Example:
+        >>> scores = torch.tensor([0.1, 2.0, 0.9, 1.2])
+        >>> khot.losses.spearman_loss(scores, torch.tensor([1, 4, 3, 2]), tau=0.01)  # 1 − 0.8
+        tensor(0.2000)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    s = _rows(targets, "targets", lists)
+    hard = 1e12 * torch.finfo(s.dtype).tiny  # no two different targets are as close as this
+    a = _centred(lists.rank(), lists)
+    b = _centred(soft_rank(s, tau=hard, descending=True, mask=lists.selected), lists)
+    # A rank is a sum of n terms: below its rounding error, equal ranks differ, too.
+    noise = lists.size * (4 * torch.finfo(a.dtype).eps * lists.size) ** 2
+    spread_a, spread_b = a.square().sum(-1), b.square().sum(-1)
+    equal_scores, equal_targets = spread_a <= noise, spread_b <= noise
+    scale = spread_a.masked_fill(equal_scores, 1).sqrt() * spread_b.masked_fill(equal_targets, 1).sqrt()
+    correlation = ((a * b).sum(-1) / scale).masked_fill(equal_scores, 0)
+    return lists.reduce(1 - correlation, ~equal_targets, reduction)
+
+
+def ndcg_loss(
+    scores: Tensor,
+    relevance: Tensor,
+    k: Scalar | None = None,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − the normalised discounted cumulative gain (NDCG), averaged over the lists.
+
+        L = 1 − DCG / max DCG,   DCG = Σ_i relevance_i · y_i / log₂(1 + r_i)
+
+    r is the soft rank of an entry, 1 for the largest score. y is 1, or with ``k`` the soft top-k of the
+    scores, which cuts the list after k places. The largest DCG is that of the list sorted by relevance. The
+    gain is the relevance itself, as in ``sklearn.metrics.ndcg_score``, to which 1 − L tends as τ → 0 if no
+    two scores are equal; for exponential gains pass ``2**relevance - 1``.
+
+    Args:
+        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        relevance: finite and ≥ 0, of the scores' shape; bool, integer or floating-point.
+        k: how many places count, > 0; a number or a tensor that broadcasts with the batch shape. Lists that
+            are shorter count whole. None: all places.
+        dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+
+    Returns:
+        A number of the scores' dtype, in [0, 1] for every τ if F is symmetric (all but Power(p), p < 2); with
+        ``"none"`` the batch shape. A list without an entry of positive relevance has no NDCG: it is 0 with
+        ``"none"`` and is left out of the mean, which is 0 if no list remains.
+
+    Gradients, time, memory, errors: as for :func:`spearman_loss`; ValueError also for relevance < 0 or
+    infinite, and for k ≤ 0. The relevance and k are constants.
+
+    Source: Järvelin, Kekäläinen 2002, with the soft ranks of Struski et al. 2025; Qin, Liu, Li 2010 have the
+    loss with the logistic CDF (ApproxNDCG).
+
+    Example:
+        >>> scores = torch.tensor([3.0, 1.0, 2.0])
+        >>> khot.losses.ndcg_loss(scores, torch.tensor([2, 1, 0]), tau=0.01)  # 1 − 2.5 / 2.63
+        tensor(0.0498)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    gain = _rows(relevance, "relevance", lists)
+    arguments.check_values(gain, "relevance", low=0, high=sys.float_info.max)
+    bad = ~((gain >= 0) & (gain < math.inf)).all(-1)
+    DCG = gain / torch.log2(1 + lists.rank())
+    place = torch.arange(gain.shape[-1], dtype=gain.dtype, device=gain.device)
+    largest = gain.sort(-1, descending=True).values / torch.log2(2 + place)
+    if k is not None:
+        k = _size(k, lists)
+        DCG = DCG * lists.topk(k)
+        largest = largest * (widen(k).unsqueeze(-1) - place).clamp(0, 1)
+    total = largest.sum(-1)
+    counted = (total > 0) | bad
+    NDCG = (DCG.sum(-1) / total.masked_fill(total == 0, 1)).masked_fill(bad, math.nan)
+    return lists.reduce(1 - NDCG, counted, reduction)
+
+
+def average_precision_loss(
+    scores: Tensor,
+    labels: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − average precision, averaged over the lists (1 − mAP).
+
+        L = 1 − (1/m) Σ_(i positive) r⁺_i / r_i
+
+    r⁺ is the soft rank of a positive entry among the m positive ones, and r that among all. As τ → 0, 1 − L
+    tends to ``sklearn.metrics.average_precision_score`` if no two scores are equal.
+
+    Args:
+        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        labels: 1 where an entry is positive (relevant), else 0, of the scores' shape; bool, integer or
+            floating-point.
+        dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+
+    Returns:
+        A number in [0, 1) of the scores' dtype; with ``"none"`` the batch shape. A list without positive
+        entries has no average precision: it is 0 with ``"none"`` and is left out of the mean, which is 0 if
+        no list remains.
+
+    Gradients, time, memory, errors: as for :func:`spearman_loss`; ValueError also for labels other than 0
+    and 1.
+
+    Source: after Brown, Xie, Kalogeiton, Zisserman 2020 (Smooth-AP), whose form is that with the logistic CDF
+    and takes O(n²) time and memory.
+
+    Example:
+        >>> scores = torch.tensor([4.0, 1.0, 3.0, 2.0])
+        >>> khot.losses.average_precision_loss(scores, torch.tensor([1, 0, 0, 1]), tau=0.01)  # 1 − ½ (1 + ⅔)
+        tensor(0.1667)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    positive, bad = _positive(labels, lists)
+    m = positive.sum(-1)
+    among_positive = soft_rank(lists.x, tau=lists.tau, cdf=lists.cdf, descending=True, mask=positive)
+    precision = torch.where(positive, among_positive / lists.rank(), 0).sum(-1) / m.clamp(min=1)
+    return lists.reduce(1 - precision.masked_fill(bad, math.nan), (m > 0) | bad, reduction)
+
+
+def recall_at_k_loss(
+    scores: Tensor,
+    labels: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − recall at k, averaged over the lists: the share of the positive entries that the top k miss.
+
+        L = 1 − Σ_i labels_i · y_i / Σ_i labels_i,   y = soft_topk(scores, k)
+
+    As τ → 0, 1 − L tends to the recall of the k largest scores, if the k-th and the next are not equal.
+
+    Args:
+        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        labels: as for :func:`average_precision_loss`.
+        k: how many entries are selected, > 0; a number or a tensor that broadcasts with the batch shape.
+            Lists that are shorter are selected whole.
+        dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+
+    Returns:
+        A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive
+        entries has no recall: it is 0 with ``"none"`` and is left out of the mean, which is 0 if no list
+        remains.
+
+    The gradient in scores and tau is exact, to any order and in either mode; k is a constant. Time and memory
+    are O(n) for every CDF. Errors: as for :func:`average_precision_loss`; ValueError also for k ≤ 0.
+
+    Source: after Patel, Tolias, Matas 2022, with the soft top-k of :func:`khot.soft_topk`, which selects
+    exactly k.
+
+    Example:
+        >>> scores = torch.tensor([4.0, 1.0, 3.0, 2.0])
+        >>> khot.losses.recall_at_k_loss(scores, torch.tensor([1, 0, 0, 1]), 2, tau=0.01)
+        tensor(0.5000)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    positive, bad = _positive(labels, lists)
+    m = positive.sum(-1)
+    found = (positive * lists.topk(_size(k, lists))).sum(-1)
+    recall = (found / m.clamp(min=1)).masked_fill(bad, math.nan)
+    return lists.reduce(1 - recall, (m > 0) | bad, reduction)
+
+
+def precision_at_k_loss(
+    scores: Tensor,
+    labels: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − precision at k, averaged over the lists: the share of the top k that is not positive.
+
+        L = 1 − Σ_i labels_i · y_i / k,   y = soft_topk(scores, k)
+
+    As τ → 0, 1 − L tends to the precision of the k largest scores, if the k-th and the next are not equal.
+    The divisor is k for shorter lists, too, whose missing places count as not positive.
+
+    Args:
+        scores, labels, k: as for :func:`recall_at_k_loss`.
+        dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+
+    Returns:
+        A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive
+        entries, of which no scores are better than others, is 0 with ``"none"`` and is left out of the mean,
+        as in the other losses.
+
+    Gradients, time, memory, errors: as for :func:`recall_at_k_loss`.
+
+    Example:
+        >>> scores = torch.tensor([4.0, 1.0, 3.0, 2.0])
+        >>> khot.losses.precision_at_k_loss(scores, torch.tensor([1, 0, 0, 1]), 3, tau=0.01)
+        tensor(0.3333)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    positive, bad = _positive(labels, lists)
+    k = _size(k, lists)
+    precision = (positive * lists.topk(k)).sum(-1) / widen(k)
+    return lists.reduce(1 - precision.masked_fill(bad, math.nan), positive.any(-1) | bad, reduction)
+
+
+class _Lists(NamedTuple):
+    scores: Tensor  # as given
+    dim: int
+    x: Tensor  # (*batch, n), in the wide dtype
+    selected: Tensor  # the entries that take part
+    tau: Tensor  # broadcasts with batch
+    cdf: CDF
+
+    @property
+    def size(self) -> Tensor:
+        """How many entries each list has."""
+        return self.selected.sum(-1).to(self.x.dtype)
+
+    def rank(self) -> Tensor:
+        """The soft ranks, and 1 for entries that take no part, so that one can divide by them."""
+        r = soft_rank(self.x, tau=self.tau, cdf=self.cdf, descending=True, mask=self.selected)
+        return torch.where(self.selected, r, 1)
+
+    def topk(self, k: Tensor) -> Tensor:
+        """The soft top-k, of the whole list where that has fewer than k entries."""
+        x = self.x.to(torch.promote_types(self.scores.dtype, torch.float32))  # which has faster kernels
+        selectable = (self.selected & (x != -math.inf)).sum(-1)
+        k = torch.minimum(widen(k), widen(selectable))
+        return widen(soft_topk(x, k, tau=self.tau, cdf=self.cdf, mask=self.selected))
+
+    def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+        return reduce_counted(loss, counted, reduction).to(self.scores.dtype)
+
+
+def _lists(
+    scores: Tensor, dim: int, tau: Scalar, cdf: CDFName | CDF, mask: Tensor | None, reduction: Reduction
+) -> _Lists:
+    F = cdfs.resolve(cdf)
+    check_reduction(reduction)
+    arguments.check_input(scores, "scores")
+    x = arguments.rows(scores, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    if mask is None:
+        selected = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    else:
+        selected = arguments.mask_rows(mask, scores, dim)
+    return _Lists(scores, dim, widen(x), selected, tau, F)
+
+
+def _rows(value: Any, name: str, lists: _Lists) -> Tensor:
+    """What belongs to the scores, as a constant with dim last, and 0 for entries that take no part."""
+    arguments.check_bool_or_real(value, name)
+    arguments.check_device(value, name, lists.scores)
+    if value.shape != lists.scores.shape:
+        raise ValueError(
+            f"{name} must have the scores' shape {tuple(lists.scores.shape)}, but got {tuple(value.shape)}"
+        )
+    v = arguments.rows(value.detach().to(wide_dtype(lists.x.device)), lists.dim)
+    return torch.where(lists.selected, v, 0)
+
+
+def _positive(labels: Any, lists: _Lists) -> tuple[Tensor, Tensor]:
+    """Which entries are positive; and which lists have another label than 0 and 1, or NaN."""
+    v = _rows(labels, "labels", lists)
+    return v == 1, arguments.not_binary(v, "labels").any(-1)
+
+
+def _size(k: Scalar, lists: _Lists) -> Tensor:
+    """k, one per list."""
+    k = arguments.per_row(k, "k", lists.x, low=0, low_open=True).detach()
+    return widen(k).expand(lists.x.shape[:-1])
+
+
+def _centred(rank: Tensor, lists: _Lists) -> Tensor:
+    """Ranks less their mean, and 0 for entries that take no part."""
+    rank = torch.where(lists.selected, rank, 0)
+    mean = rank.sum(-1) / lists.size.clamp(min=1)
+    return torch.where(lists.selected, rank - mean.unsqueeze(-1), 0)
