@@ -28,7 +28,7 @@ __all__ = ["KHotSelector"]
 
 Task = Literal["classification", "regression"]
 
-# As in the feature-selection example, whose choices on digits were compared with those of other selectors.
+# As in examples/gate.py; benchmarks/selectors.py compares the choices with those of other selectors.
 HIDDEN, BATCH, RATE = 128, 64, 2e-3
 # A logit can go this far in a training of any length: Adam moves it by at most about its rate per step.
 REACH = 30.0
