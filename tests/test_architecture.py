@@ -26,6 +26,7 @@ LAYERS = [
     ("estimators",),
     ("distributions",),
     ("losses", "nn"),
+    ("sklearn",),
     ("__init__",),
     ("experiments", "__main__"),
 ]

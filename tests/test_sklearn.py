@@ -1,0 +1,129 @@
+"""The feature selector keeps scikit-learn's contract, and selects what the target depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from khot.sklearn import KHotSelector
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 8))
+LABELS = (X[:, 1] * X[:, 5] > 0).astype(int)  # neither of the two tells anything alone
+TARGET = 1e6 * (3 * X[:, 2] - 2 * X[:, 6])
+
+
+@parametrize_with_checks([KHotSelector(1, steps=3), KHotSelector(1, task="regression", steps=3)])
+def test_contract(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def selected(selector: KHotSelector, X: Any, y: Any) -> list[int]:
+    return list(selector.fit(X, y).get_support(indices=True))
+
+
+def test_selects_features_that_only_tell_together() -> None:
+    assert selected(KHotSelector(2, random_state=0), X, LABELS) == [1, 5]
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_regression_of_any_scale(scale: float) -> None:
+    selector = KHotSelector(2, task="regression", steps=300, random_state=0)
+    assert selected(selector, X * scale, TARGET) == [2, 6]
+    assert selected(selector, X, np.stack([X[:, 2], scale * X[:, 6]], 1)) == [2, 6]
+
+
+def test_labels_may_be_names() -> None:
+    names = np.array(["no", "yes"])[(X[:, 3] > 0).astype(int)]
+    assert selected(KHotSelector(1, steps=300, random_state=0), X, names) == [3]
+
+
+def test_small_data() -> None:
+    assert selected(KHotSelector(1, task="regression", steps=300, random_state=0), X[:10], X[:10, 4]) == [4]
+
+
+def test_constant_features_come_last() -> None:
+    constant = X.copy()
+    constant[:, [0, 3]] = 0.1
+    selector = KHotSelector(2, steps=300, random_state=0)
+    assert not set(selected(selector, constant, LABELS)) & {0, 3}
+    assert np.isneginf(selector.scores_[[0, 3]]).all() and np.isfinite(selector.scores_[[1, 2, 4]]).all()
+    assert selected(KHotSelector(7, steps=3), constant, LABELS) == [0, 1, 2, 4, 5, 6, 7]
+    assert selected(KHotSelector(2, steps=3), np.ones((10, 3)), LABELS[:10]) == [0, 1]
+
+
+def test_support_is_of_the_largest_scores() -> None:
+    selector = KHotSelector(3, steps=100, random_state=0).fit(X, LABELS)
+    assert set(np.argsort(-selector.scores_)[:3]) == set(selector.get_support(indices=True))
+
+
+def test_budget() -> None:
+    """The cheaper copy of a feature is selected, and the budget is kept."""
+    copies = np.concatenate([X, X], 1)
+    cost = np.repeat([3.0, 1.0], 8)
+    selector = KHotSelector(None, task="regression", cost=cost, budget=2.0, random_state=0)
+    assert selected(selector, copies, TARGET) == [10, 14]
+    selector.set_params(budget=100.0)
+    assert len(selected(selector, copies, TARGET)) == 16
+
+
+def test_same_random_state_same_result_and_torch_is_left_alone() -> None:
+    torch.manual_seed(1)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    first = KHotSelector(3, steps=20, random_state=4).fit(X, LABELS).scores_
+    torch.manual_seed(2)
+    with torch.inference_mode():
+        again = KHotSelector(3, steps=20, random_state=4).fit(X, LABELS).scores_
+    other = KHotSelector(3, steps=20, random_state=5).fit(X, LABELS).scores_
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    torch.manual_seed(1)
+    KHotSelector(3, steps=20).fit(X, LABELS)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_in_a_grid_search_over_a_pipeline() -> None:
+    pipeline = make_pipeline(KHotSelector(1, steps=100, random_state=0), LogisticRegression(max_iter=1000))
+    search = GridSearchCV(pipeline, {"khotselector__k": [1, 2]}, cv=2).fit(*load_iris(return_X_y=True))
+    assert search.best_score_ > 0.9
+    names = search.best_estimator_[0].get_feature_names_out(["a", "b", "c", "d"])
+    assert set(names) <= {"c", "d"}
+
+
+@pytest.mark.parametrize(
+    "arguments, X, y, message",
+    [
+        ({"k": 9}, X, LABELS, r"k must be an integer in \[1, 8\]"),
+        ({"k": 0}, X, LABELS, "k must be"),
+        ({"k": 1.5}, X, LABELS, "k must be"),
+        ({"k": True}, X, LABELS, "k must be"),
+        ({"k": None}, X, LABELS, "k must be"),
+        ({"k": 1, "task": "ranking"}, X, LABELS, "task must be"),
+        ({"k": 1, "steps": 0}, X, LABELS, "steps must be"),
+        ({"k": 1, "budget": 1.0}, X, LABELS, "budget must be None"),
+        ({"k": 1, "cost": [1.0] * 8, "budget": 1.0}, X, LABELS, "k must be None"),
+        ({"k": None, "cost": [1.0] * 8}, X, LABELS, "budget must be finite"),
+        ({"k": None, "cost": [1.0] * 7, "budget": 1.0}, X, LABELS, r"cost must have shape \(8,\)"),
+        ({"k": None, "cost": [-1.0] * 8, "budget": 1.0}, X, LABELS, "cost must be finite and >= 0"),
+        ({"k": 1}, X, LABELS[:-1], "inconsistent numbers of samples"),
+        ({"k": 1}, np.where(X > 2, np.nan, X), LABELS, "contains NaN"),
+        ({"k": 1}, X, TARGET, "Unknown label type"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], X: Any, y: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KHotSelector(**arguments).fit(X, y)
+
+
+def test_transform_of_another_width() -> None:
+    selector = KHotSelector(1, steps=1).fit(X, LABELS)
+    with pytest.raises(ValueError, match="8 features"):
+        selector.transform(X[:, :7])
