@@ -99,7 +99,7 @@ def test_kl_is_the_nearest_point_in_its_divergence(tau: float) -> None:
 
 
 def assert_majorised(y: Tensor, w: Tensor) -> None:
-    """y is in the permutahedron of w: no m entries sum to more than the m largest w, and all n to the same."""
+    """y is in the permutahedron of w: no m entries sum to more than the m largest w, all n to as much."""
     ours, theirs = (t.sort(descending=True).values.cumsum(-1) for t in (y, w))
     assert (ours <= theirs + 1e-12).all() and abs(ours[-1] - theirs[-1]) <= 1e-12
 
