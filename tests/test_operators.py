@@ -481,7 +481,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         backward = (torch.ones_like(y), torch.ones_like(lo), x, costs, hi, lo, *spent[3:])
         cases.append((f"budget-backward-{by}", ops.soft_budget_backward.default, backward))
     sums = (torch.full_like(k, 2.0), torch.full_like(costs[0], 2.0 * x.shape[0] / x.shape[-1]).double())
-    assigned = (x, *sums, tau[:1], sums[1], "logistic", 1.0, False)
+    assigned = (x, *sums, tau[:1], sums[1], "logistic", 1.0, False, "")
     cases.append(("soft_assign", ops.soft_assign.default, assigned))
     cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
     for layout in (x, strided, expanded):

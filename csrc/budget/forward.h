@@ -62,8 +62,8 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
   };
   int64_t i = begin;
   constexpr int width = LaneBudget<C, kByValue>::width;
-  if (kExact<kByValue> && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
-      rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+  if (LaneBudget<C, kByValue>::kServes && !spec.at_most && spec.n > 0 && spec.n <= kShortRow &&
+      end - begin >= width && rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
     LaneBudget<C, kByValue> lanes(spec, F);
     bool ordinary[width];
     for (; i + width <= end; i += width) {

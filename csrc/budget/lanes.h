@@ -14,6 +14,8 @@ template <class C, bool kByValue>
 class LaneBudget {
  public:
   static constexpr int width = kWidth<float>;
+  // By value and under compact support, large costs magnify the rounding errors of these sums.
+  static constexpr bool kServes = kExact<kByValue> && (C::full_support || !kByValue);
 
   LaneBudget(const BudgetSpec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)) {}
 
@@ -133,14 +135,19 @@ class LaneBudget {
   void search() {
     Sums s = evaluate();
     VecF moved{};  // by how much t has moved since the odds were stored, in tau
-    IntF pending = good_;
+    IntF pending = good_, near{};
     for (int pass = 0; pass < kPasses; ++pass) {
+      good_ &= undecided(s);
       if constexpr (!C::full_support) {
-        pending = good_ & ~reaches(s.miss, s.S[0]);
+        // a row is done after a short step only, as in OrdinaryBudget
+        pending = good_ & ~(near & reaches(s.miss, s.S[0]));
         if (!any(pending)) return;
       }
       VecF h = step(s);
-      if constexpr (!C::full_support) h = pending ? h : VecF{};
+      if constexpr (!C::full_support) {
+        h = pending ? h : VecF{};
+        near = abs<float>(h) <= kNear;
+      }
       move(h);
       moved += h;
       if constexpr (C::full_support) {
@@ -176,13 +183,18 @@ class LaneBudget {
     lo_ = (before - hi_) + next;
   }
 
+  // Whether enough of the costs are undecided for float sums to tell the threshold.
+  IntF undecided(const Sums& s) const {
+    const VecF other = total_ - s.spent;
+    return s.S[0] * kDecided > (s.spent < other ? s.spent : other);
+  }
+
   // The step in t/tau. Rows that are not ordinary leave good_ and do not move.
   VecF step(const Sums& s) {
     const float n = static_cast<float>(n_);
     const VecF scale = n / total_, k = (budget_ + budget_low_) * scale, left = n - k;
     const VecF few = k < left ? k : left, miss = s.miss * scale;
-    const VecF other = total_ - s.spent;
-    good_ &= (few > 0) & (s.S[0] * kDecided > (s.spent < other ? s.spent : other));
+    good_ &= few > 0;
     const CountSums<VecF> sums{k + miss,       left - miss,    miss,           s.S[0] * scale,
                                s.S[1] * scale, s.S[2] * scale, s.S[3] * scale, s.S[4] * scale};
     VecF h;

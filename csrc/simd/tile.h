@@ -58,12 +58,12 @@ struct BlockSum {
   KHOT_INLINE VecF sum() const { return whole + block; }
 };
 
-// The same with the rounding errors of the sums of blocks, for terms of one sign.
+// The same in blocks of 4, with the rounding errors of the sums of blocks, for terms of one sign.
 struct ExactBlockSum {
   VecF whole{}, block{}, lost{};
   KHOT_INLINE void add(VecF v, int i) {
     block += v;
-    if (i % 16 == 15) flush();
+    if (i % 4 == 3) flush();
   }
   KHOT_INLINE void flush() {
     const VecF next = whole + block;
