@@ -110,6 +110,32 @@ def test_weights_of_a_top_k_give_the_sparse_mask(tau: float) -> None:
     torch.testing.assert_close(project(x, w, tau), khot.sparse_topk(x, 3, tau=tau), rtol=0, atol=1e-12)
 
 
+@every_regularization
+def test_hard_is_the_vertex_of_the_largest_product_with_the_gradient_of_the_projection(
+    regularization: str,
+) -> None:
+    for seed, tau in itertools.product(range(5), (0.3, 2.0)):
+        z, w = randn(5, seed=seed).requires_grad_(), randn(5, seed=seed + 10).requires_grad_()
+        y = project(z, w, tau, regularization, hard=True)
+        vertices = w[torch.tensor(list(itertools.permutations(range(5))))]
+        assert torch.equal(y, vertices[(vertices @ z).argmax()])
+        soft = project(z, w, tau, regularization)
+        v = randn(5, seed=seed + 20)
+        for got, want in zip(
+            torch.autograd.grad(y, (z, w), v), torch.autograd.grad(soft, (z, w), v), strict=True
+        ):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    mask = torch.tensor([True, False, True, True])
+    x, w = f64([1.0, NAN, 3.0, 1.0]), f64([5.0, 9.0, 7.0, 6.0])
+    assert project(x, w, mask=mask, hard=True).tolist() == [6, 0, 7, 5]
+    assert project(x, w, hard=True).isnan().all()
+
+
+def test_partial_ranking_ranks_the_largest_alone() -> None:
+    x = f64([0.2, 3.0, -1.0, 2.0, 1.0])
+    assert project(x, f64([3.0, 2.0, 1.0, 0.0, 0.0]), 0.1).tolist() == [0, 3, 0, 2, 1]
+
+
 def test_examples_worked_by_hand() -> None:
     x = f64([3.0, 1.0, 2.0])
     assert rank(x, 1.0).tolist() == [3, 1, 2]  # exact, since the scores are a whole τ apart

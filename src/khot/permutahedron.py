@@ -23,6 +23,7 @@ def project_permutahedron(
     tau: Scalar = 1.0,
     regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
+    hard: bool = False,
 ) -> Tensor:
     """The point of the permutahedron of w that is nearest to z/τ, where z is the input.
 
@@ -32,7 +33,8 @@ def project_permutahedron(
 
     and with ``"kl"`` it is log μ for μ = argmin_(μ ∈ P(e^w)) Σ μ (log μ − z/τ − 1). As τ → 0 it tends to w,
     permuted as the scores: the largest score gets the largest w. As τ → ∞, it tends to the mean of w, or to
-    log(mean(e^w)). With w = (n, …, 1) these are ranks, and with w = (1, …, 1, 0, …, 0) a top-k mask.
+    log(mean(e^w)). With w = (n, …, 1) these are ranks, with w = (m, …, 1, 0, …, 0) ranks of the m largest
+    scores alone (partial ranking), and with w = (1, …, 1, 0, …, 0) a top-k mask.
 
     Args:
         input: scores z, of any floating-point dtype. Infinite ones get the largest or smallest w, and equal
@@ -45,6 +47,9 @@ def project_permutahedron(
         regularization: ``"l2"`` or ``"kl"``.
         mask: bool, broadcastable to the input; True where an entry takes part. The entries of the input and
             of w under False are left out, even NaN and inf, so that n is the number of the others.
+        hard: return the limit τ → 0, w permuted as the scores, with the gradient of the projection
+            (straight-through). It is the point of P(w) with the largest ⟨y, z⟩ (the linear maximisation
+            oracle). Of equal scores, the one with the lowest index gets the largest w.
 
     Returns:
         Same shape and dtype as the input, and 0 where the mask is False. Each row sums to the sum of w (with
@@ -80,9 +85,18 @@ def project_permutahedron(
         bad = weights.detach()[~weights.isfinite()][0].item()
         raise ValueError(f"w must be finite, but got {bad}")
     y = permutahedron(z, weights, tau, regularization)
+    if hard:
+        y = _vertex(z.detach(), weights.detach(), y.detach()) + (y - y.detach())
     if selected is not None:
         y = torch.where(selected | y.isnan(), y, 0)
     return arguments.unrows(y, input, dim)
+
+
+def _vertex(z: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """w permuted as the scores, where the projection y is no NaN."""
+    order = z.sort(dim=-1, descending=True, stable=True).indices
+    w = w.sort(dim=-1, descending=True).values.to(y.dtype).expand(y.shape)
+    return torch.where(y.isnan(), y, torch.empty_like(y).scatter(-1, order, w))
 
 
 def _weights(w: Any, input: Tensor, dim: int, z: Tensor) -> Tensor:
