@@ -51,6 +51,9 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         functions[name] = getattr(khot, name)
     functions |= {
         "soft_topk, hard": lambda x: khot.soft_topk(x, k, hard=True),
+        "soft_rank, projection": lambda x: khot.soft_rank(x, method="projection"),
+        "soft_sort, projection": lambda x: khot.soft_sort(x, method="projection"),
+        "project_permutahedron": lambda x: khot.project_permutahedron(x, torch.arange(n, 0.0, -1)),
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),

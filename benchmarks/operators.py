@@ -119,6 +119,7 @@ ELSEWHERE = {
     "soft_budget": "benchmarks.latency",
     "kth_value": "benchmarks.quantile",
     "quantile": "benchmarks.quantile",
+    "project_permutahedron": "benchmarks.permutahedron",
     "soft_rank": "benchmarks.ranking",
     "soft_sort": "benchmarks.ranking",
     "soft_permutation": "benchmarks.ranking",

@@ -305,6 +305,58 @@ OPERATORS += [
     ]
 ]
 
+
+def _projection(name: str, **fixed: Any) -> Callable[..., Tensor]:
+    """An operator by projection onto a permutahedron: that of cos 0, …, cos (n − 1) where w is not fixed."""
+    if name != "project_permutahedron":
+        return _ranking(name, method="projection", **fixed)
+
+    def call(x: Tensor, k: Any, tau: Any, dim: int = -1, **options: Any) -> Tensor:
+        n = x.shape[dim] if x.dim() else 1
+        w = torch.arange(n, dtype=wide_dtype(x.device), device=x.device).cos()
+        return khot.project_permutahedron(x, w, dim, tau=tau, **fixed, **options)
+
+    return call
+
+
+def _projection_oracle(name: str, regularization: str, descending: bool = False) -> Oracle:
+    kl = regularization == "kl"
+
+    def oracle(x: Tensor, k: float, tau: float) -> np.ndarray:
+        n, row = len(x), x.double().numpy()
+        ranks = np.arange(n, 0, -1)
+        if name == "project_permutahedron":
+            return oracles.permutahedron(row / tau, np.cos(np.arange(n)), kl)
+        sign = 1 if descending == (name == "soft_sort") else -1
+        if name == "soft_sort":
+            return sign * oracles.permutahedron(ranks / tau, sign * row, kl)
+        if kl:
+            return np.exp(oracles.permutahedron(sign * row / tau, np.log(ranks), kl))
+        return oracles.permutahedron(sign * row / tau, ranks)
+
+    return oracle
+
+
+OPERATORS += [
+    Operator(
+        f"{name}-projection-{regularization}{'-descending' * options.get('descending', False)}",
+        name,
+        _projection(name, regularization=regularization, **options),
+        _projection_oracle(name, regularization, **options),
+        selects=False,
+        has_mask=False,
+        integer_k=True,
+    )
+    for regularization in ("l2", "kl")
+    for name, options in [
+        ("project_permutahedron", {}),
+        ("soft_rank", {}),
+        ("soft_rank", {"descending": True}),
+        ("soft_sort", {}),
+        ("soft_sort", {"descending": True}),
+    ]
+]
+
 # Exact order statistics have no tau. The q of a quantile is fixed, as above.
 OPERATORS += [
     *(

@@ -30,6 +30,7 @@ __all__ = [
     "magnitude_pav",
     "mask_pav",
     "mp",
+    "permutahedron",
     "power",
     "sinkhorn_topk",
     "soft_levels",
@@ -333,6 +334,30 @@ def soft_rank(x: Row, tau: float, cdf: str, p: float | None = None) -> np.ndarra
         return np.full(len(row), np.nan)
     values = [mp.mpf(float(v)) for v in row]
     return _floats([_centred_sum(values, v, mp.mpf(tau), F) + mp.mpf("0.5") for v in values])
+
+
+def permutahedron(z: Row, w: Row, kl: bool = False) -> np.ndarray:
+    """The projection of z onto the permutahedron of w, or log of the KL projection of e^z onto that of e^w.
+
+    By a formula for the decreasing regression that pools no blocks: v_i is the minimum over a <= i of the
+    maximum over b >= i of V(a..b), where V is the value of a block.
+    """
+    z, w = _float64(z), -np.sort(-_float64(w))
+    n = len(z)
+    if np.isnan(z).any() or np.isnan(w).any():
+        return np.full(n, np.nan)
+    order = np.argsort(-z, kind="stable")
+    mean = logsumexp if kl else np.mean
+    at = z[order]
+    value = np.array(
+        [
+            [mean(at[a : b + 1]) - mean(w[a : b + 1]) if a <= b else -np.inf for b in range(n)]
+            for a in range(n)
+        ]
+    ).reshape(n, n)
+    y = np.empty(n)
+    y[order] = at - [value[: i + 1, i:].max(-1).min() for i in range(n)]
+    return y
 
 
 def soft_levels(x: Row, levels: Sequence[float], tau: float, cdf: str, p: float | None = None) -> np.ndarray:

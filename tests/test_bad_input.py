@@ -97,7 +97,7 @@ def assert_raises(error: type[Exception], argument: str, said: Any, call: Callab
 def test_every_public_operator_is_here() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
     # these have tests of their own: test_assignment.py, test_budgets.py, test_quantile.py, test_ranking.py,
-    # test_transport.py, test_estimators.py
+    # test_permutahedron.py, test_transport.py, test_estimators.py
     elsewhere = {
         "budget_mask",
         "soft_assign",
@@ -105,6 +105,7 @@ def test_every_public_operator_is_here() -> None:
         "kth_value",
         "quantile",
         *ranking.__all__,
+        "project_permutahedron",
         "sorted_soft_topk",
         "sample_khot",
     }

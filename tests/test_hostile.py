@@ -110,6 +110,8 @@ ROLES = {
     **dict.fromkeys(
         ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation"), "name"
     ),
+    **dict.fromkeys(("method", "regularization"), "name"),
+    "w": "values",
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
     **dict.fromkeys(("iterations", "steps"), "size"),
     **dict.fromkeys(("p", "rho"), "share"),
@@ -132,6 +134,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "index": ("int64",),
     "binary": ("bool", "int64"),
     "target": ("bool", "int64"),
+    "values": ("int64",),
     "count": ("int64",),
     "positive": ("int64",),
     "weight": ("int64",),
@@ -165,6 +168,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
 OF_TOPK = {"input": X, "k": 1.0, "dim": -1, "tau": 1.0, "mask": MASK}
 OF_TOPK_BUDGET = {"input": X, "cost": torch.ones(N), "budget": 1.0, "dim": -1, "by": "value", "mask": MASK}
 OF_RANKS = {"input": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK}
+OF_PROJECTIONS = {**OF_RANKS, "method": "projection", "regularization": "kl"}
 OF_LISTS = {"scores": X, "dim": -1, "tau": 1.0, "cdf": "laplace", "mask": MASK, "reduction": "mean"}
 SAMPLED = {"logits": X, "k": 2, "dim": -1}
 BEAMS = {
@@ -222,8 +226,21 @@ ROWS: dict[str, Row] = {
     "khot.inverse_soft_count": Row(
         khot.inverse_soft_count, {"input": X, "count": 1.0, "dim": -1, "tau": 1.0, "cdf": "logistic"}
     ),
-    "khot.soft_rank": Row(khot.soft_rank, OF_RANKS),
-    "khot.soft_sort": Row(khot.soft_sort, OF_RANKS),
+    "khot.soft_rank": Row(khot.soft_rank, {**OF_RANKS, "method": "count", "regularization": "l2"}),
+    "khot.soft_rank by projection": Row(khot.soft_rank, OF_PROJECTIONS),
+    "khot.soft_sort": Row(khot.soft_sort, {**OF_RANKS, "method": "count", "regularization": "l2"}),
+    "khot.soft_sort by projection": Row(khot.soft_sort, OF_PROJECTIONS),
+    "khot.project_permutahedron": Row(
+        khot.project_permutahedron,
+        {
+            "input": X,
+            "w": torch.tensor([2.0, 1.0, 3.0, 0.0]),
+            "dim": -1,
+            "tau": 1.0,
+            "regularization": "l2",
+            "mask": MASK,
+        },
+    ),
     "khot.soft_permutation": Row(khot.soft_permutation, OF_RANKS),
     "khot.log_soft_permutation": Row(khot.log_soft_permutation, OF_RANKS),
     "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0}),

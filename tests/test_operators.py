@@ -463,6 +463,14 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("thresholds-backward", ops.laplace_thresholds_backward.default, backward))
         for reverse in (False, True):
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
+    for regularization in ("l2", "kl"):
+        for layout, w in ((x, k[:1].expand(1, N)), (strided, x.flip(-1)), (expanded, strided)):
+            args = (layout, w, tau, regularization)
+            y, *places = ops.permutahedron(*args)
+            cases.append((f"permutahedron-{regularization}", ops.permutahedron.default, args))
+            for want_w in (False, True):
+                backward = (y.new_ones(1).expand(y.shape), layout, w, tau, *places, regularization, want_w)
+                cases.append(("permutahedron-backward", ops.permutahedron_backward.default, backward))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
     costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)

@@ -101,9 +101,11 @@ KEYWORD_ONLY = (
     "learnable_k",
     "learnable_tau",
     "mask",
+    "method",
     "normalize",
     "p",
     "reduction",
+    "regularization",
     "rescale",
     "sample_shape",
     "seed",
@@ -136,7 +138,7 @@ def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) ->
 
 # what may stand between the tensor and dim, in this order
 BETWEEN = (
-    *("q_logits", "cost", "budget", "targets", "relevance", "labels"),
+    *("q_logits", "w", "cost", "budget", "targets", "relevance", "labels"),
     *("k", "at", "count", "q", "target", "weight", "design"),
 )
 FUNCTIONS = [
@@ -229,7 +231,18 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "reduction", "schedule")
+CHOICES = (
+    "adjust",
+    "baseline",
+    "cdf",
+    "design",
+    "estimator",
+    "interpolation",
+    "method",
+    "reduction",
+    "regularization",
+    "schedule",
+)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from khot.counting import inverse_soft_count as inverse_soft_count
 from khot.counting import soft_count as soft_count
 from khot.estimators import sample_khot as sample_khot
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
+from khot.permutahedron import project_permutahedron as project_permutahedron
 from khot.quantiles import kth_value as kth_value
 from khot.quantiles import quantile as quantile
 from khot.ranking import log_soft_permutation as log_soft_permutation
@@ -52,6 +53,7 @@ __all__ = [
     "losses",
     "nn",
     "ot_topk",
+    "project_permutahedron",
     "quantile",
     "sample_khot",
     "sampling",

@@ -1,12 +1,14 @@
 """Soft ranks, sorting, permutations and quantiles: the soft count of a row at many levels, or its inverse.
 
 All of them use the CDF with its median moved to 0, so that an entry counts itself as ½. They count from the
-largest entry; ascending order is the descending order of the negative scores.
+largest entry; ascending order is the descending order of the negative scores. :func:`soft_rank` and
+:func:`soft_sort` can also be projections onto permutahedra.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
+from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
 from khot._ops.permutation import (
     boundaries,
     by_scans,
@@ -39,6 +42,8 @@ __all__ = [
     "soft_sort",
 ]
 
+MethodName = Literal["count", "projection"]
+
 
 def soft_rank(
     input: Tensor,
@@ -47,6 +52,8 @@ def soft_rank(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    method: MethodName = "count",
+    regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
 ) -> Tensor:
     """The place of each entry in its sorted row, softened: r_i = ½ + Σ_j F((x_i − x_j)/τ).
@@ -55,6 +62,10 @@ def soft_rank(
     smallest (the largest if ``descending``), and equal entries share the mean of their ranks. As τ → ∞, r
     tends to (n + 1)/2. Where F is symmetric (all but Power(p), p < 2) a row sums to n(n + 1)/2 for every τ.
 
+    With ``method="projection"`` the ranks are instead the point nearest to x/τ in the permutahedron of
+    (n, …, 1), as in fast-soft-sort and torchsort (:func:`khot.project_permutahedron`). They sum to
+    n(n + 1)/2, and for "l2" they are exactly 1, …, n where different scores are at least τ apart.
+
     Args:
         input: scores, of any floating-point dtype. Infinite ones come last or first, and equal ones
             share ranks.
@@ -62,30 +73,37 @@ def soft_rank(
         tau: temperature > 0, in the units of the scores; a number or a tensor that broadcasts with the batch
             shape (the input's shape without ``dim``).
         cdf: ``"laplace"``, in O(n log n) time; ``"logistic"``, ``"normal"``, ``"uniform"``, or an object of
-            :mod:`khot.cdfs`, in O(n²).
+            :mod:`khot.cdfs`, in O(n²). Only for ``method="count"``.
         descending: give rank 1 to the largest entry, as in the ranks of −input.
+        method: ``"count"``, or ``"projection"`` in O(n log n).
+        regularization: of the projection: ``"l2"``, or ``"kl"``, whose ranks are the exponential of the
+            projection with the logarithms of n, …, 1.
         mask: bool, broadcastable to the input; True where an entry takes part. Entries under False are
             ignored, even NaN and inf: the others have the ranks of a row without them.
 
     Returns:
         Same shape and dtype as the input, in [1, n], and 0 where the mask is False. A row with a NaN is NaN.
 
-    The gradient in input and tau is exact, to any order and in either mode. Memory is O(n), except when
+    The gradient in input and tau is exact, to any order and in either mode (that of the projection "l2" is
+    piecewise constant in the input). Memory is O(n), except when
     the backward pass of a CDF other than Laplace's is itself recorded.
 
     Raises:
-        ValueError: tau ≤ 0, or of a shape that does not broadcast; an unknown cdf. (The values of tensors are
-            checked on the CPU in eager mode; elsewhere a row with a bad value is NaN.)
+        ValueError: tau ≤ 0, or of a shape that does not broadcast; an unknown cdf, method or regularization;
+            a cdf for a projection, or "kl" for a count. (The values of tensors are checked on the CPU in
+            eager mode; elsewhere a row with a bad value is NaN.)
         TypeError: input that is not a floating-point tensor.
         IndexError: dim out of range.
 
-    Source: Struski et al. 2025, section 3.2 and Theorem 3.2.
+    Source: Struski et al. 2025, section 3.2 and Theorem 3.2; Blondel et al. 2020 for the projection.
 
     Example:
         >>> khot.soft_rank(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([1., 3., 2.])
     """
-    F = cdfs.resolve(cdf)
+    F = _resolve(method, cdf, regularization)
+    if method == "projection":
+        return _projected_rank(input, dim, tau, descending, regularization, mask)
     x = arguments.rows(input, dim, mask, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     if by_scans(F):
@@ -107,6 +125,8 @@ def soft_sort(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    method: MethodName = "count",
+    regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
 ) -> Tensor:
     """The sorted row, softened: the i-th value is where the soft count from below is i − ½.
@@ -114,10 +134,16 @@ def soft_sort(
     s_i solves Σ_j F((s_i − x_j)/τ) = i − ½ with F the CDF shifted to the median 0: the inverse of
     :func:`soft_rank`. As τ → 0, s tends to the sorted row. For larger τ it spreads beyond the scores.
 
+    With ``method="projection"`` it is instead the point nearest to (n, …, 1)/τ in the permutahedron of the
+    scores, as in torchsort (:func:`khot.project_permutahedron`). Ascending order is minus the descending
+    order of −input. For larger τ it tends to the mean of the scores; for "kl" in descending order, to the
+    logarithm of the mean of their exponentials.
+
     Args:
-        input: scores, of any floating-point dtype. Infinite ones stay as they are.
+        input: scores, of any floating-point dtype. Infinite ones stay as they are; in a projection, all
+            entries that are pooled with them become infinite, or NaN where both infinities are pooled.
         dim: the dimension to sort along.
-        tau, cdf: as for :func:`soft_rank`.
+        tau, cdf, method, regularization: as for :func:`soft_rank`.
         descending: put the largest first: minus the soft sort of −input.
         mask: as for :func:`soft_rank`.
 
@@ -128,12 +154,15 @@ def soft_sort(
     Gradients, memory, errors: as for :func:`soft_rank`.
 
     Source: Struski et al. 2025, section 3.2; for Laplace in closed form between neighbours (Proposition 4.2).
+    Blondel et al. 2020 for the projection.
 
     Example:
         >>> khot.soft_sort(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([10., 20., 30.])
     """
-    F = cdfs.resolve(cdf)
+    F = _resolve(method, cdf, regularization)
+    if method == "projection":
+        return _projected_sort(input, dim, tau, descending, regularization, mask)
     if by_scans(F):  # F is symmetric, so the ascending order is the descending one, read from the other end
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
@@ -147,6 +176,65 @@ def soft_sort(
         taken = places(x) <= arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
         t = torch.where(taken | t.isnan(), t, 0)
     return arguments.unrows(t, input, dim)
+
+
+def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:
+    """The CDF, if all three go together."""
+    F, names = cdfs.resolve(cdf), get_args(MethodName)
+    if not isinstance(method, str):
+        raise TypeError(f"method must be a name, but got {type(method).__name__}")
+    if method not in names:
+        raise ValueError(f"method must be one of {', '.join(names)}, but got {method!r}")
+    check_regularization(regularization)
+    if method == "projection" and cdf != "laplace":
+        raise ValueError(f"cdf must be left out with method='projection', but got {cdf!r}")
+    if method == "count" and regularization != "l2":
+        raise ValueError(f"regularization must be left out with method='count', but got {regularization!r}")
+    return F
+
+
+def _projected_rank(
+    input: Tensor, dim: int, tau: Scalar, descending: bool, regularization: str, mask: Tensor | None
+) -> Tensor:
+    z = arguments.rows(input, dim, largest=not descending)
+    tau = arguments.per_row(tau, "tau", z, low=0, low_open=True)
+    ranks, selected = _descending(z), None
+    if mask is not None:
+        selected = arguments.mask_rows(mask, input, dim)
+        ranks = (ranks - (~selected).sum(-1, keepdim=True)).clamp(min=1)
+        z, _ = without(z, ranks, selected)
+    if regularization == "kl":  # half precision has too few digits for the logarithm
+        z, ranks = z.to(torch.promote_types(z.dtype, torch.float32)), ranks.log()
+    y = permutahedron(z, ranks, tau, regularization)
+    y = (y.exp() if regularization == "kl" else y).to(input.dtype)
+    if selected is not None:
+        y = torch.where(selected | y.isnan(), y, 0)
+    return arguments.unrows(y, input, dim)
+
+
+def _projected_sort(
+    input: Tensor, dim: int, tau: Scalar, descending: bool, regularization: str, mask: Tensor | None
+) -> Tensor:
+    x = arguments.rows(input, dim, largest=descending)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    ranks = _descending(x).to(torch.promote_types(x.dtype, torch.float32)).expand(x.shape)
+    taken = None
+    if mask is not None:
+        selected = arguments.mask_rows(mask, input, dim)
+        ranks = ranks - (~selected).sum(-1, keepdim=True)
+        taken = ranks > 0
+        _, x = without(x, x, selected)
+        ranks = torch.where(taken, ranks, -math.inf)
+    y = permutahedron(ranks, x, tau, regularization).to(x.dtype)
+    y = y if descending else -y
+    if taken is not None:
+        y = torch.where(taken | y.isnan(), y, 0)
+    return arguments.unrows(y, input, dim)
+
+
+def _descending(x: Tensor) -> Tensor:
+    """n, …, 1."""
+    return torch.arange(x.shape[-1], 0, -1, dtype=wide_dtype(x.device), device=x.device)
 
 
 def soft_permutation(

@@ -1,0 +1,69 @@
+// What the bindings of the sorted kernels share: dense tensors, and rows shared among torch's threads.
+#pragma once
+
+#include <limits>
+
+#include "bindings/tensors.h"
+#include "laplace/rows.h"
+
+namespace khot {
+
+using Sizes = std::vector<int64_t>;
+
+constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
+
+inline Sizes sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+// t in the given dtype, broadcast to the sizes and contiguous.
+inline Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
+  if (t.scalar_type() == dtype && t.is_contiguous() && sizes_of(t) == sizes) return t;
+  Tensor out = empty(t, sizes, dtype);
+  torch::stable::copy_(out, t);
+  return out;
+}
+
+struct Shape {
+  Sizes sizes, batch;
+  int64_t rows = 1, n;
+  ScalarType compute;  // float32 for half precision
+
+  explicit Shape(const Tensor& x) : sizes(sizes_of(x)), batch(sizes), n(sizes.back()) {
+    batch.pop_back();
+    for (int64_t size : batch) rows *= size;
+    compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    STD_TORCH_CHECK(n < std::numeric_limits<int32_t>::max(), "khot: rows must be shorter than 2^31");
+  }
+  Sizes with(int64_t m) const {
+    Sizes result = batch;
+    result.push_back(m);
+    return result;
+  }
+  // serve(workspace, row) for all rows. Each thread has its own workspace.
+  template <class R, class Serve>
+  void share(int64_t length, int arrays, const Serve& serve) const {
+    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length));
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      laplace::Workspace<R> work(length, arrays);
+      for (int64_t row = begin; row < end; ++row) serve(work, row);
+    });
+  }
+};
+
+template <class Body>
+void for_dtype(ScalarType dtype, const Body& body) {
+  if (dtype == ScalarType::Double) {
+    body(double());
+  } else {
+    body(float());
+  }
+}
+
+// The result in the input's dtype, which it has already but for half precision.
+inline Tensor narrowed(const Tensor& t, const Tensor& like) {
+  return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+}
+
+}  // namespace khot

@@ -1,0 +1,123 @@
+"""The projection onto the permutahedron, as an operator with its blocks.
+
+The blocks and the orders of z and w are results as well. Where they are known, the derivative is a mean over
+each block, which can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.precision import wide_dtype
+from khot._kernels.reference import permutahedron as kernels
+
+__all__ = ["RegularizationName", "check_regularization", "permutahedron", "without"]
+
+RegularizationName = Literal["l2", "kl"]
+
+
+def check_regularization(regularization: Any) -> None:
+    names = get_args(RegularizationName)
+    if not isinstance(regularization, str):
+        raise TypeError(f"regularization must be a name, but got {type(regularization).__name__}")
+    if regularization not in names:
+        raise ValueError(f"regularization must be one of {', '.join(names)}, but got {regularization!r}")
+
+
+def permutahedron(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> Tensor:
+    """The projection of z/τ onto the permutahedron of w ("l2"), or log of that of e^(z/τ) onto that of e^w
+    ("kl"), in z's dtype.
+
+    Args:
+        z: (*batch, n).
+        w: broadcasts with z and has n entries. If vmap may map it, it has as many dims as z.
+        tau: broadcasts with batch.
+    """
+    y: Tensor = _permutahedron(z, w, tau, regularization)[0]
+    return y
+
+
+def without(z: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """z and w such that the entries under False are a block of their own, which changes no other entry.
+
+    They have the smallest scores, which the largest negative number does not reach, and the smallest w.
+    """
+    z = torch.where(mask, z.clamp(min=torch.finfo(z.dtype).min), -math.inf)
+    if not w.shape[-1]:
+        return z, w
+    least = torch.where(mask, w, math.inf).amin(-1, keepdim=True)
+    return z, torch.where(mask, w, torch.where(mask.any(-1, keepdim=True), least, 0))
+
+
+class _Rule(Rule):
+    constants = (1, 2, 3)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        z, w, tau, ctx.regularization = inputs
+        return z, w, tau, *outputs[1:]
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        z, w, tau, order, w_order, start = ctx.saved_tensors
+        want_w = ctx.needs_input_grad[1]
+        args = (grad, z, w, tau, order, w_order, start, ctx.regularization)
+        if by_kernel():
+            dz, dw, dtau = _permutahedron_backward(*args, want_w)
+        else:
+            dz, dw, dtau = kernels.vjp_permutahedron(*args)
+        dw = dw.sum_to_size(w.shape).to(w.dtype) if want_w else None
+        return dz, dw, dtau.sum_to_size(tau.shape).to(tau.dtype), None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dz: Tensor | None, dw: Tensor | None, dtau: Tensor | None, *_: None
+    ) -> tuple[Tensor, None, None, None]:
+        z, w, tau, order, w_order, start = ctx.saved_tensors
+        dy = kernels.jvp_permutahedron(dz, dw, dtau, z, w, tau, order, w_order, start, ctx.regularization)
+        return dy, None, None, None
+
+
+def _fake(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order, w_order, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
+    return z.new_empty(z.shape), order, w_order, start
+
+
+def _backward_fake(
+    grad: Tensor,
+    z: Tensor,
+    w: Tensor,
+    tau: Tensor,
+    order: Tensor,
+    w_order: Tensor,
+    start: Tensor,
+    regularization: str,
+    want_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(w.dtype, torch.float32)
+    return (
+        z.new_empty(z.shape),
+        z.new_empty(z.shape if want_w else (0,), dtype=dtype),
+        z.new_empty(z.shape[:-1], dtype=wide_dtype(z.device)),
+    )
+
+
+_permutahedron = define(
+    "permutahedron",
+    "(Tensor z, Tensor w, Tensor tau, str regularization) -> (Tensor, Tensor, Tensor, Tensor)",
+    kernels.permutahedron,
+    _fake,
+    _Rule,
+)
+_permutahedron_backward = define(
+    "permutahedron_backward",
+    "(Tensor grad, Tensor z, Tensor w, Tensor tau, Tensor order, Tensor w_order, Tensor start, "
+    "str regularization, bool want_w) -> (Tensor, Tensor, Tensor)",
+    kernels.permutahedron_backward,
+    _backward_fake,
+)

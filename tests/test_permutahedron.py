@@ -1,0 +1,414 @@
+"""The projection onto the permutahedron, and ranks and sorted rows by projection."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import oracles
+from khot._kernels.reference import permutahedron as reference
+
+INF, NAN = math.inf, math.nan
+REGULARIZATIONS = ("l2", "kl")
+every_regularization = pytest.mark.parametrize("regularization", REGULARIZATIONS)
+
+
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def ranks(n: int) -> Tensor:
+    return torch.arange(n, 0, -1, dtype=torch.float64)
+
+
+def project(z: Tensor, w: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) -> Tensor:
+    return khot.project_permutahedron(z, w, tau=tau, regularization=regularization, **options)  # type: ignore[arg-type]
+
+
+def rank(x: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) -> Tensor:
+    return khot.soft_rank(x, tau=tau, method="projection", regularization=regularization, **options)  # type: ignore[arg-type]
+
+
+def sort(x: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) -> Tensor:
+    return khot.soft_sort(x, tau=tau, method="projection", regularization=regularization, **options)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------- values
+
+ROWS: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
+    "normal": lambda n: (randn(n), randn(n, seed=1)),
+    "ranks": lambda n: (3 * randn(n), ranks(n)),
+    "ties": lambda n: (randn(n).round(), randn(n, seed=1).round()),
+    "all equal": lambda n: (torch.full((n,), 0.3).double(), ranks(n)),
+    "a cascade": lambda n: (ranks(n), torch.cat((ranks(n)[1:] / 2, f64([-100.0])))),
+    "one outlier": lambda n: (torch.cat((f64([1000.0]), randn(n - 1))), ranks(n)),
+    "top k": lambda n: (randn(n), (torch.arange(n) < n // 3).double()),
+    "ascending w": lambda n: (randn(n), torch.linspace(-1, 1, n).double()),
+}
+
+
+@every_regularization
+@pytest.mark.parametrize("kind", ROWS)
+def test_agrees_with_the_formula_of_the_regression(kind: str, regularization: str) -> None:
+    for n in (1, 2, 3, 5, 8, 17, 40):
+        z, w = ROWS[kind](n)
+        for tau in (0.01, 0.3, 1.0, 20.0):
+            want = oracles.permutahedron(z / tau, w, regularization == "kl")
+            scale = 1 + np.abs(want).max()
+            for kernel in (project, by_reference):
+                got = kernel(z, w, tau, regularization).numpy()
+                assert np.abs(got - want).max() <= 1e-13 * n * scale, (n, tau, kernel)
+
+
+def by_reference(z: Tensor, w: Tensor, tau: float, regularization: str) -> Tensor:
+    return reference.permutahedron(z, w, f64(tau), regularization)[0]
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 5.0])
+def test_l2_is_the_nearest_point(tau: float) -> None:
+    """⟨z − y, p − y⟩ ≤ 0 for every vertex p, and y is in the polytope."""
+    for seed in range(5):
+        z, w = randn(5, seed=seed) / tau, randn(5, seed=seed + 10)
+        y = project(z, w)
+        vertices = w[torch.tensor(list(itertools.permutations(range(5))))]
+        assert ((vertices - y) @ (z - y)).max() <= 1e-12
+        assert_majorised(y, w)
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 5.0])
+def test_kl_is_the_nearest_point_in_its_divergence(tau: float) -> None:
+    """The gradient of KL(μ, e^z) is log μ − z, and no vertex lies in a direction of descent."""
+    for seed in range(5):
+        z, w = randn(5, seed=seed) / tau, randn(5, seed=seed + 10)
+        y = project(z, w, regularization="kl")
+        vertices = w.exp()[torch.tensor(list(itertools.permutations(range(5))))]
+        assert ((vertices - y.exp()) @ (y - z)).min() >= -1e-12 * (1 + z.abs().max())
+        assert_majorised(y.exp(), w.exp())
+
+
+def assert_majorised(y: Tensor, w: Tensor) -> None:
+    """y is in the permutahedron of w: no m entries sum to more than the m largest w, all n to as much."""
+    ours, theirs = (t.sort(descending=True).values.cumsum(-1) for t in (y, w))
+    assert (ours <= theirs + 1e-12).all() and abs(ours[-1] - theirs[-1]) <= 1e-12
+
+
+@pytest.mark.parametrize("tau", [0.2, 1.0])
+def test_weights_of_a_top_k_give_the_sparse_mask(tau: float) -> None:
+    x, w = randn(4, 9), (torch.arange(9) < 3).double()
+    torch.testing.assert_close(project(x, w, tau), khot.sparse_topk(x, 3, tau=tau), rtol=0, atol=1e-12)
+
+
+@every_regularization
+def test_hard_is_the_vertex_of_the_largest_product_with_the_gradient_of_the_projection(
+    regularization: str,
+) -> None:
+    for seed, tau in itertools.product(range(5), (0.3, 2.0)):
+        z, w = randn(5, seed=seed).requires_grad_(), randn(5, seed=seed + 10).requires_grad_()
+        y = project(z, w, tau, regularization, hard=True)
+        vertices = w[torch.tensor(list(itertools.permutations(range(5))))]
+        assert torch.equal(y, vertices[(vertices @ z).argmax()])
+        soft = project(z, w, tau, regularization)
+        v = randn(5, seed=seed + 20)
+        for got, want in zip(
+            torch.autograd.grad(y, (z, w), v), torch.autograd.grad(soft, (z, w), v), strict=True
+        ):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    mask = torch.tensor([True, False, True, True])
+    x, w = f64([1.0, NAN, 3.0, 1.0]), f64([5.0, 9.0, 7.0, 6.0])
+    assert project(x, w, mask=mask, hard=True).tolist() == [6, 0, 7, 5]
+    assert project(x, w, hard=True).isnan().all()
+
+
+def test_partial_ranking_ranks_the_largest_alone() -> None:
+    x = f64([0.2, 3.0, -1.0, 2.0, 1.0])
+    assert project(x, f64([3.0, 2.0, 1.0, 0.0, 0.0]), 0.1).tolist() == [0, 3, 0, 2, 1]
+
+
+def test_examples_worked_by_hand() -> None:
+    x = f64([3.0, 1.0, 2.0])
+    assert rank(x, 1.0).tolist() == [3, 1, 2]  # exact, since the scores are a whole τ apart
+    assert rank(x, 1.0, descending=True).tolist() == [1, 3, 2]
+    assert sort(x, 1.0).tolist() == [1, 2, 3]
+    assert sort(x, 1.0, descending=True).tolist() == [3, 2, 1]
+    # scores 0.5 τ apart: half of the distance of the ranks is left
+    torch.testing.assert_close(rank(x, 2.0), f64([2.5, 1.5, 2.0]), rtol=0, atol=1e-15)
+    torch.testing.assert_close(rank(x, 1e9), f64([2.0, 2.0, 2.0]), rtol=0, atol=1e-8)
+    torch.testing.assert_close(sort(x, 1e9), f64([2.0, 2.0, 2.0]), rtol=0, atol=1e-8)
+
+
+@every_regularization
+def test_hard_limits(regularization: str) -> None:
+    x = randn(3, 30)
+    want = x.argsort(-1).argsort(-1).double() + 1
+    torch.testing.assert_close(rank(x, 1e-6, regularization), want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(sort(x, 1e-6, regularization), x.sort(-1).values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(rank(x, 1.0, regularization, descending=True), rank(-x, 1.0, regularization))
+    torch.testing.assert_close(
+        sort(x, 1.0, regularization, descending=True), -sort(-x, 1.0, regularization), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float32, 2e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)],
+    ids=str,
+)
+@every_regularization
+def test_every_dtype_has_its_own_accuracy_and_no_nan(
+    regularization: str, dtype: torch.dtype, rounding: float
+) -> None:
+    for scale, tau in itertools.product((1e-6, 1.0, 1e4), (1e-6, 1e-2, 1.0, 1e6)):
+        x = (scale * randn(2, 300)).to(dtype).requires_grad_()
+        for operator in (rank, sort):
+            y = operator(x, tau, regularization)
+            want = operator(x.detach().double(), tau, regularization)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.detach().double(), want, rtol=rounding, atol=rounding)
+            (grad,) = torch.autograd.grad(y.double().square().mean(), x)
+            assert not grad.isnan().any()
+
+
+def test_scores_of_any_size() -> None:
+    """Equal scores share w exactly, and different ones of any size get their own."""
+    for big in (1e20, 1e200, 1e308):
+        x = f64([big, 1.0, big, -big, 0.5, -big])
+        for regularization, pair in (("l2", (5.5, 1.5)), ("kl", (5.5, 1.5))):
+            y = rank(x, 1e-3, regularization)
+            want = f64([pair[0], 4.0, pair[0], pair[1], 3.0, pair[1]])
+            torch.testing.assert_close(y, want, rtol=1e-14, atol=0)
+    x = torch.tensor([3e38, 2e38, -3e38], requires_grad=True)
+    y = rank(x, 1e-30)
+    assert y.tolist() == [3, 2, 1] and torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 0, 0]
+
+
+def test_a_long_row_by_both_kernels() -> None:
+    x = randn(1, 4097)
+    for tau, regularization in itertools.product((0.01, 1.0), REGULARIZATIONS):
+        assert_rank = rank(x, tau, regularization)
+        w = ranks(4097).log() if regularization == "kl" else ranks(4097)
+        want = by_reference(x, w, tau, regularization)
+        want = want.exp() if regularization == "kl" else want
+        torch.testing.assert_close(assert_rank, want, rtol=1e-12, atol=0)
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+SHAPES = {"shared": (5,), "per row": (2, 5), "broadcast": (1, 5)}
+
+
+@every_regularization
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_gradients_in_all_arguments_in_both_modes(regularization: str, shape: tuple[int, ...]) -> None:
+    args = [randn(2, 5), randn(*shape, seed=1), f64([0.6, 1.9])]
+    args = [a.requires_grad_() for a in args]
+
+    def call(z: Tensor, w: Tensor, tau: Tensor) -> Tensor:
+        return project(z, w, tau, regularization)
+
+    # the random rows pool some entries and leave others alone
+    assert any((call(*args)[i] - call(*args)[i].sort().values).abs().sum() > 0 for i in range(2))
+    assert torch.autograd.gradcheck(call, args, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(call, args, check_fwd_over_rev=True)
+
+
+@every_regularization
+def test_the_fused_backward_is_the_formula(regularization: str) -> None:
+    z, w, tau = randn(3, 33).round(decimals=1), randn(3, 33, seed=1), f64([0.1, 1.0, 7.0])
+    z[0, :2] = f64([INF, -INF])
+    _, *places = torch.ops.khot.permutahedron(z, w, tau, regularization)
+    grad = randn(3, 33, seed=2)
+    for want_w in (False, True):
+        got = torch.ops.khot.permutahedron_backward(grad, z, w, tau, *places, regularization, want_w)
+        want = reference.permutahedron_backward(grad, z, w, tau, *places, regularization, want_w)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_blocks_of_both_kernels_are_the_same() -> None:
+    for kind, regularization, n in itertools.product(ROWS, REGULARIZATIONS, (1, 2, 7, 64, 100)):
+        z, w = ROWS[kind](n)
+        got = torch.ops.khot.permutahedron(z, w, f64(0.7), regularization)
+        want = reference.permutahedron(z, w, f64(0.7), regularization)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
+        for a, b in zip(got[1:], want[1:], strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+        if kind not in ("ties", "all equal", "top k"):  # rounding decides whether equal values are pooled
+            assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:], strict=True)), (kind, n)
+
+
+# ------------------------------------------------------------------------------------- masks and infinities
+
+
+@every_regularization
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("inside", [NAN, INF, -INF, 1e300])
+def test_masked_entries_take_no_part(regularization: str, descending: bool, inside: float) -> None:
+    mask = torch.tensor([[True, True, False, True, False, True], [False, True, True, False, False, False]])
+    mask = torch.cat((mask, mask.new_zeros(1, 6), mask.new_ones(1, 6)))
+    x = torch.where(mask, randn(4, 6), inside).requires_grad_()
+    for tau in (0.05, 1.0, 30.0):
+        for operator in (rank, sort):
+            y = operator(x, tau, regularization, descending=descending, mask=mask)
+            (grad,) = torch.autograd.grad(y.square().sum(), x)
+            assert grad.isfinite().all() and (grad[~mask] == 0).all()
+            for i in range(4):
+                row = x[i, mask[i]].detach().requires_grad_()
+                want = operator(row, tau, regularization, descending=descending)
+                got = y[i, mask[i]] if operator is rank else y[i, : len(row)]
+                rest = y[i, ~mask[i]] if operator is rank else y[i, len(row) :]
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+                assert (rest == 0).all()
+                (want_grad,) = torch.autograd.grad(want.square().sum(), row)
+                torch.testing.assert_close(grad[i, mask[i]], want_grad, rtol=1e-10, atol=1e-10)
+        w = torch.where(mask, randn(4, 6, seed=3), NAN).requires_grad_()
+        y = project(x, w, tau, regularization, mask=mask)
+        for i in range(4):
+            want = project(x[i, mask[i]], w[i, mask[i]], tau, regularization)
+            torch.testing.assert_close(y[i, mask[i]], want, rtol=1e-12, atol=1e-12)
+            assert (y[i, ~mask[i]] == 0).all()
+        (grad,) = torch.autograd.grad(y.square().sum(), w)
+        assert grad.isfinite().all() and (grad[~mask] == 0).all()
+
+
+@every_regularization
+def test_infinite_scores_have_the_ends_of_the_ranks(regularization: str) -> None:
+    x = f64([0.3, INF, -INF, -0.7, INF, 1.1, -INF]).requires_grad_()
+    y = rank(x, 0.5, regularization)
+    torch.testing.assert_close(y[[1, 4]], f64([6.5, 6.5]))
+    torch.testing.assert_close(y[[2, 6]], f64([1.5, 1.5]))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert grad.isfinite().all() and (grad[[1, 2, 4, 6]] == 0).all()
+    # −inf under the mask stays apart from −inf that takes part
+    kept = rank(x.detach(), 0.5, regularization, mask=torch.arange(7) < 6)
+    torch.testing.assert_close(kept[:6], rank(x.detach()[:6], 0.5, regularization))
+
+
+def test_infinite_values_make_their_block_infinite() -> None:
+    x = f64([1.0, INF, 0.0, 0.5]).requires_grad_()
+    y = sort(x, descending=True)
+    assert (y == INF).any() and not y.isnan().any()
+    total = torch.where(y.isfinite(), y, 0).sum()
+    assert torch.autograd.grad(total, x)[0].isfinite().all()
+    assert (sort(-x, descending=True) == -INF).any()
+    assert sort(f64([INF, -INF]), 1e3).isnan().all()  # the mean of both is nothing
+
+
+@every_regularization
+def test_nan_spoils_its_row_and_no_other(regularization: str) -> None:
+    x = randn(3, 5)
+    spoiled = x.clone()
+    spoiled[1, 2] = NAN
+    for operator in (rank, sort):
+        y = operator(spoiled, 1.0, regularization)
+        assert y[1].isnan().all()
+        assert torch.equal(y[[0, 2]], operator(x, 1.0, regularization)[[0, 2]])
+
+
+def test_empty_rows_and_batches() -> None:
+    for shape in ((0,), (2, 0), (0, 3)):
+        x = torch.empty(shape)
+        mask = torch.ones(shape, dtype=torch.bool)
+        for options in ({}, {"mask": mask}):
+            for y in (rank(x, **options), sort(x, **options), project(x, torch.ones(shape[-1]), **options)):
+                assert y.shape == shape
+
+
+# ------------------------------------------------------------------------------------- shapes and transforms
+
+
+def test_w_lies_along_dim_or_broadcasts() -> None:
+    x, w = randn(3, 4, 2), randn(4, seed=1)
+    want = torch.stack([torch.stack([project(x[i, :, j], w) for j in range(2)], -1) for i in range(3)])
+    for weights in (w, w[:, None], w[None, :, None], w[:, None].expand(4, 2), w[:, None].expand(3, 4, 2)):
+        assert torch.equal(project(x, weights, dim=1), want)
+        assert torch.equal(project(x, weights, dim=-2), want)
+    perm = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(project(x, w[perm], dim=1), want)  # the order of w does not matter
+
+
+@every_regularization
+def test_vmap_over_w(regularization: str) -> None:
+    x, w, tau = randn(3, 2, 5), randn(3, 5, seed=1), f64([0.5, 1.0, 2.0])
+
+    def call(x: Tensor, w: Tensor, tau: Tensor) -> Tensor:
+        return project(x, w, tau, regularization)
+
+    want = torch.stack([call(*row) for row in zip(x, w, tau, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(call)(x, w, tau), want, rtol=0, atol=1e-13)
+    want = torch.stack([call(x[0], row, tau[0]) for row in w])
+    got = torch.func.vmap(call, in_dims=(None, 0, None))(x[0], w, tau[0])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    grads = torch.func.vmap(torch.func.grad(lambda *a: call(*a).square().sum(), argnums=1))(x, w, tau)
+    leaf = w.clone().requires_grad_()
+    sum(call(*row).square().sum() for row in zip(x, leaf, tau, strict=True)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(grads, leaf.grad, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
+W = torch.tensor([4.0, 3.0, 2.0, 1.0])
+
+
+SHAPES_OF_W = [(3,), (5,), (1,), (), (3, 4), (2, 1), (1, 2, 4)]
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"w": torch.ones(shape)}, ValueError, "w must have the 4 entries") for shape in SHAPES_OF_W),
+    *(
+        ({"w": W.where(W > 1, bad)}, ValueError, f"w must be finite, but got {bad}")
+        for bad in (NAN, INF, -INF)
+    ),
+    ({"w": [4, 3, 2, 1]}, TypeError, "w must be a torch.Tensor"),
+    ({"w": W.bool()}, TypeError, "w must be a real number"),
+    *(({"tau": tau}, ValueError, "tau must be finite and > 0") for tau in (0, -1.0, NAN, INF, f64(-1.0))),
+    ({"tau": torch.ones(3)}, ValueError, "tau must broadcast"),
+    ({"regularization": "l1"}, ValueError, "regularization must be one of l2, kl, but got 'l1'"),
+    ({"regularization": 2}, TypeError, "regularization must be a name"),
+    ({"mask": torch.ones(4)}, TypeError, "mask must have dtype torch.bool"),
+    ({"input": X.long()}, TypeError, "input must have a floating-point dtype"),
+    ({"dim": 2}, IndexError, "dim must be in"),
+]
+
+
+def assert_raises(error: type[Exception], said: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error) as info:
+        call()
+    assert str(info.value).startswith(said)
+
+
+@pytest.mark.parametrize(("options", "error", "said"), BAD)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    arguments: dict[str, Any] = {"input": X, "w": W, **options}
+    assert_raises(error, said, lambda: khot.project_permutahedron(**arguments))
+
+
+@pytest.mark.parametrize("operator", [khot.soft_rank, khot.soft_sort], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"method": "pav"}, ValueError, "method must be one of count, projection, but got 'pav'"),
+        ({"method": None}, TypeError, "method must be a name"),
+        ({"regularization": "entropy"}, ValueError, "regularization must be one of l2, kl"),
+        ({"cdf": "logistic"}, ValueError, "cdf must be left out with method='projection'"),
+        ({"method": "count", "regularization": "kl"}, ValueError, "regularization must be left out"),
+        *(
+            ({"tau": tau}, ValueError, "tau must be finite and > 0")
+            for tau in (0, -1.0, NAN, f64([1.0, 0.0]))
+        ),
+    ],
+)
+def test_bad_methods(
+    operator: Callable[..., Tensor], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    assert_raises(error, said, lambda: operator(X, **{"method": "projection", **options}))
