@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
 import oracles
@@ -144,6 +146,118 @@ def test_compact_support_is_sparse() -> None:
     q, k, _ = qkv(keys=6)
     weights = topk_attention(q, k, torch.eye(6).double().expand(2, 3, 6, 6), 2, tau=0.05, cdf="uniform")
     assert (weights == 0).double().mean() > 0.5  # two of six, and near ties
+
+
+# ------------------------------------------------------------------------------------- in parts
+
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hard": {"hard": True},
+    "causal": {"is_causal": True},
+    "a k and tau a query": {
+        "top_k": torch.arange(13) % 4 + 0.5,
+        "tau": 0.1 + torch.rand(2, 1, 13, generator=torch.Generator().manual_seed(6)).double(),
+    },
+    "a k a head": {"top_k": torch.tensor([1.0, 2.0, 3.5]).double()[:, None]},
+    "bool mask": {"attn_mask": torch.rand(13, 6, generator=torch.Generator().manual_seed(7)) > 0.4},
+    "padding": {"attn_mask": (torch.arange(6) < torch.tensor([6, 2])[:, None])[:, None, None]},
+    "added mask": {"attn_mask": normal(3, 13, 6, seed=8)},
+    "groups": {"enable_gqa": True},
+}
+each_call = pytest.mark.parametrize("options", PARTS.values(), ids=PARTS.keys())
+
+
+def call(options: dict[str, Any], leaves: tuple[Tensor, ...]) -> Tensor:
+    return topk_attention(*leaves[:3], **{"top_k": 2, "tau": 0.3, **options})  # type: ignore[misc]
+
+
+def leaves_of(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    heads = 1 if "enable_gqa" in options else 3
+    leaves = [normal(2, 3, 13, 5), normal(2, heads, 6, 5, seed=1), normal(2, heads, 6, 7, seed=2)]
+    options = {
+        name: x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in options.items()
+    }
+    given = [x for x in options.values() if isinstance(x, Tensor) and x.requires_grad]
+    return options, (*(x.requires_grad_() for x in leaves), *given)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("khot.nn.attention.PART", 1)  # then a part has as many queries as a query has entries
+
+
+@each_call
+def test_parts_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options, leaves = leaves_of(options)
+    v = normal(2, 3, 13, 7, seed=9)
+    results = []
+    for part in (1 << 30, 1):
+        monkeypatch.setattr("khot.nn.attention.PART", part)
+        y = call(options, leaves)
+        grads = torch.autograd.grad(y, leaves, v, create_graph=True, allow_unused=True)
+        some = sum(g.square().sum() for g in grads if g is not None)
+        again = torch.autograd.grad(some, leaves, allow_unused=True)
+        results.append([y, *(g for g in (*grads, *again) if g is not None)])
+    assert len(results[0]) == len(results[1]) > 4
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_no_tensor_has_an_entry_for_each_pair(small_parts: None) -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                self.numel = max(self.numel, t.numel() if isinstance(t, Tensor) else 0)
+            return out
+
+    q, k, v = (normal(1, 200, 4, seed=i).requires_grad_() for i in range(3))
+    layer = TopKAttention(4, 1, top_k=3, batch_first=True).double()
+    for f in (
+        lambda: topk_attention(q, k, v, 3),
+        lambda: topk_attention(q, k, v, 3, is_causal=True),
+        lambda: layer(q, k, v, need_weights=False)[0],
+    ):
+        with Largest() as largest:
+            f().sum().backward()
+        assert largest.numel <= 200 * 4 < 200 * 200
+    with Largest() as largest:
+        layer(q, k, v)[0].sum().backward()
+    assert largest.numel >= 200 * 200
+
+
+def test_dropout_drops_the_same_weights_in_both_passes(small_parts: None) -> None:
+    q, k, v = qkv(queries=13)
+    v.requires_grad_()
+    y = topk_attention(q, k, v, 3, dropout_p=0.5)
+    (grad,) = torch.autograd.grad(y.sum(), v)
+    torch.testing.assert_close((grad * v).sum(), y.sum())  # y is linear in v
+    assert (topk_attention(q, k, v, 3, dropout_p=0.5) != y).any()
+
+
+def test_parts_under_compile_and_transforms(small_parts: None) -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in qkv(queries=13))
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return topk_attention(q, k, v, 2, tau=0.3, is_causal=True)
+
+    want = f(q, k, v)
+    grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+    got = torch.compile(f, backend="aot_eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(got.square().sum(), (q, k, v)), grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    (by_func,) = torch.func.grad(lambda q: f(q, k, v).square().sum(), argnums=(0,))(q.detach())
+    torch.testing.assert_close(by_func, grads[0], rtol=0, atol=1e-12)
+    tangent = normal(*q.shape, seed=10)
+    _, rate = torch.func.jvp(lambda q: f(q, k, v), (q.detach(),), (tangent,))
+    with forward_ad.dual_level():
+        dual = f(forward_ad.make_dual(q.detach(), tangent), k.detach(), v.detach())
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, rate, rtol=0, atol=1e-12)
 
 
 def test_refuses() -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["TopKAttention", "topk_attention"]
+
+# Queries are taken in parts of so many scores, which are computed again in the backward pass.
+PART = 1 << 20
+# A compiled graph has at most so many parts, because each is a copy of the same code.
+COMPILED_PARTS = 16
 
 
 def topk_attention(
@@ -66,8 +74,10 @@ def topk_attention(
         (..., L, Ev), of the query's dtype. Selection and softmax are computed in float32 at least. Queries
         that may attend to nothing get 0, with zero gradient.
 
-    The gradient is exact, through the scores as well as through the selection. Memory is O(L·S), as for
-    attention that returns its weights.
+    The gradient is exact, through the scores as well as through the selection. Queries are taken in parts
+    whose weights are computed again in the backward pass, so that memory beyond the output is O(L + S) and
+    not O(L·S). Under ``torch.compile`` there are at most 16 parts; under the transforms of ``torch.func`` and
+    in exported programs there is one.
 
     Raises:
         ValueError: both ``attn_mask`` and ``is_causal``; top_k or tau out of range.
@@ -93,8 +103,7 @@ def topk_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    weights = _weights(query, key, top_k, attn_mask, is_causal, scale, tau, cdf, hard)
-    return F.dropout(weights, dropout_p) @ value
+    return _attend(query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard)
 
 
 class TopKAttention(nn.MultiheadAttention):
@@ -127,6 +136,8 @@ class TopKAttention(nn.MultiheadAttention):
         attn_mask: (L, S) or (N·num_heads, L, S); bool, True where attending is forbidden, or floating-point.
 
         is_causal: without ``attn_mask``, a causal mask; with one, that is taken for it.
+
+        need_weights: with False, memory is that of :func:`topk_attention`, not O(L·S) per head.
 
         Returns (output, weights): output of the query's shape; weights (N, L, S), averaged over the heads,
         (N, num_heads, L, S) with ``average_attn_weights=False``, or None with ``need_weights=False``. They
@@ -217,16 +228,20 @@ class TopKAttention(nn.MultiheadAttention):
         mask = _added(attn_mask, key_padding_mask, q.dtype)
 
         top_k, tau = current(self.top_k), current(self.tau)
-        weights = _weights(q, k, top_k, mask, False, None, tau, self.cdf, hard=not self.training)
-        dropped = F.dropout(weights, self.dropout, self.training)
-        output = self.out_proj((dropped @ v).transpose(1, 2).flatten(-2))
+        dropout, hard = self.dropout if self.training else 0.0, not self.training
+        weights = None
+        if need_weights:
+            weights = _weights(q, k, top_k, mask, False, None, tau, self.cdf, hard)
+            output = F.dropout(weights, dropout) @ v
+            weights = weights.mean(-3) if average_attn_weights else weights
+        else:
+            output = _attend(q, k, v, top_k, mask, dropout, False, None, tau, self.cdf, hard)
+        output = self.out_proj(output.transpose(1, 2).flatten(-2))
         if not batched:
-            output, weights = output.squeeze(0), weights.squeeze(0)
+            output, weights = output.squeeze(0), None if weights is None else weights.squeeze(0)
         elif not self.batch_first:
             output = output.transpose(0, 1)
-        if not need_weights:
-            return output, None
-        return output, weights.mean(-3) if average_attn_weights else weights
+        return output, weights
 
     def _check(
         self,
@@ -312,6 +327,61 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    top_k: Scalar,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    hard: bool,
+) -> Tensor:
+    """The output, in parts of the queries."""
+    length = query.shape[-2]
+
+    def part(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        def of(x: Any, dim: int) -> Any:
+            """The part of what may have an entry for each query."""
+            per_query = isinstance(x, Tensor) and x.dim() >= -dim and x.shape[dim] == length > 1
+            return x.narrow(dim, start, query.shape[-2]) if per_query else x
+
+        weights = _weights(
+            query, key, of(top_k, -1), of(attn_mask, -2), is_causal, scale, of(tau, -1), cdf, hard, start
+        )
+        return F.dropout(weights, dropout_p) @ value
+
+    size = _queries_a_part(query, key)
+    if size >= length:
+        return part(query, key, value, 0)
+    parts = [
+        checkpoint(
+            part,
+            query[..., start : start + size, :],
+            key,
+            value,
+            start,
+            use_reentrant=False,
+            preserve_rng_state=dropout_p > 0,
+        )
+        for start in range(0, length, size)
+    ]
+    return torch.cat(parts, -2)
+
+
+def _queries_a_part(query: Tensor, key: Tensor) -> int:
+    length, keys, width = query.shape[-2], key.shape[-2], query.shape[-1]
+    if transforms_are_on() or torch.compiler.is_exporting():
+        return length
+    batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    # as many scores as the keys have entries do not count
+    size = max(PART // max(1, batch * keys), width)
+    return max(size, -(-length // COMPILED_PARTS)) if torch.compiler.is_compiling() else size
+
+
 def _weights(
     query: Tensor,
     key: Tensor,
@@ -322,11 +392,13 @@ def _weights(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    first: int = 0,
 ) -> Tensor:
+    """The weights of the keys, for queries of which the first one has the given number."""
     if is_causal:
         if attn_mask is not None:
             raise ValueError("is_causal must be False where attn_mask is given, but got True")
-        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(first)
     if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise TypeError(f"attn_mask must be bool or floating-point, but got {attn_mask.dtype}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
