@@ -36,7 +36,8 @@ LAYERS = [
     ("estimators",),
     ("distributions",),
     ("losses", "nn"),
-    ("sklearn",),
+    ("_callbacks",),
+    ("lightning", "sklearn", "transformers"),
     ("__init__",),
     ("experiments", "__main__"),
 ]

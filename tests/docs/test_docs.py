@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import khot
+import khot.lightning
 import khot.sklearn
+import khot.transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -35,7 +37,12 @@ def test_reference_holds_every_public_name() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
     shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages), flags=re.MULTILINE)
     names = public_names(khot) - {"khot.estimators.sample_khot"}  # documented as khot.sample_khot
-    names |= public_names(khot.sklearn)  # not imported with khot, because scikit-learn is optional
+    for module in (
+        khot.lightning,
+        khot.sklearn,
+        khot.transformers,
+    ):  # not imported with khot: they are optional
+        names |= public_names(module)
     assert sorted(shown) == sorted(names)
 
 

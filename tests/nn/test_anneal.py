@@ -12,8 +12,8 @@ from khot.nn import Anneal, SoftTopK
 from khot.nn.anneal import SEVERAL
 
 FORGOTTEN = (
-    r"^Anneal\(1.0, 0.1, steps=100, schedule='linear'\) was used for training but never stepped, so that its "
-    r"value is still 1.0; call its step\(\) once per training step$"
+    r"^Anneal\(1.0, 0.1, steps=100, schedule='exponential'\) was used for training but never stepped, so "
+    r"that its value is still 1.0; call its step\(\) once per training step$"
 )
 
 

@@ -357,8 +357,8 @@ def test_in_a_transformer_it_is_not_bypassed(training: bool) -> None:
 
 
 def test_top_k_and_tau_may_be_annealed() -> None:
-    top_k = khot.nn.Anneal(6, 1, 2)
-    layer = TopKAttention(8, 2, top_k, tau=khot.nn.Anneal(1, 0.1, 2)).eval()
+    top_k = khot.nn.Anneal(6, 1, 2, "linear")
+    layer = TopKAttention(8, 2, top_k, tau=khot.nn.Anneal(1, 0.1, 2, "linear")).eval()
     x = normal(6, 2, 8).float()
     for count in (6, 4, 1):  # ⌊3½ + ½⌋ half-way
         assert ((layer(x, x, x, average_attn_weights=False)[1] > 0).sum(-1) == count).all()

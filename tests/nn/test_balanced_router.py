@@ -321,7 +321,7 @@ def test_a_mixture_is_the_weighted_sum(training: bool) -> None:
 
 
 def test_annealed_numbers() -> None:
-    router, x = make(Anneal(3, 1, 2), tau=Anneal(1.0, 0.1, 2)), tokens(20)
+    router, x = make(Anneal(3, 1, 2, "linear"), tau=Anneal(1.0, 0.1, 2, "linear")), tokens(20)
     for k, tau in ((3, 1.0), (2, 0.55), (1, 0.1)):
         want = khot.soft_assign(scores(router, x), k, tau=tau)
         torch.testing.assert_close(router.train()(x).selection, want, rtol=0, atol=1e-9)

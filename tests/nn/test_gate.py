@@ -98,7 +98,7 @@ def test_finds_what_counts_and_how_many(k: int | None) -> None:
 
 
 def test_annealed_size() -> None:
-    k = Anneal(6, 2, 2)
+    k = Anneal(6, 2, 2, "linear")
     layer = KHotGate(8, k, design="pivotal")
     for size in (6, 4, 2):
         assert (layer.train()(torch.ones(3, 8)).sum(-1) == size).all() and layer.eval().mask.sum() == size

@@ -213,8 +213,8 @@ def test_autocast_in_eval() -> None:
 
 
 def test_annealed() -> None:
-    k = Anneal(6, 2, 2)
-    sae = TopKSAE(5, 12, k, tau=Anneal(1, 0.1, 2)).eval()
+    k = Anneal(6, 2, 2, "linear")
+    sae = TopKSAE(5, 12, k, tau=Anneal(1, 0.1, 2, "linear")).eval()
     for size in (6, 4, 2):
         assert sae.top(torch.randn(3, 5))[0].shape == (3, size)
         k.step()
@@ -224,7 +224,7 @@ def test_annealed() -> None:
 @pytest.mark.parametrize("hard", [False, True])
 def test_trains_with_an_annealed_size(hard: bool, batch: bool) -> None:
     """In each step it does what an autoencoder with that number does."""
-    k, x = Anneal(6, 2, 2), scores(7, 5)
+    k, x = Anneal(6, 2, 2, "linear"), scores(7, 5)
     sae = make(k, hard=hard, batch=batch)
     optimizer = torch.optim.SGD(sae.parameters(), lr=0.1)
     for size in (6, 4, 2, 2):

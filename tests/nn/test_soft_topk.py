@@ -148,13 +148,13 @@ def test_anneal_goes_its_course_and_stays_at_the_end(schedule: str) -> None:
 
 
 def test_layers_share_an_anneal_and_resume() -> None:
-    k = Anneal(6.0, 2.0, 4)
+    k = Anneal(6.0, 2.0, 4, "linear")
     first, second = SoftTopK(k), SoftTopK(k, cdf="normal")
     x = scores(1, 8)
     k.step()
     for layer in (first, second):
         torch.testing.assert_close(layer(x).sum().item(), 5.0, rtol=1e-12, atol=0)
-    fresh = SoftTopK(Anneal(6.0, 2.0, 4))
+    fresh = SoftTopK(Anneal(6.0, 2.0, 4, "linear"))
     fresh.load_state_dict(first.state_dict())
     torch.testing.assert_close(fresh(x), first(x), rtol=0, atol=0)
 

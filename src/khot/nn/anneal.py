@@ -41,16 +41,19 @@ class Anneal(nn.Module):
 
     Every layer of :mod:`khot.nn` accepts an Anneal instead of a number. The Anneal is then a submodule of the
     layer, so that the number of steps is part of the state dict, and training resumes where it stopped. Call
-    :meth:`step` once per training step. Several layers can share one Anneal.
+    :meth:`step` once per training step, or let a callback of the training framework do it
+    (:class:`khot.lightning.AnnealCallback`, :class:`khot.transformers.AnnealCallback`). Several layers can
+    share one Anneal.
 
     An Anneal that was read in several training steps but never stepped warns once when it is switched to eval
     mode (with the model that it is a part of): its number is still ``start``.
 
     Args:
         start, end: finite numbers; for ``"exponential"`` both > 0.
-        steps: the number of steps from start to end, at least 1.
-        schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. The last is usual for temperatures, because
-            they differ by factors.
+        steps: the number of steps from start to end, at least 1. None stands for the length of the training,
+            which the callbacks fill in; without them, set the attribute ``steps`` before training.
+        schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. The last is the default where both ends are
+            > 0, because temperatures differ by factors; elsewhere the default is ``"linear"``.
 
     Returns:
         Called without arguments, the current number: a 0-dim tensor on the module's device, in float64 if the
@@ -58,9 +61,10 @@ class Anneal(nn.Module):
 
     Raises:
         ValueError: steps, schedule, start or end out of range.
+        RuntimeError: called while ``steps`` is None.
 
     Example:
-        >>> tau = khot.nn.Anneal(1.0, 0.25, steps=2, schedule="exponential")
+        >>> tau = khot.nn.Anneal(1.0, 0.25, steps=2)
         >>> select = khot.nn.SoftTopK(2, tau=tau)
         >>> for _ in range(3):
         ...     print(f"{tau():.2f}", select(torch.tensor([1.0, 3.0, 2.0, 0.0])))
@@ -72,17 +76,23 @@ class Anneal(nn.Module):
 
     start: float
     end: float
-    steps: int
+    steps: int | None
     schedule: ScheduleName
 
     taken: Tensor
 
-    def __init__(self, start: float, end: float, steps: int, schedule: ScheduleName = "linear") -> None:
+    def __init__(
+        self, start: float, end: float, steps: int | None = None, schedule: ScheduleName | None = None
+    ) -> None:
         super().__init__()
+        if schedule is None:
+            positive = all(isinstance(x, int | float) and x > 0 for x in (start, end))
+            schedule = "exponential" if positive else "linear"
         if schedule not in get_args(ScheduleName):
             names = ", ".join(map(repr, SCHEDULES))
             raise ValueError(f"schedule must be one of {names}, but got {schedule!r}")
-        arguments.check_scalar(steps, "steps", low=1)
+        if steps is not None:
+            arguments.check_scalar(steps, "steps", low=1)
         for name, value in (("start", start), ("end", end)):
             arguments.check_scalar(value, name, low=-math.inf)
             if not math.isfinite(value) or (schedule == "exponential" and value <= 0):
@@ -115,6 +125,8 @@ class Anneal(nn.Module):
                 self._reads += 1
             elif not torch.compiler.is_exporting():
                 self._reads = SEVERAL  # counting would compile a new graph for each number
+        if self.steps is None:
+            raise RuntimeError("steps must be set before training, by its attribute or by a callback")
         t = (widen(self.taken) / self.steps).clamp(max=1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 

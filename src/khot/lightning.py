@@ -1,0 +1,39 @@
+"""khot in Lightning: `AnnealCallback` (needs the extra ``lightning``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+
+from khot import _callbacks
+
+__all__ = ["AnnealCallback"]
+
+
+class AnnealCallback(lightning.Callback):
+    """Steps every :class:`khot.nn.Anneal` of the module once per step of the optimizer.
+
+    A batch whose gradients are only accumulated is no step. An Anneal without ``steps`` takes as many as the
+    training has (``trainer.estimated_stepping_batches``).
+
+    Raises:
+        ValueError: an Anneal without ``steps`` in a training of unknown length.
+
+    Pass it to the trainer: ``lightning.Trainer(callbacks=[khot.lightning.AnnealCallback()])``.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        _callbacks.begin(pl_module, trainer.estimated_stepping_batches)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._seen = trainer.global_step  # which a checkpoint has restored by now
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        # with several optimizers a batch may take several steps, of which the schedule counts one
+        if trainer.global_step > self._seen:
+            self._seen = trainer.global_step
+            _callbacks.step(pl_module)
