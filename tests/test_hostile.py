@@ -319,8 +319,16 @@ ROWS: dict[str, Row] = {
     # losses
     "khot.losses.TopKCrossEntropyLoss": Row(
         losses.TopKCrossEntropyLoss,
-        {"k": 2, "dim": -1, "tau": 1.0, "cdf": "logistic", "reduction": "mean"},
-        {"k": "integer", "dim": "dim type"},
+        {
+            "k": 2,
+            "dim": -1,
+            "tau": 1.0,
+            "cdf": "logistic",
+            "top1_mode": "softmax",
+            "m": 3,
+            "reduction": "mean",
+        },
+        {"k": "integer", "dim": "dim type", "top1_mode": "name", "m": "size"},
         {"k": (N + 1,)},  # the number of classes is not known yet
     ),
     "khot.losses.TopKCrossEntropyLoss.forward": Row(

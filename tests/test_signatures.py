@@ -108,6 +108,7 @@ KEYWORD_ONLY = (
     "sample_shape",
     "seed",
     "tau",
+    "top1_mode",
 )
 # in khot.sampling a design stands where operators have k: sample(probs, design, dim, *, ...)
 DESIGN_AS_K = {
@@ -229,7 +230,17 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "reduction", "schedule")
+CHOICES = (
+    "adjust",
+    "baseline",
+    "cdf",
+    "design",
+    "estimator",
+    "interpolation",
+    "reduction",
+    "schedule",
+    "top1_mode",
+)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,9 @@ def test_losses(device: single.Device) -> None:
     losses = khot.losses
     agree(device, lambda x: losses.FenchelYoungTopKLoss(3)(x, K_HOT.to(x)), LOGITS)
     agree(device, lambda x: losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5})(x, label.to(x.device)), LOGITS)
+    for mode in ("softmax", "cross_entropy"):
+        restricted = losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5}, top1_mode=mode, m=4)
+        agree(device, lambda x, f=restricted: f(x, label.to(x.device)), LOGITS)
     agree(device, lambda x: losses.permutation_cross_entropy(x, order.to(x.device)), LOGITS)
     agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
     for ranking in (losses.spearman_loss, losses.ndcg_loss, losses.average_precision_loss):
