@@ -226,7 +226,7 @@ ROWS: dict[str, Row] = {
     "khot.soft_sort": Row(khot.soft_sort, OF_RANKS),
     "khot.soft_permutation": Row(khot.soft_permutation, OF_RANKS),
     "khot.log_soft_permutation": Row(khot.log_soft_permutation, OF_RANKS),
-    "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0}),
+    "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0, "interpolation": "linear"}),
     "khot.soft_median": Row(khot.soft_median, OF_RANKS),
     "khot.sample_khot": Row(
         khot.sample_khot,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from khot._core.rows import Row
 from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
-__all__ = ["kth_value", "quantile"]
+__all__ = ["InterpolationName", "between", "check_interpolation", "kth_value", "quantile"]
 
 InterpolationName = Literal["linear", "lower", "higher", "nearest", "midpoint"]
 
@@ -146,7 +146,7 @@ def quantile(
     row = _row(input, group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-        _check_interpolation(interpolation)
+        check_interpolation(interpolation)
         flat, chosen, axis = _flattened(input, mask) if dim is None else (input, mask, dim)
         x = arguments.rows(flat, axis, chosen)
         if row.limit(x) == 0:
@@ -204,7 +204,7 @@ def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
     if one is not None or lower == higher:
         return _entries(x, n - (lower if one is None else one))
     above, below = widen(_entries(x, n - higher, 2)).chunk(2, -1)
-    return _between(below, above, position - lower if interpolation == "linear" else 0.5)
+    return between(below, above, position - lower if interpolation == "linear" else 0.5)
 
 
 def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) -> Tensor:
@@ -217,10 +217,10 @@ def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) ->
     both = widen(order_statistics(x, torch.cat((n - lower, n - higher), -1), row))
     below, above = both.chunk(2, -1)
     weight = position - lower if interpolation == "linear" else 0.5 * (higher - lower)
-    return _between(below, above, weight)
+    return between(below, above, weight)
 
 
-def _between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
+def between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
     """below + weight (above − below), computed from the nearer end, as numpy does."""
     line = _line(below, above, weight)
     if arguments.readable(line) and math.isfinite(line.sum().item()):
@@ -270,12 +270,13 @@ def _row(input: Any, group: Any) -> Row:
     return rows.named(group)
 
 
-def _check_interpolation(interpolation: Any) -> None:
+def check_interpolation(interpolation: Any) -> InterpolationName:
     names = get_args(InterpolationName)
     if not isinstance(interpolation, str):
         raise TypeError(f"interpolation must be a string, but got {type(interpolation).__name__}")
     if interpolation not in names:
         raise ValueError(f"interpolation must be one of {', '.join(names)}, but got {interpolation!r}")
+    return cast("InterpolationName", interpolation)
 
 
 def _empty(input: Tensor) -> str:
