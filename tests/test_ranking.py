@@ -20,9 +20,9 @@ import khot
 import oracles
 from khot import _kernels as kernels
 from khot import cdfs
+from khot._core.interpolation import InterpolationName
 from khot._kernels.reference import laplace as scans
 from khot._ops.laplace_thresholds import laplace_thresholds
-from khot.quantiles import InterpolationName
 
 INF, NAN = math.inf, math.nan
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}

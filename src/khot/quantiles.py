@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
+from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row
 from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
-__all__ = ["InterpolationName", "between", "check_interpolation", "kth_value", "quantile"]
-
-InterpolationName = Literal["linear", "lower", "higher", "nearest", "midpoint"]
+__all__ = ["kth_value", "quantile"]
 
 
 def kth_value(
@@ -220,28 +219,6 @@ def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) ->
     return between(below, above, weight)
 
 
-def between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
-    """below + weight (above − below), computed from the nearer end, as numpy does."""
-    line = _line(below, above, weight)
-    if arguments.readable(line) and math.isfinite(line.sum().item()):
-        return line
-    infinite = (below.isinf() | above.isinf()).detach()
-    a, b = below.masked_fill(infinite, 0), above.masked_fill(infinite, 0)
-    # the difference of two finite numbers may overflow
-    overflows = (b - a).detach().isinf()
-    line = torch.where(overflows, (1 - weight) * a + weight * b, _line(a, b, weight))
-    same = (below == above) | (weight == 0)
-    ends = torch.where(same, below, below * (1 - weight) + above * weight).detach()
-    return torch.where(infinite, ends, line)
-
-
-def _line(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
-    rise = b - a
-    if isinstance(weight, float):
-        return a + rise * weight if weight < 0.5 else b - rise * (1 - weight)
-    return torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
-
-
 def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
     """How many entries of each row take part, as (*batch, 1) or a number, in the wide dtype."""
     known = row.here or bool(row.lengths)  # a trace does not know the lengths of other shards
@@ -268,15 +245,6 @@ def _row(input: Any, group: Any) -> Row:
             "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
     return rows.named(group)
-
-
-def check_interpolation(interpolation: Any) -> InterpolationName:
-    names = get_args(InterpolationName)
-    if not isinstance(interpolation, str):
-        raise TypeError(f"interpolation must be a string, but got {type(interpolation).__name__}")
-    if interpolation not in names:
-        raise ValueError(f"interpolation must be one of {', '.join(names)}, but got {interpolation!r}")
-    return cast("InterpolationName", interpolation)
 
 
 def _empty(input: Tensor) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.precision import wide_dtype, widen
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
@@ -29,7 +30,6 @@ from khot._ops.permutation import (
 )
 from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
-from khot.quantiles import InterpolationName, between, check_interpolation
 
 __all__ = [
     "log_soft_permutation",
