@@ -236,6 +236,23 @@ ROWS: dict[str, Row] = {
     "khot.baselines.sequential_softmax_topk": Row(
         baselines.sequential_softmax_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
     ),
+    **{
+        f"khot.baselines.{name}_topk": Row(
+            getattr(baselines, f"{name}_topk"), {"input": X, "k": 1, "dim": -1, "tau": 1.0}
+        )
+        for name in ("masked_softmax", "neuralsort", "softsort")
+    },
+    **{
+        f"khot.baselines.{name}_permutation": Row(
+            getattr(baselines, f"{name}_permutation"), {"input": X, "dim": -1, "tau": 1.0}
+        )
+        for name in ("neuralsort", "softsort")
+    },
+    "khot.baselines.sorted_sinkhorn_topk": Row(
+        baselines.sorted_sinkhorn_topk,
+        {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5},
+        {"k": "integer"},
+    ),
     "khot.baselines.rescaled_sigmoid_topk": Row(
         baselines.rescaled_sigmoid_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
     ),

@@ -348,9 +348,15 @@ def test_baselines(device: single.Device) -> None:
         (khot.baselines.sequential_softmax_topk, {}),
         (khot.baselines.rescaled_sigmoid_topk, {}),
         (khot.baselines.sinkhorn_topk, {"iterations": 5}),
+        (khot.baselines.sorted_sinkhorn_topk, {"iterations": 5}),
+        (khot.baselines.masked_softmax_topk, {}),
+        (khot.baselines.neuralsort_topk, {}),
+        (khot.baselines.softsort_topk, {}),
         (khot.baselines.pav_topk, {}),
     ]:
         agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)
+    for sort in (khot.baselines.neuralsort_permutation, khot.baselines.softsort_permutation):
+        agree(device, sort, LOGITS)
 
 
 @pytest.mark.parametrize("at_most", [False, True])
