@@ -83,13 +83,22 @@ def _ranking(name: str, **fixed: Any) -> Callable[..., Tensor]:
     return lambda x, k, tau, **options: operator(x, *first, tau=tau, **fixed, **options)
 
 
-def _ranking_oracle(name: str, cdf: str | cdfs.CDF, descending: bool = False, q: float = 0.5) -> Oracle:
+def _ranking_oracle(
+    name: str,
+    cdf: str | cdfs.CDF,
+    descending: bool = False,
+    q: float = 0.5,
+    interpolation: str | None = None,
+) -> Oracle:
     def oracle(x: Tensor, k: float, tau: float) -> np.ndarray | float:
         n, sign = len(x), 1 if descending else -1
         if name == "soft_rank":
             return oracles.soft_rank(sign * x, tau, *_cdf(cdf))
         if name == "soft_sort":
             return sign * oracles.soft_levels(sign * x, np.arange(n) + 0.5, tau, *_cdf(cdf))
+        if interpolation is not None:
+            places = oracles.soft_levels(x, np.arange(n) + 0.5, tau, *_cdf(cdf))
+            return float(np.quantile(places, q, method=interpolation))
         if name in ("soft_quantile", "soft_median"):
             return float(oracles.soft_levels(x, [0.5 + (1 - q) * (n - 1)], tau, *_cdf(cdf))[0])
         return oracles.soft_permutation(sign * x, tau, *_cdf(cdf))[name.startswith("log")]
@@ -280,7 +289,7 @@ OPERATORS: list[Operator] = [
 
 OPERATORS += [
     Operator(
-        f"{name}-{n}{'-descending' * options.get('descending', False)}",
+        f"{name}-{n}{'-descending' * ('descending' in options)}{'-linear' * ('interpolation' in options)}",
         name,
         _ranking(name, cdf=c, **options),
         _ranking_oracle(name, c, **options),
@@ -297,6 +306,7 @@ OPERATORS += [
         ("log_soft_permutation", {}),
         ("soft_quantile", {"q": 0.3}),
         *([("soft_median", {})] if n == "laplace" else []),
+        *([("soft_quantile", {"q": 0.3, "interpolation": "linear"})] if n in ("laplace", "power") else []),
         *(
             [(f"soft_{what}", {"descending": True}) for what in ("rank", "sort")]
             if n in ("laplace", "power")

@@ -21,6 +21,9 @@ TAU = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
 
 CALLS: dict[str, Callable[..., Tensor]] = {
     "sequential_softmax": baselines.sequential_softmax_topk,
+    "masked_softmax": baselines.masked_softmax_topk,
+    "neuralsort": baselines.neuralsort_topk,
+    "softsort": baselines.softsort_topk,
     "rescaled_sigmoid": baselines.rescaled_sigmoid_topk,
     "sinkhorn": baselines.sinkhorn_topk,
     "pav": baselines.pav_topk,
@@ -31,6 +34,15 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "dykstra-magnitude": lambda *a, **o: baselines.dykstra_topk(*a, magnitude=True, **o),
 }
 every = pytest.mark.parametrize("name", CALLS)
+
+# those that return places by entries
+MATRICES: dict[str, Callable[..., Tensor]] = {
+    "sorted_sinkhorn": lambda x, *a, tau=0.8, **o: baselines.sorted_sinkhorn_topk(x, 3, *a, epsilon=tau, **o),
+    "neuralsort": baselines.neuralsort_permutation,
+    "softsort": baselines.softsort_permutation,
+}
+every_matrix = pytest.mark.parametrize("name", MATRICES)
+relaxed_sorts = pytest.mark.parametrize("name", ["neuralsort", "softsort"])
 
 
 def call(name: str, x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
@@ -133,6 +145,116 @@ def test_sequential_softmax_is_drawing_without_replacement_by_mean_field() -> No
     assert_close(baselines.sequential_softmax_topk(scores(N), 3, tau=0.7), y, 1e-13)
 
 
+def test_masked_softmax_is_the_formula() -> None:
+    x = torch.cat((scores(3, N), torch.tensor([[1.0, 2, 2, 0, 0, -1, 2]])))  # ties, too: the first is masked
+    for row, got in zip(x, baselines.masked_softmax_topk(x, 4, tau=0.7), strict=True):
+        left, y = list(range(N)), [0.0] * N
+        for _ in range(4):
+            weights = {i: math.exp(row[i] / 0.7) for i in left}
+            for i, w in weights.items():
+                y[i] += w / sum(weights.values())
+            left.remove(max(left, key=lambda i: weights[i]))
+        assert_close(got, torch.tensor(y, dtype=torch.float64), 1e-13)
+    assert_close(baselines.masked_softmax_topk(x, 1, tau=0.7), torch.softmax(x / 0.7, -1), 1e-14)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.005])  # in numbers, and in logs
+@pytest.mark.parametrize("k", [1, 3])
+def test_sorted_sinkhorn_agrees_with_khot_once_converged(k: int, epsilon: float) -> None:
+    x = scores(3, 8)
+    largest = torch.maximum(x**2, (x - k) ** 2).max()
+    held = torch.full_like(x[:1], 9)  # this row has the maximum, which has no gradient
+    largest = (held**2).max()
+    iterations = 2000 if epsilon > 0.01 else 6000
+    got = value_and_gradients(
+        lambda x: baselines.sorted_sinkhorn_topk(
+            torch.cat((x, held)), k, epsilon=epsilon, iterations=iterations
+        )[:-1],
+        x,
+    )
+    want = value_and_gradients(lambda x: khot.sorted_soft_topk(x, k, epsilon=epsilon * largest), x)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+def by_algorithm_3(row: Tensor, k: int, epsilon: float, iterations: int, grad: Tensor) -> tuple[Any, Any]:
+    """The plan and dL/dx of one row: H is inverted as a whole, and the duals' derivatives are formed."""
+    x, anchors, n = row.numpy(), np.arange(k, -1.0, -1.0), len(row)
+    cost = (x[:, None] - anchors) ** 2
+    unit = cost.max()
+    mu, nu = np.full(n, 1 / n), np.array([1.0] * k + [n - k]) / n
+    kernel, q = np.exp(-cost / unit / epsilon), np.ones(k + 1) / (k + 1)
+    for _ in range(iterations):
+        p = mu / (kernel @ q)
+        q = nu / (kernel.T @ p)
+    plan = p[:, None] * kernel * q
+    bar = plan[:, :-1]
+    H = -np.block([[np.diag(mu), bar], [bar.T, np.diag(nu[:-1])]]) / epsilon
+    D = np.zeros((n + k, n, k + 1))
+    for i in range(n):
+        D[i, i] = plan[i] / epsilon
+        for j in range(k):
+            D[n + j, i, j] = plan[i, j] / epsilon
+    duals = -np.tensordot(np.linalg.inv(H), D, 1)
+    xi, zeta = duals[:n], np.concatenate((duals[n:], np.zeros((1, n, k + 1))))
+    slope = np.zeros((n, k + 1, n, k + 1))  # of Γ_hl in C_ij
+    for h in range(n):
+        for m in range(k + 1):
+            slope[h, m] = plan[h, m] * (xi[h] + zeta[m]) / epsilon
+            slope[h, m, h, m] -= plan[h, m] / epsilon
+    by_cost = np.tensordot(n * grad.numpy().T, slope[:, :k], ([0, 1], [0, 1]))
+    return n * bar.T, (by_cost * 2 * (x[:, None] - anchors)).sum(-1) / unit
+
+
+@pytest.mark.parametrize(("k", "iterations"), [(1, 200), (2, 3), (2, 200), (4, 5), (4, 200)])
+def test_sorted_sinkhorn_is_algorithm_3(k: int, iterations: int) -> None:
+    x, grad = scores(6, seed=4).requires_grad_(), scores(k, 6, seed=5)
+    y = baselines.sorted_sinkhorn_topk(x, k, epsilon=0.1, iterations=iterations)
+    (got,) = torch.autograd.grad(y, x, grad)
+    plan, want = by_algorithm_3(x.detach(), k, 0.1, iterations, grad)
+    assert_close(y.detach(), torch.from_numpy(plan), 1e-12)
+    assert_close(got, torch.from_numpy(want), 1e-9)
+
+
+def test_sorted_sinkhorn_of_one_place_is_sinkhorn() -> None:
+    x = scores()
+    got = value_and_gradients(lambda x: baselines.sorted_sinkhorn_topk(x, 1).squeeze(-2), x)
+    for a, b in zip(got, value_and_gradients(lambda x: baselines.sinkhorn_topk(x, 1), x), strict=True):
+        assert_close(a, b, 1e-11)
+
+
+def by_loops(name: str, row: Tensor, tau: float) -> Tensor:
+    x, n, P = row.tolist(), len(row), []
+    for i, s in enumerate(sorted(x, reverse=True), 1):
+        if name == "neuralsort":
+            logits = [((n + 1 - 2 * i) * v - sum(abs(v - w) for w in x)) / tau for v in x]
+        else:
+            logits = [-abs(s - v) / tau for v in x]
+        total = sum(math.exp(v) for v in logits)
+        P.append([math.exp(v) / total for v in logits])
+    return torch.tensor(P, dtype=torch.float64)
+
+
+@relaxed_sorts
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_relaxed_sorts_are_the_formulas(name: str, n: int) -> None:
+    x = torch.stack((scores(n), scores(n, seed=1).round()))  # ties, too
+    for row in x:
+        assert_close(MATRICES[name](row, tau=0.7), by_loops(name, row, 0.7), 1e-12)
+        for k in range(n + 1):
+            assert_close(CALLS[name](row, k, tau=0.7), by_loops(name, row, 0.7)[:k].sum(0), 1e-12)
+
+
+@relaxed_sorts
+def test_relaxed_sorts_tend_to_the_permutation_that_khot_s_tends_to(name: str) -> None:
+    x = 0.1 * scores(4, 9).argsort(-1)  # a tenth apart
+    hard = khot.soft_permutation(x, tau=1e-4, descending=True)
+    assert_close(MATRICES[name](x, tau=1e-3), hard, 1e-9)
+    assert_close(
+        MATRICES[name](x, tau=1e-3) @ x.unsqueeze(-1), x.sort(descending=True).values[..., None], 1e-9
+    )
+
+
 # ------------------------------------------------------------------------------ the house's rules
 
 
@@ -182,7 +304,7 @@ def test_sums_to_k_and_its_ends(name: str) -> None:
         assert torch.equal(call(name, scores(), 0, 0.8), torch.zeros(ROWS, N).double())
         return
     for k in range(N + 1):
-        if (name, k) == ("sequential_softmax", 0):
+        if (name, k) in (("sequential_softmax", 0), ("masked_softmax", 0)):
             continue  # no softmax, and nothing that depends on x
         x = scores().requires_grad_()
         y = call(name, x, k, 0.8)
@@ -240,6 +362,58 @@ def test_bad_input(name: str) -> None:
 def test_pav_takes_two_powers() -> None:
     with pytest.raises(ValueError, match=r"p must be 2 or 4/3, but got 1\.5"):
         baselines.pav_topk(scores(), 2, p=1.5)
+
+
+@every_matrix
+def test_matrices_of_places_by_entries(name: str) -> None:
+    call, x = MATRICES[name], scores(2, 5, 3)
+    P = call(x, 1)
+    assert P.shape == (2, 3 if name == "sorted_sinkhorn" else 5, 5, 3)
+    moved = x.movedim(1, -1).contiguous()
+    assert_close(P, call(moved).movedim((-2, -1), (1, 2)), 1e-13)
+    assert_close(P.sum(2), torch.ones_like(P[:, :, 0]), 1e-12)
+    for dtype, rounding in ((torch.float32, 1e-4), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        low = call(x.to(dtype))
+        assert low.dtype == dtype
+        assert_close(low.double(), call(x.to(dtype).double()), 2 * rounding)
+    assert call(torch.empty(0, 5)).shape == (0, P.shape[1], 5)
+    tau = torch.tensor([[0.5, 1, 2], [3, 0.2, 0.4]], dtype=torch.float64)
+    together = call(moved, tau=tau)
+    for i in range(3):
+        row = moved if name == "sorted_sinkhorn" else moved[:1, i]  # the same batch maximum for SOFT
+        alone = call(row, tau=tau[0, i].item())
+        assert_close(together[0, i], alone[0, i] if name == "sorted_sinkhorn" else alone[0], 1e-12)
+
+
+@every_matrix
+def test_matrices_have_exact_gradients(name: str) -> None:
+    x, tau = scores(2, 5).requires_grad_(), TAU[:2].clone().requires_grad_(name != "sorted_sinkhorn")
+
+    def function(x: Tensor, tau: Tensor) -> Tensor:
+        rows = torch.cat((x, torch.full_like(x[:1], 9))) if name == "sorted_sinkhorn" else x
+        return MATRICES[name](rows, tau=0.1 if name == "sorted_sinkhorn" else tau)
+
+    torch.autograd.gradcheck(function, (x, tau), fast_mode=True)
+
+
+@every_matrix
+def test_bad_input_of_matrices(name: str) -> None:
+    call, x = MATRICES[name], scores()
+    for tau in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match=r"^(tau|epsilon) must .* but got"):
+            call(x, tau=tau)
+    with pytest.raises(TypeError, match=r"^input must have a floating-point dtype"):
+        call(x.long())
+    with pytest.raises(IndexError, match=r"^dim must be in"):
+        call(x, 2)
+    if name == "sorted_sinkhorn":
+        for k in (0, N + 1):
+            with pytest.raises(ValueError, match=r"^k must lie in \[1, 7\], but got"):
+                baselines.sorted_sinkhorn_topk(x, k)
+        with pytest.raises(TypeError, match=r"^k must be an int, but got float"):
+            baselines.sorted_sinkhorn_topk(x, 2.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^iterations must be at least 1, but got 0"):
+            call(x, iterations=0)
 
 
 # ----------------------------------------------------------------------------------------- defects
@@ -387,3 +561,78 @@ def test_dykstra_gives_rejected_ties_a_gradient() -> None:
     assert grads[0].abs().max() > 0.5
     assert not grads[1].any()
     assert not grads[2].any()
+
+
+def test_masked_softmax_exceeds_1_and_jumps_where_scores_change_their_order() -> None:
+    below, above = (baselines.masked_softmax_topk(torch.tensor([d, 0.0, -2.0]), 2) for d in (-1e-6, 1e-6))
+    assert below[0] > 1.2 > 0.6 > above[0]
+    assert above[1] > above[0] + 0.6  # the larger score has the smaller entry
+    tied = baselines.masked_softmax_topk(torch.tensor([1.0, 1.0, 0.0]), 2)
+    assert tied[1] > tied[0] + 0.6
+    y = khot.sigmoid_topk(torch.tensor([1.0, 1.0, 0.0]), 2)
+    assert y.max() <= 1 and y[0] == y[1]
+
+
+@relaxed_sorts
+def test_relaxed_sorts_exceed_1_and_lose_the_order(name: str) -> None:
+    x = torch.tensor([2.3, 1.8, 1.7, 1.6, 0.7, -1.7])
+    y = CALLS[name](x, 5)
+    assert y.max() > 1.05
+    assert y[0] < y[1] - 0.1  # though x[0] is the largest score
+    columns = MATRICES[name](x).sum(0)
+    assert columns.max() > 1.1 and columns.min() < 0.9
+    khots = khot.sigmoid_topk(x, 5)
+    assert khots.max() <= 1 and (khots.diff() <= 0).all()
+    assert_close(khot.soft_permutation(x).sum(0), torch.ones(6), 1e-5)
+
+
+@relaxed_sorts
+def test_relaxed_sorts_make_nan_of_infinite_scores(name: str) -> None:
+    x = torch.tensor([1.0, 2.0, -INF])
+    assert MATRICES[name](x).isnan().any()
+    assert khot.soft_permutation(x).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["neuralsort", "softsort", "sorted_sinkhorn"])
+def test_memory_for_the_gradient(name: str) -> None:
+    """SoftSort's and the transport's top-k need O(nk), NeuralSort's O(n²)."""
+    from test_counting import PeakMemory
+
+    n, k = 2000, 3
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with PeakMemory() as memory:
+        if name == "sorted_sinkhorn":
+            baselines.sorted_sinkhorn_topk(x, k, iterations=10).square().sum().backward()
+        else:
+            CALLS[name](x, k).square().sum().backward()
+    square = 4 * n * n
+    assert memory.peak > square if name == "neuralsort" else memory.peak < square / 20
+
+
+def test_sorted_sinkhorn_couples_the_rows_of_a_batch() -> None:
+    x = scores(1, N)
+    alone = baselines.sorted_sinkhorn_topk(x, 2)
+    beside = baselines.sorted_sinkhorn_topk(torch.cat((x, x * 9)), 2)[:1]
+    assert (alone - beside).abs().max() > 0.1
+    bad = torch.cat((x, torch.full_like(x, NAN)))
+    assert baselines.sorted_sinkhorn_topk(bad, 2).isnan().all()
+    assert khot.sorted_soft_topk(bad, 2, normalize=True)[0].isfinite().all()
+
+
+def test_sorted_sinkhorn_stopped_early_exceeds_1() -> None:
+    x = torch.tensor([0.9, 0.8, 0.2, 0.1, 0.0, -0.1])
+    y = baselines.sorted_sinkhorn_topk(x, 4, epsilon=0.02, iterations=2)
+    assert y.sum(-2).max() > 1.1
+    assert_close(y.sum(-1), torch.ones(4), 1e-6)
+    assert khot.sorted_soft_topk(x, 4, epsilon=0.02).sum(-2).max() <= 1 + 1e-6
+
+
+def test_sorted_sinkhorn_has_no_useful_gradient_for_all_places() -> None:
+    x = scores(5).requires_grad_()
+    held = torch.full_like(x[None], 9)
+    y = baselines.sorted_sinkhorn_topk(torch.cat((x[None], held)), 5, iterations=2000)[0]
+    (grad,) = torch.autograd.grad(y[0, 0], x)
+    exact = khot.sorted_soft_topk(x, 5, epsilon=0.1 * 81)
+    (want,) = torch.autograd.grad(exact[0, 0], x)
+    assert_close(y, exact, 1e-6)
+    assert not torch.allclose(grad, want, rtol=1e-3)

@@ -243,7 +243,7 @@ ROWS: dict[str, Row] = {
     ),
     "khot.soft_permutation": Row(khot.soft_permutation, OF_RANKS),
     "khot.log_soft_permutation": Row(khot.log_soft_permutation, OF_RANKS),
-    "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0}),
+    "khot.soft_quantile": Row(khot.soft_quantile, {**OF_RANKS, "q": 1.0, "interpolation": "linear"}),
     "khot.soft_median": Row(khot.soft_median, OF_RANKS),
     "khot.sample_khot": Row(
         khot.sample_khot,
@@ -252,6 +252,23 @@ ROWS: dict[str, Row] = {
     ),
     "khot.baselines.sequential_softmax_topk": Row(
         baselines.sequential_softmax_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
+    ),
+    **{
+        f"khot.baselines.{name}_topk": Row(
+            getattr(baselines, f"{name}_topk"), {"input": X, "k": 1, "dim": -1, "tau": 1.0}
+        )
+        for name in ("masked_softmax", "neuralsort", "softsort")
+    },
+    **{
+        f"khot.baselines.{name}_permutation": Row(
+            getattr(baselines, f"{name}_permutation"), {"input": X, "dim": -1, "tau": 1.0}
+        )
+        for name in ("neuralsort", "softsort")
+    },
+    "khot.baselines.sorted_sinkhorn_topk": Row(
+        baselines.sorted_sinkhorn_topk,
+        {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5},
+        {"k": "integer"},
     ),
     "khot.baselines.rescaled_sigmoid_topk": Row(
         baselines.rescaled_sigmoid_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0}
@@ -336,8 +353,16 @@ ROWS: dict[str, Row] = {
     # losses
     "khot.losses.TopKCrossEntropyLoss": Row(
         losses.TopKCrossEntropyLoss,
-        {"k": 2, "dim": -1, "tau": 1.0, "cdf": "logistic", "reduction": "mean"},
-        {"k": "integer", "dim": "dim type"},
+        {
+            "k": 2,
+            "dim": -1,
+            "tau": 1.0,
+            "cdf": "logistic",
+            "top1_mode": "softmax",
+            "m": 3,
+            "reduction": "mean",
+        },
+        {"k": "integer", "dim": "dim type", "top1_mode": "name", "m": "size"},
         {"k": (N + 1,)},  # the number of classes is not known yet
     ),
     "khot.losses.TopKCrossEntropyLoss.forward": Row(

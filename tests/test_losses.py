@@ -202,6 +202,99 @@ def test_cross_entropy_trains_top_k_accuracy() -> None:
     assert hit.double().mean() > 0.95
 
 
+def restricted(row: Tensor, label: int, m: int | None) -> Tensor:
+    """The label's score, and then the m − 1 largest others, by sorting."""
+    others = torch.cat((row[:label], row[label + 1 :])).sort(descending=True).values
+    return torch.cat((row[label : label + 1], others if m is None else others[: m - 1]))
+
+
+@each_full_cdf
+@pytest.mark.parametrize("m", [None, 3, 5, 6])
+@pytest.mark.parametrize("mode", ["topk", "softmax", "cross_entropy"])
+@pytest.mark.parametrize("p", [[1.0], [0.0, 0.0, 1.0], [0.2, 0.3, 0.5]], ids=str)
+def test_top_1_modes_and_the_restriction_to_m_scores(name: str, m: int | None, mode: Any, p: Any) -> None:
+    x, label, tau = 2 * scores(4, 6), torch.tensor([0, 1, 5, 3]), 0.7
+    options: dict[str, Any] = {"tau": tau, "cdf": name, "top1_mode": mode, "m": m, "reduction": "none"}
+    got = TopKCrossEntropyLoss({k: w for k, w in enumerate(p, 1) if w}, **options)(x, label)
+    for row, i, value in zip(x, label, got, strict=True):
+        seen = restricted(row, int(i), m)
+        softmax = float(seen[0] - seen.logsumexp(0))
+        logs = [oracles.soft_topk(seen, k, tau, name, None)[1][0] for k in range(1, len(p) + 1)]
+        if mode == "topk":
+            want = -math.log(sum(w * math.exp(v) for w, v in zip(p, logs, strict=True)))
+        elif mode == "softmax":
+            want = -math.log(sum(w * math.exp(v) for w, v in zip(p, [softmax, *logs[1:]], strict=True)))
+        else:  # the published form, less its constant
+            want, rest = -p[0] * softmax, sum(p[1:])
+            mixture = sum(w * math.exp(v) for w, v in zip(p[1:], logs[1:], strict=True))
+            want += rest * (math.log(rest) - math.log(mixture)) if rest else 0
+        assert abs(float(value) - want) <= 1e-11 * (1 + abs(want))
+
+
+@pytest.mark.parametrize("mode", ["topk", "softmax", "cross_entropy"])
+@pytest.mark.parametrize("m", [None, 4])
+def test_gradients_of_the_top_1_modes(mode: Any, m: int | None) -> None:
+    label = torch.tensor([0, 4, 2])
+
+    def loss(x: Tensor, tau: Tensor) -> Tensor:
+        options: dict[str, Any] = {"tau": tau, "top1_mode": mode, "m": m, "reduction": "none"}
+        return TopKCrossEntropyLoss({1: 0.5, 2: 0.2, 3: 0.3}, **options)(x, label)
+
+    x, tau = scores(3, 6).requires_grad_(), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(loss, (x, tau), check_forward_ad=True)
+    torch.autograd.gradgradcheck(loss, (x, tau))
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, tau), loss(x, tau), rtol=1e-12, atol=0)
+    (grad,) = torch.autograd.grad(loss(x, tau).sum(), x)
+    assert (grad != 0).sum(-1).tolist() == [6 if m is None else m] * 3
+
+
+@pytest.mark.parametrize("k", [1, {1: 1.0}, {1: 0.5, 2: 0.5}])
+def test_a_plain_cross_entropy_for_top_1(k: Any) -> None:
+    x, label = scores(4, 6), torch.tensor([0, 1, 5, 3])
+    want = nn.functional.cross_entropy(x, label)
+    both = TopKCrossEntropyLoss(k, tau=0.1, top1_mode="cross_entropy")(x, label)
+    if k == {1: 0.5, 2: 0.5}:
+        want = 0.5 * want + 0.5 * TopKCrossEntropyLoss(2, tau=0.1)(x, label)
+    torch.testing.assert_close(both, want, rtol=1e-13, atol=0)
+
+
+def test_the_restriction_with_infinite_scores_ties_and_nan() -> None:
+    inf = math.inf
+    both = {1: 0.5, 2: 0.5}
+    cases: list[tuple[list[float], int, Any]] = [
+        ([0.3, inf, inf, 0.2, 1.0], 0, 2),  # as many infinite scores as places for others
+        ([0.3, -inf, -inf, -inf, -inf], 0, 1),  # fewer finite ones than places
+        ([-inf, 0.1, 0.2, -inf, -inf], 1, both),
+        ([-inf, 0.1, 0.2, 0.3, 0.4], 0, both),  # an impossible label
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 4, both),
+    ]
+    for row, label, k in cases:
+        x = torch.tensor(row, dtype=torch.float64)
+        got = TopKCrossEntropyLoss(k, m=3)(x, torch.tensor(label))
+        want = TopKCrossEntropyLoss(k)(restricted(x, label, 3), torch.tensor(0))
+        torch.testing.assert_close(got, want)
+    x = scores(2, 5)
+    x[0, 1] = math.nan
+    loss = TopKCrossEntropyLoss(1, m=2, reduction="none")(x, torch.tensor([0, 3]))
+    assert loss.isnan().tolist() == [True, False]
+
+
+def test_the_restriction_refuses() -> None:
+    with pytest.raises(ValueError, match=r"top1_mode must be one of topk, softmax, cross_entropy, but got"):
+        TopKCrossEntropyLoss(1, top1_mode="sm")  # type: ignore[arg-type]
+    for m in (0, 1, 2):
+        with pytest.raises(ValueError, match="m must"):
+            TopKCrossEntropyLoss(3, m=m)
+    with pytest.raises(ValueError, match="m must"):
+        TopKCrossEntropyLoss(1, m=1)
+    with pytest.raises(ValueError, match="m must be at most the number of classes, 4, but got 5"):
+        TopKCrossEntropyLoss(1, m=5)(scores(1, 4), torch.tensor([0]))
+    text = repr(TopKCrossEntropyLoss(1, top1_mode="softmax", m=5))
+    assert "top1_mode='softmax', m=5" in text and "m=" not in repr(TopKCrossEntropyLoss(1))
+
+
 def test_cross_entropy_refuses() -> None:
     with pytest.raises(ValueError, match="sum to 1"):
         TopKCrossEntropyLoss({1: 0.5, 2: 0.2})

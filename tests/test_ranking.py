@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import khot
 import oracles
 from khot import _kernels as kernels
 from khot import cdfs
+from khot._core.interpolation import InterpolationName
 from khot._kernels.reference import laplace as scans
 from khot._ops.laplace_thresholds import laplace_thresholds
 
@@ -36,6 +38,7 @@ every_cdf = pytest.mark.parametrize("name", CDFS)
 full_support = pytest.mark.parametrize("name", ["logistic", "laplace", "normal"])
 every_row = pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
 either_order = pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])
+interpolations = pytest.mark.parametrize("interpolation", typing.get_args(InterpolationName))
 ON_COMPILED = kernels.active()["cpu"] != "reference"
 
 
@@ -254,6 +257,73 @@ def test_quantiles_between_entries_go_to_the_nearest_one(name: str) -> None:
     assert abs(khot.soft_median(x, tau=1e-5, cdf=CDFS[name][0]).item() - 2.5) <= 1e-4
 
 
+# of five entries and of four: at places, between them, and half-way between them
+LEVELS = [0.0, 0.1, 0.125, 0.25, 0.3, 0.375, 0.5, 0.625, 0.77, 0.875, 1.0, 1 / 3, 1 / 6, 5 / 6]
+
+
+@every_cdf
+@interpolations
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_interpolated_quantiles_are_those_of_the_soft_places(name: str, interpolation: Any, n: int) -> None:
+    cdf, p = CDFS[name]
+    x = randn(n, seed=n)
+    for tau in (0.3, 3.0):
+        places = oracles.soft_levels(x, np.arange(n) + 0.5, tau, name, p)
+        want = np.quantile(places, LEVELS, method=interpolation)
+        got = khot.soft_quantile(x, f64(LEVELS), tau=tau, cdf=cdf, interpolation=interpolation)
+        torch.testing.assert_close(got, f64(want), rtol=0, atol=1e-12)
+        one = [khot.soft_quantile(x, q, tau=tau, cdf=cdf, interpolation=interpolation) for q in LEVELS]
+        torch.testing.assert_close(torch.stack(one), got, rtol=0, atol=1e-14)
+
+
+@every_cdf
+@interpolations
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_interpolated_quantiles_tend_to_those_of_torch(name: str, interpolation: Any, n: int) -> None:
+    x = torch.stack((randn(n), randn(n, seed=1).round(), torch.zeros(n).double()))
+    options: dict[str, Any] = {"interpolation": interpolation}
+    want = torch.quantile(x, f64(LEVELS), -1, **options)
+    got = khot.soft_quantile(x, f64(LEVELS), tau=1e-7, cdf=CDFS[name][0], **options)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    got = khot.soft_quantile(x, 0.5, tau=1e-7, cdf=CDFS[name][0], interpolation="lower")
+    torch.testing.assert_close(got, x.median(-1).values, rtol=0, atol=1e-6)
+
+
+@interpolations
+def test_interpolated_quantiles_with_masks_infinite_scores_and_half_precision(interpolation: Any) -> None:
+    options: dict[str, Any] = {"interpolation": interpolation, "tau": 0.5}
+    q, x = f64(LEVELS), randn(3, 7)
+    mask = torch.tensor([[True] * 7, [True, False] * 3 + [True], [False] * 7])
+    got = khot.soft_quantile(x.masked_fill(~mask, NAN), q, mask=mask, **options)
+    for i in (0, 1):
+        torch.testing.assert_close(got[:, i], khot.soft_quantile(x[i, mask[i]], q, **options))
+    assert got[:, 2].isnan().all()
+    infinite = f64([INF, 1.0, -INF, 2.0]).requires_grad_()
+    soft_sort = [-INF, *khot.soft_sort(f64([1.0, 2.0]), tau=0.5).tolist(), INF]
+    got = khot.soft_quantile(infinite, q, **options)
+    torch.testing.assert_close(
+        got.detach(), khot.quantile(f64(soft_sort), q, interpolation=interpolation), equal_nan=True
+    )
+    got[got.isfinite()].sum().backward()
+    assert infinite.grad is not None and infinite.grad.isfinite().all()
+    row = x[0].clone()
+    row[2] = NAN
+    assert khot.soft_quantile(row, q, **options).isnan().all()
+    for dtype in (torch.bfloat16, torch.float16):
+        low = x.to(dtype)
+        exact = khot.soft_quantile(low.double(), q, **options)
+        rounded = khot.soft_quantile(low, q, **options)
+        assert rounded.dtype == dtype
+        assert ((rounded.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs()).all()
+
+
+def test_the_names_of_interpolations_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"^interpolation must be one of linear, lower, .* but got 'cubic'"):
+        khot.soft_quantile(X, 0.3, interpolation="cubic")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^interpolation must be a string"):
+        khot.soft_quantile(X, 0.3, interpolation=3)  # type: ignore[arg-type]
+
+
 @every_cdf
 def test_theorem_3_2_the_soft_rank_tends_to_the_hard_one(name: str) -> None:
     x = randn(6)
@@ -364,11 +434,12 @@ def test_quantiles_have_the_shapes_of_torch(dim: int, keepdim: bool, q: Any) -> 
 
 def test_gradient_in_q() -> None:
     x, tau = randn(2, 6).requires_grad_(), f64([2.0, 3.0]).requires_grad_()
-    q = f64([0.1, 0.37, 0.8]).requires_grad_()
-    for name in CDFS:
+    q = f64([0.1, 0.37, 0.83]).requires_grad_()  # linear interpolation has kinks at whole positions
+    for name, linear in itertools.product(CDFS, (False, True)):
 
-        def call(x: Tensor, q: Tensor, tau: Tensor, name: str = name) -> Tensor:
-            return khot.soft_quantile(x, q, tau=tau, cdf=CDFS[name][0])
+        def call(x: Tensor, q: Tensor, tau: Tensor, name: str = name, linear: bool = linear) -> Tensor:
+            interpolation: Any = "linear" if linear else None
+            return khot.soft_quantile(x, q, tau=tau, cdf=CDFS[name][0], interpolation=interpolation)
 
         torch.autograd.gradcheck(call, (x, q, tau), check_forward_ad=True)
         torch.autograd.gradgradcheck(call, (x, q, tau), check_fwd_over_rev=True)
@@ -381,6 +452,42 @@ def test_vmap_over_q() -> None:
     torch.testing.assert_close(got, want)
     got = torch.func.vmap(khot.soft_quantile, in_dims=(None, 0))(x, q.reshape(2, 2))
     torch.testing.assert_close(got[1], khot.soft_quantile(x, q[2:]))
+
+
+# -------------------------------------------------------------------------------------- kinks
+
+
+def gradient(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(khot.soft_median(x, cdf="uniform"), x)[0]
+
+
+def test_a_generalised_gradient_at_a_kink_need_not_be_one_sided() -> None:
+    # the outer entries lie where the uniform CDF reaches 0 and 1, at ½ from the median
+    x, h = f64([-0.5, 0.0, 0.5]), 1e-3
+    assert gradient(x).tolist() == [0, 1, 0]
+    assert gradient(x + f64([-h, 0, h])).tolist() == [0, 1, 0]  # the limit from here
+    # in the middle entry, the slope of the median is ½ on both sides
+    for step in (-h, h):
+        moved = khot.soft_median(x + f64([0.0, step, 0.0]), cdf="uniform")
+        assert abs(moved.item() / step - 0.5) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[-0.5, 0.2, 0.3], [-0.3, -0.2, 0.5], [-0.5, 0.0, 0.5], [-0.5, -0.5, 0.1, 0.4, 0.5]],
+    ids=str,
+)
+def test_gradients_at_kinks_are_in_the_hull_of_those_nearby(row: list[float]) -> None:
+    from scipy.optimize import linprog
+
+    x = f64(row)  # entries at ±½ are at the ends of the support
+    assert abs(khot.soft_median(x, cdf="uniform").item()) <= 1e-15
+    nearby = torch.stack([gradient(x + 1e-6 * randn(len(x), seed=s)) for s in range(40)])
+    weighted = torch.cat((nearby.T, torch.ones(1, 40).double())).numpy()
+    found = linprog(np.zeros(40), A_eq=weighted, b_eq=[*gradient(x).tolist(), 1.0], bounds=(0, 1))
+    assert found.success
+    assert len({tuple(g.tolist()) for g in nearby.round(decimals=6)}) > 1
 
 
 # ------------------------------------------------------------------------------------- memory

@@ -110,6 +110,7 @@ KEYWORD_ONLY = (
     "sample_shape",
     "seed",
     "tau",
+    "top1_mode",
 )
 # in khot.sampling a design stands where operators have k: sample(probs, design, dim, *, ...)
 DESIGN_AS_K = {
@@ -242,6 +243,7 @@ CHOICES = (
     "reduction",
     "regularization",
     "schedule",
+    "top1_mode",
 )
 
 

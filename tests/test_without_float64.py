@@ -328,6 +328,9 @@ def test_losses(device: single.Device) -> None:
     losses = khot.losses
     agree(device, lambda x: losses.FenchelYoungTopKLoss(3)(x, K_HOT.to(x)), LOGITS)
     agree(device, lambda x: losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5})(x, label.to(x.device)), LOGITS)
+    for mode in ("softmax", "cross_entropy"):
+        restricted = losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5}, top1_mode=mode, m=4)
+        agree(device, lambda x, f=restricted: f(x, label.to(x.device)), LOGITS)
     agree(device, lambda x: losses.permutation_cross_entropy(x, order.to(x.device)), LOGITS)
     agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
     for ranking in (losses.spearman_loss, losses.ndcg_loss, losses.average_precision_loss):
@@ -345,9 +348,15 @@ def test_baselines(device: single.Device) -> None:
         (khot.baselines.sequential_softmax_topk, {}),
         (khot.baselines.rescaled_sigmoid_topk, {}),
         (khot.baselines.sinkhorn_topk, {"iterations": 5}),
+        (khot.baselines.sorted_sinkhorn_topk, {"iterations": 5}),
+        (khot.baselines.masked_softmax_topk, {}),
+        (khot.baselines.neuralsort_topk, {}),
+        (khot.baselines.softsort_topk, {}),
         (khot.baselines.pav_topk, {}),
     ]:
         agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)
+    for sort in (khot.baselines.neuralsort_permutation, khot.baselines.softsort_permutation):
+        agree(device, sort, LOGITS)
 
 
 @pytest.mark.parametrize("at_most", [False, True])

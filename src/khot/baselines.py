@@ -8,6 +8,7 @@ the sources describe: there are no masks, an infinite score may give NaN, k has 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,19 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
 
-__all__ = ["dykstra_topk", "pav_topk", "rescaled_sigmoid_topk", "sequential_softmax_topk", "sinkhorn_topk"]
+__all__ = [
+    "dykstra_topk",
+    "masked_softmax_topk",
+    "neuralsort_permutation",
+    "neuralsort_topk",
+    "pav_topk",
+    "rescaled_sigmoid_topk",
+    "sequential_softmax_topk",
+    "sinkhorn_topk",
+    "softsort_permutation",
+    "softsort_topk",
+    "sorted_sinkhorn_topk",
+]
 
 
 def sequential_softmax_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
@@ -57,6 +70,35 @@ def sequential_softmax_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, ta
         x = x + torch.log(torch.clamp(1 - p, min=tiny))
         p = torch.softmax(x / tau, -1)
         y = y + (p if k.numel() == 1 else torch.where(step < k, p, 0))
+    return arguments.unrows(y.to(input.dtype), input, dim)
+
+
+def masked_softmax_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """k softmaxes, one after the other; each one is over the scores without the largest of the one before.
+
+    y = p¹ + … + pᵏ, where pʲ is the softmax of x/τ over all scores but the j − 1 largest.
+
+    Defects: entries exceed 1 (for n = k = 2 the smaller score's does). The larger of two close scores, which
+    is masked first, gets the smaller entry, so that y jumps where scores change their order, and equal scores
+    get different entries. k is an integer; O(nk) time, and O(nk) memory for the gradient.
+
+    Args:
+        input, k, dim, tau: as for :func:`sequential_softmax_topk`. Of equal scores the first is masked first.
+
+    Returns, raises: as for :func:`sequential_softmax_topk`.
+
+    Source: Xie et al. 2020, appendix C ("softmax k times"); after Goyal et al. 2018.
+
+    Example:
+        >>> khot.baselines.masked_softmax_topk(torch.tensor([0.2, 0.0]), 2)
+        tensor([0.5498, 1.4502])
+    """
+    x, k, tau = _prepare(input, k, dim, tau, integer=True)
+    z, y = x / tau, torch.zeros_like(x)
+    for step in range(int(k.max()) if k.numel() else 0):
+        p = torch.softmax(z, -1)
+        y = y + (p if k.numel() == 1 else torch.where(step < k, p, 0))
+        z = z.scatter(-1, z.argmax(-1, keepdim=True), -math.inf)
     return arguments.unrows(y.to(input.dtype), input, dim)
 
 
@@ -145,18 +187,65 @@ def sinkhorn_topk(
     x, k, epsilon = _prepare(input, k, dim, epsilon, tau_name="epsilon")
     if not x.numel():
         return torch.zeros_like(input)
-    finite = x.detach().masked_fill(x == -math.inf, math.inf)
-    x = x.masked_fill(x == -math.inf, finite.amin() - (x.detach().amax() - finite.amin()))
-    cost = (x.unsqueeze(-1) - torch.tensor([1.0, 0.0]).to(x)) ** 2
-    cost = cost / cost.detach().max()
     share = (k / x.shape[-1]).detach()
-    nu = torch.stack((share, 1 - share), -1)
-    plan = _Sinkhorn.apply(cost, nu, epsilon.detach().unsqueeze(-1), iterations)
+    plan = _plan(x, torch.tensor([1.0, 0.0]), torch.stack((share, 1 - share), -1), epsilon, iterations)
     return arguments.unrows((x.shape[-1] * plan[..., 0]).to(input.dtype), input, dim)
 
 
+def sorted_sinkhorn_topk(
+    input: Tensor, k: int, dim: int = -1, *, epsilon: Scalar = 0.1, iterations: int = 200
+) -> Tensor:
+    """Sorted SOFT top-k by a fixed number of Sinkhorn iterations.
+
+    As :func:`sinkhorn_topk`, with the anchors k, k − 1, …, 1, each of mass 1/n, and the anchor 0 with the
+    rest. When converged, it is :func:`khot.sorted_soft_topk` at epsilon·max C.
+
+    Defects: as for :func:`sinkhorn_topk`, in entries and columns. For k = n the matrix whose inverse the
+    gradient needs is singular. O(nk) memory for the iterations and for the gradient.
+
+    Args:
+        input, dim, epsilon, iterations: as for :func:`sinkhorn_topk`.
+        k: an int in [1, n].
+
+    Returns:
+        A tensor of the input's dtype and shape, with ``dim`` replaced by (k, n): one row per place. Each row
+        sums to 1. Differentiable in input, to first order, by the implicit function theorem at the last
+        iterate.
+
+    Raises:
+        ValueError, TypeError, IndexError: as for :func:`khot.sorted_soft_topk`; iterations < 1.
+
+    Source: Xie et al. 2020, appendices B and H: Algorithm 3, in the order of multiplications of Algorithm 4.
+
+    Example:
+        >>> khot.baselines.sorted_sinkhorn_topk(torch.tensor([1.0, 3.0, 2.0, 0.5]), 2)
+        tensor([[0.0080, 0.7779, 0.2131, 0.0010],
+                [0.1847, 0.2112, 0.5340, 0.0700]])
+    """
+    _check_iterations(iterations)
+    x, _, epsilon = _prepare(input, 0, dim, epsilon, tau_name="epsilon")
+    n = x.shape[-1]
+    arguments.check_integer(k, "k", low=1, high=n)
+    anchors = torch.arange(k, -1, -1)
+    nu = torch.where(anchors > 0, 1, n - k).to(x) / n
+    plan = _plan(x, anchors, nu.expand(*x.shape[:-1], 1, k + 1), epsilon, iterations)
+    return _at((n * plan[..., :k]).mT.to(input.dtype), input, dim)
+
+
+def _plan(x: Tensor, anchors: Tensor, nu: Tensor, epsilon: Tensor, iterations: int) -> Tensor:
+    """The transport of the scores (*batch, n) to m anchors of mass nu (*batch, 1, m): (*batch, n, m)."""
+    if not x.numel():
+        return x.unsqueeze(-1).expand(*x.shape, len(anchors))
+    finite = x.detach().masked_fill(x == -math.inf, math.inf)
+    x = x.masked_fill(x == -math.inf, finite.amin() - (x.detach().amax() - finite.amin()))
+    cost = (x.unsqueeze(-1) - anchors.to(x)) ** 2
+    cost = cost / cost.detach().max()
+    plan: Tensor = _Sinkhorn.apply(cost, nu, epsilon.detach().unsqueeze(-1), iterations)
+    return plan
+
+
 class _Sinkhorn(Function):
-    """The plan (*batch, n, 2) with row sums 1/n and column sums nu (*batch, 1, 2)."""
+    """The plan (*batch, n, m) with row sums 1/n and column sums nu (*batch, 1, m)."""
 
     @staticmethod
     def forward(ctx: Any, cost: Tensor, nu: Tensor, epsilon: Tensor, iterations: int) -> Tensor:
@@ -174,17 +263,18 @@ class _Sinkhorn(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Appendix H for two anchors: the dual of the second is fixed, so that K is one number per row."""
+        """Appendix H: the dual of the last anchor is fixed, so that K belongs to the m − 1 others."""
         plan, nu, epsilon = ctx.saved_tensors
-        first = plan.shape[-2] * plan[..., :1]  # Γ̄/μ
-        kappa = nu[..., :1] - (first * plan[..., :1]).sum(-2, keepdim=True)
+        others = plan[..., :-1]
+        first = plan.shape[-2] * others  # Γ̄/μ
+        kappa = torch.diag_embed(nu[..., 0, :-1]) - first.mT @ others
         weighted = grad * plan
         by_row = plan.shape[-2] * weighted.sum(-1, keepdim=True)
-        by_column = weighted[..., :1].sum(-2, keepdim=True)
-        # of the duals: ζ of the first anchor, and ξ of each entry
-        zeta = (by_column - (by_row * plan[..., :1]).sum(-2, keepdim=True)) / kappa
-        xi = by_row - first * zeta
-        zeta = torch.cat((zeta, torch.zeros_like(zeta)), -1)
+        by_column = weighted[..., :-1].sum(-2).unsqueeze(-1)
+        # of the duals: ζ of the anchors, and ξ of each entry
+        zeta = torch.linalg.inv_ex(kappa).inverse @ (by_column - others.mT @ by_row)
+        xi = by_row - first @ zeta
+        zeta = torch.nn.functional.pad(zeta.mT, (0, 1))
         return plan * (xi + zeta - grad) / epsilon, None, None, None
 
 
@@ -194,6 +284,135 @@ def _scale(kernel: Tensor, nu: Tensor, iterations: int) -> Tensor:
         p = 1 / (kernel.shape[-2] * (kernel * q).sum(-1, keepdim=True))
         q = nu / (kernel * p).sum(-2, keepdim=True)
     return p * kernel * q
+
+
+def neuralsort_permutation(input: Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """The matrix that sorts a row in descending order, relaxed to one whose rows are softmaxes (NeuralSort).
+
+    Row i of P is the softmax of ((n + 1 − 2i) x_j − Σ_l |x_j − x_l|)/τ over the entries j.
+
+    Defects: rows sum to 1, but columns do not. An infinite score gives NaN. O(n²) time and memory, even for
+    one row of the matrix.
+
+    Args:
+        input: scores, of any floating-point dtype.
+        dim: the dimension to sort along.
+        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
+            without ``dim``).
+
+    Returns:
+        A tensor of the input's dtype and shape, with ``dim`` replaced by (n, n), places by entries, as from
+        ``khot.soft_permutation(input, descending=True)``. Differentiable in input and tau.
+
+    Raises:
+        ValueError: tau ≤ 0.
+        TypeError, IndexError: as for :func:`khot.soft_permutation`.
+
+    Source: Grover, Wang, Zweig, Ermon 2019.
+
+    Example:
+        >>> khot.baselines.neuralsort_permutation(torch.tensor([1.0, 3.0, 2.0]))
+        tensor([[0.0132, 0.7214, 0.2654],
+                [0.2119, 0.2119, 0.5761],
+                [0.7214, 0.0132, 0.2654]])
+    """
+    x, _, tau = _prepare(input, 0, dim, tau)
+    return _at(_neuralsort(x, tau, x.shape[-1]).to(input.dtype), input, dim)
+
+
+def softsort_permutation(input: Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """The matrix that sorts a row in descending order, relaxed to one whose rows are softmaxes (SoftSort).
+
+    Row i of P is the softmax of −|s_i − x_j|/τ over the entries j, where s is the sorted row.
+
+    Defects: rows sum to 1, but columns do not: of close entries, the middle ones are selected more than once,
+    and the outer ones less. An infinite score gives NaN. O(n²) time and memory.
+
+    Args:
+        input, dim, tau: as for :func:`neuralsort_permutation`.
+
+    Returns, raises: as for :func:`neuralsort_permutation`.
+
+    Source: Prillo, Eisenschlos 2020, with the distance |·|.
+
+    Example:
+        >>> khot.baselines.softsort_permutation(torch.tensor([1.0, 3.0, 2.0]))
+        tensor([[0.0900, 0.6652, 0.2447],
+                [0.2119, 0.2119, 0.5761],
+                [0.6652, 0.0900, 0.2447]])
+    """
+    x, _, tau = _prepare(input, 0, dim, tau)
+    return _at(_softsort(x, tau, x.shape[-1]).to(input.dtype), input, dim)
+
+
+def neuralsort_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """The sum of the first k rows of :func:`neuralsort_permutation`.
+
+    Defects: entries exceed 1, and their order may differ from that of the scores; k is an integer; others as
+    for :func:`neuralsort_permutation`.
+
+    Args:
+        input, k, dim, tau: as for :func:`sequential_softmax_topk`.
+
+    Returns, raises: as for :func:`sequential_softmax_topk`.
+
+    Source: Grover, Wang, Zweig, Ermon 2019; used so by Xie et al. 2020, appendix C.
+
+    Example:
+        >>> khot.baselines.neuralsort_topk(torch.tensor([1.0, 3.0, 2.0]), 2)
+        tensor([0.2252, 0.9333, 0.8415])
+    """
+    return _first_rows(_neuralsort, input, k, dim, tau)
+
+
+def softsort_topk(input: Tensor, k: int | Tensor, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
+    """The sum of the first k rows of :func:`softsort_permutation`.
+
+    Defects: entries exceed 1, and their order may differ from that of the scores; k is an integer; others as
+    for :func:`softsort_permutation`, in O(nk) time and memory and a sort.
+
+    Args:
+        input, k, dim, tau: as for :func:`sequential_softmax_topk`.
+
+    Returns, raises: as for :func:`sequential_softmax_topk`.
+
+    Source: Prillo, Eisenschlos 2020.
+
+    Example:
+        >>> khot.baselines.softsort_topk(torch.tensor([1.0, 3.0, 2.0]), 2)
+        tensor([0.3020, 0.8772, 0.8208])
+    """
+    return _first_rows(_softsort, input, k, dim, tau)
+
+
+def _neuralsort(x: Tensor, tau: Tensor, rows: int) -> Tensor:
+    """The first rows of the matrix: (*batch, rows, n)."""
+    n = x.shape[-1]
+    spread = (x.unsqueeze(-1) - x.unsqueeze(-2)).abs().sum(-1)
+    scale = n - 1 - 2 * torch.arange(rows, device=x.device).unsqueeze(-1)
+    return torch.softmax((scale * x.unsqueeze(-2) - spread.unsqueeze(-2)) / tau.unsqueeze(-1), -1)
+
+
+def _softsort(x: Tensor, tau: Tensor, rows: int) -> Tensor:
+    """The first rows of the matrix: (*batch, rows, n)."""
+    s = x.sort(-1, descending=True).values[..., :rows].unsqueeze(-1)
+    return torch.softmax(-(s - x.unsqueeze(-2)).abs() / tau.unsqueeze(-1), -1)
+
+
+def _first_rows(
+    permutation: Callable[[Tensor, Tensor, int], Tensor], input: Tensor, k: Any, dim: int, tau: Scalar
+) -> Tensor:
+    x, k, tau = _prepare(input, k, dim, tau, integer=True)
+    most = int(k.max()) if k.numel() else 0
+    selected = torch.arange(most, device=x.device) < k
+    y = (permutation(x, tau, most) * selected.unsqueeze(-1)).sum(-2)
+    return arguments.unrows(y.to(input.dtype), input, dim)
+
+
+def _at(matrix: Tensor, input: Tensor, dim: int) -> Tensor:
+    """(*batch, places, n) with its last two dims where the input has dim."""
+    dim = arguments.check_dim(input, dim)
+    return matrix.movedim((-2, -1), (dim, dim + 1))
 
 
 @on_cpu

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
+from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row
 from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
 __all__ = ["kth_value", "quantile"]
-
-InterpolationName = Literal["linear", "lower", "higher", "nearest", "midpoint"]
 
 
 def kth_value(
@@ -146,7 +145,7 @@ def quantile(
     row = _row(input, group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-        _check_interpolation(interpolation)
+        check_interpolation(interpolation)
         flat, chosen, axis = _flattened(input, mask) if dim is None else (input, mask, dim)
         x = arguments.rows(flat, axis, chosen)
         if row.limit(x) == 0:
@@ -204,7 +203,7 @@ def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
     if one is not None or lower == higher:
         return _entries(x, n - (lower if one is None else one))
     above, below = widen(_entries(x, n - higher, 2)).chunk(2, -1)
-    return _between(below, above, position - lower if interpolation == "linear" else 0.5)
+    return between(below, above, position - lower if interpolation == "linear" else 0.5)
 
 
 def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) -> Tensor:
@@ -217,29 +216,7 @@ def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) ->
     both = widen(order_statistics(x, torch.cat((n - lower, n - higher), -1), row))
     below, above = both.chunk(2, -1)
     weight = position - lower if interpolation == "linear" else 0.5 * (higher - lower)
-    return _between(below, above, weight)
-
-
-def _between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
-    """below + weight (above − below), computed from the nearer end, as numpy does."""
-    line = _line(below, above, weight)
-    if arguments.readable(line) and math.isfinite(line.sum().item()):
-        return line
-    infinite = (below.isinf() | above.isinf()).detach()
-    a, b = below.masked_fill(infinite, 0), above.masked_fill(infinite, 0)
-    # the difference of two finite numbers may overflow
-    overflows = (b - a).detach().isinf()
-    line = torch.where(overflows, (1 - weight) * a + weight * b, _line(a, b, weight))
-    same = (below == above) | (weight == 0)
-    ends = torch.where(same, below, below * (1 - weight) + above * weight).detach()
-    return torch.where(infinite, ends, line)
-
-
-def _line(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
-    rise = b - a
-    if isinstance(weight, float):
-        return a + rise * weight if weight < 0.5 else b - rise * (1 - weight)
-    return torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
+    return between(below, above, weight)
 
 
 def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
@@ -268,14 +245,6 @@ def _row(input: Any, group: Any) -> Row:
             "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
     return rows.named(group)
-
-
-def _check_interpolation(interpolation: Any) -> None:
-    names = get_args(InterpolationName)
-    if not isinstance(interpolation, str):
-        raise TypeError(f"interpolation must be a string, but got {type(interpolation).__name__}")
-    if interpolation not in names:
-        raise ValueError(f"interpolation must be one of {', '.join(names)}, but got {interpolation!r}")
 
 
 def _empty(input: Tensor) -> str:

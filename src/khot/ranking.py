@@ -16,6 +16,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.precision import wide_dtype, widen
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
@@ -171,7 +172,7 @@ def soft_sort(
         x = arguments.rows(input, dim, mask, largest=descending)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
         t = quantiles(x, torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5, tau, F)
-        t = t if descending else -t
+        t = (t if descending else -t).to(x.dtype)
     if mask is not None:
         taken = places(x) <= arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
         t = torch.where(taken | t.isnan(), t, 0)
@@ -329,12 +330,14 @@ def soft_quantile(
     *,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
+    interpolation: InterpolationName | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
 
     As τ → 0 it tends to the entry nearest to the position q(n − 1) in the sorted row, and to the middle of
-    two entries if q(n − 1) lies half-way between them. ``torch.quantile`` interpolates linearly instead.
+    two entries if q(n − 1) lies half-way between them. With an ``interpolation``, whole positions keep these
+    values, and other positions interpolate between them: the limit is then that of ``torch.quantile``.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones come last or first.
@@ -342,16 +345,21 @@ def soft_quantile(
         dim: the dimension to reduce.
         keepdim: keep this dimension, with one entry.
         tau, cdf, mask: as for :func:`soft_rank`; n is then the number of entries that take part.
+        interpolation: what stands at a position q(n − 1) that is not whole: None, as above; or ``"linear"``,
+            ``"lower"``, ``"higher"``, ``"nearest"`` (half-way the neighbour whose position is even) or
+            ``"midpoint"``, as for :func:`khot.quantile`.
 
     Returns:
         A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first
         dim of q's length, as from ``torch.quantile``. The quantile of a row with a NaN, or of a row in which
         no entry takes part, is NaN.
 
-    The gradient in input, q and tau is exact, to any order and in either mode.
+    The gradient in input, q and tau is exact, to any order and in either mode. With an interpolation other
+    than linear, q has none, because the result is constant in q between the steps.
 
     Raises:
-        ValueError: q outside [0, 1] or with more than one dim; tau and cdf as for :func:`soft_rank`.
+        ValueError: q outside [0, 1] or with more than one dim; an unknown interpolation; others as for
+            :func:`soft_rank`.
         TypeError, IndexError: as for :func:`soft_rank`.
 
     Source: after Struski et al. 2025, section 3.2.
@@ -360,24 +368,49 @@ def soft_quantile(
         >>> x = torch.tensor([3.0, 1.0, 4.0, 1.5, 9.0])
         >>> khot.soft_quantile(x, torch.tensor([0.0, 0.25, 1.0]), tau=0.01)
         tensor([1.0000, 1.5000, 9.0000])
+        >>> khot.soft_quantile(x, 0.3, tau=0.01), khot.soft_quantile(x, 0.3, tau=0.01, interpolation="linear")
+        (tensor(1.5051), tensor(1.8000))
     """
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     q = arguments.quantile_levels(q, x)
-    below = (1 - widen(q)).reshape(-1)
-    if mask is None:
-        levels = (0.5 + below * (x.shape[-1] - 1)).expand(*x.shape[:-1], -1)
+    level = widen(q).reshape(-1)
+    n = x.shape[-1] if mask is None else arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
+    if interpolation is None:
+        t = quantiles(x, _from_above(1 - level, n, x), tau, F)
     else:
-        n = arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True)
-        levels = (0.5 + below * (n - 1)).masked_fill(n == 0, 0)
-    t = quantiles(x, levels, tau, F)
-    if mask is not None:
+        t = _interpolated(x, level, n, tau, F, check_interpolation(interpolation))
+    if isinstance(n, Tensor):
         t = t.masked_fill(n == 0, math.nan)
-    t = t.movedim(-1, 0)
+    t = t.to(x.dtype).movedim(-1, 0)
     if keepdim:
         t = t.unsqueeze(arguments.check_dim(input, dim) + 1) if input.dim() else t
     return t if q.dim() else t.squeeze(0)
+
+
+def _from_above(share: Tensor, n: int | Tensor, x: Tensor) -> Tensor:
+    """The soft counts ½ + share · (n − 1), for shares (m): (*batch, m). No entries have the count 0."""
+    if isinstance(n, int):
+        return (0.5 + share * (n - 1)).expand(*x.shape[:-1], -1)
+    return (0.5 + share * (n - 1)).masked_fill(n == 0, 0)
+
+
+def _interpolated(
+    x: Tensor, level: Tensor, n: int | Tensor, tau: Tensor, F: CDF, interpolation: InterpolationName
+) -> Tensor:
+    """What stands between the soft quantiles at whole positions, whose counts from above are ½, 1½, …"""
+    last = n - 1 if isinstance(n, int) else (n - 1).clamp(min=0)
+    position = (level * last).expand(*x.shape[:-1], -1)
+    where = position.detach()
+    lower, higher = where.floor(), where.ceil()
+    rounded = {"lower": lower, "higher": higher, "nearest": where.round()}.get(interpolation)
+    counts = 0.5 + last - (torch.cat((lower, higher), -1) if rounded is None else rounded)
+    t = quantiles(x, counts if isinstance(n, int) else counts.masked_fill(n == 0, 0), tau, F)
+    if rounded is not None:
+        return t
+    below, above = t.chunk(2, -1)
+    return between(below, above, position - lower if interpolation == "linear" else 0.5 * (higher - lower))
 
 
 def soft_median(
@@ -392,6 +425,7 @@ def soft_median(
     """The median of each row, softened: :func:`soft_quantile` at q = ½, half the entries on either side.
 
     As τ → 0 it tends to the middle entry, or for even n to the mean of the two middle entries.
+    ``torch.median`` takes the lower of the two, as ``soft_quantile(input, 0.5, interpolation="lower")`` does.
 
     Args:
         input, dim, keepdim, tau, cdf, mask: as for :func:`soft_quantile`.

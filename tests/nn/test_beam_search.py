@@ -92,25 +92,42 @@ def test_log_probs_are_those_along_the_best_sequence() -> None:
         torch.testing.assert_close(along, best)
 
 
-def test_mixes_embeddings_and_states() -> None:
+@pytest.mark.parametrize(("epsilon", "normalize"), [(0.5, False), (0.1, True), (0.02, True)])
+def test_mixes_embeddings_and_states(epsilon: float, normalize: bool) -> None:
     h, k = normal(1, H, seed=7), 3
+
+    def choose(scores: Tensor) -> Tensor:
+        # the costs of anchors k, …, 0, of which the largest is the unit
+        unit = float((scores.unsqueeze(-1) - torch.arange(k + 1)).square().max()) if normalize else 1.0
+        return khot.sorted_soft_topk(scores, k, epsilon=epsilon * unit)
+
     scores, new = step(START.expand(1, D), h)
     first = scores.log_softmax(-1)
-    A = khot.sorted_soft_topk(first, k, epsilon=0.5)[0]
+    A = choose(first[0])
     logits, states = step(A @ TABLE, new.expand(k, H))
     tokens = A.argmax(-1)
     second = first[0, tokens, None] + logits.log_softmax(-1)
-    A = khot.sorted_soft_topk(second.flatten(), k, epsilon=0.5).view(k, k, V)
+    A = choose(second.flatten()).view(k, k, V)
     logits, _ = step(A.sum(1) @ TABLE, A.sum(2) @ states)
     place = A.flatten(1).argmax(-1)
     third = second.flatten()[place, None] + logits.log_softmax(-1)
-    last = khot.sorted_soft_topk(third.flatten(), k, epsilon=0.5).argmax(-1)
-    got = soft_beam_search(step, TABLE, START, h, 3, k, epsilon=0.5)
+    last = choose(third.flatten()).argmax(-1)
+    got = soft_beam_search(step, TABLE, START, h, 3, k, epsilon=epsilon, normalize=normalize)
     torch.testing.assert_close(got.log_likelihood[0], third.flatten()[last])
     assert got.tokens[0, :, 2].equal(last % V) and got.tokens[0, :, 1].equal((place % V)[last // V])
 
 
-def test_gradcheck() -> None:
+def test_normalized_rows_do_not_mix_and_do_not_depend_on_where_sequences_have_ended() -> None:
+    h = normal(3, H, seed=10)
+    together = soft_beam_search(step, TABLE, START, h, 4, 2, epsilon=0.1, normalize=True, end=2)
+    assert all(x.isfinite().all() for x in (together.log_likelihood, together.log_probs.exp()))
+    for i in range(3):
+        alone = soft_beam_search(step, TABLE, START, h[i : i + 1], 4, 2, epsilon=0.1, normalize=True, end=2)
+        torch.testing.assert_close(alone.log_probs[0], together.log_probs[i])
+
+
+@pytest.mark.parametrize(("epsilon", "normalize"), [(1.0, False), (0.1, True)])
+def test_gradcheck(epsilon: float, normalize: bool) -> None:
     h, table, out = normal(2, H, seed=8), TABLE.clone(), OUT.clone()
 
     def of(h: Tensor, table: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +135,7 @@ def test_gradcheck() -> None:
             new = (x @ INTO + state @ OVER).tanh()
             return new @ out, new
 
-        beams = soft_beam_search(with_out, table, START, h, 3, 2, epsilon=1.0)
+        beams = soft_beam_search(with_out, table, START, h, 3, 2, epsilon=epsilon, normalize=normalize)
         return beams.log_likelihood, beams.log_probs
 
     torch.autograd.gradcheck(of, [x.requires_grad_() for x in (h, table, out)])
@@ -137,6 +154,9 @@ def test_the_loss() -> None:
     for rho in (0, 0.3, 1):
         got = soft_beam_loss(step, TABLE, START, h, target, 2, rho=rho)
         torch.testing.assert_close(got, rho * forced + (1 - rho) * searched)
+    searched = soft_beam_search(step, TABLE, START, h, 4, 2, epsilon=0.05, normalize=True).log_probs
+    got = soft_beam_loss(step, TABLE, START, h, target, 2, epsilon=0.05, normalize=True, rho=0)
+    torch.testing.assert_close(got, F.nll_loss(searched.flatten(0, 1), target.flatten()))
 
 
 def test_rows_do_not_mix_and_a_start_may_differ() -> None:

@@ -148,6 +148,11 @@ ROWS = [
         lambda: khot.nn.SoftKNN(3, 4),
         (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
     ),
+    Row(
+        "SoftKNN-learned",
+        lambda: khot.nn.SoftKNN(3, 4, learnable_tau=True),
+        (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
+    ),
     Row("pruned", pruned, (normal(3, 5),)),
     Row("pruned-shares", lambda: pruned(min_share=0.3, max_share=0.6), (normal(3, 5),)),
     Row("pruned-n_m", lambda: khot.nn.prune_n_m(nn.Linear(8, 4), "weight", tau=0.5), (normal(3, 8),)),

@@ -100,6 +100,39 @@ def test_gradcheck() -> None:
     torch.autograd.gradcheck(loss, (normal(3, 2).requires_grad_(), normal(7, 2, seed=1).requires_grad_()))
 
 
+def test_a_learned_tau_has_the_right_gradient_and_stays_positive() -> None:
+    query, template, label, right = normal(6, 5), normal(20, 5, seed=1), labels(20), labels(6, seed=2)
+    knn = SoftKNN(3, 4, tau=0.5, learnable_tau=True, dtype=torch.float64)
+    fixed = SoftKNN(3, 4, tau=0.5)
+    torch.testing.assert_close(knn(query, template, label), fixed(query, template, label))
+    knn.loss(query, right, template, label).backward()
+    (raw,) = knn.parameters()
+    assert raw.grad is not None
+    tau = {h: SoftKNN(3, 4, tau=0.5 + h).loss(query, right, template, label) for h in (-1e-5, 1e-5)}
+    slope = (tau[1e-5] - tau[-1e-5]) / 2e-5  # and the derivative of log(1 + e^raw) is 1 − e^(−τ)
+    torch.testing.assert_close(raw.grad, (slope * -math.expm1(-0.5)).reshape(1), rtol=1e-7, atol=0)
+    with torch.no_grad():
+        raw -= 50
+    assert knn(query, template, label).isfinite().all()
+    assert not list(fixed.parameters())
+
+
+def test_a_learned_tau_finds_its_scale() -> None:
+    # ten neighbours, of which the nearest two tell the class: the rest are noise, so that tau has to fall
+    x = normal(200, 2, seed=3)
+    label = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    knn = SoftKNN(2, 4, tau=5.0, learnable_tau=True)
+    others, loss = ~torch.eye(200, dtype=torch.bool), []
+    optimizer = torch.optim.Adam(knn.parameters(), lr=0.3)
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss.append(knn.loss(x, label, x, label, others))
+        loss[-1].backward()
+        optimizer.step()
+    assert loss[0] > 0.6 and loss[-1] < 0.15
+    assert "init=5.0" in repr(knn)
+
+
 def test_trains_features() -> None:
     # two of twenty features tell the classes apart, and noise ten times as large covers them
     generator = torch.Generator().manual_seed(0)
@@ -140,6 +173,10 @@ def test_refuses() -> None:
         SoftKNN(1, 4)(query.long(), template, label)
     with pytest.raises(ValueError, match="at least one"):
         SoftKNN(1, 4).predict(query, template[:0], label[:0])
+    with pytest.raises(ValueError, match="tau must"):
+        SoftKNN(1, 4, tau=0.0, learnable_tau=True)
+    with pytest.raises(TypeError, match="tau must be a number if it is learned, but got Anneal"):
+        SoftKNN(1, 4, tau=Anneal(1.0, 0.1, 3), learnable_tau=True)
     assert SoftKNN(Anneal(5, 1, 3), 4).predict(query, template, label).shape == (3,)
     assert SoftKNN(1, 4)(query[:0], template, label).shape == (0, 4)
     assert math.isnan(SoftKNN(1, 4)(query, template, label, torch.zeros(4, dtype=torch.bool)).sum())

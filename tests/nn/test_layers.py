@@ -94,6 +94,11 @@ LAYERS = [
         owns_parameters=False,
     ),
     Layer(
+        "SoftKNN-learned",
+        lambda **kw: khot.nn.SoftKNN(3, 4, tau=0.7, learnable_tau=True, **kw),
+        (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
+    ),
+    Layer(
         "QuantileBalancer",
         lambda: khot.nn.QuantileBalancer(6, 2, bins=64),
         (scores(2, 7, 6),),

@@ -49,12 +49,12 @@ def level_thresholds(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> tuple[Te
 
 
 def quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:
-    """C⁻¹(level) for the centred CDF, in x's dtype."""
+    """C⁻¹(level) for the centred CDF, in the wide dtype."""
     hi, lo = level_thresholds(x, levels, tau, F)
     if F.median:
         shift = F.median * widen(tau).unsqueeze(-1)
         lo = torch.where(hi.abs() == greatest(hi), lo, lo + shift)
-    return (hi + lo).to(x.dtype)
+    return hi + lo
 
 
 def boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:

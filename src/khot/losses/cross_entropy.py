@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from khot.losses._reduction import Reduction, check_reduction, reduce
 
 __all__ = ["TopKCrossEntropyLoss"]
 
+Top1Mode = Literal["topk", "softmax", "cross_entropy"]
+
 
 class TopKCrossEntropyLoss(nn.Module):
     """Cross-entropy of the event that the label is among the top k, for one k or a mixture of several.
@@ -32,6 +35,13 @@ class TopKCrossEntropyLoss(nn.Module):
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
         cdf: as for :func:`khot.soft_topk`. It must have full support, because the loss would be inf for a
             label outside a compact one.
+        top1_mode: what the weight of k = 1 applies to. ``"topk"``: y^(1) as above. ``"softmax"``: y^(1) is
+            softmax(x), at temperature 1 whatever tau is. ``"cross_entropy"``: the top-1 part is a loss of its
+            own, and the mixture has the other k only:
+
+                L = w_1 · (−log softmax(x)_label) + (1 − w_1) · (−log Σ_(k>1) w_k/(1 − w_1) · y^(k)_label)
+        m: how many scores the loss looks at, in [2, n] and at least the largest k: that of the label, and the
+            m − 1 largest of the others. All other scores have no influence and no gradient. None: all scores.
         reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
 
     Shape:
@@ -42,12 +52,15 @@ class TopKCrossEntropyLoss(nn.Module):
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape. It is
         computed from logarithms, and is finite however small the probability.
 
-    Differentiable in input and tau, exactly, to any order.
+    Differentiable in input and tau, exactly, to any order. A softmax, unlike a soft top-k, is NaN for a score
+    of +inf.
 
     Raises:
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
 
     Source: Petersen, Kuehne, Borgelt, Deussen 2022; with the Laplace CDF Struski et al. 2025, section 5.1.
+    The code of the former has ``"softmax"`` as its default, and m. Its ``"cross_entropy"`` has w_k in place
+    of w_k/(1 − w_1), which adds the constant −(1 − w_1) log(1 − w_1).
 
     Example:
         >>> scores, label = torch.tensor([1.0, 3.0, 2.0, 0.0]), torch.tensor(2)
@@ -61,6 +74,8 @@ class TopKCrossEntropyLoss(nn.Module):
     dim: int
     tau: Scalar
     cdf: CDF
+    top1_mode: Top1Mode
+    m: int | None
     reduction: Reduction
 
     def __init__(
@@ -70,6 +85,8 @@ class TopKCrossEntropyLoss(nn.Module):
         *,
         tau: Scalar = 1.0,
         cdf: CDFName | CDF = "logistic",
+        top1_mode: Top1Mode = "topk",
+        m: int | None = None,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
@@ -80,30 +97,70 @@ class TopKCrossEntropyLoss(nn.Module):
         self.cdf = cdfs.resolve(cdf)
         if not self.cdf.full_support:
             raise ValueError(f"cdf must have full support, but got {cdf!r}")
+        self.top1_mode = _check_mode(top1_mode)
+        if m is not None:
+            arguments.check_integer(m, "m", low=max(2, *self.k))
+        self.m = m
         self.reduction = check_reduction(reduction)
 
     def extra_repr(self) -> str:
         k = self.k if len(self.k) > 1 else max(self.k)
-        return f"k={k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}, reduction={self.reduction!r}"
+        options = "" if self.top1_mode == "topk" else f", top1_mode={self.top1_mode!r}"
+        options += "" if self.m is None else f", m={self.m}"
+        return (
+            f"k={k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}{options}, reduction={self.reduction!r}"
+        )
 
     def forward(self, input: Tensor, label: Tensor) -> Tensor:
         x = arguments.rows(input, self.dim)
         n = x.shape[-1]
-        if max(self.k) > n:
-            raise ValueError(f"k must be at most the number of classes, {n}, but got {max(self.k)}")
-        label = _check_labels(label, x)
+        for name, size in (("k", max(self.k)), ("m", self.m)):
+            if size is not None and size > n:
+                raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
+        label = _check_labels(label, x).unsqueeze(-1)
         tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
-        ks, weights = (
-            on(x.device, torch.tensor(v, dtype=torch.float64)) for v in (list(self.k), list(self.k.values()))
-        )
-        copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(self.k), n)  # a view: the scores are not copied
+        at = x.gather(-1, label)
+        if self.m is not None:
+            x = torch.cat((at, x.scatter(-1, label, -math.inf).topk(self.m - 1).values), -1)
+        # the logarithm of the label's share in each selection, and the weight of this selection
+        weights, logs = dict(self.k), []
+        first = weights.pop(1, 0.0) if self.top1_mode != "topk" else 0.0
+        if first:
+            logs.append(widen(at) - torch.logsumexp(widen(x), -1, keepdim=True))
+        if weights:
+            logs.append(self._log_selected(x, widen(at), tau, list(weights)))
+        if first and self.top1_mode == "cross_entropy":
+            loss = -first * logs[0].squeeze(-1)
+            if weights:
+                loss = loss - (1 - first) * _log_mixture([w / (1 - first) for w in weights.values()], logs[1])
+        else:
+            loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
+        return reduce(loss, self.reduction).to(input.dtype)
+
+    def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
+        """log y^(k) of the score ``at`` (*batch, 1) for each k: (*batch, number of ks)."""
+        counts = on(x.device, torch.tensor(ks, dtype=torch.float64))
+        copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(ks), x.shape[-1])  # a view: nothing is copied
         tau = tau.unsqueeze(-1)
-        _, hi, lo = threshold_map(copies, ks.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
+        _, hi, lo = threshold_map(copies, counts.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
         every = hi == -greatest(hi)
-        at = widen(x.gather(-1, label.unsqueeze(-1)))
         z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / widen(tau)
-        log_y = self.cdf.log_cdf(z).masked_fill(every, 0)
-        return reduce(-torch.logsumexp(weights.log() + log_y, -1), self.reduction).to(input.dtype)
+        return self.cdf.log_cdf(z).masked_fill(every, 0)
+
+
+def _log_mixture(weights: list[float], logs: Tensor) -> Tensor:
+    """log Σ_i weights_i e^(logs_i) along the last dim."""
+    w = on(logs.device, torch.tensor(weights, dtype=torch.float64))
+    return torch.logsumexp(w.log() + logs, -1)
+
+
+def _check_mode(mode: Any) -> Any:
+    names = get_args(Top1Mode)
+    if not isinstance(mode, str):
+        raise TypeError(f"top1_mode must be a string, but got {type(mode).__name__}")
+    if mode not in names:
+        raise ValueError(f"top1_mode must be one of {', '.join(names)}, but got {mode!r}")
+    return mode
 
 
 def _weights(k: Any) -> dict[int, float]:

@@ -46,6 +46,7 @@ def soft_beam_search(
     k: int,
     *,
     epsilon: float = 2.0,
+    normalize: bool = False,
     end: int | None = None,
     hard: bool = False,
 ) -> Beams:
@@ -70,8 +71,10 @@ def soft_beam_search(
         epsilon: regularisation > 0 of the selection, in units of log-likelihood. At 2 the odds of a
             continuation for two neighbouring beams are proportional to its likelihood. Far below 2 the choice
             is nearly hard, and the gradient through the choices of many steps, each of which is proportional
-            to k/ε, becomes far larger than the rest. (The 0.1 of Xie et al. is for an operator whose code
-            divides the cost by its largest entry.)
+            to k/ε, becomes far larger than the rest. (The 0.1 of Xie et al. is with ``normalize``.)
+        normalize: divide the costs of each row's selection by the largest of them, as
+            :func:`khot.sorted_soft_topk` does; epsilon is then a share of it. (The published code divides by
+            the largest cost of the batch.)
         end: the token that ends a sequence; an ended sequence is continued with this token only, at no cost.
             None: sequences have the full length.
         hard: choose hard, which is the usual beam search, for inference. The choice then has no gradient. Of
@@ -121,7 +124,7 @@ def soft_beam_search(
             x = embedding[place % V]
             h = _along(h, place // V)
         else:
-            A = sorted_soft_topk(scores, k, epsilon=epsilon)
+            A = sorted_soft_topk(scores, k, epsilon=epsilon, normalize=normalize)
             place = A.argmax(-1)
             A = A.unflatten(-1, (-1, V)).to(h.dtype)
             x, h = A.sum(-2) @ embedding, A.sum(-1) @ h
@@ -150,6 +153,7 @@ def soft_beam_loss(
     k: int,
     *,
     epsilon: float = 2.0,
+    normalize: bool = False,
     rho: float = 0.8,
 ) -> Tensor:
     """The loss of training through beam search: the target's cross-entropy along the model's own best beam.
@@ -163,7 +167,7 @@ def soft_beam_loss(
     steps several times slower on a CPU: ``torch.set_flush_denormal(True)`` keeps them fast.
 
     Args:
-        step, embedding, start, state, k, epsilon: as for :func:`soft_beam_search`.
+        step, embedding, start, state, k, epsilon, normalize: as for :func:`soft_beam_search`.
         target: (B, length), int64; −100 where a sequence is over: such places do not count.
         rho: share of teacher forcing, in [0, 1]; 1 needs no search. Near 1 the model can still learn
             shortcuts from one correct token to the next, as with teacher forcing alone; near 0 it cannot.
@@ -196,7 +200,9 @@ def soft_beam_loss(
             x = embedding[target[:, t : t + 1].clamp(min=0)]
         loss = loss + rho * F.nll_loss(torch.cat(said, 1).flatten(0, 1), target.flatten())
     if rho < 1:
-        beams = soft_beam_search(step, embedding, start, state, length, k, epsilon=epsilon)
+        beams = soft_beam_search(
+            step, embedding, start, state, length, k, epsilon=epsilon, normalize=normalize
+        )
         loss = loss + (1 - rho) * F.nll_loss(beams.log_probs.flatten(0, 1), target.flatten())
     return loss
 

@@ -12,7 +12,7 @@ from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices
 from khot.nn._export import to_onnx
-from khot.nn._values import Value, available, current, describe, positive
+from khot.nn._values import Positive, Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
 
@@ -32,6 +32,8 @@ class SoftKNN(nn.Module):
         num_classes: labels are 0 to num_classes − 1.
         tau: temperature > 0, in the units of the distances; as k.
         cdf: as for :func:`khot.soft_topk`.
+        learnable_tau: learn the temperature; tau is then the first value, a number. It stays positive.
+        device, dtype: of a learned tau.
 
     Shape:
         query: features (..., q, d), of any floating-point dtype.
@@ -52,7 +54,7 @@ class SoftKNN(nn.Module):
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
-    Source: Xie et al. 2020, appendix C.
+    Source: Xie et al. 2020, appendix C; the learned temperature after Struski et al. 2025.
 
     Example:
         >>> template = torch.tensor([[0.0], [1.0], [2.0], [10.0], [11.0]])
@@ -65,19 +67,33 @@ class SoftKNN(nn.Module):
     """
 
     k: Value | int
-    tau: Value
+    tau: Value | Positive
     num_classes: int
     cdf: CDF
 
     def __init__(
-        self, k: Value, num_classes: int, *, tau: Value = 1.0, cdf: CDFName | CDF = "logistic"
+        self,
+        k: Value,
+        num_classes: int,
+        *,
+        tau: Value = 1.0,
+        cdf: CDFName | CDF = "logistic",
+        learnable_tau: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         arguments.check_integer(num_classes, "num_classes", low=1)
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=math.inf)
-        self.k, self.tau = k, positive(tau, "tau")
+        tau = positive(tau, "tau")
+        self.k, self.tau = k, Positive(tau, "tau", device, dtype) if learnable_tau else tau
         self.num_classes, self.cdf = num_classes, cdfs.resolve(cdf)
+
+    def reset_parameters(self) -> None:
+        """Back to the tau that the layer was made with, if it is learned."""
+        if isinstance(self.tau, Positive):
+            self.tau.reset_parameters()
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         _check(query, template, label)
