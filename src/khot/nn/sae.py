@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from khot.nn._values import Value, current, describe, has_data, positive
 __all__ = ["TopKSAE"]
 
 WIDER, SHARE = 1.5, 0.5  # of k, and of the error with so many latents in the loss
+UNKNOWN = -1.0  # no threshold is negative
+MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
 
 class TopKSAE(nn.Module):
@@ -49,8 +52,9 @@ class TopKSAE(nn.Module):
             pre-activations; as ``k``.
         cdf: as for :func:`khot.soft_topk`, with a tau.
         hard: with a tau, select hard in train mode, too, with the gradient of the soft selection.
-        batch: select k·B latents for a batch of B inputs together, instead of k for each input, so that some
-            inputs get more than others. The code of an input then depends on its batch, in eval mode, too.
+        batch: in train mode, select k·B latents for a batch of B inputs together, instead of k for each
+            input, so that some inputs get more than others. In eval mode an input gets the latents with
+            a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
         device, dtype: of the parameters.
 
     Attributes:
@@ -58,6 +62,10 @@ class TopKSAE(nn.Module):
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 at the start.
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
             latent if a > 0 and y > ½.
+        threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
+            moving mean over the training steps. Its dtype is that of the parameters, but float32 for half
+            precision. It is −1 before the first step; until then eval mode selects as train mode does. Every
+            process of a data-parallel training has its own, unless buffers are broadcast.
 
     Shape:
         input: (..., in_features), of any floating-point dtype.
@@ -94,6 +102,7 @@ class TopKSAE(nn.Module):
     bias: nn.Parameter
 
     idle: Tensor
+    threshold: Tensor | None
 
     def __init__(
         self,
@@ -123,6 +132,9 @@ class TopKSAE(nn.Module):
         self.decoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
         self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
+        # one element and not 0-dim: torch.compile does not write to a 0-dim float64 tensor on the CPU
+        threshold = torch.empty(1, device=device, dtype=_single(self.encoder.dtype)) if batch else None
+        self.register_buffer("threshold", threshold)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,6 +146,8 @@ class TopKSAE(nn.Module):
         nn.init.zeros_(self.encoder_bias)
         nn.init.zeros_(self.bias)
         self.idle.zero_()
+        if self.threshold is not None:
+            self.threshold.fill_(UNKNOWN)
 
     def forward(self, input: Tensor) -> Tensor:
         if self._is_dense():
@@ -156,6 +170,7 @@ class TopKSAE(nn.Module):
         if self._is_dense():
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
+            self._follow(a, near)
             sums = [self.decode(y * a.relu()) for y in (near, far)]
         else:
             m = self._count_of(1.0)
@@ -169,19 +184,20 @@ class TopKSAE(nn.Module):
         a = self._activations(input)
         y = self._code(a)
         self._count(self._uses(a, y))
+        self._follow(a, y)
         return y * a.relu()
 
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
 
         They are the latents of :meth:`encode` in eval mode; of equally large ones, those of lowest index.
-        m = ⌊k + ½⌋. With ``batch`` m is the largest number of latents that an input of the batch has; the
+        m = ⌊k + ½⌋. With ``batch``, m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
         if not self.batch:
             return self._best(a, self._count_of(1.0))
-        chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        chosen = self._above(a)
         indices = order(a, chosen, int((chosen != 0).sum(-1).max()))
         return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
 
@@ -234,6 +250,8 @@ class TopKSAE(nn.Module):
 
     def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""
+        if self.batch and not self.training and wider == 1:
+            return self._above(a)
         rows = a.flatten() if self.batch else a
         k: Scalar = current(self.k) * wider
         if wider > 1:
@@ -242,6 +260,29 @@ class TopKSAE(nn.Module):
         if self.tau is None or not self.training:
             return topk.topk_mask(rows, k).view(a.shape)
         return topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard).view(a.shape)
+
+    def _above(self, a: Tensor) -> Tensor:
+        """The selection of eval mode with ``batch``: by the threshold, or together before there is one."""
+        assert self.threshold is not None
+        known = self.threshold >= 0
+        chosen = (a >= self.threshold).to(a.dtype)
+        if arguments.readable(known) and bool(known):
+            return chosen
+        # elsewhere the question would wait for the device, or cannot be asked
+        together = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        return torch.where(known, chosen, together)
+
+    def _follow(self, a: Tensor, y: Tensor) -> None:
+        """Move the threshold, in train mode, towards the smallest activation that the batch selects."""
+        if self.threshold is None or not self.training or not a.numel():
+            return
+        a, y = a.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
+        if self.tau is not None and not self.hard:
+            y = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        level = torch.where(y > 0.5, a, math.inf).amin().clamp(min=0).to(self.threshold.dtype)
+        moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
+        # no latent was selected, or the batch has a NaN
+        self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
     def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
         indices = best_indices(a, m)
@@ -278,7 +319,26 @@ class TopKSAE(nn.Module):
             now = found > 0
         self.idle.copy_(torch.where(now, 0, self.idle + inputs))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TopKSAE:
+        threshold = self.threshold
+        super()._apply(fn, recurse)
+        if threshold is not None and self.threshold is not None:
+            dtype = _single(self.threshold.dtype)
+            if dtype != self.threshold.dtype:  # half precision has too few digits for a moving mean
+                self.threshold = threshold.to(self.threshold.device, dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.threshold is not None:  # states of khot 0.1 have none
+            state_dict.setdefault(prefix + "threshold", torch.full_like(self.threshold, UNKNOWN))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
         return values + ", hard=True" * self.hard + ", batch=True" * self.batch
+
+
+def _single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
