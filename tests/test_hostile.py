@@ -420,7 +420,10 @@ ROWS: dict[str, Row] = {
         TOKENS,
     ),
     "khot.nn.TopKSAE": Row(
-        khot.nn.TopKSAE, {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic"}
+        khot.nn.TopKSAE,
+        {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic", "revive": 9},
+        {"revive": "size"},
+        fine={"revive": (None,)},
     ),
     "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X}),
     "khot.nn.TopKSAE.forward in eval mode": Row(khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X}),

@@ -105,6 +105,102 @@ def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, 
     torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
 
 
+def with_idle(revive: int | None = 100, **options: object) -> TopKSAE:
+    """One of whose latents 1, 5 and 8 are idle."""
+    sae = make(**{"tau": None, "revive": revive} | options)
+    sae.idle[[1, 5, 8]] = 100
+    sae.idle[2] = 99
+    return sae
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}, {"k": 12}], ids=str)
+def test_idle_latents_reconstruct_what_is_left(options: dict[str, object]) -> None:
+    sae, x = with_idle(**options), scores(2, 7, 5)
+    a = activations(sae, x)
+    left = (x - with_idle(**options)(x)).detach()
+    best = a[..., [1, 5, 8]].topk(2)  # of 5 features, half
+    rows = sae.decoder[torch.tensor([1, 5, 8])[best.indices]]
+    extra = ((best.values.unsqueeze(-1) * rows).sum(-2) - left).square().mean() / 32
+    want = with_idle(None, **options).loss(x) + extra
+    got = sae.loss(x)
+    torch.testing.assert_close(got, want)
+    parameters = list(sae.parameters())
+    plain = with_idle(None, **options)
+    base = torch.autograd.grad(plain.loss(x), list(plain.parameters()))
+    more = torch.autograd.grad(extra, [sae.encoder, sae.encoder_bias, sae.decoder, sae.bias])
+    named = dict(sae.named_parameters())
+    order = [next(n for n in named if named[n] is p) for p in parameters]
+    extra_of = dict(zip(["encoder", "encoder_bias", "decoder", "bias"], more, strict=True))
+    for name, g, b in zip(order, torch.autograd.grad(got, parameters), base, strict=True):
+        torch.testing.assert_close(g, b + extra_of[name])
+        if name != "bias":
+            assert not extra_of[name][[0, 2, 3, 4, 6, 7, 9, 10, 11]].any()
+    torch.compiler.reset()
+    torch.testing.assert_close(
+        torch.compile(with_idle(**options).loss, backend="aot_eager", fullgraph=True)(x), want
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], compiled: bool) -> None:
+    losses = []
+    for revive in (None, 101):
+        sae = with_idle(revive, **options)
+        losses.append((torch.compile(sae.loss, backend="eager") if compiled else sae.loss)(scores(7, 5)))
+        losses[-1].backward()
+        losses += [p.grad for p in sae.parameters()]
+    torch.testing.assert_close(losses[: len(losses) // 2], losses[len(losses) // 2 :])
+
+
+def test_idle_latents_come_back() -> None:
+    """Latents that start far below the others are never used, unless they are revived."""
+    shares = {}
+    for revive in (None, 500):
+        torch.manual_seed(0)
+        sae = TopKSAE(16, 64, 4, revive=revive)
+        with torch.no_grad():
+            sae.encoder_bias[32:] = -3
+        optimizer = torch.optim.Adam(sae.parameters(), lr=1e-2)
+        for _ in range(300):
+            optimizer.zero_grad()
+            sae.loss(torch.randn(64, 16)).backward()
+            optimizer.step()
+        shares[revive] = sae.dead(500).item()
+    assert shares[None] > 0.4 and shares[500] < 0.1
+
+
+@pytest.mark.parametrize("features, latents", [(1, 3), (7, 2)])
+def test_revives_in_small_autoencoders(features: int, latents: int) -> None:
+    torch.manual_seed(0)
+    sae = TopKSAE(features, latents, 1, revive=1)
+    for _ in range(3):
+        loss = sae.loss(torch.randn(4, features))
+        loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_loss_of_idle_latents_under_transforms() -> None:
+    sae, x = with_idle(), scores(7, 5)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        state = {n: b.clone() for n, b in sae.named_buffers()} | parameters
+        return torch.func.functional_call(Loss(sae), {f"sae.{n}": v for n, v in state.items()}, (x,))
+
+    got = torch.func.grad(loss)({n: p.detach() for n, p in sae.named_parameters()})
+    sae.loss(x).backward()
+    torch.testing.assert_close(got, {n: p.grad for n, p in sae.named_parameters()})
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, sae: TopKSAE) -> None:
+        super().__init__()
+        self.sae = sae
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sae.loss(x)
+
+
 @pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
 def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[str, object]) -> None:
     x = scores(1, 2, 5)
@@ -383,6 +479,10 @@ def test_refuses() -> None:
         TopKSAE(5, 12, 0)
     with pytest.raises(ValueError, match="tau must"):
         TopKSAE(5, 12, 3, tau=math.nan)
+    with pytest.raises(ValueError, match="revive must"):
+        TopKSAE(5, 12, 3, revive=0)
+    with pytest.raises(TypeError, match="revive must"):
+        TopKSAE(5, 12, 3, revive=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="latents must"):
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):

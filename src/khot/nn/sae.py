@@ -23,6 +23,7 @@ from khot.nn._values import Value, current, describe, has_data, positive
 __all__ = ["TopKSAE"]
 
 WIDER, SHARE = 1.5, 0.5  # of k, and of the error with so many latents in the loss
+AUX = 1 / 32  # the share of the idle latents' error in the loss, that of Gao et al.
 UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
@@ -55,6 +56,8 @@ class TopKSAE(nn.Module):
         batch: in train mode, select k·B latents for a batch of B inputs together, instead of k for each
             input, so that some inputs get more than others. In eval mode an input gets the latents with
             a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
+        revive: None, or after how many training inputs without use a latent counts as idle. Idle latents then
+            have a part of their own in :meth:`loss`.
         device, dtype: of the parameters.
 
     Attributes:
@@ -75,8 +78,8 @@ class TopKSAE(nn.Module):
     Raises:
         ValueError, TypeError: an argument out of range.
 
-    Sources: Gao et al. 2024 (top-k sparse autoencoders, and an error with several k); Bussmann, Leask, Nanda
-    2024 (``batch``).
+    Sources: Gao et al. 2024 (top-k sparse autoencoders, an error with several k, and ``revive``, which they
+    call AuxK); Bussmann, Leask, Nanda 2024 (``batch``).
 
     Example:
         >>> sae = khot.nn.TopKSAE(16, 64, k=4)
@@ -93,6 +96,7 @@ class TopKSAE(nn.Module):
     latents: int
     hard: bool
     batch: bool
+    revive: int | None
     k: Value
     tau: Value | None
     cdf: CDF
@@ -114,6 +118,7 @@ class TopKSAE(nn.Module):
         cdf: CDFName | CDF = "logistic",
         hard: bool = False,
         batch: bool = False,
+        revive: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -124,7 +129,9 @@ class TopKSAE(nn.Module):
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
         self.in_features, self.latents = in_features, latents
-        self.hard, self.batch = hard, batch
+        if revive is not None:
+            arguments.check_integer(revive, "revive", low=1)
+        self.hard, self.batch, self.revive = hard, batch, revive
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
         self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
@@ -165,8 +172,14 @@ class TopKSAE(nn.Module):
         small networks it made the first one smaller by 15 and 73 %, and on sparse sums of random directions
         it left it as it was (docs/results/sparse-autoencoder). There the inputs were centred and divided by
         the root of their mean square, which the layer leaves to you.
+
+        With ``revive``, there is a third error. Every input takes its in_features/2 best latents from those
+        that are idle, and their sum, without the bias, has to be what the reconstruction with k latents
+        leaves of the input. A 32nd of the mean squared error is added. Of the latents, only the idle ones get
+        a gradient from it.
         """
         a = self._activations(input)
+        idle = self.idle >= (self.revive or 0)  # before this batch
         if self._is_dense():
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
@@ -177,7 +190,8 @@ class TopKSAE(nn.Module):
             values, indices = self._best(a, self._count_of(WIDER))
             self._count(values[..., :m] > 0, indices[..., :m])
             sums = [self.decode(values[..., :m], indices[..., :m]), self.decode(values, indices)]
-        return F.mse_loss(sums[0], input) + SHARE * F.mse_loss(sums[1], input)
+        loss = F.mse_loss(sums[0], input) + SHARE * F.mse_loss(sums[1], input)
+        return loss if self.revive is None else loss + AUX * self._error_of_idle(a, idle, input - sums[0])
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
@@ -217,23 +231,27 @@ class TopKSAE(nn.Module):
                 f"code and indices must have the same shape, but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        if to_onnx():  # it has no embedding_bag but a loop over the inputs, in float32
-            rows = self.decoder[indices]
-            return (code.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2) + self.bias
-        width = indices.shape[-1]
-        if not width:  # which F.embedding_bag refuses
+        if not indices.shape[-1]:  # which F.embedding_bag refuses
             return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
-        sums = F.embedding_bag(
-            indices.reshape(-1, width),
-            self.decoder,
-            mode="sum",
-            per_sample_weights=code.reshape(-1, width).to(self.decoder.dtype),
-        )
-        return sums.view(*indices.shape[:-1], self.in_features) + self.bias
+        return self._sum(code, indices) + self.bias
 
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         return widen(self.idle >= inputs).mean()
+
+    def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
+        """The sum of the rows of D at indices, (..., m), m > 0, times values."""
+        if to_onnx() or _transformed():  # without embedding_bag: ONNX has a loop over the inputs, in float32
+            rows = self.decoder[indices]
+            return (values.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2)
+        width = indices.shape[-1]
+        sums = F.embedding_bag(
+            indices.reshape(-1, width),
+            self.decoder,
+            mode="sum",
+            per_sample_weights=values.reshape(-1, width).to(self.decoder.dtype),
+        )
+        return sums.view(*indices.shape[:-1], self.in_features)
 
     def _is_dense(self) -> bool:
         """Whether the code has to be a whole row: soft, of inputs together, or of a size that is not known.
@@ -246,7 +264,7 @@ class TopKSAE(nn.Module):
         k = current(self.k)
         if isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k)):
             return True
-        return not torch.compiler.is_compiling() and transforms_are_on()
+        return _transformed()
 
     def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""
@@ -283,6 +301,17 @@ class TopKSAE(nn.Module):
         moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
+
+    def _error_of_idle(self, a: Tensor, idle: Tensor, rest: Tensor) -> Tensor:
+        """The mean squared error of what idle latents make of the rest, or 0 if no latent is idle."""
+        some = idle.any()
+        if arguments.readable(some) and not bool(some):
+            return rest.new_zeros(())
+        # a size that does not depend on values: what is not idle has the value 0
+        size = min(max(self.in_features // 2, 1), self.latents)
+        values, indices = torch.where(idle, a, -math.inf).topk(size, sorted=False)
+        again = self._sum(torch.where(idle[indices], values, 0), indices)
+        return torch.where(some, F.mse_loss(again, rest.detach()), 0)
 
     def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
         indices = best_indices(a, m)
@@ -336,9 +365,15 @@ class TopKSAE(nn.Module):
     def extra_repr(self) -> str:
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
-        return values + ", hard=True" * self.hard + ", batch=True" * self.batch
+        values += ", hard=True" * self.hard + ", batch=True" * self.batch
+        return values if self.revive is None else f"{values}, revive={self.revive}"
 
 
 def _single(dtype: torch.dtype) -> torch.dtype:
     """The dtype itself, or float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is on, outside a trace."""
+    return not torch.compiler.is_compiling() and transforms_are_on()
