@@ -42,12 +42,14 @@ PUBLIC = {
 }
 # These hold values and check none.
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
-# These take a module, and tensors only as its parameters.
+# These take a module, and tensors only as its parameters; or a state dict, which their own tests spoil.
 OF_MODULES = {
     "khot.nn.make_permanent",
     "khot.nn.prune_global",
     "khot.nn.prune_magnitude",
     "khot.nn.prune_n_m",
+    "khot.nn.sae_from_layout",
+    "khot.nn.sae_to_layout",
 }
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
