@@ -33,6 +33,8 @@ ELSEWHERE = {
     "distributions.k_hot": "a constraint",
     "nn.Anneal": "a number",
     "nn.make_permanent": "called once",
+    "nn.sae_from_layout": "called once",
+    "nn.sae_to_layout": "called once",
     "nn.soft_beam_search": "calls a model at each step",
     "nn.soft_beam_loss": "calls a model at each step",
     "sampling.joint_inclusion_probs": "for analysis, (n, n) a row",

@@ -42,12 +42,14 @@ PUBLIC = {
 }
 # These hold values and check none.
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
-# These take a module, and tensors only as its parameters.
+# These take a module, and tensors only as its parameters; or a state dict, which their own tests spoil.
 OF_MODULES = {
     "khot.nn.make_permanent",
     "khot.nn.prune_global",
     "khot.nn.prune_magnitude",
     "khot.nn.prune_n_m",
+    "khot.nn.sae_from_layout",
+    "khot.nn.sae_to_layout",
 }
 # Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
@@ -462,7 +464,10 @@ ROWS: dict[str, Row] = {
         TOKENS,
     ),
     "khot.nn.TopKSAE": Row(
-        khot.nn.TopKSAE, {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic"}
+        khot.nn.TopKSAE,
+        {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic", "revive": 9},
+        {"revive": "size"},
+        fine={"revive": (None,)},
     ),
     "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X}),
     "khot.nn.TopKSAE.forward in eval mode": Row(khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X}),

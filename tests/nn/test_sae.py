@@ -105,6 +105,102 @@ def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, 
     torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
 
 
+def with_idle(revive: int | None = 100, **options: object) -> TopKSAE:
+    """One of whose latents 1, 5 and 8 are idle."""
+    sae = make(**{"tau": None, "revive": revive} | options)
+    sae.idle[[1, 5, 8]] = 100
+    sae.idle[2] = 99
+    return sae
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}, {"k": 12}], ids=str)
+def test_idle_latents_reconstruct_what_is_left(options: dict[str, object]) -> None:
+    sae, x = with_idle(**options), scores(2, 7, 5)
+    a = activations(sae, x)
+    left = (x - with_idle(**options)(x)).detach()
+    best = a[..., [1, 5, 8]].topk(2)  # of 5 features, half
+    rows = sae.decoder[torch.tensor([1, 5, 8])[best.indices]]
+    extra = ((best.values.unsqueeze(-1) * rows).sum(-2) - left).square().mean() / 32
+    want = with_idle(None, **options).loss(x) + extra
+    got = sae.loss(x)
+    torch.testing.assert_close(got, want)
+    parameters = list(sae.parameters())
+    plain = with_idle(None, **options)
+    base = torch.autograd.grad(plain.loss(x), list(plain.parameters()))
+    more = torch.autograd.grad(extra, [sae.encoder, sae.encoder_bias, sae.decoder, sae.bias])
+    named = dict(sae.named_parameters())
+    order = [next(n for n in named if named[n] is p) for p in parameters]
+    extra_of = dict(zip(["encoder", "encoder_bias", "decoder", "bias"], more, strict=True))
+    for name, g, b in zip(order, torch.autograd.grad(got, parameters), base, strict=True):
+        torch.testing.assert_close(g, b + extra_of[name])
+        if name != "bias":
+            assert not extra_of[name][[0, 2, 3, 4, 6, 7, 9, 10, 11]].any()
+    torch.compiler.reset()
+    torch.testing.assert_close(
+        torch.compile(with_idle(**options).loss, backend="aot_eager", fullgraph=True)(x), want
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], compiled: bool) -> None:
+    losses = []
+    for revive in (None, 101):
+        sae = with_idle(revive, **options)
+        losses.append((torch.compile(sae.loss, backend="eager") if compiled else sae.loss)(scores(7, 5)))
+        losses[-1].backward()
+        losses += [p.grad for p in sae.parameters()]
+    torch.testing.assert_close(losses[: len(losses) // 2], losses[len(losses) // 2 :])
+
+
+def test_idle_latents_come_back() -> None:
+    """Latents that start far below the others are never used, unless they are revived."""
+    shares = {}
+    for revive in (None, 500):
+        torch.manual_seed(0)
+        sae = TopKSAE(16, 64, 4, revive=revive)
+        with torch.no_grad():
+            sae.encoder_bias[32:] = -3
+        optimizer = torch.optim.Adam(sae.parameters(), lr=1e-2)
+        for _ in range(300):
+            optimizer.zero_grad()
+            sae.loss(torch.randn(64, 16)).backward()
+            optimizer.step()
+        shares[revive] = sae.dead(500).item()
+    assert shares[None] > 0.4 and shares[500] < 0.1
+
+
+@pytest.mark.parametrize("features, latents", [(1, 3), (7, 2)])
+def test_revives_in_small_autoencoders(features: int, latents: int) -> None:
+    torch.manual_seed(0)
+    sae = TopKSAE(features, latents, 1, revive=1)
+    for _ in range(3):
+        loss = sae.loss(torch.randn(4, features))
+        loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_loss_of_idle_latents_under_transforms() -> None:
+    sae, x = with_idle(), scores(7, 5)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        state = {n: b.clone() for n, b in sae.named_buffers()} | parameters
+        return torch.func.functional_call(Loss(sae), {f"sae.{n}": v for n, v in state.items()}, (x,))
+
+    got = torch.func.grad(loss)({n: p.detach() for n, p in sae.named_parameters()})
+    sae.loss(x).backward()
+    torch.testing.assert_close(got, {n: p.grad for n, p in sae.named_parameters()})
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, sae: TopKSAE) -> None:
+        super().__init__()
+        self.sae = sae
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sae.loss(x)
+
+
 @pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
 def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[str, object]) -> None:
     x = scores(1, 2, 5)
@@ -140,6 +236,127 @@ def test_batch_gives_inputs_what_they_need() -> None:
     x = torch.stack([0.01 * scores(5), scores(5)])
     used = (sae.encode(x) != 0).sum(-1)
     assert used.sum() <= 6 and used[1] > used[0]
+
+
+CALLS = {
+    "encode": TopKSAE.encode,
+    "forward": TopKSAE.__call__,
+    "top": lambda sae, x: sae.decode(*sae.top(x)),
+}
+
+
+def trained(k: float | Anneal = 3, steps: int = 300, inputs: int = 64, **kw: object) -> TopKSAE:
+    """One with a threshold, in eval mode."""
+    sae = make(k, **{"tau": None, "batch": True} | kw)
+    for seed in range(steps):
+        sae.encode(scores(inputs, 5, seed=seed + 100).to(sae.encoder.dtype))
+    return sae.eval()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("options", [{}, {"tau": 0.2}, {"tau": 0.2, "hard": True}], ids=str)
+def test_in_eval_mode_a_code_does_not_depend_on_its_neighbours(options: dict[str, object], call: str) -> None:
+    sae, x = trained(steps=3, **options), scores(4, 9, 5)
+    x[1] *= 0.01
+    want = CALLS[call](sae, x)
+    torch.testing.assert_close(CALLS[call](sae, x[2]), want[2])
+    torch.testing.assert_close(CALLS[call](sae, x[1, 3]), want[1, 3])
+    torch.testing.assert_close(CALLS[call](sae, x.flip(0, 1)), want.flip(0, 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"tau": 0.2}, {"tau": 0.2, "hard": True}], ids=str)
+@pytest.mark.parametrize("k", [0.7, 2, 3])
+def test_in_eval_mode_inputs_get_k_latents_on_average(k: float, options: dict[str, object]) -> None:
+    sae = trained(k, **options)
+    code = sae.encode(scores(20_000, 5))
+    assert abs((code > 0).double().sum(-1).mean() - k) < 0.05 * k  # 300 levels of 64 inputs each
+    values, indices = sae.top(scores(20_000, 5))
+    torch.testing.assert_close(torch.zeros_like(code).scatter(-1, indices, values), code)
+    torch.testing.assert_close(sae(scores(20_000, 5)), sae.decode(code))
+
+
+@pytest.mark.parametrize("call", ["encode", "forward", "loss"])
+@pytest.mark.parametrize("options", [{}, {"tau": 0.2}, {"tau": 0.2, "hard": True}], ids=str)
+def test_the_threshold_follows_the_smallest_selected_activation(
+    options: dict[str, object], call: str
+) -> None:
+    sae, want = make(**{"tau": None, "batch": True} | options), None
+    assert sae.threshold is not None and sae.threshold == -1
+    for seed in range(4):
+        x = scores(2, 7, 5, seed=seed)
+        level = activations(sae, x).detach().flatten().sort(descending=True).values[3 * 14 - 1].clamp(min=0)
+        want = level if want is None else want + 0.02 * (level - want)
+        getattr(sae, call)(x)
+        torch.testing.assert_close(sae.threshold[0], want)
+        getattr(sae.eval(), call)(x + 1)
+        torch.testing.assert_close(sae.train().threshold[0], want)
+    assert not sae.threshold.requires_grad
+    sae.reset_parameters()
+    assert sae.threshold == -1
+
+
+def test_the_threshold_is_not_negative_and_survives_a_nan() -> None:
+    sae = make(12, tau=None, batch=True)  # all latents, of which many are negative
+    sae(scores(7, 5))
+    assert sae.threshold == 0
+    sae = make(tau=None, batch=True)
+    for x in (scores(7, 5), torch.full((7, 5), math.nan, dtype=torch.float64), scores(0, 5)):
+        sae.encode(x)
+        assert sae.threshold is not None and 0 < sae.threshold < math.inf
+    sae = make(0.01, tau=None, batch=True)  # k·B rounds to no latent
+    sae(scores(7, 5))
+    assert sae.threshold == -1
+
+
+def test_the_threshold_is_saved_and_old_states_select_as_before() -> None:
+    sae, other, x = trained(steps=3), make(tau=None, batch=True).eval(), scores(7, 5)
+    state = sae.state_dict()
+    assert "threshold" not in make(tau=None).state_dict()
+    together = khot.topk_mask(activations(sae, x).flatten(), 21).view(7, 12) * activations(sae, x).relu()
+    other.load_state_dict(state)
+    torch.testing.assert_close(other.encode(x), sae.encode(x))
+    assert not sae.encode(x).equal(together)
+    del state["threshold"]
+    other.load_state_dict(state)
+    assert other.threshold == -1 and "threshold" not in state
+    torch.testing.assert_close(other.encode(x), together)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_threshold_keeps_its_digits_in_half_precision(dtype: torch.dtype, cast: bool) -> None:
+    sae = (
+        make(dtype=torch.float64, tau=None, batch=True).to(dtype)
+        if cast
+        else make(dtype=dtype, tau=None, batch=True)
+    )
+    wide = dtype if dtype == torch.float64 else torch.float32
+    assert sae.threshold is not None and sae.threshold.dtype == wide
+    for seed in range(50):
+        sae.encode(scores(7, 5, seed=seed).to(dtype))
+    exact = sae.threshold.double()
+    assert dtype in (torch.float32, torch.float64) or sae.threshold.to(dtype).double() != exact
+    for half in (torch.float16, torch.bfloat16):
+        sae.to(half)
+        assert sae.encoder.dtype == half and sae.threshold.dtype == torch.float32
+        torch.testing.assert_close(sae.threshold.double(), exact, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_threshold_works_when_compiled_and_exported(training: bool, steps: int) -> None:
+    x = scores(7, 5)
+    eager, compiled, exported = (trained(steps=steps).train(training) for _ in range(3))
+    want = eager(x)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(compiled, backend="aot_eager", fullgraph=True)(x), want)
+    torch.testing.assert_close(torch.export.export(exported, (x,)).module()(x), want)
+    torch.testing.assert_close(compiled.threshold, eager.threshold)
+
+
+def test_the_threshold_under_vmap() -> None:
+    sae, x = trained(steps=3), scores(4, 7, 5)
+    torch.testing.assert_close(torch.vmap(sae)(x), sae(x))
 
 
 def test_gradients_of_the_sparse_decode_are_those_of_the_dense_one() -> None:
@@ -262,6 +479,10 @@ def test_refuses() -> None:
         TopKSAE(5, 12, 0)
     with pytest.raises(ValueError, match="tau must"):
         TopKSAE(5, 12, 3, tau=math.nan)
+    with pytest.raises(ValueError, match="revive must"):
+        TopKSAE(5, 12, 3, revive=0)
+    with pytest.raises(TypeError, match="revive must"):
+        TopKSAE(5, 12, 3, revive=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="latents must"):
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):

@@ -5,6 +5,8 @@ than k entries may be selected, all of them are selected.
 """
 
 from khot.nn._router import Routing as Routing
+from khot.nn._sae_layouts import sae_from_layout as sae_from_layout
+from khot.nn._sae_layouts import sae_to_layout as sae_to_layout
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
@@ -45,6 +47,8 @@ __all__ = [
     "prune_global",
     "prune_magnitude",
     "prune_n_m",
+    "sae_from_layout",
+    "sae_to_layout",
     "soft_beam_loss",
     "soft_beam_search",
     "topk_attention",

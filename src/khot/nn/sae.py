@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from khot.nn._values import Value, current, describe, has_data, positive
 __all__ = ["TopKSAE"]
 
 WIDER, SHARE = 1.5, 0.5  # of k, and of the error with so many latents in the loss
+AUX = 1 / 32  # the share of the idle latents' error in the loss, that of Gao et al.
+UNKNOWN = -1.0  # no threshold is negative
+MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
 
 class TopKSAE(nn.Module):
@@ -49,8 +53,11 @@ class TopKSAE(nn.Module):
             pre-activations; as ``k``.
         cdf: as for :func:`khot.soft_topk`, with a tau.
         hard: with a tau, select hard in train mode, too, with the gradient of the soft selection.
-        batch: select k·B latents for a batch of B inputs together, instead of k for each input, so that some
-            inputs get more than others. The code of an input then depends on its batch, in eval mode, too.
+        batch: in train mode, select k·B latents for a batch of B inputs together, instead of k for each
+            input, so that some inputs get more than others. In eval mode an input gets the latents with
+            a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
+        revive: None, or after how many training inputs without use a latent counts as idle. Idle latents then
+            have a part of their own in :meth:`loss`.
         device, dtype: of the parameters.
 
     Attributes:
@@ -58,6 +65,10 @@ class TopKSAE(nn.Module):
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 at the start.
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
             latent if a > 0 and y > ½.
+        threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
+            moving mean over the training steps. Its dtype is that of the parameters, but float32 for half
+            precision. It is −1 before the first step; until then eval mode selects as train mode does. Every
+            process of a data-parallel training has its own, unless buffers are broadcast.
 
     Shape:
         input: (..., in_features), of any floating-point dtype.
@@ -67,8 +78,8 @@ class TopKSAE(nn.Module):
     Raises:
         ValueError, TypeError: an argument out of range.
 
-    Sources: Gao et al. 2024 (top-k sparse autoencoders, and an error with several k); Bussmann, Leask, Nanda
-    2024 (``batch``).
+    Sources: Gao et al. 2024 (top-k sparse autoencoders, an error with several k, and ``revive``, which they
+    call AuxK); Bussmann, Leask, Nanda 2024 (``batch``).
 
     Example:
         >>> sae = khot.nn.TopKSAE(16, 64, k=4)
@@ -85,6 +96,7 @@ class TopKSAE(nn.Module):
     latents: int
     hard: bool
     batch: bool
+    revive: int | None
     k: Value
     tau: Value | None
     cdf: CDF
@@ -94,6 +106,7 @@ class TopKSAE(nn.Module):
     bias: nn.Parameter
 
     idle: Tensor
+    threshold: Tensor | None
 
     def __init__(
         self,
@@ -105,6 +118,7 @@ class TopKSAE(nn.Module):
         cdf: CDFName | CDF = "logistic",
         hard: bool = False,
         batch: bool = False,
+        revive: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,7 +129,9 @@ class TopKSAE(nn.Module):
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
         self.in_features, self.latents = in_features, latents
-        self.hard, self.batch = hard, batch
+        if revive is not None:
+            arguments.check_integer(revive, "revive", low=1)
+        self.hard, self.batch, self.revive = hard, batch, revive
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
         self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
@@ -123,6 +139,9 @@ class TopKSAE(nn.Module):
         self.decoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
         self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
+        # one element and not 0-dim: torch.compile does not write to a 0-dim float64 tensor on the CPU
+        threshold = torch.empty(1, device=device, dtype=_single(self.encoder.dtype)) if batch else None
+        self.register_buffer("threshold", threshold)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,6 +153,8 @@ class TopKSAE(nn.Module):
         nn.init.zeros_(self.encoder_bias)
         nn.init.zeros_(self.bias)
         self.idle.zero_()
+        if self.threshold is not None:
+            self.threshold.fill_(UNKNOWN)
 
     def forward(self, input: Tensor) -> Tensor:
         if self._is_dense():
@@ -151,37 +172,46 @@ class TopKSAE(nn.Module):
         small networks it made the first one smaller by 15 and 73 %, and on sparse sums of random directions
         it left it as it was (docs/results/sparse-autoencoder). There the inputs were centred and divided by
         the root of their mean square, which the layer leaves to you.
+
+        With ``revive``, there is a third error. Every input takes its in_features/2 best latents from those
+        that are idle, and their sum, without the bias, has to be what the reconstruction with k latents
+        leaves of the input. A 32nd of the mean squared error is added. Of the latents, only the idle ones get
+        a gradient from it.
         """
         a = self._activations(input)
+        idle = self.idle >= (self.revive or 0)  # before this batch
         if self._is_dense():
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
+            self._follow(a, near)
             sums = [self.decode(y * a.relu()) for y in (near, far)]
         else:
             m = self._count_of(1.0)
             values, indices = self._best(a, self._count_of(WIDER))
             self._count(values[..., :m] > 0, indices[..., :m])
             sums = [self.decode(values[..., :m], indices[..., :m]), self.decode(values, indices)]
-        return F.mse_loss(sums[0], input) + SHARE * F.mse_loss(sums[1], input)
+        loss = F.mse_loss(sums[0], input) + SHARE * F.mse_loss(sums[1], input)
+        return loss if self.revive is None else loss + AUX * self._error_of_idle(a, idle, input - sums[0])
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
         a = self._activations(input)
         y = self._code(a)
         self._count(self._uses(a, y))
+        self._follow(a, y)
         return y * a.relu()
 
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
 
         They are the latents of :meth:`encode` in eval mode; of equally large ones, those of lowest index.
-        m = ⌊k + ½⌋. With ``batch`` m is the largest number of latents that an input of the batch has; the
+        m = ⌊k + ½⌋. With ``batch``, m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
         a = self._activations(input)
         if not self.batch:
             return self._best(a, self._count_of(1.0))
-        chosen = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        chosen = self._above(a)
         indices = order(a, chosen, int((chosen != 0).sum(-1).max()))
         return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
 
@@ -201,23 +231,27 @@ class TopKSAE(nn.Module):
                 f"code and indices must have the same shape, but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        if to_onnx():  # it has no embedding_bag but a loop over the inputs, in float32
-            rows = self.decoder[indices]
-            return (code.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2) + self.bias
-        width = indices.shape[-1]
-        if not width:  # which F.embedding_bag refuses
+        if not indices.shape[-1]:  # which F.embedding_bag refuses
             return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
-        sums = F.embedding_bag(
-            indices.reshape(-1, width),
-            self.decoder,
-            mode="sum",
-            per_sample_weights=code.reshape(-1, width).to(self.decoder.dtype),
-        )
-        return sums.view(*indices.shape[:-1], self.in_features) + self.bias
+        return self._sum(code, indices) + self.bias
 
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         return widen(self.idle >= inputs).mean()
+
+    def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
+        """The sum of the rows of D at indices, (..., m), m > 0, times values."""
+        if to_onnx() or _transformed():  # without embedding_bag: ONNX has a loop over the inputs, in float32
+            rows = self.decoder[indices]
+            return (values.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2)
+        width = indices.shape[-1]
+        sums = F.embedding_bag(
+            indices.reshape(-1, width),
+            self.decoder,
+            mode="sum",
+            per_sample_weights=values.reshape(-1, width).to(self.decoder.dtype),
+        )
+        return sums.view(*indices.shape[:-1], self.in_features)
 
     def _is_dense(self) -> bool:
         """Whether the code has to be a whole row: soft, of inputs together, or of a size that is not known.
@@ -230,10 +264,12 @@ class TopKSAE(nn.Module):
         k = current(self.k)
         if isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k)):
             return True
-        return not torch.compiler.is_compiling() and transforms_are_on()
+        return _transformed()
 
     def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""
+        if self.batch and not self.training and wider == 1:
+            return self._above(a)
         rows = a.flatten() if self.batch else a
         k: Scalar = current(self.k) * wider
         if wider > 1:
@@ -242,6 +278,40 @@ class TopKSAE(nn.Module):
         if self.tau is None or not self.training:
             return topk.topk_mask(rows, k).view(a.shape)
         return topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard).view(a.shape)
+
+    def _above(self, a: Tensor) -> Tensor:
+        """The selection of eval mode with ``batch``: by the threshold, or together before there is one."""
+        assert self.threshold is not None
+        known = self.threshold >= 0
+        chosen = (a >= self.threshold).to(a.dtype)
+        if arguments.readable(known) and bool(known):
+            return chosen
+        # elsewhere the question would wait for the device, or cannot be asked
+        together = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        return torch.where(known, chosen, together)
+
+    def _follow(self, a: Tensor, y: Tensor) -> None:
+        """Move the threshold, in train mode, towards the smallest activation that the batch selects."""
+        if self.threshold is None or not self.training or not a.numel():
+            return
+        a, y = a.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
+        if self.tau is not None and not self.hard:
+            y = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        level = torch.where(y > 0.5, a, math.inf).amin().clamp(min=0).to(self.threshold.dtype)
+        moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
+        # no latent was selected, or the batch has a NaN
+        self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
+
+    def _error_of_idle(self, a: Tensor, idle: Tensor, rest: Tensor) -> Tensor:
+        """The mean squared error of what idle latents make of the rest, or 0 if no latent is idle."""
+        some = idle.any()
+        if arguments.readable(some) and not bool(some):
+            return rest.new_zeros(())
+        # a size that does not depend on values: what is not idle has the value 0
+        size = min(max(self.in_features // 2, 1), self.latents)
+        values, indices = torch.where(idle, a, -math.inf).topk(size, sorted=False)
+        again = self._sum(torch.where(idle[indices], values, 0), indices)
+        return torch.where(some, F.mse_loss(again, rest.detach()), 0)
 
     def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
         indices = best_indices(a, m)
@@ -278,7 +348,32 @@ class TopKSAE(nn.Module):
             now = found > 0
         self.idle.copy_(torch.where(now, 0, self.idle + inputs))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TopKSAE:
+        threshold = self.threshold
+        super()._apply(fn, recurse)
+        if threshold is not None and self.threshold is not None:
+            dtype = _single(self.threshold.dtype)
+            if dtype != self.threshold.dtype:  # half precision has too few digits for a moving mean
+                self.threshold = threshold.to(self.threshold.device, dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.threshold is not None:  # states of khot 0.1 have none
+            state_dict.setdefault(prefix + "threshold", torch.full_like(self.threshold, UNKNOWN))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
-        return values + ", hard=True" * self.hard + ", batch=True" * self.batch
+        values += ", hard=True" * self.hard + ", batch=True" * self.batch
+        return values if self.revive is None else f"{values}, revive={self.revive}"
+
+
+def _single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is on, outside a trace."""
+    return not torch.compiler.is_compiling() and transforms_are_on()

@@ -12,7 +12,10 @@ uses. The vectors are:
 They are centred, and divided by the root of their mean square. The methods are:
 
 - `khot`: `khot.nn.TopKSAE` as it is by default, trained on its `loss`.
-- `khot, batch`: the same with `batch=True`, where the inputs of a batch share their latents.
+- `khot, batch`: the same with `batch=True`, where the inputs of a batch share their latents in training, and
+  new vectors use what exceeds the layer's threshold.
+- `khot, revive`: the same as `khot` with `revive=10_000`: an error of their own for directions that none of
+  the last 10,000 vectors used.
 - `khot, one k`: the same as `khot`, but trained on the mean squared error of its reconstruction.
 - `khot, straight-through`: a hard selection with the gradient of the soft one at tau = 0.1, where the first
   pre-activations have a deviation of 1; trained on the mean squared error.
@@ -22,6 +25,10 @@ They are centred, and divided by the root of their mean square. The methods are:
   them reconstruct the error, with a weight of 1/32.
 - `batch top-k`: written by hand; a batch selects 8 per vector in all, and new vectors use what exceeds the
   mean over the training of the smallest selected value.
+- `batch top-k, AuxK`: the same, with the loss of `top-k, AuxK`.
+- `Gumbel gates`: written by hand as `top-k`, but in training 8 directions are drawn without replacement by
+  Gumbel noise with the scale tau, and get the gradient of 8·softmax (at most 1) at the temperature tau, which
+  falls from 1 to 0.1. New vectors use `torch.topk`.
 
 The command of the report is
 
@@ -37,6 +44,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +59,19 @@ __all__ = ["DATA", "EXPERIMENT", "METHODS", "Args", "HandWritten", "report", "ru
 K, LATENTS, BATCH, RATE = 8, 512, 256, 1e-3
 ATOMS, DIMS, NOISE = 256, 64, 0.02
 IDLE, AUX, AUX_SHARE = 10_000, 32, 1 / 32
+HOT, COLD = 1.0, 0.1  # the temperatures of Gumbel gates
 DATA = ("digits", "mnist", "synthetic")
 METHODS = (
     "khot",
     "khot, batch",
+    "khot, revive",
     "khot, one k",
     "khot, straight-through",
     "top-k",
     "top-k, AuxK",
     "batch top-k",
+    "batch top-k, AuxK",
+    "Gumbel gates",
 )
 
 
@@ -136,11 +148,12 @@ class HandWritten(nn.Module):
         d: size of the vectors.
         aux: whether idle directions have a loss of their own.
         batch: whether the vectors of a batch share their latents.
+        gumbel: whether the latents are drawn in training.
     """
 
-    def __init__(self, d: int, aux: bool, batch: bool) -> None:
+    def __init__(self, d: int, aux: bool = False, batch: bool = False, gumbel: bool = False) -> None:
         super().__init__()
-        self.aux, self.batch = aux, batch
+        self.aux, self.batch, self.gumbel, self.tau = aux, batch, gumbel, HOT
         self.decoder = nn.Parameter(F.normalize(torch.randn(LATENTS, d), dim=-1))
         self.encoder = nn.Parameter(self.decoder.detach().clone())
         self.encoder_bias, self.bias = nn.Parameter(torch.zeros(LATENTS)), nn.Parameter(torch.zeros(d))
@@ -152,6 +165,11 @@ class HandWritten(nn.Module):
     def code(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The code and the pre-activations, both (N, LATENTS)."""
         a = F.linear(x - self.bias, self.encoder, self.encoder_bias)
+        if self.gumbel and self.training:
+            noisy = a / self.tau - torch.empty_like(a).exponential_().log()
+            soft = (K * noisy.softmax(-1)).clamp(max=1)
+            hard = torch.zeros_like(a).scatter(1, noisy.topk(K).indices, 1.0)
+            return (hard + soft - soft.detach()) * a.relu(), a
         if not self.batch:
             values, indices = a.topk(K)
             return torch.zeros_like(a).scatter(1, indices, values.relu()), a
@@ -191,16 +209,21 @@ class HandWritten(nn.Module):
 
 
 def _ours(method: str, x: Tensor) -> khot.nn.TopKSAE:
-    if method != "khot, straight-through":
-        return khot.nn.TopKSAE(x.shape[-1], LATENTS, K, batch=method == "khot, batch")
-    return khot.nn.TopKSAE(x.shape[-1], LATENTS, K, tau=0.1, hard=True)
+    options: dict[str, dict[str, Any]] = {
+        "khot, batch": {"batch": True},
+        "khot, revive": {"revive": IDLE},
+        "khot, straight-through": {"tau": 0.1, "hard": True},
+    }
+    return khot.nn.TopKSAE(x.shape[-1], LATENTS, K, **options.get(method, {}))
 
 
 def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterator[study.Row]:
     method, seed = str(trial["method"]), int(trial["seed"])
     train, test = (part.to(args.device) for part in vectors(args, str(trial["data"])))
     torch.manual_seed(seed)
-    hand = HandWritten(train.shape[-1], method == "top-k, AuxK", method == "batch top-k")
+    hand = HandWritten(
+        train.shape[-1], "AuxK" in method, method.startswith("batch top-k"), method == "Gumbel gates"
+    )
     model: khot.nn.TopKSAE | HandWritten = _ours(method, train) if method.startswith("khot") else hand
     model.to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
@@ -209,6 +232,7 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     for step in training.steps(checkpoint, state, args.steps):
         x = train[training.minibatches(len(train), BATCH, step, seed).to(args.device)]
+        hand.tau = HOT * (COLD / HOT) ** (step / args.steps)
         alone = method in ("khot, one k", "khot, straight-through")
         loss = F.mse_loss(model(x), x) if alone else nested(x)
         optimizer.zero_grad()
@@ -275,7 +299,7 @@ def _draw(rows: list[study.Row], present: list[str], sets: list[str], path: Path
 EXPERIMENT = study.Experiment(
     source="topk-sae",
     needs="MNIST",
-    takes="25 min of one core",
+    takes="40 min of one core",
     Args=Args,
     smoke={"seeds": 1, "steps": 60, "pretrain": 60},
     trials=trials,
