@@ -292,7 +292,7 @@ def test_the_restriction_refuses() -> None:
     with pytest.raises(ValueError, match="m must be at most the number of classes, 4, but got 5"):
         TopKCrossEntropyLoss(1, m=5)(scores(1, 4), torch.tensor([0]))
     text = repr(TopKCrossEntropyLoss(1, top1_mode="softmax", m=5))
-    assert "top1_mode='softmax', m=5" in text and "m=" not in repr(TopKCrossEntropyLoss(1))
+    assert "top1_mode='softmax', m=5" in text and ", m=" not in repr(TopKCrossEntropyLoss(1))
 
 
 def test_cross_entropy_refuses() -> None:

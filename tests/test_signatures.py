@@ -285,8 +285,8 @@ def test_layers_end_with_device_and_dtype() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("khot.nn.")])
 def test_options_of_layers_are_keyword_only(name: str) -> None:
-    """Arguments with a default are options, except dim, the n and m of a pattern n:m, and the arguments that
-    torch has before ours."""
+    """Arguments with a default are options, except dim, the n and m of a pattern n:m, the course of an
+    Anneal, and the arguments that torch has before ours."""
     if name in AS_TORCH:
         return
     with_default = [
@@ -294,4 +294,4 @@ def test_options_of_layers_are_keyword_only(name: str) -> None:
         for option in positional(name)
         if parameters(name)[option].default is not inspect.Parameter.empty
     ]
-    assert set(with_default) <= {"dim", "capacity", "schedule", "n", "m"}
+    assert set(with_default) <= {"dim", "capacity", "schedule", "steps", "n", "m"}
