@@ -170,6 +170,57 @@ def test_idle_latents_come_back() -> None:
     assert shares[None] > 0.4 and shares[500] < 0.1
 
 
+@pytest.mark.parametrize("widths", [[1], [4, 7, 11], (6,)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch": True}, {"tau": 0.2}, {"tau": 0.2, "hard": True, "batch": True}, {"k": 0.4}, {"k": 12}],
+    ids=str,
+)
+def test_nested_widths_reconstruct_alone(options: dict[str, object], widths: list[int]) -> None:
+    given = {"k": 3, "tau": None} | options
+    sae, x, k = make(**given, widths=widths), scores(2, 7, 5), float(given["k"])  # type: ignore[arg-type]
+    a, want = activations(sae, x), torch.zeros((), dtype=torch.float64)
+    for share, size in ((1, k), (0.5, min(1.5 * k, 12))):
+        rows, own = (a.flatten(), size * 14) if "batch" in options else (a, size)
+        if given["tau"] is None:
+            y = khot.topk_mask(rows.detach(), own)
+        else:
+            y = khot.soft_topk(rows, own, tau=0.2, hard="hard" in options)
+        code = y.view(a.shape) * a.clamp(min=0)
+        for width in (*widths, 12):
+            out = code[..., :width] @ sae.decoder[:width] + sae.bias
+            want = want + share * (out - x).square().mean() / (len(widths) + 1)
+    got = sae.loss(x)
+    torch.testing.assert_close(got, want)
+    parameters = list(sae.parameters())
+    torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
+    torch.testing.assert_close(sae(x), make(**given)(x))
+
+
+def test_the_first_latents_learn_what_is_most_common() -> None:
+    torch.manual_seed(0)
+    directions, error = torch.nn.functional.normalize(torch.randn(32, 16), dim=-1), {}
+    common = 0.7 ** torch.arange(32.0)
+
+    def draw() -> Tensor:
+        return (torch.rand(128, 32) * (torch.rand(128, 32) < common)) @ directions
+
+    for widths in (None, [4]):
+        torch.manual_seed(1)
+        sae = TopKSAE(16, 64, 4, widths=widths)
+        optimizer = torch.optim.Adam(sae.parameters(), lr=1e-2)
+        for _ in range(300):
+            optimizer.zero_grad()
+            sae.loss(draw()).backward()
+            optimizer.step()
+        x = draw()
+        alone = sae.encode(x)[..., :4] @ sae.decoder[:4] + sae.bias
+        error[widths is None] = ((alone - x).square().sum() / (x - x.mean(0)).square().sum()).item()
+    assert error[False] < 0.7 * error[True]
+
+
 @pytest.mark.parametrize("features, latents", [(1, 3), (7, 2)])
 def test_revives_in_small_autoencoders(features: int, latents: int) -> None:
     torch.manual_seed(0)
@@ -483,6 +534,12 @@ def test_refuses() -> None:
         TopKSAE(5, 12, 3, revive=0)
     with pytest.raises(TypeError, match="revive must"):
         TopKSAE(5, 12, 3, revive=0.5)  # type: ignore[arg-type]
+    for widths in ([0], [12], [4, 4], [5, 4]):
+        with pytest.raises(ValueError, match="widths must"):
+            TopKSAE(5, 12, 3, widths=widths)
+    for widths in (4, "4", [2.5], torch.tensor([4])):
+        with pytest.raises(TypeError, match="widths must"):
+            TopKSAE(5, 12, 3, widths=widths)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="latents must"):
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +60,9 @@ class TopKSAE(nn.Module):
             a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
         revive: None, or after how many training inputs without use a latent counts as idle. Idle latents then
             have a part of their own in :meth:`loss`.
+        widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
+            reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
+            first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
         device, dtype: of the parameters.
 
     Attributes:
@@ -79,7 +84,8 @@ class TopKSAE(nn.Module):
         ValueError, TypeError: an argument out of range.
 
     Sources: Gao et al. 2024 (top-k sparse autoencoders, an error with several k, and ``revive``, which they
-    call AuxK); Bussmann, Leask, Nanda 2024 (``batch``).
+    call AuxK); Bussmann, Leask, Nanda 2024 (``batch``); Bussmann, Nabeshima, Karvonen, Nanda 2025
+    (``widths``: Matryoshka autoencoders).
 
     Example:
         >>> sae = khot.nn.TopKSAE(16, 64, k=4)
@@ -97,6 +103,7 @@ class TopKSAE(nn.Module):
     hard: bool
     batch: bool
     revive: int | None
+    widths: tuple[int, ...]
     k: Value
     tau: Value | None
     cdf: CDF
@@ -119,6 +126,7 @@ class TopKSAE(nn.Module):
         hard: bool = False,
         batch: bool = False,
         revive: int | None = None,
+        widths: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -132,6 +140,7 @@ class TopKSAE(nn.Module):
         if revive is not None:
             arguments.check_integer(revive, "revive", low=1)
         self.hard, self.batch, self.revive = hard, batch, revive
+        self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
         self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
@@ -177,6 +186,9 @@ class TopKSAE(nn.Module):
         that are idle, and their sum, without the bias, has to be what the reconstruction with k latents
         leaves of the input. A 32nd of the mean squared error is added. Of the latents, only the idle ones get
         a gradient from it.
+
+        With ``widths``, the first and the second error are means over these widths and n, each of what the
+        first latents of the code reconstruct alone.
         """
         a = self._activations(input)
         idle = self.idle >= (self.revive or 0)  # before this batch
@@ -184,13 +196,15 @@ class TopKSAE(nn.Module):
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
             self._follow(a, near)
-            sums = [self.decode(y * a.relu()) for y in (near, far)]
+            codes: list[tuple[Tensor, ...]] = [(y * a.relu(),) for y in (near, far)]
         else:
             m = self._count_of(1.0)
             values, indices = self._best(a, self._count_of(WIDER))
             self._count(values[..., :m] > 0, indices[..., :m])
-            sums = [self.decode(values[..., :m], indices[..., :m]), self.decode(values, indices)]
-        loss = F.mse_loss(sums[0], input) + SHARE * F.mse_loss(sums[1], input)
+            codes = [(values[..., :m], indices[..., :m]), (values, indices)]
+        sums = [self.decode(*code) for code in codes]
+        first, second = (self._error(input, *pair) for pair in zip(sums, codes, strict=True))
+        loss = first + SHARE * second
         return loss if self.revive is None else loss + AUX * self._error_of_idle(a, idle, input - sums[0])
 
     def encode(self, input: Tensor) -> Tensor:
@@ -302,6 +316,15 @@ class TopKSAE(nn.Module):
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
+    def _error(self, input: Tensor, whole: Tensor, code: tuple[Tensor, ...]) -> Tensor:
+        """The mean squared error of the reconstruction, or with widths the mean of theirs."""
+        errors = [F.mse_loss(whole, input)]
+        for width in self.widths:
+            values, *indices = code
+            kept = indices[0] < width if indices else torch.arange(self.latents, device=values.device) < width
+            errors.append(F.mse_loss(self.decode(values * kept, *indices), input))
+        return errors[0] if len(errors) == 1 else torch.stack(errors).mean()
+
     def _error_of_idle(self, a: Tensor, idle: Tensor, rest: Tensor) -> Tensor:
         """The mean squared error of what idle latents make of the rest, or 0 if no latent is idle."""
         some = idle.any()
@@ -366,7 +389,8 @@ class TopKSAE(nn.Module):
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
         values += ", hard=True" * self.hard + ", batch=True" * self.batch
-        return values if self.revive is None else f"{values}, revive={self.revive}"
+        values += "" if self.revive is None else f", revive={self.revive}"
+        return f"{values}, widths={self.widths}" if self.widths else values
 
 
 def _single(dtype: torch.dtype) -> torch.dtype:
@@ -377,3 +401,13 @@ def _single(dtype: torch.dtype) -> torch.dtype:
 def _transformed() -> bool:
     """Whether a transform of torch.func is on, outside a trace."""
     return not torch.compiler.is_compiling() and transforms_are_on()
+
+
+def _check_widths(widths: Sequence[int], latents: int) -> tuple[int, ...]:
+    if isinstance(widths, (str, bytes)) or not isinstance(widths, Sequence):
+        raise TypeError(f"widths must be a sequence of integers, but got {type(widths).__name__}")
+    for width in widths:
+        arguments.check_integer(width, "widths", low=1, high=latents - 1)
+    if any(a >= b for a, b in itertools.pairwise(widths)):
+        raise ValueError(f"widths must be in ascending order, but got {list(widths)}")
+    return tuple(widths)
