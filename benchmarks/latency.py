@@ -35,6 +35,7 @@ ELSEWHERE = {
     "nn.make_permanent": "called once",
     "nn.soft_beam_search": "calls a model at each step",
     "nn.soft_beam_loss": "calls a model at each step",
+    "show_config": "prints what is installed",
     "sampling.joint_inclusion_probs": "for analysis, (n, n) a row",
 }
 

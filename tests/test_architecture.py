@@ -27,6 +27,7 @@ LAYERS = [
     ("distributions",),
     ("losses", "nn"),
     ("sklearn",),
+    ("_config",),
     ("__init__",),
     ("experiments", "__main__"),
 ]
