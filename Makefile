@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# the oldest torch, the last without compiled kernels, the first with them, the pinned one, the newest
+TORCH ?= 2.6.0 2.9.1 2.10.0 2.13.0 newest
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-all bench lint format check docs figures dist dist-test clean
+.PHONY: help .venv demo test test-all matrix bench lint format check docs figures dist dist-test clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +34,9 @@ test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of the
 
 test-all: $(INSTALLED) ## run the slow tests too
 	$(BIN)/pytest -m "" $(ARGS)
+
+matrix: $(INSTALLED) ## run the operators' table on other versions of torch (TORCH="2.6.0 newest" for some of them)
+	set -e; for version in $(TORCH); do .ci/try-torch $(PYTHON) $$version $(ARGS); done
 
 bench: $(INSTALLED) ## time the operators beside torch.softmax
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

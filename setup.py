@@ -1,4 +1,8 @@
-"""Builds the CPU kernels where torch and a compiler are at hand; without them khot is pure Python.
+"""Builds the CPU kernels where torch and a compiler are installed; without them khot is pure Python.
+
+`pip install .` builds in an environment of its own, which has no torch; a download of one would take minutes
+and gigabytes. The kernels use only torch's stable interface, so they are built with the torch that is
+installed for the Python that runs the build.
 
 Everything else about the package stands in pyproject.toml.
 """
@@ -8,6 +12,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
+import sysconfig
 from typing import Any
 
 from setuptools import setup
@@ -21,13 +26,29 @@ SANITIZE = [
 ]
 
 
+# what the compiled kernels need: the oldest torch whose stable interface has all that they use
+OLDEST_TORCH = "2.10"
+
+
+def pure(reason: str) -> dict[str, Any]:
+    """The arguments of a build without kernels. pip shows the reason with -v, and `khot info` afterwards."""
+    print(f"khot: the CPU kernels are not built: {reason}", file=sys.stderr)
+    return {}
+
+
 def extension() -> dict[str, Any]:
     if os.environ.get("KHOT_PURE") == "1":  # a wheel for every platform
-        return {}
+        return pure("KHOT_PURE=1")
+    installed = sysconfig.get_path("platlib")
+    if installed not in sys.path:
+        sys.path.append(installed)  # at the end: the build's own tools come first
     try:
+        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except ImportError:
-        return {}
+    except (ImportError, OSError) as error:
+        return pure(f"torch is not installed, or does not load ({error})")
+    if torch.__version__ < OLDEST_TORCH:
+        return pure(f"torch {torch.__version__} is older than {OLDEST_TORCH}")
 
     class OptionalBuild(BuildExtension):
         """A build whose failure leaves the reference kernels in charge, and says so."""
@@ -39,6 +60,9 @@ def extension() -> dict[str, Any]:
                 print(f"khot: the CPU kernels were not built: {error}", file=sys.stderr)
 
     sanitize = SANITIZE if os.environ.get("KHOT_SANITIZE") == "1" else []
+    # Python's own flags ask for debug symbols, which take nine tenths of the file
+    debug = ["-g1"] if sanitize else ["-g0"]
+    strip = ["-Wl,-s"] if sys.platform == "linux" and not sanitize else []
     kernels = CppExtension(
         "khot._C",
         sorted(glob.glob("csrc/**/*.cpp", recursive=True)),
@@ -55,9 +79,10 @@ def extension() -> dict[str, Any]:
             "-ffp-contract=fast",
             "-fvisibility=hidden",
             "-Wno-psabi",
+            *debug,
             *sanitize,
         ],
-        extra_link_args=sanitize,
+        extra_link_args=[*strip, *sanitize],
         optional=True,
     )
     return {

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "nn.sae_to_layout": "called once",
     "nn.soft_beam_search": "calls a model at each step",
     "nn.soft_beam_loss": "calls a model at each step",
+    "show_config": "prints what is installed",
     "sampling.joint_inclusion_probs": "for analysis, (n, n) a row",
 }
 

@@ -38,6 +38,7 @@ LAYERS = [
     ("losses", "nn"),
     ("_callbacks",),
     ("lightning", "sklearn", "transformers"),
+    ("_config",),
     ("__init__",),
     ("experiments", "__main__"),
 ]

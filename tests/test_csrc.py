@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
+import khot
 from khot import _kernels as kernels
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
@@ -43,6 +48,68 @@ def test_includes_are_written_from_csrc_on() -> None:
     own = [(path, name) for path in sources() for name in re.findall(r'#include "([^"]+)"', path.read_text())]
     assert own
     assert [(path.name, name) for path, name in own if not (CSRC / name).is_file()] == []
+
+
+# ------------------------------------------------------------------------------------------ the built library
+
+LIBRARY = next(iter(sorted(Path(khot.__file__).parent.glob("_C.*.so"))), None)
+# C++ of torch, of pybind11 or of Python: none of it is stable
+UNSTABLE = re.compile(r"\b(c10|at|torch|caffe2|pybind11)::|^_?Py")
+STABLE_HEADERS = (
+    "torch/csrc/inductor/aoti_torch/c/shim.h",
+    "torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h",
+    "torch/csrc/stable/c/shim.h",
+)
+
+
+def undefined(library: Path) -> dict[str, str]:
+    """The symbols that a library takes from others, without their versions: mangled, and readable."""
+    found = []
+    for option in ("-D", "-DC"):
+        command = ["nm", option, "--undefined-only", str(library)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        # "  U name@version" or "  w name"; a weak symbol may stay undefined
+        found.append([line.split(maxsplit=1)[1] for line in told.splitlines() if line.split()[0] == "U"])
+    return dict(zip(*found, strict=True))
+
+
+def unstable(symbols: dict[str, str]) -> list[str]:
+    """The symbols that a later torch may lack or change. Those with a version are of C and C++."""
+    headers = [Path(path) / name for path in include_paths() for name in STABLE_HEADERS]
+    declared = set(re.findall(r"\w+", "".join(path.read_text() for path in headers if path.is_file())))
+    return [
+        name
+        for name, readable in symbols.items()
+        if UNSTABLE.search(readable) or not (name in declared or "@" in name or readable.startswith("std::"))
+    ]
+
+
+@pytest.mark.skipif(
+    LIBRARY is None or sys.platform != "linux" or shutil.which("nm") is None, reason="no library, or no nm"
+)
+def test_the_library_uses_stable_symbols_only() -> None:
+    assert LIBRARY is not None
+    symbols = undefined(LIBRARY)
+    assert len([name for name in symbols if name.startswith(("aoti_torch_", "torch_"))]) > 10
+    assert unstable(symbols) == []
+
+
+@pytest.mark.parametrize(
+    "name, readable",
+    [
+        ("_ZN3c105ErrorC1Ev", "c10::Error::Error()"),
+        ("_ZN2at5emptyEv", "at::empty()"),
+        ("_ZN5torch8autograd8FunctionEv@V1", "torch::autograd::Function()"),
+        ("_ZNSt6vectorIN3c1010ScalarTypeEE", "std::vector<c10::ScalarType>"),
+        ("PyObject_Call", "PyObject_Call"),
+        ("_Py_Dealloc", "_Py_Dealloc"),
+        ("aoti_torch_cpu_no_such_operator", "aoti_torch_cpu_no_such_operator"),
+        ("torch_no_such_function", "torch_no_such_function"),
+        ("cblas_sgemm", "cblas_sgemm"),
+    ],
+)
+def test_unstable_symbols_are_seen(name: str, readable: str) -> None:
+    assert unstable({name: readable}) == [name]
 
 
 @needs_extension

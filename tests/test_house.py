@@ -10,11 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import khot
 from khot import cdfs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
 
 
 def documented(pattern: str) -> list[str]:
@@ -23,7 +27,9 @@ def documented(pattern: str) -> list[str]:
 
 
 def test_readme_lists_every_public_operator() -> None:
-    operators = sorted(name for name in khot.__all__ if callable(getattr(khot, name)))
+    operators = sorted(
+        name for name in khot.__all__ if callable(getattr(khot, name)) and name != "show_config"
+    )
     assert operators
     assert documented(r"^\| `khot\.(\w+)` \|") == operators
 
@@ -64,6 +70,29 @@ def test_version_is_stated_once() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (version,) = re.findall(r'^version = "(.+)"$', pyproject, flags=re.MULTILINE)
     assert khot.__version__ == version == importlib.metadata.version("khot")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.+)$", citation, flags=re.MULTILINE) == [version]
+
+
+def test_citation_has_what_the_format_requires_and_the_package_says() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    about = importlib.metadata.metadata("khot")
+    assert citation["license"] == about["License-Expression"]
+    assert ",".join(citation["keywords"]) == about["Keywords"]
+    assert [author["name"] for author in citation["authors"]] == ["The khot developers"]
+
+
+def test_every_supported_python_has_a_classifier() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r'^requires-python = ">=3\.(\d+)"$', pyproject, flags=re.MULTILINE)
+    listed = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', pyproject)
+    assert listed == [str(minor) for minor in range(int(oldest), 15)]
+    ours = set(
+        re.findall(r"^ {8}python: \[(.+)\]$", WORKFLOW, flags=re.MULTILINE)[0].replace('"', "").split(", ")
+    )
+    assert ours <= {f"3.{minor}" for minor in listed} and {f"3.{oldest}", f"3.{listed[-1]}"} <= ours
 
 
 def test_changelog_has_a_place_for_the_next_change() -> None:

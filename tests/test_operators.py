@@ -54,7 +54,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def test_every_public_operator_is_in_the_table() -> None:
-    public = {name for name in khot.__all__ if callable(getattr(khot, name))}
+    public = {name for name in khot.__all__ if callable(getattr(khot, name))} - {"show_config"}  # no operator
     assert {op.name for op in OPERATORS} == public - {
         "soft_assign",  # its rows depend on each other: test_assignment.py
         "budget_mask",  # its entries have costs: test_budgets.py

@@ -56,6 +56,12 @@ def test_sdist_is_complete(sdist: Path) -> None:
     assert not [name for name in held if name.endswith((".so", ".pyc"))]
 
 
+def test_metadata_is_accepted_by_the_index(sdist: Path) -> None:
+    pytest.importorskip("twine")
+    told = run(sys.executable, "-m", "twine", "check", "--strict", sdist)
+    assert "PASSED" in told
+
+
 def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
     path = wheel(sdist, tmp_path, KHOT_PURE="1")
     assert path.name.endswith("-py3-none-any.whl")
@@ -71,6 +77,8 @@ def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
 def test_compiled_wheel(sdist: Path, tmp_path: Path) -> None:
     path = wheel(sdist, tmp_path)
     assert "-cp310-abi3-" in path.name
+    # 3.0 MB in November 2026, nearly all of it code: three copies of the kernels, one per instruction set
+    assert path.stat().st_size < 4_000_000
     told = run(
         *(TRY_WHEEL, sys.executable, sdist, path),
         *("-q", "tests/test_house.py", "tests/test_topk.py", "tests/kernels/test_cpu.py"),

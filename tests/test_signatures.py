@@ -44,7 +44,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
 }
 # what returns values instead of selecting: its fields are not options
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
-CALLS = {name: call for name, call in PUBLIC.items() if name not in RECORDS}
+CALLS = {name: call for name, call in PUBLIC.items() if name not in RECORDS and name != "khot.show_config"}
 # these have the signature of the function or class of torch that they replace
 AS_TORCH = {
     "khot.nn.topk_attention": "torch.nn.functional.scaled_dot_product_attention",

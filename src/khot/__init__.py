@@ -1,8 +1,5 @@
 """khot: choose k of n, as easily, exactly and cheaply as softmax chooses one."""
 
-from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
-from importlib.metadata import version as _version
-
 from khot import baselines as baselines
 from khot import cdfs as cdfs
 from khot import distributions as distributions
@@ -10,6 +7,8 @@ from khot import estimators as estimators
 from khot import losses as losses
 from khot import nn as nn
 from khot import sampling as sampling
+from khot._config import show_config as show_config
+from khot._config import version as _version
 from khot.assignment import soft_assign as soft_assign
 from khot.budgets import budget_mask as budget_mask
 from khot.budgets import soft_budget as soft_budget
@@ -35,10 +34,7 @@ from khot.topk import sparse_topk as sparse_topk
 from khot.topk import topk_mask as topk_mask
 from khot.transport import sorted_soft_topk as sorted_soft_topk
 
-try:
-    __version__ = _version("khot")
-except _PackageNotFoundError:  # a bare checkout that was never installed has no metadata
-    __version__ = "0+unknown"
+__version__ = _version()
 __all__ = [
     "baselines",
     "budget_mask",
@@ -57,6 +53,7 @@ __all__ = [
     "quantile",
     "sample_khot",
     "sampling",
+    "show_config",
     "sigmoid_topk",
     "soft_assign",
     "soft_budget",

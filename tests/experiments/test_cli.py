@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import khot
 from khot.experiments import demo
-from khot.experiments.harness import cli
+from khot.experiments.harness import cli, entry
 from khot.experiments.harness.data import MNIST_FILES
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,7 +40,8 @@ def test_info_prints_versions_devices_and_kernels() -> None:
     run = python("-m", "khot", "info")
     assert (run.returncode, run.stderr) == (0, "")
     lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())
-    assert list(lines) == ["khot", "torch", "python", "devices", "cpu kernels", "gpu kernels"]
+    names = ["khot", "torch", "python", "triton", "devices", "cpu kernels", "gpu kernels"]
+    assert [name for name in lines if name != "note"] == names
     assert lines["khot"] == khot.__version__
     assert lines["torch"] == torch.__version__
     assert lines["devices"].startswith("cpu")
@@ -203,10 +204,13 @@ def test_demo_reports_in_one_line_as_a_process(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = python("-c", "import sys; sys.modules['typer'] = None; import khot.experiments.harness.cli")
+    program = (
+        "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['demo']; from khot.__main__ import main"
+    )
+    run = python("-c", f"{program}; main()")
     assert run.returncode == 1
-    assert run.stderr.splitlines() == [cli.MISSING]
-    assert "pip install khot[demo]" in cli.MISSING
+    assert run.stderr.splitlines() == [entry.MISSING]
+    assert "pip install khot[demo]" in entry.MISSING
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run_without = invoke("demo")

@@ -1,6 +1,7 @@
 """torch's private names. No other file uses any, so that a new version of torch can break only this one.
 
-None of them has a public counterpart (torch 2.10 to 2.14).
+None of them has a public counterpart (torch 2.6 to 2.14). What torch 2.6 lacks has a second way here, which
+asks for the name and not for the version.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "decompose_in_exports",
     "derivative_levels",
     "forward_mode_is_on",
+    "is_exporting",
     "is_transformed",
     "process_group",
     "run_as_is",
@@ -39,8 +41,14 @@ __all__ = [
 # and it costs more than the kernel for a small row.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-# Whether any argument is a tensor that requires a gradient; a loop in Python takes five times as long.
-any_requires_grad = torch._C._any_requires_grad
+
+def _any_requires_grad(*args: Any) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+# Whether any argument is a tensor that requires a gradient; a loop in Python takes five times as long, and is
+# there for torch 2.6, which lacks the function.
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
 
 # A context in which new tensors have data, also within a FakeTensorMode.
 without_modes = _disable_current_modes
@@ -77,6 +85,14 @@ def vmap_changes_draws(rows: Tensor) -> bool:
     return bool(vmaps) and (is_transformed(rows) or not shared)
 
 
+def _is_exporting() -> bool:
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+# Whether torch.export traces; torch 2.6 lacks the function, and its strict export is taken for a compilation.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exporting)
+
+
 def forward_mode_is_on() -> bool:
     """Whether tensors may carry tangents, which ``requires_grad`` does not show."""
     return forward_ad._current_level >= 0
@@ -103,6 +119,10 @@ def run_as_is(*functions: Callable[..., Any]) -> None:
     ``torch.compiler.disable`` does the same, but imports Dynamo, and costs time in every call.
     """
     frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # torch 2.6
+        for function in functions:
+            frames.skip_code(function.__code__)  # type: ignore[attr-defined]
+        return
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in functions:
         frames.set_code_exec_strategy(function.__code__, skip)

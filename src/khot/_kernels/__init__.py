@@ -12,16 +12,17 @@ import torch
 
 from khot._kernels import cpu, gpu
 
-__all__ = ["active", "register"]
+__all__ = ["active", "note", "register"]
 
 _CPU: str | None = None  # the instruction set of the compiled kernels, where they are in use
+_NOTE = ""  # and why they are not, elsewhere
 _INTERPRETED = os.environ.get("KHOT_KERNELS") == "triton"
 
 
 def register() -> None:
     """Register the faster kernels. The operators must be defined before."""
-    global _CPU
-    _CPU = cpu.load()
+    global _CPU, _NOTE
+    _CPU, _NOTE = cpu.load()
     gpu.register("CUDA")
     if _INTERPRETED:
         gpu.register("CPU")
@@ -33,3 +34,8 @@ def active() -> dict[str, str]:
         "cpu": f"compiled ({_CPU})" if _CPU else "triton, interpreted" if _INTERPRETED else "reference",
         "gpu": ("triton" if gpu.available() else "reference") if torch.cuda.is_available() else "none",
     }
+
+
+def note() -> str:
+    """One line where the compiled CPU kernels are not in use: why, and what to do. Otherwise empty."""
+    return _NOTE

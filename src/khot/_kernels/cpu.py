@@ -1,8 +1,9 @@
 """Find and load the compiled CPU kernels (``csrc/``).
 
-They are used if the extension was built, with the best instruction set that the processor supports. The
-environment variable ``KHOT_KERNELS`` changes this: ``reference`` switches them off, ``avx2`` and ``baseline``
-restrict them to an older instruction set, and ``triton`` is for tests (:mod:`khot._kernels.gpu`).
+They are used if the extension was built and torch is new enough, with the best instruction set that the
+processor supports. The environment variable ``KHOT_KERNELS`` changes this: ``reference`` switches them off,
+``avx2`` and ``baseline`` restrict them to an older instruction set, and ``triton`` is for tests
+(:mod:`khot._kernels.gpu`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CHOICES", "load"]
+__all__ = ["CHOICES", "OLDEST_TORCH", "load"]
 
 CHOICES = ("", "reference", "compiled", "baseline", "avx2", "avx512", "triton")
 
+# the stable ABI that the extension is compiled for (setup.py)
+OLDEST_TORCH = "2.10"
 
-def load() -> str | None:
-    """Register the compiled kernels. Returns the instruction set that they use, or None if there are none.
+_SLOWER = "so the slower pure-PyTorch kernels are in use"
+
+
+def load() -> tuple[str | None, str]:
+    """Register the compiled kernels.
+
+    Returns:
+        The instruction set that they use, or None if they are not in use; and one line that says why they are
+        not, and what to do.
 
     Raises:
         ValueError: for a ``KHOT_KERNELS`` that is not in `CHOICES`.
@@ -31,11 +41,17 @@ def load() -> str | None:
     if choice == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("KHOT_KERNELS=triton needs TRITON_INTERPRET=1: Triton cannot compile for a CPU")
     if choice in ("reference", "triton"):
-        return None
+        return None, f"KHOT_KERNELS={choice} switches the compiled CPU kernels off"
     # the suffix is that of Python's stable ABI: _C.abi3.so, or _C.pyd on Windows
     found = sorted(p for p in Path(__file__).parents[1].glob("_C.*") if p.suffix in (".so", ".pyd"))
+    if torch.__version__ < OLDEST_TORCH:
+        then = "to use them, install a newer torch" + ("" if found else " and then khot again")
+        return None, f"the compiled CPU kernels need torch {OLDEST_TORCH} or newer, {_SLOWER}; {then}"
     if not found:
-        return None
+        return None, (
+            f"this is a pure build, without the compiled CPU kernels, {_SLOWER}; to build them, run "
+            f"`pip install .` in a checkout, with a C++ compiler and torch {OLDEST_TORCH} or newer installed"
+        )
     path = str(found[0])
     try:
         torch.ops.load_library(path)
@@ -44,7 +60,8 @@ def load() -> str | None:
             f"khot: {path} does not load; khot falls back to the slower pure-PyTorch kernels: {error}",
             stacklevel=2,
         )
-        return None
+        reason = " ".join(str(error).split())
+        return None, f"{path} does not load, {_SLOWER}: {reason}; install khot again"
     isa = ctypes.CDLL(path).khot_isa
     isa.restype = ctypes.c_char_p
-    return isa().decode()
+    return isa().decode(), ""

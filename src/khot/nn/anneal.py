@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from khot._core import arguments
 from khot._core.precision import widen
+from khot._core.torch_internals import is_exporting
 
 __all__ = ["Anneal", "ScheduleName"]
 
@@ -123,7 +124,7 @@ class Anneal(nn.Module):
         if self.training:
             if not torch.compiler.is_compiling():
                 self._reads += 1
-            elif not torch.compiler.is_exporting():
+            elif not is_exporting():
                 self._reads = SEVERAL  # counting would compile a new graph for each number
         if self.steps is None:
             raise RuntimeError("steps must be set before training, by its attribute or by a callback")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.torch_internals import transforms_are_on
+from khot._core.torch_internals import is_exporting, transforms_are_on
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, available, current, describe, positive
@@ -374,7 +374,7 @@ def _attend(
 
 def _queries_a_part(query: Tensor, key: Tensor) -> int:
     length, keys, width = query.shape[-2], key.shape[-2], query.shape[-1]
-    if transforms_are_on() or torch.compiler.is_exporting():
+    if transforms_are_on() or is_exporting():
         return length
     batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
     # as many scores as the keys have entries do not count

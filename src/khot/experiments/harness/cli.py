@@ -6,31 +6,20 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
-import platform
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
-import torch
+import typer
+from typer.core import TyperGroup
 
 import khot
-from khot import _kernels as kernels
+from khot.experiments import demo as demo_module
+from khot.experiments.harness import files, runner, study
+from khot.experiments.harness.data import DataError
+from khot.experiments.harness.entry import MISSING
 
-MISSING = "khot: the command line needs packages that are not installed; pip install khot[demo]"
-
-try:
-    import typer
-    from typer.core import TyperGroup
-
-    from khot.experiments import demo as demo_module
-    from khot.experiments.harness import files, runner, study
-    from khot.experiments.harness.data import DataError
-except ImportError as error:
-    if (error.name or "").partition(".")[0] == "khot":
-        raise
-    raise SystemExit(MISSING) from None
-
-__all__ = ["MISSING", "app", "main"]
+__all__ = ["app", "main"]
 
 
 def _fail(message: str) -> NoReturn:
@@ -90,23 +79,7 @@ def _khot(
 @app.command("info")
 def _info() -> None:
     """Print versions, devices, and which kernels are active."""
-    typer.echo(f"khot: {khot.__version__}")
-    typer.echo(f"torch: {torch.__version__}")
-    typer.echo(f"python: {platform.python_version()}")
-    typer.echo(f"devices: {', '.join(_devices())}")
-    for kind, active in kernels.active().items():
-        typer.echo(f"{kind} kernels: {active}")
-
-
-def _devices() -> list[str]:
-    """The values that ``--device`` accepts, each with a description."""
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
-    found += [
-        f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())
-    ]
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    return found
+    khot.show_config()
 
 
 def _check_packages() -> None:
@@ -310,5 +283,5 @@ def _parse(name: str, hint: Any, value: str) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the command with all its subcommands."""
     app(prog_name="khot")
