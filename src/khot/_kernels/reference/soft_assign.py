@@ -31,17 +31,18 @@ ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be 
 REACH = 4.0  # the longest step, in τ
 ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
 STAGE = 4.0  # how much τ falls from stage to stage
-COARSE = 5e-2  # the error at which a stage ends on the quick way; r and c are only a start for the next
+FALL = 8.0  # the same on the quick way
+COARSE = 0.3  # the error at which a stage ends on the quick way; r and c are only a start for the next
 EXACT = (
     2e-13  # the error, relative to k of the row and load of the column, at which the quick way has arrived
 )
 FEW = 16  # steps per stage on the quick way; it takes 3 to 6 where it arrives
 ROW_STEPS = 16  # moves of a row's threshold in a sweep; mostly it takes 1 or 2
 LOOSE, TIGHT = 1e-3, 1e-6  # how far a row may stay from its threshold, in τ, in float32 and on the way
-CLOSE = 1e-3  # from this error on, the last stage is left to float64, and there the next step may be the last
+CLOSE = 3e-3  # from this error on, the last stage is left to float64, and there the next step may be the last
 SAME = 1e-7  # below this error, the second derivative of the step before serves again
 SETTLED, NO_DENSITY = 1e-10, 1e-280  # a threshold this exact, in τ, is known, unless densities underflow
-SAMPLE = 8  # rows per column that suffice for the first stages
+SAMPLE = 16  # rows per column that suffice for the first stages
 SINGLE = 1e30  # up to here, scores and temperatures fit float32
 GOLDEN = (math.sqrt(5) - 1) / 2
 DECIDED = 1e-4  # with less density than this, a row has its sum whatever its threshold
@@ -313,8 +314,8 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
     if not (1 / SINGLE < tau < SINGLE and spread < SINGLE):
         return None
     stages = [tau]
-    while stages[-1] * STAGE < spread / 4:
-        stages.append(stages[-1] * STAGE)
+    while stages[-1] * FALL < spread / 4:
+        stages.append(stages[-1] * FALL)
     # float32 is enough for all stages but the end, and a part of the rows tells roughly what columns want
     single = Problem(x.float(), k.float(), load, problem.F)
     c = c.float()
@@ -390,10 +391,10 @@ def _exact(
 def _schur(sums: Tensor) -> Tensor:
     """The derivative of the loads in −c/τ, where the rows keep their sums, with one direction fixed: the same
     constant added to all c changes nothing."""
-    slopes = sums[1]
+    slopes, schur = sums[1], sums[3:].neg()
     scale = float(slopes.mean()) + 1e-30
-    identity = torch.eye(len(slopes), dtype=sums.dtype, device=sums.device)
-    return slopes.diag() - sums[3:] + (scale * 1e-12 * identity + scale / len(slopes))
+    schur.diagonal().add_(slopes + 1e-12 * scale)
+    return schur.add_(scale / len(slopes))
 
 
 def _newton(schur: Tensor | None, wanted: Tensor) -> Tensor | None:
@@ -403,7 +404,8 @@ def _newton(schur: Tensor | None, wanted: Tensor) -> Tensor | None:
     if int(info):
         return None
     # farther out, the sums are flat and say nothing of the way back
-    return dc * (REACH / dc.abs().amax().clamp(min=REACH))
+    length = float(dc.abs().amax())
+    return dc if length <= REACH else dc * (REACH / length)
 
 
 def _settled(
