@@ -120,12 +120,31 @@ struct Magnitude {
   Threshold gamma;  // the value of the pooled block
 };
 
+// One sweep over the rows of a two-sided assignment (khot/_kernels/reference/assign_pass.py). x, k, r, c and
+// what is written are of one dtype, kFloat or kDouble, and contiguous. `sums` are in double.
+struct AssignPass {
+  Cdf cdf;
+  Dtype dtype;
+  int64_t n;
+  const void *x, *k, *r, *c;  // (m, n), m, m and n entries; an r of NaN is not known
+  double tau, tolerance;
+  int64_t steps;                         // how often the threshold of a row may move
+  bool slopes;                           // whether the n x n part of the sums is wanted
+  void *r_out, *miss, *density, *value;  // m entries each, but (m, n) of value, which is null if not wanted
+};
+// In doubles: the sums are Σ y, Σ f, Σ f miss/Σ_j f and, if slopes are wanted, Σ f f^T/Σ_j f above its
+// diagonal.
+constexpr int64_t assign_sums(int64_t n, bool slopes) { return (slopes ? n + 3 : 3) * n; }
+constexpr int64_t assign_scratch(int64_t n) { return 39 * (n + 16) + 16; }
+
 struct Kernels {
   const char* isa;
   void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
   void (*budget)(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end);
   void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
+  // Adds the sums of the rows [begin, end).
+  void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
   // The m entries of the places k, which count from 1 for the largest.

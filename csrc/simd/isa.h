@@ -2,6 +2,7 @@
 // its instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
 #pragma once
 
+#include "assign/pass.h"
 #include "budget/backward.h"
 #include "budget/forward.h"
 #include "kernels.h"
@@ -23,6 +24,7 @@ constexpr Kernels table(const char* name) {
           backward,
           budget,
           budget_backward,
+          assign_rows,
           topk_mask,
           order_statistics,
           magnitude,

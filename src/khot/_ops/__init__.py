@@ -2,6 +2,7 @@
 
 from khot import _kernels
 from khot._ops import (
+    assign_pass,
     budget_mask,
     decay_scan,
     draws,
@@ -23,6 +24,7 @@ from khot._ops import (
 )
 
 __all__ = [
+    "assign_pass",
     "budget_mask",
     "decay_scan",
     "draws",

@@ -95,9 +95,9 @@ class _Rule(Rule):
         y, row = outputs[0], rows.of(group)
         if not arguments.readable(y):
             return
-        most, k = (x != -math.inf).sum(-1), k.expand(x.shape[:-1])
         if row.here and not math.isnan(y.sum().item()):
             return
+        most, k = (x != -math.inf).sum(-1), k.expand(x.shape[:-1])
         facts = (y.isnan().any(), x.isnan().any(), (k < (x == math.inf).sum(-1)) | (k > most))
         nothing, nan, many, total = row.reduce([*(v.sum().double() for v in facts), widen(k).sum()])
         if not nothing or nan:

@@ -10,6 +10,7 @@ gradient and an E × E Schur complement as second derivative. From far away Newt
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from khot import cdfs
 from khot._core import rows
 from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
+from khot._kernels.reference.assign_pass import assign_pass
 from khot.cdfs import CDF
 
 __all__ = ["Problem", "descend", "follow", "soft_assign"]
@@ -29,15 +31,21 @@ ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be 
 REACH = 4.0  # the longest step, in τ
 ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
 STAGE = 4.0  # how much τ falls from stage to stage
-COARSE = 5e-2  # the error at which a stage ends on the quick way; r and c are only a start for the next
+FALL = 8.0  # the same on the quick way
+COARSE = 0.3  # the error at which a stage ends on the quick way; r and c are only a start for the next
 EXACT = (
     2e-13  # the error, relative to k of the row and load of the column, at which the quick way has arrived
 )
 FEW = 16  # steps per stage on the quick way; it takes 3 to 6 where it arrives
-SAMPLE = 8  # rows per column that suffice for the first stages
+ROW_STEPS = 16  # moves of a row's threshold in a sweep; mostly it takes 1 or 2
+LOOSE, TIGHT = 1e-3, 1e-6  # how far a row may stay from its threshold, in τ, in float32 and on the way
+CLOSE = 3e-3  # from this error on, the last stage is left to float64, and there the next step may be the last
+SAME = 1e-7  # below this error, the second derivative of the step before serves again
+SETTLED, NO_DENSITY = 1e-10, 1e-280  # a threshold this exact, in τ, is known, unless densities underflow
+SAMPLE = 16  # rows per column that suffice for the first stages
 SINGLE = 1e30  # up to here, scores and temperatures fit float32
 GOLDEN = (math.sqrt(5) - 1) / 2
-DECIDED = 1e-4  # a row with less density than this gets its threshold from the soft top-k, exact in gaps
+DECIDED = 1e-4  # with less density than this, a row has its sum whatever its threshold
 KEPT = 4  # evaluations that are remembered
 EQUAL = 1e-9  # sums that differ by less, relative, are equal
 
@@ -84,8 +92,8 @@ def _assign(
     x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool, shards: Row
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, r, c = torch.zeros_like(x), torch.zeros_like(k), torch.zeros_like(capacity)
-    closed = ~x.isfinite()
-    some_closed = bool(closed.any())
+    some_closed = bool(x.numel()) and not bool((x.amax() - x.amin()).isfinite())
+    closed = ~x.isfinite() if some_closed else torch.zeros_like(x, dtype=torch.bool)
     nan = x.isnan().any() if some_closed else x.new_zeros((), dtype=torch.bool)
     pinned = (x == math.inf).to(k) if some_closed else x.new_zeros(0, x.shape[-1])
     facts = [nan | (k < 0).any(), k.sum(), k.new_tensor(float(len(x))), pinned.sum(0)]
@@ -108,13 +116,16 @@ def _assign(
         k -= pinned.sum(-1)
     goal -= taken  # on any process
     open_ = ~closed
-    if not _decide(y, r, c, k, goal, open_, equal, shards):
+    easy = shards.here and not some_closed and _undecided(k, goal, equal)  # the usual case
+    if not (easy or _decide(y, r, c, k, goal, open_, equal, shards)):
         return _nothing(y, r, c)
-    lines, below = open_.any(-1), shards.count(open_.sum(0).to(k))
-    columns = below > 0
+    if easy:
+        lines, columns = torch.ones_like(k, dtype=torch.bool), torch.ones_like(goal, dtype=torch.bool)
+    else:
+        lines, columns = open_.any(-1), shards.count(open_.sum(0).to(k)) > 0
     if not bool(columns.any()):
         return y, r, c
-    whole = bool(open_.all() & columns.all())  # the usual case, which needs no copies
+    whole = easy or bool(open_.all() & columns.all())  # nothing has to be copied
     inner = x if whole else x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
     problem = Problem(inner, k[lines], goal[columns], F, shards, nonnegative=not equal)
     start = bias[columns]
@@ -139,6 +150,14 @@ def _assign(
 def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The answer where there is none: NaN."""
     return torch.full_like(y, math.nan), torch.full_like(r, math.inf), torch.full_like(c, math.inf)
+
+
+def _undecided(k: Tensor, goal: Tensor, equal: bool) -> bool:
+    """Whether `_decide` would settle nothing in a matrix of which no entry is infinite."""
+    rounding = 64 * torch.finfo(k.dtype).eps
+    lack, spare = rounding * (1 + k.abs().amax()), rounding * (1 + goal.abs().amax())
+    inside = ((k > lack) & (k < len(goal) - lack)).all() & (goal > spare).all()
+    return bool(inside & (goal < len(k) - spare).all()) if equal else bool(inside)
 
 
 def _decide(
@@ -191,9 +210,20 @@ class Problem:
     ) -> None:
         self.x, self.k, self.load, self.F = x, k, load, F
         self.shards, self.nonnegative = shards, nonnegative
-        self.closed = x == -math.inf
-        self.any_closed = bool(self.closed.any())
+        self.any_closed = bool(x.numel()) and bool(x.amin() == -math.inf)
         self.seen: list[tuple[Tensor, float, tuple[Tensor, Tensor, Tensor]]] = []
+
+    @cached_property
+    def closed(self) -> Tensor:
+        return self.x == -math.inf
+
+    def sweep(
+        self, r: Tensor, c: Tensor, tau: float, tolerance: float, slopes: bool = True, values: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rows moved to their thresholds for these of the columns, and the sums over them."""
+        options = (self.x, self.k, r, c, tau, *self.F.key, ROW_STEPS, tolerance, slopes, values)
+        found = torch.ops.khot.assign_pass.default(*options) if self.F.built_in else assign_pass(*options)
+        return found  # type: ignore[no-any-return]
 
     def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
@@ -275,7 +305,7 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
     """y, r and c by steps in r and c at once, from c; None if they do not arrive."""
     x, k, load = problem.x, problem.k, problem.load
     if bool(c.any()):  # a guess may save the stages
-        found = _joint(problem, problem.rows(c, tau), c, tau, EXACT, near=NEAR)
+        found = _exact(problem, torch.full_like(k, math.nan), c, tau, near=NEAR)
         if found is not None:
             return found
         c = torch.zeros_like(c)
@@ -284,20 +314,20 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
     if not (1 / SINGLE < tau < SINGLE and spread < SINGLE):
         return None
     stages = [tau]
-    while stages[-1] * STAGE < spread / 4:
-        stages.append(stages[-1] * STAGE)
+    while stages[-1] * FALL < spread / 4:
+        stages.append(stages[-1] * FALL)
     # float32 is enough for all stages but the end, and a part of the rows tells roughly what columns want
-    single = Problem(x.float(), k.float(), load.float(), problem.F)
+    single = Problem(x.float(), k.float(), load, problem.F)
     c = c.float()
     if len(x) > 2 * SAMPLE * x.shape[-1] and len(stages) > 2:
-        rough = _stages(_sample(single), c, stages[2:])
+        rough = _stages(_sample(single), c, stages[2:], COARSE)
         if rough is not None:
-            c, stages = rough, stages[:2]
-    near = _stages(single, c, stages)
-    if near is None:
+            c, stages = rough[1], stages[:2]
+    found = _stages(single, c, stages, CLOSE)
+    if found is None:
         return None
-    c = near.to(x.dtype)
-    return _joint(problem, problem.rows(c, tau), c, tau, EXACT)
+    r, c = found
+    return _exact(problem, r.to(x.dtype), c.to(x.dtype), tau)
 
 
 def _sample(problem: Problem) -> Problem:
@@ -309,68 +339,81 @@ def _sample(problem: Problem) -> Problem:
     return Problem(x, k, problem.load * (k.sum() / problem.k.sum()), problem.F)
 
 
-def _stages(problem: Problem, c: Tensor, stages: list[float]) -> Tensor | None:
-    """The columns' thresholds, roughly, at the first of these temperatures, from c at the last."""
-    r = problem.rows(c, stages[-1])
+def _stages(problem: Problem, c: Tensor, stages: list[float], goal: float) -> tuple[Tensor, Tensor] | None:
+    """The thresholds, roughly, at the first of these temperatures, from c at the last; None if they do not
+    arrive. The step after the goal is reached is taken as well, because it is known by then."""
+    r = torch.full_like(problem.k, math.nan)
     for tau in reversed(stages):
-        found = _joint(problem, r, c, tau, COARSE)
-        if found is None:
-            return None
-        _, r, c = found
-    return c
-
-
-def _joint(
-    problem: Problem, r: Tensor, c: Tensor, tau: float, goal: float, near: float = math.inf
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y, r and c after steps at one temperature, up to the error ``goal``; None if they do not arrive, or if
-    the first error is above ``near``."""
-    x, k, load, F = problem.x, problem.k, problem.load, problem.F
-    logistic = F.key[0] == "logistic"
-    identity = torch.eye(len(c), dtype=torch.float64, device=c.device)
-    for step in range(FEW):
-        z = (x - c).sub_(r.unsqueeze(-1)).div_(tau)
-        if logistic:
-            y = z.sigmoid_()
-            f = torch.addcmul(y, y, y, value=-1)
+        for _ in range(FEW):
+            r, miss, _, sums, _ = problem.sweep(r, c, tau, LOOSE)
+            by_column = sums[0] - problem.load
+            # on the way, a few rows may stay behind
+            error = max(
+                float((miss / problem.k).abs().mean()), float((by_column / problem.load).abs().amax())
+            )
+            dc = _newton(_schur(sums), by_column - sums[2]) if math.isfinite(error) else None
+            if dc is None:
+                return None
+            c = c + dc.to(c.dtype) * tau
+            if error <= (goal if tau == stages[0] else COARSE):
+                break
         else:
-            y, f = F.cdf(z), F.pdf(z)
-            if problem.any_closed:
-                y, f = y.masked_fill_(problem.closed, 0), f.masked_fill_(problem.closed, 0)
-        by_row, by_column = y.sum(-1).sub_(k), y.sum(0).sub_(load)
-        # on the way, a few rows may stay behind; the last stage starts from exact ones
-        by_rows = (by_row / k).abs()
-        off = float(by_rows.amax() if goal == EXACT else by_rows.mean())
-        error = max(off, float((by_column / load).abs().amax()))
+            return None
+    return r, c
+
+
+def _exact(
+    problem: Problem, r: Tensor, c: Tensor, tau: float, near: float = math.inf
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """y, r and c after steps at one temperature; None if they do not arrive, or if the first error is above
+    ``near``."""
+    error, schur = math.inf, None
+    for step in range(FEW):
+        close, fresh = error <= CLOSE, schur is None or error > SAME
+        r, miss, density, sums, y = problem.sweep(r, c, tau, FINE if close else TIGHT, fresh, close)
+        by_column = sums[0] - problem.load
+        error = max(float((miss / problem.k).abs().amax()), float((by_column / problem.load).abs().amax()))
         if not math.isfinite(error) or (step == 0 and error > near):
             return None
-        density = f.sum(-1)
-        if error <= goal:
-            return _settled(problem, y, r, c, density, tau) if goal == EXACT else (y, r, c)
-        inverse = 1 / density.clamp(min=1e-30)
-        shares = f * inverse.unsqueeze(-1)
-        diagonal = f.sum(0)
-        # the same constant added to all c changes nothing, so that one direction has to be fixed
-        schur = diagonal.diag().addmm_(f.T, shares, alpha=-1)
-        scale = float(diagonal.mean()) + 1e-30
-        schur = schur.double() + (scale * 1e-12 * identity + scale / len(c))
-        dc, info = torch.linalg.solve_ex(schur, (by_column - shares.T @ by_row).double())
-        dc = dc.to(c.dtype)
-        if int(info):
+        if error <= EXACT:
+            if close:
+                return _settled(problem, y, r, c, miss, density, tau)
+            continue  # the same once more, with sharp rows and y
+        if fresh:
+            schur = _schur(sums)
+        dc = _newton(schur, by_column - sums[2])
+        if dc is None:
             return None
-        # farther out, the sums are flat and say nothing of the way back
-        dc = dc * (REACH / dc.abs().amax().clamp(min=REACH))
-        dr = inverse * (by_row - f @ dc)
         c = c + dc * tau
-        r = r + dr.clamp(-REACH, REACH) * tau
     return None
 
 
+def _schur(sums: Tensor) -> Tensor:
+    """The derivative of the loads in −c/τ, where the rows keep their sums, with one direction fixed: the same
+    constant added to all c changes nothing."""
+    slopes, schur = sums[1], sums[3:].neg()
+    scale = float(slopes.mean()) + 1e-30
+    schur.diagonal().add_(slopes + 1e-12 * scale)
+    return schur.add_(scale / len(slopes))
+
+
+def _newton(schur: Tensor | None, wanted: Tensor) -> Tensor | None:
+    """The step in c, in τ; None if there is none."""
+    assert schur is not None
+    dc, info = torch.linalg.solve_ex(schur, wanted)
+    if int(info):
+        return None
+    # farther out, the sums are flat and say nothing of the way back
+    length = float(dc.abs().amax())
+    return dc if length <= REACH else dc * (REACH / length)
+
+
 def _settled(
-    problem: Problem, y: Tensor, r: Tensor, c: Tensor, density: Tensor, tau: float
+    problem: Problem, y: Tensor, r: Tensor, c: Tensor, miss: Tensor, density: Tensor, tau: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Rows whose entries are nearly 0 and 1 get their exact thresholds, which their sums leave open."""
-    rows = (density < DECIDED).nonzero().squeeze(-1)
+    """Rows whose entries are nearly 0 and 1, and whose sums leave their thresholds open, get exact ones."""
+    known = (miss.abs() <= SETTLED * density) & (density > NO_DENSITY)
+    rows = ((density < DECIDED) & ~known).nonzero().squeeze(-1)
     if len(rows):
         part = Problem(problem.x[rows], problem.k[rows], problem.load, problem.F)
         r[rows] = part.rows(c, tau)

@@ -1,0 +1,39 @@
+"""One sweep over the rows of a two-sided assignment. It is a part of the solver and has no derivatives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import define
+from khot._kernels.reference import assign_pass as kernels
+
+__all__ = ["assign_pass"]
+
+
+def _fake(
+    x: Tensor,
+    k: Tensor,
+    r: Tensor,
+    c: Tensor,
+    tau: float,
+    cdf: str,
+    shape: float,
+    steps: int,
+    tolerance: float,
+    slopes: bool,
+    values: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    m, width = x.shape
+    sums = c.new_empty(3 + width if slopes else 3, width, dtype=torch.float64)
+    row = x.new_empty(m)
+    return row, row.clone(), row.clone(), sums, x.new_empty(m if values else 0, width)
+
+
+assign_pass = define(
+    "assign_pass",
+    "(Tensor x, Tensor k, Tensor r, Tensor c, float tau, str cdf, float shape, int steps, float tolerance, "
+    "bool slopes, bool values) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernels.assign_pass,
+    _fake,
+)
