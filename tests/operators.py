@@ -204,6 +204,9 @@ OPERATORS: list[Operator] = [
         _soft(cdfs.Power(4 / 3)),
         sums_to_k=True,
     ),
+    Operator(
+        "sparse_topk-3", "sparse_topk", _variant("sparse_topk", p=3.0), _soft(cdfs.Power(3)), sums_to_k=True
+    ),
     *(
         Operator(
             f"soft_topk_magnitude-{p:.2f}{'-rescale' * rescale}",
@@ -214,7 +217,7 @@ OPERATORS: list[Operator] = [
             tolerance=1e-9,
             k=(2.0, 3.0, 5.0),
         )
-        for p in (2.0, 4 / 3)
+        for p in (2.0, 4 / 3, 3.0)
         for rescale in (False, True)
     ),
     # with equal costs; test_budgets.py has the others

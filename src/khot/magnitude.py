@@ -40,7 +40,8 @@ def soft_topk_magnitude(
         dim: the dimension to select along.
         tau: regularisation > 0; a number or a tensor, as k. Its unit is that of the input to the power
             2 − p.
-        p: in [1.15, 2]. The result is piecewise linear for p = 2 and continuously differentiable for p = 4/3.
+        p: in [1.15, 3], of which 1.15 is what float32 bears. The result is piecewise linear for p = 2 and
+            continuously differentiable for p < 2; for p > 2 its slope is infinite where y leaves 0.
         rescale: return y + τ·y^(p−1), which equals the input on selected entries that do not share the value
             γ around the k-th place.
         mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
@@ -71,7 +72,7 @@ def soft_topk_magnitude(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        arguments.check_number(p, "p", low=1.15, high=2.0)
+        arguments.check_number(p, "p", low=1.15, high=3.0)
         s, sign = _absolute(input, dim, mask)
         count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True).detach()
         return s, sign, count, arguments.per_row(tau, "tau", s, low=0, low_open=True)

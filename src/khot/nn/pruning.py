@@ -303,7 +303,7 @@ class _Group:
         max_share: float,
         cost: Sequence[float | Tensor] | None,
     ) -> None:
-        arguments.check_number(p, "p", low=1.15, high=2.0)
+        arguments.check_number(p, "p", low=1.15, high=3.0)
         arguments.check_number(min_share, "min_share", low=0, high=1)
         arguments.check_number(max_share, "max_share", low=min_share, high=1)
         self.members, self.p = members, p
