@@ -96,12 +96,17 @@ def assert_raises(error: type[Exception], argument: str, said: Any, call: Callab
 
 def test_every_public_operator_is_here() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))}
-    # these have tests of their own: test_assignment.py, test_budgets.py, test_quantile.py, test_ranking.py,
-    # test_transport.py, test_estimators.py
+    # these have tests of their own: test_assignment.py, test_budgets.py, test_phi.py, test_quantile.py,
+    # test_ranking.py, test_transport.py, test_estimators.py
     elsewhere = {
         "budget_mask",
         "soft_assign",
         "soft_budget",
+        "k_support_negentropy",
+        "k_support_norm",
+        "soft_topk_exp",
+        "soft_topk_signed",
+        "soft_topk_sum",
         "kth_value",
         "quantile",
         *ranking.__all__,

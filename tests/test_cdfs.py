@@ -384,8 +384,8 @@ def test_power_of_wrong_type(p: Any) -> None:
 
 
 def test_the_smallest_p_is_what_float32_bears() -> None:
-    """In float32 F is within 5e-7 for p = 1.15; a z that was rounded once is not, for p = 1.1, even if all else
-    is exact."""
+    """In float32 F is within 5e-7 for p = 1.15; a z that was rounded once is not, for p = 1.1, even if all
+    else is exact."""
     z = torch.linspace(0.5, 1, 20_001, dtype=torch.float64)[:-1]
     F = cdfs.Power(1.15)
     assert (F.cdf(z.float()).double() - F.cdf(z.float().double())).abs().max() <= 5e-7

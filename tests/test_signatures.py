@@ -103,6 +103,7 @@ KEYWORD_ONLY = (
     "mask",
     "normalize",
     "p",
+    "phi",
     "reduction",
     "rescale",
     "sample_shape",
@@ -229,7 +230,9 @@ def test_none_stands_for_not_given() -> None:
 
 # ------------------------------------------------------------------------------------ types
 
-CHOICES = ("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "reduction", "schedule")
+CHOICES = (
+    *("adjust", "baseline", "cdf", "design", "estimator", "interpolation", "phi", "reduction", "schedule"),
+)
 
 
 @pytest.mark.parametrize(

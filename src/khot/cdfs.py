@@ -406,8 +406,9 @@ class Power(CDF, built_in=True):
     where y leaves 0 for p < 2, of infinite slope there for p > 2, and kinked where it reaches 1.
 
     Args:
-        p: in [1.15, 3]. The rounding of z in float32, 6e-8 of itself, is multiplied by the exponent 1/(p − 1):
-            it is 4e-7 of y for p = 1.15, and would exceed the 5e-7 that khot promises for p < 1.12.
+        p: in [1.15, 3]. The rounding of z in float32, 6e-8 of itself, is multiplied by the exponent
+            1/(p − 1). It is 4e-7 of y for p = 1.15, and would exceed the 5e-7 that khot promises for
+            p < 1.12.
     """
 
     p: float
