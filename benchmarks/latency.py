@@ -48,7 +48,9 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     functions: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: torch.softmax(x, -1)}
     for name in ("soft_topk", "sigmoid_topk", "laplace_topk", "sparse_topk", "log_soft_topk", "ot_topk"):
         functions[name] = partial(getattr(khot, name), k=k)
-    for name in ("soft_topk_magnitude", "topk_mask", "sorted_soft_topk"):
+    for name in ("soft_topk_magnitude", "topk_mask", "sorted_soft_topk", "soft_topk_signed", "soft_topk_exp"):
+        functions[name] = partial(getattr(khot, name), k=k)
+    for name in ("soft_topk_sum", "k_support_norm"):
         functions[name] = partial(getattr(khot, name), k=k)
     for name in ("soft_rank", "soft_sort", "soft_permutation", "log_soft_permutation", "soft_median"):
         functions[name] = getattr(khot, name)
@@ -58,6 +60,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_sort, projection": lambda x: khot.soft_sort(x, method="projection"),
         "project_permutahedron": lambda x: khot.project_permutahedron(x, torch.arange(n, 0.0, -1)),
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
+        "k_support_negentropy": lambda x: khot.k_support_negentropy(x.softmax(-1), k),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
         "soft_assign": lambda x: khot.soft_assign(x, float(k)),

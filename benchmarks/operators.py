@@ -115,6 +115,11 @@ OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} 
 # Public operators whose benchmarks are their own.
 ELSEWHERE = {
     "budget_mask": "benchmarks.latency",
+    "k_support_negentropy": "benchmarks.latency",
+    "k_support_norm": "benchmarks.latency",
+    "soft_topk_exp": "benchmarks.latency",
+    "soft_topk_signed": "benchmarks.latency",
+    "soft_topk_sum": "benchmarks.latency",
     "soft_assign": "benchmarks.latency",
     "soft_budget": "benchmarks.latency",
     "kth_value": "benchmarks.quantile",

@@ -58,7 +58,7 @@ def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
 
     def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
         scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
-        if name in ("topk_mask", "kth_value"):
+        if name in ("topk_mask", "kth_value", "k_support_norm"):
             scale = {}
         return operator(x, k, **scale, **fixed, **options)
 
@@ -213,6 +213,9 @@ OPERATORS: list[Operator] = [
         _soft(cdfs.Power(4 / 3)),
         sums_to_k=True,
     ),
+    Operator(
+        "sparse_topk-3", "sparse_topk", _variant("sparse_topk", p=3.0), _soft(cdfs.Power(3)), sums_to_k=True
+    ),
     *(
         Operator(
             f"soft_topk_magnitude-{p:.2f}{'-rescale' * rescale}",
@@ -223,7 +226,7 @@ OPERATORS: list[Operator] = [
             tolerance=1e-9,
             k=(2.0, 3.0, 5.0),
         )
-        for p in (2.0, 4 / 3)
+        for p in (2.0, 4 / 3, 3.0)
         for rescale in (False, True)
     ),
     # with equal costs; test_budgets.py has the others
@@ -365,6 +368,71 @@ OPERATORS += [
         ("soft_sort", {}),
         ("soft_sort", {"descending": True}),
     ]
+]
+
+# The relatives of top-k in magnitude; test_phi.py has their masks and infinite entries.
+OPERATORS += [
+    *(
+        Operator(
+            f"soft_topk_signed-{p:.2f}",
+            "soft_topk_signed",
+            _variant("soft_topk_signed", p=p),
+            lambda x, k, tau, p=p: oracles.signed_pav(x, k, tau, p),
+            selects=False,
+            piecewise_linear=p == 2,
+            tolerance=1e-9,
+        )
+        for p in (2.0, 4 / 3)
+    ),
+    *(
+        Operator(
+            f"soft_topk_exp-{p:.2f}",
+            "soft_topk_exp",
+            _variant("soft_topk_exp", p=p),
+            lambda x, k, tau, p=p: oracles.exp_pav(x, k, tau, p),
+            selects=False,
+            integer_k=True,
+            tolerance=1e-9,
+            k=(2.0, 3.0, 5.0),
+        )
+        for p in (2.0, 4 / 3)
+    ),
+    *(
+        Operator(
+            f"soft_topk_sum-{phi}",
+            "soft_topk_sum",
+            _variant("soft_topk_sum", phi=phi, p=1.5),
+            lambda x, k, tau, phi=phi: oracles.relaxed_sum_pav(x, k, tau, 1.5, phi),
+            out_dims=0,
+            selects=False,
+            integer_k=phi in ("square", "exp"),
+            tolerance=1e-9,
+            k=(2.0, 3.0, 5.0),
+        )
+        for phi in ("identity", "abs", "square", "exp")
+    ),
+    Operator(
+        "k_support_norm",
+        "k_support_norm",
+        _variant("k_support_norm"),
+        lambda x, k, tau: oracles.k_support_mp(x, k, "square"),
+        out_dims=0,
+        selects=False,
+        integer_k=True,
+        has_tau=False,
+        k=(2.0, 3.0, 5.0),
+    ),
+    Operator(
+        "k_support_negentropy",
+        "k_support_negentropy",
+        lambda x, k, tau, dim=-1, **options: khot.k_support_negentropy(x.square(), k, dim, **options),
+        lambda x, k, tau: oracles.k_support_mp(x.square(), k, "exp"),
+        out_dims=0,
+        selects=False,
+        integer_k=True,
+        has_tau=False,
+        k=(2.0, 3.0, 5.0),
+    ),
 ]
 
 # Exact order statistics have no tau. The q of a quantile is fixed, as above.

@@ -26,12 +26,18 @@ __all__ = [
     "MpCdf",
     "adversarial_ks",
     "capped_simplex_argmax",
+    "exp_pav",
+    "k_support",
+    "k_support_mp",
     "magnitude_argmin",
     "magnitude_pav",
     "mask_pav",
     "mp",
     "permutahedron",
     "power",
+    "relaxed_sum",
+    "relaxed_sum_pav",
+    "signed_pav",
     "sinkhorn_topk",
     "soft_levels",
     "soft_permutation",
@@ -636,6 +642,93 @@ def mask_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
     y = np.empty(len(row))
     y[order] = _floats(_pav(row[order], _place_weights(len(row), k), tau, p, lambda v: 1))
     return y
+
+
+def signed_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
+    """Signed mask (Sander et al. 2023): phi(x) = abs(x). PAV as for the mask of abs(x), without v >= 0; then
+    v is raised to 0, which projects onto the nonnegative monotone cone."""
+    row = _float64(x)
+    y = mask_pav(np.abs(row), k, tau, p)
+    loose = np.abs(row) - tau * y ** (p - 1) < 0
+    return np.sign(row) * np.where(loose, (np.abs(row) / tau) ** (1 / (p - 1)), y)
+
+
+def exp_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
+    """Top-k with phi(x) = e^(x-1), R = tau/p ||.||_p^p, by PAV."""
+
+    def phi_slope(v: Any) -> Any:
+        return math.exp(v - 1) if isinstance(v, float) else mp.exp(v - 1)
+
+    row = _float64(x)
+    order = np.argsort(-row, kind="stable")
+    y = np.empty(len(row))
+    y[order] = _floats(_pav(row[order], _place_weights(len(row), k), tau, p, phi_slope))
+    return y
+
+
+def relaxed_sum(x: Row, k: int, tau: float, p: float, phi: str) -> tuple[float, np.ndarray]:
+    """min over u of R*(x - u) + the sum of the k largest phi(u_i), by cvxpy, and the y of Proposition 2."""
+    import cvxpy as cp
+
+    row, q = _float64(x), p / (p - 1)
+    u = cp.Variable(len(row))
+    inside = {
+        "identity": u,
+        "abs": cp.abs(u),
+        "square": cp.square(u) / 2,
+        "exp": cp.exp(u - 1),
+    }[phi]
+    power_sum, cones = _power_sum((row - u) / tau, q)
+    objective = cp.Minimize(tau / q * power_sum + cp.sum_largest(inside, k))
+    d = row - _solve_convex(objective, cones, u)
+    return float(objective.value), np.sign(d) * (np.abs(d) / tau) ** (q - 1)
+
+
+def k_support(y: Row, k: int, phi: str) -> float:
+    """min over z in the capped simplex, by cvxpy: the square root of sum y_i^2 / z_i for phi "square", or
+    sum y_i log(y_i / z_i) for "exp"."""
+    import cvxpy as cp
+
+    row = _float64(y)
+    size = np.abs(row).max()
+    z = cp.Variable(len(row))
+    domain = [z >= 0, z <= 1, cp.sum(z) == k]
+    used = [i for i in range(len(row)) if row[i] != 0]
+    if phi == "square":
+        terms = [cp.quad_over_lin(row[i] / size, z[i]) for i in used]
+    else:
+        terms = [cp.rel_entr(row[i] / size, z[i]) for i in used]
+    problem = cp.Problem(cp.Minimize(sum(terms)), domain)
+    problem.solve()
+    if phi == "square":
+        return float(size * math.sqrt(problem.value))
+    return float(size * (problem.value + row.sum() / size * math.log(size)))
+
+
+def relaxed_sum_pav(x: Row, k: float, tau: float, p: float, phi: str) -> float:
+    """The primal side of Proposition 2, sum R*(s - v) + w phi(v), at the v of PAV."""
+    row = _float64(x)
+    pav = {"identity": mask_pav, "abs": signed_pav, "square": magnitude_pav, "exp": exp_pav}[phi]
+    y = np.abs(pav(row, k, tau, p))
+    s = row if phi in ("identity", "exp") else np.abs(row)
+    distance = tau * y ** (p - 1)
+    v = -np.sort(distance - s)
+    of_phi = {"identity": v, "abs": v, "square": v**2 / 2, "exp": np.exp(v - 1)}[phi]
+    q = p / (p - 1)
+    return float((tau / q * (distance / tau) ** q).sum() + _place_weights(len(row), k) @ of_phi)
+
+
+def k_support_mp(y: Row, k: float, phi: str) -> float:
+    """:func:`k_support` in 50 digits: z = min(1, abs(y)/a), where a is found by bisection."""
+    row = [abs(mp.mpf(v)) for v in _float64(y).tolist()]
+    low, high = mp.zero, sum(row, mp.zero)
+    for _ in range(200):
+        a = (low + high) / 2
+        low, high = (a, high) if sum(min(mp.one, v / a) for v in row) > k else (low, a)
+    pairs = [(v, min(mp.one, v / high)) for v in row if v]
+    if phi == "square":
+        return float(mp.sqrt(sum(v**2 / z for v, z in pairs)))
+    return float(sum(v * mp.log(v / z) for v, z in pairs))
 
 
 # ------------------------------------------------------------------------------ Sinkhorn, k-hot

@@ -75,3 +75,9 @@ def test_log_y_of_ties_at_a_tiny_k(cdf: Any, k: float) -> None:
                 continue  # others count, too
             got = khot.log_soft_topk(x, k, tau=tau, cdf=cdf)[first]
             torch.testing.assert_close(got, torch.full_like(got, math.log(k / len(got))), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("k", [1e-5, 1e-9, 1e-13, 1e-15])
+def test_log_y_of_ties_at_a_tiny_k_for_p_above_2(k: float) -> None:
+    """z = y^(p−1) is what must stay above 1e-30: for p = 3 this is k = 1e-15."""
+    test_log_y_of_ties_at_a_tiny_k(cdfs.Power(3), k)

@@ -111,7 +111,8 @@ ROLES = {
     **dict.fromkeys(("k", "top_k", "count"), "count"),
     **dict.fromkeys(("tau", "epsilon", "temperature"), "positive"),
     **dict.fromkeys(
-        ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation"), "name"
+        ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation", "phi"),
+        "name",
     ),
     **dict.fromkeys(("method", "regularization"), "name"),
     "w": "values",
@@ -219,6 +220,13 @@ ROWS: dict[str, Row] = {
         fine={"dim": (None,)},
     ),
     "khot.soft_topk_magnitude": Row(khot.soft_topk_magnitude, {**OF_TOPK, "p": 1.5}),
+    "khot.soft_topk_signed": Row(khot.soft_topk_signed, {**OF_TOPK, "p": 1.5}),
+    "khot.soft_topk_exp": Row(khot.soft_topk_exp, {**OF_TOPK, "p": 1.5}),
+    "khot.soft_topk_sum": Row(khot.soft_topk_sum, {**OF_TOPK, "phi": "abs", "p": 1.5}),
+    "khot.k_support_norm": Row(khot.k_support_norm, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.k_support_negentropy": Row(
+        khot.k_support_negentropy, {"input": PROBS, "k": 1.0, "dim": -1, "mask": MASK}
+    ),
     "khot.sorted_soft_topk": Row(
         khot.sorted_soft_topk,
         {"input": X, "k": 2, "dim": -1, "epsilon": 1.0, "mask": MASK},

@@ -162,7 +162,7 @@ def test_sparsity(p: float) -> None:
         assert ((y == 0) | (y == 1) | ((y > 0) & (y < 1))).all()
 
 
-@pytest.mark.parametrize("p", [2.0, 4 / 3, 1.15])
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 1.15, 3.0])
 def test_propositions_5_and_6_isotonic_reduction(p: float) -> None:
     for seed in range(5):
         x = scores(12, seed=seed)

@@ -15,7 +15,12 @@ from khot.budgets import soft_budget as soft_budget
 from khot.counting import inverse_soft_count as inverse_soft_count
 from khot.counting import soft_count as soft_count
 from khot.estimators import sample_khot as sample_khot
+from khot.magnitude import k_support_negentropy as k_support_negentropy
+from khot.magnitude import k_support_norm as k_support_norm
+from khot.magnitude import soft_topk_exp as soft_topk_exp
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
+from khot.magnitude import soft_topk_signed as soft_topk_signed
+from khot.magnitude import soft_topk_sum as soft_topk_sum
 from khot.permutahedron import project_permutahedron as project_permutahedron
 from khot.quantiles import kth_value as kth_value
 from khot.quantiles import quantile as quantile
@@ -42,6 +47,8 @@ __all__ = [
     "distributions",
     "estimators",
     "inverse_soft_count",
+    "k_support_negentropy",
+    "k_support_norm",
     "kth_value",
     "laplace_topk",
     "log_soft_permutation",
@@ -64,7 +71,10 @@ __all__ = [
     "soft_rank",
     "soft_sort",
     "soft_topk",
+    "soft_topk_exp",
     "soft_topk_magnitude",
+    "soft_topk_signed",
+    "soft_topk_sum",
     "sorted_soft_topk",
     "sparse_topk",
     "topk_mask",

@@ -298,10 +298,11 @@ def sparse_topk(
     """Sparse top-k: a relaxed mask that is exactly 0 and 1 away from the threshold.
 
     The mask y maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex (Sander et al. 2023). With p = 2 it is
-    the Euclidean projection of x/τ; with p = 4/3 it is smooth where y leaves 0.
+    the Euclidean projection of x/τ; with p = 4/3 it is smooth where y leaves 0; for p > 2 its slope is
+    infinite there.
 
     Args:
-        p: in [1.15, 2]; the CDF is ``khot.cdfs.Power(p)``.
+        p: in [1.15, 3], of which 1.15 is what float32 bears; the CDF is ``khot.cdfs.Power(p)``.
         input, k, dim, tau, largest, mask, hard, group: as for :func:`soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_topk`.

@@ -154,8 +154,10 @@ def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: flo
     inside = (w > 0) & ~alone & ~idle
     w = w.masked_fill(~inside, 1)
     rate = torch.where(inside, e / tau * w ** (e - 1), 0)
+    flat = (y <= 0) & (p > 2)  # where τ v^(p−1) has no slope
     y = torch.where(alone & (y > 0), y, 1)
-    own = torch.where(alone & ((s > 0) | (p == 2)), 1 / (1 + tau * (p - 1) * y ** (p - 2)), 0)
+    slope = (tau * (p - 1) * y ** (p - 2)).masked_fill(flat, 0)
+    own = torch.where(alone & ((s > 0) | (p >= 2)), 1 / (1 + slope), 0)
     fall = own * torch.where(s > 0, y ** (p - 1), 0)
     return _Linear(own, fall, rate, w, alone | (s == math.inf), inside)
 

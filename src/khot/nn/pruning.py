@@ -53,8 +53,8 @@ def prune_magnitude(
         ValueError: amount, tau or p out of range, a tensor that is parametrised already.
         AttributeError: no parameter of that name.
 
-    Source: Sander et al. 2023, section 6. Rescaling is ours: with it a kept weight has the same size in both
-    modes, whatever tau.
+    Source: Sander et al. 2023, section 6. Their code returns y + τ·y^(p−1), too, though the paper does not
+    mention it: with it a kept weight has the same size in both modes, whatever tau.
 
     Example:
         >>> layer = torch.nn.Linear(4, 1, bias=False)
@@ -303,7 +303,7 @@ class _Group:
         max_share: float,
         cost: Sequence[float | Tensor] | None,
     ) -> None:
-        arguments.check_number(p, "p", low=1.15, high=2.0)
+        arguments.check_number(p, "p", low=1.15, high=3.0)
         arguments.check_number(min_share, "min_share", low=0, high=1)
         arguments.check_number(max_share, "max_share", low=min_share, high=1)
         self.members, self.p = members, p

@@ -120,6 +120,8 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """v(s) ≥ 0 with v + τ v^(p−1) = s, and the difference s − v, with full relative accuracy."""
     if p == 2:
         return s / (1 + tau), s * (tau / (1 + tau))
+    if p > 2:
+        return _unpooled_convex(s, tau, p)
     e = 1 / (p - 1)
     # With v = s·b^e, the equation is b^e + cb = 1. It is convex in b, so Newton converges from above the
     # root.
@@ -129,6 +131,16 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
         b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
     b = b.clamp(0, 1)
     return s * b**e, s * (c * b).clamp(max=1)
+
+
+def _unpooled_convex(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """:func:`unpooled` for p > 2. With v = s·a, the equation is a + c·a^(p−1) = 1, convex in a."""
+    c = (tau * s.clamp(min=0) ** (p - 2)).clamp(max=large(s))
+    a = (1 / c ** (1 / (p - 1))).clamp(max=1)
+    for _ in range(UNPOOLED_STEPS):
+        a = a - (a + c * a ** (p - 1) - 1) / (1 + c * (p - 1) * a ** (p - 2))
+    a = a.clamp(0, 1)
+    return s * a, s * (c * a ** (p - 1)).clamp(max=1)
 
 
 class _Block(NamedTuple):
@@ -268,9 +280,10 @@ def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[
     tau = tau.unsqueeze(-1)
     e = 1 / (p - 1)
     nothing = torch.where(y.isnan(), y, 0)
-    alone = block.alone & (s < math.inf) & ((y > 0) | (p == 2))
+    alone = block.alone & (s < math.inf) & ((y > 0) | (p >= 2))
+    flat = (y == 0) & (p > 2)  # where τ v^(p−1) has no slope
     y = y.masked_fill(~alone | (y == 0), 1)
-    own = (1 / (1 + tau * (p - 1) * y ** (p - 2))).where(alone, nothing)
+    own = (1 / (1 + (tau * (p - 1) * y ** (p - 2)).masked_fill(flat, 0))).where(alone, nothing)
     fall = own * torch.where(s > 0, y ** (p - 1), 0)
     rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
     return own, fall, rate.where(block.inside, nothing)

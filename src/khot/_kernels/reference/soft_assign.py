@@ -223,7 +223,7 @@ class Problem:
         """Rows moved to their thresholds for these of the columns, and the sums over them."""
         options = (self.x, self.k, r, c, tau, *self.F.key, ROW_STEPS, tolerance, slopes, values)
         found = torch.ops.khot.assign_pass.default(*options) if self.F.built_in else assign_pass(*options)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
@@ -323,10 +323,10 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
         rough = _stages(_sample(single), c, stages[2:], COARSE)
         if rough is not None:
             c, stages = rough[1], stages[:2]
-    found = _stages(single, c, stages, CLOSE)
-    if found is None:
+    near = _stages(single, c, stages, CLOSE)
+    if near is None:
         return None
-    r, c = found
+    r, c = near
     return _exact(problem, r.to(x.dtype), c.to(x.dtype), tau)
 
 

@@ -301,7 +301,7 @@ def _part_write(
 def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     """`selection.soft_topk_magnitude`, in Triton."""
     batch, n = s.shape[:-1], s.shape[-1]
-    if n == 0:
+    if n == 0 or p > 2:  # the kernels solve for a single entry by an equation that is convex for p ≤ 2 only
         return reference.soft_topk_magnitude(s, k, tau, p)
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo, rows = torch.empty_like(hi), hi.numel()
@@ -536,7 +536,7 @@ def soft_topk_magnitude_backward(
 ) -> tuple[Tensor, Tensor]:
     """`selection.soft_topk_magnitude_backward`, in Triton."""
     batch, n = s.shape[:-1], s.shape[-1]
-    if n == 0:
+    if n == 0 or p > 2:
         return reference.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p)
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     rows = dtau.numel()

@@ -1,0 +1,334 @@
+"""The relatives of top-k in magnitude: other φ, their values, and the conjugates, against PAV and cvxpy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad, gradcheck, gradgradcheck
+
+import khot
+import oracles
+
+INF, NAN = math.inf, math.nan
+P = (2.0, 4 / 3, 1.15, 3.0)
+TAUS = (0.01, 3.0)
+
+each_p = pytest.mark.parametrize("p", P, ids=[f"p{p:.3g}" for p in P])
+each_phi = pytest.mark.parametrize("phi", ["identity", "abs", "square", "exp"])
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "identity": khot.sparse_topk,
+    "abs": khot.soft_topk_signed,
+    "square": khot.soft_topk_magnitude,
+    "exp": khot.soft_topk_exp,
+}
+
+
+def f64(values: Any, **options: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, **options)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+ROWS = {
+    "normal": normal(6),
+    "ties": f64([2, 1, 1, 1, 0, -1]),
+    "tied_magnitudes": f64([2, -1, 1, -1, 0.5, -3]),
+    "low": 5 * normal(6, seed=1) - 20,
+    "close": 1 + 1e-3 * normal(6, seed=2),
+    "zeros": f64([0, 0, 3, 0, -0.5, 0]),
+}
+each_row = pytest.mark.parametrize("name", ROWS)
+
+
+# --------------------------------------------------------------------------------- against PAV
+
+
+@each_row
+@pytest.mark.parametrize("tau", TAUS)
+@each_p
+def test_exp_agrees_with_pav(p: float, tau: float, name: str) -> None:
+    x = ROWS[name]
+    for k in (1, 3, 6):
+        want = torch.from_numpy(oracles.exp_pav(x, k, tau, p))
+        got = khot.soft_topk_exp(x, k, tau=tau, p=p)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14 * float(want.max()))
+        got = khot.soft_topk_exp(x.float(), k, tau=tau, p=p)
+        want = torch.from_numpy(oracles.exp_pav(x.float(), k, tau, p))
+        torch.testing.assert_close(got.double(), want, rtol=1e-7, atol=1e-7 * float(want.max()))
+
+
+@each_row
+@pytest.mark.parametrize("tau", TAUS)
+@each_p
+def test_signed_agrees_with_pav(p: float, tau: float, name: str) -> None:
+    x = ROWS[name]
+    for k in (1, 3, 6):
+        want = torch.from_numpy(oracles.signed_pav(x, k, tau, p))
+        torch.testing.assert_close(khot.soft_topk_signed(x, k, tau=tau, p=p), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 3.0])
+def test_exp_of_long_rows_is_optimal(p: float) -> None:
+    """y = e^(v−1) where v = x − τ y^(p−1) is above the k-th largest v, 0 where it is below, and what is left
+    of k·e^(γ−1) where it is equal."""
+    x = normal(20_000, seed=3)
+    for k, tau in ((200, 0.3), (10_000, 5.0), (19_999, 1.0)):
+        y = khot.soft_topk_exp(x, k, tau=tau, p=p)
+        v = x - tau * y ** (p - 1)
+        gamma = v.sort(descending=True).values[k - 1]
+        above, below = v > gamma + 1e-11, v < gamma - 1e-11
+        share = y * torch.exp(1 - v)
+        assert (y[below] == 0).all()
+        torch.testing.assert_close(share[above], torch.ones_like(share[above]), rtol=1e-10, atol=0)
+        assert abs(float(share[~above & ~below].sum()) + int(above.sum()) - k) < 1e-6
+
+
+def test_limits_of_tau() -> None:
+    """As τ → 0: the sign, or e^(x−1), of the k largest; the sum of φ over them."""
+    x = f64([-3, 1, 2, 0.5])
+    kept = f64([1, 0, 1, 0])
+    torch.testing.assert_close(khot.soft_topk_signed(x, 2, tau=1e-9), kept * x.sign())
+    assert khot.soft_topk_exp(x, 2, tau=1e-9).tolist() == pytest.approx([0, 1, math.e, 0], abs=1e-7)
+    sums = {"identity": 3, "abs": 5, "square": 6.5, "exp": 1 + math.e}
+    for phi, want in sums.items():
+        assert float(khot.soft_topk_sum(x, 2, tau=1e-9, phi=phi)) == pytest.approx(want, abs=1e-7)
+
+
+@pytest.mark.parametrize("k", [1, 2.5, 4])
+def test_signed_is_the_sparse_mask_where_its_threshold_is_positive(k: float) -> None:
+    x = normal(20, 30, seed=4)
+    y, mask = khot.soft_topk_signed(x, k, tau=0.3), khot.sparse_topk(x.abs(), k, tau=0.3)
+    assert torch.equal(y.abs(), mask) and torch.equal(y.sign(), x.sign() * (mask > 0))
+    loose = khot.soft_topk_signed(x, 29.5, tau=40.0)
+    torch.testing.assert_close(loose, x / 40.0)  # no constraint binds
+    assert khot.soft_topk_signed(f64([0, 0, 3]), 3, tau=0.1).tolist() == [0, 0, 1]
+
+
+# --------------------------------------------------------------------------------- values, by cvxpy
+
+
+@each_phi
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 3.0])
+def test_value_and_operator_are_those_of_the_programme(p: float, phi: str) -> None:
+    """min over u of R*(x − u) + the sum of the k largest φ(u): the primal side of Proposition 2."""
+    x = f64([1.0, -0.9, 0.97, 0.2, 2.5])
+    for k, tau in ((2, 0.8), (3, 3.0)):
+        want, y = oracles.relaxed_sum(x, k, tau, p, phi)
+        got = khot.soft_topk_sum(x, k, tau=tau, p=p, phi=phi)
+        assert float(got) == pytest.approx(want, abs=1e-5)
+        np.testing.assert_allclose(OPERATORS[phi](x, k, tau=tau, p=p).numpy(), y, atol=2e-3)
+
+
+@each_phi
+@each_p
+def test_value_is_the_conjugate_at_the_operator(p: float, phi: str) -> None:
+    """f = ⟨y, x⟩ − f*(y) − R(y), with f* from the public functions."""
+    x = normal(8, 9, seed=5)
+    conjugates: dict[str, Callable[[Tensor], Tensor]] = {
+        "square": lambda y: khot.k_support_norm(y, 4) ** 2 / 2,
+        "exp": lambda y: khot.k_support_negentropy(y, 4),
+    }
+    for tau in TAUS:
+        y = OPERATORS[phi](x, 4, tau=tau, p=p)
+        want = (x * y).sum(-1) - tau / p * (y.abs() ** p).sum(-1)
+        if phi in conjugates:
+            want = want - conjugates[phi](y)
+        got = khot.soft_topk_sum(x, 4, tau=tau, p=p, phi=phi)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@each_phi
+@each_p
+def test_gradient_of_the_value_is_the_operator(p: float, phi: str) -> None:
+    x = normal(8, 9, seed=6).requires_grad_()
+    tau = torch.linspace(0.1, 5, 8, dtype=torch.float64).requires_grad_()
+    value = khot.soft_topk_sum(x, 3, tau=tau, p=p, phi=phi)
+    dx, dtau = grad(value.sum(), (x, tau))
+    y = OPERATORS[phi](x, 3, tau=tau, p=p).detach()
+    torch.testing.assert_close(dx, y, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(dtau, -(y.abs() ** p).sum(-1) / p, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
+def test_conjugates_are_those_of_the_programmes(k: int) -> None:
+    for x in (*ROWS.values(), f64([4, 0, 0, 0, 0, 0.0])):
+        got = float(khot.k_support_norm(x, k))
+        assert got == pytest.approx(oracles.k_support(x, k, "square"), rel=1e-4, abs=1e-5)
+        y = x.abs()
+        assert float(khot.k_support_negentropy(y, k)) == pytest.approx(
+            oracles.k_support(y, k, "exp"), rel=1e-4, abs=1e-4
+        )
+
+
+def test_known_values_of_the_conjugates() -> None:
+    x = normal(5, 8, seed=7)
+    torch.testing.assert_close(khot.k_support_norm(x, 1), x.abs().sum(-1))
+    torch.testing.assert_close(khot.k_support_norm(x, 8), x.norm(dim=-1))
+    y = x.softmax(-1)
+    torch.testing.assert_close(khot.k_support_negentropy(y, 8), (y * y.log()).sum(-1))
+    torch.testing.assert_close(khot.k_support_negentropy(y, 1), torch.zeros(5, dtype=torch.float64))
+    sparse = f64([3, 0, -4, 0, 0])
+    for k in (2, 3, 5):  # on k-sparse vectors it is the Euclidean norm
+        assert float(khot.k_support_norm(sparse, k)) == 5
+    assert float(khot.k_support_norm(1e200 * sparse, 2)) == pytest.approx(5e200)
+    assert float(khot.k_support_norm(1e-200 * sparse, 2)) == pytest.approx(5e-200)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_norm_is_dual_to_that_of_the_k_largest(k: int) -> None:
+    """‖y‖ = max ⟨x, y⟩ over all x whose k largest entries have a Euclidean norm of at most 1, and the
+    gradient is the maximiser."""
+    y = normal(7, seed=8).requires_grad_()
+    norm = khot.k_support_norm(y, k)
+    (best,) = grad(norm, y)
+    norm = norm.detach()
+    assert float(best.abs().sort(descending=True).values[:k].norm()) == pytest.approx(1, abs=1e-12)
+    assert float(best @ y.detach()) == pytest.approx(float(norm), abs=1e-12)
+    others = normal(500, 7, seed=9)
+    others = others / others.abs().sort(dim=-1, descending=True).values[:, :k].norm(dim=-1, keepdim=True)
+    assert float((others @ y.detach()).max()) <= float(norm)
+
+
+# --------------------------------------------------------------------------------- derivatives
+
+SMOOTH = [[1.0, 0.98, 0.97, 0.95, 0.2], [7.0, 2.0, 1.9, 0.3, 1.7], [6.0, -3.0, 0.8, 0.3, 0.1]]
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return f64(SMOOTH, requires_grad=True), f64([1.0, 0.8, 0.6], requires_grad=True)
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "signed": khot.soft_topk_signed,
+    "exp": khot.soft_topk_exp,
+    **{f"sum-{phi}": functools.partial(khot.soft_topk_sum, phi=phi) for phi in OPERATORS},  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@each_p
+def test_gradients_in_both_modes_to_second_order(p: float, name: str) -> None:
+    def f(x: Tensor, tau: Tensor) -> Tensor:
+        return CALLS[name](x, 2, tau=tau, p=p)
+
+    assert gradcheck(f, leaves(), check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(f, leaves(), check_fwd_over_rev=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["signed", "sum-identity", "sum-abs"])
+def test_gradient_in_k(name: str) -> None:
+    x, k = f64(SMOOTH), f64([1.3, 2.4, 2.0 + 1e-3], requires_grad=True)
+    assert gradcheck(lambda k: CALLS[name](x, k, tau=1.7, p=1.5), (k,), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("name", ["k_support_norm", "k_support_negentropy"])
+def test_gradients_of_the_conjugates(name: str, k: int) -> None:
+    y = f64(SMOOTH).abs().requires_grad_()
+    assert gradcheck(lambda y: getattr(khot, name)(y, k), (y,), check_forward_ad=True)
+    assert gradgradcheck(lambda y: getattr(khot, name)(y, k), (y,), check_fwd_over_rev=True)
+
+
+def test_no_gradient_of_the_norm_at_0_is_nan() -> None:
+    y = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    (slope,) = grad(khot.k_support_norm(y, 2), y)
+    assert torch.equal(slope, torch.zeros_like(slope))
+
+
+# --------------------------------------------------------------------------------- edges
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_masked_entries_are_as_absent(name: str) -> None:
+    x, keep = f64([1.0, 7, -0.9, 0.97, -5, 0.2]), torch.tensor([True, False, True, True, False, True])
+    for hole in (7.0, NAN, INF, -INF):
+        row = torch.where(keep, x, hole).requires_grad_()
+        y, want = CALLS[name](row, 2, tau=0.7, mask=keep), CALLS[name](x[keep], 2, tau=0.7)
+        if y.dim():
+            assert (y[~keep] == 0).all()
+            y = y[keep]
+        torch.testing.assert_close(y, want, rtol=1e-14, atol=1e-14)
+        (slope,) = grad(y.sum(), row)
+        assert slope.isfinite().all() and (slope[~keep] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["k_support_norm", "k_support_negentropy"])
+def test_masked_entries_of_a_vector_count_as_0(name: str) -> None:
+    keep = torch.tensor([True, False, True, True, False])
+    y = normal(5, seed=10).square()
+    for hole in (7.0, NAN, INF, -INF):
+        row = torch.where(keep, y, hole).requires_grad_()
+        got = getattr(khot, name)(row, 2, mask=keep)
+        torch.testing.assert_close(got, getattr(khot, name)(y[keep], 2), rtol=1e-14, atol=0)
+        (slope,) = grad(got, row)
+        assert slope.isfinite().all() and (slope[~keep] == 0).all()
+
+
+def test_infinite_entries() -> None:
+    x = f64([1.0, INF, 0.5])
+    assert khot.soft_topk_signed(-x, 1, tau=0.5).tolist() == [0, -1, 0]
+    assert khot.soft_topk_exp(x, 1).tolist() == [0, INF, 0]
+    two = khot.soft_topk_exp(x, 2)
+    torch.testing.assert_close(two[[0, 2]], khot.soft_topk_exp(x[[0, 2]], 1), rtol=1e-12, atol=0)
+    bad = f64([INF, INF, 0.5])
+    assert khot.soft_topk_exp(bad, 1).isnan().all() and khot.soft_topk_signed(bad, 1).isnan().all()
+    for phi in OPERATORS:
+        assert khot.soft_topk_sum(x, 2, phi=phi) == INF  # type: ignore[arg-type]
+    assert khot.k_support_norm(x, 2) == INF
+    assert khot.k_support_negentropy(x, 2) == INF
+    assert khot.k_support_negentropy(f64([1.0, -0.1]), 2) == INF
+
+
+@pytest.mark.parametrize("name", [*CALLS, "k_support_norm", "k_support_negentropy"])
+def test_nan_stays_in_its_row(name: str) -> None:
+    call = CALLS.get(name) or getattr(khot, name)
+    x = normal(3, 5).abs()
+    want = call(x, 2)
+    spoiled = x.clone()
+    spoiled[1, 3] = NAN
+    y = call(spoiled, 2)
+    assert y[1].isnan().all() and torch.equal(y[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_exp_of_extreme_scores_is_finite(size: float) -> None:
+    x = f64([-700.0, 700, 699, -1, 0]) * size
+    for p in P:
+        for tau in (1e-3, 1.0, 1e3):
+            for k in (0, 1, 2, 5):
+                leaf = x.clone().requires_grad_()
+                y = khot.soft_topk_exp(leaf, k, tau=tau, p=p)
+                (slope,) = grad(y.sum(), leaf)
+                assert not y.isnan().any() and not slope.isnan().any(), (p, tau, k)
+    assert (khot.soft_topk_exp(x, 0) == 0).all()
+
+
+def test_bad_arguments() -> None:
+    x = normal(2, 4)
+    for call in (khot.soft_topk_signed, khot.soft_topk_exp, khot.soft_topk_sum):
+        with pytest.raises(ValueError, match=r"^p must lie in \[1.15, 3.0\]"):
+            call(x, 2, p=3.5)
+        with pytest.raises(ValueError, match=r"^k must .* 3.* row with 2"):
+            call(x, 3, mask=torch.tensor([True, False, True, False]))
+        with pytest.raises(ValueError, match=r"^tau must be finite and > 0"):
+            call(x, 2, tau=0)
+    for phi in ("square", "exp"):
+        with pytest.raises(ValueError, match=r"^k must .* 2.5"):
+            khot.soft_topk_sum(x, 2.5, phi=phi)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^phi must be .* got 'cube'"):
+        khot.soft_topk_sum(x, 2, phi="cube")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^phi must be a name, but got int"):
+        khot.soft_topk_sum(x, 2, phi=2)  # type: ignore[arg-type]
+    for norm in (khot.k_support_norm, khot.k_support_negentropy):
+        for k in (0, 5, 1.5):
+            with pytest.raises(ValueError, match=rf"^k must .* {k}"):
+                norm(x, k)  # type: ignore[arg-type]
