@@ -143,7 +143,7 @@ def test_the_number_of_latents() -> None:
     state: State = DictionaryLearning(False).state_dict()
     assert sae_from_layout(state, "dictionary_learning").k == K
     assert sae_from_layout(state, "dictionary_learning", k=2).k == 2
-    k = Anneal(6, 2, 2)
+    k = Anneal(6, 2, 2, "linear")
     sae = trained(False, k)
     for wanted in (6, 4, 2):
         got = sae_to_layout(sae, "dictionary_learning")["k"]
