@@ -323,10 +323,10 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
         rough = _stages(_sample(single), c, stages[2:], COARSE)
         if rough is not None:
             c, stages = rough[1], stages[:2]
-    near = _stages(single, c, stages, CLOSE)
-    if near is None:
+    start = _stages(single, c, stages, CLOSE)
+    if start is None:
         return None
-    r, c = near
+    r, c = start
     return _exact(problem, r.to(x.dtype), c.to(x.dtype), tau)
 
 
