@@ -223,7 +223,7 @@ class Problem:
         """Rows moved to their thresholds for these of the columns, and the sums over them."""
         options = (self.x, self.k, r, c, tau, *self.F.key, ROW_STEPS, tolerance, slopes, values)
         found = torch.ops.khot.assign_pass.default(*options) if self.F.built_in else assign_pass(*options)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __call__(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """By how much the loads exceed their goal, (E,), and their derivatives in −c."""
