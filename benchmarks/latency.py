@@ -99,6 +99,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         functions[f"sampling.sample, {design}"] = partial(after, partial(khot.sigmoid_topk, k=k), draw)
     for name in ("straight_through", "second_order", "gumbel", "simple", "imle"):
         functions[f"estimators.{name}"] = partial(getattr(khot.estimators, name), k=k)
+    functions["estimators.reinmax"] = khot.estimators.reinmax
     return functions
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import khot
 from khot import distributions, estimators, losses, sampling
 from khot.estimators import sample_khot
 from khot.sampling import conditional_poisson
+from khot.sampling._noise import gumbel_noise
 
 NAMES = ("straight_through", "second_order", "gumbel", "simple", "imle")
 LEARN_SIZE = ("straight_through", "second_order")
@@ -175,7 +177,7 @@ def test_estimators_without_a_design_compile_and_map(name: str) -> None:
 
 
 def test_every_public_estimator_is_tested_here() -> None:
-    others = {"EstimatorName", "sample_khot", "score_function"}
+    others = {"EstimatorName", "reinmax", "sample_khot", "score_function"}
     assert set(estimators.__all__) == {*NAMES, *others}
     with pytest.raises(ValueError, match=", ".join(NAMES)):
         sample_khot(THETA, 2, estimator="reinforce")
@@ -231,27 +233,116 @@ def test_straight_through_is_unbiased_where_f_is_linear() -> None:
 # -------------------------------------------------------------------------------------------- second_order
 
 
-def algorithm_5(x: Tensor, theta: Tensor, k: float | None, tau: float) -> Tensor:
+# F and F⁻¹ of torch and scipy alone
+BY_HAND: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "logistic": (torch.sigmoid, torch.logit),
+    "normal": (torch.special.ndtr, torch.special.ndtri),
+    "laplace": (
+        lambda z: torch.where(z < 0, z.clamp(max=0).exp() / 2, 1 - (-z.clamp(min=0)).exp() / 2),
+        lambda y: torch.where(y < 0.5, (2 * y.clamp(max=0.5)).log(), -(2 - 2 * y.clamp(min=0.5)).log()),
+    ),
+}
+
+
+def algorithm_5(x: Tensor, theta: Tensor, k: float | None, tau: float, cdf: str) -> Tensor:
     """Lines 1, 3, 4 and 5 as they stand, for a given sample x."""
+    F, inverse = BY_HAND[cdf]
 
     def project(z: Tensor) -> Tensor:
-        return torch.sigmoid(z) if k is None else khot.sigmoid_topk(z, k)
+        return F(z) if k is None else khot.soft_topk(z, k, cdf=cdf)  # type: ignore[arg-type]
 
     pi_0 = project(theta)
     pi_1 = (x + project(theta / tau)) / 2
-    pi_1 = project((torch.logit(pi_1) - theta).detach() + theta)
+    pi_1 = project((inverse(pi_1) - theta).detach() + theta)
     return 2 * pi_1 - pi_0 / 2
 
 
+@pytest.mark.parametrize("cdf", BY_HAND)
 @pytest.mark.parametrize("tau", [1.0, 0.3])
 @pytest.mark.parametrize("k", [3, 2.6, None])
-def test_second_order_is_algorithm_5(k: float | None, tau: float) -> None:
+def test_second_order_is_algorithm_5(k: float | None, tau: float, cdf: str) -> None:
     theta = torch.randn(40, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
     v = torch.randn(40, 7, dtype=torch.float64, generator=generator(1))
-    x = sample_khot(theta, k, estimator="second_order", tau=tau, generator=generator(2))
+    x = sample_khot(theta, k, estimator="second_order", tau=tau, cdf=cdf, generator=generator(2))
     (got,) = torch.autograd.grad((x * v).sum(), theta)
-    (expected,) = torch.autograd.grad((algorithm_5(x.detach(), theta, k, tau) * v).sum(), theta)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    (expected,) = torch.autograd.grad((algorithm_5(x.detach(), theta, k, tau, cdf) * v).sum(), theta)
+    torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("cdf", [*BY_HAND, "uniform", khot.cdfs.Power(1.5)])
+@pytest.mark.parametrize("k", [3, 2.6, None])
+def test_any_cdf_gives_the_probabilities_and_their_gradient(k: float | None, cdf: Any) -> None:
+    logits = torch.randn(6, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
+    v = torch.randn(6, 7, dtype=torch.float64, generator=generator(1))
+    F = khot.cdfs.resolve(cdf)
+    probs = F.cdf(logits) if k is None else khot.soft_topk(logits, k, cdf=cdf)
+    (expected,) = torch.autograd.grad((probs * v).sum(), logits, retain_graph=True)
+    for name in LEARN_SIZE:
+        x = sample_khot(logits, k, estimator=name, cdf=cdf, generator=generator(2))
+        assert torch.equal(x, sampling.sample(probs.detach(), generator=generator(2)))
+        (got,) = torch.autograd.grad((x * v).sum(), logits)
+        assert got.isfinite().all()
+        if name == "straight_through":
+            assert torch.equal(got, expected)
+    if k is None:
+        return
+    relaxed = [
+        sample_khot(logits, k, estimator="gumbel", tau=0.7, cdf=cdf, hard=hard, generator=generator(3))
+        for hard in (False, True)
+    ]
+    noisy = logits.detach() + gumbel_noise(logits, generator=generator(3))
+    torch.testing.assert_close(relaxed[0].detach(), khot.soft_topk(noisy, k, tau=0.7, cdf=cdf))
+    grads = [torch.autograd.grad((x * v).sum(), logits)[0] for x in relaxed]
+    torch.testing.assert_close(*grads)
+
+
+# ------------------------------------------------------------------------------------------------- reinmax
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.3])
+def test_reinmax_is_algorithm_4(tau: float) -> None:
+    theta = torch.randn(40, 5, dtype=torch.float64, generator=generator(), requires_grad=True)
+    v = torch.randn(40, 5, dtype=torch.float64, generator=generator(1))
+    x = estimators.reinmax(theta, tau=tau, generator=generator(2))
+    assert (x.sum(-1) == 1).all() and ((x == 0) | (x == 1)).all()
+    pi_1 = (x.detach() + (theta / tau).softmax(-1)) / 2
+    pi_1 = ((pi_1.log() - theta).detach() + theta).softmax(-1)
+    expected = 2 * pi_1 - theta.softmax(-1) / 2
+    for a, b in zip(
+        torch.autograd.grad((x * v).sum(), theta),
+        torch.autograd.grad((expected * v).sum(), theta),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_reinmax_draws_the_softmax_and_is_exact_for_quadratics() -> None:
+    theta = torch.tensor([0.5, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    A = torch.randn(3, 3, dtype=torch.float64, generator=generator(3))
+
+    def f(x: Tensor) -> Tensor:
+        return ((x @ A) * x).sum(-1)
+
+    probs = theta.softmax(-1)
+    (exact,) = torch.autograd.grad(probs @ f(torch.eye(3, dtype=torch.float64)), theta)
+    rows = theta.detach().expand(100_000, -1).clone().requires_grad_()
+    x = estimators.reinmax(rows, generator=generator(4))
+    assert_mean(x.detach(), probs.detach())
+    assert_mean(torch.autograd.grad(f(x).sum(), rows)[0], exact)
+
+
+def test_reinmax_with_infinite_logits_nan_and_dims() -> None:
+    inf, nan = math.inf, math.nan
+    logits = torch.tensor([[0.3, -inf, 0.1], [inf, 2.0, -inf], [nan, 0.0, 1.0]], requires_grad=True)
+    x = estimators.reinmax(logits, generator=generator())
+    assert x[0, 1] == 0 and x[0].sum() == 1 and x[1].tolist() == [1, 0, 0] and x[2].isnan().all()
+    (grad,) = torch.autograd.grad((x[:2] * torch.arange(6.0).view(2, 3)).sum(), logits)
+    assert grad[:2].isfinite().all() and (grad[1] == 0).all() and grad[0, 1] == 0
+    half = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
+    y = estimators.reinmax(half, 0)
+    assert y.dtype == torch.bfloat16 and (y.sum(0) == 1).all()
+    with pytest.raises(ValueError, match="tau must"):
+        estimators.reinmax(THETA, tau=0.0)
 
 
 def test_second_order_draws_as_straight_through() -> None:
@@ -465,15 +556,16 @@ def test_score_function_refuses() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("option", ["design", "tau", "hard", "k=None"])
+@pytest.mark.parametrize("option", ["design", "tau", "cdf", "hard", "k=None"])
 def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -> None:
     takes = {
         "design": ("straight_through", "second_order"),
         "tau": ("second_order", "gumbel", "imle"),
+        "cdf": ("straight_through", "second_order", "gumbel"),
         "hard": ("gumbel",),
         "k=None": LEARN_SIZE,
     }
-    given = {"design": "systematic", "tau": 0.5, "hard": False, "k=None": None}
+    given = {"design": "systematic", "tau": 0.5, "cdf": "normal", "hard": False, "k=None": None}
     argument = option.removesuffix("=None")
     options = {"k": 2, argument: given[option]}
     if name in takes[option]:
@@ -481,7 +573,11 @@ def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -
         assert x.shape == THETA.shape
     else:
         message = f"{argument} has no effect with estimator '{name}'; it is used by "
-        users = {"design": "straight_through and second_order", "tau": "second_order, gumbel and imle"}
+        users = {
+            "design": "straight_through and second_order",
+            "tau": "second_order, gumbel and imle",
+            "cdf": "straight_through, second_order and gumbel",
+        }
         if option == "k=None":
             message = f"k must be a number or tensor for estimator '{name}', but got None"
         elif (name, option) == ("simple", "design"):
@@ -506,6 +602,8 @@ def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -
         (lambda: sample_khot(THETA.long(), 2), TypeError, "logits must have a floating-point dtype"),
         (lambda: sample_khot([1.0], 1), TypeError, "logits must be a torch.Tensor"),
         (lambda: sample_khot(THETA, 2, design="poisson"), ValueError, "design must be one of"),
+        (lambda: sample_khot(THETA, 2, cdf="cauchy"), ValueError, "cdf must be"),
+        (lambda: sample_khot(THETA, 2, estimator="imle", cdf="cauchy"), ValueError, "cdf must be"),
         (
             lambda: sample_khot(THETA, 2, estimator="simple", design="pareto"),
             ValueError,

@@ -293,15 +293,20 @@ ROWS: dict[str, Row] = {
         baselines.dykstra_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "iterations": 5}
     ),
     "khot.estimators.sample_khot": Row(
-        estimators.sample_khot, {**SAMPLED, "estimator": "gumbel", "tau": 1.0}
+        estimators.sample_khot, {**SAMPLED, "estimator": "gumbel", "tau": 1.0, "cdf": "logistic"}
     ),
     "khot.estimators.straight_through": Row(
-        estimators.straight_through, {**SAMPLED, "design": "systematic"}, fine={"k": (None,)}
+        estimators.straight_through,
+        {**SAMPLED, "design": "systematic", "cdf": "logistic"},
+        fine={"k": (None,)},
     ),
     "khot.estimators.second_order": Row(
-        estimators.second_order, {**SAMPLED, "design": "systematic", "tau": 1.0}, fine={"k": (None,)}
+        estimators.second_order,
+        {**SAMPLED, "design": "systematic", "tau": 1.0, "cdf": "logistic"},
+        fine={"k": (None,)},
     ),
-    "khot.estimators.gumbel": Row(estimators.gumbel, {**SAMPLED, "tau": 1.0}),
+    "khot.estimators.gumbel": Row(estimators.gumbel, {**SAMPLED, "tau": 1.0, "cdf": "logistic"}),
+    "khot.estimators.reinmax": Row(estimators.reinmax, {"logits": X, "dim": -1, "tau": 1.0}),
     "khot.estimators.simple": Row(estimators.simple, SAMPLED),
     "khot.estimators.imle": Row(
         estimators.imle, {**SAMPLED, "tau": 1.0, "step": 1.0}, fine={"step": (math.inf,)}

@@ -2,7 +2,8 @@
 
 Five of the functions return a sample that carries a gradient; :func:`sample_khot` chooses among them by name.
 They differ in how x is drawn from the logits θ and in what is used as its derivative. In the table J(π) is
-the Jacobian diag(g) − ggᵀ/Σg of sigmoid top-k, with g = π(1 − π), and v = df/dx:
+the Jacobian diag(g) − ggᵀ/Σg of sigmoid top-k, with g = π(1 − π), and v = df/dx; the first three also take
+another CDF than the logistic:
 
 =================  ===============================================  ========================================
 estimator          the sample                                       the gradient
@@ -14,29 +15,33 @@ simple             conditional Poisson with parameters θ            that of its
 imle               top-k of θ + τ·noise                             the difference to the top-k moved along −v
 =================  ===============================================  ========================================
 
+:func:`reinmax` is what second_order comes from, for one-hot samples and softmax.
 :func:`score_function` takes losses and log-probabilities instead. It needs no derivative of f and is
 unbiased.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Generator, Tensor
 
-from khot import sampling
+from khot import cdfs, sampling
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot.cdfs import CDF, CDFName
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._noise import gumbel_noise
-from khot.topk import sigmoid_topk, topk_mask
+from khot.topk import soft_topk, topk_mask
 
 __all__ = [
     "EstimatorName",
     "gumbel",
     "imle",
+    "reinmax",
     "sample_khot",
     "score_function",
     "second_order",
@@ -58,6 +63,7 @@ def sample_khot(
     estimator: EstimatorName = "straight_through",
     design: DesignName | None = None,
     tau: Scalar | None = None,
+    cdf: CDFName | CDF = "logistic",
     hard: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
@@ -75,18 +81,20 @@ def sample_khot(
         dim: the dimension to draw along.
         estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
 
-            ====================  ===================  =======  =====  ===========
-            estimator             design               tau      hard   k
-            ====================  ===================  =======  =====  ===========
-            ``straight_through``  any                  –        –      any or None
-            ``second_order``      any                  yes      –      any or None
-            ``gumbel``            –                    yes      yes    any
-            ``simple``            conditional_poisson  –        –      an integer
-            ``imle``              –                    yes      –      any
-            ====================  ===================  =======  =====  ===========
+            ====================  ===================  =======  =======  =====  ===========
+            estimator             design               tau      cdf      hard   k
+            ====================  ===================  =======  =======  =====  ===========
+            ``straight_through``  any                  –        any      –      any or None
+            ``second_order``      any                  yes      any      –      any or None
+            ``gumbel``            –                    yes      any      yes    any
+            ``simple``            conditional_poisson  –        –        –      an integer
+            ``imle``              –                    yes      –        –      any
+            ====================  ===================  =======  =======  =====  ===========
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
         tau: temperature > 0; see the estimator. None: 1.
+        cdf: the CDF of the probabilities or of the relaxed sample, as for :func:`khot.soft_topk`, which then
+            stands for σ_k; with ``k=None`` F(logits) stands for σ(logits).
         hard: False gives a relaxed sample in [0, 1]ⁿ that sums to k.
         generator: the source of randomness, on the device of logits.
 
@@ -125,6 +133,9 @@ def sample_khot(
             given["design"] = design
     if tau is not None:
         given["tau"] = tau
+    F = cdfs.resolve(cdf)
+    if not isinstance(F, cdfs.Logistic):
+        given["cdf"] = F
     if not hard:
         given["hard"] = False
     for name in given:
@@ -142,6 +153,7 @@ def straight_through(
     dim: int = -1,
     *,
     design: DesignName = "pareto",
+    cdf: CDFName | CDF = "logistic",
     generator: Generator | None = None,
 ) -> Tensor:
     """A k-hot sample with inclusion probabilities π = σ_k(logits), and their gradient: x − π.detach() + π.
@@ -150,7 +162,7 @@ def straight_through(
     (Proposition 3). With ``k=None``, π = σ(logits), and the size of the sample is learned (Algorithm 2).
 
     Args:
-        logits, k, dim, generator: as for :func:`sample_khot`.
+        logits, k, dim, cdf, generator: as for :func:`sample_khot`.
         design: the sampling design, a name in :data:`khot.sampling.designs`.
 
     Returns:
@@ -165,7 +177,7 @@ def straight_through(
         tensor([1., 0., 1.])
     """
     x = _rows(logits, dim)
-    probs = _inclusion_probs(x, k)
+    probs = _inclusion_probs(x, k, cdfs.resolve(cdf))
     return _unrows(_through(_draw(probs, design, generator), probs), logits, dim)
 
 
@@ -176,16 +188,18 @@ def second_order(
     *,
     design: DesignName = "pareto",
     tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
     generator: Generator | None = None,
 ) -> Tensor:
     """A k-hot sample as :func:`straight_through` draws it, with the gradient 2J(π₁)v − ½J(π₀)v.
 
     π₀ = σ_k(logits), π₁ = ½(x + σ_k(logits/τ)), J(π) = diag(g) − ggᵀ/Σg with g = π(1 − π); with ``k=None``
-    π₀ = σ(logits) and J(π) = diag(g). At τ = 1 and n = 2 its mean is the gradient of E f(x) for every
-    quadratic f; for larger n it is a heuristic. At k = 1 it is not ReinMax, since σ_1 is not softmax.
+    π₀ = σ(logits) and J(π) = diag(g). With another CDF F, g = F'(F⁻¹(π)). At τ = 1 and n = 2 its mean is the
+    gradient of E f(x) for every quadratic f; for larger n it is a heuristic. At k = 1 it is not
+    :func:`reinmax`, since σ_1 is not softmax.
 
     Args:
-        logits, k, dim, generator: as for :func:`sample_khot`.
+        logits, k, dim, cdf, generator: as for :func:`sample_khot`.
         design: the sampling design, a name in :data:`khot.sampling.designs`.
         tau: temperature > 0 of the second half of π₁; a number or a tensor that broadcasts with the batch
             shape.
@@ -207,21 +221,57 @@ def second_order(
             "k must not require a gradient: second_order has none for it; k=None learns the size"
         )
     x = _rows(logits, dim)
-    probs = _inclusion_probs(x, k)
+    F = cdfs.resolve(cdf)
+    probs = _inclusion_probs(x, k, F)
     sample = _draw(probs, design, generator)
     with torch.no_grad():
-        tempered = probs if not isinstance(tau, Tensor) and tau == 1 else _inclusion_probs(x, k, tau)
+        tempered = probs if not isinstance(tau, Tensor) and tau == 1 else _inclusion_probs(x, k, F, tau)
         between = (sample + tempered) / 2
-        if k is not None and not _is_integer(
-            k
-        ):  # the sample has a size next to k: project back to the simplex
-            between = sigmoid_topk(torch.logit(between), k)
-        g = between * (1 - between)
+        if k is not None and not _is_integer(k):  # the sample has a size next to k: project back
+            between = soft_topk(F.icdf(between), k, cdf=F)
+        g = F.pdf_from_cdf(between) if F.density_from_value else F.pdf(F.icdf(between))
     # linear in the logits, with J(π₁) as its derivative; infinite ones have g = 0
     z = x.masked_fill(x.isinf(), 0)
     if k is not None:
         z = z - (g * z).sum(-1, keepdim=True) / g.sum(-1, keepdim=True).clamp_min(torch.finfo(g.dtype).tiny)
     return _unrows(_through(sample, 2 * g * z - probs / 2), logits, dim)
+
+
+def reinmax(
+    logits: Tensor, dim: int = -1, *, tau: Scalar = 1.0, generator: Generator | None = None
+) -> Tensor:
+    """A one-hot sample with probabilities π = softmax(logits), and the gradient 2J(π₁)v − ½J(π)v.
+
+    π₁ = ½(x + softmax(logits/τ)), J(π) = diag(π) − ππᵀ. At τ = 1 its mean is the gradient of E f(x) for every
+    quadratic f. :func:`second_order` is what becomes of it for k-hot samples.
+
+    Args:
+        logits, dim, generator: as for :func:`sample_khot`.
+        tau: temperature > 0 of the second half of π₁; a number or a tensor that broadcasts with the batch
+            shape.
+
+    Returns:
+        Zeros and a one along ``dim``, of the logits' shape and dtype, differentiable in logits.
+
+    Errors: as for :func:`sample_khot`.
+
+    Source: Liu et al. 2023 (ReinMax); Wijk, Vinuesa, Azizpour 2025, Algorithm 4.
+
+    Example:
+        >>> khot.estimators.reinmax(torch.tensor([9.0, -99.0, -99.0]))
+        tensor([1., 0., 0.])
+    """
+    x = _rows(logits, dim)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True).detach().to(x.dtype).unsqueeze(-1)
+    certain = (x == math.inf).any(-1, keepdim=True)
+    z = torch.where(certain, torch.where(x == math.inf, 0, -math.inf), x)
+    sample = topk_mask((z + gumbel_noise(z, generator=generator)).detach(), 1)
+    probs = torch.softmax(z, -1)
+    between = ((sample + torch.softmax(z / tau, -1)) / 2).detach()
+    # linear in the logits, with J(π₁) as its derivative; infinite ones have no part in it
+    finite = z.masked_fill(z.isinf(), 0)
+    towards = between * (finite - (between * finite).sum(-1, keepdim=True))
+    return _unrows(_through(sample, 2 * towards - probs / 2), logits, dim)
 
 
 def gumbel(
@@ -230,6 +280,7 @@ def gumbel(
     dim: int = -1,
     *,
     tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
     hard: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
@@ -241,7 +292,7 @@ def gumbel(
     σ_k(logits).
 
     Args:
-        logits, k, dim, generator: as for :func:`sample_khot`.
+        logits, k, dim, cdf, generator: as for :func:`sample_khot`.
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
         hard: True for a k-hot sample, False for a relaxed one.
 
@@ -258,7 +309,7 @@ def gumbel(
         tensor(3.)
     """
     x = _rows(logits, dim)
-    sample = sigmoid_topk(x + gumbel_noise(x, generator=generator), k, tau=tau, hard=hard)
+    sample = soft_topk(x + gumbel_noise(x, generator=generator), k, tau=tau, cdf=cdf, hard=hard)
     return _unrows(sample, logits, dim)
 
 
@@ -410,9 +461,9 @@ class _Estimator(NamedTuple):
 
 
 _ESTIMATORS: dict[EstimatorName, _Estimator] = {
-    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design"})),
-    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau"})),
-    "gumbel": _Estimator(gumbel, frozenset({"tau", "hard"})),
+    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design", "cdf"})),
+    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau", "cdf"})),
+    "gumbel": _Estimator(gumbel, frozenset({"tau", "cdf", "hard"})),
     "simple": _Estimator(simple, frozenset(), ("conditional_poisson",)),
     "imle": _Estimator(imle, frozenset({"tau"})),
 }
@@ -434,11 +485,11 @@ def _unrows(sample: Tensor, logits: Tensor, dim: int) -> Tensor:
     return arguments.unrows(sample.to(logits.dtype), logits, dim)
 
 
-def _inclusion_probs(x: Tensor, k: Scalar | None, tau: Scalar = 1.0) -> Tensor:
+def _inclusion_probs(x: Tensor, k: Scalar | None, F: CDF, tau: Scalar = 1.0) -> Tensor:
     if k is not None:
-        return sigmoid_topk(x, k, tau=tau)
+        return soft_topk(x, k, tau=tau, cdf=F)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    return torch.sigmoid(x / tau.to(x.dtype).unsqueeze(-1))
+    return F.cdf(x / tau.to(x.dtype).unsqueeze(-1))
 
 
 def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
