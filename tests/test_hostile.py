@@ -259,7 +259,7 @@ ROWS: dict[str, Row] = {
     "khot.soft_median": Row(khot.soft_median, OF_RANKS),
     "khot.sample_khot": Row(
         khot.sample_khot,
-        {**SAMPLED, "estimator": "second_order", "design": "systematic", "tau": 1.0},
+        {**SAMPLED, "estimator": "second_order", "design": "systematic", "tau": 1.0, "cdf": "logistic"},
         fine={"k": (None,)},
     ),
     "khot.baselines.sequential_softmax_topk": Row(

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 MethodName = Literal["count", "projection"]
+_METHODS = get_args(MethodName)
 
 
 def soft_rank(
@@ -181,11 +182,11 @@ def soft_sort(
 
 def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:
     """The CDF, if all three go together."""
-    F, names = cdfs.resolve(cdf), get_args(MethodName)
+    F = cdfs.resolve(cdf)
     if not isinstance(method, str):
         raise TypeError(f"method must be a name, but got {type(method).__name__}")
-    if method not in names:
-        raise ValueError(f"method must be one of {', '.join(names)}, but got {method!r}")
+    if method not in _METHODS:
+        raise ValueError(f"method must be one of {', '.join(_METHODS)}, but got {method!r}")
     check_regularization(regularization)
     if method == "projection" and cdf != "laplace":
         raise ValueError(f"cdf must be left out with method='projection', but got {cdf!r}")

@@ -266,7 +266,7 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="tau must"):
         prune_magnitude(layer, "weight", 0.5, tau=0)
     with pytest.raises(ValueError, match="p must"):
-        prune_magnitude(layer, "weight", 0.5, p=3)
+        prune_magnitude(layer, "weight", 0.5, p=4)
     with pytest.raises(AttributeError):
         prune_magnitude(layer, "wait", 0.5)
     with pytest.raises(ValueError, match="parameters must"):

@@ -19,14 +19,16 @@ from khot._kernels.reference import permutahedron as kernels
 __all__ = ["RegularizationName", "check_regularization", "permutahedron", "without"]
 
 RegularizationName = Literal["l2", "kl"]
+_REGULARIZATIONS = get_args(RegularizationName)
 
 
 def check_regularization(regularization: Any) -> None:
-    names = get_args(RegularizationName)
     if not isinstance(regularization, str):
         raise TypeError(f"regularization must be a name, but got {type(regularization).__name__}")
-    if regularization not in names:
-        raise ValueError(f"regularization must be one of {', '.join(names)}, but got {regularization!r}")
+    if regularization not in _REGULARIZATIONS:
+        raise ValueError(
+            f"regularization must be one of {', '.join(_REGULARIZATIONS)}, but got {regularization!r}"
+        )
 
 
 def permutahedron(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> Tensor:

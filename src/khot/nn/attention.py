@@ -95,8 +95,10 @@ def topk_attention(
     """
     _check_shapes(query, key, value)
     arguments.check_scalar(top_k, "top_k", low=0)
-    if isinstance(top_k, Tensor):
-        arguments.check_has_values(top_k, "top_k", query)
+    arguments.check_scalar(tau, "tau", low=0, low_open=True)
+    for name, value_ in (("top_k", top_k), ("tau", tau)):
+        if isinstance(value_, Tensor):
+            arguments.check_has_values(value_, name, query)
     if attn_mask is not None:
         arguments.check_bool_or_real(attn_mask, "attn_mask")
         arguments.check_has_values(attn_mask, "attn_mask", query)
