@@ -174,7 +174,7 @@ def main() -> None:
     header = ["rows, n", "operator", "τ", "khot, ms", *(f"{name} : khot" for name in peers())]
     compared = ["khot", *(name for name in peers() if name == "torchsort")]
     header += [f"error, {bits}: {name}" for bits in ("float32", "float64") for name in compared]
-    header += ["fast-soft-sort"] * ("fast-soft-sort" in peers())
+    header += ["error, float64: fast-soft-sort"] * ("fast-soft-sort" in peers())
     rows = [
         measure(shape, name, regularization, tau, seconds, clock)
         for shape in SHAPES
@@ -182,6 +182,7 @@ def main() -> None:
         for regularization in ("l2", "kl")
         for tau in TEMPERATURES[name](shape[1])
     ]
+    print("times: forward / forward + backward; errors: of values / of gradients, relative\n")
     print(report.table(header, rows))
 
 
