@@ -504,7 +504,7 @@ def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> No
     torch.library.opcheck(op, args)
 
 
-# by test_opcheck of test_philox.py, test_draws.py, test_poisson_binomial.py and test_assign_pass.py in tests/kernels
+# in tests/kernels: by test_philox.py, test_draws.py, test_poisson_binomial.py and test_assign_pass.py
 CHECKED_WITH_THEIR_KERNELS = {
     "uniform",
     "order_sample",

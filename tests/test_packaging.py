@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -103,3 +104,36 @@ def test_types_of_public_names_are_known(tmp_path: Path) -> None:
     public = [s for s in symbols if s["isExported"] and not s["name"].startswith("khot.experiments.")]
     assert len(public) > 300
     assert [s["name"] for s in public if not s["isTypeKnown"] or s["isTypeAmbiguous"]] == []
+
+
+def test_conda_recipe_agrees_with_the_metadata() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    yaml = pytest.importorskip("yaml")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["context"]["version"] == project["version"]
+    assert recipe["about"] == {
+        "summary": project["description"],
+        "license": project["license"],
+        "license_file": project["license-files"][0],
+    }
+    requires = [f"python{project['requires-python']}", *project["dependencies"]]
+    run = [text.replace("pytorch", "torch").replace(" ", "") for text in recipe["requirements"]["run"]]
+    assert run == requires
+    (script,) = project["scripts"].items()
+    assert recipe["build"]["python"]["entry_points"] == [" = ".join(script)]
+
+
+def test_conda_recipe_renders() -> None:
+    build = pytest.importorskip("rattler_build")
+    (variant,) = build.Stage0Recipe.from_file(ROOT / "conda" / "recipe.yaml").render(build.VariantConfig())
+    assert variant.recipe.to_dict()["build"]["noarch"] == "python"
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "wheels.yml"])
+def test_actions_are_pinned_by_hash(name: str) -> None:
+    text = (ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8")
+    used = re.findall(r"uses: (\S+)(.*)", text)
+    assert used
+    loose = [action for action, note in used if not re.search("@[0-9a-f]{40}$", action) or " # v" not in note]
+    assert loose == []
