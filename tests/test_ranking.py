@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
 import oracles
@@ -689,3 +691,48 @@ def test_compiled_bad_tau_gives_nan_in_its_row(name: str) -> None:
         y = torch.compile(call, fullgraph=True, backend="aot_eager")(X, tau)
         assert y[1].isnan().all()
         torch.testing.assert_close(y[0], operator(X, cdf=name)[0])
+
+
+@pytest.mark.parametrize("cdf", ["laplace", "uniform"])
+@pytest.mark.parametrize("operator", [khot.soft_permutation, khot.log_soft_permutation])
+def test_a_matrix_in_parts_is_the_same(
+    operator: Callable[..., Tensor], cdf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, gradients to second order and forward mode; with infinities, a NaN and a mask."""
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(5)).double()
+    x[0, 2], x[1, 3] = math.inf, math.nan
+    mask = torch.tensor([True, True, True, True, False, True, True])
+    v = torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(6)).double()
+    direction = torch.ones_like(x)
+    results = []
+    for part in (1 << 30, 42):  # all places at once, and two at a time
+        monkeypatch.setattr("khot._core.parts.PART", part)
+        leaf, tau = x.clone().requires_grad_(), torch.tensor(0.7).double().requires_grad_()
+        P = operator(leaf, tau=tau, cdf=cdf, mask=mask)
+        weighted = (v * P.masked_fill(~P.isfinite(), 0)).sum()
+        first = torch.autograd.grad(weighted, (leaf, tau), create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum() + first[1].square(), (leaf, tau))
+        with forward_ad.dual_level():
+            dual = operator(forward_ad.make_dual(x, direction), tau=0.7, cdf=cdf, mask=mask)
+            tangent = forward_ad.unpack_dual(dual).tangent
+        results.append([P, *first, *second, tangent])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_a_large_matrix_is_not_widened_at_once() -> None:
+    """No result inside has an entry in double for each pair of place and entry."""
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                self.nbytes = max(self.nbytes, t.nbytes if isinstance(t, Tensor) else 0)
+            return out
+
+    x = torch.randn(1500, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    with Largest() as mode:
+        torch.autograd.grad(khot.soft_permutation(x).diagonal().sum(), x)
+    assert mode.nbytes == 4 * 1500**2

@@ -8,6 +8,7 @@ largest entry; ascending order is the descending order of the negative scores. :
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,6 +18,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, between, check_interpolation
+from khot._core.parts import in_parts
 from khot._core.precision import wide_dtype, widen
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
@@ -281,11 +283,8 @@ def soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    hi, lo = boundaries(x, tau, F)
-    y = F.cdf(standardize(x.unsqueeze(-2), hi.unsqueeze(-1), lo.unsqueeze(-1), tau[..., None, None]))
-    share = infinite_shares(x.unsqueeze(-2), x, places(x).unsqueeze(-1), selected)
-    p = torch.where(x.isinf().unsqueeze(-2), share, y.diff(dim=-2))
-    return _matrix(p, x, tau, input, dim)
+    p = _matrix(x, tau, selected, F, lambda z: F.cdf(z).diff(dim=-2), lambda share: share)
+    return _places_first(p, input, dim)
 
 
 def log_soft_permutation(
@@ -315,12 +314,10 @@ def log_soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    hi, lo = (v.unsqueeze(-1) for v in boundaries(x, tau, F))
-    z = standardize(x.unsqueeze(-2), hi, lo, tau[..., None, None])
-    share = infinite_shares(x.unsqueeze(-2), x, places(x).unsqueeze(-1), selected)
-    log_p = log_difference(z[..., :-1, :], z[..., 1:, :], F)
-    log_p = torch.where(x.isinf().unsqueeze(-2), share.log(), log_p)
-    return _matrix(log_p, x, tau, input, dim) + 0.0  # turns −0 into 0
+    log_p = _matrix(
+        x, tau, selected, F, lambda z: log_difference(z[..., :-1, :], z[..., 1:, :], F), torch.log
+    )
+    return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
 
 def soft_quantile(
@@ -449,7 +446,34 @@ def _oriented(
     return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected
 
 
-def _matrix(p: Tensor, x: Tensor, tau: Tensor, input: Tensor, dim: int) -> Tensor:
-    p = p.masked_fill(unanswerable(x, tau).unsqueeze(-1), math.nan).to(x.dtype)
+def _matrix(
+    x: Tensor,
+    tau: Tensor,
+    selected: Tensor | None,
+    F: CDF,
+    between: Callable[[Tensor], Tensor],
+    of_share: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The matrix (*batch, n, n) of places by entries, in parts of the places.
+
+    Args:
+        between: of the entries' distances z to n + 1 thresholds, what each of the n places between them gets.
+        of_share: the same of the share that an infinite entry has of a place.
+    """
+    hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
+    entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
+    bad = unanswerable(x, tau).unsqueeze(-1)
+
+    def part(start: int, stop: int) -> Tensor:
+        ends = slice(start, stop + 1)
+        z = standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None])
+        share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
+        p = torch.where(infinite, of_share(share), between(z))
+        return p.masked_fill(bad, math.nan).to(x.dtype)
+
+    return in_parts(part, x.shape[-1], x.numel())
+
+
+def _places_first(p: Tensor, input: Tensor, dim: int) -> Tensor:
     dim = arguments.check_dim(input, dim)
     return p if dim == max(input.dim(), 1) - 1 else p.movedim((-2, -1), (dim, dim + 1))

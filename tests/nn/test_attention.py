@@ -184,7 +184,7 @@ def leaves_of(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ..
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("khot.nn.attention.PART", 1)  # then a part has as many queries as a query has entries
+    monkeypatch.setattr("khot._core.parts.PART", 1)  # then a part has as many queries as a query has entries
 
 
 @each_call
@@ -193,7 +193,7 @@ def test_parts_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monke
     v = normal(2, 3, 13, 7, seed=9)
     results = []
     for part in (1 << 30, 1):
-        monkeypatch.setattr("khot.nn.attention.PART", part)
+        monkeypatch.setattr("khot._core.parts.PART", part)
         y = call(options, leaves)
         grads = torch.autograd.grad(y, leaves, v, create_graph=True, allow_unused=True)
         some = sum(g.square().sum() for g in grads if g is not None)

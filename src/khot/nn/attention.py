@@ -8,22 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.torch_internals import is_exporting, transforms_are_on
+from khot._core.parts import in_parts
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["TopKAttention", "topk_attention"]
-
-# Queries are taken in parts of so many scores, which are computed again in the backward pass.
-PART = 1 << 20
-# A compiled graph has at most so many parts, because each is a copy of the same code.
-COMPILED_PARTS = 16
 
 
 def topk_attention(
@@ -344,44 +338,24 @@ def _attend(
 ) -> Tensor:
     """The output, in parts of the queries."""
     length = query.shape[-2]
+    batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
 
-    def part(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+    def part(start: int, stop: int) -> Tensor:
         def of(x: Any, dim: int) -> Any:
             """The part of what may have an entry for each query."""
             per_query = isinstance(x, Tensor) and x.dim() >= -dim and x.shape[dim] == length > 1
-            return x.narrow(dim, start, query.shape[-2]) if per_query else x
+            return x.narrow(dim, start, stop - start) if per_query else x
 
+        queries = query[..., start:stop, :]
         weights = _weights(
-            query, key, of(top_k, -1), of(attn_mask, -2), is_causal, scale, of(tau, -1), cdf, hard, start
+            queries, key, of(top_k, -1), of(attn_mask, -2), is_causal, scale, of(tau, -1), cdf, hard, start
         )
         return F.dropout(weights, dropout_p) @ value
 
-    size = _queries_a_part(query, key)
-    if size >= length:
-        return part(query, key, value, 0)
-    parts = [
-        checkpoint(
-            part,
-            query[..., start : start + size, :],
-            key,
-            value,
-            start,
-            use_reentrant=False,
-            preserve_rng_state=dropout_p > 0,
-        )
-        for start in range(0, length, size)
-    ]
-    return torch.cat(parts, -2)
-
-
-def _queries_a_part(query: Tensor, key: Tensor) -> int:
-    length, keys, width = query.shape[-2], key.shape[-2], query.shape[-1]
-    if transforms_are_on() or is_exporting():
-        return length
-    batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
     # as many scores as the keys have entries do not count
-    size = max(PART // max(1, batch * keys), width)
-    return max(size, -(-length // COMPILED_PARTS)) if torch.compiler.is_compiling() else size
+    return in_parts(
+        part, length, batch * key.shape[-2], least=query.shape[-1], preserve_rng_state=dropout_p > 0
+    )
 
 
 def _weights(
