@@ -245,7 +245,8 @@ def test_gradcheck_in_both_modes(op: Operator) -> None:
 @every_differentiable
 def test_gradgradcheck(op: Operator) -> None:
     call, args = scalar_dims(op)
-    torch.autograd.gradgradcheck(call, args, check_fwd_over_rev=True, fast_mode=INTERPRETED)
+    # along random directions: whole Jacobians took a third of the time of this file
+    torch.autograd.gradgradcheck(call, args, check_fwd_over_rev=True, fast_mode=True)
 
 
 def scalar_dims(op: Operator) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -359,7 +360,7 @@ DYNAMIC = list({op.name: op for op in reversed(OPERATORS)}.values())
 
 @pytest.mark.parametrize(
     ("op", "dynamic"),
-    [(op, False) for op in OPERATORS] + [(op, True) for op in DYNAMIC],
+    [(op, False) for op in OPERATORS if op not in DYNAMIC] + [(op, True) for op in DYNAMIC],
     ids=lambda v: v.id if isinstance(v, Operator) else "dynamic" if v else "static",
 )
 def test_compile(op: Operator, dynamic: bool) -> None:

@@ -25,6 +25,9 @@ every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 every_differentiable = pytest.mark.parametrize(
     "op", [op for op in OPERATORS if op.differentiable], ids=lambda op: op.id
 )
+# what is done with numbers, and how much a trace widens, hardly depends on the CDF
+ONCE = list({op.name: op for op in reversed(OPERATORS)}.values())
+each_once = pytest.mark.parametrize("op", ONCE, ids=lambda op: op.id)
 every_mask = pytest.mark.parametrize("op", [op for op in OPERATORS if op.has_mask], ids=lambda op: op.id)
 
 TAU = [0.5, 1.0, 1.7]
@@ -121,7 +124,7 @@ def test_second_derivatives(op: Operator, device: single.Device) -> None:
     assert max(errors) <= 20 * max(ROUNDING[torch.float32], LOSSY.get(op.id, 0)), errors
 
 
-@every
+@each_once
 def test_numbers(op: Operator, device: single.Device) -> None:
     x, _, _ = arguments(op)
     for k in (op.k[1], torch.tensor(op.k[1], dtype=torch.float64)):  # a number, and a 0-dim tensor on the CPU
@@ -172,7 +175,10 @@ def test_vmap(op: Operator, device: single.Device) -> None:
     r"ignore:aten..where. an autograd kernel was not registered"
 )  # of "meta", in torch
 @pytest.mark.parametrize(
-    "op", [op for op in OPERATORS if op.name != "sorted_soft_topk"], ids=lambda op: op.id
+    "op",
+    [op for op in ONCE if op.name != "sorted_soft_topk"]
+    + [op for op in OPERATORS if op.name in ("soft_topk", "log_soft_topk") and op not in ONCE],
+    ids=lambda op: op.id,
 )
 def test_traced_for_the_device(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {single.NAME})
@@ -210,7 +216,7 @@ def test_hard_rows(cdf: str | cdfs.CDF, device: single.Device) -> None:
     n, generator = 5_000, torch.Generator().manual_seed(3)
     x = torch.stack([make(n, generator) for make in ROWS.values()])
     for tau in (1.0, 0.01):
-        for k in (0.5, 1, n / 100, n / 10 + 0.5, n / 2, n - 1, n - 0.5):
+        for k in (0.5, n / 100, n / 2 + 0.5, n - 1):
             want = khot.soft_topk(x.double(), k, tau=tau, cdf=cdf)
             got = device.fetch(khot.soft_topk(device.put(x), k, tau=tau, cdf=cdf)).double()
             assert (got - want).abs().max() <= 1e-6, (tau, k)
