@@ -1,10 +1,10 @@
 """Algorithm 1 beside SIMPLE (Figure 6, right, of sigmoid-topk): `python -m benchmarks.simple`.
 
-One k-hot sample of each row with its gradient, forward and backward together. SIMPLE's published programme is
-written anew from its description: log P(j of the first m trials) by dynamic programming, O(nk) and vectorised
+One k-hot sample of each row with its gradient, forward and backward together. SIMPLE's programme is written
+anew from its description: log P(j of the first m trials) by dynamic programming, O(nk) and vectorised
 over the rows and j; an exact sample, from the last trial back to the first; the marginals as the gradient of
 log P(k of n), which is what backward differentiates. khot's own `simple` has the same distribution and
-gradient in O(n). Nothing is reported if the programme's marginals are not those of khot.
+gradient in O(n). Unlike in the paper, nothing is compiled or precomputed. Nothing is reported if the programme's marginals are not those of khot.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHAPES = {(32, 100): 10, (32, 400): 40, (32, 1_600): 160}
 def counts(logits: Tensor, k: int) -> list[Tensor]:
     """For m = 0, ..., n: log P(j of the first m trials succeed), (rows, k + 1)."""
     yes, no = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
-    # −inf would make the gradient of logaddexp NaN
+    # with −inf the gradients would be NaN, and with logaddexp the second derivatives
     row = torch.full((len(logits), k + 1), -1e30, dtype=logits.dtype)
     row[:, 0] = 0
     rows = [row]
     for m in range(logits.shape[-1]):
         fewer = torch.nn.functional.pad(row[:, :-1], (1, 0), value=-1e30)
-        row = torch.logaddexp(row + no[:, m, None], fewer + yes[:, m, None])
+        row = torch.stack((row + no[:, m, None], fewer + yes[:, m, None])).logsumexp(0)
         rows.append(row)
     return rows
 
