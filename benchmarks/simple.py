@@ -4,7 +4,8 @@ One k-hot sample of each row with its gradient, forward and backward together. S
 anew from its description: log P(j of the first m trials) by dynamic programming, O(nk) and vectorised
 over the rows and j; an exact sample, from the last trial back to the first; the marginals as the gradient of
 log P(k of n), which is what backward differentiates. khot's own `simple` has the same distribution and
-gradient in O(n). Unlike in the paper, nothing is compiled or precomputed. Nothing is reported if the programme's marginals are not those of khot.
+gradient in O(n). Unlike in the paper, nothing is compiled or precomputed. Nothing is reported if the
+programme's gradient is not that of khot's marginals.
 """
 
 from __future__ import annotations
