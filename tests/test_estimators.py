@@ -186,7 +186,7 @@ def test_every_public_estimator_is_tested_here() -> None:
 # ---------------------------------------------------------------------------------------- straight_through
 
 
-@pytest.mark.parametrize("design", sampling.designs)
+@pytest.mark.parametrize("design", [name for name, d in sampling.designs.items() if d.fixed_size])
 def test_straight_through_draws_the_design_and_has_the_gradient_of_its_probabilities(design: str) -> None:
     logits = torch.randn(6, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
     k = torch.full((6,), 3.0, dtype=torch.float64, requires_grad=True)
@@ -510,7 +510,7 @@ def test_score_function_is_unbiased(baseline: str | None) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("design", ["conditional_poisson", "sampford"])
+@pytest.mark.parametrize("design", ["pareto", "conditional_poisson", "sampford"])
 def test_score_function_of_samples(design: str) -> None:
     """The same of real draws, one gradient for each pair."""
     pairs = 5_000
@@ -525,6 +525,36 @@ def test_score_function_of_samples(design: str) -> None:
     y = subsets(4, 2)
     probs = distributions.KHot(2, logits=theta, design=design).log_prob(y).exp()
     assert_mean(got, torch.autograd.grad(probs @ loss(y), theta)[0])
+
+
+@pytest.mark.parametrize("design", ["conditional_poisson", "sampford"])
+def test_the_score_of_the_product_of_inclusion_probabilities(design: str) -> None:
+    """Its gradient is f(x)(x − π), the sample by sample, and so its mean is Cov(f, x), by enumeration."""
+    theta = THETA.clone().requires_grad_()
+    y = subsets(4, 2)
+    probs = khot.sigmoid_topk(theta, 2)
+    law = distributions.KHot(2, logits=theta, design=design).log_prob(y).exp().detach()
+    product = sampling.designs["poisson"].log_prob
+    assert product is not None
+    torch.testing.assert_close(
+        product(y, probs), (y * probs.log() + (1 - y) * (1 - probs).log()).sum(-1), rtol=1e-13, atol=0
+    )
+    for f in (loss(y), torch.ones(len(y), dtype=torch.float64)):
+        surrogate = estimators.score_function(f, product(y, probs))
+        (got,) = torch.autograd.grad(law @ surrogate, theta, retain_graph=True)
+        centred = f - law @ f
+        torch.testing.assert_close(got, (law * centred) @ y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("design", ["poisson", "iterative_poisson"])
+@pytest.mark.parametrize("name", LEARN_SIZE)
+def test_designs_of_random_size_serve_only_where_the_size_is_learned(name: str, design: str) -> None:
+    with pytest.raises(ValueError, match=f"design must be one of fixed size .* but got '{design}'"):
+        sample_khot(THETA, 2, estimator=name, design=design)
+    x = sample_khot(THETA.expand(20_000, -1), estimator=name, design=design, generator=generator())
+    assert ((x == 0) | (x == 1)).all() and len(x.sum(-1).unique()) > 2
+    if design == "poisson":
+        assert_mean(x, torch.sigmoid(THETA))
 
 
 def test_leave_one_out_cuts_the_variance() -> None:

@@ -248,7 +248,7 @@ def agree(device: single.Device, function: Callable[..., Tensor], *args: Tensor,
     assert max(errors) <= 2e-6, errors
 
 
-@pytest.mark.parametrize("design", khot.sampling.designs)
+@pytest.mark.parametrize("design", [name for name, d in khot.sampling.designs.items() if d.fixed_size])
 def test_designs(design: str, device: single.Device) -> None:
     x = device.fetch(khot.sampling.sample(device.put(PROBS), design, sample_shape=(8,)))
     assert x.shape == (8, 2, 5)

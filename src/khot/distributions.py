@@ -202,12 +202,14 @@ class KHot(_KHotVectors):
         probs: π, (*batch, n), in [0, 1], each row summing to k, up to the tolerance of
             :class:`capped_simplex`.
         logits: instead of probs; (*batch, n), with π = σ_k(logits) (:func:`khot.sigmoid_topk`).
-        design: a name in :data:`khot.sampling.designs`. With ``"pareto"`` E[x] = π up to 2e-3.
+        design: a name in :data:`khot.sampling.designs`, of fixed size and with the given inclusion
+            probabilities. With ``"pareto"`` and ``"adjusted_conditional_poisson"`` E[x] = π up to 2e-3.
 
-    ``log_prob`` exists for designs in which it is tractable (conditional_poisson, sampford), ``entropy`` and
-    ``kl_divergence`` for conditional_poisson, and ``mode`` where it is known to be the k most probable units
-    (these two and pareto). All but mode are differentiable in probs or logits. With any other design they
-    raise NotImplementedError.
+    ``log_prob`` exists for designs in which it is tractable (pareto, conditional_poisson,
+    adjusted_conditional_poisson, sampford), ``entropy`` and ``kl_divergence`` for conditional_poisson, and
+    ``mode`` where it is known to be the k most probable units (pareto, conditional_poisson, sampford). All
+    but mode are differentiable in probs or logits.
+    With any other design they raise NotImplementedError.
 
     Raises:
         ValueError: probs that do not sum to k, k that is not an integer in [0, n], an unknown design, both or
@@ -238,7 +240,13 @@ class KHot(_KHotVectors):
         validate_args: bool | None = None,
     ) -> None:
         self.design = design
-        resolve(design)
+        found = resolve(design)
+        if not (found.fixed_size and found.close):
+            known = [name for name, other in sampling.designs.items() if other.fixed_size and other.close]
+            raise ValueError(
+                "design must be one of fixed size with the given inclusion probabilities "
+                f"({', '.join(map(repr, known))}), but got {design!r}"
+            )
         if (probs is None) == (logits is None):
             raise ValueError("one of probs and logits must be given, and not both")
         if logits is not None:

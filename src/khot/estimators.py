@@ -34,6 +34,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot.cdfs import CDF, CDFName
 from khot.sampling import DesignName, conditional_poisson
+from khot.sampling._lookup import resolve
 from khot.sampling._noise import gumbel_noise
 from khot.topk import soft_topk, topk_mask
 
@@ -84,12 +85,14 @@ def sample_khot(
             ====================  ===================  =======  =======  =====  ===========
             estimator             design               tau      cdf      hard   k
             ====================  ===================  =======  =======  =====  ===========
-            ``straight_through``  any                  –        any      –      any or None
-            ``second_order``      any                  yes      any      –      any or None
+            ``straight_through``  any*                 –        any      –      any or None
+            ``second_order``      any*                 yes      any      –      any or None
             ``gumbel``            –                    yes      any      yes    any
             ``simple``            conditional_poisson  –        –        –      an integer
             ``imle``              –                    yes      –        –      any
             ====================  ===================  =======  =======  =====  ===========
+
+            (*) If k is given, one of fixed size: not ``poisson`` or ``iterative_poisson``.
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
         tau: temperature > 0; see the estimator. None: 1.
@@ -176,6 +179,7 @@ def straight_through(
         >>> khot.estimators.straight_through(torch.tensor([9.0, -9.0, 9.0]), 2)
         tensor([1., 0., 1.])
     """
+    _check_size(design, k)
     x = _rows(logits, dim)
     probs = _inclusion_probs(x, k, cdfs.resolve(cdf))
     return _unrows(_through(_draw(probs, design, generator), probs), logits, dim)
@@ -220,6 +224,7 @@ def second_order(
         raise ValueError(
             "k must not require a gradient: second_order has none for it; k=None learns the size"
         )
+    _check_size(design, k)
     x = _rows(logits, dim)
     F = cdfs.resolve(cdf)
     probs = _inclusion_probs(x, k, F)
@@ -413,7 +418,11 @@ def score_function(
     Args:
         loss: f(x) of each sample. Independent samples from p lie along the first dim, and any batch dims
             follow. f is not differentiated with respect to x.
-        log_prob: log p(x) of the same samples, of the same shape, from the distribution that drew them.
+        log_prob: log p(x) of the same samples, of the same shape, from the distribution that drew them. Where
+            p is not tractable, the product of inclusion probabilities can take its place, which is
+            ``khot.sampling.designs["poisson"].log_prob(x, probs)``: with probs = σ_k(θ) its gradient in θ is
+            x − probs. It is biased, unless the units are independent; its mean is 0 with any exact design,
+            so that a constant in the loss still adds no bias.
         baseline: None for b = 0, or ``"leave_one_out"``: b is the mean loss of the other samples, which
             reduces the variance and adds no bias.
 
@@ -425,7 +434,7 @@ def score_function(
         TypeError: an argument that is not a floating-point tensor.
 
     Sources: Williams 1992; Kool, van Hoof, Welling 2019 (leave one out); Wijk, Vinuesa, Azizpour 2025,
-    section 2.4.
+    sections 2.4 and 3.
 
     Example:
         >>> logits = torch.zeros(4, requires_grad=True)
@@ -495,6 +504,12 @@ def _inclusion_probs(x: Tensor, k: Scalar | None, F: CDF, tau: Scalar = 1.0) -> 
 def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
     # a row of NaN draws nothing here; π − π.detach() makes it NaN again
     return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
+
+
+def _check_size(design: DesignName, k: Scalar | None) -> None:
+    if k is not None and not resolve(design).fixed_size:
+        fixed = ", ".join(repr(name) for name, other in sampling.designs.items() if other.fixed_size)
+        raise ValueError(f"design must be one of fixed size ({fixed}) where k is given, but got {design!r}")
 
 
 def _through(sample: Tensor, surrogate: Tensor) -> Tensor:

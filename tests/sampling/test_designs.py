@@ -19,6 +19,9 @@ from khot.sampling import _designs, _order, _phantom, designs, inclusion_probs, 
 FAILURE = 1e-6  # rate of each statistical test
 NAMES = list(designs)
 EXACT = [name for name in NAMES if designs[name].exact]
+FIXED = [name for name in NAMES if designs[name].fixed_size]
+CLOSE = [name for name in FIXED if designs[name].close]
+KNOWN = [name for name in NAMES if designs[name].exact or designs[name].marginals is not None]
 JOINT = [name for name in NAMES if designs[name].joint is not None]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 
@@ -134,7 +137,7 @@ def test_docs_list_every_design() -> None:
 
 
 @pytest.mark.parametrize("case", PROBS)
-@pytest.mark.parametrize("design", NAMES)
+@pytest.mark.parametrize("design", CLOSE)
 def test_inclusion(design: str, case: str) -> None:
     probs = PROBS[case]
     x = draws(probs, design, 100_000 // probs[..., 0].numel())
@@ -146,7 +149,7 @@ def test_inclusion(design: str, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROBS)
-@pytest.mark.parametrize("design", NAMES)
+@pytest.mark.parametrize("design", CLOSE)
 def test_inclusion_of_a_million(design: str, case: str) -> None:
     x = draws(PROBS[case].float(), design, 1_000_000)
     check_counts(x, inclusion_probs(PROBS[case], design))
@@ -247,7 +250,7 @@ def test_joint(design: str, case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("design", JOINT)
+@pytest.mark.parametrize("design", [name for name in JOINT if name in FIXED])
 def test_joint_sums(design: str) -> None:
     """Σ_j P(i, j) = k π_i in designs of fixed size."""
     probs = torch.stack([random_probs(30, 8, s, 1) for s in (0.1, 1, 5)])
@@ -284,7 +287,7 @@ def test_pivotal_correlation(design: str) -> None:
         assert excess[0, 1] < -0.01
 
 
-@pytest.mark.parametrize("design", NAMES)
+@pytest.mark.parametrize("design", FIXED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_and_shapes(design: str, dtype: torch.dtype) -> None:
     probs = torch.tensor([[[0.5, 0.5, 0.25, 0.75]], [[1, 0, 0.5, 0.5]]], dtype=dtype)
@@ -330,17 +333,19 @@ def test_ends(design: str) -> None:
     for row in ([0.0], [1.0], [0.0] * 5, [1.0] * 5, [1.0, 0.0, 1.0], []):
         probs = torch.tensor(row)
         assert torch.equal(sample(probs, design, sample_shape=(4,)), probs.expand(4, len(row)))
-        assert torch.equal(inclusion_probs(probs, design), probs)
+        if design in KNOWN:
+            assert torch.equal(inclusion_probs(probs, design), probs)
         if design in JOINT:
             assert torch.equal(joint_inclusion_probs(probs, design), probs.unsqueeze(-1) * probs)
     for shape in ((0, 4), (3, 0), (0,)):
         assert sample(torch.zeros(shape), design, sample_shape=(2,)).shape == (2, *shape)
     assert sample(torch.tensor(1.0), design, sample_shape=(2,)).tolist() == [1, 1]
     coin = draws(torch.tensor([0.3]), design, 20_000)
-    check_counts(coin, float64([0.3]))
+    if design in CLOSE:
+        check_counts(coin, float64([0.3]))
 
 
-@pytest.mark.parametrize("design", NAMES)
+@pytest.mark.parametrize("design", FIXED)
 def test_rounded_sums(design: str) -> None:
     """float32 rows that sum to 50 only nearly have 50 ones, always."""
     scores = torch.randn(200, 301, generator=torch.Generator().manual_seed(0))
@@ -353,12 +358,13 @@ def test_certain_units_among_many(design: str) -> None:
     probs = torch.tensor([1.0, 0.0] * 100 + [0.5] * 8 + [1.0] * 3)
     x = draws(probs, design, 200)
     assert (x[:, probs == 1] == 1).all() and (x[:, probs == 0] == 0).all()
-    assert (x.sum(-1) == 107).all()
+    if design in FIXED:
+        assert (x.sum(-1) == 107).all()
 
 
 @pytest.mark.parametrize("design", NAMES)
 def test_bad_probs(design: str) -> None:
-    for function in (sample, inclusion_probs):
+    for function in (sample, inclusion_probs) if design in KNOWN else (sample,):
         for bad in (1.5, -0.1, math.nan, math.inf):
             with pytest.raises(ValueError, match=r"probs must lie in \[0, 1\], but got"):
                 function(torch.tensor([0.5, bad]), design)

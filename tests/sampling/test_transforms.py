@@ -17,18 +17,17 @@ from khot.sampling import gumbel_topk
 
 Draw = Callable[[Tensor], Tensor]
 
+FIXED = [name for name, d in sampling.designs.items() if d.fixed_size]
+CLOSE = [name for name in FIXED if sampling.designs[name].close]
 DRAWS: dict[str, Draw] = {
     **{
         f"sample {name}": lambda x, name=name: sampling.sample(khot.sigmoid_topk(x, 3), name)
-        for name in sampling.designs
+        for name in FIXED
     },
-    **{
-        f"sample_khot {name}": lambda x, name=name: khot.sample_khot(x, 3, design=name)
-        for name in sampling.designs
-    },
+    **{f"sample_khot {name}": lambda x, name=name: khot.sample_khot(x, 3, design=name) for name in FIXED},
     **{
         f"KHot {name}": lambda x, name=name: KHot(3, logits=x, design=name, validate_args=False).sample()
-        for name in sampling.designs
+        for name in CLOSE
     },
     "exact": lambda x: sampling.sample(khot.sigmoid_topk(x, 3), adjust="exact"),
     "conditional_poisson.sample": lambda x: cp.sample(x, 3),
@@ -59,7 +58,7 @@ def test_vmap(name: str) -> None:
     assert fresh.shape == (16, 7) and len(fresh.unique(dim=0)) > 1
 
 
-@pytest.mark.parametrize("design", sampling.designs)
+@pytest.mark.parametrize("design", [*CLOSE, "poisson"])
 def test_vmap_draws_with_the_prescribed_marginals(design: str) -> None:
     torch.manual_seed(1)
     probs = khot.sigmoid_topk(rows(1, torch.float64)[0], 3)

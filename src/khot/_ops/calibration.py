@@ -6,6 +6,7 @@ solves Cov(θ) dθ = dprobs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from khot._ops.soft_topk import threshold_map
 from khot._ops.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.cdfs import Logistic
 
-__all__ = ["solve"]
+__all__ = ["conjugate_gradients", "solve"]
 
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
+LEAST = 1e-30  # of the squared residual, beside the first one
 
 
 def solve(probs: Tensor) -> Tensor:
@@ -71,7 +73,10 @@ class _Solve(Function):
 
     @staticmethod
     def forward(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _conjugate_gradients(theta, k, v)
+        trials = tilt_rows(theta, k)
+        _, pi, out = inclusion(trials)
+        free = (pi * out > 0) & theta.isfinite()
+        return conjugate_gradients(lambda u: covariance_product(trials, u), pi * out, free, v, LEAST)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -89,17 +94,25 @@ class _Solve(Function):
         return _Solve.apply(*in_front(info, in_dims, args)), 0
 
 
-def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Conjugate gradients, preconditioned by the variances: with many units, the covariances are small."""
-    trials = tilt_rows(theta, k)
-    _, pi, out = inclusion(trials)
-    variance = pi * out
-    free = (variance > 0) & theta.isfinite()
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], variance: Tensor, free: Tensor, v: Tensor, least: float
+) -> Tensor:
+    """u with Cu = v, for a matrix like a covariance: symmetric, semidefinite, that maps constants to 0.
+
+    Conjugate gradients, preconditioned by the variances: with many units, the covariances are small.
+
+    Args:
+        product: u -> Cu, for u (*batch, n).
+        variance: nearly the diagonal of C, (*batch, n).
+        free: which units take part; u is 0 for the others.
+        v: the right side, whose sum is 0 in each row.
+        least: the squared residual at which the iteration ends, as a part of the first one.
+    """
     variance = variance.masked_fill(~free, 1)
     total = variance.where(free, 0).sum(-1, keepdim=True).clamp(TINY)
 
     def precondition(r: Tensor) -> Tensor:
-        """Divide by the variances, and remove the constant, which Cov maps to 0 but rounding amplifies."""
+        """Divide by the variances, and remove the constant, which C maps to 0 but rounding amplifies."""
         u = (r / variance).masked_fill(~free, 0)
         mean = (u * variance).sum(-1, keepdim=True) / total
         return (u - mean).masked_fill(~free, 0)
@@ -108,12 +121,12 @@ def _conjugate_gradients(theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
     u = torch.zeros_like(r)
     d = precondition(r)
     rho = (r * d).sum(-1, keepdim=True)
-    least = 1e-30 * rho
+    enough = least * rho
     for _ in range(CONJUGATE_GRADIENTS):
-        active = rho > least
+        active = rho > enough
         if not bool(active.any()):
             break
-        image = covariance_product(trials, d)
+        image = product(d)
         alpha = (rho / (d * image).sum(-1, keepdim=True)).where(active, 0)
         u, r = u + alpha * d, r - alpha * image
         z = precondition(r)

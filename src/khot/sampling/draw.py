@@ -36,6 +36,9 @@ def sample(
 ) -> Tensor:
     """Random k-hot vectors with the given inclusion probabilities: E[x] = π and Σx = Σπ.
 
+    Two designs draw vectors of a random size, ``"poisson"`` and ``"iterative_poisson"``; with the latter and
+    with ``"repeated_poisson"`` E[x] is not π.
+
     Args:
         probs: π in [0, 1]. Units with 0 are never selected, units with 1 always. Where a row does not sum to
             an integer (up to n·eps of its dtype), Σx is ⌊Σπ⌋ or ⌈Σπ⌉, with probabilities that keep E[x] = π.
@@ -97,19 +100,27 @@ def inclusion_probs(probs: Tensor, design: DesignName = "pareto", dim: int = -1)
     """The inclusion probabilities P(x_i = 1) that :func:`sample` really has: π itself for an exact design.
 
     Args:
-        probs, design, dim: as for :func:`sample`.
+        probs, dim: as for :func:`sample`.
+        design: as for :func:`sample`, but not ``"iterative_poisson"``, whose probabilities are not tractable.
 
     Returns:
         Same shape and dtype as probs.
 
     Raises:
-        ValueError, TypeError, IndexError: as for :func:`sample`.
+        ValueError, TypeError, IndexError: as for :func:`sample`; ValueError also for the other design.
 
     Example:
         >>> khot.sampling.inclusion_probs(torch.tensor([0.5, 0.25, 0.25]))
         tensor([0.5000, 0.2500, 0.2500])
     """
-    marginals = resolve(design).marginals
+    found = resolve(design)
+    marginals = found.marginals
+    if marginals is None and not found.exact:
+        known = [name for name, other in designs.items() if other.exact or other.marginals is not None]
+        raise ValueError(
+            f"design must be one with known inclusion probabilities ({', '.join(map(repr, known))}), "
+            f"but got {design!r}"
+        )
     arguments.check_input(probs, "probs")
     dim = from_end(probs, dim)
     rows = to_last(probs.detach(), dim)

@@ -10,19 +10,40 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from khot.sampling._designs import brewer, conditional_poisson, pareto, pivotal, sampford, systematic
+from khot.sampling._designs import (
+    adjusted_conditional_poisson,
+    brewer,
+    conditional_poisson,
+    iterative_poisson,
+    pareto,
+    pivotal,
+    poisson,
+    repeated_poisson,
+    sampford,
+    systematic,
+)
 
 __all__ = ["Design", "DesignName", "designs"]
 
 DesignName = Literal[
-    "pareto", "conditional_poisson", "sampford", "brewer", "pivotal", "random_pivotal", "systematic"
+    "pareto",
+    "conditional_poisson",
+    "adjusted_conditional_poisson",
+    "sampford",
+    "brewer",
+    "pivotal",
+    "random_pivotal",
+    "poisson",
+    "repeated_poisson",
+    "iterative_poisson",
+    "systematic",
 ]
 """The names in :data:`designs`, which are the values of the argument ``design``."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """A distribution over k-hot vectors that is given by its inclusion probabilities.
+    """A distribution over vectors of zeros and ones that is given by its inclusion probabilities.
 
     All functions take probs (*batch, n) in float64. Each row sums to an integer k, up to rounding. Units of
     probability 0 and 1 are certain.
@@ -30,11 +51,16 @@ class Design:
     Attributes:
         description: what the design is, in one line.
         exact: whether the inclusion probabilities are the given ones, up to rounding.
-        draw: (probs, generator) -> bool (*batch, n), with k entries True in each row. Rows may be repeated by
-            expand().
-        log_prob: (value, probs) -> log p(value), (*batch); None where it is not tractable.
+        draw: (probs, generator) -> bool (*batch, n), with k entries True in each row if the size is fixed.
+            Rows may be repeated by expand().
+        log_prob: (value, probs) -> log p(value), (*batch), differentiable in probs; None where it is not
+            tractable.
         joint: probs -> P(i and j are both selected), (*batch, n, n); None where it is not tractable.
-        marginals: probs -> the true inclusion probabilities; None where they are the given ones.
+        marginals: probs -> the true inclusion probabilities; None where they are the given ones (exact), or
+            not tractable.
+        fixed_size: whether a draw has exactly k units. If not, only its expectation is near k, and what
+            promises k-hot vectors refuses the design.
+        close: whether the inclusion probabilities are the given ones within 2e-3.
     """
 
     description: str
@@ -43,6 +69,8 @@ class Design:
     log_prob: Callable[[Tensor, Tensor], Tensor] | None = None
     joint: Callable[[Tensor], Tensor] | None = None
     marginals: Callable[[Tensor], Tensor] | None = None
+    fixed_size: bool = True
+    close: bool = True
 
 
 designs: Mapping[DesignName, Design] = MappingProxyType(
@@ -51,7 +79,8 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
             "order sampling: one top-k of adjusted Pareto variables",
             False,
             pareto.draw,
-            joint=pareto.joint,
+            pareto.log_prob,
+            pareto.joint,
             marginals=pareto.marginals,
         ),
         "conditional_poisson": Design(
@@ -60,6 +89,14 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
             conditional_poisson.draw,
             conditional_poisson.log_prob,
             conditional_poisson.joint,
+        ),
+        "adjusted_conditional_poisson": Design(
+            "conditional Poisson with parameters by a formula",
+            False,
+            adjusted_conditional_poisson.draw,
+            adjusted_conditional_poisson.log_prob,
+            adjusted_conditional_poisson.joint,
+            adjusted_conditional_poisson.marginals,
         ),
         "sampford": Design(
             "one unit, then conditional Poisson for the others; no calibration",
@@ -71,6 +108,30 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
         "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
         "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
         "random_pivotal": Design("pivotal, shuffled for every draw", True, pivotal.draw_random_order),
+        "poisson": Design(
+            "independent trials; the size is random",
+            True,
+            poisson.draw,
+            poisson.log_prob,
+            poisson.joint,
+            fixed_size=False,
+        ),
+        "repeated_poisson": Design(
+            "independent trials, all of them again until the size is k",
+            False,
+            repeated_poisson.draw,
+            repeated_poisson.log_prob,
+            repeated_poisson.joint,
+            repeated_poisson.marginals,
+            close=False,
+        ),
+        "iterative_poisson": Design(
+            "independent trials and three corrections of the size, which stays random",
+            False,
+            iterative_poisson.draw,
+            fixed_size=False,
+            close=False,
+        ),
         "systematic": Design(
             "one uniform for all units; the order matters, low entropy",
             True,

@@ -15,9 +15,10 @@ from khot._kernels.reference.draws import adjusted
 from khot._ops import uniform as philox
 from khot._ops.draws import order_sample, pareto_sample
 from khot.sampling import _order as order
+from khot.sampling import conditional_poisson
 from khot.sampling._phantom import distinct, size
 
-__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "joint", "marginals"]
+__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "joint", "log_prob", "marginals"]
 
 LEAST = (
     2.5  # the least d for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it prefers 0.01 to 0.99
@@ -48,6 +49,17 @@ def marginals(probs: Tensor) -> Tensor:
     return order.inclusion(_parameters(probs), size(probs).double())[0]
 
 
+def log_prob(value: Tensor, probs: Tensor) -> Tensor:
+    """log P(S) under :func:`draw`, of the broadcast batch shape; −inf where S cannot be drawn.
+
+    P(S) is an integral over the largest ranking variable of S. It is computed numerically, for all S by the
+    same n coefficients. Differentiable in probs, twice.
+    """
+    theta, k = _live_parameters(probs), size(probs.detach()).double()
+    base = conditional_poisson.log_prob(value, theta, k)
+    return torch.where(base == -torch.inf, base, base + order.log_weight(value, theta, k))
+
+
 def joint(probs: Tensor) -> Tensor:
     """The joint inclusion probabilities of :func:`draw`."""
     return order.joint(_parameters(probs), size(probs).double())
@@ -60,6 +72,21 @@ def _parameters(probs: Tensor) -> Tensor:
     if bool(few.any()):
         rows = probs[few]
         theta[few] = order.calibrate(rows, size(rows).double())
+    return theta
+
+
+def _live_parameters(probs: Tensor) -> Tensor:
+    """As :func:`_parameters`, differentiable in probs; certain units stay out of the gradient."""
+    certain = (probs <= 0) | (probs >= 1)
+    variance = probs * (1 - probs)
+    d = variance.sum(-1, keepdim=True)
+    theta = torch.logit(probs.masked_fill(certain, 0.5)) - variance * (probs - 0.5) / d.clamp(min=LEAST) ** 2
+    theta = torch.where(certain, torch.where(probs > 0.5, torch.inf, -torch.inf), theta)
+    few = d.squeeze(-1) < LEAST
+    if bool(few.any()):
+        rows = probs[few]
+        theta = theta.clone()
+        theta[few] = order.solve(rows, size(rows.detach()).double())
     return theta
 
 

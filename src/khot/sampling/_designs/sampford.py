@@ -14,6 +14,7 @@ from torch import Tensor
 from khot._ops import uniform as philox
 from khot._ops.tilting import inclusion, mixture, tilt_rows
 from khot.sampling import conditional_poisson
+from khot.sampling._designs.poisson import log_odds
 from khot.sampling._halving import draw_rows, numbered
 
 __all__ = ["draw", "joint", "log_prob"]
@@ -22,7 +23,7 @@ __all__ = ["draw", "joint", "log_prob"]
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Bool k-subsets with inclusion probabilities probs: float64 (*batch, n), each row's sum an integer."""
     rows, which = numbered(probs)
-    odds, k, n = _log_odds(rows), _size(rows), rows.shape[-1]
+    odds, k, n = log_odds(rows), _size(rows), rows.shape[-1]
     # P(first unit is i) ∝ (1 − π_i)·P(i ∈ S) under the conditional Poisson design with these odds
     chance = ((1 - rows) * inclusion(tilt_rows(odds, k))[1]).cumsum(-1)
     total = chance[:, -1:]
@@ -45,7 +46,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def log_prob(value: Tensor, probs: Tensor) -> Tensor:
     """log P(S), of the broadcast batch shape, −inf where S cannot be drawn; differentiable in probs."""
-    odds, k = _log_odds(probs), _size(probs)
+    odds, k = log_odds(probs), _size(probs)
     left = 1 - probs
     chosen = value.bool()
     mean = (left * conditional_poisson.marginals(odds, k)).sum(-1)
@@ -61,7 +62,7 @@ def joint(probs: Tensor) -> Tensor:
     independent trials with probabilities r, which that design is a mixture of,
     E[x_i x_j w] = r_i r_j Σ_l d_l r_l + d_i r_i (1 − r_i) r_j + r_i d_j r_j (1 − r_j), where d = 1 − π.
     """
-    trials = tilt_rows(_log_odds(probs), _size(probs))
+    trials = tilt_rows(log_odds(probs), _size(probs))
     weight, r = mixture(trials)
     d = (1 - probs).unsqueeze(-2)
     w = (r * d).sum(-1)
@@ -72,14 +73,6 @@ def joint(probs: Tensor) -> Tensor:
     both = torch.where(mean == 0, product, both.real / mean.masked_fill(mean == 0, 1)).clamp(0, 1)
     diagonal = torch.eye(probs.shape[-1], dtype=torch.bool, device=probs.device)
     return torch.where(diagonal, probs.unsqueeze(-1), both)
-
-
-def _log_odds(probs: Tensor) -> Tensor:
-    certain = (probs <= 0) | (probs >= 1)
-    odds = torch.logit(
-        probs.masked_fill(certain, 0.5)
-    )  # certain units stay out of the gradient, which would be 0·inf
-    return torch.where(certain, torch.where(probs > 0.5, math.inf, -math.inf), odds)
 
 
 def _size(probs: Tensor) -> Tensor:
