@@ -14,8 +14,8 @@ from khot.nn.anneal import Anneal
 
 __all__ = ["FAR", "LeftSoft", "outside"]
 
-# The share of a selection outside of the hard one from which on a layer warns. In docs/make-it-learn.md, a
-# model that explains everything in train mode fails to explain 11 % of the variance in eval mode at this share.
+# The share of a selection outside of the hard one from which on a layer warns. At this share the model in
+# docs/make-it-learn.md, which explains all variance in train mode, misses a tenth of it in eval mode.
 FAR = 0.25
 ENTRIES = 2**16  # of a selection, at most, that are kept until eval(); one row if that has more
 ROUNDING = 1e-3  # how far the sum of a soft mask may lie above a whole number
