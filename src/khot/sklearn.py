@@ -215,4 +215,4 @@ def _train(features: Tensor, targets: Tensor, size: float, cost: Any, steps: int
         loss(predicted, targets[batch]).backward()
         optimizer.step()
         tau.step()
-    return gate.eval()
+    return gate

@@ -315,7 +315,7 @@ def test_in_eval_mode_a_code_does_not_depend_on_its_neighbours(options: dict[str
     torch.testing.assert_close(CALLS[call](sae, x.flip(0, 1)), want.flip(0, 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"tau": 0.2}, {"tau": 0.2, "hard": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tau": 0.1}, {"tau": 0.1, "hard": True}], ids=str)
 @pytest.mark.parametrize("k", [0.7, 2, 3])
 def test_in_eval_mode_inputs_get_k_latents_on_average(k: float, options: dict[str, object]) -> None:
     sae = trained(k, **options)

@@ -1,6 +1,8 @@
 """Layers that select: the operators as parts of a model, with the conventions of torch.nn.
 
-The selection is soft in train mode, so that it can be learned, and hard in eval mode. In a row in which fewer
+The selection is soft in train mode, so that it can be learned, and hard in eval mode. A layer warns, once, if
+training ends while the two are far apart: more than a quarter of the soft selection of the last step lies
+outside of the hard one. In a row in which fewer
 than k entries may be selected, all of them are selected.
 """
 

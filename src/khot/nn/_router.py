@@ -14,6 +14,7 @@ from khot._core import arguments
 from khot._core.torch_internals import save_in_exports
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, positive
 
 __all__ = ["Router", "Routing"]
@@ -42,7 +43,7 @@ class Routing(NamedTuple):
 save_in_exports(Routing, "khot.nn.Routing")
 
 
-class Router(nn.Module):
+class Router(LeftSoft):
     """The base of the routers: the scores, log softmax(Wx) over the experts, and the report of the load.
 
     Shape:

@@ -14,7 +14,10 @@ from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._core.torch_internals import is_transformed
 
-__all__ = ["Positive", "Value", "available", "current", "describe", "has_data", "positive"]
+__all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "has_data", "positive"]
+
+# After so many passes in train mode a layer was not just tried out: it was trained.
+SEVERAL = 10
 
 Value = float | nn.Module  # a module is called without arguments and returns the current number
 

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from khot._core import arguments
 from khot._core.precision import widen
 from khot._core.torch_internals import is_exporting
+from khot.nn._values import SEVERAL
 
 __all__ = ["Anneal", "ScheduleName"]
 
 ScheduleName = Literal["linear", "cosine", "exponential"]
 """The names of the schedules of :class:`Anneal`."""
-
-# After so many reads in train mode a schedule at its start was not just tried out: its steps were forgotten.
-SEVERAL = 10
 
 SCHEDULES: dict[ScheduleName, Callable[[float, float, Tensor], Tensor]] = {
     "linear": lambda a, b, t: a + (b - a) * t,

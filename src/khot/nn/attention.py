@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from khot._core.arguments import Scalar
 from khot._core.parts import in_parts
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, available, current, describe, positive
 
 __all__ = ["TopKAttention", "topk_attention"]
@@ -102,7 +104,7 @@ def topk_attention(
     return _attend(query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard)
 
 
-class TopKAttention(nn.MultiheadAttention):
+class TopKAttention(LeftSoft, nn.MultiheadAttention):
     """Multi-head attention in which every head of every query attends to its k best keys.
 
     ``torch.nn.MultiheadAttention`` with :func:`topk_attention` inside: the same parameters under the same
@@ -228,10 +230,13 @@ class TopKAttention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             weights = _weights(q, k, top_k, mask, False, None, tau, self.cdf, hard)
+            if self.training:
+                self._note(weights, top_k)
             output = F.dropout(weights, dropout) @ v
             weights = weights.mean(-3) if average_attn_weights else weights
         else:
-            output = _attend(q, k, v, top_k, mask, dropout, False, None, tau, self.cdf, hard)
+            note = self._note if self.training else None
+            output = _attend(q, k, v, top_k, mask, dropout, False, None, tau, self.cdf, hard, note)
         output = self.out_proj(output.transpose(1, 2).flatten(-2))
         if not batched:
             output, weights = output.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -335,6 +340,7 @@ def _attend(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    note: Callable[[Tensor, Scalar], None] | None = None,
 ) -> Tensor:
     """The output, in parts of the queries."""
     length = query.shape[-2]
@@ -350,6 +356,8 @@ def _attend(
         weights = _weights(
             queries, key, of(top_k, -1), of(attn_mask, -2), is_causal, scale, of(tau, -1), cdf, hard, start
         )
+        if note is not None and start == 0:
+            note(weights, top_k)
         return F.dropout(weights, dropout_p) @ value
 
     # as many scores as the keys have entries do not count

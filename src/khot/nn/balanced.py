@@ -118,6 +118,7 @@ class BalancedRouter(Biased, Router):
             # a batch without tokens says nothing, nor does an expert that is closed, or a NaN
             known = bias.isfinite() & (y.detach().sum() > 0)
             self.bias.copy_(torch.where(known, bias, self.bias))
+        self._note(y)
         selection = y.view_as(scores)
         return selection, selection * scores.exp()
 

@@ -85,6 +85,7 @@ class ExpertChoiceRouter(Router):
         k = torch.minimum((current(self.capacity) * n / self.num_experts).clamp(min=1), n).unsqueeze(-1)
         if self.training:
             selection = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, mask=mask)
+            self._note(selection)
         else:
             selection = topk.topk_mask(rows, k, mask=mask)
         return selection.mT, selection.mT * scores.exp()

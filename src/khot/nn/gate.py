@@ -18,13 +18,14 @@ from khot._core.torch_internals import without_modes
 from khot.budgets import budget_mask, soft_budget
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._left_soft import LeftSoft
+from khot.nn._values import Value, current, describe, has_data, positive
 from khot.sampling import DesignName
 
 __all__ = ["KHotGate"]
 
 
-class KHotGate(nn.Module):
+class KHotGate(LeftSoft):
     """A learned mask that is the same for every example: it selects the k of n features that a model needs.
 
     In train mode every example is multiplied by its own k-hot sample, drawn from the learned logits by
@@ -146,10 +147,27 @@ class KHotGate(nn.Module):
         check_width(input, self.n, self)
         if not self.training:
             return input * self.mask.to(input.dtype)
+        if self.logits.requires_grad and torch.is_grad_enabled() and has_data(self.logits):
+            self._note()
         if self.cost is not None:
             return input * self._shares().to(input.dtype)
         tau = None if self.tau is None else current(self.tau)
         return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
+
+    def _outside(self) -> float:
+        if not has_data(self.logits):
+            return math.nan
+        with torch.no_grad():
+            probs = self.probs.double()
+            rest = probs.masked_fill(self.mask > 0, 0)
+            # at any tau, a budget may pay a part of one feature
+            left = rest.sum() - (0 if self.cost is None else rest.max())
+            return (left / probs.sum()).item()
+
+    def _cure(self) -> str:
+        if self.cost is not None:
+            return super()._cure()
+        return "train it longer, or with a larger learning rate of its logits"
 
     def _shares(self) -> Tensor:
         assert self.cost is not None and self.k is not None  # _checked

@@ -12,12 +12,13 @@ from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices
 from khot.nn._export import to_onnx
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Positive, Value, available, current, describe, positive
 
 __all__ = ["SoftKNN"]
 
 
-class SoftKNN(nn.Module):
+class SoftKNN(LeftSoft):
     """A k-nearest-neighbour classifier whose choice of neighbours is soft, so that features can be trained.
 
     With the Euclidean distances d from a query to the templates, and their labels:
@@ -101,6 +102,7 @@ class SoftKNN(nn.Module):
         k = available(current(self.k), near)
         if self.training:
             A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
+            self._note(A)
         else:
             A = topk.topk_mask(near, k)
         votes = A.new_zeros(*A.shape[:-1], self.num_classes)

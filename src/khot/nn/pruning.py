@@ -19,6 +19,7 @@ from khot._core.precision import wide_dtype
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.budgets import budget_mask, soft_budget
 from khot.magnitude import soft_topk_magnitude
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude", "prune_n_m"]
@@ -240,7 +241,7 @@ def _plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
     return module.get_parameter(name)
 
 
-class _Pruned(nn.Module):
+class _Pruned(LeftSoft):
     """The parametrisation: the part of the group's selection that belongs to one member."""
 
     def __init__(self, group: _Group | _Blocks, index: int) -> None:
@@ -250,7 +251,26 @@ class _Pruned(nn.Module):
             setattr(self, key, value)
 
     def forward(self, weight: Tensor) -> Tensor:
+        first = self.index == 0  # it speaks for the group
+        if first and self.training and weight.requires_grad and torch.is_grad_enabled() and has_data(weight):
+            self._note()
         return self.group.part(self.index, hard=not self.training)
+
+    def _outside(self) -> float:
+        if not all(has_data(x) for x in self.group.originals()):
+            return math.nan
+        with torch.no_grad():
+            both = (self.group.select(hard)[0] for hard in (False, True))
+            soft, hard = (torch.cat([x.flatten() for x in parts]) for parts in both)
+        sizes = soft.double().abs()
+        total = sizes.sum().item()
+        return sizes[hard == 0].sum().item() / total if total else 0.0
+
+    def _title(self) -> str:
+        (module, name), *others = self.group.members
+        more = f" and {len(others)} more" * bool(others)
+        kind = type(module).__name__.removeprefix("Parametrized")
+        return f"The pruned {name} of {kind}{more} ({self.extra_repr()})"
 
     def extra_repr(self) -> str:
         return describe(**self.group.settings())
@@ -285,6 +305,10 @@ class _Blocks:
             tau = current(self.tau)
             kept = soft_topk_magnitude(blocks, self.n, dim=self.dim + 1, tau=tau, rescale=True)
         return kept.flatten(self.dim, self.dim + 1)
+
+    def originals(self) -> list[Tensor]:
+        [(module, name)] = self.members
+        return [module.parametrizations[name].original]  # type: ignore[union-attr, index]
 
     def settings(self) -> dict[str, Any]:
         return {"n": self.n, "m": self.m, "dim": self.dim, "tau": self.tau}

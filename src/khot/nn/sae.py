@@ -20,6 +20,7 @@ from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices, order
 from khot.nn._export import to_onnx
 from khot.nn._inputs import check_width
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["TopKSAE"]
@@ -30,7 +31,7 @@ UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
 
-class TopKSAE(nn.Module):
+class TopKSAE(LeftSoft):
     """A sparse autoencoder: it writes every input as a sum of at most k of n learned directions.
 
     With pre-activations a = W(x − b) + c and a selection y of k of them,
@@ -291,7 +292,10 @@ class TopKSAE(nn.Module):
         k = self._size(a, k) if self.batch else k
         if self.tau is None or not self.training:
             return topk.topk_mask(rows, k).view(a.shape)
-        return topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard).view(a.shape)
+        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
+        if wider == 1 and not self.hard:
+            self._note(y)
+        return y.view(a.shape)
 
     def _above(self, a: Tensor) -> Tensor:
         """The selection of eval mode with ``batch``: by the threshold, or together before there is one."""
@@ -370,6 +374,9 @@ class TopKSAE(nn.Module):
             found = torch.zeros_like(self.idle).scatter_add_(0, indices.flatten(), used.flatten().long())
             now = found > 0
         self.idle.copy_(torch.where(now, 0, self.idle + inputs))
+
+    def _cure(self) -> str:
+        return f"{super()._cure()}, set hard=True, or leave out tau"
 
     def _apply(self, fn: Any, recurse: bool = True) -> TopKSAE:
         threshold = self.threshold

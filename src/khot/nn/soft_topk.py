@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from khot import cdfs, topk
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
+from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Positive, Value, available, current, describe, positive
 
 __all__ = ["SoftTopK"]
 
 
-class SoftTopK(nn.Module):
+class SoftTopK(LeftSoft):
     """A k-hot mask of the largest entries: :func:`khot.soft_topk` in train mode, hard in eval mode.
 
     Args:
@@ -96,9 +97,14 @@ class SoftTopK(nn.Module):
         k = available(current(self.k), x)
         if self.training or self.soft_eval:
             y = topk.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
+            if self.training and not (self.hard or self.soft_eval):
+                self._note(y)
         else:
             y = topk.topk_mask(x, k)
         return arguments.unrows(y, input, self.dim)
+
+    def _cure(self) -> str:
+        return f"{super()._cure()}, or set hard=True"
 
     def extra_repr(self) -> str:
         values = describe(k=self.k, dim=self.dim, tau=self.tau, cdf=self.cdf)

@@ -111,6 +111,8 @@ class TokenChoiceRouter(Router):
         else:
             log_y = topk.topk_mask(biased, k).log()
         selection, weights = log_y.exp(), (scores + log_y).softmax(-1)
+        if self.training:
+            self._note(selection)
         if mask is not None:
             padding = ~mask.unsqueeze(-1)
             selection, weights = selection.masked_fill(padding, 0), weights.masked_fill(padding, 0)
