@@ -133,9 +133,11 @@ struct CountRows {
   ~CountRows() = default;
 };
 
-// Top-k in magnitude of s >= 0. The formulas are explained in khot/_kernels/reference/selection.py.
+// Top-k in magnitude of s >= 0, or of |x| with the signs of x. The formulas are explained in
+// khot/_kernels/reference/magnitude.py.
 struct Magnitude {
   double k, tau, p;
+  bool is_signed;   // the rows are x, y has its signs, and the gradients are those of x
   Threshold gamma;  // the value of the pooled block
 };
 
