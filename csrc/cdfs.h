@@ -7,7 +7,8 @@
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
-//   log_fits_float      log F in float has no larger error than z; log_slope(z, f) is then f/F
+//   log_fits_float      log F in float has no larger error than z. A pass over the scores then keeps
+//                       log_state(z), from which log_slope(state, f) has f/F and f; a state of 0 has zeros
 //   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
 //   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
 //                       are decided, and float has lost digits that matter
@@ -60,6 +61,11 @@ struct FullSupport {
   KHOT_INLINE TailDensity<R> split(Vec<R> z, Int<R> /*above*/) const {
     return F::template tail_density<R>(abs<R>(z));
   }
+  // The same in double with a relative error of 1e-11.
+  KHOT_INLINE TailDensity<double> split_close(VecD z) const { return F::tail_density_close(abs<double>(z)); }
+  static KHOT_INLINE TailDensity<double> tail_density_close(VecD a) {
+    return F::template tail_density<double>(a);
+  }
   template <class R>
   KHOT_INLINE Vec<R> value(Vec<R> z) const {
     const Vec<R> tail = F::template tail_density<R>(abs<R>(z)).tail;
@@ -105,6 +111,10 @@ struct Logistic : FullSupport<Logistic> {
     const Vec<R> tail = divide<R>(e, 1 + e);
     return {tail, tail - tail * tail};
   }
+  static KHOT_INLINE TailDensity<double> tail_density_close(VecD a) {
+    const VecD e = exp2_close(a * -kLog2E), tail = e * inverse_close(1 + e);
+    return {tail, tail - tail * tail};
+  }
   // f = e/(1 + e)^2, and 0 where that is below 1e-37.
   template <class R>
   KHOT_INLINE Vec<R> density(Vec<R> z) const {
@@ -115,9 +125,13 @@ struct Logistic : FullSupport<Logistic> {
       return f > 1e-37f ? f : VecF{};
     }
   }
-  // f/F, which is the derivative of log y in z, and f.
-  static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
-    const VecF e = exp2_held(z * -static_cast<float>(kLog2E)), y = inverse_1p(e), square = e * y * y;
+  template <class R>
+  KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
+    return (z > 0 ? Vec<R>{} : z) - log1p<R>(exp_minus<R>(abs<R>(z)));
+  }
+  static KHOT_INLINE VecF log_state(VecF z) { return exp2_held(z * -static_cast<float>(kLog2E)); }
+  static KHOT_INLINE VecF log_slope(VecF e, VecF& f) {
+    const VecF y = inverse_1p(e), square = e * y * y;
     f = square > 1e-37f ? square : VecF{};
     return e < 1 ? e * y : 1 - y;
   }
@@ -158,9 +172,14 @@ struct Laplace : FullSupport<Laplace> {
     const Vec<R> half = exp_minus<R>(a) / 2;
     return {half, half};
   }
-  static KHOT_INLINE VecF log_slope(VecF z, VecF& f) {
-    f = tail_density<float>(abs<float>(z)).density;
-    return z > 0 ? divide<float>(f, 1 - f) : splat(1.0f);
+  // f, with the sign of z.
+  static KHOT_INLINE VecF log_state(VecF z) {
+    const VecF f = tail_density<float>(abs<float>(z)).density;
+    return z > 0 ? f : -f;
+  }
+  static KHOT_INLINE VecF log_slope(VecF state, VecF& f) {
+    f = abs<float>(state);
+    return (IntF)state < 0 ? splat(1.0f) : divide<float>(f, 1 - f);
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {

@@ -114,9 +114,30 @@ struct BudgetBackwardRows {
   ~BudgetBackwardRows() = default;
 };
 
-// Top-k in magnitude of s >= 0. The formulas are explained in khot/_kernels/reference/selection.py.
+// The soft count at `levels` levels of each row (khot/_kernels/reference/soft_count.py).
+struct CountSpec : Spec {
+  int64_t levels;
+  bool centred;  // F is shifted to its median, so that a score counts itself as 1/2
+};
+
+struct CountRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual double level(int64_t row, int64_t j) const = 0;
+  virtual double grad(int64_t row, int64_t j) const = 0;               // backward only, as the two below
+  virtual void* grad_x(int64_t row) const = 0;                         // of x's dtype
+  virtual void put_tau(int64_t row, double grad_tau) const = 0;
+  virtual void put(int64_t row, int64_t j, double result) const = 0;  // the count, or dL/dlevel
+
+ protected:
+  ~CountRows() = default;
+};
+
+// Top-k in magnitude of s >= 0, or of |x| with the signs of x. The formulas are explained in
+// khot/_kernels/reference/magnitude.py.
 struct Magnitude {
   double k, tau, p;
+  bool is_signed;   // the rows are x, y has its signs, and the gradients are those of x
   Threshold gamma;  // the value of the pooled block
 };
 
@@ -143,6 +164,8 @@ struct Kernels {
   void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
   void (*budget)(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end);
   void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
+  void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
+  void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.

@@ -418,6 +418,36 @@ def test_bad_rows_are_nan_and_no_others(p: float, rescale: bool) -> None:
     assert soft_topk_magnitude(f64([INF, 1]), 0, p=p).isnan().all()
 
 
+@each_float
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 1.5, 3.0])
+@pytest.mark.parametrize("n", [1, 7, 64, 700, 5_000])
+def test_one_operator_with_signs_is_the_one_without(p: float, dtype: torch.dtype, n: int) -> None:
+    """A mask of ones takes the way by |x| and signs, and no mask that of one operator."""
+    x = normal(12, n, seed=n) * f64([0.1, 1, 30]).repeat(4)[:, None]
+    x[1::4] = x[1::4].round()
+    x[2::4, ::3] = -0.0
+    x[3, : n // 4] = -INF
+    x[5, n // 2] = NAN
+    x, v = x.to(dtype), normal(12, n, seed=1, dtype=dtype)
+    k = torch.tensor([0, 1, n // 2, n]).repeat_interleave(3)
+    results = []
+    for mask in (None, torch.ones((), dtype=torch.bool)):
+        leaves = [x.clone().requires_grad_(), f64([1.0, 0.2, 5.0, 1e-3]).repeat(3).requires_grad_()]
+        y = soft_topk_magnitude(leaves[0], k, tau=leaves[1], p=p, mask=mask)
+        results.append((y.detach(), *grad(y, leaves, v)))
+    (y, dx, dtau), (y_want, dx_want, dtau_want) = results
+    torch.testing.assert_close(y, y_want, rtol=0, atol=0, equal_nan=True)
+    # the pooled entries share a sum, which has the rounding errors of its terms
+    eps = max(torch.finfo(dtype).eps, 1e-12)
+    size = dx_want.double().nan_to_num().abs().amax(-1, keepdim=True)
+    assert dx.isnan().equal(dx_want.isnan())
+    assert ((dx.double() - dx_want.double()).nan_to_num().abs() <= eps * size).all()
+    torch.testing.assert_close(dtau, dtau_want, rtol=1e-9, atol=1e-9, equal_nan=True)
+    some = y != 0
+    some &= ~y.isnan()
+    assert torch.equal(y.signbit()[some], x.signbit()[some])
+
+
 # ------------------------------------------------------------------------- masks, tensors, dims, layout
 
 

@@ -494,6 +494,13 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, whole, hi, lo, tau, 1.5)
     cases.append(("sorted_soft_topk", ops.sorted_soft_topk.default, (x, 2, tau)))
     cases.append(("magnitude-backward", ops.soft_topk_magnitude_backward.default, backward))
+    for layout in (x, strided, expanded):
+        args = (layout, whole, tau, 1.5)
+        y, hi, lo = ops.magnitude_with_signs(*args)
+        cases.append(("magnitude_with_signs", ops.magnitude_with_signs.default, args))
+        grad = y.new_ones(1).expand(y.shape)
+        backward = (grad, torch.ones_like(lo), layout, y, whole, hi, lo, tau, 1.5)
+        cases.append(("signs-backward", ops.magnitude_with_signs_backward.default, backward))
     return cases
 
 

@@ -48,7 +48,8 @@ Tensor order_statistics(Tensor x, Tensor k) {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p) {
+std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, double p,
+                                              bool is_signed) {
   const std::vector<int64_t> batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor y = empty(s, s.sizes());
@@ -60,16 +61,17 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tenso
   double *const his = hi.mutable_data_ptr<double>(), *const los = lo.mutable_data_ptr<double>();
   const int64_t bytes = n * size_of(scores.dtype());
   each_row(product(batch), n, [&](int64_t row) {
-    Magnitude problem{ks(row), taus(row), p, {0, 0}};
+    Magnitude problem{ks(row), taus(row), p, is_signed, {0, 0}};
     kernels().magnitude(scores(row), n, problem, data + row * bytes);
     his[row] = problem.gamma.hi, los[row] = problem.gamma.lo;
   });
   return {y, hi, lo};
 }
 
-std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
-                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau,
-                                                        double p) {
+std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor& grad_lo, const Tensor& s,
+                                               const Tensor& y, const Tensor& k, const Tensor& hi,
+                                               const Tensor& lo, const Tensor& tau, double p,
+                                               bool is_signed) {
   const std::vector<int64_t> batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor grad_s = empty(s, s.sizes());
@@ -81,11 +83,31 @@ std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad
   double* const dtau = grad_tau.mutable_data_ptr<double>();
   const int64_t bytes = n * size_of(scores.dtype());
   each_row(product(batch), n, [&](int64_t row) {
-    const Magnitude problem{ks(row), taus(row), p, {his(row), los(row)}};
+    const Magnitude problem{ks(row), taus(row), p, is_signed, {his(row), los(row)}};
     dtau[row] = kernels().magnitude_backward(incoming(row), incoming_lo(row), scores(row), values(row), n,
                                              problem, data + row * bytes);
   });
   return {grad_s, grad_tau};
+}
+
+std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p) {
+  return magnitudes(s, k, tau, p, false);
+}
+
+std::tuple<Tensor, Tensor, Tensor> magnitude_with_signs(Tensor x, Tensor k, Tensor tau, double p) {
+  return magnitudes(x, k, tau, p, true);
+}
+
+std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
+                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau,
+                                                        double p) {
+  return magnitude_gradients(grad, grad_lo, s, y, k, hi, lo, tau, p, false);
+}
+
+std::tuple<Tensor, Tensor> magnitude_with_signs_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor y,
+                                                         Tensor k, Tensor hi, Tensor lo, Tensor tau,
+                                                         double p) {
+  return magnitude_gradients(grad, grad_lo, x, y, k, hi, lo, tau, p, true);
 }
 
 }  // namespace
@@ -96,4 +118,6 @@ STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));
   m.impl("soft_topk_magnitude_backward", TORCH_BOX(&khot::soft_topk_magnitude_backward));
+  m.impl("magnitude_with_signs", TORCH_BOX(&khot::magnitude_with_signs));
+  m.impl("magnitude_with_signs_backward", TORCH_BOX(&khot::magnitude_with_signs_backward));
 }

@@ -14,11 +14,14 @@ template <class I>
 struct Ordered {
   Dtype dtype;
   I infinity, one, nan;  // the bits of these numbers
+  I keep = static_cast<I>(-1);  // the bits of an entry that count: all, or for magnitudes all but the sign
 
   static constexpr I kMost = std::numeric_limits<I>::max(), kLeast = std::numeric_limits<I>::min();
 
   static I key(I bits) { return bits < 0 ? static_cast<I>(-(bits & kMost)) : bits; }
   static I bits(I key) { return key < 0 ? static_cast<I>(-key | kLeast) : key; }
+
+  I key_of_entry(I bits) const { return key(bits & keep); }
 
   // The number that a key stands for, and the key of a number after rounding to the dtype.
   double value(I key) const {
@@ -51,7 +54,7 @@ struct Ordered {
       // These have the width of the keys, so that the compiler vectorises the loop.
       I selectable = 0, pinned = 0, nans = 0;
       for (int i = 0; i < size; ++i) {
-        const I value = key(p[at + i]);
+        const I value = key_of_entry(p[at + i]);
         selectable += value != -infinity;
         pinned += value == infinity;
         nans |= (value > infinity) | (value < -infinity);
@@ -95,7 +98,7 @@ struct Ordered {
     const I* p = whole(row, n, keys);
     I least = kMost, most = kLeast;
     for (int64_t i = 0; i < n; ++i) {
-      const I value = keys[i] = key(p[i]);
+      const I value = keys[i] = key_of_entry(p[i]);
       const I chosen = -static_cast<I>(value >= cut.level);  // -1 or 0, which saves a branch
       const I above = (value & chosen) | (kMost & ~chosen), below = (value & ~chosen) | (kLeast & chosen);
       least = above < least ? above : least;

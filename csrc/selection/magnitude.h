@@ -141,27 +141,68 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
                      near ? -drop * kSlack : alone / kSlack, near ? -gap : out);
 }
 
+// What the rows of a problem are made of: entries s >= 0, or x with s = |x| and a sign.
+struct Signs {
+  IntD mask;
+  explicit Signs(const Magnitude& m) : mask(IntD{} + (m.is_signed ? ~Lanes<double>::kAbs : int64_t{0})) {}
+  KHOT_INLINE VecD of(VecD x) const { return (VecD)((IntD)x & mask); }
+  KHOT_INLINE VecD without(VecD x) const { return (VecD)((IntD)x & ~mask); }
+  KHOT_INLINE VecD times(VecD v, VecD sign) const { return (VecD)((IntD)v ^ (IntD)sign); }
+};
+
+// For p = 2, Y = (s - gamma)/tau, and an entry that is alone has y = s/(1 + tau).
+struct LinearBlock {
+  VecD y;  // Y, which is w as well
+  IntD alone, inside;
+  KHOT_INLINE LinearBlock(VecD s, const Magnitude& m, double inverse_tau) {
+    const VecD offset = (s - m.gamma.hi) - m.gamma.lo;
+    y = (offset > 0 ? offset : VecD{}) * inverse_tau;
+    alone = (y >= m.gamma.hi + m.gamma.lo) & (s >= 0);
+    inside = (y > 0) & ~alone;
+  }
+  // Whether 1/tau neither overflows nor loses digits.
+  static bool serves(const Magnitude& m, const Exponent& power) {
+    return power.whole == 1 && m.tau > 1e-300 && m.tau < 1e300;
+  }
+};
+
 inline void magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
   const Exponent power(m.p);
   bool constant = false;
   with_order(s.dtype, y, [&](auto order, auto* p) {
+    if (m.is_signed) order.keep = order.kMost;
     m.gamma = pooled(order, s, n, m, power, p);
     constant = !(m.gamma.hi < kHuge);
     if (constant) std::fill(p, p + n, std::isnan(m.gamma.hi) ? order.nan : 0);
   });
   if (constant) return;
-  map<double>(s, n, nullptr, y, s.dtype, [=](VecD v, int64_t, int) {
-    const Block block(v, m, power);
-    VecD drop;
-    return count(block.alone) == 0 ? block.y : block.alone ? power.alone(v, m.tau, drop) : block.y;
+  const Signs signs(m);
+  const Magnitude problem = m;
+  if (LinearBlock::serves(m, power)) {
+    const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
+    return map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
+      const VecD v = signs.without(x);
+      const LinearBlock block(v, problem, inverse_tau);
+      return signs.times(block.alone ? v * factor : block.y, signs.of(x));
+    });
+  }
+  map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
+    const VecD v = signs.without(x);
+    const Block block(v, problem, power);
+    VecD drop, value = block.y;
+    if (count(block.alone) > 0) value = block.alone ? power.alone(v, problem.tau, drop) : value;
+    return signs.times(value, signs.of(x));
   });
 }
 
 // dv/ds (own) and -dv/dtau (fall) of the entries that are alone, and dY/ds (rate) of the pooled ones.
 struct Rates {
-  Block block;
-  VecD own, fall, rate;
-  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Exponent& power) : block(s, m, power) {
+  VecD own, fall, rate, w;
+  IntD alone;
+  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Exponent& power) {
+    const Block block(s, m, power);
+    alone = block.alone;
+    w = block.inside | (block.w != block.w) ? block.w : VecD{};
     const VecD nothing = y != y ? y : VecD{};
     own = fall = rate = nothing;
     const IntD moves = block.alone & (s < kInfinity) & ((y > 0) | (power.whole == 1 ? IntD{} - 1 : IntD{}));
@@ -181,29 +222,47 @@ struct RateSums {
   }
 };
 
-inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                                 const Magnitude& m, void* grad_s) {
-  const Exponent power(m.p);
+// The same for p = 2, without divisions.
+struct LinearRates {
+  VecD own, fall, rate, w;
+  IntD alone;
+  KHOT_INLINE LinearRates(VecD s, VecD y, const Magnitude& m, double inverse_tau, double factor) {
+    const LinearBlock block(s, m, inverse_tau);
+    alone = block.alone;
+    const IntD moves = alone & (s < kInfinity);
+    own = moves ? splat(factor) : VecD{};
+    fall = moves ? y * factor : VecD{};
+    rate = block.inside ? splat(inverse_tau) : VecD{};
+    w = block.inside ? block.y : VecD{};
+  }
+};
+
+// Writes dL/ds and returns dL/dtau. rates(s, y) has own, fall, rate, w and alone of a vector. The second pass
+// reads y only if own or rate depends on it.
+template <class RatesOf>
+double magnitude_gradients(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                           const Magnitude& m, bool rates_need_y, void* grad_s, RatesOf rates) {
+  const Signs signs(m);
   auto at = [](const double* p, int i, int lanes) {
     return lanes == kWidth<double> ? load(p + i) : load_part(p + i, lanes, 0.0);
   };
+  // The lanes beyond the end are NaN, and stand for entries that may not be selected.
+  auto size_of = [=](VecD x) { return x != x ? splat(-kInfinity) : signs.without(x); };
   const RateSums sums =
       reduce<double, RateSums>(s, n, nullptr, [=](RateSums& sums, const double* p, int count, int64_t begin) {
         double y_buffer[kBlock], v_buffer[kBlock];
         const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
-        IntD alone{};
-        VecD mass{}, moment{}, shift{}, tau{};
-        vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-          const Rates r(x, at(ys, i, lanes), m, power);
-          const VecD v = at(vs, i, lanes), w = r.block.inside | (r.block.w != r.block.w) ? r.block.w : VecD{};
-          alone += r.block.alone;
+        VecD alone{}, mass{}, moment{}, shift{}, tau{};
+        vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
+          const auto r = rates(size_of(x), signs.without(at(ys, i, lanes)));
+          const VecD v = signs.times(at(vs, i, lanes), signs.of(x));
+          alone += r.alone ? splat(1.0) : VecD{};
           mass += r.rate;
-          moment += r.rate * w;
+          moment += r.rate * r.w;
           shift -= r.rate * v;
-          tau -= v * (r.fall + r.rate * w);
+          tau -= v * (r.fall + r.rate * r.w);
         });
-        sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
-        sums.mass += sum<double>(mass), sums.moment += sum<double>(moment);
+        sums.alone += sum<double>(alone), sums.mass += sum<double>(mass), sums.moment += sum<double>(moment);
         sums.shift += sum<double>(shift), sums.tau += sum<double>(tau);
       });
   // What gamma, which all pooled entries share, adds to the gradient of each.
@@ -211,15 +270,30 @@ inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, 
   double s_buffer[kBlock], y_buffer[kBlock], v_buffer[kBlock], results[kBlock + kWidth<double>];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - begin));
-    const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
-    vectors<double>(fetch(s, begin, count, s_buffer), count, -kInfinity, [&](VecD x, int i, int lanes) {
-      const Rates r(x, at(ys, i, lanes), m, power);
-      const VecD v = at(vs, i, lanes);
-      store(results + i, r.own * v + r.rate * (v + shift));
+    const double* p = fetch(s, begin, count, s_buffer);
+    const double *ys = rates_need_y ? fetch(y, begin, count, y_buffer) : p,
+                 *vs = fetch(grad, begin, count, v_buffer);
+    vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
+      const auto r = rates(size_of(x), signs.without(at(ys, i, lanes)));
+      const VecD sign = signs.of(x), v = signs.times(at(vs, i, lanes), sign);
+      store(results + i, signs.times(r.own * v + r.rate * (v + shift), sign));
     });
     put(grad_s, s.dtype, begin, count, results);
   }
   return sums.tau - shift * sums.moment;
+}
+
+inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                                 const Magnitude& m, void* grad_s) {
+  const Exponent power(m.p);
+  if (LinearBlock::serves(m, power) && !std::isnan(m.gamma.hi)) {
+    const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
+    return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s, [=](VecD s, VecD y) {
+      return LinearRates(s, y, m, inverse_tau, factor);
+    });
+  }
+  return magnitude_gradients(grad, grad_lo, s, y, n, m, true, grad_s,
+                             [=](VecD s, VecD y) { return Rates(s, y, m, power); });
 }
 
 }  // namespace khot::KHOT_ISA

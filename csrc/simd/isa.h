@@ -5,6 +5,7 @@
 #include "assign/pass.h"
 #include "budget/backward.h"
 #include "budget/forward.h"
+#include "counting/count.h"
 #include "kernels.h"
 #include "sampling/calibrate.h"
 #include "sampling/draws.h"
@@ -24,6 +25,8 @@ constexpr Kernels table(const char* name) {
           backward,
           budget,
           budget_backward,
+          soft_count,
+          soft_count_backward,
           assign_rows,
           topk_mask,
           order_statistics,

@@ -85,6 +85,45 @@ KHOT_INLINE VecF inverse(VecF b) {
 // 1/(1 + e) for 0 <= e < 2^128. From e = 2^126 on the result may be flushed to 0, as it is subnormal.
 KHOT_INLINE VecF inverse_1p(VecF e) { return inverse(e + 1); }
 
+// 2^v for v <= 0 with a relative error of 1e-11, where a threshold needs more digits than float has, but not
+// all digits of double: 2^(v/8) from a table and a polynomial of fifth degree.
+KHOT_INLINE VecD exp2_close(VecD v) {
+#if KHOT_VECTOR_BYTES == 64
+  constexpr double kEighths[] = {1.0,
+                                 1.0905077326652577,
+                                 1.1892071150027210,
+                                 1.2968395546510096,
+                                 1.4142135623730951,
+                                 1.5422108254079408,
+                                 1.6817928305074290,
+                                 1.8340080864093424};
+  // ln(2)^i/i!
+  constexpr double kTerms[] = {1.0,
+                               0.69314718055994531,
+                               0.24022650695910071,
+                               0.055504108664821580,
+                               0.0096181291076284772,
+                               0.0013333558146428443};
+  constexpr double kRound = 0x1.8p49;  // adding it rounds to a multiple of 1/8
+  const VecD held = clamp_below<double>(v, -1000), rounded = held + kRound, near = rounded - kRound;
+  const VecD root = (VecD)_mm512_maskz_permutexvar_pd(0xff, (__m512i)rounded, (__m512d)load(kEighths));
+  return (VecD)_mm512_maskz_scalef_pd(0xff, (__m512d)(polynomial(held - near, kTerms) * root), (__m512d)near);
+#else
+  return exp_minus<double>(v * -0.69314718055994530942);
+#endif
+}
+
+// 1/b for 1 <= b <= 2, to within a few ulp.
+KHOT_INLINE VecD inverse_close(VecD b) {
+#if KHOT_VECTOR_BYTES == 64
+  VecD r = (VecD)_mm512_maskz_rcp14_pd(0xff, (__m512d)b);
+  r = r * (2 - b * r);
+  return r * (2 - b * r);
+#else
+  return 1 / b;
+#endif
+}
+
 template <class R>
 KHOT_INLINE Vec<R> exp(Vec<R> x) {
   const Vec<R> e = exp_minus<R>(abs<R>(x));
@@ -104,7 +143,7 @@ KHOT_INLINE Vec<R> twice_artanh(Vec<R> s) {
 // log(1 + x) for -1/2 <= x <= 1, with full relative accuracy.
 template <class R>
 KHOT_INLINE Vec<R> log1p(Vec<R> x) {
-  return twice_artanh<R>(x / (2 + x));
+  return twice_artanh<R>(divide<R>(x, 2 + x));
 }
 
 // log(x) for x >= 0 that is not subnormal. It is -inf for 0 and NaN for x < 0.

@@ -16,6 +16,14 @@ bool float_carries(const Spec& spec, const C& F, Dtype dtype, double tau) {
          spec.output != Output::kThreshold && (spec.output != Output::kLog || C::log_fits_float);
 }
 
+// Whether float carries the search for the threshold of the row to where polish() takes over, and the
+// gradients of the threshold.
+template <class C>
+bool float_carries_threshold(const Spec& spec, const C& F, Dtype dtype, double tau) {
+  return C::full_support && F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&
+         spec.output == Output::kThreshold;
+}
+
 // Writes `value` to every entry of out, but at_infinity where x is the given infinity.
 template <class R>
 void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, double value, double at_infinity,

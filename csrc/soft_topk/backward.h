@@ -45,6 +45,13 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
       return fill_constant<float>(spec, grad_x, x.dtype, x, 0, 0, 0);
     }
   }
+  if (float_carries_threshold(spec, F, x.dtype, tau)) {
+    const double none = 0;
+    const ScoreDensity<float, C> density(F, t, tau);
+    if (backward_ordinary(spec, density, x, Row{&none, Dtype::kDouble, 0}, grad_lo, tau, grad_x, grad_k,
+                          grad_tau) == Gradients::kWritten)
+      return;
+  }
   if (spec.output != Output::kLog && tau > 1e-100 && tau < 1e100) {
     const double none = 0;
     const Row v = spec.output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad;
@@ -67,8 +74,9 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     };
     int64_t i = begin;
     constexpr int width = LaneBackward<C>::width;
-    if (spec.n > 0 && spec.n <= kShortRow && spec.output == Output::kValue && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+    const bool threshold = C::full_support && spec.output == Output::kThreshold;
+    if (spec.n > 0 && spec.n <= kShortRow && (threshold || spec.output == Output::kValue) &&
+        end - begin >= width && rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneBackward<C> together(spec, F);
       bool done[width];
       for (; i + width <= end; i += width) {

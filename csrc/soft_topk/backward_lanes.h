@@ -16,7 +16,8 @@ class LaneBackward {
  public:
   static constexpr int width = kWidth<float>;
 
-  LaneBackward(const Spec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)) {}
+  LaneBackward(const Spec& spec, const C& F)
+      : F_(F), n_(static_cast<int>(spec.n)), threshold_(spec.output == Output::kThreshold) {}
 
   // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first +
   // i are written; float does not carry the others.
@@ -48,7 +49,9 @@ class LaneBackward {
       tau[j] = static_cast<float>(own_tau), scale[j] = row.scale;
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       const float* x = fetch(source(first + j), 0, n_, x_);
-      const float* g = grads[j] = fetch(rows.grad(first + j), 0, n_, grads_ + j * kShortRow);
+      const double none = 0;  // the gradient of y where only t is wanted
+      const Row grad = threshold_ ? Row{&none, Dtype::kDouble, 0} : rows.grad(first + j);
+      const float* g = grads[j] = fetch(grad, 0, n_, grads_ + j * kShortRow);
       DensitySums<float> sums;
       vectors<float>(x, n_, -kInf<float>, [&](VecF v, int i, int lanes) {
         const bool whole = lanes == width;
@@ -78,6 +81,7 @@ class LaneBackward {
 
   C F_;
   int n_;
+  bool threshold_;
   alignas(KHOT_VECTOR_BYTES) float f_[kShortRow * width], grads_[kShortRow * width], x_[kShortRow];
 };
 

@@ -75,10 +75,14 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
                            double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   const FlushSubnormals flush;
   const ScoreDensity<float, C> density(F, t, tau);
-  auto slope = [=](VecF v, VecF z, VecF& f) {
-    const VecF u = v * C::log_slope(z, f);
-    return abs<float>(z) < kInf<float> ? u : VecF{};
+  // At an infinite score nothing moves.
+  auto state = [=](VecF x) {
+    const VecF z = density.standardized(x), value = C::log_state(z);
+    return abs<float>(z) < kInf<float> ? value : VecF{};
   };
+  // The states are kept in the place of the result between the passes, as in backward_ordinary().
+  const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= 1 << 18;
+  float* const kept = keep ? static_cast<float*>(grad_x) : nullptr;
   auto load_grad = [](const float* g, int i, int lanes) {
     return lanes == kWidth<float> ? load(g + i) : load_part(g + i, lanes, 0.0f);
   };
@@ -89,9 +93,11 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
         VecF f_sum{}, fz{};
         LongSum u_sum, uz;
         auto add = [&](VecF v, int i, int lanes) {
-          const VecF z = density.standardized(v);
+          const VecF z = density.standardized(v), now = state(v);
+          if (keep)
+            lanes == kWidth<float> ? store(kept + at + i, now) : store_part(kept + at + i, lanes, now);
           VecF f;
-          const VecF u = slope(load_grad(g, i, lanes), z, f);
+          const VecF u = load_grad(g, i, lanes) * C::log_slope(now, f);
           f_sum += f;
           fz += f > 0 ? f * z : VecF{};
           u_sum.add(u);
@@ -107,16 +113,16 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
   grad_k = s.fv / s.f - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
   const float offset = static_cast<float>(s.fv / s.f - grad_lo * tau / s.f);
-  const bool own = x.dtype == Dtype::kFloat;
+  const Row source = keep ? Row{grad_x, Dtype::kFloat, 1} : x;
   chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
     float from[kBlock], incoming[kBlock], results[kBlock];
     for (int64_t at = begin; at < end; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
-      const float *p = fetch(x, at, count, from), *g = fetch(grad, at, count, incoming);
+      const float *p = fetch(source, at, count, from), *g = fetch(grad, at, count, incoming);
       float* const target = own ? static_cast<float*>(grad_x) + at : results;
       vectors<float>(p, count, 0.0f, [&](VecF v, int i, int lanes) {
         VecF f;
-        const VecF u = slope(load_grad(g, i, lanes), density.standardized(v), f),
+        const VecF u = load_grad(g, i, lanes) * C::log_slope(keep ? v : state(v), f),
                    value = (u - f * offset) * density.scale;
         lanes == kWidth<float> ? store(target + i, value) : store_part(target + i, lanes, value);
       });

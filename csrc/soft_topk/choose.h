@@ -8,6 +8,7 @@
 #include "soft_topk/careful.h"
 #include "soft_topk/lanes.h"
 #include "soft_topk/ordinary.h"
+#include "soft_topk/polish.h"
 #include "soft_topk/wide.h"
 
 namespace khot::KHOT_ISA {
@@ -21,16 +22,29 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   auto in_float = [&] {
     {
       const FlushSubnormals flush;
-      if (OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).solve(k, goal, t, log ? nullptr : out))
+      OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
+      if (log ? solver.approach(k, goal, t, solver.kLastUnchecked) : solver.solve(k, goal, t, out))
         return true;
     }
     return WideSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, t, out, log);
+  };
+  auto threshold_in_float = [&] {
+    if constexpr (C::full_support) {
+      {
+        const FlushSubnormals flush;
+        if (!OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).approach(k, goal, t)) return false;
+      }
+      return polish(x, spec.n, tau, F, spec.inside, k, t);
+    }
+    return false;
   };
   bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (float_carries(spec, F, x.dtype, tau) && in_float()) {
     fast = true;
+  } else if (float_carries_threshold(spec, F, x.dtype, tau) && threshold_in_float()) {
+    return;
   } else {
     t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   }
@@ -54,7 +68,10 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     };
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
-    if (spec.n > 0 && spec.n <= kShortRow && spec.output == Output::kValue && end - begin >= width &&
+    const bool threshold = C::full_support && spec.output == Output::kThreshold;
+    const bool together = threshold || spec.output == Output::kValue ||
+                          (C::log_fits_float && spec.output == Output::kLog);
+    if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
         rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneSolver<C> lanes(spec, F);
       bool ordinary[width];
@@ -64,6 +81,13 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
           lanes.solve(rows, i, goal, ordinary);
         }
         for (int j = 0; j < width; ++j) {
+          if constexpr (C::full_support) {
+            if (threshold && ordinary[j]) {
+              Threshold t = lanes.threshold(j);
+              ordinary[j] = polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j), t);
+              rows.put(i + j, t);
+            }
+          }
           if (!ordinary[j]) one(i + j);
         }
       }

@@ -18,7 +18,12 @@ class LaneSolver {
  public:
   static constexpr int width = kWidth<float>;
 
-  LaneSolver(const Spec& spec, const C& F) : spec_(spec), F_(F), n_(static_cast<int>(spec.n)) {}
+  LaneSolver(const Spec& spec, const C& F)
+      : spec_(spec),
+        F_(F),
+        n_(static_cast<int>(spec.n)),
+        last_(static_cast<float>(spec.output == Output::kLog ? OrdinarySolver<C>::kLastUnchecked
+                                                             : C::last_step)) {}
 
   // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
   // ordinary.
@@ -36,11 +41,19 @@ class LaneSolver {
       lo_ = (before - hi_) + next;
       moved += h;
       const IntF far = C::value_from_odds ? abs<float>(moved) >= 1 : IntF{};  // the odds may overflow
-      pending = good_ & ((abs<float>(h) > kLast) | far);
+      pending = good_ & ((abs<float>(h) > last_) | far);
       if (!any(pending)) break;
       sums = again(any(good_ & far), moved);
     }
     good_ &= ~pending;
+    if (spec_.output == Output::kThreshold) {  // what is wanted is threshold()
+      for (int j = 0; j < width; ++j) ordinary[j] = good_[j] != 0;
+      return;
+    }
+    if (spec_.output == Output::kLog) {
+      write_logs();
+      return scatter(rows, first, ordinary);
+    }
     // A row whose y does not have the sum that is asked for is given back.
     const VecF miss = result(moved, sums);
     const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
@@ -48,9 +61,11 @@ class LaneSolver {
     scatter(rows, first, ordinary);
   }
 
+  // The threshold of row first + j, where that was ordinary.
+  Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
+
  private:
   static constexpr int kPasses = 6 + C::extra_passes;
-  static constexpr float kLast = C::last_step;
 
   struct LaneSums {
     VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the count misses k, and sums as in OrdinarySums
@@ -189,6 +204,16 @@ class LaneSolver {
     return write_values([=](int i) { return F.template value<float>(((*column(x_, i) - hi) - lo) * scale); });
   }
 
+  void write_logs() {
+    if constexpr (C::log_fits_float) {
+      const VecF scale = scale_, hi = hi_, lo = lo_;
+      for (int i = 0; i < n_; ++i) {
+        fetch_ahead<true>(to_, (n_ + i) * width);
+        *column(y_, i) = F_.template log_value<float>(((*column(x_, i) - hi) - lo) * scale);
+      }
+    }
+  }
+
   template <class Value>
   KHOT_INLINE VecF write_values(Value value) {
     BlockSum count;
@@ -222,6 +247,7 @@ class LaneSolver {
   Spec spec_;
   C F_;
   int n_;
+  float last_;
   const float *from_, *to_;
   double k_all_[width];
   VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{};

@@ -40,14 +40,21 @@ class OrdinarySolver {
   // Returns whether the row was ordinary. Then t is the threshold, and out, unless it is null, holds y, whose
   // sum is as near to k as promised.
   bool solve(double k, Goal& goal, Threshold& t, void* out) {
-    if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return false;
-    few_ = std::min(k, static_cast<double>(n_) - k);
-    double guess = kNan;
-    if (n_ >= kSampleFrom) guess = from_sample(k, goal);
-    if (!wide_ && !(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
-    if (wide_) return false;
-    return refine(guess, k, few_, t, out);
+    const double guess = first_guess(k, goal);
+    return !wide_ && refine(guess, k, few_, t, out);
   }
+
+  // Finds a threshold without y, by steps until one is at most `last`, in tau.
+  bool approach(double k, Goal& goal, Threshold& t, double last = C::last_step) {
+    const double guess = first_guess(k, goal);
+    if (wide_ || !(std::fabs(guess) < 1e30)) return false;
+    return solve_reading<C::value_from_odds>(guess, k, last, t);
+  }
+
+  // What is written at a threshold of approach() has no sum that could be checked, as log y, so that the last
+  // step has to be shorter.
+  static constexpr double kLastUnchecked =
+      C::full_support ? std::min(0.4 * C::last_step, 0.1) : std::min(C::last_step, 1e-4);
 
   // The same from a guess. few is min(k, n - k) over the entries that may be selected.
   bool refine(double guess, double k, double few, Threshold& t, void* out) {
@@ -72,12 +79,19 @@ class OrdinarySolver {
   static constexpr double kWide = 16;
   static constexpr int kPasses = 8 + C::extra_passes;
 
-  // Log y is written elsewhere and has no sum that could be checked, so that its last step has to be shorter.
-  static constexpr double kLastUnchecked = std::min(C::last_step, 1e-4);
-
   // Where F has a kink, only y itself tells whether a step was the last. It is written from a step of this
   // length on.
   static constexpr double kNear = 0.01;
+
+  // NaN where the row is not for this solver.
+  double first_guess(double k, Goal& goal) {
+    if (!(k > 0 && k < static_cast<double>(n_)) || !(tau_ > 1e-25 && tau_ < 1e25)) return kNan;
+    few_ = std::min(k, static_cast<double>(n_) - k);
+    double guess = kNan;
+    if (n_ >= kSampleFrom) guess = from_sample(k, goal);
+    if (!wide_ && !(std::fabs(guess) < 1e30)) guess = from_moments(row_, n_, k, goal);
+    return guess;
+  }
 
   static Threshold split(double t) {
     const double hi = static_cast<double>(static_cast<float>(t));
@@ -91,9 +105,14 @@ class OrdinarySolver {
            5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k * 0x1p-23);
   }
 
+  // Sums of y from the odds take less time than sums of tails, which leave float more digits.
+  template <bool kOdds = false>
   bool solve_reading(double t, double k, double last, Threshold& result) const {
     for (int pass = 0; pass < kPasses; ++pass) {
-      const double h = step_to(sum_tails(row_, n_, inside_, split(t)), k, static_cast<double>(n_));
+      OrdinarySums sums;
+      if constexpr (kOdds) sums = read(split(t));
+      if (!(kOdds && enough(sums))) sums = sum_tails(row_, n_, inside_, split(t));
+      const double h = step_to(sums, k, static_cast<double>(n_));
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_;
       if (std::fabs(h) <= last) {
@@ -101,6 +120,12 @@ class OrdinarySolver {
         return true;
       }
     }
+    return false;
+  }
+
+  // Whether a sum of y has the digits that matter; otherwise most entries are decided.
+  static bool enough(const OrdinarySums& sums) {
+    if constexpr (C::value_from_odds) return sums.S1 * C::decided_ratio > sums.C;
     return false;
   }
 
@@ -126,8 +151,7 @@ class OrdinarySolver {
     OrdinarySums sums = evaluate(split(t), out);
     double moved = 0;  // by how much t has moved since then, in tau
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool decided = !(sums.S1 * C::decided_ratio > sums.C);
-      const double h = decided ? kNan : step_to(sums, k, static_cast<double>(n_));
+      const double h = enough(sums) ? step_to(sums, k, static_cast<double>(n_)) : kNan;
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_, moved += h;
       const bool near = std::fabs(moved) < 1;  // otherwise the odds may overflow
@@ -213,6 +237,15 @@ class OrdinarySolver {
       const VecF e = exp2_held((hi - x) * scale + lo);
       lanes == kWidth<float> ? store(out + at, e) : store_part(out + at, lanes, e);
       return C::from_odds(e);
+    });
+  }
+
+  // The same sums, and nothing is stored.
+  OrdinarySums read(Threshold t) const {
+    const float hi = static_cast<float>(t.hi), scale = static_cast<float>(kLog2E / tau_);
+    const float lo = static_cast<float>(t.lo * kLog2E / tau_);
+    return sum_values(row_, -kInf<float>, [=](VecF x, int64_t, int) {
+      return C::from_odds(exp2_held((hi - x) * scale + lo));
     });
   }
 

@@ -14,7 +14,7 @@ from khot import cdfs
 from khot._core import arguments, precision
 from khot._core.arguments import Scalar
 from khot._ops.soft_count import count_above
-from khot._ops.soft_topk import thresholds
+from khot._ops.soft_topk import threshold_map, thresholds
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["inverse_soft_count", "soft_count"]
@@ -54,9 +54,11 @@ def soft_count(
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    at, scalar = _levels(at, "at", input, x, dim, low=-math.inf)
+    at, one = _levels(at, "at", input, x, dim, low=-math.inf)
+    if one:
+        at = at.unsqueeze(-1).expand(*x.shape[:-1], 1)
     count = count_above(x, at, tau, F).to(input.dtype)
-    return count.squeeze(-1) if scalar else count.movedim(-1, dim)
+    return count.squeeze(-1) if one else count.movedim(-1, dim)
 
 
 def inverse_soft_count(
@@ -88,21 +90,24 @@ def inverse_soft_count(
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    count, scalar = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
-    hi, lo = thresholds(x, count, tau, F)
+    count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
+    if one:
+        _, hi, lo = threshold_map(x, count, tau, F, "threshold")
+    else:
+        hi, lo = thresholds(x, count, tau, F)
     t = (hi + lo).to(input.dtype)
-    return t.squeeze(-1) if scalar else t.movedim(-1, dim)
+    return t if one else t.movedim(-1, dim)
 
 
 def _levels(
     value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
 ) -> tuple[Tensor, bool]:
-    """Levels as (*batch, m), and whether they were given as one per row."""
+    """The levels, and whether there is one per row: they broadcast with the batch then, otherwise they are
+    (*batch, m)."""
     if isinstance(value, Tensor):
         arguments.check_real(value, name)  # first, because nested tensors have no shape
     if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
-        level = arguments.per_row(value, name, x, low=low, high=high)
-        return level.unsqueeze(-1).expand(*x.shape[:-1], 1), True
+        return arguments.per_row(value, name, x, low=low, high=high), True
     arguments.check_has_values(value, name, input)
     levels = precision.on(x.device, value.movedim(dim, -1))
     if value.dim() != max(input.dim(), 1) or any(

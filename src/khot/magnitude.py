@@ -17,7 +17,7 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._ops.exponential import exponential
-from khot._ops.magnitude import magnitude, rescaled
+from khot._ops.magnitude import magnitude, magnitude_with_signs, rescaled
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
 
@@ -88,6 +88,14 @@ def soft_topk_magnitude(
             soft_topk_magnitude, input, k, dim, group, tau=tau, p=p, rescale=rescale, mask=mask
         )
     row = rows.named(group)
+    if mask is None and not rescale and row.here and isinstance(input, Tensor) and input.is_cpu:
+        # one operator, because |x|, the signs and their product would take longer than the kernel
+        _check_p(p)
+        x = arguments.rows(input, dim)
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), integer=True)
+        scale = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        y = magnitude_with_signs(x, arguments.detached(count), scale, float(p))
+        return arguments.unrows(y, input, dim)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _check_p(p)

@@ -18,7 +18,7 @@ from khot._core.precision import greatest, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import magnitude as kernels
 
-__all__ = ["magnitude", "rescaled"]
+__all__ = ["magnitude", "magnitude_with_signs", "rescaled"]
 
 
 def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,6 +32,13 @@ def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> t
     if row.here:
         return _magnitude(s, k, tau, p)
     return _reference_magnitude(s, k, tau, p, row.name)
+
+
+def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
+    """The same of |x|, with the signs of x, in one operator: |x| and the signs are no tensors. The value γ is
+    left out."""
+    y: Tensor = _with_signs(x, k, tau, p)[0]
+    return y
 
 
 def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row = HERE) -> Tensor:
@@ -85,6 +92,35 @@ class _Rule(Rule):
         arguments.explain_nan(outputs[1], s, k, tau, integer=True, count=count)
 
 
+class _SignedRule(_Rule):
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor) -> tuple[Any, ...]:
+        x, y, k, hi, lo, tau = ctx.saved_tensors
+        if by_kernel():
+            dx, dtau = _with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, ctx.p)
+        else:
+            sign = kernels.signs(x)
+            ds, dtau = _vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
+            dx = ds * sign
+        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, grad_tau, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
+        x, y, k, hi, lo, tau = ctx.saved_tensors
+        sign = kernels.signs(x)
+        ds = None if dx is None else dx * sign
+        dy, dlo = _jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
+        return dy * sign, None, dlo
+
+    @staticmethod
+    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        x, k, tau, _ = inputs
+        arguments.explain_nan(
+            outputs[1], x, k, tau, integer=True, count=lambda some: torch.full_like(some, x.shape[-1])
+        )
+
+
 def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float, group: str = "") -> tuple[Tensor, Tensor, Tensor]:
     hi = s.new_empty(s.shape[:-1], dtype=wide_dtype(s.device))
     return s.new_empty(s.shape), hi, torch.empty_like(hi)
@@ -108,6 +144,20 @@ _backward = define(
     "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
     "-> (Tensor, Tensor)",
     kernels.soft_topk_magnitude_backward,
+    _backward_fake,
+)
+_with_signs = define(
+    "magnitude_with_signs",
+    "(Tensor x, Tensor k, Tensor tau, float p) -> (Tensor, Tensor, Tensor)",
+    kernels.magnitude_with_signs,
+    _fake,
+    _SignedRule,
+)
+_with_signs_backward = define(
+    "magnitude_with_signs_backward",
+    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
+    "-> (Tensor, Tensor)",
+    kernels.magnitude_with_signs_backward,
     _backward_fake,
 )
 _reference_magnitude = define(

@@ -43,7 +43,8 @@ class _Rule(Rule):
             dx, dat, dtau = _soft_count_backward(grad, x, at, tau, *ctx.key, ctx.centred)
         else:
             dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred)
-        return dx, dat, dtau.sum_to_size(tau.shape).to(tau.dtype), None, None, None
+        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dat, grad_tau, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:

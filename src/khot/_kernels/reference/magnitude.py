@@ -16,9 +16,12 @@ from khot._kernels.reference.steps import DIGITS
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
 __all__ = [
+    "magnitude_with_signs",
+    "magnitude_with_signs_backward",
     "reference_soft_topk_magnitude",
     "reference_soft_topk_magnitude_backward",
     "soft_topk_magnitude",
+    "signs",
     "soft_topk_magnitude_backward",
     "unpooled",
 ]
@@ -51,6 +54,18 @@ def reference_soft_topk_magnitude(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`soft_topk_magnitude` of rows spread over the processes of ``group``."""
     return _magnitude(s, k, tau, p, rows.of(group))
+
+
+def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`soft_topk_magnitude` of |x|, with y of the signs of x."""
+    sign = signs(x)
+    y, hi, lo = _magnitude(x * sign, k, tau, p, HERE)
+    return (y * sign).contiguous(), hi, lo
+
+
+def signs(x: Tensor) -> Tensor:
+    """±1, also at ±0: unlike abs(x), x times its sign has a nonzero slope at 0."""
+    return torch.copysign(torch.ones_like(x), x.detach())
 
 
 class _Places(NamedTuple):
@@ -221,6 +236,23 @@ def soft_topk_magnitude_backward(
     dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
     """
     return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, HERE)
+
+
+def magnitude_with_signs_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """The same in x, of :func:`magnitude_with_signs`."""
+    sign = signs(x)
+    ds, dtau = _backward(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, p, HERE)
+    return (ds * sign).contiguous(), dtau
 
 
 def reference_soft_topk_magnitude_backward(

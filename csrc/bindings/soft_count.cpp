@@ -1,0 +1,93 @@
+// khot::soft_count and khot::soft_count_backward for the CPU: tensors in and out, rows shared among torch's
+// threads. The schemas are defined in khot/_ops.
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bindings/names.h"
+#include "bindings/tensors.h"
+#include "bindings/threads.h"
+
+namespace khot {
+namespace {
+
+struct Counts final : CountRows {
+  std::vector<int64_t> shape;  // (*batch, m)
+  int64_t m;
+  Rows scores;
+  RowScalars taus, levels;
+  std::optional<RowScalars> grads;
+  double *results = nullptr, *dtau = nullptr;
+  char* out_data = nullptr;
+  int64_t row_bytes = 0;
+
+  Counts(const Tensor& x, const Tensor& at, const Tensor& tau, const std::vector<int64_t>& batch)
+      : shape(batch),
+        m(at.size(at.dim() - 1)),
+        scores(x, batch),
+        taus(tau, batch),
+        levels(at, with_levels()) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  double level(int64_t row, int64_t j) const override { return levels(row * m + j); }
+  double grad(int64_t row, int64_t j) const override { return (*grads)(row * m + j); }
+  void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
+  void put(int64_t row, int64_t j, double value) const override { results[row * m + j] = value; }
+  void put_tau(int64_t row, double value) const override { dtau[row] = value; }
+
+ private:
+  const std::vector<int64_t>& with_levels() {
+    shape.push_back(m);
+    return shape;
+  }
+};
+
+CountSpec to_spec(const std::string& cdf, double shape, int64_t n, int64_t levels, bool centred) {
+  return {{find("cdf", cdf, kCdfs), shape, Output::kValue, n, nullptr}, levels, centred};
+}
+
+Tensor soft_count(Tensor x, Tensor at, Tensor tau, std::string cdf, double shape, bool centred) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  Counts rows(x, at, tau, batch);
+  const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);
+  Tensor out = empty(x, rows.shape, ScalarType::Double);
+  if (n == 0) return torch::stable::fill_(out, 0);
+  rows.results = out.mutable_data_ptr<double>();
+  share(spec, product(batch), [&](const CountSpec& spec, int64_t begin, int64_t end) {
+    kernels().soft_count(spec, rows, begin, end);
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Tensor at, Tensor tau,
+                                                       std::string cdf, double shape, bool centred) {
+  const std::vector<int64_t> batch = batch_of(x);
+  const int64_t n = x.size(x.dim() - 1);
+  Counts rows(x, at, tau, batch);
+  const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);
+  Tensor grad_x = empty(x, x.sizes());
+  Tensor grad_at = empty(x, rows.shape, ScalarType::Double);
+  Tensor grad_tau = empty(x, batch, ScalarType::Double);
+  if (n == 0) {
+    torch::stable::fill_(grad_at, 0), torch::stable::fill_(grad_tau, 0);
+  } else {
+    rows.grads.emplace(grad, rows.shape);
+    rows.results = grad_at.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
+    rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
+    rows.row_bytes = n * size_of(rows.scores.dtype());
+    share(spec, product(batch), [&](const CountSpec& spec, int64_t begin, int64_t end) {
+      kernels().soft_count_backward(spec, rows, begin, end);
+    });
+  }
+  if (at.scalar_type() != ScalarType::Double) grad_at = torch::stable::to(grad_at, at.scalar_type());
+  return {grad_x, grad_at, grad_tau};
+}
+
+}  // namespace
+}  // namespace khot
+
+STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("soft_count", TORCH_BOX(&khot::soft_count));
+  m.impl("soft_count_backward", TORCH_BOX(&khot::soft_count_backward));
+}

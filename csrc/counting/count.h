@@ -1,0 +1,243 @@
+// The soft count: C(b) = sum F((x_j - b)/tau) at one or more levels b of a row, and its gradients
+// (khot/_kernels/reference/soft_count.py).
+//
+// The row is read once per level forward. Backward it is read once for all levels, in blocks. The passes are
+// in float where that carries the row, with sums in double.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "soft_topk/apply.h"
+
+namespace khot::KHOT_ISA {
+
+// F and f as functions of x, at one level.
+template <class R, class C>
+struct Level {
+  C F;
+  R hi, lo, scale, scale_low, shift;
+
+  // The level and 1/tau are pairs of floats: an error of one float would be the same in every term, so that
+  // it would not average out in the sum.
+  Level(const C& F, double level, double tau, bool centred)
+      : F(F),
+        hi(static_cast<R>(level)),
+        lo(static_cast<R>((level - static_cast<double>(hi)) * factor() / tau)),
+        scale(static_cast<R>(factor() / tau)),
+        scale_low(static_cast<R>(factor() / tau - static_cast<double>(scale))),
+        shift(static_cast<R>(centred ? F.median : 0.0)) {}
+
+  KHOT_INLINE Vec<R> value(Vec<R> x) const {
+    if constexpr (kOdds) {
+      return C::from_odds(exp2_held(-scaled(x)));
+    } else if constexpr (C::full_support) {
+      return F.template value<R>(scaled(x));
+    } else {
+      return F.template value<R>(scaled(x) + shift);
+    }
+  }
+  // f, which is NaN where x is; and z, without the shift.
+  KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R>& z) const {
+    z = scaled(x) * static_cast<R>(1 / factor());
+    Vec<R> at = z;
+    if constexpr (!C::full_support) at += shift;
+    const Vec<R> f = F.template density<R>(at);
+    return z != z ? z : f;
+  }
+
+ private:
+  static constexpr bool kOdds = C::value_from_odds && sizeof(R) == 4;
+  static constexpr double factor() { return kOdds ? kLog2E : 1; }
+  KHOT_INLINE Vec<R> scaled(Vec<R> x) const {
+    const Vec<R> d = x - hi, far = d * scale;
+    if constexpr (sizeof(R) == 8) return far;
+    return far + (abs<R>(far) < R(1e30) ? d * scale_low - lo : Vec<R>{});
+  }
+};
+
+template <class C>
+bool count_in_float(const Spec& spec, const C& F, Dtype dtype, double tau, double level) {
+  return float_carries(spec, F, dtype, tau) && std::fabs(level) < 1e30 && std::fabs(level / tau) < 1e30;
+}
+
+struct CountTotal {
+  double sum = 0;
+  void operator+=(const CountTotal& o) { sum += o.sum; }
+};
+
+template <class R, class C>
+double count_row(const CountSpec& spec, const C& F, const Row& x, double tau, double level) {
+  const Level<R, C> at(F, level, tau, spec.centred);
+  return reduce<R, CountTotal>(x, spec.n, spec.inside,
+                               [=](CountTotal& s, const R* p, int count, int64_t) {
+                                 if constexpr (sizeof(R) == 4) {
+                                   LongSum total;
+                                   auto add = [&](Vec<R> v, int, int) { total.add(at.value(v)); };
+                                   vectors<R>(p, count, -kInf<R>, add, [&] { total.flush(); });
+                                   s.sum += sum<double>(total.total);
+                                 } else {
+                                   Vec<R> total{};
+                                   vectors<R>(p, count, -kInf<R>,
+                                              [&](Vec<R> v, int, int) { total += at.value(v); });
+                                   s.sum += sum<R>(total);
+                                 }
+                               })
+      .sum;
+}
+
+struct Infinities {
+  double up = 0, down = 0;
+  bool nan = false;
+  void operator+=(const Infinities& o) { up += o.up, down += o.down, nan |= o.nan; }
+};
+
+// At an infinite level only the infinite scores, or all but these, count. Where F is centred, a score counts
+// itself as 1/2.
+inline double count_at_infinity(const CountSpec& spec, const Row& x, double level) {
+  const Infinities found = reduce<double, Infinities>(
+      x, spec.n, spec.inside, [](Infinities& s, const double* p, int count, int64_t) {
+        for (int i = 0; i < count; ++i) {
+          s.up += p[i] == kInfinity, s.down += p[i] == -kInfinity, s.nan |= p[i] != p[i];
+        }
+      });
+  const double share = spec.centred ? 0.5 : 1;
+  if (found.nan) return kNan;
+  return level > 0 ? found.up * share : static_cast<double>(spec.n) - found.down * share;
+}
+
+// The rows [begin, end).
+inline void soft_count(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    using C = decltype(F);
+    const FlushSubnormals flush(rows.x(begin).dtype != Dtype::kDouble);
+    for (int64_t i = begin; i < end; ++i) {
+      const Row x = rows.x(i);
+      const double tau = rows.tau(i);
+      for (int64_t j = 0; j < spec.levels; ++j) {
+        const double level = rows.level(i, j);
+        if (!(tau > 0 && tau < kInfinity) || level != level) {
+          rows.put(i, j, kNan);
+        } else if (std::fabs(level) == kInfinity) {
+          rows.put(i, j, count_at_infinity(spec, x, level));
+        } else if (count_in_float(spec, F, x.dtype, tau, level)) {
+          rows.put(i, j, count_row<float, C>(spec, F, x, tau, level));
+        } else {
+          rows.put(i, j, count_row<double, C>(spec, F, x, tau, level));
+        }
+      }
+    }
+  });
+}
+
+struct CountGradients {
+  double f = 0, fz = 0;
+  void operator+=(const CountGradients& o) { f += o.f, fz += o.fz; }
+};
+
+// One level: writes dL/dx, and returns the sums of f and fz.
+template <class R, class C>
+CountGradients count_gradients_row(const CountSpec& spec, const C& F, const Row& x, double tau, double level,
+                                   double grad, void* grad_x) {
+  constexpr Dtype own_dtype = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+  const Level<R, C> at(F, level, tau, spec.centred);
+  const R factor = static_cast<R>(grad / tau);
+  const bool own = x.dtype == own_dtype;
+  return reduce<R, CountGradients>(
+      x, spec.n, spec.inside, [=](CountGradients& sums, const R* p, int count, int64_t begin) {
+        R results[kBlock];
+        R* const target = own ? static_cast<R*>(grad_x) + begin : results;
+        Vec<R> f_sum{}, fz_sum{};
+        vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
+          Vec<R> z;
+          const Vec<R> f = at.density(v, z), value = f * factor;
+          f_sum += f;
+          fz_sum += f != 0 ? f * z : Vec<R>{};  // z may be infinite
+          lanes == kWidth<R> ? store(target + i, value) : store_part(target + i, lanes, value);
+        });
+        sums.f += sum<R>(f_sum), sums.fz += sum<R>(fz_sum);
+        if (!own) put(grad_x, x.dtype, begin, count, results);
+      });
+}
+
+// Several levels: a block of the row meets all levels in turn. Their sum is in double, because there may be
+// as many levels as entries; only a few of them are added in float.
+template <class R, class C>
+void count_gradients_levels(const CountSpec& spec, const C& F, const Row& x, double tau,
+                            const double* levels, const double* grads, void* grad_x, CountGradients* sums) {
+  constexpr int64_t kTogether = 8;
+  std::vector<Level<R, C>> at;
+  at.reserve(spec.levels);
+  for (int64_t j = 0; j < spec.levels; ++j) at.emplace_back(F, levels[j], tau, spec.centred);
+  R buffer[kBlock], part[kBlock + kWidth<R>];
+  double total[kBlock];
+  for (int64_t begin = 0; begin < spec.n; begin += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, spec.n - begin));
+    const R* p = fetch(x, begin, count, buffer);
+    std::fill(total, total + count, 0.0);
+    for (int64_t first = 0; first < spec.levels; first += kTogether) {
+      std::fill(part, part + kBlock + kWidth<R>, R(0));
+      for (int64_t j = first; j < std::min(spec.levels, first + kTogether); ++j) {
+        const Level<R, C> level = at[j];
+        const R factor = static_cast<R>(grads[j] / tau);
+        Vec<R> f_sum{}, fz_sum{};
+        vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int) {
+          Vec<R> z;
+          const Vec<R> f = level.density(v, z);
+          f_sum += f;
+          fz_sum += f != 0 ? f * z : Vec<R>{};
+          store(part + i, load(part + i) + f * factor);
+        });
+        sums[j].f += sum<R>(f_sum), sums[j].fz += sum<R>(fz_sum);
+      }
+      for (int i = 0; i < count; ++i) total[i] += static_cast<double>(part[i]);
+    }
+    put(grad_x, x.dtype, begin, count, total);
+  }
+}
+
+inline void soft_count_backward(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end) {
+  with_cdf(spec, [&](auto F) {
+    using C = decltype(F);
+    const FlushSubnormals flush(rows.x(begin).dtype != Dtype::kDouble);
+    std::vector<double> levels(spec.levels), grads(spec.levels);
+    std::vector<CountGradients> sums(spec.levels);
+    for (int64_t i = begin; i < end; ++i) {
+      const Row x = rows.x(i);
+      const double tau = rows.tau(i);
+      bool in_float = true, good = tau > 0 && tau < kInfinity;
+      for (int64_t j = 0; j < spec.levels; ++j) {
+        levels[j] = rows.level(i, j), grads[j] = rows.grad(i, j), sums[j] = {};
+        if (std::fabs(levels[j]) == kInfinity) levels[j] = grads[j] = 0;  // nothing moves there
+        in_float &= count_in_float(spec, F, x.dtype, tau, levels[j]) && !(std::fabs(grads[j] / tau) > 1e30);
+        good &= levels[j] == levels[j];
+      }
+      if (!good) {
+        fill_constant<double>(spec, rows.grad_x(i), x.dtype, x, kNan, kNan, 0);
+        for (int64_t j = 0; j < spec.levels; ++j) rows.put(i, j, kNan);
+        rows.put_tau(i, kNan);
+        continue;
+      }
+      if (spec.levels == 1) {
+        void* const out = rows.grad_x(i);
+        sums[0] = in_float ? count_gradients_row<float, C>(spec, F, x, tau, levels[0], grads[0], out)
+                           : count_gradients_row<double, C>(spec, F, x, tau, levels[0], grads[0], out);
+      } else if (in_float) {
+        count_gradients_levels<float, C>(spec, F, x, tau, levels.data(), grads.data(), rows.grad_x(i),
+                                         sums.data());
+      } else {
+        count_gradients_levels<double, C>(spec, F, x, tau, levels.data(), grads.data(), rows.grad_x(i),
+                                          sums.data());
+      }
+      double grad_tau = 0;
+      for (int64_t j = 0; j < spec.levels; ++j) {
+        rows.put(i, j, -grads[j] * sums[j].f / tau);
+        grad_tau -= grads[j] * sums[j].fz / tau;
+      }
+      rows.put_tau(i, grad_tau);
+    }
+  });
+}
+
+}  // namespace khot::KHOT_ISA

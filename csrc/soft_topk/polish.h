@@ -1,0 +1,47 @@
+// The threshold itself to within about 1e-10 tau, from one that float carries: Newton's method in double, of
+// which one step is mostly enough.
+#pragma once
+
+#include <cmath>
+
+#include "soft_topk/guess.h"
+
+namespace khot::KHOT_ISA {
+
+struct RootSums {
+  double m = 0, tails = 0, f = 0;  // as OrdinarySums
+  void operator+=(const RootSums& o) { m += o.m, tails += o.tails, f += o.f; }
+};
+
+template <class C>
+RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, Threshold t) {
+  const double scale = 1 / tau;
+  return reduce<double, RootSums>(x, n, inside, [=](RootSums& sums, const double* p, int count, int64_t) {
+    VecD m{}, tails{}, f{};
+    vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
+      const VecD z = ((v - t.hi) - t.lo) * scale;
+      const IntD above = z > 0;
+      const TailDensity<double> at = F.split_close(z);
+      m += above ? splat(1.0) : VecD{};
+      tails += above ? -at.tail : at.tail;
+      f += at.density;
+    });
+    sums.m += sum<double>(m), sums.tails += sum<double>(tails), sums.f += sum<double>(f);
+  });
+}
+
+// Returns whether t is now as near to the root as promised.
+template <class C>
+bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, double k, Threshold& t) {
+  for (int pass = 0; pass < 3; ++pass) {
+    const RootSums s = root_sums(x, n, tau, F, inside, t);
+    const double h = ((s.m - k) + s.tails) / s.f;
+    if (!(std::fabs(h) < 0.1)) return false;
+    t.lo += h * tau;
+    // C'' is at most of the size of C', so that the error left is of the size of h^2.
+    if (std::fabs(h) < 1e-5) return true;
+  }
+  return false;
+}
+
+}  // namespace khot::KHOT_ISA

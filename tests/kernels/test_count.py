@@ -1,0 +1,170 @@
+"""The soft count and its inverse by the kernels in use, against the reference kernels in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot import _kernels as kernels
+from khot._kernels.reference import soft_count as counts
+from khot._kernels.reference import soft_topk as reference
+
+pytestmark = pytest.mark.skipif(
+    not kernels.active()["cpu"].startswith("compiled"), reason="the compiled kernels are not in use"
+)
+
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+INF, NAN = torch.inf, torch.nan
+
+
+def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of several kinds with a temperature each, and levels inside and outside of them."""
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(20, n, generator=g, dtype=torch.float64)
+    x[1] *= 50
+    x[2] = x[2].round()
+    x[3] = x[3].relu()
+    x[4] += 300
+    x[5] = torch.exp(3 * x[5]).clamp(max=6e4)
+    x[6, ::3], x[7, ::2], x[8, ::3], x[8, 1::3] = -INF, INF, INF, -INF
+    x[9] = -INF
+    x = x.to(dtype)
+    tau = torch.tensor([1.0, 0.3, 7.0, 0.01, 1.0]).double().repeat(4)
+    tau[12], tau[13] = 1e-30, 1e30  # float carries neither
+    finite = x.double().masked_fill(x.isinf(), 0)
+    at = finite.mean(-1, keepdim=True) + torch.tensor([0.0, -1.5, 4.0, 0.1, 30.0]).double() * tau[:, None]
+    return x, at, tau
+
+
+def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
+    same = (got == want) | (got.isnan() & want.isnan())
+    error = (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@every_cdf
+@every_dtype
+@pytest.mark.parametrize("n", [1, 5, 64, 300, 3_000])
+def test_counts_and_gradients_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
+    x, at, tau = rows(n, dtype)
+    # one entry of F in float; Power raises the error of z, and the normal tail has an absolute one
+    relative = 1e-13 if dtype == torch.float64 else 1.2e-6 if cdf == "power" else 4e-7
+    absolute = 1e-12
+    if dtype != torch.float64:  # at the edge of a support, z has an absolute error as well
+        absolute = n * {"normal": 2.5e-8, "uniform": 1e-10, "power": 1e-10}.get(cdf, 0) + 1e-12
+    ends = torch.tensor([INF, -INF]).double().expand(20, 2)
+    for levels, centred in itertools.product((at[:, :1], at, ends), (False, True)):
+        rest = (levels, tau, cdf, CDFS[cdf], centred)
+        got, want = torch.ops.khot.soft_count(x, *rest), counts.soft_count(x.double(), *rest)
+        assert got.dtype == torch.float64 and got.shape == levels.shape
+        compare(got, want, relative * want + absolute)
+
+        v = torch.randn(levels.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        found = torch.ops.khot.soft_count_backward(v, x, *rest)
+        wanted = counts.soft_count_backward(v, x.double(), *rest)
+        rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
+        # where z is large, f errs by z times the rounding of z
+        size = v.abs().sum(-1) / tau
+        compare(found[0], wanted[0].to(dtype), (20 * relative + rounding) * size[:, None] + 1e-12)
+        compare(found[1], wanted[1], 20 * relative * (n * size)[:, None] + 1e-12)
+        compare(found[2], wanted[2], 100 * relative * n * size + 1e-12)
+        assert [t.dtype for t in found] == [dtype, torch.float64, torch.float64]
+
+
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_is_not_a_number_stays_none(cdf: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4, dtype=dtype)
+    tau = torch.tensor([1.0, 0.0, -1.0, INF, 1.0], dtype=torch.float64)
+    for levels in (torch.zeros(5, 1), torch.tensor([[0.5, INF]]).repeat(5, 1)):
+        levels = levels.double()
+        levels[4, 0] = NAN
+        rest = (levels, tau, cdf, CDFS[cdf], False)
+        got = torch.ops.khot.soft_count(x, *rest)
+        compare(got, counts.soft_count(x.double(), *rest), 1e-6)
+        assert got[:, 0].isnan().all()
+        dx, dat, dtau = torch.ops.khot.soft_count_backward(torch.ones_like(levels), x, *rest)
+        assert dx[0, 1].isnan() and dx[1:].isnan().all()
+        assert dat[:, 0].isnan().all() and dtau.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_layouts_and_broadcasting(dtype: torch.dtype) -> None:
+    base = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tau = torch.tensor([[0.5], [2.0]], dtype=torch.float64)
+    for x in (base.T[:6], base[:, ::2], base[:1].expand(6, 40), base[:, :1].expand(6, 9), base[:, 3:20]):
+        x = x.unflatten(0, (2, 3))
+        for m in (1, 4):
+            at = torch.linspace(-1, 1, 3 * m).view(3, m).expand(2, 3, m)
+            rest = (at, tau, "logistic", 0.0, False)
+            got = torch.ops.khot.soft_count(x, *rest)
+            assert torch.equal(got, torch.ops.khot.soft_count(x.contiguous(), *rest))
+            compare(got, counts.soft_count(x.double(), *rest), 1e-5)
+            one = torch.ones((), dtype=torch.float64).expand(got.shape)  # what sum() sends back: stride 0
+            found = torch.ops.khot.soft_count_backward(one, x, *rest)
+            again = torch.ops.khot.soft_count_backward(one.contiguous(), x.contiguous(), *rest)
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            assert found[1].dtype == at.dtype and found[0].is_contiguous()
+    for shape in ((0, 5), (3, 0)):
+        x, at = torch.randn(shape, dtype=dtype), torch.zeros(shape[0], 2, dtype=torch.float64)
+        one = torch.ones((), dtype=torch.float64)
+        assert torch.equal(torch.ops.khot.soft_count(x, at, one, "normal", 0.0, False), at)
+        dx, dat, dtau = torch.ops.khot.soft_count_backward(at, x, at, one, "normal", 0.0, False)
+        assert dx.shape == shape and torch.equal(dat, at) and torch.equal(dtau, at[:, 0])
+
+
+@every_cdf
+def test_threads_do_not_change_a_bit(cdf: str) -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found = []
+            for shape, m in (((37, 64), 1), ((37, 64), 3), ((1, 400_000), 1)):
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+                at = torch.linspace(-1, 1, m, dtype=torch.float64).expand(shape[0], m)
+                rest = (x, at, torch.tensor(0.7).double(), cdf, CDFS[cdf], False)
+                found += [
+                    torch.ops.khot.soft_count(*rest),
+                    *torch.ops.khot.soft_count_backward(at + 2, *rest),
+                ]
+            results.append(found)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("n", [3, 64, 256, 1_000, 70_000])
+def test_thresholds_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
+    """To more digits than float has: the search in float is followed by a step in double."""
+    g = torch.Generator().manual_seed(n)
+    count = 4 if n > 10_000 else 37
+    x = torch.randn(count, n, generator=g) * torch.linspace(0.1, 6, count)[:, None]
+    x[1::4] = x[1::4].round() + 20
+    x[2::4, ::3] = -INF
+    x = x.to(dtype)
+    k = torch.linspace(0.3, (x > -INF).sum(-1).min() - 0.3, count, dtype=torch.float64)
+    for scale in (1.0, 0.02):
+        tau = torch.tensor(scale, dtype=torch.float64)
+        empty, hi, lo = torch.ops.khot.soft_topk(x, k, tau, cdf, 0.0, "threshold")
+        _, want_hi, want_lo = reference.soft_topk(x.double(), k, tau, cdf, 0.0, "threshold")
+        want = want_hi + want_lo
+        assert empty.shape == (count, 0)
+        compare(hi + lo, want, 1e-9 * tau + 1e-14 * want.abs())
+        grad_lo = torch.linspace(-1, 2, count, dtype=torch.float64)
+        rest = (hi, lo, tau, cdf, 0.0, "threshold")
+        got = torch.ops.khot.soft_topk_backward(empty, grad_lo, x, *rest)
+        wanted = reference.soft_topk_backward(empty.double(), grad_lo, x.double(), *rest)
+        info = torch.finfo(dtype)
+        for a, b in zip(got, wanted, strict=True):
+            size = b.abs().amax(-1, keepdim=True) + 1e-6
+            compare(a, b, (2e-5 + info.eps) * size + info.tiny * info.eps)
