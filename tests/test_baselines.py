@@ -30,6 +30,11 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "pav-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, **o),
     "pav-magnitude": lambda *a, **o: baselines.pav_topk(*a, magnitude=True, **o),
     "pav-magnitude-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, magnitude=True, **o),
+    "generic_pav": lambda *a, **o: baselines.generic_pav_topk(*a, p=1.5, **o),
+    "generic_pav-magnitude": lambda *a, **o: baselines.generic_pav_topk(*a, p=1.2, magnitude=True, **o),
+    "block_ascent-magnitude": lambda *a, **o: baselines.block_ascent_topk(
+        *a, **{"p": 1.5, "magnitude": True, "iterations": 40, **o}
+    ),
     "dykstra": baselines.dykstra_topk,
     "dykstra-magnitude": lambda *a, **o: baselines.dykstra_topk(*a, magnitude=True, **o),
 }
@@ -48,6 +53,9 @@ relaxed_sorts = pytest.mark.parametrize("name", ["neuralsort", "softsort"])
 def call(name: str, x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
     scale = "epsilon" if name == "sinkhorn" else "tau"
     return CALLS[name](x, k, **{scale: tau}, **options)
+
+
+TIES = torch.tensor([[2.0, 1, 1, 1, 0, -1]], dtype=torch.float64)
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
@@ -94,6 +102,36 @@ def test_dykstra_agrees_with_khot_once_converged(magnitude: bool, k: int) -> Non
     want = value_and_gradients(lambda x, t: reference(x, k, tau=t), x, tau)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, 1e-9)
+
+
+ANY_P = [("generic_pav_topk", p) for p in (1.15, 4 / 3, 1.5, 2.0, 3.0)]
+ANY_P += [("block_ascent_topk", p) for p in (1.15, 1.5, 3.0)]
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize(("name", "p"), ANY_P)
+def test_methods_for_any_p_agree_with_khot(name: str, p: float, magnitude: bool) -> None:
+    """Values, and gradients by Proposition 7, for mask and magnitude; equal scores are pooled, too."""
+    x = torch.cat((scores(4, 6) * torch.linspace(0.3, 3, 4).double()[:, None], TIES))
+    k, tau = torch.tensor([1, 3, 3, 5, 2]), torch.tensor([0.5, 1, 1.7, 3, 0.8], dtype=torch.float64)
+    options = {"iterations": 80} if name == "block_ascent_topk" else {}
+    method = getattr(baselines, name)
+    reference = khot.soft_topk_magnitude if magnitude else khot.sparse_topk
+    got = value_and_gradients(lambda x, t: method(x, k, tau=t, p=p, magnitude=magnitude, **options), x, tau)
+    want = value_and_gradients(lambda x, t: reference(x, k, tau=t, p=p), x, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a[:4], b[:4], 1e-6)
+    oracle = oracles.magnitude_pav if magnitude else oracles.mask_pav
+    assert_close(got[0][4], torch.from_numpy(oracle(TIES[0], 2, 0.8, p)), 1e-6)
+
+
+def test_block_ascent_has_the_iterates_of_dykstra_for_p_2() -> None:
+    """Tibshirani 2017: they are the same in the Euclidean case, stopped early as well."""
+    x = scores(5, 9)
+    for iterations, magnitude in ((1, True), (2, False), (5, True)):
+        options = {"iterations": iterations, "magnitude": magnitude, "tau": 1.3}
+        ascent = baselines.block_ascent_topk(x, 4, **options)
+        assert_close(ascent, baselines.dykstra_topk(x, 4, **options), 1e-12)
 
 
 @pytest.mark.parametrize("p", [2, 4 / 3])

@@ -288,6 +288,13 @@ ROWS: dict[str, Row] = {
     "khot.baselines.sinkhorn_topk": Row(
         baselines.sinkhorn_topk, {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5}
     ),
+    "khot.baselines.generic_pav_topk": Row(
+        baselines.generic_pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}
+    ),
+    "khot.baselines.block_ascent_topk": Row(
+        baselines.block_ascent_topk,
+        {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0, "iterations": 5},
+    ),
     "khot.baselines.pav_topk": Row(baselines.pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}),
     "khot.baselines.dykstra_topk": Row(
         baselines.dykstra_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "iterations": 5}

@@ -5,7 +5,9 @@ the sources describe: there are no masks, an infinite score may give NaN, k has 
 :func:`rescaled_sigmoid_topk`), and :func:`torch.compile` and :func:`torch.func.vmap` are not supported.
 """
 
+from khot.baselines.isotonic import block_ascent_topk as block_ascent_topk
 from khot.baselines.isotonic import dykstra_topk as dykstra_topk
+from khot.baselines.isotonic import generic_pav_topk as generic_pav_topk
 from khot.baselines.isotonic import pav_topk as pav_topk
 from khot.baselines.relaxed_sort import neuralsort_permutation as neuralsort_permutation
 from khot.baselines.relaxed_sort import neuralsort_topk as neuralsort_topk
@@ -18,7 +20,9 @@ from khot.baselines.softmax import masked_softmax_topk as masked_softmax_topk
 from khot.baselines.softmax import sequential_softmax_topk as sequential_softmax_topk
 
 __all__ = [
+    "block_ascent_topk",
     "dykstra_topk",
+    "generic_pav_topk",
     "masked_softmax_topk",
     "neuralsort_permutation",
     "neuralsort_topk",

@@ -1,8 +1,8 @@
-"""Sparse top-k by isotonic regression."""
+"""Sparse top-k by isotonic regression, for which there are four methods."""
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.autograd.function import Function, once_differentiable
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
+from khot.baselines._regression import Solver, ascend, dykstra, merge, pool, power_of, power_slope
 from khot.baselines._rows import check_iterations, prepare
 
-__all__ = ["dykstra_topk", "pav_topk"]
+__all__ = ["block_ascent_topk", "dykstra_topk", "generic_pav_topk", "pav_topk"]
 
 
 @on_cpu
@@ -64,7 +65,7 @@ def pav_topk(
     """
     if p not in (2, 4 / 3):
         raise ValueError(f"p must be 2 or 4/3, but got {p}")
-    return _isotonic_topk(input, k, dim, tau, round(1 / (p - 1)), magnitude, None)
+    return _isotonic_topk(input, k, dim, tau, round(1 / (p - 1)), magnitude, pool)
 
 
 def dykstra_topk(
@@ -100,11 +101,89 @@ def dykstra_topk(
         tensor([0.0000, 0.7500, 0.2500, 0.0000])
     """
     check_iterations(iterations)
-    return _isotonic_topk(input, k, dim, tau, 1, magnitude, iterations)
+    return _isotonic_topk(input, k, dim, tau, 1, magnitude, partial(dykstra, iterations))
+
+
+@on_cpu
+def generic_pav_topk(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    p: float = 2.0,
+    magnitude: bool = False,
+) -> Tensor:
+    """The sparse top-k by pool adjacent violators as printed, for any p: mask or in magnitude.
+
+    Computes :func:`khot.sparse_topk`, or for magnitude :func:`khot.soft_topk_magnitude`, with the same p.
+    Solves the isotonic regression of :func:`pav_topk`. The entries are taken in descending order, each as a
+    block of its own. While the block before the last one has a smaller value than the last one, the two are
+    merged. This ends after at most n − 1 merges. The value of a block, the minimiser of its Σ h_i, is found
+    by nested intervals in float64.
+
+    Defects: a loop in Python over the entries of every row. Each merge searches its value anew, in time
+    proportional to the size of the block, so that O(n²) is the worst case. k is an integer. y is computed
+    from the difference s − v, as in :func:`pav_topk`; for p > 2 its digits are halved where it is near 0. An
+    infinite score gives NaN.
+
+    Args:
+        input, k, dim, tau, magnitude: as for :func:`pav_topk`.
+        p: in [1.15, 3].
+
+    Returns, raises: as for :func:`pav_topk`.
+
+    Source: Sander et al. 2023, Algorithm 1 of appendix B.2 and Proposition 7.
+
+    Example:
+        >>> khot.baselines.generic_pav_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1, p=1.5)
+        tensor([0.0000, 0.8307, 0.1693, 0.0000])
+    """
+    arguments.check_number(p, "p", low=1.15, high=3.0)
+    return _isotonic_topk(input, k, dim, tau, 1 / (p - 1), magnitude, merge)
+
+
+@on_cpu
+def block_ascent_topk(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    p: float = 2.0,
+    magnitude: bool = False,
+    iterations: int = 100,
+) -> Tensor:
+    """The sparse top-k by block coordinate ascent in the dual of the isotonic regression, for any p.
+
+    The dual variables α_i ≥ 0 belong to the constraints v_i ≥ v_(i+1). Those of odd i are maximised over in
+    parallel, then those of even i; v_i solves h_i'(v_i) = α_i − α_(i−1). As the iterations go on, the result
+    converges to that of :func:`generic_pav_topk`. For p = 2 these are the iterates of :func:`dykstra_topk`.
+    There are exactly ``iterations`` of two updates each, without an earlier stop, and each update is found by
+    nested intervals in float64. With n = 12 and k = 3, 50 iterations came within 1e-7 of the limit.
+
+    Defects: those of :func:`dykstra_topk`; besides, an iteration takes about 100 times as long.
+
+    Args:
+        input, k, dim, tau, magnitude: as for :func:`pav_topk`.
+        p: in [1.15, 3].
+        iterations: of two updates each; at least 1.
+
+    Returns, raises: as for :func:`dykstra_topk`.
+
+    Source: Sander et al. 2023, appendix A.8 and Proposition 7.
+
+    Example:
+        >>> khot.baselines.block_ascent_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1, p=1.5)
+        tensor([0.0000, 0.8307, 0.1693, 0.0000])
+    """
+    check_iterations(iterations)
+    arguments.check_number(p, "p", low=1.15, high=3.0)
+    return _isotonic_topk(input, k, dim, tau, 1 / (p - 1), magnitude, partial(ascend, iterations))
 
 
 def _isotonic_topk(
-    input: Tensor, k: Any, dim: int, tau: Scalar, power: int, magnitude: bool, iterations: int | None
+    input: Tensor, k: Any, dim: int, tau: Scalar, power: float, magnitude: bool, solve: Solver
 ) -> Tensor:
     """In units of τ: z = s/τ, and h_i' = w_i(c v + 1 − [magnitude]) − (z − v)^(q−1) with c = τ or 0."""
     x, k, tau = prepare(input, k, dim, tau, integer=True)
@@ -113,8 +192,8 @@ def _isotonic_topk(
     sign = torch.where(x < 0, -1, 1).to(x.dtype) if magnitude else 1
     z, order = torch.sort(x * sign / tau, -1, descending=True)
     c = tau if magnitude else torch.zeros_like(tau)
-    v = _Isotonic.apply(z, c, k.long(), power, 0.0 if magnitude else 1.0, iterations)
-    y = torch.zeros_like(z).scatter(-1, order, (z - v) ** power) * sign
+    v = _Isotonic.apply(z, c, k.long(), power, 0.0 if magnitude else 1.0, solve)
+    y = torch.zeros_like(z).scatter(-1, order, power_of(z - v, power)) * sign
     return arguments.unrows(y.to(input.dtype), input, dim)
 
 
@@ -122,14 +201,9 @@ class _Isotonic(Function):
     """v_1 ≥ … ≥ v_n that minimises Σ h_i(v_i), h_i' = w_i(c v + e) − (z_i − v)^power, w = 1_k."""
 
     @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, c: Tensor, k: Tensor, power: int, e: float, iterations: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, z: Tensor, c: Tensor, k: Tensor, power: float, e: float, solve: Solver) -> Tensor:
         selected = torch.arange(z.shape[-1], device=z.device) < k
-        if iterations is None:
-            v, block = _pool(z, c, k, selected, power, e)
-        else:
-            v, block = _dykstra(z, c, selected, e, iterations)
+        v, block = solve(z, c, k, selected, power, e)
         ctx.save_for_backward(z, c, v, selected, block)
         ctx.power = power
         return v
@@ -138,7 +212,7 @@ class _Isotonic(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, c, v, selected, block = ctx.saved_tensors
-        slope = ctx.power * (z - v) ** (ctx.power - 1)  # of (z − v)^power, an odd one
+        slope = power_slope(z - v, ctx.power)
 
         def pooled(value: Tensor) -> Tensor:
             return torch.zeros_like(z).scatter_add(-1, block, value).gather(-1, block)
@@ -148,94 +222,3 @@ class _Isotonic(Function):
         share = pooled(grad) / curvature.masked_fill(curvature == 0, 1)
         grad_c = -(share * v * selected).sum_to_size(c.shape)
         return slope * share, grad_c, None, None, None, None
-
-
-def _pool(z: Tensor, c: Tensor, k: Tensor, selected: Tensor, power: int, e: float) -> tuple[Tensor, Tensor]:
-    """Pool adjacent violators; v, and for each entry the first index of its block.
-
-    The sign of h'_B(v), which says whether γ_B > v, is computed from the power sums of the block. They are
-    summed from the k-th place outwards, so that far entries do not round off those of near ones.
-    """
-    n, index = z.shape[-1], torch.arange(z.shape[-1], device=z.device)
-    k = k.expand(*z.shape[:-1], 1)
-    z = z.double()
-    alone = torch.where(selected, _alone(z, c.double(), power, e), z)
-    last, first = (k - 1).clamp(min=0), k.clamp(max=n - 1)
-    centre = z.gather(-1, last)
-    powers = torch.stack([(z - centre) ** r for r in range(power + 1)])
-    above = torch.where(selected, powers, 0).flip(-1).cumsum(-1).flip(-1)
-    below = torch.where(selected, 0, powers).cumsum(-1)
-
-    def at(sums: Tensor, place: Tensor) -> Tensor:
-        return sums.gather(-1, place.expand(power + 1, *place.shape))
-
-    def slope(v: Tensor, count: Tensor, sums: Tensor) -> Tensor:
-        """Σ h_i'(v) of a block that holds `count` of the selected."""
-        u = v - centre
-        spread = sum(math.comb(power, r) * sums[r] * (-u) ** (power - r) for r in range(power + 1))
-        return count * (c * v + e) - spread
-
-    violated = (alone.gather(-1, last) < alone.gather(-1, first)) & (k > 0) & (k < n)
-    start, stop = k - violated.long(), k + violated.long()  # an empty interval: no block
-    while True:
-        left = selected & violated & (slope(alone, k - index, above + at(below, (stop - 1).clamp(min=0))) < 0)
-        new_start = torch.minimum(start, torch.where(left, index, n).amin(-1, keepdim=True))
-        sums = below + at(above, new_start.clamp(max=n - 1))
-        right = ~selected & violated & (slope(alone, k - new_start, sums) > 0)
-        new_stop = torch.maximum(stop, torch.where(right, index + 1, 0).amax(-1, keepdim=True))
-        if torch.equal(new_start, start) and torch.equal(new_stop, stop):
-            break
-        start, stop = new_start, new_stop
-    inside = (index >= start) & (index < stop)
-    v = torch.where(inside, _pooled_value(z, c, inside, selected, power, e), alone)
-    return v.to(c.dtype), torch.where(inside, start, index)
-
-
-def _alone(z: Tensor, c: Tensor, power: int, e: float) -> Tensor:
-    """The value of a selected entry that is not in a block: h_i'(v) = 0."""
-    return (z - e) / (1 + c) if power == 1 else z - _cubic_root(c, e + c * z)
-
-
-def _pooled_value(z: Tensor, c: Tensor, inside: Tensor, selected: Tensor, power: int, e: float) -> Tensor:
-    """γ with Σ_inside h_i'(γ) = 0."""
-
-    def total(value: Tensor) -> Tensor:
-        return torch.where(inside, value, 0).sum(-1, keepdim=True)
-
-    size, chosen = inside.sum(-1, keepdim=True).clamp(min=1), (inside & selected).sum(-1, keepdim=True)
-    mean = total(z) / size
-    if power == 1:
-        return (size * mean - chosen * e) / (size + chosen * c)
-    d = z - mean
-    linear = (3 * total(d**2) + chosen * c) / size
-    return mean + _cubic_root(linear, (total(d**3) - chosen * (e + c * mean)) / size)
-
-
-def _cubic_root(a: Tensor, b: Tensor) -> Tensor:
-    """The real g with g³ + a g = b, for a ≥ 0."""
-    scale = torch.sqrt(a.masked_fill(a == 0, 1) / 3)
-    g = 2 * scale * torch.sinh(torch.asinh(b / (2 * scale**3)) / 3)
-    return torch.where(a == 0, b.sign() * b.abs() ** (1 / 3), g)
-
-
-def _dykstra(z: Tensor, c: Tensor, selected: Tensor, e: float, iterations: int) -> tuple[Tensor, Tensor]:
-    """The projection onto the monotone cone, weighted by 1 + c w; v, and the tied block of each entry."""
-    weight = 1 + c * selected
-    v = (z - e * selected) / weight
-    corrections = [torch.zeros_like(v), torch.zeros_like(v)]
-    for _ in range(iterations):
-        for first in (0, 1):
-            point = v + corrections[first]
-            v = _project_pairs(point, weight, first)
-            corrections[first] = point - v
-    apart = v.diff(dim=-1).abs() > math.sqrt(torch.finfo(v.dtype).eps)
-    return v, torch.nn.functional.pad(apart.cumsum(-1), (1, 0))
-
-
-def _project_pairs(v: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Replace each ascending pair (first + 2i, first + 2i + 1) by its mean."""
-    stop = first + (v.shape[-1] - first) // 2 * 2
-    pair, share = (t[..., first:stop].unflatten(-1, (-1, 2)) for t in (v, weight))
-    mean = (pair * share).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
-    pair = torch.where(pair[..., :1] < pair[..., 1:], mean, pair)
-    return torch.cat((v[..., :first], pair.flatten(-2), v[..., stop:]), -1)
