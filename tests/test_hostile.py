@@ -117,7 +117,7 @@ ROLES = {
     **dict.fromkeys(("method", "regularization"), "name"),
     "w": "values",
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
-    **dict.fromkeys(("iterations", "steps"), "size"),
+    **dict.fromkeys(("iterations", "rounds", "steps"), "size"),
     **dict.fromkeys(("p", "rho"), "share"),
     "step": "number",
     "value": "binary",
@@ -317,6 +317,10 @@ ROWS: dict[str, Row] = {
     "khot.estimators.simple": Row(estimators.simple, SAMPLED),
     "khot.estimators.imle": Row(
         estimators.imle, {**SAMPLED, "tau": 1.0, "step": 1.0}, fine={"step": (math.inf,)}
+    ),
+    "khot.estimators.sequential_softmax": Row(estimators.sequential_softmax, {**SAMPLED, "tau": 1.0}),
+    "khot.estimators.ncpss": Row(
+        estimators.ncpss, {**SAMPLED, "tau": 1.0, "rounds": 3}, fine={"rounds": (0,)}
     ),
     "khot.estimators.score_function": Row(
         estimators.score_function, {"loss": X, "log_prob": X, "baseline": "leave_one_out"}
