@@ -25,6 +25,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "neuralsort": baselines.neuralsort_topk,
     "softsort": baselines.softsort_topk,
     "rescaled_sigmoid": baselines.rescaled_sigmoid_topk,
+    "root_finding": baselines.root_finding_topk,
     "sinkhorn": baselines.sinkhorn_topk,
     "pav": baselines.pav_topk,
     "pav-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, **o),
@@ -158,6 +159,44 @@ def test_sinkhorn_agrees_with_khot_once_converged(epsilon: float) -> None:
     want = value_and_gradients(lambda x: khot.ot_topk(x, k, epsilon=epsilon * largest), x)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, 1e-9)
+
+
+FINDERS = [("bisection", None)]
+FINDERS += [(m, g) for m in ("newton", "halley") for g in ("zero", "quantile", "logit", "both", None)]
+
+
+@pytest.mark.parametrize(("method", "guess"), FINDERS)
+def test_root_finding_agrees_with_khot(method: Any, guess: Any) -> None:
+    x = scores(4, 12) * torch.tensor([0.1, 1, 5, 40]).double()[:, None]
+    k, tau = torch.tensor([0.3, 2, 6.5, 11]).double(), torch.tensor([0.5, 1, 1.7, 3]).double()
+
+    def found(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        return baselines.root_finding_topk(x, k, tau=tau, method=method, guess=guess)
+
+    got = value_and_gradients(found, x, k, tau)
+    want = value_and_gradients(lambda x, k, t: khot.sigmoid_topk(x, k, tau=t), x, k, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-6)
+    assert (got[0].sum(-1) - k).abs().max() <= 1.1e-8
+
+
+def test_root_finding_takes_few_steps_and_stops_early_where_told() -> None:
+    x = scores(5, 400)
+    for method, guess, steps in (("halley", "both", 4), ("newton", "both", 7), ("bisection", None, 43)):
+        options = {"method": method, "guess": guess}
+        short = (baselines.root_finding_topk(x, 40, iterations=1, **options).sum(-1) - 40).abs().max()
+        full = (baselines.root_finding_topk(x, 40, iterations=steps, **options).sum(-1) - 40).abs().max()
+        assert full <= 1e-8 < short
+
+
+def test_root_finding_refuses() -> None:
+    x = scores()
+    with pytest.raises(ValueError, match="method must be one of bisection, newton, halley, but got 'secant'"):
+        baselines.root_finding_topk(x, 1, method="secant")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"guess must be None or one of zero, .* but got 'mean'"):
+        baselines.root_finding_topk(x, 1, guess="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="guess must be None for method 'bisection', but got 'zero'"):
+        baselines.root_finding_topk(x, 1, method="bisection", guess="zero")
 
 
 def test_rescaled_sigmoid_is_the_formula() -> None:
@@ -346,7 +385,9 @@ def test_sums_to_k_and_its_ends(name: str) -> None:
             continue  # no softmax, and nothing that depends on x
         x = scores().requires_grad_()
         y = call(name, x, k, 0.8)
-        assert_close(y.sum(-1), torch.full((ROWS,), k).double(), 1e-12)
+        # the published iteration of root finding stops at 1e-8
+        rounding = 1.1e-8 if name == "root_finding" else 1e-12
+        assert_close(y.sum(-1), torch.full((ROWS,), k).double(), rounding)
         (grad,) = torch.autograd.grad(y.square().sum(), x)
         # SOFT's K is 0 where all or nothing is selected
         assert grad.isfinite().all() != (name == "sinkhorn" and k in (0, N))
@@ -387,7 +428,7 @@ def test_bad_input(name: str) -> None:
         call(name, x.long(), 2, 0.8)
     with pytest.raises(IndexError, match=r"^dim must be in"):
         call(name, x, 2, 0.8, dim=2)
-    if name not in ("rescaled_sigmoid", "sinkhorn"):
+    if name not in ("rescaled_sigmoid", "root_finding", "sinkhorn"):
         with pytest.raises(ValueError, match=r"^k must .* integer .* but got 1.5"):
             call(name, x, 1.5, 0.8)
     if name in ("sinkhorn", "dykstra"):

@@ -114,7 +114,7 @@ ROLES = {
         ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation", "phi"),
         "name",
     ),
-    **dict.fromkeys(("method", "regularization"), "name"),
+    **dict.fromkeys(("guess", "method", "regularization"), "name"),
     "w": "values",
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
     **dict.fromkeys(("iterations", "rounds", "steps"), "size"),
@@ -287,6 +287,19 @@ ROWS: dict[str, Row] = {
     ),
     "khot.baselines.sinkhorn_topk": Row(
         baselines.sinkhorn_topk, {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5}
+    ),
+    "khot.baselines.root_finding_topk": Row(
+        baselines.root_finding_topk,
+        {
+            "input": X,
+            "k": 1,
+            "dim": -1,
+            "tau": 1.0,
+            "method": "newton",
+            "guess": "zero",
+            "iterations": 5,
+        },
+        fine={"guess": (None,)},
     ),
     "khot.baselines.generic_pav_topk": Row(
         baselines.generic_pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}

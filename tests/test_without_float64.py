@@ -358,6 +358,7 @@ def test_baselines(device: single.Device) -> None:
         (khot.baselines.softsort_topk, {}),
         (khot.baselines.pav_topk, {}),
         (khot.baselines.generic_pav_topk, {}),
+        (khot.baselines.root_finding_topk, {}),
         (khot.baselines.block_ascent_topk, {"iterations": 5}),
     ]:
         agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)

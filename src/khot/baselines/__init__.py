@@ -2,7 +2,8 @@
 
 Each has defects that its docstring names and that khot's own operators do not have. Nothing was added to what
 the sources describe: there are no masks, an infinite score may give NaN, k has no gradient (except in
-:func:`rescaled_sigmoid_topk`), and :func:`torch.compile` and :func:`torch.func.vmap` are not supported.
+:func:`rescaled_sigmoid_topk` and :func:`root_finding_topk`), and :func:`torch.compile` and
+:func:`torch.func.vmap` are not supported.
 """
 
 from khot.baselines.isotonic import block_ascent_topk as block_ascent_topk
@@ -13,6 +14,7 @@ from khot.baselines.relaxed_sort import neuralsort_permutation as neuralsort_per
 from khot.baselines.relaxed_sort import neuralsort_topk as neuralsort_topk
 from khot.baselines.relaxed_sort import softsort_permutation as softsort_permutation
 from khot.baselines.relaxed_sort import softsort_topk as softsort_topk
+from khot.baselines.root_finding import root_finding_topk as root_finding_topk
 from khot.baselines.sigmoid import rescaled_sigmoid_topk as rescaled_sigmoid_topk
 from khot.baselines.sinkhorn import sinkhorn_topk as sinkhorn_topk
 from khot.baselines.sinkhorn import sorted_sinkhorn_topk as sorted_sinkhorn_topk
@@ -28,6 +30,7 @@ __all__ = [
     "neuralsort_topk",
     "pav_topk",
     "rescaled_sigmoid_topk",
+    "root_finding_topk",
     "sequential_softmax_topk",
     "sinkhorn_topk",
     "softsort_permutation",
