@@ -62,7 +62,32 @@ def exact_gradients(theta: Tensor, f: Loss) -> dict[str, Tensor]:
         "prescribed": prescribed.log_prob(x).exp(),
         "gumbel": without_replacement(theta, x),
     }
-    return {name: torch.autograd.grad(p @ f(x), theta)[0] for name, p in probs.items()}
+    gradients = {name: torch.autograd.grad(p @ f(x), theta)[0] for name, p in probs.items()}
+    every, p = iterative_poisson(theta)
+    return {**gradients, "iterative": torch.autograd.grad(p @ f(every), theta)[0]}
+
+
+def iterative_poisson(theta: Tensor, rounds: int = 3) -> tuple[Tensor, Tensor]:
+    """All vectors of zeros and ones, and the probability that NCPSS draws each of them."""
+    x = torch.tensor(list(itertools.product((0.0, 1.0), repeat=N)), dtype=theta.dtype)
+    s = torch.sigmoid(theta)
+    probs = s * K / s.sum() if s.sum() >= K else 1 - (1 - s) * (N - K) / (N - s.sum())
+    size = x.sum(-1, keepdim=True)
+    among = torch.where(size > K, x, 1 - x)
+    wanted = torch.where(size > K, K, K - size)
+    count, total = among.sum(-1, keepdim=True), (among * probs).sum(-1, keepdim=True)
+    down = probs * wanted / total.clamp_min(1e-12)
+    up = 1 - (1 - probs) * (count - wanted) / (count - total).clamp_min(1e-12)
+    q = torch.where(total >= wanted, down, up)
+    # from each vector to each other one: entries that are not drawn stay as they are, or are left out
+    after = torch.ones(len(x), len(x), dtype=theta.dtype)
+    for i in range(N):
+        one = torch.where(among[:, i] == 1, q[:, i], torch.where(size[:, 0] > K, 0.0, x[:, i]))
+        after = after * torch.where(x[:, i] == 1, one.unsqueeze(-1), 1 - one.unsqueeze(-1))
+    p = torch.where(x == 1, probs, 1 - probs).prod(-1)
+    for _ in range(rounds):
+        p = p @ after
+    return x, p
 
 
 def without_replacement(theta: Tensor, x: Tensor) -> Tensor:
@@ -103,6 +128,9 @@ CASES = [
     ("simple", {}, "natural"),
     ("imle", {"step": 1.0}, "gumbel"),
     ("imle", {"step": 0.1}, "gumbel"),
+    ("sequential_softmax", {"tau": 1.0}, "gumbel"),
+    ("sequential_softmax", {"tau": 0.3}, "gumbel"),
+    ("ncpss", {}, "iterative"),
     ("score_function", {"baseline": None}, "natural"),
     ("score_function", {"baseline": "leave_one_out"}, "natural"),
 ]

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.progress import track
@@ -97,7 +98,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     for design in khot.sampling.designs:
         draw = partial(khot.sampling.sample, design=design)
         functions[f"sampling.sample, {design}"] = partial(after, partial(khot.sigmoid_topk, k=k), draw)
-    for name in ("straight_through", "second_order", "gumbel", "simple", "imle"):
+    for name in get_args(khot.estimators.EstimatorName):
         functions[f"estimators.{name}"] = partial(getattr(khot.estimators, name), k=k)
     functions["estimators.reinmax"] = khot.estimators.reinmax
     return functions

@@ -25,11 +25,17 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "neuralsort": baselines.neuralsort_topk,
     "softsort": baselines.softsort_topk,
     "rescaled_sigmoid": baselines.rescaled_sigmoid_topk,
+    "root_finding": baselines.root_finding_topk,
     "sinkhorn": baselines.sinkhorn_topk,
     "pav": baselines.pav_topk,
     "pav-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, **o),
     "pav-magnitude": lambda *a, **o: baselines.pav_topk(*a, magnitude=True, **o),
     "pav-magnitude-4/3": lambda *a, **o: baselines.pav_topk(*a, p=4 / 3, magnitude=True, **o),
+    "generic_pav": lambda *a, **o: baselines.generic_pav_topk(*a, p=1.5, **o),
+    "generic_pav-magnitude": lambda *a, **o: baselines.generic_pav_topk(*a, p=1.2, magnitude=True, **o),
+    "block_ascent-magnitude": lambda *a, **o: baselines.block_ascent_topk(
+        *a, **{"p": 1.5, "magnitude": True, "iterations": 40, **o}
+    ),
     "dykstra": baselines.dykstra_topk,
     "dykstra-magnitude": lambda *a, **o: baselines.dykstra_topk(*a, magnitude=True, **o),
 }
@@ -48,6 +54,9 @@ relaxed_sorts = pytest.mark.parametrize("name", ["neuralsort", "softsort"])
 def call(name: str, x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
     scale = "epsilon" if name == "sinkhorn" else "tau"
     return CALLS[name](x, k, **{scale: tau}, **options)
+
+
+TIES = torch.tensor([[2.0, 1, 1, 1, 0, -1]], dtype=torch.float64)
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
@@ -96,6 +105,36 @@ def test_dykstra_agrees_with_khot_once_converged(magnitude: bool, k: int) -> Non
         assert_close(a, b, 1e-9)
 
 
+ANY_P = [("generic_pav_topk", p) for p in (1.15, 4 / 3, 1.5, 2.0, 3.0)]
+ANY_P += [("block_ascent_topk", p) for p in (1.15, 1.5, 3.0)]
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize(("name", "p"), ANY_P)
+def test_methods_for_any_p_agree_with_khot(name: str, p: float, magnitude: bool) -> None:
+    """Values, and gradients by Proposition 7, for mask and magnitude; equal scores are pooled, too."""
+    x = torch.cat((scores(4, 6) * torch.linspace(0.3, 3, 4).double()[:, None], TIES))
+    k, tau = torch.tensor([1, 3, 3, 5, 2]), torch.tensor([0.5, 1, 1.7, 3, 0.8], dtype=torch.float64)
+    options = {"iterations": 80} if name == "block_ascent_topk" else {}
+    method = getattr(baselines, name)
+    reference = khot.soft_topk_magnitude if magnitude else khot.sparse_topk
+    got = value_and_gradients(lambda x, t: method(x, k, tau=t, p=p, magnitude=magnitude, **options), x, tau)
+    want = value_and_gradients(lambda x, t: reference(x, k, tau=t, p=p), x, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a[:4], b[:4], 1e-6)
+    oracle = oracles.magnitude_pav if magnitude else oracles.mask_pav
+    assert_close(got[0][4], torch.from_numpy(oracle(TIES[0], 2, 0.8, p)), 1e-6)
+
+
+def test_block_ascent_has_the_iterates_of_dykstra_for_p_2() -> None:
+    """Tibshirani 2017: they are the same in the Euclidean case, stopped early as well."""
+    x = scores(5, 9)
+    for iterations, magnitude in ((1, True), (2, False), (5, True)):
+        options = {"iterations": iterations, "magnitude": magnitude, "tau": 1.3}
+        ascent = baselines.block_ascent_topk(x, 4, **options)
+        assert_close(ascent, baselines.dykstra_topk(x, 4, **options), 1e-12)
+
+
 @pytest.mark.parametrize("p", [2, 4 / 3])
 @pytest.mark.parametrize("magnitude", [False, True])
 def test_pav_agrees_with_pooling_pair_by_pair(magnitude: bool, p: float) -> None:
@@ -120,6 +159,44 @@ def test_sinkhorn_agrees_with_khot_once_converged(epsilon: float) -> None:
     want = value_and_gradients(lambda x: khot.ot_topk(x, k, epsilon=epsilon * largest), x)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, 1e-9)
+
+
+FINDERS = [("bisection", None)]
+FINDERS += [(m, g) for m in ("newton", "halley") for g in ("zero", "quantile", "logit", "both", None)]
+
+
+@pytest.mark.parametrize(("method", "guess"), FINDERS)
+def test_root_finding_agrees_with_khot(method: Any, guess: Any) -> None:
+    x = scores(4, 12) * torch.tensor([0.1, 1, 5, 40]).double()[:, None]
+    k, tau = torch.tensor([0.3, 2, 6.5, 11]).double(), torch.tensor([0.5, 1, 1.7, 3]).double()
+
+    def found(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        return baselines.root_finding_topk(x, k, tau=tau, method=method, guess=guess)
+
+    got = value_and_gradients(found, x, k, tau)
+    want = value_and_gradients(lambda x, k, t: khot.sigmoid_topk(x, k, tau=t), x, k, tau)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-6)
+    assert (got[0].sum(-1) - k).abs().max() <= 1.1e-8
+
+
+def test_root_finding_takes_few_steps_and_stops_early_where_told() -> None:
+    x = scores(5, 400)
+    for method, guess, steps in (("halley", "both", 4), ("newton", "both", 7), ("bisection", None, 43)):
+        options = {"method": method, "guess": guess}
+        short = (baselines.root_finding_topk(x, 40, iterations=1, **options).sum(-1) - 40).abs().max()
+        full = (baselines.root_finding_topk(x, 40, iterations=steps, **options).sum(-1) - 40).abs().max()
+        assert full <= 1e-8 < short
+
+
+def test_root_finding_refuses() -> None:
+    x = scores()
+    with pytest.raises(ValueError, match="method must be one of bisection, newton, halley, but got 'secant'"):
+        baselines.root_finding_topk(x, 1, method="secant")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"guess must be None or one of zero, .* but got 'mean'"):
+        baselines.root_finding_topk(x, 1, guess="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="guess must be None for method 'bisection', but got 'zero'"):
+        baselines.root_finding_topk(x, 1, method="bisection", guess="zero")
 
 
 def test_rescaled_sigmoid_is_the_formula() -> None:
@@ -308,7 +385,9 @@ def test_sums_to_k_and_its_ends(name: str) -> None:
             continue  # no softmax, and nothing that depends on x
         x = scores().requires_grad_()
         y = call(name, x, k, 0.8)
-        assert_close(y.sum(-1), torch.full((ROWS,), k).double(), 1e-12)
+        # the published iteration of root finding stops at 1e-8
+        rounding = 1.1e-8 if name == "root_finding" else 1e-12
+        assert_close(y.sum(-1), torch.full((ROWS,), k).double(), rounding)
         (grad,) = torch.autograd.grad(y.square().sum(), x)
         # SOFT's K is 0 where all or nothing is selected
         assert grad.isfinite().all() != (name == "sinkhorn" and k in (0, N))
@@ -349,7 +428,7 @@ def test_bad_input(name: str) -> None:
         call(name, x.long(), 2, 0.8)
     with pytest.raises(IndexError, match=r"^dim must be in"):
         call(name, x, 2, 0.8, dim=2)
-    if name not in ("rescaled_sigmoid", "sinkhorn"):
+    if name not in ("rescaled_sigmoid", "root_finding", "sinkhorn"):
         with pytest.raises(ValueError, match=r"^k must .* integer .* but got 1.5"):
             call(name, x, 1.5, 0.8)
     if name in ("sinkhorn", "dykstra"):

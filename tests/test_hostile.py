@@ -114,10 +114,10 @@ ROLES = {
         ("estimator", "design", "reduction", "baseline", "adjust", "schedule", "interpolation", "phi"),
         "name",
     ),
-    **dict.fromkeys(("method", "regularization"), "name"),
+    **dict.fromkeys(("guess", "method", "regularization"), "name"),
     "w": "values",
     **dict.fromkeys(("num_experts", "in_features", "latents", "num_classes", "n", "length"), "size"),
-    **dict.fromkeys(("iterations", "steps"), "size"),
+    **dict.fromkeys(("iterations", "rounds", "steps"), "size"),
     **dict.fromkeys(("p", "rho"), "share"),
     "step": "number",
     "value": "binary",
@@ -288,6 +288,26 @@ ROWS: dict[str, Row] = {
     "khot.baselines.sinkhorn_topk": Row(
         baselines.sinkhorn_topk, {"input": X, "k": 1, "dim": -1, "epsilon": 1.0, "iterations": 5}
     ),
+    "khot.baselines.root_finding_topk": Row(
+        baselines.root_finding_topk,
+        {
+            "input": X,
+            "k": 1,
+            "dim": -1,
+            "tau": 1.0,
+            "method": "newton",
+            "guess": "zero",
+            "iterations": 5,
+        },
+        fine={"guess": (None,)},
+    ),
+    "khot.baselines.generic_pav_topk": Row(
+        baselines.generic_pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}
+    ),
+    "khot.baselines.block_ascent_topk": Row(
+        baselines.block_ascent_topk,
+        {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0, "iterations": 5},
+    ),
     "khot.baselines.pav_topk": Row(baselines.pav_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "p": 2.0}),
     "khot.baselines.dykstra_topk": Row(
         baselines.dykstra_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "iterations": 5}
@@ -310,6 +330,10 @@ ROWS: dict[str, Row] = {
     "khot.estimators.simple": Row(estimators.simple, SAMPLED),
     "khot.estimators.imle": Row(
         estimators.imle, {**SAMPLED, "tau": 1.0, "step": 1.0}, fine={"step": (math.inf,)}
+    ),
+    "khot.estimators.sequential_softmax": Row(estimators.sequential_softmax, {**SAMPLED, "tau": 1.0}),
+    "khot.estimators.ncpss": Row(
+        estimators.ncpss, {**SAMPLED, "tau": 1.0, "rounds": 3}, fine={"rounds": (0,)}
     ),
     "khot.estimators.score_function": Row(
         estimators.score_function, {"loss": X, "log_prob": X, "baseline": "leave_one_out"}

@@ -76,7 +76,9 @@ def members(hint: Any) -> list[Any]:
     return list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
 
 
-@pytest.mark.parametrize("package", [khot, khot.losses, khot.nn, khot.sampling], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "package", [khot, khot.baselines, khot.losses, khot.nn, khot.sampling], ids=lambda p: p.__name__
+)
 def test_completion_shows_public_names_only(package: types.ModuleType) -> None:
     assert set(dir(package)) - {"__version__"} == set(package.__all__)
 

@@ -1,19 +1,21 @@
 """Gradients through a k-hot sample: estimates of d E f(x) / dθ for x ∈ {0, 1}ⁿ with Σx = k.
 
-Five of the functions return a sample that carries a gradient; :func:`sample_khot` chooses among them by name.
-They differ in how x is drawn from the logits θ and in what is used as its derivative. In the table J(π) is
-the Jacobian diag(g) − ggᵀ/Σg of sigmoid top-k, with g = π(1 − π), and v = df/dx; the first three also take
+Seven of the functions return a sample that carries a gradient; :func:`sample_khot` chooses among them by
+name. They differ in how x is drawn from the logits θ and in what is used as its derivative. In the table J(π)
+is the Jacobian diag(g) − ggᵀ/Σg of sigmoid top-k, with g = π(1 − π), and v = df/dx; the first three also take
 another CDF than the logistic:
 
-=================  ===============================================  ========================================
-estimator          the sample                                       the gradient
-=================  ===============================================  ========================================
-straight_through   a design with inclusion probabilities σ_k(θ)     J(π)v
-second_order       the same                                         2J(½(x + σ_k(θ/τ)))v − ½J(π)v
-gumbel             top-k of θ + Gumbel noise, or a relaxed one      that of σ_k((θ + noise)/τ)
-simple             conditional Poisson with parameters θ            that of its inclusion probabilities, exact
-imle               top-k of θ + τ·noise                             the difference to the top-k moved along −v
-=================  ===============================================  ========================================
+==================  ==============================================  ========================================
+estimator           the sample                                      the gradient
+==================  ==============================================  ========================================
+straight_through    a design with inclusion probabilities σ_k(θ)    J(π)v
+second_order        the same                                        2J(½(x + σ_k(θ/τ)))v − ½J(π)v
+gumbel              top-k of θ + Gumbel noise, or a relaxed one     that of σ_k((θ + noise)/τ)
+simple              conditional Poisson with parameters θ           that of its inclusion probabilities, exact
+imle                top-k of θ + τ·noise                            the difference to the top-k moved along −v
+sequential_softmax  top-k of θ + Gumbel noise, or a relaxed one     that of k softmaxes in turn
+ncpss               iterative Poisson; its size may differ from k   that of rescaled sigmoids
+==================  ==============================================  ========================================
 
 :func:`reinmax` is what second_order comes from, for one-hot samples and softmax.
 :func:`score_function` takes losses and log-probabilities instead. It needs no derivative of f and is
@@ -29,9 +31,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Generator, Tensor
 
-from khot import cdfs, sampling
+from khot import baselines, cdfs, sampling
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype
 from khot.cdfs import CDF, CDFName
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._lookup import resolve
@@ -42,15 +45,19 @@ __all__ = [
     "EstimatorName",
     "gumbel",
     "imle",
+    "ncpss",
     "reinmax",
     "sample_khot",
     "score_function",
     "second_order",
+    "sequential_softmax",
     "simple",
     "straight_through",
 ]
 
-EstimatorName = Literal["straight_through", "second_order", "gumbel", "simple", "imle"]
+EstimatorName = Literal[
+    "straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss"
+]
 """The names of the estimators, which are the values of the argument ``estimator``."""
 
 _NAMES = get_args(EstimatorName)  # at every call it would take longer than the checks of the others
@@ -82,27 +89,32 @@ def sample_khot(
         dim: the dimension to draw along.
         estimator: which of :mod:`khot.estimators` draws the sample and gives it its gradient.
 
-            ====================  ===================  =======  =======  =====  ===========
-            estimator             design               tau      cdf      hard   k
-            ====================  ===================  =======  =======  =====  ===========
-            ``straight_through``  any*                 –        any      –      any or None
-            ``second_order``      any*                 yes      any      –      any or None
-            ``gumbel``            –                    yes      any      yes    any
-            ``simple``            conditional_poisson  –        –        –      an integer
-            ``imle``              –                    yes      –        –      any
-            ====================  ===================  =======  =======  =====  ===========
+            ======================  ===================  =======  =======  =====  ===========
+            estimator               design               tau      cdf      hard   k
+            ======================  ===================  =======  =======  =====  ===========
+            ``straight_through``    any*                 –        any      –      any or None
+            ``second_order``        any*                 yes      any      –      any or None
+            ``gumbel``              –                    yes      any      yes    any
+            ``simple``              conditional_poisson  –        –        –      an integer
+            ``imle``                –                    yes      –        –      any
+            ``sequential_softmax``  –                    yes      –        yes    an integer
+            ``ncpss``               –                    yes      –        –      an integer
+            ======================  ===================  =======  =======  =====  ===========
 
             (*) If k is given, one of fixed size: not ``poisson`` or ``iterative_poisson``.
+
+            ``ncpss`` keeps less than the others do: the size of its samples may differ from k, and infinite
+            logits are not certain.
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
         tau: temperature > 0; see the estimator. None: 1.
         cdf: the CDF of the probabilities or of the relaxed sample, as for :func:`khot.soft_topk`, which then
             stands for σ_k; with ``k=None`` F(logits) stands for σ(logits).
-        hard: False gives a relaxed sample in [0, 1]ⁿ that sums to k.
+        hard: False gives a relaxed sample that sums to k, in [0, 1]ⁿ except for ``sequential_softmax``.
         generator: the source of randomness, on the device of logits.
 
     Returns:
-        Zeros and ones (with ``hard=False``: numbers in [0, 1]) of the logits' shape and dtype. A row with a
+        Zeros and ones (with ``hard=False``: the relaxed numbers) of the logits' shape and dtype. A row with a
         NaN is NaN.
 
     Differentiable in logits, as the estimator says. The gradient is biased, except with ``hard=False``.
@@ -406,6 +418,121 @@ class _PerturbAndMap(torch.autograd.Function):
         return (sample - wanted) / ctx.step, None, None
 
 
+def sequential_softmax(
+    logits: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    hard: bool = True,
+    generator: Generator | None = None,
+) -> Tensor:
+    """The top k of perturbed logits, with the gradient of k softmaxes in turn (Xie and Ermon).
+
+    The relaxed sample is :func:`khot.baselines.sequential_softmax_topk` of θ + g with g_i ~ Gumbel(0, 1).
+    ``hard=True`` is the k-hot vector of the k largest θ + g, drawn as by :func:`gumbel`, with the gradient of
+    the relaxed one. This is an earlier method, to compare :func:`gumbel` with: entries of the relaxed sample
+    may exceed 1, and it takes O(nk) time and memory.
+
+    Args:
+        logits, dim, generator: as for :func:`sample_khot`.
+        k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
+        tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
+        hard: True for a k-hot sample, False for a relaxed one.
+
+    Returns:
+        Zeros and ones, or with ``hard=False`` numbers in [0, k], of the logits' shape and dtype, each row
+        summing to k; differentiable in logits and tau.
+
+    Errors: as for :func:`sample_khot`; also ValueError for a k that is not an integer. Compiling and vmap are
+    not supported.
+
+    Source: Xie, Ermon 2019, Algorithm 2; the comparison of Wijk, Vinuesa, Azizpour 2025.
+
+    Example:
+        >>> khot.estimators.sequential_softmax(torch.tensor([99.0, -99.0, 99.0]), 2)
+        tensor([1., 0., 1.])
+    """
+    x = _rows(logits, dim)
+    perturbed = x + gumbel_noise(x, generator=generator)
+    # infinite scores, which would make softmax NaN, become finite ones that are still too large for sums
+    far = math.sqrt(torch.finfo(x.dtype).max)
+    finite = perturbed.clamp(-far, far)
+    # for k = 0 there is no softmax, but there is a gradient, which is 0
+    relaxed = baselines.sequential_softmax_topk(finite, k, tau=tau) + 0 * finite
+    sample = _through(topk_mask(perturbed.detach(), k), relaxed) if hard else relaxed
+    return _unrows(sample, logits, dim)
+
+
+def ncpss(
+    logits: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    rounds: int = 3,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Iterative Poisson samples of about k, with the gradient of rescaled sigmoids (NCPSS).
+
+    The probabilities π are those of :func:`khot.baselines.rescaled_sigmoid_topk`. Every unit is first drawn
+    independently, with its π_i. Each of the ``rounds`` then corrects the size: of too many ones, k are drawn
+    again in expectation; if there are too few, the missing number is drawn among the zeros in expectation.
+    The π_i of the units among which a round draws are rescaled, as the sigmoids are, so that they sum to the
+    wanted number. The gradient is x − π.detach() + π.
+
+    This is an earlier method, to compare :func:`straight_through` with. Its defects: sizes come closer to k
+    in each round, but need not reach it. The inclusion probabilities are not π, and adding a constant to the
+    logits changes them. An infinite logit does not make a unit certain.
+
+    Args:
+        logits, dim, generator: as for :func:`sample_khot`.
+        k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
+        tau: temperature > 0 of the sigmoids; a number or a tensor that broadcasts with the batch shape.
+        rounds: the number of corrections, at least 0.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype, differentiable in logits and tau.
+
+    Errors: as for :func:`sample_khot`; also ValueError for a k that is not an integer, and for rounds < 0.
+    Compiling and vmap are not supported.
+
+    Source: Pervez, Lippe, Gavves 2023.
+
+    Example:
+        >>> khot.estimators.ncpss(torch.tensor([99.0, -99.0, 99.0]), 2)
+        tensor([1., 0., 1.])
+    """
+    arguments.check_integer(rounds, "rounds", low=0)
+    x = _rows(logits, dim)
+    probs = baselines.rescaled_sigmoid_topk(x, k, tau=tau)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
+    sample = _iterative_poisson(probs.detach(), k.unsqueeze(-1), rounds, generator)
+    return _unrows(_through(sample.to(x.dtype), probs), logits, dim)
+
+
+def _iterative_poisson(probs: Tensor, k: Tensor, rounds: int, generator: Generator | None) -> Tensor:
+    """Independent draws, and corrections of the size: see :func:`ncpss`."""
+    probs = probs.to(wide_dtype(probs.device))
+
+    def draw(p: Tensor) -> Tensor:
+        uniform = torch.rand(p.shape, dtype=p.dtype, device=p.device, generator=generator)
+        return (uniform < p).to(p.dtype)
+
+    x = draw(probs)
+    for _ in range(rounds):
+        size = x.sum(-1, keepdim=True)
+        over = size > k
+        among = torch.where(over, x, 1 - x)
+        wanted = torch.where(over, k, k - size)
+        count, total = among.sum(-1, keepdim=True), (among * probs).sum(-1, keepdim=True)
+        down = probs * wanted / total.clamp_min(1e-12)
+        up = 1 - (1 - probs) * (count - wanted) / (count - total).clamp_min(1e-12)
+        drawn = draw(torch.where(total >= wanted, down, up)) * among
+        x = torch.where(over, drawn, x + drawn)
+    return x
+
+
 def score_function(
     loss: Tensor, log_prob: Tensor, baseline: Literal["leave_one_out"] | None = None
 ) -> Tensor:
@@ -475,6 +602,8 @@ _ESTIMATORS: dict[EstimatorName, _Estimator] = {
     "gumbel": _Estimator(gumbel, frozenset({"tau", "cdf", "hard"})),
     "simple": _Estimator(simple, frozenset(), ("conditional_poisson",)),
     "imle": _Estimator(imle, frozenset({"tau"})),
+    "sequential_softmax": _Estimator(sequential_softmax, frozenset({"tau", "hard"})),
+    "ncpss": _Estimator(ncpss, frozenset({"tau"})),
 }
 
 

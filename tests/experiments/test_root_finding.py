@@ -9,9 +9,9 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
+from khot.baselines._root_finders import iterate
 from khot.experiments.papers import root_finding
 from khot.experiments.papers.root_finding import METHODS, PAPER, problems
-from khot.experiments.tasks.root_finders import iterate
 
 
 def quantile(x: Tensor, k: Tensor) -> Tensor:

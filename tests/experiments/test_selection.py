@@ -122,16 +122,6 @@ def test_methods_draw_k_ones_with_a_gradient(method: str) -> None:
     assert logits.grad[:, -1].mean() > 0 > logits.grad[:, 0].mean()
 
 
-def test_iterative_poisson_keeps_what_is_certain_and_comes_close_to_k() -> None:
-    torch.manual_seed(0)
-    probs = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.5, 0.5]).expand(2000, -1)
-    x = methods.iterative_poisson(probs, 3)
-    assert (x[:, 0] == 1).float().mean() > 0.9
-    assert (x[:, 1] == 0).all()
-    one_draw = (torch.bernoulli(probs).sum(-1) == 3).float().mean()
-    assert (x.sum(-1) == 3).float().mean() > one_draw + 0.3
-
-
 def test_tables_have_a_figure_for_every_method() -> None:
     assert set(feature_selection.PAPER) == set(methods.METHODS) == set(methods.LABELS)
     assert set(vae.PAPER) == set(vae.SIZES)

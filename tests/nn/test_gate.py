@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import khot
 from khot.nn import Anneal, KHotGate
 
-ESTIMATORS = ("straight_through", "second_order", "gumbel", "simple", "imle")
+ESTIMATORS = ("straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss")
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:

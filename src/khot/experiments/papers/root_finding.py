@@ -39,8 +39,8 @@ from torch import Tensor
 
 import khot
 from khot._kernels.reference import solver
+from khot.baselines._root_finders import GUESSES, STEPS, iterate
 from khot.experiments.harness import reporting, study, timing
-from khot.experiments.tasks.root_finders import GUESSES, STEPS, iterate
 
 __all__ = [
     "EXPERIMENT",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from torch import Tensor
 
 import khot
 from khot import baselines
-from khot.experiments.tasks.root_finders import iterate
 
 __all__ = ["PEERS", "Peer", "TopK", "bisection_topk", "halley_topk", "missing", "sorted_laplace_topk"]
 
@@ -81,18 +79,8 @@ def bisection_topk(x: Tensor, k: int, tau: float) -> Tensor:
 
 
 def halley_topk(x: Tensor, k: int, tau: float) -> Tensor:
-    """Sigmoid top-k as published: Halley's method in float64, from the better of two guesses.
-
-    Each step also tries the middle of the bracket, and keeps whichever has the smaller error. The iteration
-    stops when the sum of every row is within 1e-8 of k.
-    """
-    z = x.detach().double() / tau
-    quantile = z.kthvalue(max(1, z.shape[-1] - k), -1, keepdim=True).values
-    for found in itertools.islice(iterate(z, k, "halley", "both", quantile), 101):
-        c, error = found
-        if bool((error.abs() <= 1e-8).all()):
-            break
-    return _Implicit.apply(x, torch.sigmoid(z + c).to(x.dtype), tau, "logistic")
+    """Sigmoid top-k as published: Halley's method from the better of two guesses."""
+    return baselines.root_finding_topk(x, k, tau=tau, method="halley", guess="both")
 
 
 def sorted_laplace_topk(x: Tensor, k: int, tau: float) -> Tensor:
