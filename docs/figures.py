@@ -82,6 +82,25 @@ def temperature(out: Path) -> None:
     save(figure, out / "temperature.png")
 
 
+def falling_tau(out: Path) -> None:
+    """What khot does: 3 of 6 at falling temperatures, down to the hard mask."""
+    x = torch.tensor([0.4, 1.6, -0.6, 2.2, 0.9, 1.2], dtype=torch.float64)
+    k, taus = 3, (4.0, 1.0, 0.3, 0.1)
+    figure, axes = panels(10, 2.9, 1, 1 + len(taus), sharey=True)
+    top = khot.topk_mask(x, k)
+    colors = [BLUE if chosen else "#8fb9cc" for chosen in top.tolist()]
+    weights = {f"τ = {tau:g}": khot.soft_topk(x, k, tau=tau) for tau in taus} | {"hard mask, τ → 0": top}
+    for ax, (title, y) in zip(axes, weights.items(), strict=True):
+        ax.bar(range(len(x)), y.tolist(), color=colors, width=0.75)
+        ax.axhline(k / len(x), color=GREY, linestyle=":", linewidth=1)
+        ax.set_title(title, fontsize=13)
+        ax.set_xticks(range(len(x)), [f"{v:g}".replace("-", "−") for v in x.tolist()], fontsize=9)
+        ax.set_xlabel(f"weights sum to {y.sum():g}", fontsize=11)
+    axes[0].set(ylim=(0, 1.05), yticks=(0, k / len(x), 1), yticklabels=("0", "k/n", "1"))
+    figure.suptitle("six scores, k = 3", fontsize=11, color=GREY)
+    save(figure, out / "falling_tau.png")
+
+
 def soft_count(out: Path) -> None:
     """Counting above a level, softly; the level with a count of k; and each entry's share in that count."""
     x = torch.tensor([0.4, 1.0, 1.9, 2.3, 3.6], dtype=torch.float64)
@@ -285,7 +304,7 @@ def table(path: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-FIGURES = (cdfs, temperature, soft_count, budgets, two_sided, designs, estimators, quantiles)
+FIGURES = (falling_tau, cdfs, temperature, soft_count, budgets, two_sided, designs, estimators, quantiles)
 
 
 def main() -> None:

@@ -20,6 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = ROOT / "docs" / "results"
+# the reference comes before pages that mention a name, and the reports and tables come last
+BOOSTS = {
+    "api/operators.md": 2.0,
+    "api/": 1.5,
+    "distributed.md": 4.0,
+    "troubleshooting.md": 4.0,
+    "migration.md": 1.5,
+    "comparison.md": 0.3,
+    "sharded.md": 0.5,
+    "soft-count.md": 0.5,
+    "ranking.md": 0.2,
+    "performance.md": 0.3,
+    "papers.md": 0.3,
+    "results/": 0.1,
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,6 +52,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    for start, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta.setdefault("search", {"boost": boost})
     markdown = markdown.replace("<!-- benchmarks -->", benchmarks())
     return markdown.replace("<!-- results -->", results())
 

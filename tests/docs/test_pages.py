@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import os
 import shutil
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import khot
 
 SITE = Path(__file__).resolve().parents[2] / "site"
 PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
@@ -111,13 +116,87 @@ def test_page(page: str, address: str, browser: Any) -> None:
     assert complaints == []
 
 
-def test_search_finds_an_operator(address: str, browser: Any) -> None:
+# what people look for, and the page that answers first
+QUERIES = {
+    "soft_rank": "api/operators/",
+    "spearman": "api/losses/",
+    "choose tau": "operators/",
+    "torchsort": "migration/",
+    "onnx": "export/",
+    "DTensor": "distributed/",
+    "KHotSelector": "api/sklearn/",
+    "mixture of experts": "api/nn/",
+    "khot.nn.prune_n_m": "api/nn/",
+    "gumbel_softmax": "migration/",
+}
+
+
+def test_search_finds_the_right_page_first(address: str, browser: Any) -> None:
     tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
     tab.set_default_timeout(SLOW)
-    tab.goto(address)
-    tab.click(".md-search__input")  # this loads the index
-    tab.keyboard.type("soft_topk_magnitude")
-    tab.wait_for_selector(".md-search-result__item", state="attached")
+    first = {}
+    for query in QUERIES:
+        tab.goto("about:blank")
+        tab.goto(f"{address}index.html?q={urllib.parse.quote(query)}")
+        link = tab.wait_for_selector("a.md-search-result__link", state="attached")
+        first[query] = urllib.parse.urlparse(link.get_attribute("href")).path.lstrip("/")
+    tab.close()
+    assert {query: page.removesuffix("index.html") for query, page in first.items()} == QUERIES
+
+
+def figure_agrees(tab: Any) -> list[float]:
+    """The weights that the figure of the home page shows, which are those of khot."""
+    shown = tab.evaluate("() => ({...document.querySelector('#khot-figure').dataset})")
+    scores, weights = (torch.tensor(json.loads(shown[name])).double() for name in ("scores", "weights"))
+    wanted = khot.sigmoid_topk(scores, float(shown["k"]), tau=float(shown["tau"]))
+    torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-6)
+    return weights.tolist()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_figure_of_the_home_page(width: int, address: str, browser: Any) -> None:
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.set_default_timeout(SLOW)
+    tab.goto(address + "index.html")
+    before = figure_agrees(tab)
+    k, tau = tab.locator("#khot-figure input").all()
+    for slider in (k, tau):
+        slider.focus()
+        for key in ("ArrowRight", "End", "Home"):  # Home: k = 0, and the smallest tau
+            tab.keyboard.press(key)
+            figure_agrees(tab)
+    k.focus()
+    for _ in range(9):
+        tab.keyboard.press("ArrowRight")
+    assert sum(figure_agrees(tab)) == pytest.approx(9 / 4)
+    handles = tab.locator("#khot-figure [role=slider]").all()
+    assert len(handles) == len(before)
+    handles[0].focus()
+    value = float(handles[0].get_attribute("aria-valuenow"))
+    tab.keyboard.press("ArrowUp")
+    assert float(handles[0].get_attribute("aria-valuenow")) == pytest.approx(value + 0.1)
+    figure_agrees(tab)
+    handles[1].scroll_into_view_if_needed()
+    box, value = handles[1].bounding_box(), float(handles[1].get_attribute("aria-valuenow"))
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x, y + 40)
+    tab.mouse.up()
+    assert float(handles[1].get_attribute("aria-valuenow")) < value
+    figure_agrees(tab)
+    if folder := os.environ.get("KHOT_SCREENSHOTS"):
+        tab.locator("#khot-figure").screenshot(path=f"{folder}/figure-{width}.png")
+    tab.close()
+
+
+def test_notes_are_no_pages_and_reports_are_in_the_navigation(address: str, browser: Any) -> None:
+    assert not [page for page in PAGES if "notes" in page]
+    tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
+    tab.goto(address + "results/index.html")
+    links = tab.eval_on_selector_all(".md-nav__link", "links => links.map(a => a.href || '')")
+    for report in (page for page in PAGES if page.startswith("results/") and "report" in page):
+        assert any(report.removesuffix("index.html") in link for link in links), report
     tab.close()
 
 
