@@ -103,7 +103,9 @@ class _HardRouter(khot.nn.TokenChoiceRouter):
         return F.linear(input, self.weight).softmax(-1)
 
 
-def router_of(method: str, steps: int) -> khot.nn.TokenChoiceRouter | khot.nn.ExpertChoiceRouter:
+def router_of(
+    method: str, steps: int
+) -> khot.nn.TokenChoiceRouter | khot.nn.ExpertChoiceRouter | khot.nn.BalancedRouter:
     """The router of a method; a soft one has its schedule as ``tau``."""
     if method in HARD:
         return _HardRouter(DIM, KINDS, K).eval()
