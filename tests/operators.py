@@ -332,14 +332,14 @@ def _projection(name: str, **fixed: Any) -> Callable[..., Tensor]:
     return call
 
 
-def _projection_oracle(name: str, regularization: str, descending: bool = False) -> Oracle:
+def _projection_oracle(name: str, regularization: str, descending: bool = False, p: float = 2.0) -> Oracle:
     kl = regularization == "kl"
 
     def oracle(x: Tensor, k: float, tau: float) -> np.ndarray:
         n, row = len(x), x.double().numpy()
         ranks = np.arange(n, 0, -1)
         if name == "project_permutahedron":
-            return oracles.permutahedron(row / tau, np.cos(np.arange(n)), kl)
+            return oracles.permutahedron(row / tau, np.cos(np.arange(n)), kl, p)
         sign = 1 if descending == (name == "soft_sort") else -1
         if name == "soft_sort":
             return sign * oracles.permutahedron(ranks / tau, sign * row, kl)
@@ -368,6 +368,20 @@ OPERATORS += [
         ("soft_sort", {}),
         ("soft_sort", {"descending": True}),
     ]
+]
+
+OPERATORS += [
+    Operator(
+        f"project_permutahedron-{p:.2f}",
+        "project_permutahedron",
+        _projection("project_permutahedron", p=p),
+        _projection_oracle("project_permutahedron", "l2", p=p),
+        selects=False,
+        has_mask=False,
+        integer_k=True,
+        tolerance=1e-9,
+    )
+    for p in (4 / 3, 3.0)
 ]
 
 # The relatives of top-k in magnitude; test_phi.py has their masks and infinite entries.

@@ -342,8 +342,9 @@ def soft_rank(x: Row, tau: float, cdf: str, p: float | None = None) -> np.ndarra
     return _floats([_centred_sum(values, v, mp.mpf(tau), F) + mp.mpf("0.5") for v in values])
 
 
-def permutahedron(z: Row, w: Row, kl: bool = False) -> np.ndarray:
-    """The projection of z onto the permutahedron of w, or log of the KL projection of e^z onto that of e^w.
+def permutahedron(z: Row, w: Row, kl: bool = False, p: float = 2.0) -> np.ndarray:
+    """The projection of z onto the permutahedron of w, with a p-norm the point y of it with the smallest
+    sum(|y|^p/p - y z), or log of the KL projection of e^z onto that of e^w.
 
     By a formula for the decreasing regression that pools no blocks: v_i is the minimum over a <= i of the
     maximum over b >= i of V(a..b), where V is the value of a block.
@@ -355,15 +356,29 @@ def permutahedron(z: Row, w: Row, kl: bool = False) -> np.ndarray:
     order = np.argsort(-z, kind="stable")
     mean = logsumexp if kl else np.mean
     at = z[order]
+
+    def block(u: np.ndarray, w: np.ndarray) -> np.longdouble:
+        if p == 2 or kl:
+            return mean(u) - mean(w)
+        u, total = u.astype(np.longdouble), w.astype(np.longdouble).sum()
+        even = _power(total / len(w), p - 1)  # that far above v lie all, if they are equal
+        low, high = u.min() - even, u.max() - even
+        for _ in range(200):
+            v = (low + high) / 2
+            low, high = (v, high) if _power(u - v, 1 / (p - 1)).sum() > total else (low, v)
+        return (low + high) / 2
+
     value = np.array(
-        [
-            [mean(at[a : b + 1]) - mean(w[a : b + 1]) if a <= b else -np.inf for b in range(n)]
-            for a in range(n)
-        ]
+        [[block(at[a : b + 1], w[a : b + 1]) if a <= b else -np.inf for b in range(n)] for a in range(n)]
     ).reshape(n, n)
     y = np.empty(n)
-    y[order] = at - [value[: i + 1, i:].max(-1).min() for i in range(n)]
+    t = at - [value[: i + 1, i:].max(-1).min() for i in range(n)]
+    y[order] = t if p == 2 or kl else _power(np.array(t), 1 / (p - 1))
     return y
+
+
+def _power(t: Any, exponent: float) -> Any:
+    return np.sign(t) * np.abs(t) ** np.longdouble(exponent)
 
 
 def soft_levels(x: Row, levels: Sequence[float], tau: float, cdf: str, p: float | None = None) -> np.ndarray:

@@ -249,6 +249,7 @@ ROWS: dict[str, Row] = {
             "w": torch.tensor([2.0, 1.0, 3.0, 0.0]),
             "dim": -1,
             "tau": 1.0,
+            "p": 1.5,
             "regularization": "l2",
             "mask": MASK,
         },

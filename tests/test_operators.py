@@ -469,6 +469,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             args = (layout, w, tau, regularization)
             y, *places = ops.permutahedron(*args)
             cases.append((f"permutahedron-{regularization}", ops.permutahedron.default, args))
+            cases.append(("power_blocks", ops.power_blocks.default, (layout, w, tau, 1.5)))
             for want_w in (False, True):
                 backward = (y.new_ones(1).expand(y.shape), layout, w, tau, *places, regularization, want_w)
                 cases.append(("permutahedron-backward", ops.permutahedron_backward.default, backward))
@@ -506,7 +507,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize(("name", "op", "args"), dispatched(), ids=lambda v: v if isinstance(v, str) else "")
 def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    differentiable = "backward" not in name and name not in ("topk_mask", "budget_mask")
+    differentiable = "backward" not in name and name not in ("topk_mask", "budget_mask", "power_blocks")
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])
     torch.library.opcheck(op, args)

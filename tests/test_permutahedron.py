@@ -47,6 +47,8 @@ def sort(x: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) 
 
 # ------------------------------------------------------------------------------------- values
 
+POWERS = (1.2, 4 / 3, 2.5, 3.0)
+every_p = pytest.mark.parametrize("p", POWERS)
 ROWS: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
     "normal": lambda n: (randn(n), randn(n, seed=1)),
     "ranks": lambda n: (3 * randn(n), ranks(n)),
@@ -96,6 +98,81 @@ def test_kl_is_the_nearest_point_in_its_divergence(tau: float) -> None:
         vertices = w.exp()[torch.tensor(list(itertools.permutations(range(5))))]
         assert ((vertices - y.exp()) @ (y - z)).min() >= -1e-12 * (1 + z.abs().max())
         assert_majorised(y.exp(), w.exp())
+
+
+@every_p
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_p_norm_agrees_with_the_formula_of_the_regression(kind: str, p: float) -> None:
+    for n in (1, 2, 3, 12):
+        z, w = ROWS[kind](n)
+        for tau in (0.01, 1.0, 20.0):
+            want = oracles.permutahedron(z / tau, w, p=p)
+            got = project(z, w, tau, p=p)
+            # a root of a p-norm's sum is exact to the rounding of u, of which y is the power
+            assert np.abs(got.numpy() - want).max() <= 1e-9 * (1 + np.abs(want).max()), (n, tau)
+            assert abs(got.sum() - w.sum()) <= 1e-12 * n * (1 + w.abs().max())
+            assert_majorised(got, w)
+
+
+@every_p
+def test_no_vertex_is_better_in_the_p_norm(p: float) -> None:
+    for seed, tau in itertools.product(range(4), (0.1, 1.0, 5.0)):
+        z, w = randn(5, seed=seed), randn(5, seed=seed + 10)
+        y = project(z, w, tau, p=p)
+        vertices = w[torch.tensor(list(itertools.permutations(range(5))))]
+        descent = z / tau - y.sign() * y.abs() ** (p - 1)
+        assert ((vertices - y) @ descent).max() <= 1e-9
+
+
+@every_p
+def test_a_p_norm_of_a_top_k_gives_the_sparse_mask(p: float) -> None:
+    x, w = randn(4, 9), (torch.arange(9) < 3).double()
+    for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 5e-7), (torch.bfloat16, 2**-8)):
+        got = project(x.to(dtype), w, 0.7, p=p)
+        assert got.dtype == dtype
+        want = khot.sparse_topk(x.to(dtype).double(), 3, tau=0.7, p=p)
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@every_p
+def test_a_p_norm_has_the_unusual_rows_of_the_others(p: float) -> None:
+    """Infinite scores, NaN, a mask, hard, a batch of no rows; w of a partial ranking has a block of zeros."""
+    w = f64([3.0, 2.0, 1.0, 0.0, 0.0])
+    z = f64([[INF, 1.0, 0.5, -INF, -INF], [INF, INF, 0.0, 0.1, 7.0], [NAN, 0.0, 0.0, 0.0, 0.0]])
+    y = project(z, w, 0.5, p=p)
+    assert y[0, 0] == 3 and y[0, 3] == y[0, 4] == 0
+    torch.testing.assert_close(y[1, :2], f64([2.5, 2.5]))
+    torch.testing.assert_close(y[1].sum(), w.sum())
+    assert y[2].isnan().all()
+    mask = torch.tensor([True, False, True, True, True])
+    x = f64([0.3, NAN, 2.0, -1.0, 0.0]).requires_grad_()
+    got = project(x, ranks(5), 1.0, p=p, mask=mask)
+    kept = x[mask].detach()
+    torch.testing.assert_close(got[mask].detach(), project(kept, f64([5.0, 3.0, 2.0, 1.0]), 1.0, p=p))
+    (grad,) = torch.autograd.grad((got * randn(5, seed=3)).sum(), x)
+    assert got[1] == 0 and grad[1] == 0 and grad.isfinite().all()
+    hard = project(x.nan_to_num(0), w, 1.0, p=p, hard=True)
+    assert hard.tolist() == [2.0, 1.0, 3.0, 0.0, 0.0]
+    assert project(z[:0], w, p=p).shape == (0, 5)
+    empty = project(z[:, :0], w[:0], p=p)
+    assert empty.shape == (3, 0)
+    tied = f64([1.0, 1.0, 0.0, 0.0]).requires_grad_()
+    y = project(tied, f64([1.0, 0.0, 0.0, 0.0]), 0.1, p=p)
+    torch.testing.assert_close(y, f64([0.5, 0.5, 0.0, 0.0]))
+    (grad,) = torch.autograd.grad((y * randn(4, seed=4)).sum(), tied)
+    assert grad.isfinite().all()
+
+
+@every_p
+def test_gradients_of_a_p_norm_in_all_arguments_in_both_modes(p: float) -> None:
+    z, w = randn(2, 5).requires_grad_(), randn(5, seed=1).requires_grad_()
+    tau = f64([0.4, 3.0]).requires_grad_()
+
+    def call(z: Tensor, w: Tensor, tau: Tensor) -> Tensor:
+        return project(z, w, tau, p=p)
+
+    assert torch.autograd.gradcheck(call, (z, w, tau), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (z, w, tau), fast_mode=True)
 
 
 def assert_majorised(y: Tensor, w: Tensor) -> None:
@@ -375,6 +452,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tau": torch.ones(3)}, ValueError, "tau must broadcast"),
     ({"regularization": "l1"}, ValueError, "regularization must be one of l2, kl, but got 'l1'"),
     ({"regularization": 2}, TypeError, "regularization must be a name"),
+    ({"p": 1.1}, ValueError, "p must lie in [1.15, 3], but got 1.1"),
+    ({"p": "2"}, TypeError, "p must be a number"),
+    ({"p": 1.5, "regularization": "kl"}, ValueError, "p must be left out with regularization='kl'"),
     ({"mask": torch.ones(4)}, TypeError, "mask must have dtype torch.bool"),
     ({"input": X.long()}, TypeError, "input must have a floating-point dtype"),
     ({"dim": 2}, IndexError, "dim must be in"),

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
-from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
+from khot._ops.permutahedron import (
+    RegularizationName,
+    check_regularization,
+    permutahedron,
+    power_permutahedron,
+    without,
+)
 
 __all__ = ["project_permutahedron"]
 
@@ -22,6 +29,7 @@ def project_permutahedron(
     *,
     tau: Scalar = 1.0,
     regularization: RegularizationName = "l2",
+    p: float = 2.0,
     mask: Tensor | None = None,
     hard: bool = False,
 ) -> Tensor:
@@ -31,10 +39,11 @@ def project_permutahedron(
 
         argmin_(y ∈ P(w)) ½‖y − z/τ‖²
 
-    and with ``"kl"`` it is log μ for μ = argmin_(μ ∈ P(e^w)) Σ μ (log μ − z/τ − 1). As τ → 0 it tends to w,
-    permuted as the scores: the largest score gets the largest w. As τ → ∞, it tends to the mean of w, or to
-    log(mean(e^w)). With w = (n, …, 1) these are ranks, with w = (m, …, 1, 0, …, 0) ranks of the m largest
-    scores alone (partial ranking), and with w = (1, …, 1, 0, …, 0) a top-k mask.
+    or with a p-norm the argmin of Σ |y|^p/p − ⟨y, z/τ⟩, which for p = 2 is the same. With ``"kl"`` it is
+    log μ for μ = argmin_(μ ∈ P(e^w)) Σ μ (log μ − z/τ − 1). As τ → 0 it tends to w, permuted as the scores:
+    the largest score gets the largest w. As τ → ∞, it tends to the mean of w, or to log(mean(e^w)). With
+    w = (n, …, 1) these are ranks, with w = (m, …, 1, 0, …, 0) ranks of the m largest scores alone (partial
+    ranking), and with w = (1, …, 1, 0, …, 0) a top-k mask.
 
     Args:
         input: scores z, of any floating-point dtype. Infinite ones get the largest or smallest w, and equal
@@ -45,6 +54,7 @@ def project_permutahedron(
         tau: regularisation > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
             without ``dim``).
         regularization: ``"l2"`` or ``"kl"``.
+        p: the norm of ``"l2"``, in [1.15, 3], a number. Other p than 2 have no compiled kernel.
         mask: bool, broadcastable to the input; True where an entry takes part. The entries of the input and
             of w under False are left out, even NaN and inf, so that n is the number of the others.
         hard: return the limit τ → 0, w permuted as the scores, with the gradient of the projection
@@ -57,23 +67,28 @@ def project_permutahedron(
 
     The gradient in input, w and tau is exact, to any order and in either mode. With ``"l2"`` the function is
     piecewise linear in z and w. Where two blocks of equal values meet, it has a kink, and the gradient is
-    that of the blocks taken together. It takes O(n log n) time and O(n) memory.
+    that of the blocks taken together. With another p, it is a generalised gradient where an entry of w or of
+    the result is 0, where |y|^p has no second derivative. It takes O(n log n) time and O(n) memory.
 
     Raises:
         ValueError: w without n entries along dim, not finite, or of a shape that does not broadcast; tau ≤ 0,
-            or of a shape that does not broadcast; another regularization. (The values of tensors are checked
-            on the CPU in eager mode; elsewhere a row with a NaN in w or a bad tau is NaN.)
-        TypeError: input or w that is not a tensor of real numbers.
+            or of a shape that does not broadcast; another regularization; p out of range, or not 2 with "kl".
+            (The values of tensors are checked on the CPU in eager mode; elsewhere a row with a NaN in w or a
+            bad tau is NaN.)
+        TypeError: input or w that is not a tensor of real numbers; a p that is not a number.
         IndexError: dim out of range.
 
     Source: Blondel, Teboul, Berthet, Djolonga 2020, "Fast differentiable sorting and ranking", Propositions 2
-    to 4; in Sander et al. 2023 w = 1_k gives the top-k masks.
+    to 4; Sander et al. 2023, where w = 1_k gives the top-k masks, and appendix B.2 has other p.
 
     Example:
         >>> khot.project_permutahedron(torch.tensor([2.0, 0.0, 1.5]), torch.tensor([3.0, 2.0, 1.0]))
         tensor([2.7500, 1.0000, 2.2500])
     """
     check_regularization(regularization)
+    p = cdfs.Power(p).p
+    if p != 2 and regularization != "l2":
+        raise ValueError(f"p must be left out with regularization={regularization!r}, but got {p}")
     z = arguments.rows(input, dim)
     weights = _weights(w, input, dim, z)
     tau = arguments.per_row(tau, "tau", z, low=0, low_open=True)
@@ -84,7 +99,8 @@ def project_permutahedron(
     if arguments.readable(weights) and not bool(weights.isfinite().all()):
         bad = weights.detach()[~weights.isfinite()][0].item()
         raise ValueError(f"w must be finite, but got {bad}")
-    y = permutahedron(z, weights, tau, regularization)
+    of_two = p == 2
+    y = permutahedron(z, weights, tau, regularization) if of_two else power_permutahedron(z, weights, tau, p)
     if hard:
         y = _vertex(z.detach(), weights.detach(), y.detach()) + (y - y.detach())
     if selected is not None:

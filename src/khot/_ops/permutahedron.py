@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import wide_dtype, widen
 from khot._kernels.reference import permutahedron as kernels
 
-__all__ = ["RegularizationName", "check_regularization", "permutahedron", "without"]
+__all__ = ["RegularizationName", "check_regularization", "permutahedron", "power_permutahedron", "without"]
 
 RegularizationName = Literal["l2", "kl"]
 _REGULARIZATIONS = get_args(RegularizationName)
@@ -42,6 +42,41 @@ def permutahedron(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> Ten
     """
     y: Tensor = _permutahedron(z, w, tau, regularization)[0]
     return y
+
+
+def power_permutahedron(z: Tensor, w: Tensor, tau: Tensor, p: float) -> Tensor:
+    """argmin_(y ∈ P(w)) Σ |y|^p/p − ⟨y, z/τ⟩, in z's dtype; arguments as for :func:`permutahedron`.
+
+    The operator finds the blocks and their levels, without derivatives. Newton's steps from there have those
+    of the implicit equation: after each step, twice as many orders are exact.
+    """
+    order, w_order, start, v = _power_blocks(z.detach(), w.detach(), tau.detach(), p)
+    order, w_order, start = order.long(), w_order.long(), start.long()
+    scores, weights = widen(z).gather(-1, order), widen(w).expand(z.shape).gather(-1, w_order)
+    rate = 1 / widen(tau).expand(z.shape[:-1]).unsqueeze(-1)
+    first = scores.gather(-1, start)
+    a = (scores.masked_fill(scores.isinf(), 0) - first.masked_fill(first.isinf(), 0)) * rate
+    exponent, total = 1 / (p - 1), kernels.pooled(weights, start)
+    tiny = torch.finfo(a.dtype).tiny ** 0.25
+
+    def powers(v: Tensor) -> tuple[Tensor, Tensor]:
+        """s(a − v) and its slope; 0 is moved aside, where one of them has no derivative."""
+        t = a - v
+        t = t.masked_fill(t.abs() < tiny, tiny)
+        size = t * (1 - 2 * (t < 0).to(t.dtype))  # |t|, whose sign is a constant here
+        slope = exponent * size ** (exponent - 1)
+        return t * slope / exponent, slope
+
+    for _ in range(3):
+        s, slope = powers(v)
+        v = v + (kernels.pooled(s, start) - total) / kernels.pooled(slope, start)
+    count = kernels.pooled(torch.ones_like(a), start)
+    # entries that are alone, and equal ones that share nothing, where the slope is 0 or infinite
+    even = (count == 1) | ((kernels.pooled(a.abs(), start) == 0) & (total == 0))
+    y = torch.where(even, total / count, powers(v)[0])
+    bad = (z.isnan() | w.isnan()).any(-1) | ~((tau > 0) & (tau < math.inf))
+    y = torch.zeros_like(y).scatter(-1, order, y)
+    return y.masked_fill(bad.unsqueeze(-1), math.nan).to(z.dtype)
 
 
 def without(z: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +144,15 @@ def _backward_fake(
     )
 
 
+class _OfBlocks(Rule):
+    differentiable = False
+
+
+def _blocks_fake(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order, w_order, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
+    return order, w_order, start, z.new_empty(z.shape, dtype=wide_dtype(z.device))
+
+
 _permutahedron = define(
     "permutahedron",
     "(Tensor z, Tensor w, Tensor tau, str regularization) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -122,4 +166,11 @@ _permutahedron_backward = define(
     "str regularization, bool want_w) -> (Tensor, Tensor, Tensor)",
     kernels.permutahedron_backward,
     _backward_fake,
+)
+_power_blocks = define(
+    "power_blocks",
+    "(Tensor z, Tensor w, Tensor tau, float p) -> (Tensor, Tensor, Tensor, Tensor)",
+    kernels.power_blocks,
+    _blocks_fake,
+    _OfBlocks,
 )
