@@ -450,6 +450,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("soft_count", ops.soft_count.default, count))
             grad = tau.new_ones(1).expand(ROWS, 3)
             cases.append(("count-backward", ops.soft_count_backward.default, (grad, *count)))
+            cases.append(("reference_soft_count", ops.reference_soft_count.default, count))
+            backward = ops.reference_soft_count_backward.default
+            cases.append(("reference-count-backward", backward, (grad, *count)))
         grad = x.new_ones(1).expand(x.shape)
         _, order = ops.laplace_rank(layout, tau)
         cases.append(("laplace_rank", ops.laplace_rank.default, (layout, tau)))

@@ -25,7 +25,8 @@ def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = Fa
         tau: broadcasts with batch.
         centred: shift F to the median 0; every score, finite or not, then counts itself as ½.
     """
-    count: Tensor = _soft_count(x, at, tau, *cdf.key, centred)
+    operator = _soft_count if cdf.built_in else _reference_soft_count
+    count: Tensor = operator(x, at, tau, *cdf.key, centred)
     return count
 
 
@@ -40,7 +41,8 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         x, at, tau = ctx.saved_tensors
         if by_kernel():
-            dx, dat, dtau = _soft_count_backward(grad, x, at, tau, *ctx.key, ctx.centred)
+            operator = _soft_count_backward if ctx.cdf.built_in else _reference_soft_count_backward
+            dx, dat, dtau = operator(grad, x, at, tau, *ctx.key, ctx.centred)
         else:
             dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred)
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
@@ -60,17 +62,16 @@ def _backward_fake(grad: Tensor, x: Tensor, at: Tensor, *_: Any) -> tuple[Tensor
     return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
-_soft_count = define(
-    "soft_count",
-    "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor",
-    kernels.soft_count,
-    _fake,
-    _Rule,
-)
-_soft_count_backward = define(
-    "soft_count_backward",
+_FORWARD = "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor"
+_BACKWARD = (
     "(Tensor grad, Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) "
-    "-> (Tensor, Tensor, Tensor)",
-    kernels.soft_count_backward,
-    _backward_fake,
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+_soft_count = define("soft_count", _FORWARD, kernels.soft_count, _fake, _Rule)
+_soft_count_backward = define("soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake)
+# for the user's own CDFs, which other kernels do not know
+_reference_soft_count = define("reference_soft_count", _FORWARD, kernels.soft_count, _fake, _Rule)
+_reference_soft_count_backward = define(
+    "reference_soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake
 )
