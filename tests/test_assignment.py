@@ -163,9 +163,34 @@ def test_empty_and_full_columns_and_rows() -> None:
 def test_nan_stays_in_its_matrix() -> None:
     x = scores(2, 6, 4)
     x[0, 1, 2] = float("nan")
-    y = khot.soft_assign(x, 2)
+    y, bias = khot.soft_assign(x, 2, return_bias=True)
     assert bool(y[0].isnan().all())
+    assert bool(bias[0].isnan().all())
     assert_sums(y[1], 2.0, 3.0, 1e-12)
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_the_derivatives_of_a_matrix_with_nan_are_nan(at_most: bool) -> None:
+    x, k, capacity = scores(2, 6, 4), torch.full((2, 6), 2.0).double(), torch.full((2, 4), 3.0).double()
+    tau = torch.tensor([0.5, 0.7]).double()
+    weight = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(3)).double()
+    capacity = capacity + at_most
+
+    def gradients(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [v.clone().requires_grad_() for v in inputs]
+        y = khot.soft_assign(*leaves[:3], tau=leaves[3], at_most=at_most)
+        return list(torch.autograd.grad((y * weight[-len(y) :]).sum(), leaves))
+
+    alone = gradients(x[1:], k[1:], capacity[1:], tau[1:])
+    x[0, 1, 2] = float("nan")
+    for both, one in zip(gradients(x, k, capacity, tau), alone, strict=True):
+        assert bool(both[0].isnan().all())
+        torch.testing.assert_close(both[1:], one, rtol=0, atol=1e-12)
+    _, along = torch.func.jvp(
+        lambda x: khot.soft_assign(x, k, capacity, tau=tau, at_most=at_most), (x,), (weight,)
+    )
+    assert bool(along[0].isnan().all())
+    assert bool(along[1].isfinite().all())
 
 
 @pytest.mark.parametrize("shift", [1.0, 100.0])

@@ -158,8 +158,10 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
     are replicated.
     """
     x, tau, r, c = in_float64(x), in_float64(tau), in_float64(r), in_float64(c)
-    # rows and columns that are decided have infinite thresholds and do not move
-    still, stays = r.isinf(), c.isinf()
+    # rows and columns that are decided have infinite thresholds and do not move; where there is no
+    # solution all thresholds are NaN, and so are the derivatives
+    lost = c.isnan()
+    still, stays = r.isinf() | r.isnan(), c.isinf() | lost
     fixed = x.isinf() | still.unsqueeze(-1) | stays.unsqueeze(-2)
     r, c = r.masked_fill(still, 0), c.masked_fill(stays, 0)
     c_here, tau = row.share([c, tau])
@@ -193,4 +195,5 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
         (b_here,) = row.share([b])
         return inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1)), b
 
+    f = f.masked_fill(lost.any(-1)[..., None, None], math.nan)
     return z, f, fit, tau

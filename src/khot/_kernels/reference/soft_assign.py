@@ -149,7 +149,7 @@ def _assign(
 
 def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The answer where there is none: NaN."""
-    return torch.full_like(y, math.nan), torch.full_like(r, math.inf), torch.full_like(c, math.inf)
+    return torch.full_like(y, math.nan), torch.full_like(r, math.nan), torch.full_like(c, math.nan)
 
 
 def _undecided(k: Tensor, goal: Tensor, equal: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from khot.experiments.harness.study import Row
@@ -21,6 +21,7 @@ __all__ = [
     "compare",
     "curve",
     "figure",
+    "label_ends",
     "last_change",
     "log_axis",
     "spread",
@@ -102,3 +103,26 @@ def log_axis(plot: Any) -> None:
     low, high = plot.get_ylim()
     plot.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
     plot.tick_params(axis="y", which="minor", labelsize=8)
+
+
+def label_ends(plot: Any, ends: Mapping[str, tuple[float, float, str]], gap: float = 14) -> None:
+    """Write each line's name beside its end (x, y, color), in that color and at least ``gap`` points apart.
+    Call it after everything is plotted."""
+    low, high = plot.get_ylim()
+    plot.set_ylim(low, high)  # from here on it stays
+    plot.figure.draw_without_rendering()  # the layout is made now
+    to_points = 72 / plot.figure.dpi
+    floor = -math.inf
+    for name, (x, y, color) in sorted(ends.items(), key=lambda item: item[1][1]):
+        height = plot.transData.transform((x, y))[1] * to_points
+        floor = max(height, floor + gap)
+        plot.annotate(
+            name,
+            (x, y),
+            (8, floor - height),
+            textcoords="offset points",
+            color=color,
+            va="center",
+            fontsize=9,
+            annotation_clip=False,
+        )
