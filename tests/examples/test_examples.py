@@ -85,6 +85,15 @@ def test_mixture(tmp_path: Path) -> None:
     assert_picture(tmp_path / "mixture.png")
 
 
+def test_balancing(tmp_path: Path) -> None:
+    script = example("balancing")
+    violations = script.run(steps=20)
+    for third in (2, 12):  # of the first tokens, and of those that come after
+        assert violations["quantile"][third] < 0.5 < 2 < violations["sign"][third]
+    script.draw(violations, tmp_path / "balancing.png")
+    assert_picture(tmp_path / "balancing.png")
+
+
 def test_knn_on_digits(tmp_path: Path) -> None:
     script = example("knn")
     result = script.run(data.load_digits(), steps=40)
