@@ -135,11 +135,12 @@ def measure(case: Case, seconds: float, clock: timing.Clock) -> dict[str, Any]:
     left_out = {}
     if case.section in ("peers", "growth", "memory"):
         for name, peer in PEERS.items():
-            reason = missing(peer) or ("" if peer.fits(case.rows, case.n, k) else "too large")
-            if reason:
-                left_out[name] = reason
-            else:
+            if missing(peer):  # which the setting says
+                continue
+            if peer.fits(case.rows, case.n, k):
                 functions[name] = partial(call_peer, name, k=k, tau=tau)
+            else:
+                left_out[name] = "too large"
     forward: dict[str, Call] = {name: partial(f, x) for name, f in functions.items()}
     both = {
         name: timing.forward_backward(f, x)
@@ -215,7 +216,12 @@ def sections(results: report.Results) -> Iterator[tuple[str, str]]:
     peers = of("peers")
     if not peers:
         return
-    names = [*OURS, *PEERS]
+    here = [
+        name
+        for name in PEERS
+        if any(name in found["errors"] or name in found["left out"] for found in peers.values())
+    ]
+    names = [*OURS, *here]
     yield (
         "What people run today, in softmaxes: forward / forward + backward",
         report.table(
@@ -229,7 +235,7 @@ def sections(results: report.Results) -> Iterator[tuple[str, str]]:
             ["", *peers],
             [
                 [name, *(peer_cell(result, name, "sigmoid_topk") for result in peers.values())]
-                for name in PEERS
+                for name in here
             ],
         ),
     )
@@ -237,7 +243,7 @@ def sections(results: report.Results) -> Iterator[tuple[str, str]]:
         "Their errors: largest of |Σy − k|, of y − 1, and of |y − y of khot's operator in float64|",
         report.table(
             ["", *peers],
-            [[name, *(error_cell(result, name) for result in peers.values())] for name in PEERS],
+            [[name, *(error_cell(result, name) for result in peers.values())] for name in here],
         ),
     )
 
@@ -289,9 +295,11 @@ def options(args: argparse.Namespace) -> list[str]:
 
 
 def packages() -> Iterator[str]:
-    """Of the peers that are here, with their versions."""
-    for peer in PEERS.values():
-        if peer.needs and not missing(peer):
+    """Those of the peers, with their versions."""
+    for name, peer in PEERS.items():
+        if reason := missing(peer):
+            yield f"{name} {reason}"
+        elif peer.needs:
             module = peer.needs.partition(":")[0]
             yield f"{module} {importlib.metadata.version(module)}"
 
