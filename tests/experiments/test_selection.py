@@ -17,13 +17,13 @@ from khot.experiments.tasks import methods
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
     (
         feature_selection,
-        {"k": 8, "reconstruction_steps": 6},
-        {"task": "reconstruction", "method": "gumbel", "seed": 0},
+        {"k": 8, "steps": 6},
+        {"method": "gumbel", "seed": 0},
     ),
     (
         feature_selection,
-        {"k": 8, "classification_steps": 6},
-        {"task": "classification", "method": "ncpss", "seed": 0},
+        {"k": 8, "steps": 6},
+        {"method": "ncpss", "seed": 0},
     ),
     (learning_k, {"steps": 6}, {"size": "learned", "k": 20, "seed": 0}),
     (vae, {"steps": 6}, {"size": "small", "method": "straight_through", "seed": 0}),
@@ -66,16 +66,15 @@ def final(module: Any, options: dict[str, Any], trial: Trial, path: Path) -> Row
 
 @pytest.mark.parametrize("method", ["gumbel", "second_order"])
 def test_selection_learns(method: str, tmp_path: Path) -> None:
-    """8 of 64 pixels are chosen, and tell the digits apart: by chance the loss is log 10 = 2.3.
+    """8 of 64 pixels are chosen. The loss is 0.42 if each pixel is predicted by its mean, without seeing any.
 
-    Over seeds 0 to 2 it is 0.48 to 0.64, and at least 98 % of a sample lies on the k largest logits.
+    Over seeds 0 to 2 it is 0.32 to 0.34. At first 34 to 42 % of a sample lie on the k largest logits, at the
+    end 79 to 87 %.
     """
-    trial: Trial = {"task": "classification", "method": method, "seed": 0}
-    row = final(
-        feature_selection, {"k": 8, "classification_steps": 400, "logits_lr": 0.1}, trial, tmp_path / "x.pt"
-    )
-    assert float(row["test_loss"]) < 1
-    assert float(row["settled"]) > 0.9
+    options = {"k": 8, "steps": 500, "lr": 0.03}
+    row = final(feature_selection, options, {"method": method, "seed": 0}, tmp_path / "x.pt")
+    assert float(row["test_loss"]) < 0.36
+    assert float(row["settled"]) > 0.7
     assert len(str(row["chosen"]).split()) == 8
 
 
@@ -89,8 +88,8 @@ def test_learned_size_comes_to_the_same_place(k: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [6, 7])
 def test_curve_ends_with_the_test_loss_if_it_ends_at_the_last_step(steps: int, tmp_path: Path) -> None:
-    options = {"k": 8, "classification_steps": steps, "points": 3}
-    trial: Trial = {"task": "classification", "method": "gumbel", "seed": 0}
+    options = {"k": 8, "steps": steps, "points": 3}
+    trial: Trial = {"method": "gumbel", "seed": 0}
     found = rows(feature_selection, options, trial, tmp_path / "x.pt")
     curve, last = [row["curve"] for row in found if "curve" in row], found[-1]["test_loss"]
     assert len(curve) == 3
@@ -98,10 +97,10 @@ def test_curve_ends_with_the_test_loss_if_it_ends_at_the_last_step(steps: int, t
 
 
 def test_vae_learns(tmp_path: Path) -> None:
-    """Pixels at their mean, without a latent, have a loss of 27.1; over seeds 0 and 1 it is 22.3 to 22.4."""
-    trial: Trial = {"size": "large", "method": "gumbel", "seed": 0}
-    row = final(vae, {"steps": 100, "lr": 1e-3}, trial, tmp_path / "x.pt")
-    assert float(row["test_loss"]) < 24.5
+    """Pixels at their mean, without a latent, have a loss of 27.1; over seeds 0 to 2 it is 21.2 to 21.4."""
+    trial: Trial = {"size": "small", "method": "gumbel", "seed": 0}
+    row = final(vae, {"steps": 200, "lr": 1e-3}, trial, tmp_path / "x.pt")
+    assert float(row["test_loss"]) < 22.5
     assert float(row["test_loss"]) == pytest.approx(float(row["reconstruction"]) + float(row["divergence"]))
 
 
@@ -112,11 +111,7 @@ def test_methods_draw_k_ones_with_a_gradient(method: str) -> None:
     x = methods.draw(method, logits, 4)
     assert set(x.detach().round(decimals=4).unique().tolist()) == {0.0, 1.0}
     sizes = x.detach().round().sum(-1)
-    if method == "ncpss":
-        assert (sizes == 4).float().mean() > 0.5
-        assert abs(sizes.mean() - 4) < 0.2
-    else:
-        assert (sizes == 4).all()
+    assert (sizes == 4).all()
     (x * torch.arange(12.0)).sum().backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
     assert logits.grad[:, -1].mean() > 0 > logits.grad[:, 0].mean()
@@ -125,15 +120,13 @@ def test_methods_draw_k_ones_with_a_gradient(method: str) -> None:
 def test_tables_have_a_figure_for_every_method() -> None:
     assert set(feature_selection.PAPER) == set(methods.METHODS) == set(methods.LABELS)
     assert set(vae.PAPER) == set(vae.SIZES)
-    assert set(vae.Args().methods) <= set(vae.PAPER["large"]) <= set(methods.METHODS)
+    assert set(vae.PAPER["large"]) < set(vae.PAPER["small"]) == set(methods.METHODS)
 
 
 REFUSED = {
     "unknown method": (feature_selection, {"methods": ("gumble",)}, "'gumble': expected some of"),
     "unknown attention": (attention, {"methods": ("soft",)}, "'soft': expected some of softmax, topk, hard"),
     "unknown training": (beam_search, {"methods": ("beams",)}, "'beams': expected some of teacher_forcing"),
-    "unknown task": (feature_selection, {"tasks": ("play",)}, "'play': expected some of"),
-    "masks": (feature_selection, {"masks": 3}, "masks = 3: expected a divisor of batch = 64"),
     "k above n": (feature_selection, {"k": 65}, "k = 65: expected at most 64"),
     "guess above n": (learning_k, {"guesses": (64,)}, "size 64: expected more than 0 and less than 64"),
     "unknown size": (vae, {"sizes": ("vast",)}, "'vast': expected some of small, large"),

@@ -12,7 +12,7 @@ __all__ = ["LABELS", "METHODS", "draw"]
 
 
 def draw(method: str, logits: Tensor, k: int) -> Tensor:
-    """Samples (..., n) of zeros and ones with k ones (NCPSS: about k), which have that method's gradient."""
+    """Samples (..., n) of zeros and ones with k ones, which have that method's gradient."""
     return METHODS[method](logits, k)
 
 
@@ -25,9 +25,23 @@ def _second_order(logits: Tensor, k: int) -> Tensor:
     return estimators.second_order(logits, k, design="pivotal")
 
 
+REDRAWS = 100
+
+
+def _ncpss(logits: Tensor, k: int) -> Tensor:
+    """Seven rounds; samples of another size than k are drawn again (up to REDRAWS times)."""
+    sample = estimators.ncpss(logits, k, rounds=7)
+    for _ in range(REDRAWS):
+        wrong = sample.detach().sum(-1).round() != k
+        if not wrong.any():
+            break
+        sample = sample.index_put((wrong,), estimators.ncpss(logits[wrong], k, rounds=7))
+    return sample
+
+
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sequential_softmax": estimators.sequential_softmax,
-    "ncpss": estimators.ncpss,
+    "ncpss": _ncpss,
     "simple": estimators.simple,
     "straight_through": _straight_through,
     "second_order": _second_order,
