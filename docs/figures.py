@@ -156,6 +156,27 @@ def budgets(out: Path) -> None:
     save(figure, out / "budgets.png")
 
 
+def pruned_blocks(out: Path) -> None:
+    """The same weights with two of every four, as the temperature falls."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    figure, axes = panels(10, 1.9, 1, 4)
+    axes[0].imshow(weight.numpy(), cmap="RdBu", vmin=-2.5, vmax=2.5)
+    axes[0].set_title("all weights", fontsize=10)
+    for ax, tau in zip(axes[1:], (1.0, 0.3, 0.01), strict=True):
+        layer = torch.nn.Linear(16, 8, bias=False, dtype=torch.float64)
+        layer.weight.data.copy_(weight)
+        pruned = khot.nn.prune_n_m(layer, "weight", tau=tau).weight.detach()
+        ax.imshow(pruned.numpy(), cmap="RdBu", vmin=-2.5, vmax=2.5)
+        ax.set_title(f"tau = {tau:g}", family="monospace", fontsize=10)
+    for ax in axes:
+        for edge in (3.5, 7.5, 11.5):
+            ax.axvline(edge, color=GREY, linewidth=0.8)
+        ax.set(xticks=[], yticks=[])
+    axes[0].set(xlabel="input", ylabel="output")
+    save(figure, out / "pruned_blocks.png")
+
+
 def two_sided(out: Path) -> None:
     """The loads of columns with and without a capacity; the value of the assignment as τ falls."""
     generator = torch.Generator().manual_seed(0)
@@ -304,7 +325,18 @@ def table(path: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-FIGURES = (falling_tau, cdfs, temperature, soft_count, budgets, two_sided, designs, estimators, quantiles)
+FIGURES = (
+    falling_tau,
+    cdfs,
+    temperature,
+    soft_count,
+    budgets,
+    pruned_blocks,
+    two_sided,
+    designs,
+    estimators,
+    quantiles,
+)
 
 
 def main() -> None:

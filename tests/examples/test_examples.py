@@ -178,6 +178,19 @@ def test_pruning_macs(tmp_path: Path) -> None:
     assert_picture(tmp_path / "pruning_macs.png")
 
 
+def test_pruning_n_m(tmp_path: Path) -> None:
+    script = example("pruning_n_m")
+    patterns = ((1, 16),)
+    dense, errors, weight = script.run(data.load_digits(), steps=1000, runs=2, patterns=patterns)
+    kept = (weight != 0).unflatten(1, (-1, 16)).sum(-1)
+    assert (kept == 1).all()
+    soft, cut, hard = (sum(errors[method][0]) / 2 for method in ("soft", "cut", "hard"))
+    assert sum(dense) / 2 < soft < hard
+    assert cut < hard
+    script.draw("digits", dense, errors, weight, tmp_path / "pruning_n_m.png", patterns)
+    assert_picture(tmp_path / "pruning_n_m.png")
+
+
 def test_gate_prices(tmp_path: Path) -> None:
     script = example("gate_prices")
     images = data.load_digits()
