@@ -361,10 +361,11 @@ def test_rows_with_sums_of_their_own(cdf: str, tau: float, dtype: torch.dtype) -
 @pytest.mark.parametrize("k", [1.0, 2.0, 2.5])
 @pytest.mark.parametrize("tau", [1.0, 0.1, 0.01])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("room", [1.0, 1.02, 1.3])
 def test_the_quick_way_gives_what_the_safe_way_does(
-    masked: bool, tau: float, k: float, cdf: str, monkeypatch: pytest.MonkeyPatch
+    room: float, masked: bool, tau: float, k: float, cdf: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = scores(600, 8, seed=4)
+    x = scores(600, 8, seed=4) + torch.linspace(0, 1, 8, dtype=torch.float64)
     if masked:
         x[::3, 2] = x[1::5, 6] = -math.inf  # a sample of every ninth row would lose column 2
     arrived, follow = [], solver.follow
@@ -373,11 +374,17 @@ def test_the_quick_way_gives_what_the_safe_way_does(
         arrived.append(follow(*args))
         return arrived[-1]
 
+    def assign(bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        capacity = room * k * len(x) / 8
+        return khot.soft_assign(
+            x, k, capacity, tau=tau, cdf=cdf, at_most=room > 1, bias=bias, return_bias=True
+        )
+
     monkeypatch.setattr(solver, "follow", watched)
-    y, bias = khot.soft_assign(x, k, tau=tau, cdf=cdf, return_bias=True)
-    warm = khot.soft_assign(x, k, tau=tau, cdf=cdf, bias=bias)
+    y, bias = assign()
+    warm, _ = assign(bias)
     monkeypatch.setattr(solver, "follow", lambda *_: None)
-    want, price = khot.soft_assign(x, k, tau=tau, cdf=cdf, return_bias=True)
+    want, price = assign()
     assert arrived[1] is not None
     assert arrived[0] is not None or cdf != "logistic"
     torch.testing.assert_close(y, want, rtol=0, atol=1e-9)

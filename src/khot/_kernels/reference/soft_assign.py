@@ -130,7 +130,7 @@ def _assign(
     problem = Problem(inner, k[lines], goal[columns], F, shards, nonnegative=not equal)
     start = bias[columns]
     start = start - start.mean() if equal else start.clamp(min=0)
-    found = follow(problem, start, tau) if equal and shards.here else None
+    found = follow(problem, start, tau) if shards.here else None
     if found is None:
         found = _safe(problem, start, tau)
     if found is None:
@@ -217,6 +217,11 @@ class Problem:
     def closed(self) -> Tensor:
         return self.x == -math.inf
 
+    def miss(self, c: Tensor, by_column: Tensor) -> Tensor:
+        """By how much the loads exceed their goals, where that is an error: with nonnegative thresholds, a
+        load may be below its goal where c = 0."""
+        return torch.where(c > 0, by_column, by_column.clamp(min=0)) if self.nonnegative else by_column
+
     def sweep(
         self, r: Tensor, c: Tensor, tau: float, tolerance: float, slopes: bool = True, values: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -269,11 +274,8 @@ class Problem:
         return r, block[0] - self.load, (block[1].diag() - block[2:]) / tau
 
     def off(self, c: Tensor, tau: float) -> float:
-        """The largest error of a load. With nonnegative thresholds, it may be below its goal where c = 0."""
-        miss, _ = self(c, tau)
-        if self.nonnegative:
-            miss = torch.where(c > 0, miss, miss.clamp(min=0))
-        return float(miss.abs().max())
+        """The largest error of a load."""
+        return float(self.miss(c, self(c, tau)[0]).abs().max())
 
     def solve(self, c: Tensor, tau: float) -> Tensor:
         """The columns' thresholds, from c, through falling temperatures."""
@@ -317,7 +319,7 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
     while stages[-1] * FALL < spread / 4:
         stages.append(stages[-1] * FALL)
     # float32 is enough for all stages but the end, and a part of the rows tells roughly what columns want
-    single = Problem(x.float(), k.float(), load, problem.F)
+    single = Problem(x.float(), k.float(), load, problem.F, nonnegative=problem.nonnegative)
     c = c.float()
     if len(x) > 2 * SAMPLE * x.shape[-1] and len(stages) > 2:
         rough = _stages(_sample(single), c, stages[2:], COARSE)
@@ -336,7 +338,8 @@ def _sample(problem: Problem) -> Problem:
     places = torch.arange(count, dtype=torch.float64, device=problem.x.device)
     rows = ((places * GOLDEN).frac() * len(problem.x)).long()
     x, k = problem.x[rows], problem.k[rows]
-    return Problem(x, k, problem.load * (k.sum() / problem.k.sum()), problem.F)
+    load = problem.load * (k.sum() / problem.k.sum())
+    return Problem(x, k, load, problem.F, nonnegative=problem.nonnegative)
 
 
 def _stages(problem: Problem, c: Tensor, stages: list[float], goal: float) -> tuple[Tensor, Tensor] | None:
@@ -348,13 +351,12 @@ def _stages(problem: Problem, c: Tensor, stages: list[float], goal: float) -> tu
             r, miss, _, sums, _ = problem.sweep(r, c, tau, LOOSE)
             by_column = sums[0] - problem.load
             # on the way, a few rows may stay behind
-            error = max(
-                float((miss / problem.k).abs().mean()), float((by_column / problem.load).abs().amax())
-            )
-            dc = _newton(_schur(sums), by_column - sums[2]) if math.isfinite(error) else None
-            if dc is None:
+            off = problem.miss(c, by_column) / problem.load
+            error = max(float((miss / problem.k).abs().mean()), float(off.abs().amax()))
+            step = _step(problem, _schur(sums), by_column - sums[2], c, tau) if math.isfinite(error) else None
+            if step is None:
                 return None
-            c = c + dc.to(c.dtype) * tau
+            c = step
             if error <= (goal if tau == stages[0] else COARSE):
                 break
         else:
@@ -372,7 +374,8 @@ def _exact(
         close, fresh = error <= CLOSE, schur is None or error > SAME
         r, miss, density, sums, y = problem.sweep(r, c, tau, FINE if close else TIGHT, fresh, close)
         by_column = sums[0] - problem.load
-        error = max(float((miss / problem.k).abs().amax()), float((by_column / problem.load).abs().amax()))
+        off = problem.miss(c, by_column) / problem.load
+        error = max(float((miss / problem.k).abs().amax()), float(off.abs().amax()))
         if not math.isfinite(error) or (step == 0 and error > near):
             return None
         if error <= EXACT:
@@ -381,31 +384,44 @@ def _exact(
             continue  # the same once more, with sharp rows and y
         if fresh:
             schur = _schur(sums)
-        dc = _newton(schur, by_column - sums[2])
-        if dc is None:
+        assert schur is not None
+        moved = _step(problem, schur, by_column - sums[2], c, tau)
+        if moved is None:
             return None
-        c = c + dc * tau
+        c = moved
     return None
 
 
 def _schur(sums: Tensor) -> Tensor:
-    """The derivative of the loads in −c/τ, where the rows keep their sums, with one direction fixed: the same
-    constant added to all c changes nothing."""
+    """The derivative of the loads in −c/τ, where the rows keep their sums."""
     slopes, schur = sums[1], sums[3:].neg()
-    scale = float(slopes.mean()) + 1e-30
-    schur.diagonal().add_(slopes + 1e-12 * scale)
-    return schur.add_(scale / len(slopes))
+    schur.diagonal().add_(slopes + 1e-12 * (slopes.mean() + 1e-30))
+    return schur
 
 
-def _newton(schur: Tensor | None, wanted: Tensor) -> Tensor | None:
-    """The step in c, in τ; None if there is none."""
-    assert schur is not None
-    dc, info = torch.linalg.solve_ex(schur, wanted)
+def _step(problem: Problem, schur: Tensor, miss: Tensor, c: Tensor, tau: float) -> Tensor | None:
+    """The columns' thresholds after a step of Newton's method; None if there is none.
+
+    With nonnegative thresholds, a column has the threshold 0 or its goal as load, whichever the last step
+    says it is nearer to (Hintermüller, Ito, Kunisch 2002).
+    """
+    # the same constant added to all c changes nothing, so that one direction has to be fixed
+    ones = (schur.diagonal().mean() + 1e-30) / len(c)
+    if not problem.nonnegative:
+        schur = schur + ones
+    else:
+        free = c > -tau * miss / schur.diagonal()
+        schur = schur + ones * free.all()
+        back = torch.where(free, 0, -c / tau).to(schur.dtype)
+        miss = torch.where(free, miss - schur @ back, back)
+        schur = torch.where(free.unsqueeze(-1) & free, schur, (~free).diag().to(schur.dtype))
+    dc, info = torch.linalg.solve_ex(schur, miss)
     if int(info):
         return None
     # farther out, the sums are flat and say nothing of the way back
     length = float(dc.abs().amax())
-    return dc if length <= REACH else dc * (REACH / length)
+    c = c + (dc if length <= REACH else dc * (REACH / length)).to(c.dtype) * tau
+    return c.sub(c.amin().clamp(min=0)).clamp(min=0) if problem.nonnegative else c
 
 
 def _settled(
@@ -419,8 +435,8 @@ def _settled(
         r[rows] = part.rows(c, tau)
         moved = problem.F.cdf((part.x - c - r[rows].unsqueeze(-1)) / tau).masked_fill_(part.closed, 0)
         y[rows] = moved
-        error = float(((y.sum(0) - problem.load) / problem.load).abs().amax())
-        if error > 1e-12:
+        off = problem.miss(c, y.sum(0) - problem.load) / problem.load
+        if float(off.abs().amax()) > 1e-12:
             return None
     return y, r, c
 
