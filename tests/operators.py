@@ -76,6 +76,20 @@ def _budget(name: str, **fixed: Any) -> Callable[..., Tensor]:
     return call
 
 
+def _mirrored(cdf: str) -> Callable[..., Tensor]:
+    """soft_assign of a row and its negative, which share the columns: for a symmetric F, the soft top-k."""
+
+    def call(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
+        row = x.movedim(dim, -1) if x.dim() else x.unsqueeze(0)
+        second = torch.arange(2, dtype=wide_dtype(x.device), device=x.device)
+        k = k.unsqueeze(-1) if isinstance(k, Tensor) and k.dim() else k
+        both, sums = torch.stack((row, -row), -2), k * (1 - 2 * second) + row.shape[-1] * second
+        y = khot.soft_assign(both, sums, 1, tau=tau, cdf=cdf)[..., 0, :]
+        return y.movedim(-1, dim) if x.dim() else y.squeeze(0)
+
+    return call
+
+
 def _ranking(name: str, **fixed: Any) -> Callable[..., Tensor]:
     """The operators without a k. The q of a quantile is fixed, because a tensor q would add a dim."""
     operator = getattr(khot, name)
@@ -240,6 +254,27 @@ OPERATORS: list[Operator] = [
             k=(2.3, 3.0, 4.4),  # for the hard selection, which never exceeds the budget
         )
         for (n, c), by in zip(_CDFS.items(), ("score", "value", "score", "value", "score"), strict=True)
+    ),
+    Operator(
+        "budget_mask",
+        "budget_mask",
+        _budget("budget_mask"),
+        lambda x, k, tau: oracles.topk_mask(x, k),
+        differentiable=False,
+        has_tau=False,
+        k=(2.3, 3.0, 4.4),
+    ),
+    # its masks, infinite entries and bounds are in test_assignment.py
+    *(
+        Operator(
+            f"soft_assign-{n}",
+            "soft_assign",
+            _mirrored(n),
+            _soft(n),
+            selects=False,
+            has_mask=False,
+        )
+        for n in _SMOOTH
     ),
     Operator(
         "topk_mask",

@@ -138,7 +138,8 @@ def budget_mask(
 
     Args:
         input, cost, dim, by, largest, mask: as for :func:`soft_budget`.
-        budget: B ≥ 0; it may exceed the cost of all entries.
+        budget: B ≥ 0; it may exceed the cost of all entries. Entries of +inf come first, but no more of them
+            than it pays for.
         at_most: take no entry with an input below 0, as :func:`soft_budget` does in the limit of τ → 0.
 
     Returns:
