@@ -138,7 +138,8 @@ def soft_assign(
         x = arguments.rows(input, -1, mask)
         *batch, m, width = x.shape
         count = arguments.per_row(k, "k", x, low=0, high=width).expand(*batch, m)
-        count = torch.where((x != -math.inf).any(-1), count, 0)
+        if width:
+            count = torch.where(x.amax(-1) == -math.inf, 0, count)
         room = None
         if capacity is not None:
             most = math.inf if at_most or not row.here else m

@@ -31,8 +31,10 @@ ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be 
 REACH = 4.0  # the longest step, in τ
 ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution
 STAGE = 4.0  # how much τ falls from stage to stage
-FALL = 8.0  # the same on the quick way
-COARSE = 0.3  # the error at which a stage ends on the quick way; r and c are only a start for the next
+FALL = 6.0  # the same on the quick way
+# The errors at which a stage ends on the quick way, where r and c are only a start for the next, in a first
+# and in a second, patient attempt. From too rough a start the next stage crawls.
+COARSE, PATIENT = 0.3, 0.03
 EXACT = (
     2e-13  # the error, relative to k of the row and load of the column, at which the quick way has arrived
 )
@@ -43,6 +45,7 @@ CLOSE = 3e-3  # from this error on, the last stage is left to float64, and there
 SAME = 1e-7  # below this error, the second derivative of the step before serves again
 SETTLED, NO_DENSITY = 1e-10, 1e-280  # a threshold this exact, in τ, is known, unless densities underflow
 SAMPLE = 16  # rows per column that suffice for the first stages
+SINGLE_ROUNDING = 2e-6  # of a share in float32, per score in units of τ
 SINGLE = 1e30  # up to here, scores and temperatures fit float32
 GOLDEN = (math.sqrt(5) - 1) / 2
 DECIDED = 1e-4  # with less density than this, a row has its sum whatever its threshold
@@ -73,9 +76,14 @@ def soft_assign(
     capacity = in_float64(capacity).expand(*batch, width).reshape(count, width)
     bias = in_float64(bias).expand(*batch, width).reshape(count, width)
     tau = in_float64(tau).expand(*batch, 1).reshape(count)
-    y, r, c = torch.empty_like(wide), torch.zeros_like(k), torch.zeros_like(capacity)
-    for i in range(count):
-        y[i], r[i], c[i] = _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most, shards)
+    found = [
+        _assign(wide[i], k[i], capacity[i], float(tau[i]), bias[i], F, at_most, shards) for i in range(count)
+    ]
+
+    if found:
+        y, r, c = (torch.stack(parts) if count > 1 else parts[0] for parts in zip(*found, strict=True))
+    else:
+        y, r, c = (torch.empty_like(value) for value in (wide, k, capacity))
 
     def back(value: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounded once, and moved back if it was computed elsewhere, on a device that has float64."""
@@ -91,56 +99,57 @@ def soft_assign(
 def _assign(
     x: Tensor, k: Tensor, capacity: Tensor, tau: float, bias: Tensor, F: CDF, at_most: bool, shards: Row
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, r, c = torch.zeros_like(x), torch.zeros_like(k), torch.zeros_like(capacity)
-    some_closed = bool(x.numel()) and not bool((x.amax() - x.amin()).isfinite())
-    closed = ~x.isfinite() if some_closed else torch.zeros_like(x, dtype=torch.bool)
+    r, c = torch.zeros_like(k), torch.zeros_like(capacity)
+    spread = float(x.amax() - x.amin()) if x.numel() else 0.0
+    some_closed = not math.isfinite(spread)
     nan = x.isnan().any() if some_closed else x.new_zeros((), dtype=torch.bool)
     pinned = (x == math.inf).to(k) if some_closed else x.new_zeros(0, x.shape[-1])
     facts = [nan | (k < 0).any(), k.sum(), k.new_tensor(float(len(x))), pinned.sum(0)]
     wrong, sum_of_k, height, taken = shards.reduce([v.to(k.dtype) for v in facts])
     total, room = float(sum_of_k), float(capacity.sum())
     if not float(height) * len(c):
-        return y, r, c
+        return torch.zeros_like(x), r, c
     slack = EQUAL * max(1.0, total)
     wide_slack = max(slack, 1e-6 * total)
     bad = bool(wrong > 0) or not (0 < tau < math.inf) or not bool(bias.isfinite().all())
     bad = bad or not math.isfinite(room + total) or room < total - wide_slack or bool((capacity < 0).any())
     if bad or (not at_most and room - total > wide_slack):
-        return _nothing(y, r, c)
+        return _nothing(x, r, c)
     k, goal = k.clone(), capacity.clone()
     equal = room <= total + wide_slack
     if equal and room > 0:
         goal *= total / room  # the sums agree up to their rounding
+    goal -= taken  # on any process
+
+    def solved(problem: Problem, start: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        start = start - start.mean() if equal else start.clamp(min=0)
+        found = follow(problem, start, tau) if shards.here else None
+        if found is None:
+            found = _safe(problem, start, tau)
+        if found is None or not equal:
+            return found
+        part, r, c = found
+        shift = c.amin() if at_most else c.mean()
+        return part, r + shift, c - shift
+
+    if shards.here and not some_closed and _undecided(k, goal, equal):  # the usual case
+        found = solved(Problem(x, k, goal, F, shards, not equal, spread), bias)
+        return _nothing(x, r, c) if found is None else found
+    y = torch.zeros_like(x)
     if some_closed:
         y[x == math.inf] = 1
         k -= pinned.sum(-1)
-    goal -= taken  # on any process
-    open_ = ~closed
-    easy = shards.here and not some_closed and _undecided(k, goal, equal)  # the usual case
-    if not (easy or _decide(y, r, c, k, goal, open_, equal, shards)):
-        return _nothing(y, r, c)
-    if easy:
-        lines, columns = torch.ones_like(k, dtype=torch.bool), torch.ones_like(goal, dtype=torch.bool)
-    else:
-        lines, columns = open_.any(-1), shards.count(open_.sum(0).to(k)) > 0
+    open_ = x.isfinite()
+    if not _decide(y, r, c, k, goal, open_, equal, shards):
+        return _nothing(x, r, c)
+    lines, columns = open_.any(-1), shards.count(open_.sum(0).to(k)) > 0
     if not bool(columns.any()):
         return y, r, c
-    whole = easy or bool(open_.all() & columns.all())  # nothing has to be copied
-    inner = x if whole else x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
-    problem = Problem(inner, k[lines], goal[columns], F, shards, nonnegative=not equal)
-    start = bias[columns]
-    start = start - start.mean() if equal else start.clamp(min=0)
-    found = follow(problem, start, tau) if shards.here else None
+    inner = x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
+    found = solved(Problem(inner, k[lines], goal[columns], F, shards, not equal), bias[columns])
     if found is None:
-        found = _safe(problem, start, tau)
-    if found is None:
-        return _nothing(y, r, c)
+        return _nothing(x, r, c)
     part, r_, c_ = found
-    if equal:
-        shift = c_.amin() if at_most else c_.mean()
-        c_, r_ = c_ - shift, r_ + shift
-    if whole:
-        return part, r_, c_
     where = lines.unsqueeze(-1) & columns
     y[where] = torch.where(open_[where], part.flatten(), y[where])
     r[lines], c[columns] = r_, c_
@@ -202,16 +211,28 @@ def _decide(
 class Problem:
     """Rows with sums k and columns with sums (or, with ``nonnegative`` thresholds, at most) load.
 
-    x is −inf where nothing may be; every row has at least two entries and a k strictly between.
+    x is −inf where nothing may be; every row has at least two entries and a k strictly between. ``spread``
+    is that of the scores, if it is known and all are finite.
     """
 
     def __init__(
-        self, x: Tensor, k: Tensor, load: Tensor, F: CDF, shards: Row = HERE, nonnegative: bool = False
+        self,
+        x: Tensor,
+        k: Tensor,
+        load: Tensor,
+        F: CDF,
+        shards: Row = HERE,
+        nonnegative: bool = False,
+        spread: float | None = None,
     ) -> None:
         self.x, self.k, self.load, self.F = x, k, load, F
-        self.shards, self.nonnegative = shards, nonnegative
-        self.any_closed = bool(x.numel()) and bool(x.amin() == -math.inf)
+        self.shards, self.nonnegative, self.spread = shards, nonnegative, spread
+        self.any_closed = spread is None and bool(x.numel()) and bool(x.amin() == -math.inf)
         self.seen: list[tuple[Tensor, float, tuple[Tensor, Tensor, Tensor]]] = []
+
+    def of(self, x: Tensor, k: Tensor, load: Tensor) -> Problem:
+        """The same for some of the rows, or in another dtype."""
+        return Problem(x, k, load, self.F, nonnegative=self.nonnegative, spread=self.spread)
 
     @cached_property
     def closed(self) -> Tensor:
@@ -311,25 +332,29 @@ def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Ten
         if found is not None:
             return found
         c = torch.zeros_like(c)
-    finite = x.masked_fill(problem.closed, 0) if problem.any_closed else x
-    spread = float(finite.amax() - finite.amin())
+    spread = problem.spread
+    if spread is None:
+        finite = x.masked_fill(problem.closed, 0) if problem.any_closed else x
+        spread = float(finite.amax() - finite.amin())
     if not (1 / SINGLE < tau < SINGLE and spread < SINGLE):
         return None
     stages = [tau]
     while stages[-1] * FALL < spread / 4:
         stages.append(stages[-1] * FALL)
     # float32 is enough for all stages but the end, and a part of the rows tells roughly what columns want
-    single = Problem(x.float(), k.float(), load, problem.F, nonnegative=problem.nonnegative)
-    c = c.float()
-    if len(x) > 2 * SAMPLE * x.shape[-1] and len(stages) > 2:
-        rough = _stages(_sample(single), c, stages[2:], COARSE)
-        if rough is not None:
-            c, stages = rough[1], stages[:2]
-    start = _stages(single, c, stages, CLOSE)
-    if start is None:
-        return None
-    r, c = start
-    return _exact(problem, r.to(x.dtype), c.to(x.dtype), tau)
+    single, goal = problem.of(x.float(), k.float(), load), CLOSE + SINGLE_ROUNDING * spread / tau
+    some = len(x) > 2 * SAMPLE * x.shape[-1] and len(stages) > 2
+    for coarse in (COARSE, PATIENT):
+        start, left = c.float(), stages
+        if some and coarse == COARSE:
+            rough = _stages(_sample(single), start, stages[2:], coarse, coarse)
+            if rough is not None:
+                start, left = rough[1], stages[:2]
+        near = _stages(single, start, left, coarse, goal)
+        found = None if near is None else _exact(problem, near[0].to(x.dtype), near[1].to(x.dtype), tau)
+        if found is not None or len(stages) == 1:
+            return found
+    return None
 
 
 def _sample(problem: Problem) -> Problem:
@@ -339,10 +364,12 @@ def _sample(problem: Problem) -> Problem:
     rows = ((places * GOLDEN).frac() * len(problem.x)).long()
     x, k = problem.x[rows], problem.k[rows]
     load = problem.load * (k.sum() / problem.k.sum())
-    return Problem(x, k, load, problem.F, nonnegative=problem.nonnegative)
+    return problem.of(x, k, load)
 
 
-def _stages(problem: Problem, c: Tensor, stages: list[float], goal: float) -> tuple[Tensor, Tensor] | None:
+def _stages(
+    problem: Problem, c: Tensor, stages: list[float], coarse: float, goal: float
+) -> tuple[Tensor, Tensor] | None:
     """The thresholds, roughly, at the first of these temperatures, from c at the last; None if they do not
     arrive. The step after the goal is reached is taken as well, because it is known by then."""
     r = torch.full_like(problem.k, math.nan)
@@ -357,7 +384,7 @@ def _stages(problem: Problem, c: Tensor, stages: list[float], goal: float) -> tu
             if step is None:
                 return None
             c = step
-            if error <= (goal if tau == stages[0] else COARSE):
+            if error <= (goal if tau == stages[0] else coarse):
                 break
         else:
             return None
@@ -431,7 +458,7 @@ def _settled(
     known = (miss.abs() <= SETTLED * density) & (density > NO_DENSITY)
     rows = ((density < DECIDED) & ~known).nonzero().squeeze(-1)
     if len(rows):
-        part = Problem(problem.x[rows], problem.k[rows], problem.load, problem.F)
+        part = problem.of(problem.x[rows], problem.k[rows], problem.load)
         r[rows] = part.rows(c, tau)
         moved = problem.F.cdf((part.x - c - r[rows].unsqueeze(-1)) / tau).masked_fill_(part.closed, 0)
         y[rows] = moved

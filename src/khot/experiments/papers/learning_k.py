@@ -156,9 +156,9 @@ def _draw(rows: list[Row], path: Path) -> None:
 
     grid = sorted({int(row["k"]) for row in reporting.where(final, size="fixed")})
     if grid:
-        losses = [mean("penalised", size="fixed", k=k) for k in grid]
-        left.plot(grid, losses, color=reporting.GREY, marker="o", label="fixed k")
-        best = grid[losses.index(min(losses))]
+        penalised = [mean("penalised", size="fixed", k=k) for k in grid]
+        left.plot(grid, penalised, color=reporting.GREY, marker="o", label="fixed k")
+        best = grid[penalised.index(min(penalised))]
         right.axhline(best, color=reporting.GREY, linestyle="--", label="best of the grid")
     guesses = sorted({int(row["k"]) for row in reporting.where(final, size="learned")})
     for color, start in zip(reporting.COLORS, guesses, strict=False):
