@@ -169,7 +169,7 @@ def _draw_curves(rows: list[Row], path: Path) -> None:
     plot.set_ylabel("test loss, mean over seeds")
     reporting.log_axis(plot)
     if plot.lines:
-        plot.legend(frameon=False)
+        figure.legend(frameon=False, fontsize=9, loc="outside right center")
     figure.savefig(path, dpi=120)
 
 
