@@ -28,6 +28,7 @@ SANITIZE = [
 
 # what the compiled kernels need: the oldest torch whose stable interface has all that they use
 OLDEST_TORCH = "2.10"
+EAGER = os.path.join("csrc", "bindings", "eager.cpp")
 
 
 def pure(reason: str) -> dict[str, Any]:
@@ -51,7 +52,14 @@ def extension() -> dict[str, Any]:
         return pure(f"torch {torch.__version__} is older than {OLDEST_TORCH}")
 
     class OptionalBuild(BuildExtension):
-        """A build whose failure leaves the reference kernels in charge, and says so."""
+        """A build whose failure leaves the reference kernels in charge, and says so. The extension for small
+        calls may fail by itself."""
+
+        def build_extension(self, ext: Any) -> None:
+            try:
+                super().build_extension(ext)
+            except Exception as error:
+                print(f"khot: {ext.name} was not built: {error}", file=sys.stderr)
 
         def run(self) -> None:
             try:
@@ -65,7 +73,7 @@ def extension() -> dict[str, Any]:
     strip = ["-Wl,-s"] if sys.platform == "linux" and not sanitize else []
     kernels = CppExtension(
         "khot._C",
-        sorted(glob.glob("csrc/**/*.cpp", recursive=True)),
+        sorted(set(glob.glob("csrc/**/*.cpp", recursive=True)) - {EAGER}),
         depends=sorted(glob.glob("csrc/**/*.h", recursive=True)),
         # includes are written from csrc on: "simd/vec.h"
         include_dirs=[os.path.abspath("csrc")],
@@ -85,8 +93,19 @@ def extension() -> dict[str, Any]:
         extra_link_args=[*strip, *sanitize],
         optional=True,
     )
+    # small calls, in torch's C++, which is not stable: of use with this torch and this Python only
+    version = torch.__version__.split("+")[0].replace(".", "_")
+    eager = CppExtension(
+        f"khot._eager_{version}",
+        [EAGER],
+        depends=["csrc/kernels.h"],
+        include_dirs=[os.path.abspath("csrc")],
+        extra_compile_args=["-O2", "-fvisibility=hidden", "-Wno-psabi", *debug, *sanitize],
+        extra_link_args=[*strip, *sanitize],
+        optional=True,
+    )
     return {
-        "ext_modules": [kernels],
+        "ext_modules": [kernels, eager],
         "cmdclass": {"build_ext": OptionalBuild},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

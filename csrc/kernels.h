@@ -124,8 +124,8 @@ struct CountRows {
   virtual Row x(int64_t row) const = 0;
   virtual double tau(int64_t row) const = 0;
   virtual double level(int64_t row, int64_t j) const = 0;
-  virtual double grad(int64_t row, int64_t j) const = 0;               // backward only, as the two below
-  virtual void* grad_x(int64_t row) const = 0;                         // of x's dtype
+  virtual double grad(int64_t row, int64_t j) const = 0;  // backward only, as the two below
+  virtual void* grad_x(int64_t row) const = 0;            // of x's dtype
   virtual void put_tau(int64_t row, double grad_tau) const = 0;
   virtual void put(int64_t row, int64_t j, double result) const = 0;  // the count, or dL/dlevel
 
@@ -197,6 +197,15 @@ struct Kernels {
 constexpr int kFrequencies = 26, kMostFrequencies = 28;
 // How many doubles a sampling kernel may use as scratch space for a row of n entries.
 constexpr int64_t scratch_size(int64_t n) { return 16 * n + 512; }
+
+// What khot._eager takes from khot._C.
+struct Served {
+  const Kernels& kernels;
+  // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
+  void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
+  void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
+                       void* out);
+};
 
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();

@@ -8,18 +8,19 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
+
+#include "bindings/sizes.h"
 
 namespace khot {
 
 // A contiguous tensor on the device of `like` and, unless a dtype is given, of its dtype. Its entries are not
 // initialised. torch::stable::new_empty does the same, but it looks the operator up by its name in each call,
 // which takes longer than the kernel for a small tensor.
-template <class Sizes>
-torch::stable::Tensor empty(const torch::stable::Tensor& like, const Sizes& sizes,
+template <class List>
+torch::stable::Tensor empty(const torch::stable::Tensor& like, const List& sizes,
                             std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
   const int64_t dims = static_cast<int64_t>(sizes.size());
-  std::vector<int64_t> strides(sizes.size());
+  Sizes strides(sizes.size());
   int64_t stride = 1;
   for (int64_t i = dims; i-- > 0;) {
     strides[i] = stride;

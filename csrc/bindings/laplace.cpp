@@ -3,6 +3,7 @@
 #include "laplace/laplace.h"
 
 #include <tuple>
+#include <vector>
 
 #include "bindings/sorted.h"
 
@@ -151,8 +152,39 @@ Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
   return out;
 }
 
+// row_of(scores, n, workspace, out, order) on every row of a small contiguous tensor.
+template <class RowOf>
+void small_rows(Dtype dtype, const void* x, int64_t rows, int64_t n, int arrays, void* out,
+                const RowOf& row_of) {
+  std::vector<int32_t> order(n);
+  for_dtype(dtype == Dtype::kDouble ? ScalarType::Double : ScalarType::Float, [&](auto zero) {
+    using R = decltype(zero);
+    laplace::Workspace<R> work(n, arrays);
+    for (int64_t at = 0; at < rows * n; at += n) {
+      row_of(static_cast<const R*>(x) + at, n, work, static_cast<R*>(out) + at, order.data());
+    }
+  });
+}
+
+void small_rank(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out) {
+  small_rows(dtype, x, rows, n, 2, out, [=](auto* from, int64_t n, auto& work, auto* to, int32_t* order) {
+    laplace::rank_row(from, n, tau, work, to, order);
+  });
+}
+
+void small_sort(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending, void* out) {
+  small_rows(dtype, x, rows, n, 6, out, [=](auto* from, int64_t n, auto& work, auto* to, int32_t* order) {
+    laplace::sort_row(from, n, tau, descending, work, to, order);
+  });
+}
+
 }  // namespace
 }  // namespace khot
+
+extern "C" __attribute__((visibility("default"))) const void* khot_served() {
+  static const khot::Served served{khot::kernels(), khot::small_rank, khot::small_sort};
+  return &served;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("decay_scan", TORCH_BOX(&khot::decay_scan));

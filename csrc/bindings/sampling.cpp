@@ -30,7 +30,7 @@ Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
 
 // one(row, scratch) for every row.
 template <class One>
-void each_row(const std::vector<int64_t>& batch, int64_t n, const One& one) {
+void each_row(const Sizes& batch, int64_t n, const One& one) {
   row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
     for (int64_t row = begin; row < end; ++row) one(row, work.get());
@@ -38,7 +38,7 @@ void each_row(const std::vector<int64_t>& batch, int64_t n, const One& one) {
 }
 
 Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
-  const std::vector<int64_t> batch = batch_of(theta);
+  const Sizes batch = batch_of(theta);
   const int64_t n = theta.size(theta.dim() - 1);
   const Rows rows(theta, batch);
   const RowScalars ks(k, batch);
@@ -69,7 +69,7 @@ void put(Dtype dtype, void* out, int64_t i, bool value) {
 }
 
 std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least, double tolerance) {
-  const std::vector<int64_t> batch = batch_of(probs);
+  const Sizes batch = batch_of(probs);
   const int64_t n = probs.size(probs.dim() - 1);
   const Rows rows(probs, batch);
   const uint64_t key = key_of(seed);
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
 }
 
 Tensor tournament(Tensor probs, Tensor seed) {
-  const std::vector<int64_t> batch = batch_of(probs);
+  const Sizes batch = batch_of(probs);
   const int64_t n = probs.size(probs.dim() - 1);
   const Rows rows(probs, batch);
   const uint64_t key = key_of(seed);
@@ -103,10 +103,10 @@ Tensor tournament(Tensor probs, Tensor seed) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
-  const std::vector<int64_t> batch = batch_of(z);
+  const Sizes batch = batch_of(z);
   const int64_t n = z.size(z.dim() - 1);
   const Rows rows(z, batch);
-  std::vector<int64_t> sizes = batch;
+  Sizes sizes = batch;
   sizes.push_back(kFrequencies);
   Tensor period = empty(z, batch), re = empty(z, sizes);
   Tensor im = empty(z, sizes);
@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
-  const std::vector<int64_t> batch = batch_of(z);
+  const Sizes batch = batch_of(z);
   const int64_t n = z.size(z.dim() - 1);
   const Rows rows(z, batch);
   const RowScalars ks(k, batch);
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
 }
 
 Tensor covariance(Tensor z, Tensor k, Tensor u) {
-  const std::vector<int64_t> batch = batch_of(z);
+  const Sizes batch = batch_of(z);
   const int64_t n = z.size(z.dim() - 1);
   const Rows rows(z, batch), vectors(u, batch);
   const RowScalars ks(k, batch);
@@ -147,7 +147,7 @@ Tensor covariance(Tensor z, Tensor k, Tensor u) {
 }
 
 std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
-  const std::vector<int64_t> batch = batch_of(goal);
+  const Sizes batch = batch_of(goal);
   const int64_t n = goal.size(goal.dim() - 1);
   const Rows rows(goal, batch);
   const RowScalars ks(k, batch);

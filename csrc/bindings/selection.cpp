@@ -16,7 +16,7 @@ void each_row(int64_t rows, int64_t n, const One& one) {
 }
 
 Tensor topk_mask(Tensor x, Tensor k) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Tensor out = empty(x, x.sizes());
   const Rows scores(x, batch);
@@ -29,9 +29,9 @@ Tensor topk_mask(Tensor x, Tensor k) {
 }
 
 Tensor order_statistics(Tensor x, Tensor k) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1), m = k.size(k.dim() - 1);
-  std::vector<int64_t> shape = batch;
+  Sizes shape = batch;
   shape.push_back(m);
   Tensor out = empty(x, shape);
   const Rows entries(x, batch);
@@ -50,7 +50,7 @@ Tensor order_statistics(Tensor x, Tensor k) {
 
 std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, double p,
                                               bool is_signed) {
-  const std::vector<int64_t> batch = batch_of(s);
+  const Sizes batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor y = empty(s, s.sizes());
   Tensor hi = empty(s, batch, ScalarType::Double);
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor&
                                                const Tensor& y, const Tensor& k, const Tensor& hi,
                                                const Tensor& lo, const Tensor& tau, double p,
                                                bool is_signed) {
-  const std::vector<int64_t> batch = batch_of(s);
+  const Sizes batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor grad_s = empty(s, s.sizes());
   Tensor grad_tau = empty(hi, batch);

@@ -12,7 +12,7 @@ namespace khot {
 namespace {
 
 struct Counts final : CountRows {
-  std::vector<int64_t> shape;  // (*batch, m)
+  Sizes shape;  // (*batch, m)
   int64_t m;
   Rows scores;
   RowScalars taus, levels;
@@ -21,7 +21,7 @@ struct Counts final : CountRows {
   char* out_data = nullptr;
   int64_t row_bytes = 0;
 
-  Counts(const Tensor& x, const Tensor& at, const Tensor& tau, const std::vector<int64_t>& batch)
+  Counts(const Tensor& x, const Tensor& at, const Tensor& tau, const Sizes& batch)
       : shape(batch),
         m(at.size(at.dim() - 1)),
         scores(x, batch),
@@ -36,7 +36,7 @@ struct Counts final : CountRows {
   void put_tau(int64_t row, double value) const override { dtau[row] = value; }
 
  private:
-  const std::vector<int64_t>& with_levels() {
+  const Sizes& with_levels() {
     shape.push_back(m);
     return shape;
   }
@@ -47,7 +47,7 @@ CountSpec to_spec(const std::string& cdf, double shape, int64_t n, int64_t level
 }
 
 Tensor soft_count(Tensor x, Tensor at, Tensor tau, std::string cdf, double shape, bool centred) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Counts rows(x, at, tau, batch);
   const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);
@@ -62,7 +62,7 @@ Tensor soft_count(Tensor x, Tensor at, Tensor tau, std::string cdf, double shape
 
 std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Tensor at, Tensor tau,
                                                        std::string cdf, double shape, bool centred) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Counts rows(x, at, tau, batch);
   const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);

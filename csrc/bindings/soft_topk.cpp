@@ -24,8 +24,7 @@ struct Forward final : ForwardRows {
   int64_t row_bytes = 0;
   double *hi, *lo;
 
-  Forward(const Tensor& x, const Tensor& k, const Tensor& tau, const std::vector<int64_t>& batch, double* hi,
-          double* lo)
+  Forward(const Tensor& x, const Tensor& k, const Tensor& tau, const Sizes& batch, double* hi, double* lo)
       : scores(x, batch), ks(k, batch), taus(tau, batch), hi(hi), lo(lo) {}
   Row x(int64_t row) const override { return scores(row); }
   double k(int64_t row) const override { return ks(row); }
@@ -36,10 +35,10 @@ struct Forward final : ForwardRows {
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std::string cdf, double shape,
                                              std::string output) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
-  std::vector<int64_t> out_sizes = batch;
+  Sizes out_sizes = batch;
   out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
   Tensor out = empty(x, out_sizes);
   Tensor hi = empty(x, batch, ScalarType::Double);
@@ -70,7 +69,7 @@ struct Backward final : BackwardRows {
   double *dk, *dtau;
 
   Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
-           const Tensor& tau, const std::optional<Tensor>& y, const std::vector<int64_t>& batch)
+           const Tensor& tau, const std::optional<Tensor>& y, const Sizes& batch)
       : scores(x, batch),
         incoming(grad, batch),
         incoming_lo(grad_lo, batch),
@@ -94,7 +93,7 @@ struct Backward final : BackwardRows {
 std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
                                                       Tensor lo, Tensor tau, std::string cdf, double shape,
                                                       std::string output, std::optional<Tensor> y) {
-  const std::vector<int64_t> batch = batch_of(x);
+  const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
   Tensor grad_x = empty(x, x.sizes());

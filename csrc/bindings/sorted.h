@@ -8,8 +8,6 @@
 
 namespace khot {
 
-using Sizes = std::vector<int64_t>;
-
 constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
 
 inline Sizes sizes_of(const Tensor& t) {

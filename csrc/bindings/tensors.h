@@ -7,9 +7,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <vector>
-
 #include "bindings/empty.h"
+#include "bindings/sizes.h"
 #include "kernels.h"
 
 namespace khot {
@@ -37,10 +36,9 @@ inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype
 // Where the entries of a batch of the given sizes lie in a tensor that broadcasts with it.
 class Offsets {
  public:
-  Offsets(const Tensor& t, const std::vector<int64_t>& batch, int64_t trailing) : batch_(batch) {
+  Offsets(const Tensor& t, const Sizes& batch, int64_t trailing) : batch_(batch), strides_(batch.size()) {
     const int64_t own = t.dim() - trailing;
     STD_TORCH_CHECK(own <= static_cast<int64_t>(batch.size()), "khot: too many dimensions to broadcast");
-    strides_.assign(batch.size(), 0);
     for (int64_t i = 0; i < own; ++i) {
       const size_t to = batch.size() - own + i;
       STD_TORCH_CHECK(t.size(i) == 1 || t.size(i) == batch[to], "khot: shapes that do not broadcast");
@@ -71,12 +69,12 @@ class Offsets {
   }
 
  private:
-  std::vector<int64_t> batch_, strides_;
+  Sizes batch_, strides_;
   int64_t stride_ = 0;
   bool even_ = true;
 };
 
-inline std::vector<int64_t> batch_of(const Tensor& x) {
+inline Sizes batch_of(const Tensor& x) {
   const auto sizes = x.sizes();
   STD_TORCH_CHECK(sizes.size() > 0, "khot: scores need a dimension");
   return {sizes.begin(), sizes.end() - 1};
@@ -85,8 +83,8 @@ inline std::vector<int64_t> batch_of(const Tensor& x) {
 // The rows of a tensor that broadcasts with shape (*batch, n); it has a dimension of n or 1 entries.
 class Rows {
  public:
-  Rows(const Tensor& x, const std::vector<int64_t>& batch) : Rows(x, batch, x.size(x.dim() - 1)) {}
-  Rows(const Tensor& x, const std::vector<int64_t>& batch, int64_t n)
+  Rows(const Tensor& x, const Sizes& batch) : Rows(x, batch, x.size(x.dim() - 1)) {}
+  Rows(const Tensor& x, const Sizes& batch, int64_t n)
       : tensor_(usable(x) ? x : torch::stable::contiguous(x)),
         dtype_(to_dtype(x.scalar_type())),
         step_(step_of(tensor_, n)),
@@ -120,7 +118,7 @@ class Rows {
 // Per-row scalars of any floating-point dtype, broadcast with the batch.
 class RowScalars {
  public:
-  RowScalars(const Tensor& t, const std::vector<int64_t>& batch)
+  RowScalars(const Tensor& t, const Sizes& batch)
       : tensor_(t.scalar_type() == ScalarType::Double ? t : torch::stable::to(t, ScalarType::Double)),
         offsets_(tensor_, batch, 0),
         data_(tensor_.const_data_ptr<double>()) {}
@@ -133,7 +131,7 @@ class RowScalars {
   const double* data_;
 };
 
-inline int64_t product(const std::vector<int64_t>& sizes) {
+inline int64_t product(const Sizes& sizes) {
   int64_t result = 1;
   for (int64_t size : sizes) result *= size;
   return result;

@@ -37,6 +37,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype
 from khot.cdfs import CDF, CDFName
 from khot.sampling import DesignName, conditional_poisson
+from khot.sampling._designs import pareto
 from khot.sampling._lookup import resolve
 from khot.sampling._noise import gumbel_noise
 from khot.topk import soft_topk, topk_mask
@@ -193,7 +194,7 @@ def straight_through(
     """
     _check_size(design, k)
     x = _rows(logits, dim)
-    probs = _inclusion_probs(x, k, cdfs.resolve(cdf))
+    probs = _inclusion_probs(x, k, cdf)
     return _unrows(_through(_draw(probs, design, generator), probs), logits, dim)
 
 
@@ -623,14 +624,18 @@ def _unrows(sample: Tensor, logits: Tensor, dim: int) -> Tensor:
     return arguments.unrows(sample.to(logits.dtype), logits, dim)
 
 
-def _inclusion_probs(x: Tensor, k: Scalar | None, F: CDF, tau: Scalar = 1.0) -> Tensor:
+def _inclusion_probs(x: Tensor, k: Scalar | None, cdf: CDFName | CDF, tau: Scalar = 1.0) -> Tensor:
     if k is not None:
-        return soft_topk(x, k, tau=tau, cdf=F)
+        return soft_topk(x, k, tau=tau, cdf=cdf)
+    F = cdfs.resolve(cdf)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     return F.cdf(x / tau.to(x.dtype).unsqueeze(-1))
 
 
 def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
+    small = pareto.draw_small(probs, -1, generator) if design == "pareto" else None
+    if small is not None:
+        return small
     # a row of NaN draws nothing here; π − π.detach() makes it NaN again
     return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.parts import in_parts
@@ -105,6 +105,10 @@ def soft_rank(
         >>> khot.soft_rank(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([1., 3., 2.])
     """
+    if not torch.compiler.is_compiling():
+        small = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
+        if small is not None:
+            return small
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
@@ -164,6 +168,10 @@ def soft_sort(
         >>> khot.soft_sort(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([10., 20., 30.])
     """
+    if not torch.compiler.is_compiling():
+        small = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
+        if small is not None:
+            return small
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_sort(input, dim, tau, descending, regularization, mask)

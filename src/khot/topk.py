@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, rows
+from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import large, widen
 from khot._core.rows import Row
@@ -90,6 +90,10 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
+    if not torch.compiler.is_compiling() and not hard:
+        small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
+        if small is not None:
+            return small
     if rows.is_dtensor(input):
         options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
         return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
@@ -122,6 +126,10 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
+    if not torch.compiler.is_compiling():
+        small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
+        if small is not None:
+            return small
     if rows.is_dtensor(input):
         options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
         return rows.on_dtensor(log_soft_topk, input, k, dim, group, **options)
@@ -141,13 +149,12 @@ def _soft(
     output: str = "y",
 ) -> Tensor:
     """:func:`soft_topk`, or with output "log" :func:`log_soft_topk`."""
-    row = rows.named(group)
+    row = rows.HERE if group is None else rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
-        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), by_value=row.here)
-        return x, count, arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=row.here), F
+        return x, *arguments.k_and_tau(k, tau, x, high=row.limit(x), by_value=row.here), F
 
     if row.here:
         x, count, scale, F = prepare()
@@ -342,6 +349,10 @@ def topk_mask(
         >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
+    if not torch.compiler.is_compiling():
+        small = eager.topk_mask(input, k, dim, largest, mask, group)
+        if small is not None:
+            return small
     if rows.is_dtensor(input):
         return rows.on_dtensor(topk_mask, input, k, dim, group, largest=largest, mask=mask)
     row = rows.named(group)

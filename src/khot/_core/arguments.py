@@ -38,12 +38,14 @@ __all__ = [
     "constant",
     "detached",
     "explain_nan",
+    "k_and_tau",
     "mask_rows",
     "not_binary",
     "per_row",
     "quantile_levels",
     "readable",
     "rows",
+    "shows_nan",
     "unrows",
 ]
 
@@ -55,6 +57,9 @@ CPU = torch.device("cpu")
 
 # Batches of up to so many rows are searched for NaN in Python, which takes less time than two operators.
 FEW = 64
+
+# The types of Python's numbers, without bool, which is not accepted as one.
+NUMBERS = (int, float)
 
 # The dtypes that one can compute with: those of 8 bits and less are for storage only.
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -213,10 +218,23 @@ def per_row(
         check_device(value, name, x)
         value = precision.on(x.device, value)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
-    if value and type(value) in (int, float) and _shares(x):
+    if type(value) in NUMBERS and value and _shares(x):
         return _checked(value, name, low, high, low_open, integer)
     number = _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
     return constant(number, x, by_value=by_value)
+
+
+def k_and_tau(k: Any, tau: Any, x: Tensor, *, high: float, by_value: bool = False) -> tuple[Tensor, Tensor]:
+    """:func:`per_row` of the k in [0, high] and of the temperature of a top-k."""
+    if type(k) in NUMBERS and type(tau) in NUMBERS and k and tau and _shares(x):
+        return _checked_pair(k, tau, high)
+    count = per_row(k, "k", x, low=0, high=high, by_value=by_value)
+    return count, per_row(tau, "tau", x, low=0, low_open=True, by_value=by_value)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _checked_pair(k: float, tau: float, high: float) -> tuple[Tensor, Tensor]:
+    return _checked(k, "k", 0, high, False, False), _checked(tau, "tau", 0, math.inf, True, False)
 
 
 # The types of a key count, because True == 1; the two zeros, which are equal, are left out.
@@ -369,7 +387,7 @@ def explain_nan(
     This happens on the CPU only: elsewhere reading the values would wait for the device, and such rows stay
     NaN. ``count`` turns the number of selectable entries of a shard into the number for the row.
     """
-    if not readable(result) or not _has_nan(result):
+    if not shows_nan(result):
         return
     if tau is not None:
         check_values(tau, "tau", low=0, low_open=True)
@@ -392,8 +410,12 @@ def explain_nan(
             )
 
 
-def _has_nan(values: Tensor) -> bool:
-    """One NaN makes the sum NaN, at half the cost of isnan().any()."""
+def shows_nan(values: Tensor) -> bool:
+    """Whether values can be read, and one of them is NaN. One makes the sum NaN, at half the cost of
+    isnan().any()."""
+    if not readable(values):
+        return False
     if values.numel() > FEW:
         return math.isnan(values.sum().item())
-    return math.isnan(sum((values if values.dim() == 1 else values.reshape(-1)).tolist()))
+    total: float = sum((values if values.dim() == 1 else values.reshape(-1)).tolist())
+    return total != total

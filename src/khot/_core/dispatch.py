@@ -100,7 +100,7 @@ class Operator:
             return self.overload(*args) if levels == 0 else self._expanded(levels, args)
         if transforms_are_on():
             return self.function.apply(*args)
-        if forward_mode_is_on() or (torch.is_grad_enabled() and any_requires_grad(*args)):
+        if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
             return apply_outside_transforms(self.function, args)
         return self.forward(*args)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from khot._core import eager
+
 __all__ = ["CHOICES", "OLDEST_TORCH", "load"]
 
 CHOICES = ("", "reference", "compiled", "baseline", "avx2", "avx512", "triton")
@@ -62,6 +64,8 @@ def load() -> tuple[str | None, str]:
         )
         reason = " ".join(str(error).split())
         return None, f"{path} does not load, {_SLOWER}: {reason}; install khot again"
-    isa = ctypes.CDLL(path).khot_isa
+    library = ctypes.CDLL(path)
+    eager.load(library)
+    isa = library.khot_isa
     isa.restype = ctypes.c_char_p
     return isa().decode(), ""

@@ -105,6 +105,8 @@ class _Rule(Rule):
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        if not arguments.shows_nan(outputs[1]):  # before anything is prepared for the message
+            return
         x, k, tau, _, _, output, *group = inputs
         name = "count" if output == "threshold" else "k"
         arguments.explain_nan(outputs[1], x, k, tau, name=name, count=rows.of(*group).count)
@@ -159,6 +161,21 @@ _reference_soft_topk_backward = define(
     kernels.reference_soft_topk_backward,
     _backward_fake,
 )
+
+
+torch.library.define(
+    "khot::soft_topk_vjp",
+    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, float tau, str cdf, str output) -> Tensor",
+)
+
+
+@torch.library.impl("khot::soft_topk_vjp", "CompositeImplicitAutograd")
+def _differentiable(
+    grad: Tensor, grad_lo: Tensor, x: Tensor, hi: Tensor, lo: Tensor, tau: float, cdf: str, output: str
+) -> Tensor:
+    """The gradient of x, for small calls (:mod:`khot._core.eager`) that are differentiated twice."""
+    scale = torch.full_like(hi, tau)
+    return _vjp(grad, grad_lo, x, hi, lo, scale, cdfs.resolve(cdf), output, HERE, [])[0]
 
 
 # ------------------------------------------------------------------------------------ derivatives

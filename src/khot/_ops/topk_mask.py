@@ -38,6 +38,8 @@ class _Rule(Rule):
             marked = outputs[1]
         else:
             marked = outputs.select(-1, 0) if outputs.shape[-1] else outputs
+        if not arguments.shows_nan(marked):
+            return
         arguments.explain_nan(marked, x, k, count=rows.of(*group).count)
 
 

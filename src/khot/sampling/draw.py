@@ -73,6 +73,10 @@ def sample(
         >>> x.shape, bool((x.sum(-1) == 2).all())
         (torch.Size([1000, 4]), True)
     """
+    if design == "pareto" and adjust is group is seed is None and not sample_shape:
+        small = pareto.draw_small(probs, dim, generator)
+        if small is not None:
+            return small
     resolve(design)
     if adjust is not None and (adjust != "exact" or design != "pareto"):
         raise ValueError(

@@ -103,8 +103,8 @@ def peak_memory(call: Call) -> int | None:
     """The largest growth of the process in bytes while the call runs, including its results; None off Linux.
 
     The accuracy is about 0.1 MB. During the measurement every tensor gets its own memory map, so that free
-    space in the heap does not hide a tensor. It is the least of three runs, since whatever else happens in the
-    process at the same time can only add to a run.
+    space in the heap does not hide a tensor. It is the least of three runs, since whatever else happens in
+    the process at the same time can only add to a run.
     """
     if not CLEAR_REFS.exists():
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._core import eager
 from khot._kernels.reference.draws import adjusted
 from khot._ops import uniform as philox
 from khot._ops.draws import order_sample, pareto_sample
@@ -18,7 +19,7 @@ from khot.sampling import _order as order
 from khot.sampling import conditional_poisson
 from khot.sampling._phantom import distinct, size
 
-__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "joint", "log_prob", "marginals"]
+__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
 
 LEAST = (
     2.5  # the least d for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it prefers 0.01 to 0.99
@@ -35,6 +36,12 @@ def draw_at_once(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor | None
     is not of probabilities."""
     sample, drawn = pareto_sample(probs, seed, LEAST, tolerance)
     return sample if bool(drawn) else None
+
+
+def draw_small(probs: Tensor, dim: int, generator: torch.Generator | None) -> Tensor | None:
+    """As :func:`draw`, along a dim, of a small plain tensor; None for everything else, with no random number
+    used."""
+    return None if torch.compiler.is_compiling() else eager.pareto(probs, dim, generator, LEAST)
 
 
 def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

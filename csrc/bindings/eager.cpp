@@ -1,0 +1,463 @@
+// khot._eager: small calls of the commonest operators, in eager mode, without a line of Python.
+//
+// At (4, 64) the kernel takes 3 µs, the operator's call 5 and the Python around it 8; backward, in a Function
+// of Python, takes 60. Here arguments are read, checked and computed with in one call, and the gradient is
+// torch's own Function in C++. Whatever is not a small plain call gets None, and takes the ordinary way:
+// other types, other devices, transforms, modes, tangents, values out of range. That way also raises the
+// errors.
+//
+// It needs torch's C++ interface, which is not stable, so it serves only the torch that it was built with
+// (khot/_kernels/eager.py). The kernels are those of khot._C.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "kernels.h"
+
+namespace khot {
+namespace {
+
+using at::Tensor;
+
+// Calls with more entries gain nothing that one could measure, and share their rows among threads.
+constexpr int64_t kMost = 1 << 13;
+
+const Served* served = nullptr;
+
+bool plain_state() {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
+  return usual.has_all(c10::impl::tls_local_dispatch_key_set().included_) &&
+         !c10::impl::dispatch_mode_enabled() && !at::impl::torch_function_mode_enabled();
+}
+
+bool plain_tensor(const Tensor& x) {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet usual(
+      {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
+  return usual.has_all(x.key_set());
+}
+
+std::optional<Dtype> dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kDouble:
+      return Dtype::kDouble;
+    case at::kHalf:
+      return Dtype::kHalf;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The rows of a contiguous tensor.
+struct Rows {
+  Rows(const Tensor& x, Dtype dtype)
+      : data(static_cast<const char*>(x.const_data_ptr())),
+        bytes(x.size(-1) * x.element_size()),
+        dtype(dtype) {}
+  Row operator()(int64_t row) const { return {data + row * bytes, dtype, 1}; }
+
+  const char* data;
+  int64_t bytes;
+  Dtype dtype;
+};
+
+// ---------------------------------------------------------------------------------- the soft top-k
+
+struct Problem {
+  Spec spec;
+  double k, tau;
+};
+
+struct Forward final : ForwardRows {
+  Forward(const Tensor& x, Dtype dtype, const Problem& problem, Tensor& y, double* hi, double* lo)
+      : scores(x, dtype), problem(problem), y(static_cast<char*>(y.mutable_data_ptr())), hi(hi), lo(lo) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t) const override { return problem.k; }
+  double tau(int64_t) const override { return problem.tau; }
+  void* out(int64_t row) const override { return y + row * scores.bytes; }
+  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
+
+  Rows scores;
+  const Problem& problem;
+  char* y;
+  double *hi, *lo;
+};
+
+struct Backward final : BackwardRows {
+  Backward(const Tensor& grad, const Tensor& x, Dtype dtype, const Tensor* y, double tau, const double* hi,
+           const double* lo, const double* grad_lo, Tensor& grad_x)
+      : incoming(grad, dtype),
+        scores(x, dtype),
+        given_tau(tau),
+        hi(hi),
+        lo(lo),
+        given_lo(grad_lo),
+        result(static_cast<char*>(grad_x.mutable_data_ptr())) {
+    if (y != nullptr) outputs.emplace(*y, Dtype::kFloat);
+  }
+  Row x(int64_t row) const override { return scores(row); }
+  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
+  Row grad(int64_t row) const override { return incoming(row); }
+  double grad_lo(int64_t row) const override { return given_lo ? given_lo[row] : 0; }
+  double tau(int64_t) const override { return given_tau; }
+  Threshold threshold(int64_t row) const override { return {hi[row], lo[row]}; }
+  void* grad_x(int64_t row) const override { return result + row * scores.bytes; }
+  void put(int64_t, double, double) const override {}
+
+  Rows incoming, scores;
+  std::optional<Rows> outputs;
+  double given_tau;
+  const double *hi, *lo, *given_lo;
+  char* result;
+};
+
+bool forward(const Tensor& x, const Problem& problem, Tensor& y, double* hi, double* lo) {
+  const int64_t rows = x.numel() / problem.spec.n;
+  served->kernels.forward(problem.spec, Forward(x, *dtype_of(x), problem, y, hi, lo), 0, rows);
+  double total = 0;  // one NaN makes it NaN
+  for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
+  return !std::isnan(total);
+}
+
+bool density_from_value(Cdf cdf) { return cdf == Cdf::kLogistic || cdf == Cdf::kLaplace; }
+
+template <class Choice, size_t count>
+const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
+  for (const Named<Choice>& one : known) {
+    if (one.choice == choice) return one.name;
+  }
+  return "";
+}
+
+// The derivatives as khot/_ops/soft_topk.py has them: in operations that can be differentiated and mapped.
+Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
+           const Problem& problem) {
+  static const auto call = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("khot::soft_topk_vjp", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                             const Tensor&, double, c10::string_view, c10::string_view)>();
+  return call.call(grad, grad_lo, x, hi, lo, problem.tau, name_of(problem.spec.cdf, kCdfs),
+                   name_of(problem.spec.output, kOutputs));
+}
+
+class SoftTopk : public torch::autograd::Function<SoftTopk> {
+ public:
+  using Context = torch::autograd::AutogradContext;
+  using Variables = torch::autograd::variable_list;
+
+  // y, the threshold's constant part, and the part that carries its derivatives
+  static Variables forward(Context* context, const Tensor& x, const Problem& problem, bool* valid) {
+    Tensor y = at::empty(x.sizes(), x.options());
+    const auto options = x.options().dtype(at::kDouble);
+    Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
+    Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
+    *valid = khot::forward(x, problem, y, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+    context->mark_non_differentiable({hi});
+    context->set_materialize_grads(false);
+    const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
+                        problem.spec.output == Output::kValue;
+    context->save_for_backward({x, serves ? y : Tensor(), hi, lo});
+    context->saved_data["problem"] =
+        std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
+                            problem.k, problem.tau};
+    return {y, hi, lo};
+  }
+
+  static Variables backward(Context* context, const Variables& grads) {
+    if (!grads[0].defined() && !grads[2].defined()) return {Tensor(), Tensor(), Tensor()};
+    const Variables saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
+    const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
+    const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
+                    static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
+    const Problem problem{spec, given[2], given[3]};
+    const Tensor &grad = grads[0], &grad_lo = grads[2];
+    const bool direct = !at::GradMode::is_enabled() && plain_state() && grad.defined() &&
+                        plain_tensor(grad) && plain_tensor(x) && !grad_lo.defined();
+    if (!direct) {
+      const Tensor first = grad.defined() ? grad : at::zeros_like(x);
+      const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
+      return {vjp(first, second, x, hi, lo, problem), Tensor(), Tensor()};
+    }
+    RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
+    Tensor result = at::empty(x.sizes(), x.options());
+    const Tensor incoming = grad.contiguous();
+    const Backward rows(incoming, x, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
+                        hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), nullptr, result);
+    served->kernels.backward(spec, rows, 0, x.numel() / spec.n);
+    return {result, Tensor(), Tensor()};
+  }
+};
+
+// ---------------------------------------------------------------------------------- from Python
+
+std::optional<double> number(PyObject* value) {
+  if (PyFloat_CheckExact(value)) return PyFloat_AS_DOUBLE(value);
+  if (!PyLong_CheckExact(value)) return std::nullopt;
+  const double result = PyLong_AsDouble(value);
+  if (result == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return result;
+}
+
+bool named(PyObject* value, const char* name) {
+  return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, name) == 0;
+}
+
+std::optional<Cdf> cdf_of(PyObject* name) {
+  for (const Named<Cdf>& one : kCdfs) {
+    if (one.choice != Cdf::kPower && named(name, one.name)) return one.choice;
+  }
+  return std::nullopt;
+}
+
+// A small contiguous tensor that has its rows in the last dimension; null for everything else.
+const Tensor* rows_of(PyObject* input, PyObject* dim) {
+  if (!PyLong_CheckExact(dim)) return nullptr;
+  if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
+  const Tensor& x = THPVariable_Unpack(input);
+  int overflow = 0;
+  const long at = PyLong_AsLongAndOverflow(dim, &overflow);
+  if (overflow != 0) return nullptr;
+  if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
+  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > kMost || !x.is_contiguous())
+    return nullptr;
+  return x._fw_grad(0).defined() ? nullptr : &x;
+}
+
+// soft_topk(input, k, dim, tau, cdf, largest, mask, group, log)
+PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
+  if (args[5] != Py_True || args[6] != Py_None || args[7] != Py_None) Py_RETURN_NONE;
+  const Tensor* found = rows_of(args[0], args[2]);
+  if (found == nullptr) Py_RETURN_NONE;
+  const Tensor& x = *found;
+  const auto k = number(args[1]), tau = number(args[3]);
+  const auto cdf = cdf_of(args[4]);
+  if (!k || !tau || !cdf || !(*k > 0 && *k <= x.size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
+    Py_RETURN_NONE;
+  const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
+  const Problem problem{{*cdf, 0, output, x.size(-1), nullptr}, *k, *tau};
+
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
+  bool valid = true;
+  Tensor y;
+  if (at::GradMode::is_enabled() && x.requires_grad()) {
+    y = SoftTopk::apply(x, problem, &valid)[0];
+  } else {
+    y = at::empty(x.sizes(), x.options());
+    c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
+    valid = forward(x, problem, y, threshold.data(), threshold.data() + threshold.size() / 2);
+  }
+  if (!valid) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether a row has no result: then all of it is NaN.
+bool starts_with_nan(const char* row, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return std::isnan(*reinterpret_cast<const float*>(row));
+    case Dtype::kDouble:
+      return std::isnan(*reinterpret_cast<const double*>(row));
+    case Dtype::kHalf:
+      return std::isnan(static_cast<float>(*reinterpret_cast<const at::Half*>(row)));
+    default:
+      return std::isnan(static_cast<float>(*reinterpret_cast<const at::BFloat16*>(row)));
+  }
+}
+
+// topk_mask(input, k, dim, largest, mask, group)
+PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6, "khot: topk_mask takes 6 arguments");
+  if (args[3] != Py_True || args[4] != Py_None || args[5] != Py_None) Py_RETURN_NONE;
+  const Tensor* found = rows_of(args[0], args[2]);
+  if (found == nullptr) Py_RETURN_NONE;
+  const Tensor& x = *found;
+  const auto k = number(args[1]);
+  if (!k || !(*k > 0 && *k <= x.size(-1))) Py_RETURN_NONE;
+
+  RECORD_FUNCTION("khot::topk_mask", std::vector<c10::IValue>());
+  Tensor y = at::empty(x.sizes(), x.options());
+  const Rows rows(x, *dtype_of(x));
+  char* out = static_cast<char*>(y.mutable_data_ptr());
+  const int64_t n = x.size(-1);
+  for (int64_t row = 0; row < x.numel() / n; ++row) {
+    served->kernels.topk_mask(rows(row), n, *k, out + row * rows.bytes);
+    if (starts_with_nan(out + row * rows.bytes, rows.dtype)) Py_RETURN_NONE;
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+// The tensor, temperature and dtype of a soft rank or sort that needs no gradient.
+struct Ranked {
+  const Tensor* x = nullptr;
+  Dtype dtype;
+  double tau;
+  bool descending;
+};
+
+// (input, dim, tau, cdf, descending, method, regularization, mask)
+Ranked ranked(PyObject* const* args, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count == 8, "khot: soft_rank and soft_sort take 8 arguments");
+  if (!named(args[3], "laplace") || !PyBool_Check(args[4]) || !named(args[5], "count") ||
+      !named(args[6], "l2") || args[7] != Py_None) {
+    return {};
+  }
+  const Tensor* x = rows_of(args[0], args[1]);
+  const auto tau = number(args[2]);
+  if (x == nullptr || !tau || !(*tau > 0 && std::isfinite(*tau))) return {};
+  if ((at::GradMode::is_enabled() && x->requires_grad()) || x->element_size() < 4) return {};
+  return {x, *dtype_of(*x), *tau, args[4] == Py_True};
+}
+
+PyObject* soft_rank(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const Ranked call = ranked(args, count);
+  if (call.x == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::laplace_rank", std::vector<c10::IValue>());
+  const Tensor x = call.descending ? *call.x : call.x->detach().neg();
+  Tensor rank = at::empty(x.sizes(), x.options());
+  const int64_t n = x.size(-1);
+  served->laplace_rank(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, rank.mutable_data_ptr());
+  return THPVariable_Wrap(std::move(rank));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* soft_sort(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const Ranked call = ranked(args, count);
+  if (call.x == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::laplace_sort", std::vector<c10::IValue>());
+  const Tensor& x = *call.x;
+  Tensor sorted = at::empty(x.sizes(), x.options());
+  const int64_t n = x.size(-1);
+  served->laplace_sort(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, call.descending,
+                       sorted.mutable_data_ptr());
+  return THPVariable_Wrap(std::move(sorted));
+  END_HANDLE_TH_ERRORS
+}
+
+// ---------------------------------------------------------------------------------- the Pareto sample
+
+// Whether all p are probabilities whose sum of p(1 − p) the kernel will find to be at least `least`, with
+// room for another order of summation: what it refuses must not have used up a random number.
+template <class R>
+bool may_draw(const R* p, int64_t rows, int64_t n, double least) {
+  for (int64_t row = 0; row < rows; ++row, p += n) {
+    double d = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (!(p[i] >= 0 && p[i] <= 1)) return false;
+      d += static_cast<double>(p[i]) * (1 - static_cast<double>(p[i]));
+    }
+    if (!(d >= least * (1 + 1e-9))) return false;
+  }
+  return true;
+}
+
+template <class R>
+void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint64_t seed, Tensor& sample) {
+  const int64_t n = probs.size(-1), rows = probs.numel() / n;
+  const Rows from(probs, dtype);
+  R* to = sample.mutable_data_ptr<R>();
+  const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
+  const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
+  for (int64_t row = 0; row < rows; ++row, to += n) {
+    TORCH_CHECK(served->kernels.pareto(from(row), n, least, tolerance, seed, row, work.get(), chosen.get()),
+                "khot: a row was refused that may be drawn");
+    std::copy_n(chosen.get(), n, to);
+  }
+}
+
+// pareto(probs, dim, generator, least)
+PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
+  const Tensor* found = rows_of(args[0], args[1]);
+  const auto least = number(args[3]);
+  if (found == nullptr || !least || found->element_size() < 4) Py_RETURN_NONE;
+  std::optional<at::Generator> generator;
+  if (args[2] != Py_None) {
+    if (!THPGenerator_Check(args[2])) Py_RETURN_NONE;
+    generator = THPGenerator_Unwrap(args[2]);
+    if (!generator->device().is_cpu()) Py_RETURN_NONE;
+  }
+  const Tensor& probs = *found;
+  const int64_t n = probs.size(-1), rows = probs.numel() / n;
+  const bool wide = probs.scalar_type() == at::kDouble;
+  if (wide ? !may_draw(probs.const_data_ptr<double>(), rows, n, *least)
+           : !may_draw(probs.const_data_ptr<float>(), rows, n, *least)) {
+    Py_RETURN_NONE;
+  }
+  // the draw of khot/_ops/uniform.py, new_seed
+  const Tensor seed = at::randint(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(),
+                                  {}, generator, at::TensorOptions(at::kLong));
+  const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
+  Tensor sample = at::empty(probs.sizes(), probs.options());
+  if (wide) {
+    draw<double>(probs, Dtype::kDouble, *least, n * std::numeric_limits<double>::epsilon(), key, sample);
+  } else {
+    draw<float>(probs, Dtype::kFloat, *least, n * std::numeric_limits<float>::epsilon(), key, sample);
+  }
+  return THPVariable_Wrap(std::move(sample));
+  END_HANDLE_TH_ERRORS
+}
+
+// What khot._C offers, by its address: serve(address).
+PyObject* serve(PyObject*, PyObject* address) {
+  served = static_cast<const Served*>(PyLong_AsVoidPtr(address));
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyCFunction method(PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call));
+}
+
+PyMethodDef methods[] = {{"serve", serve, METH_O, nullptr},
+                         {"soft_topk", method(soft_topk), METH_FASTCALL, nullptr},
+                         {"topk_mask", method(topk_mask), METH_FASTCALL, nullptr},
+                         {"soft_rank", method(soft_rank), METH_FASTCALL, nullptr},
+                         {"soft_sort", method(soft_sort), METH_FASTCALL, nullptr},
+                         {"pareto", method(pareto), METH_FASTCALL, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_eager", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace khot
+
+// The name carries torch's version (setup.py).
+#define KHOT_INIT(name) PyInit_##name
+#define KHOT_INIT_OF(name) KHOT_INIT(name)
+PyMODINIT_FUNC KHOT_INIT_OF(TORCH_EXTENSION_NAME)() { return PyModule_Create(&khot::definition); }

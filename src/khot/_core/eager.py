@@ -1,0 +1,58 @@
+"""Small calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
+
+A call returns None if it is not a small plain call of a tensor on the CPU, and has to take the ordinary way:
+dispatch, checks and errors are there. The extension is written in torch's C++ interface, which is not stable,
+so it is used with the torch that it was built with, whose version is in its name. Without it every call
+returns None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["in_use", "load", "pareto", "soft_rank", "soft_sort", "soft_topk", "topk_mask"]
+
+
+def _ordinary(*_: Any) -> None:
+    """What every call is without the extension."""
+
+
+_Call = Callable[..., Tensor | None]
+
+#: soft_topk(input, k, dim, tau, cdf, largest, mask, group, log), with its gradient
+soft_topk: _Call = _ordinary
+#: topk_mask(input, k, dim, largest, mask, group)
+topk_mask: _Call = _ordinary
+#: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
+soft_rank: _Call = _ordinary
+#: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
+soft_sort: _Call = _ordinary
+#: pareto(probs, dim, generator, least): a sample of each row with the sum of p(1 − p) at least that
+pareto: _Call = _ordinary
+
+
+def in_use() -> bool:
+    """Whether there is an extension for this torch."""
+    return soft_topk is not _ordinary
+
+
+def load(kernels: ctypes.CDLL) -> None:
+    """Use the extension for this torch, if there is one, with the compiled kernels."""
+    global soft_topk, topk_mask, soft_rank, soft_sort, pareto
+    version = torch.__version__.split("+")[0].replace(".", "_")
+    try:
+        extension = importlib.import_module(f"khot._eager_{version}")
+    except ImportError:
+        return
+    if not hasattr(kernels, "khot_served"):  # built from other sources
+        return
+    kernels.khot_served.restype = ctypes.c_void_p
+    extension.serve(kernels.khot_served())
+    soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
+    soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto

@@ -1,0 +1,358 @@
+"""Small calls in C++: they give what the ordinary way gives, bit for bit, and leave everything else to it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import khot
+from khot._core import eager
+
+pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
+
+CALLS = ("soft_topk", "topk_mask", "soft_rank", "soft_sort", "pareto")
+CDFS = ("logistic", "laplace", "normal", "uniform")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """The ordinary way for every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(eager, name, eager._ordinary)
+        yield
+
+
+@contextmanager
+def answers(name: str) -> Iterator[list[bool]]:
+    """For each call of the extension: whether it answered."""
+    call, found = getattr(eager, name), []
+
+    def seen(*args: Any) -> Tensor | None:
+        y = call(*args)
+        found.append(y is not None)
+        return y  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, name, seen)
+        yield found
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b)
+    if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        return False
+    return torch.equal(a.nan_to_num(nan=7e4), b.nan_to_num(nan=7e4)) and torch.equal(a.isnan(), b.isnan())
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+ROWS = {
+    "row": scores(7),
+    "one entry": scores(3, 1),
+    "many rows": scores(37, 5),
+    "three dims": scores(2, 3, 9),
+    "transposed": scores(9, 4).mT,
+    "expanded": scores(1, 9).expand(4, 9),
+    "empty batch": scores(0, 5),
+    "empty rows": scores(4, 0),
+    "scalar": scores(),
+    "long": scores(3, 5_000),
+    "ties": scores(6, 12).round(),
+    "infinite": torch.tensor([[1.0, math.inf, -math.inf, 2.0, 3.0], [0.0, 1.0, -math.inf, -math.inf, 2.0]]),
+    "few selectable": torch.tensor([[1.0, -math.inf, -math.inf, -math.inf, -math.inf]]),
+    "nan": torch.tensor([[1.0, math.nan, 2.0, 0.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]]),
+    "huge": scores(3, 8) * 1e30,
+    "flat": torch.zeros(3, 8),
+}
+KS: tuple[Any, ...] = (
+    0,
+    0.0,
+    1,
+    2.5,
+    3,
+    5,
+    2000,
+    -1,
+    math.nan,
+    math.inf,
+    True,
+    2**80,
+    "2",
+    None,
+    torch.tensor(2),
+)
+
+
+def both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a call gives here, and the ordinary way."""
+    here = outcome(run)
+    with ordinary():
+        return here, outcome(run)
+
+
+SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
+    khot.topk_mask,
+    lambda x, k: khot.topk_mask(x, k, 0),
+    lambda x, k: khot.topk_mask(x, k, largest=False),
+    *(
+        partial(function, cdf=cdf, tau=0.7)
+        for cdf in CDFS
+        for function in (khot.soft_topk, khot.log_soft_topk)
+    ),
+    lambda x, k: khot.soft_topk(x, k, 0),
+    lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
+    partial(khot.soft_topk, hard=True),
+]
+RANKINGS: list[Callable[..., Tensor]] = [
+    lambda x, tau: khot.soft_topk(x, 2, tau=tau),
+    khot.soft_rank,
+    partial(khot.soft_rank, descending=True),
+    partial(khot.soft_rank, cdf="logistic"),
+    khot.soft_sort,
+    partial(khot.soft_sort, descending=True),
+    partial(khot.soft_sort, method="projection"),
+]
+TAUS: tuple[Any, ...] = (1.0, 2, 1e-30, 1e30, 0, -1.0, math.nan, math.inf, True, None, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", KS, ids=str)
+def test_forward_is_that_of_the_ordinary_way(rows: str, k: Any) -> None:
+    """Values, and the errors of what is out of range."""
+    for dtype in DTYPES:
+        for i, select in enumerate(SELECTIONS):
+            here, there = both(partial(select, ROWS[rows].to(dtype), k))
+            assert same(here, there), (i, dtype, here, there)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("tau", TAUS, ids=str)
+def test_temperatures_are_those_of_the_ordinary_way(rows: str, tau: Any) -> None:
+    for dtype in DTYPES:
+        for i, rank in enumerate(RANKINGS):
+            here, there = both(partial(rank, ROWS[rows].to(dtype), tau=tau))
+            assert same(here, there), (i, dtype, here, there)
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("output", ["y", "log"])
+def test_first_gradients_have_the_same_bits(cdf: Any, dtype: torch.dtype, output: str) -> None:
+    function = khot.log_soft_topk if output == "log" else khot.soft_topk
+    name = "soft_topk"
+    for x in (scores(4, 64), scores(2, 3, 9), scores(7), scores(6, 12).round(), ROWS["infinite"]):
+        leaf = x.to(dtype).requires_grad_()
+        weights = (
+            scores(*x.shape, seed=1),
+            torch.ones(()).expand(x.shape),
+            scores(*x.shape[::-1]).permute(*range(x.dim())[::-1]),
+        )
+        for grad in weights:
+            with answers(name) as answered:
+                y = function(leaf, 2, tau=0.7, cdf=cdf)
+                (here,) = torch.autograd.grad(y, leaf, grad.to(dtype))
+            assert answered == [True]
+            with ordinary():
+                (there,) = torch.autograd.grad(function(leaf, 2, tau=0.7, cdf=cdf), leaf, grad.to(dtype))
+            assert same(here, there)
+
+
+@pytest.mark.parametrize("cdf", CDFS[:3])
+@pytest.mark.parametrize("output", ["y", "log"])
+def test_gradients_are_right_to_second_order(cdf: Any, output: str) -> None:
+    function = khot.log_soft_topk if output == "log" else khot.soft_topk
+    x = scores(3, 6, dtype=torch.float64).requires_grad_()
+    with answers("soft_topk") as answered:
+        assert torch.autograd.gradcheck(
+            lambda x: function(x, 2.3, tau=0.8, cdf=cdf), x, check_batched_grad=True
+        )
+        assert torch.autograd.gradgradcheck(
+            lambda x: function(x, 2.3, tau=0.8, cdf=cdf), x, check_batched_grad=True
+        )
+    assert all(answered)
+
+
+def third(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    value = (function(leaf) * scores(*x.shape, seed=3, dtype=x.dtype)).sum()
+    for order in range(3):
+        (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+        value = (gradient * scores(*x.shape, seed=4 + order, dtype=x.dtype)).sum()
+    return gradient.detach()
+
+
+def test_third_derivatives_agree() -> None:
+    x = scores(3, 6, dtype=torch.float64)
+    here = third(lambda x: khot.sigmoid_topk(x, 2), x)
+    with ordinary():
+        there = third(lambda x: khot.sigmoid_topk(x, 2), x)
+    assert torch.allclose(here, there, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_not_plain_takes_the_ordinary_way() -> None:
+    x = scores(4, 9)
+
+    class Own(Tensor):
+        pass
+
+    def tangent() -> None:
+        with forward_ad.dual_level():
+            y = khot.soft_topk(forward_ad.make_dual(x, torch.ones_like(x)), 2)
+            assert forward_ad.unpack_dual(y).tangent is not None
+
+    with answers("soft_topk") as answered:
+        tangent()
+        torch.func.vmap(lambda row: khot.soft_topk(row, 2))(x)
+        torch.func.grad(lambda x: khot.soft_topk(x, 2)[0, 0])(x)
+        torch.func.vmap(lambda _: khot.soft_topk(x, 2))(x)  # not mapped, but a transform is on
+        khot.soft_topk(x.to("meta"), 2)
+        khot.soft_topk(x.as_subclass(Own), 2)
+        khot.soft_topk(torch.randn(2, 9, dtype=torch.complex64).conj().imag, 2)  # with the negative bit
+        khot.soft_topk(x, 2, mask=x > -9)
+        khot.soft_topk(x, 2, largest=False)
+        khot.soft_topk(x, 2, cdf=khot.cdfs.Power(1.5))
+        khot.soft_topk(x, torch.tensor(2))
+        khot.soft_topk(scores(100, 1_000), 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.trace(lambda x: khot.soft_topk(x, 2), x, check_trace=False)
+    assert answered == [False] * len(answered) and len(answered) >= 12
+
+
+def test_it_serves_parameters_inference_mode_and_autocast() -> None:
+    x = torch.nn.Parameter(scores(4, 9))
+    with answers("soft_topk") as answered:
+        assert khot.soft_topk(x, 2).requires_grad
+        with torch.inference_mode():
+            assert khot.soft_topk(x, 2).is_inference()
+        with torch.no_grad():
+            assert not khot.soft_topk(x, 2).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert khot.soft_topk(x, 2).dtype == torch.float32
+    assert answered == [True] * 4
+
+
+def test_it_is_a_node_of_autograd_like_any_other() -> None:
+    x = scores(4, 9).requires_grad_()
+    y = khot.soft_topk(x, 2)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+    changed = x * 1
+    y = khot.soft_topk(changed, 2)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = khot.soft_topk(x, 2)
+    assert packed and torch.autograd.grad(y, x, torch.ones_like(y))[0].shape == x.shape
+
+    (rows,) = torch.autograd.grad(
+        khot.soft_topk(x, 2), x, torch.eye(36).view(36, 4, 9), is_grads_batched=True
+    )
+    assert torch.allclose(
+        rows.view(36, 36),
+        torch.autograd.functional.jacobian(lambda x: khot.soft_topk(x, 2), x).view(36, 36),
+        atol=1e-6,
+    )
+
+    checkpointed = torch.utils.checkpoint.checkpoint(lambda x: khot.soft_topk(x, 2), x, use_reentrant=False)
+    (here,) = torch.autograd.grad(checkpointed, x, torch.ones_like(y))
+    assert torch.equal(here, torch.autograd.grad(khot.soft_topk(x, 2), x, torch.ones_like(y))[0])
+
+
+DRAWS: list[Callable[..., Tensor]] = [
+    lambda x, p, g: khot.sampling.sample(p, generator=g),
+    lambda x, p, g: khot.sampling.sample(p * 0.01, generator=g),
+    lambda x, p, g: khot.sampling.sample(p, dim=0, generator=g),
+    lambda x, p, g: khot.sampling.sample(x, generator=g),
+    lambda x, p, g: khot.sample_khot(x, 3, generator=g),
+    lambda x, p, g: khot.sample_khot(x, generator=g),
+    lambda x, p, g: khot.sample_khot(x * 100, 3, generator=g),
+    lambda x, p, g: khot.sample_khot(x, 3, estimator="second_order", generator=g),
+]
+
+
+def drawn(draw: Callable[..., Tensor], x: Tensor, own: bool) -> tuple[Any, Tensor]:
+    """A sample, and the state of the generator after it."""
+    torch.manual_seed(3)
+    probs = torch.rand(x.shape, generator=torch.Generator().manual_seed(5)).to(x.dtype)
+    generator = torch.Generator().manual_seed(4) if own else None
+    sample = outcome(partial(draw, x, probs, generator))
+    return sample, (generator or torch.default_generator).get_state()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_samples_use_the_same_random_numbers(rows: str, dtype: torch.dtype) -> None:
+    """Also where a call is left to the ordinary way."""
+    for i, draw in enumerate(DRAWS):
+        for own in (True, False):
+            (here, after), (there, then) = both(partial(drawn, draw, ROWS[rows].to(dtype), own))
+            assert same(here, there), (i, here, there)
+            assert torch.equal(after, then), i
+
+
+def test_profiles_show_the_operators() -> None:
+    x = scores(4, 64).requires_grad_()
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        khot.soft_topk(x, 2).sum().backward()
+        khot.topk_mask(x, 2)
+        khot.soft_rank(x.detach())
+        khot.soft_sort(x.detach())
+        khot.sampling.sample(torch.full((4, 64), 0.5))
+    names = {event.name for event in profile.function_events or []}
+    assert {
+        "khot::soft_topk",
+        "khot::soft_topk_backward",
+        "khot::topk_mask",
+        "khot::laplace_rank",
+        "khot::laplace_sort",
+        "khot::pareto_sample",
+    } <= names
+
+
+def test_another_torch_leaves_the_extension_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = eager.soft_topk
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    with ordinary():
+        eager.load(None)  # type: ignore[arg-type]
+        assert not eager.in_use()
+    assert eager.soft_topk is found
+
+
+def test_wrong_numbers_of_arguments_are_errors() -> None:
+    for name in CALLS:
+        with pytest.raises(TypeError, match="arguments"):
+            getattr(eager, name)(1)
