@@ -78,7 +78,7 @@ ROWS = {
     "empty batch": scores(0, 5),
     "empty rows": scores(4, 0),
     "scalar": scores(),
-    "long": scores(3, 5_000),
+    "long": scores(3, 9_000),
     "ties": scores(6, 12).round(),
     "infinite": torch.tensor([[1.0, math.inf, -math.inf, 2.0, 3.0], [0.0, 1.0, -math.inf, -math.inf, 2.0]]),
     "few selectable": torch.tensor([[1.0, -math.inf, -math.inf, -math.inf, -math.inf]]),

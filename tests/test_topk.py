@@ -193,3 +193,49 @@ def test_hard_never_selects_what_is_masked() -> None:
     keep = torch.tensor([True, False, True, False, True])
     y = khot.soft_topk(x, 3, mask=keep, hard=True)
     assert torch.equal(y, keep.to(y.dtype))
+
+
+def with_ties(kind: str, rows: int, n: int) -> Tensor:
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(n))
+    return {
+        "half zeros": x.clamp(min=0),
+        "two values": (x > 0).float(),
+        "two odd values": torch.where(x > 0, 3e-41, -1e30),
+        "rounded": (2 * x).round(),
+        "one value": torch.full_like(x, -2.5),
+        "few different": torch.where(torch.arange(n) % 97 == 0, x, 1.0),
+        "signed zeros": torch.where(x > 0, 0.0, -0.0),
+        "infinite": torch.where(x > 1, math.inf, x).where(x > -1, -math.inf),
+        "next to each other": torch.where(x > 0, 1.0, 1 + 2**-7),
+    }[kind]
+
+
+KINDS = (
+    "half zeros",
+    "two values",
+    "two odd values",
+    "rounded",
+    "one value",
+    "few different",
+    "signed zeros",
+    "infinite",
+    "next to each other",
+)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 1_000, 1_025, 4_096, 4_097, 20_000, 70_001])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_many_equal_entries_the_first_are_selected(kind: str, n: int) -> None:
+    """Against a stable sort, at every k for which the search may end in another way."""
+    x = with_ties(kind, 2, n)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        rows = x.to(dtype)
+        order = rows.double().sort(dim=-1, descending=True, stable=True)[1]
+        place = order.argsort(-1)
+        least = int((rows == math.inf).sum(-1).max())
+        most = int((rows > -math.inf).sum(-1).min())
+        ks = {1, 2, n // 100, n // 4, n // 2 - 1, n // 2, n // 2 + 1, 3 * n // 4, n - 1, n, least, most}
+        for side in (rows > 0, rows >= 0):  # where the ties of a kind begin and end
+            ks |= {int(c) + d for c in side.sum(-1) for d in (-1, 0, 1)}
+        for k in sorted(k for k in ks if max(least, 0) <= k <= most):
+            assert torch.equal(khot.topk_mask(rows, k), (place < k).to(dtype)), (dtype, k)

@@ -38,7 +38,7 @@ namespace {
 using at::Tensor;
 
 // Calls with more entries gain nothing that one could measure, and share their rows among threads.
-constexpr int64_t kMost = 1 << 13;
+constexpr int64_t kMost = 1 << 14;
 
 const Served* served = nullptr;
 

@@ -13,7 +13,7 @@ namespace khot::KHOT_ISA {
 template <class I>
 struct Ordered {
   Dtype dtype;
-  I infinity, one, nan;  // the bits of these numbers
+  I infinity, one, nan;         // the bits of these numbers
   I keep = static_cast<I>(-1);  // the bits of an entry that count: all, or for magnitudes all but the sign
 
   static constexpr I kMost = std::numeric_limits<I>::max(), kLeast = std::numeric_limits<I>::min();
@@ -81,8 +81,14 @@ struct Ordered {
   // The level for the k-th largest of `keys`, which are overwritten.
   Level kth_largest(const Row& row, int64_t n, int64_t k, I* keys) const {
     if (n > kNarrow) {
+      I sample[kSample];
+      const int64_t drawn = std::min(kSample, n / 16);
+      for (int64_t i = 0; i < drawn; ++i) sample[i] = keys[i * n / drawn];
+      const double rank = static_cast<double>(k) / static_cast<double>(n) * static_cast<double>(drawn);
+      Level common;
+      if (is_common(sample, drawn, rank, keys, n, k, common)) return common;
       int64_t above = 0;
-      const int64_t size = narrow(keys, n, k, above);
+      const int64_t size = narrow(sample, drawn, rank, keys, n, above);
       if (above < k && k <= above + size) {
         const Level cut = search(keys, size, k - above);
         return {cut.level, above + cut.reached};
@@ -150,25 +156,65 @@ struct Ordered {
   static constexpr int64_t kNarrow = 1 << 12;  // more keys than this are narrowed down before the search
   static constexpr int64_t kSample = 1 << 11;  // the size of the sample of the longest rows
 
+  static constexpr int64_t kTied = 16;  // so many equal keys of a sample, and the row is full of them
+  static constexpr int kStill = 2;      // after so many bits that decide nothing, the range is looked at
+
   // Finds the level bit by bit, by counting. Branches on single keys would take longer than all the counting.
+  // Where keys are equal no bit may decide anything: what the keys of the range have in common is skipped.
   static Level search(const I* keys, int64_t n, int64_t k) {
     using Bits = std::make_unsigned_t<I>;
     Level cut{kLeast, n};
+    int64_t above = 0;  // keys above the range, which begins at the level and has 2^(bit + 1) values
+    int still = 0;
     for (int bit = 8 * sizeof(I) - 1; bit >= 0 && cut.reached != k; --bit) {
+      if (still == kStill) {
+        I least = kMost, most = kLeast;
+        const I top = static_cast<I>(static_cast<Bits>(cut.level) + ((Bits(2) << bit) - 1));
+        for (int64_t i = 0; i < n; ++i) {
+          const I value = keys[i], inside = -static_cast<I>((value >= cut.level) & (value <= top));
+          const I low = (value & inside) | (kMost & ~inside), high = (value & inside) | (kLeast & ~inside);
+          least = low < least ? low : least;
+          most = high > most ? high : most;
+        }
+        if (least == most) return {least, cut.reached};
+        const Bits differ = static_cast<Bits>(least) ^ static_cast<Bits>(most);
+        while (!(differ >> bit & 1)) --bit;
+        // the range of the least key with as many values as the keys need; its begin is a multiple of these
+        const Bits offset = static_cast<Bits>(least) - static_cast<Bits>(kLeast);
+        cut.level = static_cast<I>(static_cast<Bits>(kLeast) + (offset >> bit >> 1 << bit << 1));
+        still = 0;
+      }
       const I level = static_cast<I>(static_cast<Bits>(cut.level) + (Bits(1) << bit));
-      const int64_t count = at_least(keys, n, level);
-      if (count >= k) cut = {level, count};
+      const int64_t count = at_least(keys, n, level), within = cut.reached - above;
+      if (count >= k) {
+        cut = {level, count};
+      } else {
+        above = count;
+      }
+      still = cut.reached - above == within ? still + 1 : 0;
     }
     return cut;
   }
 
+  // Whether the k-th largest key is one of many that are equal, as the zeros after a ReLU are.
+  static bool is_common(const I* sample, int64_t size, double rank, const I* keys, int64_t n, int64_t k,
+                        Level& level) {
+    const int64_t place = std::min(std::max<int64_t>(1, static_cast<int64_t>(std::ceil(rank))), size);
+    const I cut = search(sample, size, place).level;
+    I value = kMost;
+    for (int64_t i = 0; i < size; ++i) value = sample[i] >= cut && sample[i] < value ? sample[i] : value;
+    int64_t ties = 0;
+    for (int64_t i = 0; i < size; ++i) ties += sample[i] == value;
+    if (ties < kTied) return false;
+    const int64_t reached = at_least(keys, n, value);
+    if (reached < k || (value != kMost && at_least(keys, n, value + 1) >= k)) return false;
+    level = {value, reached};
+    return true;
+  }
+
   // Moves the keys of a range that, according to a sample, holds the k-th largest key to the front. Returns
   // their number, and in above the number of keys above the range.
-  static int64_t narrow(I* keys, int64_t n, int64_t k, int64_t& above) {
-    I sample[kSample];
-    const int64_t size = std::min(kSample, n / 16);
-    for (int64_t i = 0; i < size; ++i) sample[i] = keys[i * n / size];
-    const double rank = static_cast<double>(k) / static_cast<double>(n) * static_cast<double>(size);
+  static int64_t narrow(const I* sample, int64_t size, double rank, I* keys, int64_t n, int64_t& above) {
     const double slack = 4 * std::sqrt(rank * (1 - rank / static_cast<double>(size))) + 4;
     const int64_t first = static_cast<int64_t>(rank - slack), last = static_cast<int64_t>(rank + slack);
     const I top = first > 0 ? search(sample, size, first).level : kMost;

@@ -22,13 +22,29 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   if (count == 0) return std::fill(out, out + n, I(0));
   const auto cut = order.kth_largest(x, n, count, out);
   const I* p = order.whole(x, n, out);
-  for (int64_t i = 0; i < n; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
-  // Of the entries at the level, only the first are selected.
-  for (int64_t i = n, more = cut.reached - count; more > 0;) {
-    const bool tie =
-        out[--i] == order.one && order.key(x.step == 1 ? p[i] : *static_cast<const I*>(x.data)) == cut.level;
-    if (tie) out[i] = 0, --more;
+  if (cut.reached == count) {
+    for (int64_t i = 0; i < n; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
+    return;
   }
+  // Of the entries at the level, only the first are selected: those before `end`.
+  const auto sum = [&](int64_t from, int64_t to, auto counts_here) {
+    I total = 0;
+    for (int64_t i = from; i < to; ++i) total += counts_here(order.key(p[i]));
+    return static_cast<int64_t>(total);
+  };
+  int64_t left = count, end = 0;
+  for (int64_t at = 0; at < n; at += kBlock) {
+    left -= sum(at, std::min<int64_t>(at + kBlock, n), [&](I key) { return key > cut.level; });
+  }
+  for (;;) {
+    const int64_t next = std::min<int64_t>(end + kBlock, n);
+    const int64_t ties = sum(end, next, [&](I key) { return key == cut.level; });
+    if (ties >= left) break;
+    left -= ties, end = next;
+  }
+  while (left > 0) left -= order.key(p[end++]) == cut.level;
+  for (int64_t i = 0; i < end; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
+  for (int64_t i = end; i < n; ++i) out[i] = order.key(p[i]) > cut.level ? order.one : I(0);
 }
 
 inline void topk_mask(const Row& x, int64_t n, double k, void* out) {

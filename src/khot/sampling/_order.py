@@ -36,6 +36,7 @@ LARGEST = 600.0  # the largest t: no exponential overflows, and only a logit bel
 # log(1/π) times as likely as prescribed, which is less than 1e-8.
 SETTLED = 1e-10
 LEAST = 1e-24  # of the squared residual of the derivatives, beside its first: θ itself is known to 1e-8
+AT_ONCE = 1 << 16  # entries times nodes that are computed together
 NEWTON = 6  # Newton steps: the ends of the integral need not be exact, and no step falls short of them
 
 
@@ -184,8 +185,11 @@ def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
     # the nodes and the level are constants; what a row without a random unit would have is not used
     odds = (z + trials.change.masked_fill(settled.unsqueeze(-1), 0)).exp()
     c = torch.zeros_like(z)
-    if odds.requires_grad:  # autograd keeps all nodes anyway, and all of them at once are faster
-        t = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * torch.linspace(0, 1, nodes).to(low)
+    # all nodes at once are faster, and autograd keeps all of them anyway
+    if odds.requires_grad or nodes * odds.numel() <= AT_ONCE:
+        t = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * torch.linspace(
+            0, 1, nodes, dtype=low.dtype, device=low.device
+        )
         raised = 1 + odds.unsqueeze(-2) * t.exp().unsqueeze(-1)
         D = raised.log().sum(-1) - level.unsqueeze(-1) - k.unsqueeze(-1) * t
         c, nodes = ((-D).exp().unsqueeze(-1) / raised).sum(-2), 0
