@@ -102,6 +102,10 @@ KS: tuple[Any, ...] = (
     "2",
     None,
     torch.tensor(2),
+    torch.tensor(2.5),
+    torch.tensor(True),
+    torch.tensor(-1.0, dtype=torch.float64),
+    torch.tensor(2, dtype=torch.int16),
 )
 
 
@@ -134,7 +138,20 @@ RANKINGS: list[Callable[..., Tensor]] = [
     partial(khot.soft_sort, descending=True),
     partial(khot.soft_sort, method="projection"),
 ]
-TAUS: tuple[Any, ...] = (1.0, 2, 1e-30, 1e30, 0, -1.0, math.nan, math.inf, True, None, torch.tensor(0.5))
+TAUS: tuple[Any, ...] = (
+    1.0,
+    2,
+    1e-30,
+    1e30,
+    0,
+    -1.0,
+    math.nan,
+    math.inf,
+    True,
+    None,
+    torch.tensor(0.5),
+    torch.tensor(-1.0),
+)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -233,7 +250,8 @@ def test_what_is_not_plain_takes_the_ordinary_way() -> None:
         khot.soft_topk(x, 2, mask=x > -9)
         khot.soft_topk(x, 2, largest=False)
         khot.soft_topk(x, 2, cdf=khot.cdfs.Power(1.5))
-        khot.soft_topk(x, torch.tensor(2))
+        khot.soft_topk(x, torch.tensor(2.0, requires_grad=True))
+        khot.soft_topk(x, torch.tensor([2, 3, 2, 3]))
         khot.soft_topk(scores(100, 1_000), 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

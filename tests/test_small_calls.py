@@ -38,7 +38,7 @@ CALLS = [
     Call("soft_topk", lambda x: khot.soft_topk(x, K), 1, 47, 6),
     Call("sigmoid_topk", lambda x: khot.sigmoid_topk(x, K, tau=0.5), 1, 47, 7),
     Call("laplace_topk", lambda x: khot.laplace_topk(x, K), 1, 47, 7),
-    Call("sparse_topk", lambda x: khot.sparse_topk(x, K), 1, 52, 52),
+    Call("sparse_topk", lambda x: khot.sparse_topk(x, K), 1, 52, 7),
     Call("log_soft_topk", lambda x: khot.log_soft_topk(x, K), 1, 47, 6),
     Call("topk_mask", lambda x: khot.topk_mask(x, K), 2, 43, 6),
     Call("soft_rank", lambda x: khot.soft_rank(x, descending=True), 1, 32, 6),

@@ -214,8 +214,23 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
 
 // ---------------------------------------------------------------------------------- from Python
 
+// A number of Python, or of a tensor without dimensions and gradient.
 std::optional<double> number(PyObject* value) {
   if (PyFloat_CheckExact(value)) return PyFloat_AS_DOUBLE(value);
+  if (THPVariable_CheckExact(value)) {
+    const Tensor& t = THPVariable_Unpack(value);
+    if (t.dim() != 0 || !plain_tensor(t) || t.requires_grad() || t._fw_grad(0).defined()) return std::nullopt;
+    switch (t.scalar_type()) {
+      case at::kFloat:
+        return *t.const_data_ptr<float>();
+      case at::kDouble:
+        return *t.const_data_ptr<double>();
+      case at::kLong:
+        return static_cast<double>(*t.const_data_ptr<int64_t>());
+      default:
+        return std::nullopt;
+    }
+  }
   if (!PyLong_CheckExact(value)) return std::nullopt;
   const double result = PyLong_AsDouble(value);
   if (result == -1 && PyErr_Occurred()) {

@@ -90,10 +90,10 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    if not torch.compiler.is_compiling() and not hard:
+    if not torch.compiler.is_compiling():
         small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
         if small is not None:
-            return small
+            return small if not hard else topk_mask(input, k, dim) + (small - small.detach())
     if rows.is_dtensor(input):
         options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
         return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
@@ -318,7 +318,7 @@ def sparse_topk(
         >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
-    cdf = cdfs.Uniform() if p == 2 else cdfs.Power(p)
+    cdf: CDFName | CDF = "uniform" if p == 2 else cdfs.Power(p)
     return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group)
 
 
