@@ -150,14 +150,17 @@ KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
 template <class Body>
 void chunks(int64_t n, const Parallel* inside, Body body) {
   const int64_t count = (n + kChunk - 1) / kChunk;
-  const bool flushing = FlushSubnormals::active();  // the other threads have to do as this one does
+  // The other threads have to do as this one does. A thread that is started here begins as this one is, and
+  // stays so for whatever it does later.
+  const bool flushing = FlushSubnormals::active();
   auto one = [&](int64_t i) {
-    const FlushSubnormals flush(flushing);
+    const auto flush = FlushSubnormals::exactly(flushing);
     body(i * kChunk, std::min(n, (i + 1) * kChunk), i);
   };
   if (inside == nullptr || count == 1) {
     for (int64_t i = 0; i < count; ++i) one(i);
   } else {
+    const auto usual = FlushSubnormals::exactly(false);
     inside->run(count, &one, [](void* context, int64_t i) { (*static_cast<decltype(one)*>(context))(i); });
   }
 }

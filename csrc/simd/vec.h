@@ -28,13 +28,22 @@ class FlushSubnormals {
   explicit FlushSubnormals(bool on = true) : before_(_mm_getcsr()) {
     if (on) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON);
   }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  // Also switches it off, where the thread has it on.
+  static FlushSubnormals exactly(bool on) {
+    const unsigned before = _mm_getcsr(), rest = before & ~static_cast<unsigned>(_MM_FLUSH_ZERO_ON);
+    _mm_setcsr(on ? rest | _MM_FLUSH_ZERO_ON : rest);
+    return FlushSubnormals(before);
+  }
   ~FlushSubnormals() { _mm_setcsr(before_); }
   static bool active() { return (_mm_getcsr() & _MM_FLUSH_ZERO_ON) != 0; }
 
  private:
+  explicit FlushSubnormals(unsigned before) : before_(before) {}
   unsigned before_;
 #else
   explicit FlushSubnormals(bool = true) {}
+  static FlushSubnormals exactly(bool) { return FlushSubnormals(); }
   ~FlushSubnormals() {}
   static bool active() { return false; }
 #endif

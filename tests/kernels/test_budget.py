@@ -332,3 +332,27 @@ def test_another_instruction_set() -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout[-3000:]
+
+
+NEW_THREADS = """
+import torch, khot
+g = torch.Generator().manual_seed(0)
+x, w = torch.randn((1, 200_000), generator=g), torch.rand((1, 200_000), generator=g)
+rest = (w.double().sum(-1) / 5, torch.tensor(1e-3, dtype=torch.float64), "logistic", 0.0, "score", False)
+results = []
+for count in (1, 2):
+    torch.set_num_threads(count)
+    results.append(torch.ops.khot.soft_budget(x, w, *rest)[0])
+assert torch.equal(*results), (results[0] != results[1]).sum()
+tiny = torch.full((1 << 20,), 1e-40)
+assert (tiny * 1).count_nonzero() == tiny.numel()
+"""
+
+
+def test_threads_that_a_long_row_starts_keep_subnormal_numbers() -> None:
+    """A new thread inherits the mode of the one that starts it, and keeps it for whatever torch does."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", NEW_THREADS], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
