@@ -374,3 +374,17 @@ def test_wrong_numbers_of_arguments_are_errors() -> None:
     for name in CALLS:
         with pytest.raises(TypeError, match="arguments"):
             getattr(eager, name)(1)
+
+
+def test_compiled_autograd_takes_it_as_it_is() -> None:
+    from torch._dynamo import compiled_autograd
+
+    def run() -> Tensor:
+        leaf = scores(4, 9).requires_grad_()
+        with compiled_autograd._enable(partial(torch.compile, backend="eager")):
+            (khot.soft_topk(leaf, 2) ** 2).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    here, there = both(run)
+    assert same(here, there), (here, there)

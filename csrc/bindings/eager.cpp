@@ -168,14 +168,13 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
   using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
 
-  // y, the threshold's constant part, and the part that carries its derivatives
+  // y, and the part of the threshold that carries its derivatives
   static Variables forward(Context* context, const Tensor& x, const Problem& problem, bool* valid) {
     Tensor y = at::empty(x.sizes(), x.options());
     const auto options = x.options().dtype(at::kDouble);
     Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
     Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
     *valid = khot::forward(x, problem, y, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
-    context->mark_non_differentiable({hi});
     context->set_materialize_grads(false);
     const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
                         problem.spec.output == Output::kValue;
@@ -183,18 +182,18 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     context->saved_data["problem"] =
         std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
                             problem.k, problem.tau};
-    return {y, hi, lo};
+    return {y, lo};
   }
 
   static Variables backward(Context* context, const Variables& grads) {
-    if (!grads[0].defined() && !grads[2].defined()) return {Tensor(), Tensor(), Tensor()};
+    if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor(), Tensor()};
     const Variables saved = context->get_saved_variables();
     const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
     const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
     const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
                     static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
     const Problem problem{spec, given[2], given[3]};
-    const Tensor &grad = grads[0], &grad_lo = grads[2];
+    const Tensor &grad = grads[0], &grad_lo = grads[1];
     const bool direct = !at::GradMode::is_enabled() && plain_state() && grad.defined() &&
                         plain_tensor(grad) && plain_tensor(x) && !grad_lo.defined();
     if (!direct) {
