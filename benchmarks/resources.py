@@ -31,6 +31,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import resources_split
 from khot import cdfs
 from khot._kernels.triton import layout, resident, resident_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal, wide
@@ -72,10 +73,15 @@ CASES = [
     Case(4_096, 4_096, "fp32", 31, 25, "laplace", 14.8),
     Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
     Case(4_096, 4_096, "fp32", 71, 26, "normal", 42.0),
+    Case(4_096, 4_096, "fp32", 33, 33, "power", 16.7),
     Case(4_096, 8_192, "fp32", 38, 29),
     Case(4_096, 32_768, "fp32", 32, 39),
     # static instructions of three passes, of which each entry takes all
     Case(100, 100_000, "fp32", 76, 60),
+    Case(100, 100_000, "fp32", 60, 60, "laplace"),
+    Case(100, 100_000, "fp32", 110, 66, "normal"),
+    Case(100, 100_000, "fp32", 60, 66, "uniform"),
+    Case(100, 100_000, "fp32", 66, 70, "power"),
     Case(2_048, 65_536, "bf16", 80, 64),
 ]
 REGISTERS = 128
@@ -120,6 +126,10 @@ class Counts(NamedTuple):
     shared: int  # stores to shared memory
 
 
+def resolve(cdf: str) -> cdfs.CDF:
+    return cdfs.Power(4 / 3) if cdf == "power" else cdfs.resolve(cdf)
+
+
 def constants(case: Case, **more: Any) -> dict[str, Any]:
     tile = layout.tile(case.rows, case.n)
     return {
@@ -138,17 +148,20 @@ def counts(case: Case, kernel: str, ordinary: int, output: str = "y", by_value: 
     """
     tile = layout.tile(case.rows, case.n)
     if kernel == "softmax":
-        function, given = softmax_rows, constants(case)
+        given = constants(case)
+        function = softmax_rows
+        if tile.streams:
+            function = resources_split.softmax_long_rows
+            given = {"PIECES": tile.pieces, "WIDTH": tile.width}
     else:
         given = constants(
             case, OUTPUT=OUTPUTS[output], STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
             ORDINARY=ordinary,
         )  # fmt: skip
-        F = cdfs.resolve(case.cdf)
-        given["CDF"] = layout.cdf_id(F.name)
+        F = resolve(case.cdf)
+        given |= {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F)}
         if kernel == "forward":
             function = resident.solve_rows
-            given |= {"MEAN": F.mean, "VARIANCE": F.variance}
         else:
             function = resident_backward.pull_rows
             given |= {"AGAIN": tile.pieces > 8, "grad_column": 1}
@@ -249,8 +262,7 @@ def _held(case: Case) -> float:
 
 
 def line(case: Case, kernel: str) -> Line:
-    with_softmax = kernel == "forward" and not layout.tile(case.rows, case.n).streams
-    softmax = counts(case, "softmax", 1) if with_softmax else None
+    softmax = counts(case, "softmax", 1) if kernel == "forward" else None
     twice = counts(case, kernel, 2) if kernel == "forward" and case.evaluation is not None else None
     return Line(case, kernel, counts(case, kernel, 1), counts(case, kernel, 0), softmax, twice)
 
@@ -289,17 +301,26 @@ def main(arguments: list[str] | None = None) -> None:
         # that the rest compiles, too: padding, float16, the logarithm, one k and one τ per row
         others = [
             pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf), kernel, 0, "log", False)
-            for cdf, n in (("logistic", 700), ("laplace", 100), ("uniform", 100), ("normal", 100))
+            for cdf, n in (
+                ("logistic", 700),
+                ("laplace", 100),
+                ("uniform", 100),
+                ("normal", 100),
+                ("power", 100),
+            )
             for kernel in ("forward", "backward")
         ]
+        shared = [pool.submit(resources_split.line, case, _read, TARGET) for case in resources_split.CASES]
         lines = [task.result() for task in tasks]
+        split_lines = [task.result() for task in shared]
         for task in others:
             task.result()
     text = f"# Machine code of the GPU kernels\n\nTriton {triton.__version__}, sm_90.\n\n{table(lines)}\n"
+    text += f"\n## Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
     print(text)
     if not args.check:
         RESULTS.write_text(text + "\n" + (__doc__ or "").partition("\n\n")[2], encoding="utf-8")
-    faults = [fault for each in lines for fault in each.faults()]
+    faults = [fault for each in [*lines, *split_lines] for fault in each.faults()]
     print(*faults, sep="\n", file=sys.stderr)
     raise SystemExit(1 if faults else 0)
 

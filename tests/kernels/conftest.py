@@ -25,7 +25,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same, but rows count as long from 17 entries on."""
-    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16}
+    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16, "WINDOW": 32}
     for name, value in small.items():
         monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
+    # pieces of one entry per thread would only cost the interpreter time
+    layout = kernels.layout
+    monkeypatch.setattr(layout, "SAMPLE_BLOCK", 2)
+    monkeypatch.setattr(layout, "sample", lambda: (1, 16, 1))
+    monkeypatch.setattr(layout, "cut", lambda rows, n: layout.Cut(*layout.parts(rows, n), 1, layout.CHUNK, 1))
     return kernels

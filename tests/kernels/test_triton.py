@@ -28,7 +28,6 @@ pytestmark = [
 
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
 every_cdf = pytest.mark.parametrize("cdf", CDFS)
-IN_FLOAT32 = ["logistic", "laplace", "normal", "uniform"]  # with kernels of their own for float32 scores
 every_output = pytest.mark.parametrize("output", ["y", "log", "threshold"])
 FORWARD = {torch.float64: 1e-12, torch.float32: 5e-7}
 every_dtype = pytest.mark.parametrize("dtype", FORWARD, ids=str)
@@ -218,8 +217,7 @@ TILES = [
 
 @pytest.mark.parametrize(
     ("cdf", "n", "tile"),
-    # only the logistic CDF's rows are streamed
-    [(cdf, n, tile) for cdf in IN_FLOAT32 for n, tile in TILES if cdf == "logistic" or not tile[-1]],
+    [(cdf, n, tile) for cdf in CDFS for n, tile in TILES],
     ids=str,
 )
 def test_rows_in_float32(
@@ -353,7 +351,7 @@ def hard_rows(n: int) -> Tensor:
     return torch.stack(x).float()
 
 
-@pytest.mark.parametrize("cdf", IN_FLOAT32)
+@every_cdf
 @pytest.mark.parametrize(
     ("n", "k", "tau"), [(2, 1.0, 0.3), (7, 1.5, 0.01), (45, 18.0, 1.0), (45, 44.5, 0.1), (2000, 40.25, 1.0)]
 )
@@ -390,7 +388,7 @@ def test_one_evaluation_does_ordinary_rows(kernels: ModuleType, monkeypatch: pyt
     assert torch.equal(y.isnan().any(-1), torch.arange(4) == 3)
 
 
-@pytest.mark.parametrize("cdf", IN_FLOAT32)
+@every_cdf
 def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
     launches = []
     for module, name in ((kernels.resident, "solve_rows"), (kernels.resident_backward, "pull_rows")):
@@ -457,7 +455,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
         continue  # its rows come widened
     for constants, function in itertools.product(which[module], module.KERNELS):
         constants = {
-            "MEAN": 0.5, "VARIANCE": 1.0, "power": 3.0, "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
+            "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
             "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
@@ -467,7 +465,8 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             else f"*{dtype}" if arg in entries
             else "*i32" if arg in integers
             else "*i64" if arg == "order_pointer"
-            else "*fp64" if arg.endswith(("pointer", "before", "after")) else "i32"
+            else "*fp64" if arg.endswith(("pointer", "before", "after"))
+            else "fp32" if arg.startswith("power") else "i32"
             for arg in function.arg_names
         }
         given = {arg: value for arg, value in constants.items() if arg in function.arg_names}
@@ -500,8 +499,14 @@ def test_every_cdf_has_traits_that_agree_with_it(kernels: ModuleType) -> None:
     assert len(functions.TRAITS.value) == len(CDFS)
     for name, shape in CDFS.items():
         F, which = cdfs.resolve(name, shape), functions.CDFS[name]
-        assert functions.full_support(which) == F.full_support
-        assert functions.median(kernels.layout.power(F), which) == pytest.approx(F.median, abs=0)
+        traits = functions.traits(which)
+        assert traits.full_support == F.full_support
+        if name == "power":
+            assert sum(kernels.layout.power(F)) == pytest.approx(3, abs=1e-14)
+            assert kernels.layout.whole(F) == 3 and kernels.layout.whole(cdfs.Power(1.15)) == 0
+        else:
+            assert traits.median == pytest.approx(F.median, abs=0)
+            assert traits.moments == pytest.approx((F.mean, F.variance))
 
 
 def test_an_id_that_no_cdf_has_fails(kernels: ModuleType) -> None:

@@ -1,21 +1,20 @@
 """Triton kernels, for CUDA and ROCm: one read of the row, one write.
 
 A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
-y. Several short rows share a program. A longer row is split over programs: every pass is one launch, whose
-programs first take the solver's step from the sums that the pass before left, all of them alike, and then
-sum their own part. The number of launches is fixed and rows that are done skip theirs, so that nothing waits
-for the device and a CUDA graph can hold it all.
+y. Several short rows share a program. Longer rows stream past one program each, several times, where there
+are many of them. Few and very long rows are split over programs: every pass is one launch, and the number of
+launches is fixed, so that nothing waits for the device and a CUDA graph can hold it all.
 
 The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
-well (`resident`, `resident_backward`): with the logistic CDF, and for rows that stay on chip with most others
-(`resident.serves`). An evaluation takes a third of the instructions there, and
-most rows need only one. For rows that do not converge, the float64 solver takes over in the same launch. A
-long row streams past one program if there are many rows, or if the row is not too long.
+well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one
+program and `split` for those of many, with `resident_backward` and `split_backward`. An evaluation takes a
+third of the instructions there, and most rows need few. A split row takes four launches. For rows that do
+not converge, the float64 solver takes over in the same launch.
 
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
 sums and per-row scalars; float64 scores are float64 throughout. The method is the reference's
 (`_kernels.reference.solver`), with a bisection in place of its histograms: passes over what lies on chip are
-cheap.
+cheap. Rows that are split take all passes that a row could need, and those that are done skip theirs.
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
-from khot._kernels.triton import layout, resident, resident_backward
+from khot._kernels.triton import layout, resident, resident_backward, split_backward
+from khot._kernels.triton.fast import joined
 from khot._kernels.triton.functions import (
     OUTPUTS,
     THRESHOLD,
@@ -35,11 +36,12 @@ from khot._kernels.triton.gradients import (
 def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, dx_pointer, dk_pointer, dtau_pointer, rows, n,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
+    power = joined(power_high, power_low)
     there = row < rows
     valid = there[:, None] & (column < n)[None, :]
     x = load(x_pointer, row, x_stride, column, valid, COMPUTE)
@@ -69,10 +71,11 @@ def _resident_backward(
 @triton.jit
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
-    sums_pointer, n, length, parts,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+    sums_pointer, n, length, parts, power_high, power_low,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
+    power = joined(power_high, power_low)
     one = row + tl.arange(0, 1)
     hi, lo = tl.load(hi_pointer + one), tl.load(lo_pointer + one)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
@@ -92,10 +95,11 @@ def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer, dx_pointer, dk_pointer, dtau_pointer,
     n, length, parts,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
+    power = joined(power_high, power_low)
     one = row + tl.arange(0, 1)
     hi, lo = tl.load(hi_pointer + one), tl.load(lo_pointer + one)
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
@@ -168,17 +172,18 @@ def soft_topk_backward(
     source = layout.rows(x, n)
     # a 0 on the CPU says that nobody asked for the derivative of lo: looking at it waits for nothing
     unasked = grad_lo.is_cpu and grad_lo.dim() == 0 and grad_lo.item() == 0
-    if unasked and resident.serves(x.dtype, rows, n, F, tau, output):
+    if unasked and resident.serves(x.dtype, F, tau, output):
         with torch.cuda.device_of(x):
-            resident_backward.soft_topk_backward(
+            kernels = split_backward if layout.splits(rows, n) else resident_backward
+            kernels.soft_topk_backward(
                 cotangent, source, (hi, lo), layout.values(tau, batch, x.device), (dx, dk, dtau),
                 rows, n, F, output,
             )  # fmt: skip
         return dx, dk, dtau
     cotangent_lo = layout.numbers(grad_lo, batch, x.device)
     tau_row = layout.numbers(tau, batch, x.device)
+    power = layout.power(F)
     which = {
-        "power": layout.power(F),
         "CDF": layout.cdf_id(F.name),
         "OUTPUT": OUTPUTS[output],
         "COMPUTE": layout.compute(x.dtype, tau),
@@ -187,17 +192,17 @@ def soft_topk_backward(
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
             _resident_backward[(triton.cdiv(rows, together),)](
-                *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n,
+                *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n, *power,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return dx, dk, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows, parts, 12)
         _part_gradient_sums[(rows * parts,)](
-            *cotangent, *source, hi, lo, *tau_row, sums, n, length, parts, **which, CHUNK=layout.CHUNK
+            *cotangent, *source, hi, lo, *tau_row, sums, n, length, parts, *power, **which, CHUNK=layout.CHUNK
         )
         _part_gradient_write[(rows * parts,)](
             *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
-            **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
+            *power, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip
     return dx, dk, dtau

@@ -13,7 +13,9 @@ __all__ = [
     "LOG2E",
     "PTX",
     "any_row",
+    "before",
     "half_with_sign",
+    "joined",
     "log2",
     "plus",
     "reciprocal",
@@ -82,6 +84,12 @@ def split(value):
     return high, (value - high.to(tl.float64)).to(tl.float32)
 
 
+@triton.jit
+def joined(high, low):
+    """The float64 number that two of float32 make."""
+    return tl.zeros((), tl.float64) + high + low
+
+
 # ------------------------------------------------------------------------------------ rows and entries
 #
 # A program that holds one row keeps the row's numbers as scalars: tensors of one element cost a trip through
@@ -95,6 +103,15 @@ def wide(v, TOGETHER: tl.constexpr):
         return v
     else:
         return v[:, None]
+
+
+@triton.jit
+def before(column, n, TOGETHER: tl.constexpr):
+    """Which columns rows of n entries have."""
+    if TOGETHER == 1:
+        return column < n
+    else:
+        return (column < n)[None, :]
 
 
 @triton.jit
@@ -134,6 +151,11 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
+def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+
+
+@triton.jit
 def _add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
@@ -158,6 +180,8 @@ def total(terms, TOGETHER: tl.constexpr):
         return tl.reduce(terms, AXIS, _add3)
     elif len(terms) == 4:
         return tl.reduce(terms, AXIS, _add4)
+    elif len(terms) == 5:
+        return tl.reduce(terms, AXIS, _add5)
     elif len(terms) == 6:
         return tl.reduce(terms, AXIS, _add6)
     else:

@@ -1,4 +1,7 @@
-"""Forward: the solver on a row on chip, and on one that is split over programs."""
+"""Forward: which kernels take a batch; and those for float64 scores and for thresholds alone.
+
+The solver on a row on chip, and on one that is split over programs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
-from khot._kernels.triton import layout, resident
+from khot._kernels.triton import layout, resident, split
+from khot._kernels.triton.fast import joined
 from khot._kernels.triton.functions import (
     OUTPUTS,
     THRESHOLD,
@@ -42,12 +46,13 @@ LAUNCHES = 40  # passes over a long row, most of which find it done
 @triton.jit
 def _resident(
     x_pointer, x_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
-    rows, n, evaluations,
-    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    rows, n, evaluations, power_high, power_low,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The whole of a soft top-k, for `TOGETHER` rows of at most `WIDTH` entries."""
     FINE: tl.constexpr = tl.float64 == COMPUTE
+    power = joined(power_high, power_low)
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
     there = row < rows
@@ -59,7 +64,7 @@ def _resident(
     nan, size, pinned, xmin, xmax, mean, squares = statistics(x, valid)
     variance = squares / tl.maximum(size, 1.0)
     k, size, tau, settled, hi, low, high = begin(
-        nan, size, pinned, xmin, xmax, mean, variance, k, tau, MEAN, VARIANCE, power, CDF
+        nan, size, pinned, xmin, xmax, mean, variance, k, tau, power, CDF
     )
     hi, lo = pair(hi, hi * 0, FINE)
     done = settled != 0
@@ -102,11 +107,12 @@ def _part_statistics(
 
 @triton.jit
 def _part_begin(
-    k_pointer, k_stride, tau_pointer, tau_stride, sums_pointer, state_pointer, parts,
-    MEAN: tl.constexpr, VARIANCE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+    k_pointer, k_stride, tau_pointer, tau_stride, sums_pointer, state_pointer, parts, power_high, power_low,
+    CDF: tl.constexpr,
     FINE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    power = joined(power_high, power_low)
     one = row + tl.arange(0, 1)
     sums = sums_pointer + row * parts * 7
     nan = tl.max(gather(sums, parts, 0, PARTS, 7, 0.0), axis=1)
@@ -123,7 +129,7 @@ def _part_begin(
     tau = tl.load(tau_pointer + one * tau_stride).to(tl.float64)
     k, size, tau, settled, hi, low, high = begin(
         nan, size, pinned, xmin, xmax, mean, squares / tl.maximum(size, 1.0), k, tau,
-        MEAN, VARIANCE, power, CDF,
+        power, CDF,
     )  # fmt: skip
     hi, lo = pair(hi, hi * 0, FINE)
     done = tl.where(settled == 0, 0.0, 1.0)
@@ -132,9 +138,7 @@ def _part_begin(
 
 
 @triton.jit
-def _advance(
-    state, sums, parts, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr, PARTS: tl.constexpr
-):
+def _advance(state, sums, parts, count, power, FINE: tl.constexpr, CDF: tl.constexpr, PARTS: tl.constexpr):
     """The state of a row after the step that its sums call for; as it was where it is done."""
     k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done = get(state, 11)
     if tl.sum(done) == 0 and count > 0:
@@ -156,12 +160,13 @@ def _advance(
 @triton.jit
 def _part_evaluate(
     x_pointer, x_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
-    power: tl.constexpr, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
+    power = joined(power_high, power_low)
     row, part = place(parts)
     at = row * 11 + tl.arange(0, 1)
-    state = _advance(state_before + at, sums_before + row * parts * 7, parts, count, FINE, power, CDF, PARTS)
+    state = _advance(state_before + at, sums_before + row * parts * 7, parts, count, power, FINE, CDF, PARTS)
     if part == 0:
         put(state_after + at, state)
     _, _, tau, _, hi, lo, _, _, near_up, near_down, done = state
@@ -178,15 +183,16 @@ def _part_evaluate(
 @triton.jit
 def _part_write(
     x_pointer, x_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
-    n, length, parts, count,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
+    n, length, parts, count, power_high, power_low,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr, COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
+    power = joined(power_high, power_low)
     row, part = place(parts)
     one = row + tl.arange(0, 1)
     _, _, tau, _, hi, lo, _, _, _, _, _ = _advance(
-        state_pointer + one * 11, sums_pointer + row * parts * 7, parts, count, FINE, power, CDF, PARTS
+        state_pointer + one * 11, sums_pointer + row * parts * 7, parts, count, power, FINE, CDF, PARTS
     )
     if part == 0:
         tl.store(hi_pointer + one, hi)
@@ -216,21 +222,21 @@ def soft_topk(
     if rows == 0:
         return out, hi, lo
     source = layout.rows(x, n)
-    if resident.serves(x.dtype, rows, n, F, tau, output):
+    if resident.serves(x.dtype, F, tau, output):
         numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
         with torch.cuda.device_of(x):
-            resident.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
+            kernels = split if layout.splits(rows, n) else resident
+            kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
         return out, hi, lo
     k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
-    which = {"power": layout.power(F), "CDF": layout.cdf_id(F.name)}
-    moments = {"MEAN": F.mean, "VARIANCE": F.variance}
+    power, which = layout.power(F), {"CDF": layout.cdf_id(F.name)}
     how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype, tau)}
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
             _resident[(triton.cdiv(rows, together),)](
-                *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS,
-                **which, **moments, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
+                *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS, *power,
+                **which, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return out, hi, lo
         parts, length = layout.parts(rows, n)
@@ -240,16 +246,16 @@ def soft_topk(
         chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
         _part_statistics[(rows * parts,)](*source, sums[0], n, length, parts, **chunk)
         fine = {"FINE": how["COMPUTE"] == tl.float64}
-        _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, **which, **moments, **fine, **padded)
+        _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, *power, **which, **fine, **padded)
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2
             _part_evaluate[(rows * parts,)](
-                *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
+                *source, sums[a], state[a], sums[b], state[b], n, length, parts, count, *power,
                 **which, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
         _part_write[(rows * parts,)](
-            *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES,
+            *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES, *power,
             **which, **how, CHUNK=layout.CHUNK, **padded,
         )  # fmt: skip
     return out, hi, lo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ class Traits(NamedTuple):
     full_support: bool  # f > 0 everywhere; otherwise f > 0 on (0, 1) only
     tail: str  # "exponential" or "gaussian" where it underflows in a gap; "plain" where nothing is rescaled
     median: float | None  # None where the power decides
+    moments: tuple[float, float] | None  # mean and variance, likewise
     icdf_error: float  # more than the error of icdf
     last_step: tuple[float, float]  # in τ: after a shorter step a row is done, in float32 and in float64
 
@@ -25,11 +27,11 @@ class Traits(NamedTuple):
 # by their ids; a constexpr, so that Triton's cache knows a kernel that was compiled with other traits
 TRAITS = tl.constexpr(
     (
-        Traits(True, "exponential", 0.0, 1e-9, (3e-4, 1e-8)),
-        Traits(True, "exponential", 0.0, 1e-9, (3e-4, 1e-8)),
-        Traits(True, "gaussian", 0.0, 1e-3, (3e-4, 1e-8)),
-        Traits(False, "plain", 0.5, 1e-9, (1e-6, 1e-12)),
-        Traits(False, "plain", None, 1e-9, (1e-6, 1e-12)),
+        Traits(True, "exponential", 0.0, (0.0, math.pi**2 / 3), 1e-9, (3e-4, 1e-8)),
+        Traits(True, "exponential", 0.0, (0.0, 2.0), 1e-9, (3e-4, 1e-8)),
+        Traits(True, "gaussian", 0.0, (0.0, 1.0), 1e-3, (3e-4, 1e-8)),
+        Traits(False, "plain", 0.5, (0.5, 1 / 12), 1e-9, (1e-6, 1e-12)),
+        Traits(False, "plain", None, None, 1e-9, (1e-6, 1e-12)),
     )
 )
 OUTPUTS = {"y": 0, "log": 1, "threshold": 2}
@@ -134,9 +136,32 @@ def last_step(CDF, FINE):
 
 
 @triton.constexpr_function
-def median(power, CDF):
-    known = traits(CDF).median
-    return 0.5 ** (1 / power) if known is None else known
+def _known_median(CDF):
+    return traits(CDF).median
+
+
+@triton.constexpr_function
+def _known_moment(CDF, order):
+    known = traits(CDF).moments
+    return None if known is None else known[order]
+
+
+@triton.jit
+def median(power, CDF: tl.constexpr):
+    if _known_median(CDF) is None:
+        return tl.exp2(-1 / power).to(tl.float32)
+    else:
+        return _known_median(CDF)
+
+
+@triton.jit
+def moments(power, CDF: tl.constexpr):
+    """Mean and variance."""
+    if _known_moment(CDF, 0) is None:
+        mean = power / (power + 1)
+        return mean, mean / ((power + 1) * (power + 2))
+    else:
+        return _known_moment(CDF, 0), _known_moment(CDF, 1)
 
 
 @triton.jit
@@ -162,7 +187,7 @@ def log_scales(a, b, CDF: tl.constexpr):
 
 
 @triton.jit
-def side(z, rest, above, near, power: tl.constexpr, CDF: tl.constexpr):
+def side(z, rest, above, near, power, CDF: tl.constexpr):
     """min(F, 1 − F) and f at z, of CDFs whose tails underflow relative to what they are at ±near.
 
     That is, times e^near (an exponential tail) or e^(near²/2) (a gaussian one): near = 0 leaves them as they
@@ -192,6 +217,7 @@ def side(z, rest, above, near, power: tl.constexpr, CDF: tl.constexpr):
             tail = tl.where(above, rest, z)
             density = tl.where(inside, 1.0, 0.0).to(z.dtype)
         else:
+            power = power.to(z.dtype)
             F = tl.exp(power * tl.log(z))
             rest = tl.where(inside & above, rest, 0.0)
             tail = tl.where(above, -expm1(power * log1p(-rest)), F)
@@ -201,7 +227,7 @@ def side(z, rest, above, near, power: tl.constexpr, CDF: tl.constexpr):
 
 
 @triton.jit
-def log_F(z, power: tl.constexpr, CDF: tl.constexpr):
+def log_F(z, power, CDF: tl.constexpr):
     """log F(z)."""
     a = tl.abs(z)
     if CDF == LOGISTIC:
@@ -218,12 +244,15 @@ def log_F(z, power: tl.constexpr, CDF: tl.constexpr):
         )
         inside = (z > 0) & (z < 1)
         edge = tl.where(z > 0, 0.0, float("-inf")).to(z.dtype)
-        log_F = tl.where(inside, power * tl.log(tl.where(inside, z, 1.0)), edge)
+        log_F = tl.log(tl.where(inside, z, 1.0))
+        if CDF == POWER:
+            log_F = log_F * power.to(z.dtype)
+        log_F = tl.where(inside, log_F, edge)
     return log_F
 
 
 @triton.jit
-def slope_of_log(z, density, tail, power: tl.constexpr, CDF: tl.constexpr):
+def slope_of_log(z, density, tail, power, CDF: tl.constexpr):
     """f/F, from the f and the tail that are not relative to anything; 0 where F is 0."""
     a = tl.abs(z)
     if CDF == LOGISTIC:
@@ -239,12 +268,15 @@ def slope_of_log(z, density, tail, power: tl.constexpr, CDF: tl.constexpr):
             (CDF == UNIFORM) | (CDF == POWER), f"slope_of_log has no formula for the CDF with the id {CDF}"
         )
         inside = (z > 0) & (z < 1)
-        ratio = tl.where(inside, power / tl.where(inside, z, 1.0), 0.0)
+        ratio = 1 / tl.where(inside, z, 1.0)
+        if CDF == POWER:
+            ratio = ratio * power.to(z.dtype)
+        ratio = tl.where(inside, ratio, 0.0)
     return ratio.to(z.dtype)
 
 
 @triton.jit
-def icdf(y, power: tl.constexpr, CDF: tl.constexpr):
+def icdf(y, power, CDF: tl.constexpr):
     """F⁻¹(y) of float64 numbers, to the trait icdf_error."""
     w = tl.minimum(y, 1 - y)
     if CDF == LOGISTIC:

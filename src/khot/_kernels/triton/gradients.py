@@ -30,7 +30,7 @@ __all__ = [
 
 
 @triton.jit
-def _cotangents(x, v, valid, hi, lo, tau, near, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+def _cotangents(x, v, valid, hi, lo, tau, near, power, CDF: tl.constexpr, OUTPUT: tl.constexpr):
     """z; f relative to near; u = v·∂out/∂z; and v·∂out/∂F·f, relative to near where out is y."""
     z, rest = standardize(x, hi, lo, tau, CDF)
     z = tl.where(valid, z, 0.0)
@@ -54,7 +54,7 @@ def _cotangents(x, v, valid, hi, lo, tau, near, power: tl.constexpr, CDF: tl.con
 
 
 @triton.jit
-def gradient_sums(x, v, valid, hi, lo, tau, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+def gradient_sums(x, v, valid, hi, lo, tau, power, CDF: tl.constexpr, OUTPUT: tl.constexpr):
     """near, the least abs(z), and sums relative to it; and for compact support what lies next to a gap."""
     valid = valid & (tl.abs(x) < float("inf")) & (tl.abs(hi) != HUGE)[:, None]
     z, _ = standardize(x, hi, lo, tau, CDF)
@@ -120,7 +120,7 @@ def gradient_row(
 @triton.jit
 def gradient_write(
     pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap,
-    power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    power, CDF: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     live = valid & (tl.abs(x) < float("inf")) & (tl.abs(hi) != HUGE)[:, None]
     _, density, u, _ = _cotangents(x, v, live, hi, lo, tau, near, power, CDF, OUTPUT)
@@ -147,7 +147,7 @@ def _load_cotangent(given, x, valid, row, column, OUTPUT: tl.constexpr):
 def add_gradient_sums(sums, given, x, valid, row, column):
     near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = sums
     incoming, hi, lo, tau = given[:4]
-    power: tl.constexpr = given[4]
+    power = given[4]
     CDF: tl.constexpr = given[5]
     OUTPUT: tl.constexpr = given[6]
     v = _load_cotangent(incoming, x, valid, row, column, OUTPUT)
@@ -181,7 +181,7 @@ def _ties(a, a_sum, b, b_sum, chosen):
 @triton.jit
 def write_gradient(sums, given, x, valid, row, column):
     incoming, pointer, n, hi, lo, tau, near, pull, gap = given[:9]
-    power: tl.constexpr = given[9]
+    power = given[9]
     CDF: tl.constexpr = given[10]
     OUTPUT: tl.constexpr = given[11]
     v = _load_cotangent(incoming, x, valid, row, column, OUTPUT)

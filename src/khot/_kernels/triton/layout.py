@@ -23,6 +23,12 @@ RESCUE = 256  # entries per warp that the float64 solver takes at a time
 # the host takes for the launches of a row split over programs. Both by reckoning: no device has been asked.
 STREAMS = 64  # rows
 STREAMED = 1 << 18  # entries
+# Of a row that is split over programs. A sample of s entries places the threshold with a deviation of at most
+# √s/2 of its entries; it is taken in blocks that a warp reads at once. What the threshold may be among then
+# is gathered if there is room.
+SAMPLE = 16384
+SAMPLE_BLOCK = 32
+WINDOW = 65536
 SMALL_BATCH = 1 << 18  # entries of a batch that fill a large device once
 
 
@@ -72,6 +78,30 @@ def tile(rows: int, n: int) -> Tile:
     return Tile(together, -(-n // piece), piece, warps)  # Triton's own cdiv takes microseconds
 
 
+def splits(rows: int, n: int) -> bool:
+    """Whether a row is split over programs."""
+    return n > max(RESIDENT, STREAMED) and rows < STREAMS
+
+
+class Cut(NamedTuple):
+    """How a row is cut into parts, and in how many entries at a time a program reads one."""
+
+    parts: int
+    length: int
+    pieces: int
+    width: int
+    warps: int
+
+
+def cut(rows: int, n: int) -> Cut:
+    return Cut(*parts(rows, n), 4, CHUNK // 4, max(1, CHUNK // 512))
+
+
+def sample() -> tuple[int, int, int]:
+    """Of a program that holds a sample of a split row: pieces, their width, warps."""
+    return 8, SAMPLE // 8, max(1, SAMPLE // 1024)
+
+
 def registers() -> dict[str, int]:
     """How many a thread may have: the float64 solver, which few rows need, is not to crowd the others out.
 
@@ -104,14 +134,19 @@ def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Ten
     return value.expand(batch).contiguous(), 1
 
 
+def halves(number: float) -> tuple[float, float]:
+    """The number, to the last digit of float64, as the sum of two of float32."""
+    high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
+    return high, number - high
+
+
 def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
     """The per-row scalars for the float32 kernels; a single number on the CPU is passed by value."""
     if value.dim() == 0 and value.is_cpu:
         number = float(value.item())
-        # float32 holds both halves, to the last digit of float64
+        # float32 holds both halves
         if number == 0 or 1e-20 < abs(number) < 1e30:
-            high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
-            return Values(None, 0, high, number - high)
+            return Values(None, 0, *halves(number))
     return Values(*numbers(value, batch, device), 0.0, 0.0)
 
 
@@ -126,9 +161,15 @@ def cdf_id(name: str) -> int:
     return CDFS[name]
 
 
-def power(F: cdfs.CDF) -> float:
-    """1/(p − 1), the exponent of z."""
-    return 1 / (F.shape - 1) if F.shape else 1.0
+def power(F: cdfs.CDF) -> tuple[float, float]:
+    """1/(p − 1), the exponent of z, as the sum of two numbers of float32."""
+    return halves(1 / (F.shape - 1)) if F.shape else (1.0, 0.0)
+
+
+def whole(F: cdfs.CDF) -> int:
+    """The same where it is 2 or 3, so that products do instead of a logarithm; otherwise 0."""
+    high, low = power(F)
+    return int(high) if high in (2, 3) and abs(low) < 1e-12 else 0
 
 
 def compute(dtype: torch.dtype, tau: Tensor | None = None) -> tl.dtype:

@@ -1,4 +1,4 @@
-"""Backward of the soft top-k for rows that stay on chip, in float32.
+"""Backward of the soft top-k for rows that stay on chip or stream past one program, in float32.
 
 Of x and the incoming gradient one read, of the result one write, as softmax's backward has. The density f is
 taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish, and rows
@@ -14,53 +14,130 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import any_row, plus, reciprocal, split, total, wide
+from khot._kernels.triton.fast import any_row, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
 from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
-from khot._kernels.triton.resident import FLUSH, POWER, entries, inside, number64, numbers, place_rows
+from khot._kernels.triton.resident import entries, inside, number64, numbers, place_rows
 from khot._kernels.triton.terms import density, log_rate, unit
+from khot._kernels.triton.threshold import FLUSH
 
-__all__ = ["KERNELS", "pull_rows", "soft_topk_backward"]
+__all__ = [
+    "FADED",
+    "KERNELS",
+    "gradient_sums_of_row",
+    "pull_rows",
+    "pull_sums",
+    "soft_topk_backward",
+    "write_pull",
+]
 
 FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost their digits
 
 
 @triton.jit
-def _terms(x_at, grad_at, valid, hi, shift, scale, CDF: tl.constexpr, OUTPUT: tl.constexpr):
+def _terms(
+    x_at, grad_at, valid, hi, shift, scale, power, CDF: tl.constexpr, WHOLE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):  # fmt: skip
     """f; u = v·∂out/∂z for the incoming gradient v; and z in the units of :mod:`.terms`."""
     x = tl.load(x_at, mask=valid, other=float("-inf")).to(tl.float32)
     v = tl.load(grad_at, mask=valid, other=0.0).to(tl.float32)
     finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient
     z = tl.where(finite, (x - hi) * scale - shift, -1e4)
-    f = density(z, CDF)
-    rate = log_rate(z, f, CDF) if OUTPUT == LOG else f
+    f = density(z, power, CDF, WHOLE)
+    rate = log_rate(z, f, power, CDF) if OUTPUT == LOG else f
     return f, tl.where(finite, v * rate, 0.0), z
 
 
 @triton.jit
-def _rescue(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
-    dtau_pointer, row, n, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+def pull_sums(
+    x_at, grad_at, grad_column, n, hi, shift, scale, power,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row by the float64 functions, which read it again a chunk at a time."""
-    one = row + tl.arange(0, 1)
+    """Σf, Σu, Σfz and Σuz of entries that stream past, in float64."""
+    STEP: tl.constexpr = PIECES * WIDTH
+    column = tl.arange(0, WIDTH)
+    steps = tl.cdiv(n, STEP)
+    nothing = tl.zeros((), tl.float64)
+    sums = (nothing, nothing, nothing, nothing)
+    for first in range(0, steps, FLUSH):
+        zero = tl.zeros((WIDTH,), tl.float32)
+        part = (zero, zero, zero, zero)
+        for number in range(first, tl.minimum(steps, first + FLUSH)):
+            start = number * STEP
+            for i in tl.static_range(PIECES):
+                offset = start + i * WIDTH
+                f, u, z = _terms(
+                    x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
+                    column + offset < n, hi, shift, scale, power, CDF, WHOLE, OUTPUT,
+                )  # fmt: skip
+                part = plus(part, (f, u, f * z, u * z))
+        sums = plus(sums, total(part, 1))
+    return sums
+
+
+@triton.jit
+def write_pull(
+    x_at, grad_at, dx_at, grad_column, n, ok, hi, shift, scale, pull, inverse, power,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dL/dx of the same entries, the last first: the row's end is what the cache still has."""
+    STEP: tl.constexpr = PIECES * WIDTH
+    column = tl.arange(0, WIDTH)
+    steps = tl.cdiv(n, STEP)
+    for behind in range(steps):
+        start = (steps - 1 - behind) * STEP
+        for i in tl.static_range(PIECES):
+            offset = start + i * WIDTH
+            valid = inside(ok, column + offset, n, 1, False)
+            f, u, _ = _terms(
+                x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid,
+                hi, shift, scale, power, CDF, WHOLE, OUTPUT,
+            )  # fmt: skip
+            dx = (u - f * pull) * inverse
+            tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def gradient_sums_of_row(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, row, n, power,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """near, dk, dtau, pull and gap of one row by the float64 functions, which read it a chunk at a time."""
     zero = tl.zeros((1,), tl.float64)
     hi, lo, tau = hi + zero, lo + zero, tau + zero
     up, down = zero + float("inf"), zero - float("inf")
     sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
     incoming = (grad_pointer, grad_row, grad_column)
     near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = chunks(
-        add_gradient_sums, sums, (incoming, hi, lo, tau, POWER, CDF, OUTPUT),
+        add_gradient_sums, sums, (incoming, hi, lo, tau, power, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
     dk, dtau, pull, gap = gradient_row(
         near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, zero, hi,
         tau, CDF, OUTPUT,
     )  # fmt: skip
+    return near, dk, dtau, pull, gap
+
+
+@triton.jit
+def _rescue(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
+    dtau_pointer, row, n, power, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row by the float64 functions."""
+    near, dk, dtau, pull, gap = gradient_sums_of_row(
+        grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, row, n, power,
+        CDF, OUTPUT, CHUNK,
+    )  # fmt: skip
+    one = row + tl.arange(0, 1)
     tl.store(dk_pointer + one, dk)
     tl.store(dtau_pointer + one, dtau)
+    zero = tl.zeros((1,), tl.float64)
     chunks(
-        write_gradient, (), (incoming, dx_pointer, n, hi, lo, tau, near, pull, gap, POWER, CDF, OUTPUT),
+        write_gradient, (),  # constants stay constants only in a tuple that has no name
+        ((grad_pointer, grad_row, grad_column), dx_pointer, n, hi + zero, lo + zero, tau + zero, near, pull,
+         gap, power, CDF, OUTPUT),
         x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
     )  # fmt: skip
 
@@ -69,7 +146,7 @@ def _rescue(
 def pull_rows(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
-    CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
     ORDINARY: tl.constexpr = False,
@@ -88,6 +165,7 @@ def pull_rows(
     inverse = inverse * (2 - tau * inverse)  # to the last digit
     center, scale = wide(hi, TOGETHER), wide(inverse * unit(CDF), TOGETHER)
     shift = wide(lo * inverse * unit(CDF), TOGETHER)
+    power = tl.zeros((), tl.float32) + power_high
 
     column = tl.arange(0, WIDTH)
     x_at = x_pointer + entries(row, x_stride, column, TOGETHER)
@@ -96,30 +174,19 @@ def pull_rows(
     step = (tl.zeros((), tl.int64) + WIDTH) * grad_column
     fs, us = (), ()
     if STREAM:
-        STEP: tl.constexpr = PIECES * WIDTH
-        steps = tl.cdiv(n_columns, STEP)
-        nothing = tl.zeros((), tl.float64)
-        sums = (nothing, nothing, nothing, nothing)
-        for first in range(0, steps, FLUSH):
-            zero = tl.zeros((WIDTH,), tl.float32)
-            part = (zero, zero, zero, zero)
-            for number in range(first, tl.minimum(steps, first + FLUSH)):
-                start = number * STEP
-                for i in tl.static_range(PIECES):
-                    offset = start + i * WIDTH
-                    f, u, z = _terms(
-                        x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column,
-                        column + offset < n_columns, center, shift, scale, CDF, OUTPUT,
-                    )  # fmt: skip
-                    part = plus(part, (f, u, f * z, u * z))
-            sums = plus(sums, total(part, 1))
+        sums = pull_sums(
+            x_at, grad_at, grad_column, n_columns, center, shift, scale, power,
+            CDF, WHOLE, OUTPUT, PIECES, WIDTH,
+        )  # fmt: skip
         f_sum, u_sum, fz, uz = sums
         f_sum, u_sum = f_sum.to(tl.float32), u_sum.to(tl.float32)
         fz, uz = fz.to(tl.float32), uz.to(tl.float32)
     else:
         for i in tl.static_range(PIECES):
             valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            f, u, z = _terms(x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT)
+            f, u, z = _terms(
+                x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, power, CDF, WHOLE, OUTPUT
+            )
             terms = (f, u, f * z, u * z)
             held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
             if not AGAIN:
@@ -133,23 +200,25 @@ def pull_rows(
     tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
     share, per = wide(pull, TOGETHER), wide(inverse, TOGETHER)
     if STREAM:
-        for behind in range(steps):
-            start = (steps - 1 - behind) * STEP  # backwards: the row's end is what the cache still has
-            for i in tl.static_range(PIECES):
-                offset = start + i * WIDTH
-                valid = inside(ok, column + offset, n_columns, 1, False)
-                f, u, z = _terms(
-                    x_at + offset, grad_at + tl.cast(offset, tl.int64) * grad_column, valid, center, shift,
-                    scale, CDF, OUTPUT,
-                )  # fmt: skip
-                dx = (u - f * share) * per
-                tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+        write_pull(
+            x_at, grad_at, dx_at, grad_column, n_columns, ok, center, shift, scale, share, per, power,
+            CDF, WHOLE, OUTPUT, PIECES, WIDTH,
+        )  # fmt: skip
     else:
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
             if AGAIN:
                 f, u, z = _terms(
-                    x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, CDF, OUTPUT
+                    x_at + i * WIDTH,
+                    grad_at + i * step,
+                    valid,
+                    center,
+                    shift,
+                    scale,
+                    power,
+                    CDF,
+                    WHOLE,
+                    OUTPUT,
                 )
             else:
                 f, u = fs[i], us[i]
@@ -166,7 +235,8 @@ def pull_rows(
                         grad_pointer, grad_row, grad_column, x_pointer, x_stride,
                         tl.load(hi_pointer + start + r), tl.load(lo_pointer + start + r),
                         number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns, CDF, OUTPUT, CHUNK,
+                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns,
+                        joined(power_high, power_low), CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
 
@@ -187,8 +257,8 @@ def soft_topk_backward(
     """Fill the results: dx, dk and dtau."""
     tile = layout.tile(rows, n)
     pull_rows[(-(-rows // tile.together),)](
-        *grad, *source, *t, *tau, *results, rows, n,
-        CDF=layout.cdf_id(F.name), OUTPUT=OUTPUTS[output],
+        *grad, *source, *t, *tau, *results, rows, n, *layout.power(F),
+        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),

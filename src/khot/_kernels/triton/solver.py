@@ -9,6 +9,7 @@ from khot._kernels.triton.functions import (
     HUGE,
     LOG,
     TINY,
+    chunks,
     full_support,
     icdf,
     icdf_error,
@@ -16,6 +17,7 @@ from khot._kernels.triton.functions import (
     log_F,
     log_scales,
     median,
+    moments,
     normal_icdf,
     pair,
     side,
@@ -27,6 +29,7 @@ __all__ = [
     "add_sums",
     "begin",
     "evaluate",
+    "solve_row",
     "statistics",
     "take_step",
     "write",
@@ -53,7 +56,7 @@ def statistics(x, valid):
 
 
 @triton.jit
-def evaluate(x, valid, hi, lo, tau, near_up, near_down, power: tl.constexpr, CDF: tl.constexpr):
+def evaluate(x, valid, hi, lo, tau, near_up, near_down, power, CDF: tl.constexpr):
     """The sums of one evaluation at t = hi + lo: see `steps.Sums`. The last two are the
     nearest entries themselves.
 
@@ -89,9 +92,7 @@ def begin(
     variance,
     k,
     tau,
-    MEAN: tl.constexpr,
-    VARIANCE: tl.constexpr,
-    power: tl.constexpr,
+    power,
     CDF: tl.constexpr,
 ):
     """The first guess and bracket, and which rows need no solving: what :func:`solve` does before Newton.
@@ -112,20 +113,21 @@ def begin(
 
     share = tl.minimum(tl.maximum(k / n, TINY), 1 - 1e-16)
     own = icdf(share, power, CDF)
+    own_mean, own_variance = moments(power, CDF)
     pad = icdf_error(CDF) * tau
     low = xmin - tau * own - pad - 1e-15 * tl.abs(xmin)
     high = xmax - tau * own + pad + 1e-15 * tl.abs(xmax)
-    noise = tau * tau * VARIANCE
+    noise = tau * tau * own_variance
     total = noise + variance
     quantile = normal_icdf(share)
-    quantile += ((own - MEAN) / tl.sqrt(VARIANCE) - quantile) * (noise / total)
-    guess = mean - tau * MEAN - quantile * tl.sqrt(total)
+    quantile += ((own - own_mean) / tl.sqrt(tau * 0 + own_variance) - quantile) * (noise / total)
+    guess = mean - tau * own_mean - quantile * tl.sqrt(total)
     guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
     return k, n, tau, settled, guess, low, high
 
 
 @triton.jit
-def order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr):
+def order_bounds(value, rank, k, n, tau, power, CDF: tl.constexpr):
     """Bounds on t from the rank-th largest entry: khot._kernels.reference.solver._order_bounds."""
     pad = icdf_error(CDF) * tau + 1e-15 * tl.abs(value)
     share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
@@ -139,7 +141,7 @@ def order_bounds(value, rank, k, n, tau, power: tl.constexpr, CDF: tl.constexpr)
 @triton.jit
 def take_step(
     m, A, B, f_above, f_below, up, down, pinned, k, n, tau,
-    hi, lo, low, high, near_up, near_down, count, FINE: tl.constexpr, power: tl.constexpr, CDF: tl.constexpr,
+    hi, lo, low, high, near_up, near_down, count, FINE: tl.constexpr, power, CDF: tl.constexpr,
 ):  # fmt: skip
     """One step of the solver: the new hi, lo, low, high, near_up, near_down; and whether it was the last.
 
@@ -231,9 +233,7 @@ def take_step(
 
 
 @triton.jit
-def write(
-    pointer, x, valid, offset, hi, lo, tau, power: tl.constexpr, CDF: tl.constexpr, OUTPUT: tl.constexpr
-):
+def write(pointer, x, valid, offset, hi, lo, tau, power, CDF: tl.constexpr, OUTPUT: tl.constexpr):
     settled = tl.abs(hi) == HUGE
     z, rest = standardize(x, tl.where(settled, 0.0, hi), tl.where(settled, 0.0, lo), tau, CDF)
     nothing = tl.where(hi > 0, float("-inf"), float("inf")).to(z.dtype)
@@ -267,7 +267,7 @@ def add_statistics(sums, given, x, valid, row, column):
 def add_sums(sums, given, x, valid, row, column):
     m, A, B, f_above, f_below, up, down = sums
     hi, lo, tau, near_up, near_down = given[:5]
-    power: tl.constexpr = given[5]
+    power = given[5]
     CDF: tl.constexpr = given[6]
     m_c, A_c, B_c, f_above_c, f_below_c, up_c, down_c = evaluate(
         x, valid, hi, lo, tau, near_up, near_down, power, CDF
@@ -279,8 +279,43 @@ def add_sums(sums, given, x, valid, row, column):
 @triton.jit
 def write_chunk(sums, given, x, valid, row, column):
     pointer, n, hi, lo, tau = given[:5]
-    power: tl.constexpr = given[5]
+    power = given[5]
     CDF: tl.constexpr = given[6]
     OUTPUT: tl.constexpr = given[7]
     write(pointer, x, valid, row * n + column[None, :], hi, lo, tau, power, CDF, OUTPUT)
     return sums
+
+
+# ------------------------------------------------------------------------- all of it by one program
+
+
+@triton.jit
+def solve_row(pointer, stride, row, n, k, tau, power, evaluations, CDF: tl.constexpr, CHUNK: tl.constexpr):
+    """hi and lo of a row that one program reads a chunk at a time, for rows that nothing else can do."""
+    zero = tl.zeros((1,), tl.float64)
+    k, tau = k + zero, tau + zero
+    sums = (zero, zero, zero, zero + float("inf"), zero - float("inf"), zero, zero)
+    nan, size, pinned, low, high, mean, squares = chunks(
+        add_statistics, sums, (), pointer, stride, row, 0, n, n, tl.float32, CHUNK
+    )
+    variance = squares / tl.maximum(size, 1.0)
+    k, size, tau, settled, hi, low, high = begin(
+        nan, size, pinned, low, high, mean, variance, k, tau, power, CDF
+    )
+    hi, lo = pair(hi, zero, False)
+    near_up, near_down = zero, zero
+    count = 0
+    running = tl.sum(tl.where(settled == 0, 1, 0))
+    while running > 0:
+        sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
+        m, A, B, f_above, f_below, up, down = chunks(
+            add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
+            pointer, stride, row, 0, n, n, tl.float32, CHUNK,
+        )  # fmt: skip
+        hi, lo, low, high, near_up, near_down, finished = take_step(
+            m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
+            hi, lo, low, high, near_up, near_down, count, False, power, CDF,
+        )  # fmt: skip
+        count += 1
+        running = tl.where(count < evaluations, tl.sum(tl.where(finished, 0, 1)), 0)
+    return tl.where(settled == 0, hi, settled), tl.where(settled == 0, lo, settled)

@@ -2,7 +2,7 @@
 
 Everything is a function of v = (x − t)·unit/τ, where :func:`unit` makes the exponential a power of two. A CDF
 has one tuple of terms that are summed over the entries, and :func:`series` derives from the sums what a step
-needs. The CDFs are the logistic, Laplace, normal and uniform ones.
+needs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import math
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.fast import LN2, half_with_sign, reciprocal, with_sign
-from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, full_support
+from khot._kernels.triton.fast import LN2, half_with_sign, log2, reciprocal, with_sign
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, UNIFORM, full_support, moments
 
 __all__ = [
     "hard_count",
     "density",
+    "holds",
+    "kink",
     "log_rate",
     "moment_quantile",
     "series",
@@ -59,7 +61,14 @@ def unit(CDF):
 @triton.constexpr_function
 def term_count(CDF):
     """How many members the tuple of :func:`terms` has."""
-    return {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 4}.get(getattr(CDF, "value", CDF), 3)
+    return {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 5}.get(getattr(CDF, "value", CDF), 4)
+
+
+@triton.constexpr_function
+def kink(CDF):
+    """How near to a kink of F an entry counts as near, in units of z; 0 where F has none."""
+    CDF = getattr(CDF, "value", CDF)
+    return {LOGISTIC.value: 0.0, NORMAL.value: 0.0, LAPLACE.value: 2.0**-8}.get(CDF, 2.0**-12)
 
 
 @triton.jit
@@ -74,15 +83,32 @@ def _normal_tail(v):
 
 
 @triton.jit
+def _raised(z, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
+    """z^e and z^(e − 1) for z from 0 to 1."""
+    if CDF == UNIFORM:
+        return z, 1.0
+    elif WHOLE == 2:
+        return z * z, z
+    elif WHOLE == 3:
+        return z * z * z, z * z
+    else:
+        y = tl.exp2(power * tl.log2(z))  # not the approximation, whose error the exponent multiplies
+        return y, y * reciprocal(tl.maximum(z, 1e-30))
+
+
+@triton.jit
 def terms(x, given):
     """What is summed over the entries.
 
     The first two are the count of the hard mask (½ for an entry above t and −½ for one below, or 1 and 0 with
     compact support) and what the soft count is less than it, so that no digits are lost far from the entries.
-    The others are what :func:`series` needs. Given are hi, lo·unit/τ, unit/τ and the CDF.
+    The others are what :func:`series` needs, and last, if F has kinks, the count of the entries that are near
+    one. Given are hi, lo·unit/τ, unit/τ, the exponent of z, the CDF and, if the exponent is known to the
+    compiler, the exponent again.
     """
-    hi, shift, scale = given[:3]
-    CDF: tl.constexpr = given[3]
+    hi, shift, scale, power = given[:4]
+    CDF: tl.constexpr = given[4]
+    WHOLE: tl.constexpr = given[5]
     v = (x - hi) * scale - shift
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -94,7 +120,8 @@ def terms(x, given):
         return half_with_sign(v), with_sign(tail, v), f, f * w, ff, ff * w, ff * f
     elif CDF == LAPLACE:
         e = tl.exp2(-tl.abs(v))  # twice the tail, and twice the density
-        return half_with_sign(v), with_sign(e, v), e, e * e
+        near = tl.where(e > 1 - kink(CDF), 1.0, 0.0)
+        return half_with_sign(v), with_sign(e, v), e, e * e, near
     elif CDF == NORMAL:
         v = tl.minimum(tl.maximum(v, -1e4), 1e4)  # 0·v is to be 0
         ratio, e = _normal_tail(v)
@@ -102,8 +129,23 @@ def terms(x, given):
         second = first * v
         return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
     else:
+        distance = tl.abs(v - 0.5)
+        near = tl.where(tl.abs(distance - 0.5) < kink(CDF), 1.0, 0.0)
+        y, rate = _raised(tl.minimum(tl.maximum(v, 0.0), 1.0), power, CDF, WHOLE)
         one = tl.where(v >= 0.5, 1.0, 0.0)
-        return one, one - value(v, CDF), density(v, CDF)
+        return one, one - y, tl.where(distance < 0.5, rate, 0.0), near
+
+
+@triton.jit
+def holds(n, rest, power, CDF: tl.constexpr):
+    """Whether the sum is right even if y of all entries near 1 are rounded alike, for n − k = rest.
+
+    A power multiplies the rounding of z there, and no smaller 1 − y takes the place of y.
+    """
+    if CDF == POWER:
+        return 32 * rest > power * n
+    else:
+        return n == n
 
 
 @triton.jit
@@ -116,7 +158,7 @@ def hard_count(first, seen, CDF: tl.constexpr):
 
 
 @triton.jit
-def series(sums, CDF: tl.constexpr):
+def series(sums, power, CDF: tl.constexpr):
     """By how much the hard count exceeds the soft one; Σf; and β, γ, δ, ε of the Taylor polynomial.
 
     The count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ.
@@ -143,11 +185,13 @@ def series(sums, CDF: tl.constexpr):
         return less, mass * PHI, -first, second - 1, 3 * first - third, fourth - 6 * second + 3
     else:
         nothing = mass * 0
+        if CDF == POWER:
+            mass *= power
         return less, mass, nothing, nothing, nothing, nothing
 
 
 @triton.jit
-def moment_quantile(log2_share, goal, normal, k, n, CDF: tl.constexpr):
+def moment_quantile(log2_share, goal, normal, k, n, power, CDF: tl.constexpr):
     """(F⁻¹(k/n) − mean)/deviation. Given are log₂ min(k, n − k)/n, log₂ k/(n − k) and the normal one."""
     if CDF == LOGISTIC:
         return goal * (LN2 * 0.5513288954217921)  # the deviation is π/√3
@@ -155,12 +199,15 @@ def moment_quantile(log2_share, goal, normal, k, n, CDF: tl.constexpr):
         return with_sign((log2_share + 1) * (LN2 * 0.7071067811865476), goal)
     elif CDF == NORMAL:
         return normal
-    else:
+    elif CDF == UNIFORM:
         return (k * reciprocal(n) - 0.5) * 3.4641016151377544  # the deviation is 1/√12
+    else:
+        mean, variance = moments(power, CDF)
+        return (tl.exp2(log2(k * reciprocal(n)) / power) - mean) * tl.rsqrt(variance)
 
 
 @triton.jit
-def value(v, CDF: tl.constexpr):
+def value(v, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
     """F, of the CDFs other than the logistic one."""
     if CDF == LAPLACE:
         tail = 0.5 * tl.exp2(-tl.abs(v))
@@ -169,11 +216,11 @@ def value(v, CDF: tl.constexpr):
         ratio, e = _normal_tail(v)
         return tl.where(v > 0, 1 - ratio * e, ratio * e)
     else:
-        return tl.minimum(tl.maximum(v, 0.0), 1.0)
+        return _raised(tl.minimum(tl.maximum(v, 0.0), 1.0), power, CDF, WHOLE)[0]
 
 
 @triton.jit
-def density(v, CDF: tl.constexpr):
+def density(v, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
     """f(z)."""
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -183,12 +230,16 @@ def density(v, CDF: tl.constexpr):
         return 0.5 * tl.exp2(-tl.abs(v))
     elif CDF == NORMAL:
         return PHI * tl.exp2(-v * v)
-    else:
+    elif CDF == UNIFORM:
         return tl.where((v > 0) & (v < 1), 1.0, 0.0)
+    else:
+        inside = (v > 0) & (v < 1)
+        _, rate = _raised(tl.where(inside, v, 0.0), power, CDF, WHOLE)
+        return tl.where(inside, power * rate, 0.0)
 
 
 @triton.jit
-def log_rate(v, f, CDF: tl.constexpr):
+def log_rate(v, f, power, CDF: tl.constexpr):
     """f/F at v, where f is the density."""
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))
@@ -200,4 +251,7 @@ def log_rate(v, f, CDF: tl.constexpr):
         ratio, e = _normal_tail(v)
         return tl.where(v > 0, f * reciprocal(1 - ratio * e), PHI * reciprocal(ratio))
     else:
-        return tl.where(f > 0, reciprocal(tl.where(f > 0, v, 1.0)), 0.0)
+        rate = reciprocal(v)
+        if CDF == POWER:
+            rate *= power
+        return tl.where((v > 0) & (v < 1), rate, 0.0)

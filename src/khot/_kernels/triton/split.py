@@ -1,0 +1,464 @@
+"""The soft top-k of few, very long rows, which many programs share: four launches, whatever a row takes.
+
+1. `_sample_rows`: one program a row solves a sample of the row, and where few entries are undecided also
+   bounds the threshold, four deviations of a sample's rank to either side.
+2. `_sum_parts`: the sums of an evaluation at the sample's threshold. The program that is the last of its row
+   to finish adds up what all of them left and takes the step. If the bounds leave few entries undecided, it
+   also gives every part its place in a window of the row's entries.
+3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
+   What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
+4. `_write_parts`.
+
+Nothing waits for the host, and the first launch resets what the others count, so that a CUDA graph can hold
+them. What the programs of a launch leave for its last one is added in float64, in the order of the parts: the
+same row has the same result each time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout
+from khot._kernels.triton.fast import joined, reciprocal, split, two_sum
+from khot._kernels.triton.functions import NORMAL, OUTPUTS, chunks, full_support, place
+from khot._kernels.triton.resident import RESCUE_EVALUATIONS, number64, row_values, write_backwards
+from khot._kernels.triton.solver import solve_row, write_chunk
+from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
+from khot._kernels.triton.threshold import find, iterate, long_step, moment_terms, over, taylor_step
+
+__all__ = ["KERNELS", "last_of_row", "soft_topk", "total_of_parts"]
+
+EVALUATIONS = tl.constexpr(24)  # at most, of a sample, of a window, and of a row by one program
+LEFT = tl.constexpr(11)  # numbers that a part leaves: of an evaluation, then four counts
+FAR = tl.constexpr(1e37)  # of a bound that there is not
+
+# the numbers of a row, besides hi and lo
+STATUS, WIDE, LOW, HIGH, CROWD, TURN, ABOVE, COUNT, LOWEST, HIGHEST = (tl.constexpr(i) for i in range(10))
+STATE = tl.constexpr(10)
+# and what STATUS says: t is to be evaluated; done; the window is to be solved; done in float64, whose
+# functions write the result, too; not for sums in float32
+OPEN, DONE, GATHER, CAREFUL, HOPELESS = (tl.constexpr(float(i)) for i in range(5))
+
+
+@triton.jit
+def last_of_row(counter, parts):
+    """Whether all other programs of the row have come here, after what they stored."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def total_of_parts(pointer, number, parts, PARTS: tl.constexpr):
+    """The sum over parts of one of the numbers that they left."""
+    part = tl.arange(0, PARTS)
+    left = tl.load(pointer + number * parts + part, mask=part < parts, other=0.0, cache_modifier=".cg")
+    return tl.sum(left, axis=0)
+
+
+@triton.jit
+def _reach(n, CDF: tl.constexpr):
+    """How far from t, in units of z, F of n entries makes no difference."""
+    if CDF == NORMAL:
+        return tl.sqrt(2 * tl.log(n.to(tl.float32)) + 34)
+    elif full_support(CDF):
+        return tl.log(n.to(tl.float32)) + 17
+    else:
+        return 1.0
+
+
+@triton.jit
+def _row_numbers(
+    k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
+):  # fmt: skip
+    """k and τ in float64; k as two numbers of float32, τ and 1/τ as one."""
+    k64 = number64(k_pointer, k_stride, k_high, k_low, row)
+    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    k, k_rest = split(k64)
+    tau = tau64.to(tl.float32)
+    inverse = reciprocal(tau)
+    return k64, tau64, k, k_rest, tau, inverse * (2 - tau * inverse)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _sample_rows(
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
+    hi_pointer, lo_pointer, state_pointer, counter_pointer, n_columns, window, power_high,
+    CDF: tl.constexpr, WHOLE: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    SAMPLE: tl.constexpr = PIECES * WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(counter_pointer + row, 0)
+    k64, _, _, _, tau, inverse = _row_numbers(
+        k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
+    )
+    power = tl.zeros((), tl.float32) + power_high
+    at = x_pointer + row * x_stride
+    spacing = n_columns // (SAMPLE // BLOCK)
+    x = ()
+    for i in tl.static_range(PIECES):
+        number = tl.arange(0, WIDTH) + i * WIDTH
+        piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK).to(tl.float32)
+        x = x + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+    origin = tl.load(at).to(tl.float32)
+    origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+    size, _, second = over(x, at, SAMPLE, moment_terms, origin, 3, 1, PIECES, WIDTH, False)
+    share = (k64 * SAMPLE / n_columns).to(tl.float32)
+    share = tl.minimum(share, size - 0.01)
+    ok = (second < float("inf")) & (k64 > 0) & (k64 < n_columns) & (share > 0) & (tau > 1e-25) & (tau < 1e25)
+    ok = ok & holds(size, size - share, power, CDF)
+
+    # of the number of sampled entries above the row's threshold
+    variance = share * tl.maximum(1 - share * reciprocal(size), 0.0)
+    deviation = tl.sqrt(variance) + 1
+    scale = inverse * unit(CDF)
+    margin = _reach(n_columns, CDF)
+    per_entry = (n_columns / SAMPLE).to(tl.float32)
+    hi, lo = origin * 0, origin * 0
+    low, high = origin * 0 - FAR, origin * 0 + FAR
+    crowd, turn = origin * 0, origin * 0
+    levels = tl.where(ok, 1, 0)
+    level = 0
+    while level < levels:
+        # first the threshold itself, then a lower and a higher one
+        goal = share + deviation * tl.where(level == 0, 0.0, tl.where(level == 1, 4.0, -4.0))
+        new_hi, new_lo, solved, _, _ = find(
+            x, at, origin, ok, SAMPLE, goal, goal * 0, tau, power, EVALUATIONS,
+            CDF, WHOLE, 1, PIECES, WIDTH, True, False,
+        )  # fmt: skip
+        if level == 0:
+            hi, lo = new_hi, new_lo
+            sums = over(
+                x, at, SAMPLE, terms, (hi, lo * scale, scale, power, CDF, WHOLE),
+                term_count(CDF), 1, PIECES, WIDTH, False,
+            )  # fmt: skip
+            mass = series(sums, power, CDF)[1]
+            if not full_support(CDF):  # how the density changes, which its sums do not tell
+                sums = over(
+                    x, at, SAMPLE, terms, (hi, (lo + 0.125 * tau) * scale, scale, power, CDF, WHOLE),
+                    term_count(CDF), 1, PIECES, WIDTH, False,
+                )  # fmt: skip
+                turn = (mass - series(sums, power, CDF)[1]) * reciprocal(0.125 * mass)
+                turn = tl.where(tl.abs(turn) < 8, turn, 0.0)
+            crowd = mass * per_entry
+            # The variance of the sample's soft count is less, by Σ(y − y²), for which a part of Σf stands
+            # here. Where the error that follows is too large for two evaluations, a window may do.
+            soft = variance - (1.0 if full_support(CDF) else 0.1) * mass
+            error = tl.sqrt(tl.maximum(soft, 1e-3 * variance))
+            hard = mass * (0.15 if kink(CDF) == 0 else 0.03) < error
+            entries = (8 * deviation + 2 * margin * mass) * per_entry
+            levels = tl.where(hard & (entries < window), 3, 1)
+        else:
+            t = tl.where(solved, new_hi + new_lo, tl.where(level == 1, -FAR, FAR))
+            low, high = tl.where(level == 1, t, low), tl.where(level == 2, t, high)
+        level += 1
+    state = state_pointer + row * STATE
+    ok = ok & (tl.abs(hi) < 1e30)
+    tl.store(hi_pointer + row, hi.to(tl.float64))
+    tl.store(lo_pointer + row, lo.to(tl.float64))
+    tl.store(state + STATUS, tl.where(ok, OPEN, HOPELESS).to(tl.float64))
+    tl.store(state + WIDE, tl.where(levels == 3, 1.0, 0.0).to(tl.float64))
+    tl.store(state + LOW, low.to(tl.float64))
+    tl.store(state + HIGH, high.to(tl.float64))
+    tl.store(state + CROWD, crowd.to(tl.float64))
+    tl.store(state + TURN, turn.to(tl.float64))
+
+
+@triton.jit
+def _more_than(x, given):
+    """Which entries exceed each of four numbers."""
+    a, b, c, d = given
+    return (
+        tl.where(x > a, 1.0, 0.0), tl.where(x > b, 1.0, 0.0),
+        tl.where(x > c, 1.0, 0.0), tl.where(x > d, 1.0, 0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _window(bound, side, margin):
+    """The bound, a margin further to one side; where there is no bound, all entries but infinite ones."""
+    return tl.where(tl.abs(bound) < FAR, bound + side * margin, bound * 3)
+
+
+@triton.jit(do_not_specialize=["parts", "length", "window"])
+def _sum_parts(
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
+    hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer,
+    n_columns, length, parts, window, power_high,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    state = state_pointer + row * STATE
+    if tl.load(state + STATUS) == OPEN:
+        _, _, k, k_rest, tau, inverse = _row_numbers(
+            k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
+        )
+        power = tl.zeros((), tl.float32) + power_high
+        hi, lo = tl.load(hi_pointer + row).to(tl.float32), tl.load(lo_pointer + row).to(tl.float32)
+        left = left_pointer + row * LEFT * parts
+        start = part.to(tl.int64) * length
+        at = x_pointer + row * x_stride + start + tl.arange(0, WIDTH)
+        mine = tl.minimum(n_columns - start, length).to(tl.int32)
+        _leave_sums(at, mine, hi, lo, inverse, power, left + part, parts, CDF, WHOLE, PIECES, WIDTH)
+        wide = tl.load(state + WIDE) != 0
+        low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
+        margin = _reach(n_columns, CDF) * tau
+        t = hi + lo
+        lowest, highest = _window(low, -1, margin), _window(high, 1, margin)
+        if wide:
+            more = over(
+                (), at, mine, _more_than, (lowest, t - margin, t + margin, highest), 4, 1, PIECES, WIDTH, True
+            )
+            for i in tl.static_range(4):
+                tl.store(left + (7 + i) * parts + part, more[i])
+
+        if last_of_row(counter_pointer + row, parts):
+            status, hi, lo, miss, mass = _step(
+                left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power,
+                tl.load(state + CROWD).to(tl.float32), tl.load(state + TURN).to(tl.float32),
+                CDF, PIECES * WIDTH, PARTS,
+            )  # fmt: skip
+            if wide & (status == OPEN):
+                # the part of the window on t's side
+                too_low = miss > 0
+                first, end = tl.where(too_low, 8, 7), tl.where(too_low, 10, 9)
+                above = total_of_parts(left, end, parts, PARTS)
+                count = total_of_parts(left, first, parts, PARTS) - above
+                free = k.to(tl.float64) + k_rest - above
+                fits = (count <= window) & (free > 0) & (free < count)
+                status = tl.where(fits, GATHER, status)
+                if fits:
+                    low, high = tl.where(too_low, t, low), tl.where(too_low, high, t)
+                    tl.store(state + LOW, low.to(tl.float64))
+                    tl.store(state + HIGH, high.to(tl.float64))
+                    # the very bounds that the entries were counted with
+                    lowest = tl.where(too_low, t - margin, lowest)
+                    highest = tl.where(too_low, highest, t + margin)
+                    tl.store(state + LOWEST, lowest.to(tl.float64))
+                    tl.store(state + HIGHEST, highest.to(tl.float64))
+                    tl.store(state + ABOVE, above)
+                    tl.store(state + COUNT, count)
+                    p = tl.arange(0, PARTS)
+                    there = p < parts
+                    counts = tl.load(left + first * parts + p, mask=there, other=0.0, cache_modifier=".cg")
+                    counts -= tl.load(left + end * parts + p, mask=there, other=0.0, cache_modifier=".cg")
+                    # where each part's entries begin
+                    counts = counts.to(tl.int32)
+                    tl.store(left + p, (tl.cumsum(counts, axis=0) - counts).to(tl.float64), mask=there)
+            tl.store(hi_pointer + row, hi.to(tl.float64))
+            tl.store(lo_pointer + row, lo.to(tl.float64))
+            tl.store(state + STATUS, status)
+            tl.store(state + CROWD, mass.to(tl.float64))
+
+
+@triton.jit
+def _leave_sums(
+    at, n, hi, lo, inverse, power, left, parts,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    scale = inverse * unit(CDF)
+    sums = over(
+        (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), term_count(CDF), 1, PIECES, WIDTH, True
+    )
+    for i in tl.static_range(term_count(CDF)):
+        tl.store(left + i * parts, sums[i])
+
+
+@triton.jit
+def _step(
+    left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power, crowd, turn,
+    CDF: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """STATUS and t after the step that the sums of all parts call for, by how much the count exceeds k, and
+    Σf."""
+    sums = ()
+    for i in tl.static_range(term_count(CDF)):
+        sums = sums + (total_of_parts(left, i, parts, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
+    seen = tl.cdiv(n_columns, STEP) * tl.full((), STEP, tl.int64)
+    _, miss, h, mu, beta, gamma, mass, last = taylor_step(sums, k, k_rest, seen, turn, power, CDF)
+    step = long_step(miss, mu, h, beta, gamma, mass, crowd, CDF)
+    h = tl.where(last, h, step)
+    new_hi, new_lo = two_sum(hi, lo + h * tau)
+    fine = tl.abs(new_hi) < 1e30
+    status = tl.where(last, DONE, tl.where(tl.abs(miss) < 1e30, OPEN, HOPELESS)).to(tl.float64)
+    return status, tl.where(fine, new_hi, hi), tl.where(fine, new_lo, lo), miss, mass
+
+
+@triton.jit
+def _gather(
+    at, n, begin, lowest, highest, buffer, PIECES: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Of a part's entries those between two numbers, in their order."""
+    column = tl.arange(0, WIDTH)
+    for start in range(0, n, WIDTH):
+        x = tl.load(at + start, mask=column + start < n, other=float("-inf"))
+        value = x.to(tl.float32)
+        chosen = (value > lowest) & ~(value > highest)
+        ones = tl.where(chosen, 1, 0)
+        count = tl.sum(ones, axis=0)
+        if count > 0:
+            tl.store(buffer + (begin + tl.cumsum(ones, axis=0) - 1), x, mask=chosen)
+        begin += count
+
+
+@triton.jit(do_not_specialize=["parts", "length", "window"])
+def _finish_parts(
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
+    hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer, window_pointer,
+    n_columns, length, parts, window, power_high, power_low,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    state = state_pointer + row * STATE
+    status = tl.load(state + STATUS)
+    if (status != DONE) & ((status != HOPELESS) | (part == 0)):
+        k64, tau64, k, k_rest, tau, inverse = _row_numbers(
+            k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
+        )
+        power = tl.zeros((), tl.float32) + power_high
+        hi, lo = tl.load(hi_pointer + row).to(tl.float32), tl.load(lo_pointer + row).to(tl.float32)
+        crowd = tl.load(state + CROWD).to(tl.float32)
+        left = left_pointer + row * LEFT * parts
+        start = part.to(tl.int64) * length
+        column = tl.arange(0, WIDTH)
+        at = x_pointer + row * x_stride + start + column
+        mine = tl.minimum(n_columns - start, length).to(tl.int32)
+        low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
+        buffer = window_pointer + row * window
+        if status == GATHER:
+            begin = tl.load(left + part).to(tl.int32)
+            lowest = tl.load(state + LOWEST).to(tl.float32)
+            highest = tl.load(state + HIGHEST).to(tl.float32)
+            _gather(at, mine, begin, lowest, highest, buffer, PIECES, WIDTH)
+        elif status == OPEN:
+            _leave_sums(at, mine, hi, lo, inverse, power, left + part, parts, CDF, WHOLE, PIECES, WIDTH)
+
+        alone = status == HOPELESS
+        if not alone:
+            alone = last_of_row(counter_pointer + row, parts)
+        if alone:
+            gathered = status == GATHER
+            if status == OPEN:
+                status, hi, lo, _, _ = _step(
+                    left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power, crowd,
+                    tl.load(state + TURN).to(tl.float32), CDF, PIECES * WIDTH, PARTS,
+                )  # fmt: skip
+            t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
+            trying = status != DONE
+            while trying:
+                if gathered:
+                    source, count = buffer, tl.cast(tl.load(state + COUNT), n_columns.dtype)
+                    level = k64 - tl.load(state + ABOVE)
+                else:
+                    source, count = x_pointer + row * x_stride, n_columns
+                    level = k64
+                    low, high = low * 0 - FAR, high * 0 + FAR
+                goal, goal_rest = split(level)
+                n = tl.cast(count, tl.float32)
+                hi, lo, ok = iterate(
+                    (), source + column, count, hi, lo, low, high, crowd, status == HOPELESS,
+                    n, goal, goal_rest, tau, inverse, power, EVALUATIONS,
+                    CDF, WHOLE, 1, PIECES, WIDTH, True,
+                )  # fmt: skip
+                ok = ok & (status != HOPELESS)
+                t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
+                if not ok:
+                    a, b = solve_row(
+                        source, 0, row * 0, count, level, tau64, joined(power_high, power_low),
+                        RESCUE_EVALUATIONS, CDF, CHUNK,
+                    )  # fmt: skip
+                    t64, rest64 = tl.sum(a), tl.sum(b)
+                status = tl.where(ok, DONE, CAREFUL).to(tl.float64)
+                inside = (t64 + rest64 >= low) & (t64 + rest64 <= high)
+                trying = gathered & ~inside  # one row in ten thousand
+                gathered = gathered & ~gathered
+            tl.store(hi_pointer + row, t64)
+            tl.store(lo_pointer + row, rest64)
+            tl.store(state + STATUS, status)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _write_parts(
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
+    out_pointer, hi_pointer, lo_pointer, state_pointer, n_columns, length, parts, power_high, power_low,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
+    row, part = (program // parts).to(tl.int64), program % parts
+    k64, tau64, _, _, _, inverse = _row_numbers(
+        k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
+    )
+    t, rest = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    done = tl.load(state_pointer + row * STATE + STATUS) == DONE
+    if done:
+        hi, lo = t.to(tl.float32), rest.to(tl.float32)
+        power = tl.zeros((), tl.float32) + power_high
+        values = row_values(hi, lo, inverse, 2 * k64 > n_columns, power, CDF, 1)
+        start = part.to(tl.int64) * length
+        mine = tl.minimum(n_columns - start, length).to(tl.int32)
+        column = tl.arange(0, WIDTH)
+        at = x_pointer + row * x_stride + start + column
+        to = out_pointer + row * n_columns + start + column
+        write_backwards(at, to, 0, mine, done, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+    else:
+        zero = tl.zeros((1,), tl.float64)
+        chunks(
+            write_chunk, (),
+            (out_pointer, n_columns, t + zero, rest + zero, tau64 + zero, joined(power_high, power_low), CDF,
+             OUTPUT),
+            x_pointer, x_stride, row, part, n_columns, length, tl.float32, CHUNK,
+        )  # fmt: skip
+
+
+KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)
+
+
+def soft_topk(
+    source: tuple[Tensor, int],
+    k: layout.Values,
+    tau: layout.Values,
+    out: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    rows: int,
+    n: int,
+    F: cdfs.CDF,
+    output: str,
+) -> None:
+    """Fill out, hi and lo."""
+    cut = layout.cut(rows, n)
+    state = hi.new_empty(rows, STATE.value)
+    counter = hi.new_empty(rows, dtype=torch.int32)
+    left = hi.new_empty(rows, LEFT.value, cut.parts)
+    window = out.new_empty(rows, layout.WINDOW)
+    numbers = (*source, *k, *tau)
+    which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F)}
+    power = layout.power(F)
+    part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
+    grid, padded = (rows * cut.parts,), triton.next_power_of_2(cut.parts)
+    pieces, width, warps = layout.sample()
+    _sample_rows[(rows,)](
+        *numbers, hi, lo, state, counter, n, layout.WINDOW, power[0], **which,
+        PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
+    )  # fmt: skip
+    _sum_parts[grid](
+        *numbers, hi, lo, state, counter, left, n, cut.length, cut.parts, layout.WINDOW, power[0],
+        **which, **part, PARTS=padded,
+    )  # fmt: skip
+    _finish_parts[grid](
+        *numbers, hi, lo, state, counter, left, window, n, cut.length, cut.parts, layout.WINDOW, *power,
+        **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
+    )  # fmt: skip
+    _write_parts[grid](
+        *numbers, out, hi, lo, state, n, cut.length, cut.parts, *power,
+        **which, **part, OUTPUT=OUTPUTS[output], CHUNK=layout.RESCUE * cut.warps,
+    )  # fmt: skip

@@ -1,0 +1,534 @@
+"""The threshold of a row in float32: from a guess by few evaluations of the soft count.
+
+With the logistic CDF most rows need one evaluation at τ of the scores' own scale. The first guess comes from
+the row's mean and variance; an evaluation yields the first five derivatives of the count, and the step to the
+root of their Taylor polynomial is the last one if it is short. A kink of F, which no polynomial follows, is
+allowed for by the number of entries near it. Far from the root the step comes from a model of the count,
+inside a bracket. A threshold in a gap wider than the density reaches has a closed form, except for the normal
+CDF. What depends on the CDF is in :mod:`.terms`.
+
+t is the unevaluated sum of two float32 numbers, and k too: a fractional k rounded to float32 would cost up to
+6e-6 in y.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from khot._kernels.triton.fast import (
+    LN2,
+    LOG2E,
+    any_row,
+    before,
+    log2,
+    plus,
+    reciprocal,
+    total,
+    two_sum,
+    wide,
+    with_sign,
+)
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, moments
+from khot._kernels.triton.terms import (
+    hard_count,
+    holds,
+    kink,
+    moment_quantile,
+    series,
+    term_count,
+    terms,
+    unit,
+)
+
+__all__ = ["FLUSH", "find", "iterate", "long_step", "moment_terms", "over", "taylor_step"]
+
+# The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
+# 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
+# follow: the error is up to half the square of the step.
+SHORT = tl.constexpr(0.2)
+SHORT_NORMAL = tl.constexpr(0.15)
+SHORT_KINKED = tl.constexpr(3e-4)
+# and for misses of up to this many times the sum of densities
+SMALL = tl.constexpr(0.3)
+ROUNDING = tl.constexpr(3e-7)  # the error of a step, in τ, that rounding may cause anyway
+UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
+FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
+
+
+# ------------------------------------------------------------------------------------- sums over entries
+
+
+@triton.jit
+def over(
+    x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """The sums over a row of the COUNT members of terms(x, given): of the pieces in x, or of what is at `at`.
+
+    A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
+    its digits to the many entries that a thread adds up.
+    """
+    if STREAM:
+        column = tl.arange(0, WIDTH)
+        STEP: tl.constexpr = PIECES * WIDTH
+        sums = ()
+        for _ in tl.static_range(COUNT):
+            sums = sums + (tl.zeros((), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
+        for begin_ in range(0, n, FLUSH * STEP):
+            part = ()
+            for _ in tl.static_range(COUNT):
+                part = part + (tl.zeros((WIDTH,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            for start in range(begin_, tl.minimum(n, begin_ + FLUSH * STEP), STEP):
+                held = ()
+                for i in tl.static_range(PIECES):  # all loads first
+                    valid = column + (start + i * WIDTH) < n
+                    piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
+                    held = held + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+                for i in tl.static_range(PIECES):
+                    part = plus(part, terms(held[i], given))
+            part = total(part, 1)
+            sums = plus(sums, part)
+        return sums
+    else:
+        held = terms(x[0], given)
+        for i in tl.static_range(1, PIECES):
+            held = plus(held, terms(x[i], given))
+        return total(held, TOGETHER)
+
+
+@triton.jit
+def moment_terms(x, origin):
+    """Of what may be selected: one, x − origin and its square; not finite if x is not."""
+    selectable = x != float("-inf")
+    d = tl.where(selectable, x - origin, 0.0)
+    return tl.where(selectable, 1.0, 0.0), d, d * d
+
+
+@triton.jit
+def _moments(
+    x, origin, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Sums of x − origin and of its square; not finite if an entry is not."""
+    column = tl.arange(0, WIDTH)
+    sums = ()
+    for i in tl.static_range(PIECES):
+        d = x[i] - wide(origin, TOGETHER)
+        if not EXACT:
+            d = tl.where(before(column + i * WIDTH, n, TOGETHER), d, 0.0)
+        sums = plus(sums, (d, d * d))
+    return total(sums, TOGETHER)
+
+
+@triton.jit
+def _ordinary_terms(x, given):
+    """y = σ(z), and with f = y(1 − y): f, fy, f², f²y, f³.
+
+    Σy itself has enough digits where many entries are undecided; this takes two thirds of the instructions
+    of :func:`.terms.terms`. Given are hi, lo·log₂e/τ and log₂e/τ.
+    """
+    hi, shift, scale = given
+    y = reciprocal(1.0 + tl.exp2(shift - (x - hi) * scale))
+    f = y - y * y
+    ff = f * f
+    return y, f, f * y, ff, ff * y, ff * f
+
+
+# ----------------------------------------------------------------------------------------------- the step
+
+
+@triton.constexpr_function
+def _short_step(CDF):
+    """The longest step in units of τ that may be the last one, by Taylor's polynomial."""
+    CDF = getattr(CDF, "value", CDF)
+    if LAPLACE.value == CDF:
+        return SHORT_KINKED.value
+    return SHORT_NORMAL.value if NORMAL.value == CDF else SHORT.value
+
+
+@triton.jit
+def _taylor(miss, mass, beta, gamma, delta, epsilon):
+    """The step in units of τ that the Taylor polynomial of the count makes, and μ = miss/Σf."""
+    mu = miss * reciprocal(mass)
+    h = mu * reciprocal(1 - 0.5 * mu * beta)  # Halley's
+    for _ in tl.static_range(2):  # Newton's on the polynomial
+        cubic = 0.5 * beta - h * (1 / 6 * gamma - h * (1 / 24 * delta - h * (1 / 120 * epsilon)))
+        rate = 1 - h * (beta - h * (0.5 * gamma - h * (1 / 6 * delta - h * (1 / 24 * epsilon))))
+        h += (mu - h * (1 - h * cubic)) * reciprocal(rate)
+    return h, mu
+
+
+@triton.jit
+def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
+    """Whether Taylor's polynomial is accurate for a step of h."""
+    if CDF == NORMAL:
+        # Its derivatives grow with z: γ is the mean of z² − 1 over the densities, and ε about that of z⁴,
+        # which tells of many entries far out beside a few near t.
+        square = tl.maximum(gamma, tl.sqrt(tl.maximum(epsilon, 1.0)))
+        h *= tl.sqrt(square)
+    return tl.abs(h) <= _short_step(CDF)
+
+
+@triton.jit
+def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
+    """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
+    k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
+
+    With compact support the sums do not tell how Σf changes: turn is its relative fall per τ, if it is known,
+    and 0 otherwise.
+    """
+    less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
+    excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
+    miss = excess - less
+    if full_support(CDF):
+        h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
+        last = (tl.abs(mu) <= 1.5 * _short_step(CDF)) & _is_short(h, gamma, epsilon, CDF)
+        if CDF == LAPLACE:  # an entry that crosses the kink leaves the polynomial by half a square
+            crossing = sums[4].to(tl.float32) * h * h
+            last = last | ((tl.abs(h) <= kink(CDF)) & (tl.abs(mu) < 0.1) & (crossing <= ROUNDING * mass))
+    else:
+        mu = miss * reciprocal(mass)
+        bend = 0.5 * mu * turn
+        h = tl.where(tl.abs(bend) < 0.5, mu * reciprocal(1 - bend), mu)
+        size = tl.abs(h)
+        crossing = sums[3].to(tl.float32) * size  # at most, times the height of the kink
+        if CDF == POWER:
+            crossing *= power
+        short = (
+            (size <= kink(CDF))
+            & (crossing <= ROUNDING * mass)
+            & (turn * turn * size * size * size <= ROUNDING)
+        )
+        if CDF == POWER:
+            short = short & (turn != 0)
+        last = (tl.abs(mu) <= ROUNDING) | short
+    return excess, miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
+
+
+@triton.jit
+def _quantile(log2_share):
+    """The upper quantile of the normal distribution (Abramowitz and Stegun 26.2.23)."""
+    u = tl.sqrt(log2_share * (-2 * LN2))
+    numerator = 2.515517 + u * (0.802853 + u * 0.010328)
+    return u - numerator * reciprocal(1 + u * (1.432788 + u * (0.189269 + u * 0.001308)))
+
+
+@triton.jit
+def _to_log(t, tau):
+    return with_sign(log2(1 + tl.abs(t) * reciprocal(tau)), t)
+
+
+@triton.jit
+def _from_log(v, tau):
+    return with_sign(tau * (tl.exp2(tl.abs(v)) - 1), v)
+
+
+@triton.jit
+def _few(miss, mu, f_sum, CDF: tl.constexpr):
+    """Whether so few entries are undecided that each of them counts."""
+    few = ((tl.abs(miss) < 1) & (f_sum < 1)) if full_support(CDF) else (tl.abs(mu) < 0.5)
+    return few & (f_sum > UNDECIDED)
+
+
+@triton.jit
+def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr):
+    """The step in units of τ where Taylor's, h, is too long to be trusted.
+
+    Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives, or, with
+    compact support, as they are. Many: the count goes on as of entries spread evenly, `crowd` of them in a τ.
+    """
+    if full_support(CDF):
+        # sinh(λh)/λ − β(cosh(λh) − 1)/λ² = μ, a quadratic equation in e^(λh)
+        rate = tl.sqrt(
+            tl.minimum(tl.maximum(tl.maximum(gamma, beta * beta), 0.01), 200.0 if CDF == NORMAL else 1.0)
+        )
+        per_rate = reciprocal(rate)
+        q = tl.minimum(tl.maximum(beta * per_rate, -1.0), 1.0)
+        p = rate * mu - q
+        root = tl.sqrt(p * p + (1 - q) * (1 + q))
+        larger = (p + root) * reciprocal(tl.maximum(1 - q, 1e-12))
+        smaller = tl.maximum(1 + q, 1e-12) * reciprocal(root - p)
+        near = log2(tl.where(p > 0, larger, smaller)) * (per_rate * LN2)
+    else:
+        near = h
+
+    dense = miss * (6 + 2 * reciprocal(tl.maximum(crowd, 1e-9))) * reciprocal(6 * f_sum + 2)
+    close = (f_sum > UNDECIDED) & (tl.abs(near) < 0.5)
+    return tl.where(_few(miss, mu, f_sum, CDF) | close, near, dense)
+
+
+@triton.jit
+def _search(
+    miss, mu, h, beta, gamma, f_sum, t, k, n, tau, inverse, goal, crowd,
+    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr,
+):  # fmt: skip
+    """:func:`long_step`, which goes as if entries were spread as between the ends of the bracket [low, high]
+    of t, and the bracket. Where the step leaves it: the secant of the count's logit, with Illinois' halving;
+    and every third time the middle on a scale that is logarithmic in t/τ.
+    """
+    above = miss > 0  # t is too low
+    soft = k + miss
+    g = log2(soft + 0.5) - log2(n - soft + 0.5) - goal
+    g_high = tl.where(above & (side > 0), 0.5 * g_high, g_high)
+    g_low = tl.where((miss <= 0) & (side < 0), 0.5 * g_low, g_low)
+    low, high = tl.where(above, tl.maximum(low, t), low), tl.where(above, high, tl.minimum(high, t))
+    miss_low, miss_high = tl.where(above, miss, miss_low), tl.where(above, miss_high, miss)
+    g_low, g_high = tl.where(above, g, g_low), tl.where(above, g_high, g)
+    side = tl.where(above, 1.0, -1.0)
+
+    both = (miss_low > 0) & (miss_high < 0)
+    between = (miss_low - miss_high) * tau * reciprocal(high - low)
+    crowd = tl.where(both & (between > 0), between, crowd)
+    few = _few(miss, mu, f_sum, CDF)
+    step = long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF)
+
+    reached = t + step * tau
+    share = tl.minimum(tl.maximum(g_low * reciprocal(g_low - g_high), 0.02), 0.98)
+    secant = tl.where(both, low + (high - low) * share, 0.5 * (low + high))
+    astray = ~((reached > low) & (reached < high)) | (~few & both & (f_sum < 0.5))
+    trusted: tl.constexpr = SHORT if full_support(CDF) else 1e-3
+    step = tl.where(astray & ~(tl.abs(step) <= trusted), (secant - t) * inverse, step)
+    if (count >= 5) & (count % 3 == 2):
+        middle = _from_log(0.5 * _to_log(low, tau) + 0.5 * _to_log(high, tau), tau)
+        if not full_support(CDF):  # Newton may creep where a support ends
+            few = few & (tl.abs(step) < 1e-2)
+        step = tl.where(few, step, (middle - t) * inverse)
+    return step, low, high, miss_low, miss_high, g_low, g_high, side
+
+
+@triton.jit
+def _min_max(a0, a1, b0, b1):
+    return tl.minimum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _nearest(
+    x, at, n, hi, lo,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """The least entry above hi + lo, and the greatest one that is not."""
+    if STREAM:
+        column = tl.arange(0, WIDTH)
+        least = tl.full((WIDTH,), float("inf"), tl.float32)
+        greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
+        for start in range(0, n, WIDTH):
+            piece = tl.load(at + start, mask=column + start < n, other=float("-inf")).to(tl.float32)
+            above = piece - hi > lo
+            least = tl.minimum(least, tl.where(above, piece, float("inf")))
+            greatest = tl.maximum(greatest, tl.where(above, float("-inf"), piece))
+        return tl.reduce((least, greatest), 0, _min_max)
+    else:
+        for i in tl.static_range(PIECES):
+            above = x[i] - hi > lo
+            over_, under = tl.where(above, x[i], float("inf")), tl.where(above, float("-inf"), x[i])
+            if i == 0:
+                least, greatest = over_, under
+            else:
+                least, greatest = tl.minimum(least, over_), tl.maximum(greatest, under)
+        return tl.reduce((least, greatest), 0 if TOGETHER == 1 else 1, _min_max)
+
+
+@triton.jit
+def _gap_terms(x, given):
+    """2^(−distance) from the nearest entry on the same side of t, for each side."""
+    up, down, rate = given
+    above = x >= up
+    e = tl.exp2(tl.where(above, up - x, x - down) * rate)
+    return tl.where(above, e, 0.0), tl.where(above, 0.0, e)
+
+
+@triton.jit
+def _gap(
+    x, at, n, hi, lo, scale, tau,
+    CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    STREAM: tl.constexpr,
+):  # fmt: skip
+    """t in a gap that no density crosses, and whether there is such a gap.
+
+    With exponential tails as much is missing above t as is left over below it. Both are sums of one
+    exponential law, so that the logarithms of the sums relative to the nearest entry, up above t and down
+    below it, give t = (up + down)/2 + τ/2·(ln B − ln A). With compact support every t from down to up − τ
+    solves the equation, and the middle of them is taken.
+    """
+    if not full_support(CDF):
+        lo = lo + 0.5 * tau
+    hi, lo = wide(hi, TOGETHER), wide(lo, TOGETHER)
+    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM)
+    middle, rest = two_sum(0.5 * up, 0.5 * down)
+    if full_support(CDF):
+        given = (wide(up, TOGETHER), wide(down, TOGETHER), wide(scale, TOGETHER))
+        A, B = over(x, at, n, _gap_terms, given, 2, TOGETHER, PIECES, WIDTH, STREAM)
+        rest += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
+        exists = up > down
+    else:
+        rest -= 0.5 * tau
+        exists = up - down >= tau
+    t, t_rest = two_sum(middle, rest)
+    return t, t_rest, exists
+
+
+# ----------------------------------------------------------------------------------------------- the rows
+
+
+@triton.jit
+def _guess(n, offset, variance, k, tau, power, CDF: tl.constexpr):
+    """From moments: the quantile of a sum of the scores' distribution, taken for normal, and F's, less the
+    origin; and the mean and 1/deviation of the sum, and the normal quantile."""
+    log_k, log_rest = log2(k), log2(n - k)
+    goal = log_k - log_rest
+    log_share = tl.minimum(log_k, log_rest) - log2(n)
+    normal = with_sign(_quantile(log_share), goal)
+    own_mean, own_variance = moments(power, CDF)
+    noise = tau * tau * own_variance
+    spread = noise + variance
+    per_deviation = tl.rsqrt(spread)
+    own = moment_quantile(log_share, goal, normal, k, n, power, CDF)
+    quantile = normal + (own - normal) * (noise * per_deviation * per_deviation)
+    offset -= tau * own_mean
+    deviation = spread * per_deviation
+    return offset - quantile * deviation, offset, deviation, per_deviation, normal
+
+
+@triton.jit
+def iterate(
+    x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse, power, evaluations,
+    CDF: tl.constexpr, WHOLE: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """t from a guess, and which rows have one: of the rows that are not done already."""
+    scale = inverse * unit(CDF)
+    # as many halves as entries were looked at, those beyond the row's end among them
+    seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
+    goal = log2(k) - log2(n - k)
+    nothing = hi * 0
+    deep = done & ~done
+    ok = ~deep
+    miss_low, miss_high, g_low, g_high, side = nothing, nothing, nothing, nothing, nothing
+    t_before, mass_before = hi, nothing
+    count = 0
+    running = (count < evaluations) & any_row(~done, TOGETHER)
+    while running:
+        # Constants stay constants only in a tuple that has no name; and no sums of this name may come
+        # from before the loop, which a row that streams past would carry along in another precision.
+        sums = over(
+            x, at, n_columns, terms,
+            (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
+            term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+        )  # fmt: skip
+        turn = nothing
+        if not full_support(CDF):
+            moved = ((hi - t_before) + lo) * inverse
+            mass = sums[2].to(tl.float32)
+            turn = (mass_before - mass) * reciprocal(moved * mass)
+            turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
+            t_before, mass_before = hi + lo, mass
+        excess, miss, h, mu, beta, gamma, mass, last = taylor_step(sums, k, k_rest, seen, turn, power, CDF)
+        deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
+        done = done | deep
+        if any_row(~(last | done), TOGETHER):
+            step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
+                miss, mu, h, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
+                low, high, miss_low, miss_high, g_low, g_high, side, count, CDF,
+            )  # fmt: skip
+            h = tl.where(last, h, step)
+        failed = ~(tl.abs(h) < 1e30) & ~done
+        new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
+        hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
+        ok = ok & ~failed
+        done = done | last | failed
+        count += 1
+        running = (count < evaluations) & any_row(~done, TOGETHER)
+    ok = ok & done
+    if CDF == NORMAL:
+        ok = ok & ~deep
+    else:
+        if any_row(deep, TOGETHER):
+            gap_hi, gap_lo, exists = _gap(
+                x, at, n_columns, hi, lo, scale, tau, CDF, TOGETHER, PIECES, WIDTH, STREAM
+            )
+            ok = ok & (exists | ~deep)
+            hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
+    return hi, lo, ok
+
+
+@triton.jit
+def find(
+    x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr, ORDINARY: tl.constexpr = 0,
+):  # fmt: skip
+    """t of rows, and which of them have one. Also returned are 1/τ and n − k.
+
+    ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
+    counting its instructions, and for nothing else.
+    """
+    if STREAM:
+        n, first, second = over(x, at, n_columns, moment_terms, origin, 3, 1, PIECES, WIDTH, True)
+        n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
+    else:
+        n = origin * 0 + tl.cast(n_columns, tl.float32)
+        first, second = _moments(x, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
+        if not ORDINARY:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if any_row(~(second < float("inf")), TOGETHER):
+                n, first, second = over(
+                    x, at, n_columns, moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
+                )
+    inverse = reciprocal(tau)
+    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    scale = inverse * unit(CDF)
+    rest = n - k
+    ok = (k > 0) & (rest > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
+    ok = ok & holds(n, rest, power, CDF)
+
+    per = reciprocal(n)
+    offset = first * per
+    variance = tl.maximum(second * per - offset * offset, 0.0)
+    guess, offset, deviation, per_deviation, normal = _guess(n, offset, variance, k, tau, power, CDF)
+    hi = origin + guess
+    lo = hi * 0
+    ok = ok & (tl.abs(hi) < 1e30)
+    done = ~(ok & there)
+    if CDF == LOGISTIC:
+        # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
+        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
+        y_sum, f_sum, fy, ff_sum, ffy, fff = over(
+            x, at, n_columns, _ordinary_terms, given, 6, TOGETHER, PIECES, WIDTH, STREAM
+        )
+        miss = ((y_sum - k) - k_rest).to(tl.float32)
+        f_sum, ff_sum, fff = f_sum.to(tl.float32), ff_sum.to(tl.float32), fff.to(tl.float32)
+        first_sums = (
+            miss,
+            miss,
+            f_sum,
+            2 * fy.to(tl.float32) - f_sum,
+            ff_sum,
+            2 * ffy.to(tl.float32) - ff_sum,
+            fff,
+        )
+        _, _, beta, gamma, delta, epsilon = series(first_sums, power, CDF)
+        h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
+        last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
+        hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
+        done = done | last
+    if ORDINARY:
+        seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
+        for _ in tl.static_range(ORDINARY - 1 if CDF == LOGISTIC else ORDINARY):
+            sums = over(
+                x, at, n_columns, terms,
+                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
+                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+            )  # fmt: skip
+            _, _, h, _, _, _, _, _ = taylor_step(sums, k, k_rest, seen, lo, power, CDF)
+            hi, lo = two_sum(hi, lo + tl.where(done, 0.0, h) * tau)
+    else:
+        # bounds on any quantile (Cantelli), a little wider than they need to be; and the entries in a τ
+        ratio = tl.sqrt(k * reciprocal(rest))
+        low = (origin + offset) - 1.001 * deviation * ratio
+        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
+        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
+        hi, lo, solved = iterate(
+            x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse,
+            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
+        )  # fmt: skip
+        ok = ok & solved
+    return hi, lo, ok & there, inverse, rest

@@ -1,0 +1,214 @@
+"""Rows that many programs share, under Triton's interpreter: sizes, kinds of rows, launches, offsets."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot._kernels.reference import soft_topk as reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+FORWARD = ("_sample_rows", "_sum_parts", "_finish_parts", "_write_parts")
+BACKWARD = ("_pull_parts", "_gradient_parts")
+
+
+def number(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference of finite numbers, in units of 1 + the largest; inf where NaN do not agree."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isnan(), want.isnan()):
+        return float("inf")
+    scale = 1 + want[want.isfinite()].abs().amax().item()
+    return (got - want).masked_fill((got == want) | want.isnan(), 0).abs().max().item() / scale
+
+
+class Launches:
+    """Notes the launches of kernels, and what their arguments are once they have run."""
+
+    def __init__(self, module: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.given: dict[str, dict[str, Any]] = {}
+        for name in names:
+            monkeypatch.setattr(module, name, self._noting(getattr(module, name), name))
+
+    def _noting(self, kernel: Any, name: str) -> Any:
+        outer = self
+
+        class Noting:
+            def __getitem__(self, grid: object) -> Callable[..., None]:
+                def run(*args: Any, **constants: Any) -> None:
+                    kernel[grid](*args, **constants)
+                    outer.names.append(name)
+                    given = dict(zip(kernel.arg_names, args, strict=False))
+                    if "state_pointer" in given:
+                        given["status"] = given["state_pointer"][:, 0].tolist()
+                    outer.given[name] = given
+
+                return run
+
+        return Noting()
+
+
+@pytest.fixture
+def larger(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same as `split`, with samples that tell something."""
+    for name, value in {"RESIDENT": 128, "CHUNK": 256, "WINDOW": 256, "SAMPLE_BLOCK": 4}.items():
+        monkeypatch.setattr(split.layout, name, value)
+    monkeypatch.setattr(split.layout, "sample", lambda: (1, 128, 1))
+    return split
+
+
+def check(
+    kernels: ModuleType, x: Tensor, k: Tensor, tau: Tensor, cdf: str, output: str = "y", seed: int = 0
+) -> None:
+    """Forward and backward against the reference."""
+    shape = CDFS[cdf]
+    eps = 0.0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+    y, hi, lo = kernels.soft_topk(x, k, tau, cdf, shape, output)
+    want, *t = reference.soft_topk(x.double(), k, tau, cdf, shape, output)
+    assert y.dtype == x.dtype
+    assert error(y, want) <= (5e-7 if output == "y" else 1e-5) + eps
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.dtype)
+    args = (tau, cdf, shape, output)
+    got = kernels.soft_topk_backward(grad, torch.zeros(()), x, hi, lo, *args)
+    wanted = reference.soft_topk_backward(grad.double(), torch.zeros(()), x.double(), *t, *args)
+    for a, b in zip(got, wanted, strict=True):
+        for row, expected in zip(a.reshape(len(x), -1), b.reshape(len(x), -1), strict=True):
+            if expected.isfinite().any():
+                assert error(row, expected) <= 2e-4 + eps
+            else:
+                assert row.isnan().all()
+
+
+def kinds(n: int) -> Tensor:
+    """Normal, sorted log-normal, masked, almost all masked, equal, a gap, +inf, and NaN."""
+    x = torch.randn(8, n, generator=torch.Generator().manual_seed(n))
+    x[1] = x[1].exp().sort().values
+    x[2, ::3] = -torch.inf
+    x[3, 12:] = -torch.inf
+    x[4] = 0.25
+    x[5] = torch.where(torch.arange(n) % 50 == 0, 300.0, -300.0) + x[5]
+    x[6, 5:7] = torch.inf
+    x[7, n // 2 + 1] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    ("cdf", "tau"), [*((cdf, 0.01) for cdf in CDFS), ("logistic", 1.0), ("uniform", 1.0)]
+)
+def test_rows_of_every_kind(larger: ModuleType, cdf: str, tau: float) -> None:
+    n = 611
+    k = number([6.5, 61.0, n / 2, 5.5, 61.1, 13.0, 5.0, 3.0])
+    check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), cdf, "y")
+
+
+@pytest.mark.parametrize("cdf", ["laplace", "power"])
+@pytest.mark.parametrize(("dtype", "output"), [(torch.bfloat16, "y"), (torch.float32, "log")], ids=str)
+def test_half_precision_and_logarithms(larger: ModuleType, cdf: str, dtype: torch.dtype, output: str) -> None:
+    x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    if dtype == torch.bfloat16:  # the interpreter cuts digits off where it stores it
+        y, _, _ = larger.soft_topk(x, number(30.0), number(0.3), cdf, CDFS[cdf], output)
+        want, _, _ = reference.soft_topk(x.double(), number(30.0), number(0.3), cdf, CDFS[cdf], output)
+        assert y.dtype == dtype and error(y, want) <= torch.finfo(dtype).eps
+    else:
+        check(larger, x, number(30.0), number(0.3), cdf, output)
+
+
+@pytest.mark.parametrize("n", [17, 31, 32, 33])
+def test_sizes_around_the_limits(split: ModuleType, n: int) -> None:
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    check(split, x, number([0.0, n - 0.5, float(n)]), number([1.0, 0.2, 1.0]), "logistic")
+    check(split, x[:1], number(1.5), number(0.3), "uniform")
+
+
+def test_a_sample_that_tells_nothing(larger: ModuleType) -> None:
+    """Its bounds do not hold then, and the row is solved without them."""
+    n, blocks = 1000, 32
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(2))
+    sampled = (torch.arange(blocks)[:, None] * (n // blocks) + torch.arange(4)).flatten()
+    x[:, sampled] -= 50.0
+    for cdf in ("logistic", "uniform"):
+        check(larger, x, number([20.0, 700.5]), number(0.01), cdf)
+
+
+def test_one_evaluation_of_an_ordinary_row(larger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(larger.split, FORWARD, monkeypatch)
+    x = torch.randn(2, 2000, generator=torch.Generator().manual_seed(3))
+    larger.soft_topk(x, number(500.0), number(1.0), "logistic", 0.0, "y")
+    assert launches.given["_sum_parts"]["status"] == [larger.split.DONE.value] * 2
+
+
+@every_cdf
+def test_few_undecided_entries_are_gathered(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
+) -> None:
+    """And the window of them is enough, sorted or not: no program goes through the row by itself."""
+    monkeypatch.setattr(larger.layout, "WINDOW", 512)
+    launches = Launches(larger.split, FORWARD, monkeypatch)
+    x = torch.randn(2, 2000, generator=torch.Generator().manual_seed(4))
+    x[1] = x[1].sort().values
+    args = (number(20.5), number(1e-4), cdf, CDFS[cdf], "y")
+    y, _, _ = larger.soft_topk(x, *args)
+    assert error(y, reference.soft_topk(x.double(), *args)[0]) <= 5e-7
+    assert launches.given["_sum_parts"]["status"] == [larger.split.GATHER.value] * 2
+    window = launches.given["_finish_parts"]["window_pointer"]
+    count = launches.given["_finish_parts"]["state_pointer"][:, larger.split.COUNT.value].int()
+    for row, found, size in zip(x, window, count.tolist(), strict=True):
+        chosen = found[:size]
+        inside = row[(row >= chosen.min()) & (row <= chosen.max())]
+        assert torch.equal(chosen, inside)  # all of them, in their order
+
+
+def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
+    forward = Launches(split.split, FORWARD, monkeypatch)
+    backward = Launches(split.split_backward, BACKWARD, monkeypatch)
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    for tau in (1.0, 1e-5):
+        _, hi, lo = split.soft_topk(x, number(3.0), number(tau), "laplace", 0.0, "y")
+        split.soft_topk_backward(x, torch.zeros(()), x, hi, lo, number(tau), "laplace", 0.0, "y")
+        assert tuple(forward.names) == FORWARD and tuple(backward.names) == BACKWARD
+        assert forward.given["_finish_parts"]["counter_pointer"].tolist() == [0]
+        assert backward.given["_pull_parts"]["counter_pointer"].tolist() == [0]
+        forward.names.clear()
+        backward.names.clear()
+
+
+@pytest.mark.parametrize("where", ["kernels", "split"])
+def test_offsets_beyond_32_bits(request: pytest.FixtureRequest, where: str) -> None:
+    """A gradient whose columns are so far apart that their offsets do not fit: that of dim=0."""
+    kernels = request.getfixturevalue(where)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    n, apart = 18, 1 << 27
+    memory = mmap.mmap(-1, 2 * n * apart)  # none of which exists before it is written
+    far = torch.frombuffer(memory, dtype=torch.float16).as_strided((1, n), (1, apart))
+    x = torch.randn(1, n, generator=torch.Generator().manual_seed(6)).half()
+    v = x.flip(-1)
+    far.copy_(v)
+    for cdf, dtype in (("logistic", torch.float16), ("logistic", torch.float64)):
+        args = (number(1.0), cdf, CDFS[cdf], "y")
+        scores = x.to(dtype)
+        _, hi, lo = kernels.soft_topk(scores, number(3.0), *args)
+        got = kernels.soft_topk_backward(far, torch.zeros(()), scores, hi, lo, *args)
+        want = kernels.soft_topk_backward(v, torch.zeros(()), scores, hi, lo, *args)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
