@@ -93,13 +93,13 @@ def trials(args: Args) -> list[study.Trial]:
     sets = [name for name in DATA if name != "mnist" or args.data_dir is not None]
     return [
         {"data": name, "method": method, "seed": seed}
-        for name in sets
         for seed in range(args.seeds)
+        for name in sets
         for method in args.methods
     ]
 
 
-@lru_cache(1)  # the trials of a data set follow each other
+@lru_cache(len(DATA))
 def vectors(args: Args, name: str) -> tuple[Tensor, Tensor]:
     """Vectors (N, d) for training and for testing; the same for all methods and seeds."""
     if name == "synthetic":
