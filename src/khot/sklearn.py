@@ -195,7 +195,7 @@ def _train(
     logits = torch.zeros(n, dtype=torch.float32, requires_grad=True)
     networks = _Networks(n, outputs, generator)
     optimizer = torch.optim.Adam(
-        [{"params": [logits], "lr": REACH / steps}, {"params": networks.parameters, "lr": RATE}]
+        [{"params": [logits], "lr": REACH / steps}, {"params": networks.parameters, "lr": RATE}], fused=True
     )
     for step in range(steps):
         tau = HOT * (COLD / HOT) ** min(step / (COOLING * steps), 1.0)
