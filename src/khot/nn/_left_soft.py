@@ -43,10 +43,10 @@ class LeftSoft(nn.Module):
     """The base of layers that select softly in train mode and hard in eval mode.
 
     Such a layer warns when it is switched to eval mode after several training steps, if more than the share
-    ``FAR`` of its selection lies outside of what eval mode selects. It is silent while an Anneal of its own has
-    not reached its end, because then its training has not ended either. Without an Anneal it cannot know
-    whether training has ended. A model that is evaluated early is therefore warned about early, and a second
-    time only if that still holds after ``AGAIN`` times as many training steps.
+    ``FAR`` of its selection lies outside of what eval mode selects. It is silent while an Anneal of its own
+    has not reached its end, because then its training has not ended either. Without an Anneal it cannot know
+    whether training has ended. If a model is evaluated early, the layer therefore warns early, and a second
+    time only if the selection is still soft after ``AGAIN`` times as many training steps.
     """
 
     def _note(self, selection: Tensor | None = None, k: Scalar | None = None) -> None:
