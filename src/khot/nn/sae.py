@@ -178,9 +178,9 @@ class TopKSAE(LeftSoft):
         half of that with 1.5 k latents.
 
         The second error gives a gradient to latents that just missed the top k. On the activations of two
-        small networks it made the first one smaller by 15 and 73 %, and on sparse sums of random directions
-        it left it as it was (docs/results/sparse-autoencoder). There the inputs were centred and divided by
-        the root of their mean square, which the layer leaves to you.
+        small networks and on sparse sums of random directions, the first one was smaller by 35, 3 and 27 %
+        than that of a top-k autoencoder by hand (docs/results/sparse-autoencoder). There the inputs were
+        centred and divided by the root of their mean square, which the layer leaves to you.
 
         With ``revive``, every idle latent i is pulled towards its selection. Of the B inputs it takes the one
         for which it comes nearest to that, x, whose smallest selected activation is t (at least 0), and
