@@ -243,6 +243,8 @@ def write(results: report.Results) -> None:
             cells += [f"{value:.1f}" for value in np.mean(here, 0)[:2]] if whole else ["–", "–"]
         means.append([method, *cells])
     header = ["selector"] + [f"{names}: {judge}, %" for names in MEANS for judge in ("SVM", "linear")]
+    missing = [name for name in order if (name, "KHotSelector") not in rows]
+    missing += [name for name in ("LassoNet",) if name not in methods]
     setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
     RESULTS.with_suffix(".md").write_text(
         "# Feature selectors\n\n"
@@ -250,7 +252,9 @@ def write(results: report.Results) -> None:
         "deviation over the splits. `python -m benchmarks.selectors --data-dir FOLDER`, whose docstring\n"
         f"has the settings. {setting}.\n\n"
         f"## Means over the sets that scikit-learn ships\n\n{report.table(header, means)}\n"
-        "On linnerud, 20 examples, every R² is far below 0: no selection predicts anything there.\n\n"
+        "On linnerud, 20 examples, every R² is far below 0: no selection predicts anything there.\n"
+        + (f"Not run: {', '.join(missing)}.\n" if missing else "")
+        + "\n"
         "## All sets\n\n"
         + report.table(["data", "k", "selector", "SVM, %", "linear, %", "s per fit"], lines),
         encoding="utf-8",
