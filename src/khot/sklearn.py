@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from khot.estimators import sample_khot
-from khot.nn import Anneal, KHotGate
+from khot.budgets import budget_mask, soft_budget
+from khot.topk import soft_topk, topk_mask
 
 try:
     import numpy as np
@@ -28,21 +28,24 @@ __all__ = ["KHotSelector"]
 
 Task = Literal["classification", "regression"]
 
-# As in examples/gate.py; benchmarks/selectors.py compares the choices with those of other selectors.
-HIDDEN, BATCH, RATE = 128, 64, 2e-3
+NETWORKS, HIDDEN, BATCH, RATE = 4, 64, 64, 2e-3
+# The weight of the squared weights beside the sum of the examples' losses, as Ridge's alpha.
+PRIOR = 1.0
 # A logit can go this far in a training of any length: Adam moves it by at most about its rate per step.
 REACH = 30.0
-# With prices the shares are soft; at the last tau they are nearly 0 or 1.
-HOT, COLD = 1.0, 0.05
+# tau falls by a constant factor per step, and stays at its last value in the last tenth of the training.
+HOT, COLD, COOLING = 1.0, 0.01, 0.9
 
 
 class KHotSelector(SelectorMixin, BaseEstimator):
     """Selects the k features from which a small neural network predicts the target best.
 
-    A :class:`khot.nn.KHotGate` in front of a network with one hidden layer is trained with it. Every example
-    sees its own sample of k features, so that features are judged together and not one by one. Features and
-    regression targets are standardised inside; ``transform`` returns the selected columns unchanged.
-    Constant features are selected last.
+    Features are multiplied by the weights of :func:`khot.soft_topk`, or with a cost :func:`khot.soft_budget`,
+    of learned logits, and go to four networks, which are trained with the logits. All have a linear part, a
+    hidden layer and a penalty on their weights, so that they suit small data, too. While tau falls, the
+    weights turn from equal ones into a choice. Features are therefore judged together and not one by one.
+    Features and regression targets are standardised inside; ``transform`` returns the selected columns
+    unchanged. Constant features are selected last.
 
     Args:
         k: how many features, from 1 to the number of features; None with a cost.
@@ -63,8 +66,6 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         ValueError, TypeError: in ``fit``: an argument that is out of range, or data that scikit-learn
             rejects: NaN, infinity, a y of another length, an X of fewer than two examples.
 
-    Source: Wijk, Vinuesa, Azizpour 2025, sections 2.3 and 4, for the gate.
-
     Example:
         >>> from sklearn.datasets import load_iris
         >>> from khot.sklearn import KHotSelector
@@ -83,7 +84,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         task: Task = "classification",
         cost: Sequence[float] | None = None,
         budget: float | None = None,
-        steps: int = 1500,
+        steps: int = 1000,
         random_state: Any = None,
     ) -> None:
         self.k = k
@@ -127,9 +128,9 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             # the caller may be in any of these modes
             with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 features = torch.from_numpy(inputs[:, varies]).float()
-                gate = _train(features, targets, size, cost, self.steps, seed)
-                scores[varies] = gate.logits.detach().double().numpy()
-                support[varies] = gate.mask.numpy() > 0
+                logits, mask = _train(features, targets, size, cost, self.steps, seed)
+                scores[varies] = logits.double().numpy()
+                support[varies] = mask.numpy() > 0
         if self.k is not None:
             rest = np.flatnonzero(~varies)[: max(self.k - n, 0)]
             support[rest] = True
@@ -182,37 +183,58 @@ def _standardised(X: Any) -> tuple[Any, Any]:
     return np.where(varies, X / np.where(varies, deviation, 1.0), 0.0), varies
 
 
-def _train(features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int) -> KHotGate:
+def _train(
+    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The learned logits and the selection, both (n,)."""
     generator = torch.Generator().manual_seed(seed)
-    n = features.shape[1]
-    tau = Anneal(HOT, COLD, steps, "exponential")
-    if cost is None:
-        gate = KHotGate(n, int(size), design="pivotal", dtype=torch.float32)
-    else:
-        gate = KHotGate(n, size, cost=cost.tolist(), tau=tau, dtype=torch.float32)
+    examples, n = features.shape
+    prices = None if cost is None else torch.from_numpy(cost)
     regression = targets.is_floating_point()
     outputs = targets.shape[1] if regression else int(targets.max()) + 1
-    weights = []
-    for fan_in, fan_out in ((n, HIDDEN), (HIDDEN, outputs)):
-        for shape in ((fan_out, fan_in), (fan_out,)):
-            draw = torch.rand(shape, generator=generator, dtype=torch.float32)
-            weights.append(((2 * draw - 1) / math.sqrt(fan_in)).requires_grad_())
+    logits = torch.zeros(n, dtype=torch.float32, requires_grad=True)
+    networks = _Networks(n, outputs, generator)
     optimizer = torch.optim.Adam(
-        [{"params": [gate.logits], "lr": REACH / steps}, {"params": weights, "lr": RATE}]
+        [{"params": [logits], "lr": REACH / steps}, {"params": networks.parameters, "lr": RATE}], fused=True
     )
-    for _ in range(steps):
-        batch = torch.randint(len(features), (BATCH,), generator=generator)
-        seen = features[batch]
-        if cost is None:
-            # as in the gate's train mode, but with random numbers of its own
-            logits = gate.logits.expand(seen.shape)
-            seen = seen * sample_khot(logits, int(size), design="pivotal", generator=generator)
+    for step in range(steps):
+        tau = HOT * (COLD / HOT) ** min(step / (COOLING * steps), 1.0)
+        if prices is None:
+            shares = soft_topk(logits, size, tau=tau)
         else:
-            seen = gate(seen)
-        predicted = F.linear(F.linear(seen, weights[0], weights[1]).relu(), weights[2], weights[3])
-        loss = F.mse_loss if regression else F.cross_entropy
+            shares = soft_budget(logits, prices, size, tau=tau)
+        batch = torch.randint(examples, (NETWORKS, BATCH), generator=generator)
+        predicted, wanted = networks(features[batch] * shares).flatten(0, 1), targets[batch].flatten(0, 1)
+        error = F.mse_loss(predicted, wanted) if regression else F.cross_entropy(predicted, wanted)
+        # each network has a loss of its own: the error is a mean over all of them
+        loss = NETWORKS * error + PRIOR / examples * networks.squares()
         optimizer.zero_grad()
-        loss(predicted, targets[batch]).backward()
+        loss.backward()
         optimizer.step()
-        tau.step()
-    return gate
+    found = logits.detach()
+    return found, topk_mask(found, size) if prices is None else budget_mask(found, prices, size)
+
+
+class _Networks:
+    """Networks with a hidden layer and a linear part, (NETWORKS, B, n) to (NETWORKS, B, outputs)."""
+
+    def __init__(self, n: int, outputs: int, generator: torch.Generator) -> None:
+        def random(rows: int, columns: int) -> Tensor:
+            draw = torch.rand(NETWORKS, rows, columns, generator=generator, dtype=torch.float32)
+            return ((2 * draw - 1) / math.sqrt(rows)).requires_grad_()
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            return torch.zeros(NETWORKS, rows, columns, dtype=torch.float32, requires_grad=True)
+
+        self.weights = [random(n, HIDDEN), random(HIDDEN, outputs), zeros(n, outputs)]
+        self.biases = [zeros(1, HIDDEN), zeros(1, outputs)]
+        self.parameters = [*self.weights, *self.biases]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        first, second, linear = self.weights
+        hidden = torch.baddbmm(self.biases[0], input, first).relu()
+        return torch.baddbmm(self.biases[1], hidden, second) + torch.bmm(input, linear)
+
+    def squares(self) -> Tensor:
+        """The sum of the squares of all weights."""
+        return torch.stack([weight.square().sum() for weight in self.weights]).sum()

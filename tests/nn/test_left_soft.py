@@ -176,6 +176,18 @@ def test_a_layer_that_is_left_soft_warns_once(case: Case) -> None:
     assert list(layer.state_dict()) == state
 
 
+def test_an_early_warning_does_not_silence_that_at_the_end() -> None:
+    """It comes again after ten times as many training steps, and not before."""
+    case = CASES["SoftTopK"]
+    layer = case.make(SOFT)
+    train(layer, case)
+    said(layer)
+    train(layer.train(), case, 9 * SEVERAL - 1)
+    layer.eval()
+    train(layer.train(), case, 1)
+    said(layer)
+
+
 @each_case
 def test_a_layer_that_is_sharp_is_silent(case: Case) -> None:
     layer = case.make(SHARP)

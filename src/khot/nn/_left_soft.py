@@ -18,16 +18,20 @@ __all__ = ["FAR", "LeftSoft", "outside"]
 # docs/make-it-learn.md, which explains all variance in train mode, misses a tenth of it in eval mode.
 FAR = 0.25
 ENTRIES = 2**16  # of a selection, at most, that are kept until eval(); one row if that has more
+AGAIN = 10  # times as many training steps as at one warning have to pass before the next
 ROUNDING = 1e-3  # how far the sum of a soft mask may lie above a whole number
 
 _Self = TypeVar("_Self", bound="LeftSoft")
 
 
 class _Seen:
-    """Forward passes with a gradient in train mode, and a part of the last selection. A copy forgets them."""
+    """Forward passes with a gradient in train mode, and a part of the last selection. A copy forgets them.
+
+    From ``due`` passes on there may be a warning.
+    """
 
     def __init__(self) -> None:
-        self.passes, self.warned = 0, False
+        self.passes, self.due = 0, SEVERAL
         self.selection: Tensor | None = None
         self.k: Scalar | None = None
 
@@ -38,9 +42,11 @@ class _Seen:
 class LeftSoft(nn.Module):
     """The base of layers that select softly in train mode and hard in eval mode.
 
-    Such a layer warns once, when it is switched to eval mode after several training steps, if more than the
-    share ``FAR`` of its selection lies outside of what eval mode selects. It is silent while an Anneal of its
-    own has not reached its end, because then its training has not ended either.
+    Such a layer warns when it is switched to eval mode after several training steps, if more than the share
+    ``FAR`` of its selection lies outside of what eval mode selects. It is silent while an Anneal of its own
+    has not reached its end, because then its training has not ended either. Without an Anneal it cannot know
+    whether training has ended. If a model is evaluated early, the layer therefore warns early, and a second
+    time only if the selection is still soft after ``AGAIN`` times as many training steps.
     """
 
     def _note(self, selection: Tensor | None = None, k: Scalar | None = None) -> None:
@@ -53,7 +59,7 @@ class LeftSoft(nn.Module):
             return
         seen: _Seen = self.__dict__.setdefault("_seen", _Seen())
         seen.passes += 1
-        if y is None or seen.warned or seen.passes < SEVERAL or not y.numel():
+        if y is None or seen.passes < seen.due or not y.numel():
             return
         rows = y.detach().reshape(-1, y.shape[-1])
         step = -(-len(rows) // max(1, ENTRIES // rows.shape[-1]))
@@ -76,14 +82,14 @@ class LeftSoft(nn.Module):
     def train(self: _Self, mode: bool = True) -> _Self:
         """As in ``torch.nn.Module``; warns if training leaves a selection that is far from a hard one."""
         seen: _Seen | None = self.__dict__.get("_seen")
-        ends = self.training and not mode and seen is not None and seen.passes >= SEVERAL
-        if ends and seen is not None and not seen.warned and not torch.compiler.is_compiling():
+        ends = self.training and not mode and seen is not None and seen.passes >= seen.due
+        if ends and seen is not None and not torch.compiler.is_compiling():
             annealed = (module for module in self.modules() if isinstance(module, Anneal))
             if all(_has_ended(each) for each in annealed):
                 share = self._outside()
                 seen.selection = None
                 if share > FAR:
-                    seen.warned = True
+                    seen.due = AGAIN * seen.passes
                     warnings.warn(
                         f"{self._title()} is not used as it was trained: {100 * share:.0f} % of its "
                         f"selection lies outside of what eval mode selects; {self._cure()}",
