@@ -67,9 +67,14 @@ def test_validation_set_chooses() -> None:
     rows += [row(4, part, 0, top_5=0.9) for part in ("validation", "test")]  # with one seed only
     rows[4] = row(2, "validation", 0, top_5=0.6)
     rows[6] = row(2, "test", 0, top_1=0.25, top_5=0.1)
-    setting, at = topk_loss.chosen(rows)["last"]
+    setting, at = topk_loss.chosen(rows)[topk_loss.NAMES["last"]]
     assert setting == (2, 0.1, 9)
     assert at[0] == [25, 50] and at[2] == [10, 50]
+    plain = topk_loss.chosen([dict(row, method="cross-entropy") for row in rows])
+    assert {name: setting[0] for name, (setting, _) in plain.items()} == {
+        topk_loss.PLAIN: 1,
+        "cross-entropy": 2,
+    }
 
 
 def test_accuracies_are_those_of_topk() -> None:

@@ -6,7 +6,7 @@ from 00 to 99, each a picture of two digits, and the network is a perceptron. Nu
 with a probability of 0.6, so that 52 % of the labels are right. Such noise within groups of classes is what
 Berrada et al. 2018 made top-5 losses for. The losses are:
 
-- `cross-entropy`, of the scores divided by tau.
+- `cross-entropy`, of the scores divided by tau. The papers compare with tau = 1, which has a row of its own.
 - `p=2`, `p=4/3`: the top-3 loss of sparse-topk. Its gradient in the scores is the sparse top-3 mask minus the
   one-hot label.
 - `last`, `even`, `ends`: `khot.losses.TopKCrossEntropyLoss` with the Laplace CDF, as in lapsum. k is 5
@@ -104,8 +104,10 @@ LOSSES: dict[str, Callable[[float], Loss]] = {
     "ends": laplace({1: 0.5, 5: 0.5}),
     "ends-ce": laplace({1: 0.5, 5: 0.5}, "cross_entropy"),
 }
+BASE = "cross-entropy"
+PLAIN = "cross-entropy, tau = 1"
 NAMES = {
-    "cross-entropy": "cross-entropy",
+    BASE: BASE,
     "p=2": "sparse top-3, p = 2",
     "p=4/3": "sparse top-3, p = 4/3",
     "last": "Lap-Top-k, [0, 0, 0, 0, 1]",
@@ -127,7 +129,7 @@ class Args(study.Args):
         metadata={"help": "Probabilities that a label is drawn anew from its five.", "selects": True},
     )
     taus: tuple[float, ...] = field(
-        default=(1.0, 2.0, 4.0), metadata={"help": "Temperatures.", "selects": True}
+        default=(1.0, 2.0, 4.0, 8.0), metadata={"help": "Temperatures.", "selects": True}
     )
     lrs: tuple[float, ...] = field(
         default=(3e-4, 1e-3, 3e-3), metadata={"help": "Learning rates of Adam.", "selects": True}
@@ -213,18 +215,14 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     parts = []
     for noise, methods in found.items():
         lines = [
-            [
-                NAMES[name],
-                *(reporting.spread(values, 1) for values in at),
-                "{:g}, {:g}, {:g}".format(*setting),
-            ]
+            [name, *(reporting.spread(values, 1) for values in at), "{:g}, {:g}, {:g}".format(*setting)]
             for name, (setting, at) in methods.items()
         ]
         parts += [
             f"A label is drawn anew with probability {noise:g}, the test has true labels:",
             reporting.table(head, lines).strip(),
         ]
-        if "cross-entropy" in methods:
+        if BASE in methods:
             parts.append(_ahead(methods))
     return "\n\n".join(
         [
@@ -244,12 +242,13 @@ def chosen(rows: list[study.Row]) -> dict[str, tuple[Setting, list[list[float]]]
     """For each loss the setting that the validation set chooses, and with it the test accuracies in %, for
     each k of KS those of all seeds."""
     found = {}
-    for method in NAMES:
+    plain = [row for row in rows if row["method"] == BASE and float(row["tau"]) == 1]
+    groups = {PLAIN: plain} | {name: reporting.where(rows, method=method) for method, name in NAMES.items()}
+    for name, mine in groups.items():
         parts: dict[str, dict[Setting, list[study.Row]]] = {"validation": {}, "test": {}}
-        for row in rows:
-            if row["method"] == method:
-                setting = float(row["tau"]), float(row["lr"]), float(row["step"])
-                parts[str(row["part"])].setdefault(setting, []).append(row)
+        for row in mine:
+            setting = float(row["tau"]), float(row["lr"]), float(row["step"])
+            parts[str(row["part"])].setdefault(setting, []).append(row)
         tried = parts["validation"]
         if not tried:
             continue
@@ -260,33 +259,34 @@ def chosen(rows: list[study.Row]) -> dict[str, tuple[Setting, list[list[float]]]
             key=lambda setting: statistics.fmean(reporting.column(tried[setting], f"top-{CHOSEN_BY}")),
         )
         tested = parts["test"][best]
-        found[method] = best, [[100 * x for x in reporting.column(tested, f"top-{k}")] for k in KS]
+        found[name] = best, [[100 * x for x in reporting.column(tested, f"top-{k}")] for k in KS]
     return found
 
 
 def _ahead(methods: dict[str, tuple[Setting, list[list[float]]]]) -> str:
     """Which losses are ahead of cross-entropy, for each k of KS."""
     means = {name: [statistics.fmean(values) for values in at] for name, (_, at) in methods.items()}
-    base = means.pop("cross-entropy")
+    base = means.pop(BASE)
     lines = []
     for i, k in enumerate(KS):
         better = sorted((n for n in means if means[n][i] > base[i]), key=lambda n: -means[n][i])
-        text = ", ".join(f"{NAMES[name]} ({means[name][i] - base[i]:+.1f})" for name in better)
+        text = ", ".join(f"{name} ({means[name][i] - base[i]:+.1f})" for name in better)
         lines.append(f"- top-{k}: {text or 'none'}")
     return "Ahead of cross-entropy, by points:\n\n" + "\n".join(lines)
 
 
 def _draw(found: dict[float, dict[str, tuple[Setting, list[list[float]]]]], path: Path) -> None:
-    """Plot the accuracy of each loss minus that of cross-entropy, one panel for each noise."""
+    """Plot the accuracy of each loss minus that of cross-entropy at its best tau; a panel for each noise."""
     figure, panels = reporting.figure(len(found), width=7.5 * len(found))
     for axes, (noise, methods) in zip(panels, found.items(), strict=True):
-        _, zero = methods.get("cross-entropy", ((), [[0.0]] * len(KS)))
+        others = dict(methods)
+        _, zero = others.pop(BASE, ((), [[0.0]] * len(KS)))
         base = [statistics.fmean(values) for values in zero]
-        for i, (color, (method, (_, at))) in enumerate(zip(reporting.COLORS, methods.items(), strict=False)):
+        for i, (color, (name, (_, at))) in enumerate(zip(reporting.COLORS, others.items(), strict=False)):
             ahead = [statistics.fmean(values) - other for values, other in zip(at, base, strict=True)]
             error = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in at]
-            place = [x + 0.1 * (i - (len(methods) - 1) / 2) for x in range(len(KS))]
-            axes.errorbar(place, ahead, error, fmt="o", color=color, label=NAMES[method])
+            place = [x + 0.1 * (i - (len(others) - 1) / 2) for x in range(len(KS))]
+            axes.errorbar(place, ahead, error, fmt="o", color=color, label=name)
         axes.axhline(0, color=reporting.GREY, linewidth=1)
         axes.set_xticks(range(len(KS)), [f"top-{k}" for k in KS])
         axes.set_title(f"labels drawn anew with probability {noise:g}", fontsize=12)
