@@ -248,7 +248,7 @@ def _draw(
 EXPERIMENT = study.Experiment(
     source="lapsum, Table 4",
     needs="MNIST",
-    takes="3 min of one core per seed",
+    takes="13 min of one core per length and seed",
     Args=Args,
     smoke={"seeds": 1, "ns": (3,), "steps": 150},
     trials=trials,

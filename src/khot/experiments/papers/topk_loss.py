@@ -70,7 +70,7 @@ GROUP = 5  # classes that the noise confuses: 00 to 04, 05 to 09, ...
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy(tau: float) -> Loss:
+def _cross_entropy(tau: float) -> Loss:
     return lambda scores, label: F.cross_entropy(scores / tau, label)
 
 
@@ -88,7 +88,7 @@ def sparse(p: float) -> Callable[[float], Loss]:
     return of
 
 
-def laplace(
+def _laplace(
     k: int | dict[int, float], top1_mode: Literal["topk", "cross_entropy"] = "topk"
 ) -> Callable[[float], Loss]:
     return lambda tau: khot.losses.TopKCrossEntropyLoss(k, tau=tau, cdf="laplace", top1_mode=top1_mode)
@@ -96,13 +96,13 @@ def laplace(
 
 # The loss at a temperature
 LOSSES: dict[str, Callable[[float], Loss]] = {
-    "cross-entropy": cross_entropy,
+    "cross-entropy": _cross_entropy,
     "p=2": sparse(2),
     "p=4/3": sparse(4 / 3),
-    "last": laplace(5),
-    "even": laplace(dict.fromkeys(range(1, 6), 0.2)),
-    "ends": laplace({1: 0.5, 5: 0.5}),
-    "ends-ce": laplace({1: 0.5, 5: 0.5}, "cross_entropy"),
+    "last": _laplace(5),
+    "even": _laplace(dict.fromkeys(range(1, 6), 0.2)),
+    "ends": _laplace({1: 0.5, 5: 0.5}),
+    "ends-ce": _laplace({1: 0.5, 5: 0.5}, "cross_entropy"),
 }
 BASE = "cross-entropy"
 PLAIN = "cross-entropy, tau = 1"
@@ -298,7 +298,7 @@ def _draw(found: dict[float, dict[str, tuple[Setting, list[list[float]]]]], path
 EXPERIMENT = study.Experiment(
     source="sparse-topk, Figure 6; lapsum, Table 1",
     needs="MNIST",
-    takes="7 min of one core",
+    takes="30 min of one core",
     Args=Args,
     smoke={
         "seeds": 1,
