@@ -2,15 +2,16 @@
 
 The largest growth of the process in MB on the CPU, for one row of normal scores in float32: soft top-k with
 k = n/2 beside the methods of khot.baselines (lapsum's Figures 10 and 11), and soft permutations beside the
-other relaxed sorts (Figure 14). The calls of khot that are marked * need no matrix of places by entries. A
-cell is empty where a call would take more than a minute or 2 GB. For times see benchmarks.cpu and the runtime
-experiment.
+other relaxed sorts, with their CPU times and a plot of both (Figure 14). The calls of khot that are marked *
+need no matrix of places by entries. A cell is empty where a call would take more than a minute or 2 GB. For
+times of the soft top-k see benchmarks.cpu and the runtime experiment.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,7 +53,9 @@ SORTS: dict[str, Case] = {
     "NeuralSort": (baselines.neuralsort_permutation, 4096),
     "sorted Sinkhorn, k = n/2": (lambda x: baselines.sorted_sinkhorn_topk(x, half(x)), 1024),
 }
-NS = (1024, 4096, 65_536, LONGEST)
+NS = (256, 1024, 4096, 65_536, LONGEST)
+SECONDS = 0.3  # for the time of each call
+PLOT = Path(__file__).parent / "results" / "memory.png"
 
 
 def check(x: Tensor) -> None:
@@ -65,32 +68,33 @@ def check(x: Tensor) -> None:
                 raise SystemExit(f"{name} does not sum to {total}: nothing is reported")
 
 
-def measured(sorts: bool, name: str, n: int) -> int | None:
-    call, _ = (SORTS if sorts else TOPK)[name]
+def passes(cases: dict[str, Case], n: int) -> dict[str, timing.Call]:
+    """Forward and backward of one row, for the cases that can be called at this n."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    return timing.peak_memory(timing.forward_backward(call, x))
-
-
-def megabytes(sorts: bool, name: str, n: int) -> str:
-    # in a process of its own, because what earlier calls have left in the heap changed the figures
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        size = pool.apply(measured, (sorts, name, n))
-    # peak_memory is accurate to about 0.1 MB
-    return "" if size is None else "< 0.1" if size < 1e5 else f"{size / 1e6:,.1f}"
+    return {name: timing.forward_backward(call, x) for name, (call, longest) in cases.items() if n <= longest}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=False).items()), sep="; ")
+    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items()), sep="; ")
     print("forward + backward of one row of float32 scores; *: makes no matrix of places by entries\n")
     check(torch.randn(64, generator=torch.Generator().manual_seed(0)))
     header = [f"n = {n:,}" for n in NS]
-    for sorts, title in enumerate(("soft top-k, k = n/2, MB", "soft permutations and sorts, MB")):
-        rows = [
-            [name, *(megabytes(bool(sorts), name, n) if n <= longest else "" for n in NS)]
-            for name, (_, longest) in (SORTS if sorts else TOPK).items()
-        ]
-        print(report.table([title, *header], rows), flush=True)
+    memory: dict[str, list[tuple[float, float]]] = {}
+    for title, cases in (("soft top-k, k = n/2", TOPK), ("soft permutations and sorts", SORTS)):
+        sizes = [{name: report.peak_memory(call) for name, call in passes(cases, n).items()} for n in NS]
+        rows = [[name, *(report.megabytes(size.get(name)) for size in sizes)] for name in cases]
+        print(report.table([f"{title}, MB", *header], rows), flush=True)
+        memory = {
+            name: [(n, found / 1e6) for n, size in zip(NS, sizes, strict=True) if (found := size.get(name))]
+            for name in cases
+        }
+    times = [timing.medians(passes(SORTS, n), seconds=SECONDS, clock=time.thread_time) for n in NS]
+    rows = [[name, *(f"{1e3 * t[name]:.3g}" if name in t else "" for t in times)] for name in SORTS]
+    print(report.table(["soft permutations and sorts, ms", *header], rows))
+    curves = {name: [(n, t[name]) for n, t in zip(NS, times, strict=True) if name in t] for name in SORTS}
+    panels = {"memory, MB: forward + backward of one row": memory, "CPU time, s": curves}
+    report.loglog(PLOT, panels, "n", [name for name in SORTS if name.endswith("*")])
 
 
 if __name__ == "__main__":

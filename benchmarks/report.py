@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -22,7 +23,19 @@ from benchmarks import timing
 from khot import _kernels as kernels
 from khot.experiments.harness.reporting import table
 
-__all__ = ["Results", "begin", "loglog", "machine", "ratio", "resume", "save", "table"]
+__all__ = [
+    "Curves",
+    "Results",
+    "begin",
+    "loglog",
+    "machine",
+    "megabytes",
+    "peak_memory",
+    "ratio",
+    "resume",
+    "save",
+    "table",
+]
 
 Results = dict[str, Any]
 
@@ -99,6 +112,25 @@ def save(path: Path, results: Results) -> None:
 def ratio(value: float) -> str:
     """Three digits below 10, none behind the point from 100."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def peak_memory(call: timing.Call) -> int | None:
+    """:func:`timing.peak_memory` in a process of its own, because what earlier calls left in the heap of one
+    process changed the figures."""
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+    process = context.Process(target=lambda: theirs.send(timing.peak_memory(call)))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the memory of a call could not be measured: exit code {process.exitcode}")
+    size: int | None = ours.recv()
+    return size
+
+
+def megabytes(size: int | None) -> str:
+    """For a table. The accuracy of the measurement is about 0.1 MB."""
+    return "" if size is None else "< 0.1" if size < 1e5 else f"{size / 1e6:,.1f}"
 
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]

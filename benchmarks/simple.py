@@ -1,6 +1,7 @@
 """Algorithm 1 beside SIMPLE (Figure 6, right, of sigmoid-topk): `python -m benchmarks.simple`.
 
-One k-hot sample of each row with its gradient, forward and backward together. SIMPLE's programme is written
+One k-hot sample of each row with its gradient, forward and backward together: the time, and the largest
+growth of the process. SIMPLE's programme is written
 anew from its description: log P(j of the first m trials) by dynamic programming, O(nk) and vectorised
 over the rows and j; an exact sample, from the last trial back to the first; the marginals as the gradient of
 log P(k of n), which is what backward differentiates. khot's own `simple` has the same distribution and
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ from benchmarks import report, timing
 from khot import estimators
 from khot.sampling import conditional_poisson
 
-SHAPES = {(32, 100): 10, (32, 400): 40, (32, 1_600): 160}
+ROWS, SIZES = 32, (100, 200, 400, 800, 1_600)  # k = n/10
+PLOT = Path(__file__).parent / "results" / "simple.png"
 
 
 def counts(logits: Tensor, k: int) -> list[Tensor]:
@@ -78,32 +81,33 @@ def both(draw: Callable[[Tensor], Tensor], logits: Tensor, weight: Tensor) -> Te
 
 def main() -> None:
     seconds, clock = report.begin("Algorithm 1 beside SIMPLE, on the CPU", 0.3)
-    columns = {}
-    for (rows, n), k in SHAPES.items():
-        logits = torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
-        if n == min(n for _, n in SHAPES):
-            check(logits[:4], k)
-        weight = torch.arange(float(n))
+    check(torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(0)), SIZES[0] // 10)
+    calls: dict[int, dict[str, timing.Call]] = {}
+    for n in SIZES:
+        logits = torch.randn(ROWS, n, generator=torch.Generator().manual_seed(0))
         draws: dict[str, Callable[[Tensor], Tensor]] = {
-            "Algorithm 1 (straight_through, pareto)": partial(estimators.straight_through, k=k),
-            "khot.estimators.simple": partial(estimators.simple, k=k),
-            "SIMPLE, by dynamic programming": partial(published, k=k),
+            "Algorithm 1 (straight_through, pareto)": partial(estimators.straight_through, k=n // 10),
+            "khot.estimators.simple": partial(estimators.simple, k=n // 10),
+            "SIMPLE, by dynamic programming": partial(published, k=n // 10),
         }
-        calls = {name: partial(both, draw, logits, weight) for name, draw in draws.items()}
-        columns[rows, n] = timing.medians(calls, seconds=seconds, clock=clock)
-    ours = next(iter(next(iter(columns.values()))))
-    table = [
-        [
-            name,
-            *(
-                f"{times[ours] * 1e3:.3g} ms" if name == ours else report.ratio(times[name] / times[ours])
-                for times in columns.values()
-            ),
-        ]
-        for name in next(iter(columns.values()))
-    ]
-    heads = [f"{shape}, k = {SHAPES[shape]}" for shape in columns]
-    print(report.table(["forward and backward, in Algorithm 1", *heads], table))
+        weight = torch.arange(float(n))
+        calls[n] = {name: partial(both, draw, logits, weight) for name, draw in draws.items()}
+    ours, *others = names = list(calls[SIZES[0]])
+    # memory comes first: a process that has timed keeps the memory that it frees
+    memory = {n: {name: report.peak_memory(call) for name, call in calls[n].items()} for n in SIZES}
+    times = {n: timing.medians(calls[n], seconds=seconds, clock=clock) for n in SIZES}
+    heads = [f"n = {n:,}" for n in SIZES]
+    rows = [[ours, *(f"{times[n][ours] * 1e3:.3g} ms" for n in SIZES)]]
+    rows += [[name, *(report.ratio(times[n][name] / times[n][ours]) for n in SIZES)] for name in others]
+    title = f"forward and backward, {ROWS} rows, k = n/10"
+    print(report.table([f"{title}, in Algorithm 1", *heads], rows))
+    rows = [[name, *(report.megabytes(memory[n][name]) for n in SIZES)] for name in names]
+    print(report.table([f"{title}, MB", *heads], rows))
+    panels: dict[str, report.Curves] = {
+        f"seconds: {title}": {name: [(n, times[n][name]) for n in SIZES] for name in names},
+        "memory, MB": {name: [(n, (memory[n][name] or 0) / 1e6) for n in SIZES] for name in names},
+    }
+    report.loglog(PLOT, panels, "n", names[:2])
 
 
 if __name__ == "__main__":

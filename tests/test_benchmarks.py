@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, device, gpu, latency, operators, report, timing
+from benchmarks import cpu, device, gpu, latency, operators, report, simple, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -86,6 +86,30 @@ def test_peak_memory_sees_what_is_freed_again() -> None:
     if results[0] is None:
         pytest.skip("only on Linux")
     assert [round((bytes or 0) / 4e6) for bytes in results] == [1, 2, 0]
+
+
+def test_memory_of_another_process_is_told_as_in_this_one() -> None:
+    size = report.peak_memory(lambda: torch.ones(4_000_000))
+    if size is None:
+        pytest.skip("memory is measured on Linux only")
+    assert size == pytest.approx(16e6, rel=0.05)
+    assert [report.megabytes(n) for n in (None, 99_999, 100_000, 1_234_560_000)] == [
+        "",
+        "< 0.1",
+        "0.1",
+        "1,234.6",
+    ]
+    with pytest.raises(SystemExit, match="could not be measured: exit code 1"):
+        report.peak_memory(lambda: 1 / 0)
+
+
+def test_simple_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    simple.check(logits, 3)
+    counts = simple.counts
+    monkeypatch.setattr(simple, "counts", lambda x, k: [row * 1.01 for row in counts(x, k)])
+    with pytest.raises(SystemExit, match="nothing is reported"):
+        simple.check(logits, 3)
 
 
 def test_results_go_on_where_they_stopped(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from khot.experiments.harness import data
+from khot.experiments.harness import data, study
 from khot.experiments.papers import permutation
 from khot.experiments.tasks import numbers
 
@@ -44,9 +44,44 @@ def test_judge_knows_right_from_wrong() -> None:
     assert wrong["elements"] == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_network_scores_every_picture() -> None:
-    network = permutation.Network(28, 112)
+@pytest.mark.parametrize("size", permutation.NETWORKS)
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_network_scores_every_picture(size: str, precision: torch.dtype, tolerance: float) -> None:
+    network = permutation.Network(28, 112, size, precision)
     pictures = torch.rand(2, 3, 28, 112, generator=torch.Generator().manual_seed(0))
     scores = network(pictures)
     assert scores.shape == (2, 3)
-    torch.testing.assert_close(scores[1, 2], network(pictures[1:, 2:])[0, 0], rtol=1e-4, atol=1e-6)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores[1, 2], network(pictures[1:, 2:])[0, 0], rtol=tolerance, atol=1e-6)
+    network.precision = torch.float32
+    torch.testing.assert_close(scores, network(pictures), rtol=tolerance, atol=tolerance)
+
+
+def test_published_network_has_the_described_layers() -> None:
+    network = permutation.Network(28, 112, "published")
+    shapes = [tuple(parameter.shape) for parameter in network.parameters() if parameter.ndim > 1]
+    # two poolings leave 7 x 28 places of 64 filters
+    assert shapes == [(32, 1, 5, 5), (64, 32, 5, 5), (64, 64 * 7 * 28), (1, 64)]
+
+
+@pytest.mark.parametrize("method", permutation.LOSSES)
+def test_losses_prefer_the_true_order(method: str) -> None:
+    value = torch.tensor([[30.0, 10.0, 20.0], [1.0, 2.0, 3.0]])
+    order, tau = value.argsort(-1), torch.tensor(0.4, requires_grad=True)
+    scores = (value / 10).requires_grad_()
+    loss = permutation.LOSSES[method]
+    right = loss(scores, order, tau)
+    assert 0 < right < loss(-scores, order, tau)
+    assert right < loss(0 * scores, order, tau)
+    # a lower temperature is surer of the right order
+    gradient, slope = torch.autograd.grad(right, (scores, tau))
+    assert slope > 0
+    assert gradient[1, 0] > 0 > gradient[1, 2]
+
+
+def test_methods_and_lengths_are_trials() -> None:
+    args = permutation.Args(seeds=2, ns=(3, 5), methods=("laplace", "neuralsort"))
+    assert len(permutation.trials(args)) == 8
+    for wrong in ({"methods": ("vanilla",)}, {"network": "large"}, {"precision": "int8"}):
+        with pytest.raises(study.ArgumentError, match="expected some of"):
+            permutation.Args(**wrong)

@@ -21,6 +21,10 @@ def test_smoke_run(smoke) -> None:
             assert {row["method"] for row in rows} == {"torch.softmax", *runtime.OURS, *here}
             assert {row["pass"] for row in rows} == set(runtime.PASSES)
             assert all(float(row[unit]) >= 0 for row in rows)
+        error = {row["method"]: float(row["error"]) for row in found.rows if row["error"] and row["n"] == n}
+        assert set(error) == {*runtime.OURS, *here} - {name for name, peer in PEERS.items() if peer.ranks}
+        # float32: n roundings of values up to 1
+        assert all(error[name] < 1e-6 * max(1, int(n) // 10) + int(n) * 2**-24 for name in runtime.OURS)
     assert "| khot.sigmoid_topk |" in found.report
     assert (found.folder / "runtime.png").read_bytes().startswith(b"\x89PNG")
 
@@ -49,3 +53,16 @@ def test_report_computes_ratios(tmp_path: Path) -> None:
     assert "| dykstra | 5 / 5 |" in body
     assert "pav takes 0.5 times as long at n = 64." in body
     assert "Figure 6: halley" not in body
+    assert "Figure 7" not in body
+
+
+def test_report_compares_errors(tmp_path: Path) -> None:
+    errors = {"sorted laplace": 2e-5, "khot.laplace_topk": 1e-6, "dykstra": 3e-3}
+    rows: list[study.Row] = [
+        {"what": "error", "n": n, "method": name, "pass": "forward", "error": error * n}
+        for n in (64, 256)
+        for name, error in errors.items()
+    ]
+    body = runtime.report(runtime.Args(), rows, tmp_path)
+    assert "| dykstra | 1.9e-01 | 7.7e-01 |" in body
+    assert "at n = 256, closer are: khot.laplace_topk." in body
