@@ -68,25 +68,28 @@ CASES = [
     Case(4_096, 64, "fp32", 60, 42),
     Case(32_768, 512, "bf16", 37, 30),
     Case(128, 1_000, "fp32", 77, 52),
-    # an evaluation may take 1.3 times as much as its formulas alone: 22.7, 11.4, 12.0 and 32.3
+    # An evaluation may take 1.3 times as much as its formulas alone (22.7, 11.4, 12.0, 32.3); half an
+    # instruction more for Laplace, whose count of entries near the kink is not among them; and 1.75 times as
+    # much for a power (12.8), whose step has more to compute.
     Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5),
-    Case(4_096, 4_096, "fp32", 31, 25, "laplace", 14.8),
+    Case(4_096, 4_096, "fp32", 31, 25, "laplace", 15.3),
     Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
     Case(4_096, 4_096, "fp32", 71, 26, "normal", 42.0),
-    Case(4_096, 4_096, "fp32", 33, 33, "power", 16.7),
+    Case(4_096, 4_096, "fp32", 37, 33, "power", 22.5),
     Case(4_096, 8_192, "fp32", 38, 29),
     Case(4_096, 32_768, "fp32", 32, 39),
     # static instructions of three passes, of which each entry takes all
     Case(100, 100_000, "fp32", 76, 60),
-    Case(100, 100_000, "fp32", 60, 60, "laplace"),
+    Case(100, 100_000, "fp32", 66, 60, "laplace"),
     Case(100, 100_000, "fp32", 110, 66, "normal"),
     Case(100, 100_000, "fp32", 60, 66, "uniform"),
     Case(100, 100_000, "fp32", 66, 70, "power"),
     Case(2_048, 65_536, "bf16", 80, 64),
 ]
 REGISTERS = 128
-SPILLS = 8  # stores a thread, in what few rows need; the ordinary path has none
-HELD_SPILLS = 40  # the same where a thread holds 64 entries
+# stores a thread, in what few rows need, most of them in the formula of a gap; the ordinary path has none
+SPILLS = 32
+HELD_SPILLS = 80  # the same where a thread holds 64 entries
 SHARED_STORES = 24  # of the ordinary path: the sums of several warps, and nothing of size n
 
 
@@ -319,7 +322,8 @@ def main(arguments: list[str] | None = None) -> None:
     text += f"\n## Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
     print(text)
     if not args.check:
-        RESULTS.write_text(text + "\n" + (__doc__ or "").partition("\n\n")[2], encoding="utf-8")
+        explained = [(doc or "").partition("\n\n")[2] for doc in (__doc__, resources_split.__doc__)]
+        RESULTS.write_text("\n".join([text, *explained]), encoding="utf-8")
     faults = [fault for each in [*lines, *split_lines] for fault in each.faults()]
     print(*faults, sep="\n", file=sys.stderr)
     raise SystemExit(1 if faults else 0)

@@ -85,18 +85,17 @@ def _pull_parts(
             tl.store(dk_pointer + row, pull)
             tl.store(dtau_pointer + row, dtau)
         else:
-            near, dk, dtau, pull, gap = gradient_sums_of_row(
+            near, dk, careful_dtau, careful_pull, gap = gradient_sums_of_row(
                 grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi64, lo64, tau64, row, n_columns,
                 joined(power_high, power_low), CDF, OUTPUT, CHUNK,
             )  # fmt: skip
-            one = row + tl.arange(0, 1)
-            tl.store(dk_pointer + one, dk)
-            tl.store(dtau_pointer + one, dtau)
-            state += tl.arange(0, 1)
-            tl.store(state + NEAR, near)
-            tl.store(state + CAREFUL_PULL, pull)
+            one = tl.arange(0, 1)
+            tl.store(dk_pointer + row + one, dk)
+            tl.store(dtau_pointer + row + one, careful_dtau)
+            tl.store(state + NEAR + one, near)
+            tl.store(state + CAREFUL_PULL + one, careful_pull)
             for i in tl.static_range(4):
-                tl.store(state + (UP + i), gap[i])
+                tl.store(state + (UP + i) + one, gap[i])
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
@@ -129,15 +128,16 @@ def _gradient_parts(
         )  # fmt: skip
     else:
         zero = tl.zeros((1,), tl.float64)
-        state += tl.arange(0, 1)
-        near, pull_64 = tl.load(state + NEAR), tl.load(state + CAREFUL_PULL)
+        one = tl.arange(0, 1)
+        near, careful_pull = tl.load(state + NEAR + one), tl.load(state + CAREFUL_PULL + one)
         gap = (
-            tl.load(state + UP), tl.load(state + DOWN), tl.load(state + AT_UP), tl.load(state + AT_DOWN),
+            tl.load(state + UP + one), tl.load(state + DOWN + one),
+            tl.load(state + AT_UP + one), tl.load(state + AT_DOWN + one),
         )  # fmt: skip
         chunks(
             write_gradient, (),
             ((grad_pointer, grad_row, grad_column), dx_pointer, n_columns, hi64 + zero, lo64 + zero,
-             tau64 + zero, near, pull_64, gap, joined(power_high, power_low), CDF, OUTPUT),
+             tau64 + zero, near, careful_pull, gap, joined(power_high, power_low), CDF, OUTPUT),
             x_pointer, x_stride, row, part, n_columns, length, tl.float32, CHUNK,
         )  # fmt: skip
 

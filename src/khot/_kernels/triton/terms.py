@@ -101,7 +101,8 @@ def terms(x, given):
     """What is summed over the entries.
 
     The first two are the count of the hard mask (½ for an entry above t and −½ for one below, or 1 and 0 with
-    compact support) and what the soft count is less than it, so that no digits are lost far from the entries.
+    compact support; for a power, 1 where y is) and what the soft count is less than it, so that no digits are
+    lost far from the entries.
     The others are what :func:`series` needs, and last, if F has kinks, the count of the entries that are near
     one. Given are hi, lo·unit/τ, unit/τ, the exponent of z, the CDF and, if the exponent is known to the
     compiler, the exponent again.
@@ -132,7 +133,7 @@ def terms(x, given):
         distance = tl.abs(v - 0.5)
         near = tl.where(tl.abs(distance - 0.5) < kink(CDF), 1.0, 0.0)
         y, rate = _raised(tl.minimum(tl.maximum(v, 0.0), 1.0), power, CDF, WHOLE)
-        one = tl.where(v >= 0.5, 1.0, 0.0)
+        one = tl.where(v >= (1.0 if CDF == POWER else 0.5), 1.0, 0.0)
         return one, one - y, tl.where(distance < 0.5, rate, 0.0), near
 
 

@@ -190,6 +190,15 @@ def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
         mu = miss * reciprocal(mass)
         bend = 0.5 * mu * turn
         h = tl.where(tl.abs(bend) < 0.5, mu * reciprocal(1 - bend), mu)
+        if CDF == POWER:
+            # Few entries with 0 < y < 1: their sum P goes on as the power of a line, to what it should be.
+            P, goal = -less, -excess
+            line = (
+                power * P * reciprocal(mass) * (1 - tl.exp2(log2(goal * reciprocal(P)) * reciprocal(power)))
+            )
+            lean = (P > 0) & (goal >= 0) & (mass < 4 * power) & ((tl.abs(mu) > 0.01) | (goal == 0))
+            line = tl.where(goal == 0, 1.001 * line, line)  # into the gap that t is in then
+            h = tl.where(lean, line, h)
         size = tl.abs(h)
         crossing = sums[3].to(tl.float32) * size  # at most, times the height of the kink
         if CDF == POWER:
@@ -202,6 +211,8 @@ def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
         if CDF == POWER:
             short = short & (turn != 0)
         last = (tl.abs(mu) <= ROUNDING) | short
+        if CDF == POWER:
+            last = last & (goal != 0)
     return excess, miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
 
 
