@@ -19,6 +19,8 @@ cheap. Rows that are split take all passes that a row could need, and those that
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
 from khot._kernels.triton.forward import soft_topk as soft_topk
+from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
+from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
@@ -40,6 +42,8 @@ __all__ = [
     "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
+    "magnitude_with_signs",
+    "magnitude_with_signs_backward",
     "order_statistics",
     "soft_topk",
     "soft_topk_backward",
