@@ -18,6 +18,10 @@ cheap. Rows that are split take all passes that a row could need, and those that
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
+from khot._kernels.triton.draws import order_sample as order_sample
+from khot._kernels.triton.draws import pareto_sample as pareto_sample
+from khot._kernels.triton.draws import tournament as tournament
+from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.forward import soft_topk as soft_topk
 from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
 from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
@@ -44,11 +48,15 @@ __all__ = [
     "laplace_thresholds_backward",
     "magnitude_with_signs",
     "magnitude_with_signs_backward",
+    "order_sample",
     "order_statistics",
+    "pareto_sample",
     "soft_topk",
     "soft_topk_backward",
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "sorted_soft_topk",
     "topk_mask",
+    "tournament",
+    "uniform",
 ]
