@@ -32,6 +32,8 @@ KERNELS = (
     "order_sample",
     "pareto_sample",
     "tournament",
+    "soft_count",
+    "soft_count_backward",
     "decay_scan",
     "laplace_rank",
     "laplace_rank_backward",

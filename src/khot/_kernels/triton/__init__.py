@@ -18,6 +18,8 @@ cheap. Rows that are split take all passes that a row could need, and those that
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
+from khot._kernels.triton.counts import soft_count as soft_count
+from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
 from khot._kernels.triton.draws import order_sample as order_sample
 from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
@@ -51,6 +53,8 @@ __all__ = [
     "order_sample",
     "order_statistics",
     "pareto_sample",
+    "soft_count",
+    "soft_count_backward",
     "soft_topk",
     "soft_topk_backward",
     "soft_topk_magnitude",
