@@ -34,6 +34,8 @@ KERNELS = (
     "tournament",
     "soft_count",
     "soft_count_backward",
+    "fenchel_young",
+    "fenchel_young_backward",
     "decay_scan",
     "laplace_rank",
     "laplace_rank_backward",

@@ -25,6 +25,8 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.forward import soft_topk as soft_topk
+from khot._kernels.triton.losses import fenchel_young as fenchel_young
+from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
 from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
 from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
@@ -42,6 +44,8 @@ from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
 __all__ = [
     "decay_scan",
+    "fenchel_young",
+    "fenchel_young_backward",
     "laplace_rank",
     "laplace_rank_backward",
     "laplace_sort",
