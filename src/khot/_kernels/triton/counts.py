@@ -21,6 +21,7 @@ LEVELS, ENTRIES = 32, 1024  # at most, in a tile: more take too many registers
 MANY = 16  # tiles are added up in the entries' dtype before their sums go to float64
 STEEPEST = tl.constexpr(1e38)  # of 1/τ in float32, where nothing but the sign of x − b matters
 FAR = tl.constexpr(1e30)  # in τ: f is 0 there, and 0·inf would be NaN
+SIZES = ["m", "groups", "length", "parts"]  # for which Triton need not compile anew
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _pdf(z, power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr):
     return tl.where(z == z, density, z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _count(
     x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
     parts,
@@ -112,7 +113,7 @@ def _count(
     tl.store(sums_pointer + (row * m + at) * parts + part, count, mask=at < m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _count_densities(
     x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
     parts,
@@ -146,7 +147,7 @@ def _count_densities(
     tl.store(sums + 1, moment, mask=at < m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _pull_levels(
     grad_pointer, grad_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, dat_pointer,
     dtau_pointer, m, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr,
@@ -172,7 +173,7 @@ def _pull_levels(
     tl.store(dtau_pointer + row, tl.sum(dtau, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _pull_entries(
     grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride,
     dx_pointer, n, m, parts,

@@ -36,6 +36,7 @@ ROUNDS = tl.constexpr(philox.ROUNDS)
 MULTIPLIER_A, MULTIPLIER_B = (tl.constexpr(m) for m in philox.MULTIPLIERS)
 STEP_A, STEP_B = (tl.constexpr(s) for s in philox.KEY_STEPS)
 UNBOUNDED = tl.constexpr(0x7FF0000000000000)  # the bits of +inf, which no key exceeds
+SIZES = ["parts", "length", "capacity", "nodes", "column"]  # for which Triton need not compile anew
 
 # ------------------------------------------------------------------------------- uniform random numbers
 
@@ -72,7 +73,7 @@ def _columns(pair):
     return 2 * pair[:, None] + tl.arange(0, 2)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _uniform(seed_pointer, out_pointer, n, offset, parts, PAIRS: tl.constexpr):
     row, part = place(parts)
     pair = (part * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)
@@ -102,7 +103,7 @@ def _double(x):
     return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _part_order_keys(
     theta_pointer, theta_stride, seed_pointer, out_pointer, n, parts, PAIRS: tl.constexpr
 ):  # fmt: skip
@@ -116,8 +117,8 @@ def _part_order_keys(
     first, second = uniforms(tl.load(seed_pointer), row, pair)
     u = tl.join(first, second)
     key = theta - tl.log(u / (1 - u))
-    key = tl.minimum(tl.maximum(tl.where(key == key, key, -1.7e308), -1.6e308), 1.6e308)
-    key = tl.where(theta == theta, key, -1.7e308)
+    # a unit whose θ is NaN comes last
+    key = tl.where(theta == theta, tl.minimum(tl.maximum(key, -1.6e308), 1.6e308), -1.7e308)
     tl.store(out_pointer + row * n + column, key, mask=there)
 
 
@@ -196,9 +197,9 @@ def _as_key(x):
 
 @triton.jit
 def _guess(at, count, k, low, high, below, above, per_key, tries):
-    """The next bracket of the threshold, and the next guess, from the number of keys up to the last one.
+    """The next guess of the threshold and the next bracket, from the number of keys up to the last guess.
 
-    Above low there are more than k − below keys, and above − k keys too many up to high.
+    Up to low there are `below` keys, less than k, and up to high `above`, more than k.
     """
     low, below = tl.where(count < k, at, low), tl.where(count < k, count, below)
     high, above = tl.where(count > k, at, high), tl.where(count > k, count, above)
@@ -276,7 +277,7 @@ def _pareto(
     tl.store(drawn_pointer + row, fair)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _part_moments(
     x_pointer, x_stride, sums_pointer, found_pointer, n, length, parts, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -318,7 +319,7 @@ def _keep(key, column, keys_pointer, columns_pointer, found_pointer, near, capac
     tl.store(columns_pointer + slot, column, mask=near)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _part_keys(
     x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer,
     columns_pointer, out_pointer, n, length, parts, capacity, least, tolerance,
@@ -348,7 +349,7 @@ def _part_keys(
     tl.store(below_pointer + row * parts + part, tl.sum(number))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _choose(
     sums_pointer, below_pointer, found_pointer, keys_pointer, columns_pointer, out_pointer, drawn_pointer,
     n, parts, capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -463,7 +464,7 @@ def _one_uniform(seed, row, column):
     return tl.where(column % 2 == 0, first, second)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _duels(
     x_pointer, x_stride, units_pointer, seed_pointer, out_pointer, x_after, units_after,
     n, nodes, column, parts, WIDTH: tl.constexpr, LEVELS: tl.constexpr, LAST: tl.constexpr,

@@ -29,6 +29,7 @@ from khot._kernels.triton.functions import (
 
 CHUNK, WARPS = 512, 8  # entries that a program holds at a time: two of a thread, as float64 fills registers
 CLOSE = tl.constexpr(reference.CLOSE)
+SIZES = ["length", "parts"]  # for which Triton need not compile anew
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled):
     return z, T, decided, tl.where(infinite, x, -hi) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _losses(
     x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer, lo_pointer, tau_pointer,
     tau_stride, sums_pointer, n, length, parts,
@@ -128,7 +129,7 @@ def _losses(
     tl.store(sums_pointer + row * parts + part, loss)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _pull_losses(
     grad_pointer, grad_stride, x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer,
     lo_pointer, tau_pointer, tau_stride, dx_pointer, mass_pointer, rate_pointer, n, length, parts,
