@@ -44,7 +44,7 @@ def _pareto(n: int, bound: float) -> Case:
 def _tile(kernel: Any, cdf: int, height: int, bound: float, **more: int) -> Case:
     width = min(counts.TILE // height, counts.ENTRIES)
     constants = {
-        "power": 3.0, "CDF": cdf, "CENTRED": True, "COMPUTE": tl.float32, "EXACT": True,
+        "CDF": cdf, "CENTRED": True, "COMPUTE": tl.float32, "EXACT": True,
         "HEIGHT": height, "WIDTH": width, **more,
     }  # fmt: skip
     shape = f"CDF {cdf}, {height} levels at a time"
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 
 def _loss(kernel: Any, cdf: int) -> Case:
     """In float64, of which an exponential and a logarithm take many."""
-    constants = {"power": 3.0, "CDF": cdf, "CHUNK": losses.CHUNK}
+    constants = {"CDF": cdf, "CHUNK": losses.CHUNK}
     bound = 1_700 if cdf == 2 else 800  # the normal CDF's potential needs a quantile
     return Case(kernel, f"CDF {cdf}", constants, losses.WARPS, losses.CHUNK / 32 / losses.WARPS, bound)
 
@@ -107,8 +107,9 @@ class Line(NamedTuple):
 TYPES = {
     "x_pointer": "*fp32", "out_pointer": "*fp32", "at_pointer": "*fp32", "dx_pointer": "*fp32",
     "target_pointer": "*fp32", "seed_pointer": "*i64", "keys_pointer": "*i64", "drawn_pointer": "*i1",
-    "least": "fp32", "tolerance": "fp32", "found_pointer": "*i32", "below_pointer": "*i32",
+    "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32", "below_pointer": "*i32",
     "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32", "x_after": "*fp64",
+    "power_high": "fp32", "power_low": "fp32",
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.functions import full_support, median, place, side
+from khot._kernels.triton.fast import joined
+from khot._kernels.triton.functions import POWER, full_support, median, place, side
 
 TILE = 2048  # entries times levels that a program holds at a time, in float32
 LEVELS, ENTRIES = 32, 1024  # at most, in a tile: more take too many registers
@@ -56,18 +57,24 @@ def _distance(x, high, low, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def distribution(z, power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr):
+def _median(power, CDF: tl.constexpr):
+    """Of Power, with all digits; the solver needs fewer."""
+    return tl.exp(-0.6931471805599453 / power)
+
+
+@triton.jit
+def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
-        z += median(power, CDF)
+        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
     tail, _ = side(z, z, False, 0.0, power, CDF)
     F = tl.where(z > 0, 1 - tail, tail) if full_support(CDF) else tl.where(z >= 1, 1.0, tail)
     return tl.where(z == z, F, z)
 
 
 @triton.jit
-def _pdf(z, power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr):
+def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
-        z += median(power, CDF)
+        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
     _, density = side(z, z, False, 0.0, power, CDF)
     return tl.where(z == z, density, z)
 
@@ -76,10 +83,11 @@ def _pdf(z, power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr):
 def _count(
     x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
     parts,
-    power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Σ F over one part of a row, at some of its levels."""
+    power = joined(power_high, power_low)
     cell, part = place(parts)
     row, group = cell // groups, (cell % groups).to(tl.int32)
     at = group * HEIGHT + tl.arange(0, HEIGHT)
@@ -117,10 +125,11 @@ def _count(
 def _count_densities(
     x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
     parts,
-    power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Σ f and Σ f·(x − b)/τ over one part of a row, at some of its levels."""
+    power = joined(power_high, power_low)
     cell, part = place(parts)
     row, group = cell // groups, (cell % groups).to(tl.int32)
     at = group * HEIGHT + tl.arange(0, HEIGHT)
@@ -177,10 +186,11 @@ def _pull_levels(
 def _pull_entries(
     grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride,
     dx_pointer, n, m, parts,
-    power: tl.constexpr, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some of a row's entries, Σ v f/τ over the levels."""
+    power = joined(power_high, power_low)
     row, part = place(parts)
     column = part * WIDTH + tl.arange(0, WIDTH)
     scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
@@ -218,9 +228,8 @@ class _Tile:
         self.length = triton.cdiv(triton.cdiv(n, self.parts), self.width) * self.width
         self.parts = triton.cdiv(n, self.length)
         self.x, self.at = layout.rows(x, n), layout.rows(at, m)
-        self.tau = layout.numbers(tau, batch, x.device)
+        self.tau, self.power = layout.numbers(tau, batch, x.device), layout.power(F)
         self.which = {
-            "power": layout.power(F),
             "CDF": layout.cdf_id(cdf),
             "CENTRED": centred,
             "COMPUTE": compute,
@@ -241,7 +250,7 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
     with torch.cuda.device_of(x):
         _count[(tile.rows * tile.groups * tile.parts,)](
             *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-            **tile.which, MANY=MANY,
+            *tile.power, **tile.which, MANY=MANY,
         )  # fmt: skip
     return sums.squeeze(-1) if tile.parts == 1 else sums.sum(-1)
 
@@ -263,13 +272,13 @@ def soft_count_backward(
     with torch.cuda.device_of(x):
         _count_densities[(tile.rows * tile.groups * tile.parts,)](
             *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-            **tile.which, MANY=MANY,
+            *tile.power, **tile.which, MANY=MANY,
         )  # fmt: skip
         _pull_levels[(tile.rows,)](
             *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
             WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
         )  # fmt: skip
         _pull_entries[(tile.rows * entries,)](
-            *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, **tile.which
+            *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, *tile.power, **tile.which
         )
     return dx, dat, dtau

@@ -14,6 +14,7 @@ from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.counts import distribution
+from khot._kernels.triton.fast import joined
 from khot._kernels.triton.functions import (
     HUGE,
     LAPLACE,
@@ -38,7 +39,7 @@ def _double(x):
 
 
 @triton.jit
-def _conjugate(z, F, power: tl.constexpr, CDF: tl.constexpr):
+def _conjugate(z, F, power, CDF: tl.constexpr):
     """ω*(z), whose derivative is F."""
     if CDF == LOGISTIC:
         value = tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))
@@ -49,7 +50,7 @@ def _conjugate(z, F, power: tl.constexpr, CDF: tl.constexpr):
         value = tl.where(z > -40, near * F + 0.3989422804014327 * tl.exp(-0.5 * near * near), 0.0)
     else:
         tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no conjugate for the CDF with the id {CDF}")
-        q: tl.constexpr = power + 1
+        q = power + 1
         inside = (z > 0) & (z < 1)
         value = tl.exp(q * tl.log(tl.where(inside, z, 1.0))) / q
         value = tl.where(inside, value, tl.where(z > 0, z - power / q, 0.0))
@@ -57,7 +58,7 @@ def _conjugate(z, F, power: tl.constexpr, CDF: tl.constexpr):
 
 
 @triton.jit
-def _potential(y, power: tl.constexpr, CDF: tl.constexpr):
+def _potential(y, power, CDF: tl.constexpr):
     """ω(y)."""
     if CDF == LOGISTIC:
         value = _times_log(y, y) + tl.where(y < 1, (1 - y) * log1p(-tl.where(y < 1, y, 0.0)), 0.0)
@@ -74,7 +75,7 @@ def _potential(y, power: tl.constexpr, CDF: tl.constexpr):
         value = tl.where(w > 0, -0.3989422804014327 * tl.exp(-0.5 * z * z), 0.0)
     else:
         tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no potential for the CDF with the id {CDF}")
-        p: tl.constexpr = 1 + 1 / power
+        p = 1 + 1 / power
         value = tl.where(y > 0, tl.exp(p * tl.log(tl.where(y > 0, y, 1.0))), 0.0) / p
     return tl.where(y == y, value, y)
 
@@ -108,8 +109,9 @@ def _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled):
 def _losses(
     x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer, lo_pointer, tau_pointer,
     tau_stride, sums_pointer, n, length, parts,
-    power: tl.constexpr, CDF: tl.constexpr, CHUNK: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    power = joined(power_high, power_low)
     row, part = place(parts)
     share, hi, lo, tau, settled = _row(
         share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row
@@ -133,8 +135,9 @@ def _losses(
 def _pull_losses(
     grad_pointer, grad_stride, x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer,
     lo_pointer, tau_pointer, tau_stride, dx_pointer, mass_pointer, rate_pointer, n, length, parts,
-    power: tl.constexpr, CDF: tl.constexpr, CHUNK: tl.constexpr,
+    power_high, power_low, CDF: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    power = joined(power_high, power_low)
     row, part = place(parts)
     share, hi, lo, tau, settled = _row(
         share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row
@@ -180,8 +183,8 @@ class _Rows:
             share.expand(batch).contiguous(), hi.expand(batch).contiguous(), lo.expand(batch).contiguous(),
             *layout.numbers(tau, batch, x.device),
         )  # fmt: skip
-        power = layout.power(cdfs.resolve(cdf, shape))
-        self.which = {"power": power, "CDF": layout.cdf_id(cdf), "CHUNK": CHUNK, "num_warps": WARPS}
+        self.power = layout.power(cdfs.resolve(cdf, shape))
+        self.which = {"CDF": layout.cdf_id(cdf), "CHUNK": CHUNK, "num_warps": WARPS}
 
 
 def fenchel_young(
@@ -194,7 +197,7 @@ def fenchel_young(
     sums = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
         _losses[(rows.rows * rows.parts,)](
-            *rows.given, sums, rows.n, rows.length, rows.parts, **rows.which
+            *rows.given, sums, rows.n, rows.length, rows.parts, *rows.power, **rows.which
         )  # fmt: skip
     return sums.squeeze(-1) if rows.parts == 1 else sums.sum(-1)
 
@@ -212,7 +215,7 @@ def fenchel_young_backward(
     incoming = layout.numbers(grad, x.shape[:-1], x.device)
     with torch.cuda.device_of(x):
         _pull_losses[(rows.rows * rows.parts,)](
-            *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, **rows.which
+            *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, *rows.power, **rows.which
         )  # fmt: skip
     if rows.parts == 1:
         return dx, dlo.squeeze(-1), dtau.squeeze(-1)
