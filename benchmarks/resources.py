@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks import resources_split
+from benchmarks import resources_draws, resources_split
 from khot import cdfs
 from khot._kernels.triton import layout, resident, resident_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal, wide
@@ -314,17 +314,24 @@ def main(arguments: list[str] | None = None) -> None:
             for kernel in ("forward", "backward")
         ]
         shared = [pool.submit(resources_split.line, case, _read, TARGET) for case in resources_split.CASES]
+        draws = [
+            pool.submit(resources_draws.line, number, _read, TARGET)
+            for number in range(len(resources_draws.cases()))
+        ]
         lines = [task.result() for task in tasks]
+        draw_lines = [task.result() for task in draws]
         split_lines = [task.result() for task in shared]
         for task in others:
             task.result()
     text = f"# Machine code of the GPU kernels\n\nTriton {triton.__version__}, sm_90.\n\n{table(lines)}\n"
     text += f"\n## Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
+    text += f"\n## Draws, soft counts and losses\n\n{resources_draws.table(draw_lines)}\n"
     print(text)
     if not args.check:
-        explained = [(doc or "").partition("\n\n")[2] for doc in (__doc__, resources_split.__doc__)]
+        modules = (resources_split, resources_draws)
+        explained = [(doc or "").partition("\n\n")[2] for doc in (__doc__, *(m.__doc__ for m in modules))]
         RESULTS.write_text("\n".join([text, *explained]), encoding="utf-8")
-    faults = [fault for each in [*lines, *split_lines] for fault in each.faults()]
+    faults = [fault for each in [*lines, *split_lines, *draw_lines] for fault in each.faults()]
     print(*faults, sep="\n", file=sys.stderr)
     raise SystemExit(1 if faults else 0)
 

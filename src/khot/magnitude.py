@@ -88,7 +88,7 @@ def soft_topk_magnitude(
             soft_topk_magnitude, input, k, dim, group, tau=tau, p=p, rescale=rescale, mask=mask
         )
     row = rows.named(group)
-    if mask is None and not rescale and row.here and isinstance(input, Tensor) and input.is_cpu:
+    if mask is None and not rescale and row.here and isinstance(input, Tensor):
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
         x = arguments.rows(input, dim)

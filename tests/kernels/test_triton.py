@@ -434,21 +434,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot._kernels.triton import backward, forward, functions, magnitude, places, scans
-from khot._kernels.triton import selection, transport
+from khot._kernels.triton import backward, counts, draws, forward, functions, losses, magnitude, places
+from khot._kernels.triton import scans, selection, transport
 
 which = {
     forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     backward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selection: [{}],
     places: [{}],
-    magnitude: [{"P": 2.0}, {"P": 4 / 3}],
+    magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
+    draws: [{"WIDTH": 64}],
+    counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
+    losses: [{"CDF": 4}],
     scans: [{"REVERSE": False}, {"REVERSE": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
-           "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer")
-integers = ("counts_pointer", "tally_pointer", "ties_pointer")
+           "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer")
+integers = ("counts_pointer", "tally_pointer", "ties_pointer", "found_pointer", "below_pointer",
+            "columns_pointer", "units_pointer", "units_after")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     if module is scans and dtype in ("bf16", "fp16"):
@@ -456,7 +460,8 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     for constants, function in itertools.product(which[module], module.KERNELS):
         constants = {
             "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
-            "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", **constants,
+            "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", "ABSOLUTE": False, "PIECES": 2, "PAIRS": 32,
+            "LEVELS": 6, "LAST": False, "CENTRED": True, "EXACT": False, "HEIGHT": 8, "MANY": 4, **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
             constants["TOGETHER"] = 1  # a row that is split has its programs to itself
@@ -464,9 +469,9 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             arg: "constexpr" if arg in constants
             else f"*{dtype}" if arg in entries
             else "*i32" if arg in integers
-            else "*i64" if arg == "order_pointer"
+            else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer")
             else "*fp64" if arg.endswith(("pointer", "before", "after"))
-            else "fp32" if arg.startswith("power") else "i32"
+            else "fp32" if arg.startswith("power") or arg in ("least", "tolerance") else "i32"
             for arg in function.arg_names
         }
         given = {arg: value for arg, value in constants.items() if arg in function.arg_names}

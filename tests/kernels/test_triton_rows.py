@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from types import ModuleType
 
 import pytest
@@ -124,6 +125,40 @@ def test_magnitude(
     for a, b in zip(found, want, strict=True):
         # the slope of w^(q−1) has up to seven times its rounding error
         size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
+        assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "p"),
+    [
+        ("kernels", torch.float32, 2.0),
+        ("kernels", torch.float64, 4 / 3),
+        ("split", torch.float32, 2.0),
+        pytest.param("split", torch.float64, 4 / 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_magnitude_with_signs(
+    request: pytest.FixtureRequest, where: str, dtype: torch.dtype, p: float
+) -> None:
+    """Of infinite entries, ties, zeros and a NaN."""
+    kernels = request.getfixturevalue(where)
+    if where == "split":
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        monkeypatch.setattr(sys.modules["khot._kernels.triton.magnitude"], "LAUNCHES", 8)
+    x, k = rows(21, dtype)
+    x, k, tau = x[[1, 2, 3]], k[[1, 2, 3]], torch.tensor(0.3, dtype=torch.float64)
+    x[2, :3] = torch.tensor([torch.inf, -torch.inf, -0.0])
+    got = kernels.magnitude_with_signs(x, k, tau, p)
+    y, hi, lo = magnitude.magnitude_with_signs(x.double(), k, tau, p)
+    assert error(got[0], y) <= ACCURACY[dtype]
+    v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rest = (k, hi, lo, tau, p)
+    v_lo = torch.linspace(-1, 1, len(x), dtype=torch.float64)
+    want = magnitude.magnitude_with_signs_backward(v, v_lo, x.double(), y, *rest)
+    found = kernels.magnitude_with_signs_backward(v.to(dtype), v_lo, x, y.to(dtype), *rest)
+    for a, b in zip(found, want, strict=True):
+        size = b[b.isfinite()].abs().max().item()
         assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
 
 

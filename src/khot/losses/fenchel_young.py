@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import greatest, widen
+from khot._core.precision import wide_dtype
+from khot._ops.fenchel_young import row_losses
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce
@@ -95,37 +96,26 @@ class FenchelYoungTopKLoss(nn.Module):
         x = arguments.rows(input, self.dim)
         k = arguments.per_row(self.k, "k", x, low=0, high=x.shape[-1]).detach()
         tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
-        T = _target_rows(target, input, self.dim, k)
+        T, share = _target_rows(target, input, self.dim, k)
         _, hi, lo = threshold_map(x, k, tau, self.cdf, "threshold")
-
-        # no score has an effect where nothing or everything is selected, and infinite scores never have one
-        infinite, settled = x.isinf(), (hi.abs() == greatest(hi)).unsqueeze(-1)
-        decided = infinite | settled
-        at_decided = torch.where(infinite, x > 0, hi.unsqueeze(-1) < 0).to(hi.dtype)
-        t_hi, t_lo = (v.unsqueeze(-1).masked_fill(settled, 0) for v in (hi, lo))
-        tau = widen(tau).unsqueeze(-1)
-        z = ((widen(x).masked_fill(decided, 0) - t_hi) - t_lo) / tau
-        # Every term is ≥ 0. t stays in the graph: it adds nothing to the gradient, but it does to the
-        # Hessian.
-        terms = tau * (self.cdf.conjugate(z) + self.cdf.potential(T) - z * T)
-        mismatch = torch.where((T - at_decided).abs() < 1e-6, 0.0, math.inf)
-        loss = torch.where(decided, mismatch, terms).sum(-1)
-        return reduce(torch.where(hi.isnan(), math.nan, loss), self.reduction).to(input.dtype)
+        loss = row_losses(x, T, share, hi, lo, tau, self.cdf)
+        return reduce(loss, self.reduction).to(input.dtype)
 
 
-def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> Tensor:
-    """The target with dim last, every row scaled so that it sums to k."""
+def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The target with dim last, and what each row has to be multiplied by so that it sums to k."""
     arguments.check_bool_or_real(target, "target")
     arguments.check_device(target, "target", input)
     if target.shape != input.shape:
         raise ValueError(
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
         )
-    T = arguments.check_values(arguments.rows(widen(target), dim), "target", low=0, high=1)
-    mass = torch.where(k == 0, 1, T.sum(-1) / k)
+    T = target if target.is_floating_point() else target.to(input.dtype)
+    T = arguments.check_values(arguments.rows(T, dim), "target", low=0, high=1)
+    sums = T.sum(-1, dtype=wide_dtype(T.device))
+    mass = torch.where(k == 0, 1, sums / k)
     short = mass < 1 - 1e-6
     if arguments.readable(short) and bool(short.any()):
-        least, total = (v.expand(short.shape)[short][0].item() for v in (k, T.sum(-1)))
+        least, total = (v.expand(short.shape)[short][0].item() for v in (k, sums))
         raise ValueError(f"each target row must sum to at least k = {least:.8g}, but one sums to {total:.8g}")
-    share = torch.where(short, math.nan, torch.where(k == 0, 0, 1 / mass))
-    return T * share.unsqueeze(-1)
+    return T, torch.where(short, math.nan, torch.where(k == 0, 0, 1 / mass))

@@ -183,7 +183,7 @@ def _draw(
 ) -> Tensor:
     """:func:`sample` of rows with the units along the last dim."""
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
-    if draw is pareto.draw and rows.is_cpu and rows.numel() and not sample_shape:
+    if draw is pareto.draw and rows.numel() and not sample_shape:
         seed = philox.new_seed(rows.device, generator)
         at_once = pareto.draw_at_once(rows, seed, _tolerance(rows))
         if at_once is not None:

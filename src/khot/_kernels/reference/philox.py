@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LOW", "cipher", "uniform", "uniform_kernel"]
+__all__ = ["KEY_STEPS", "LOW", "MULTIPLIERS", "ROUNDS", "cipher", "uniform", "uniform_kernel"]
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

@@ -18,7 +18,17 @@ cheap. Rows that are split take all passes that a row could need, and those that
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
+from khot._kernels.triton.counts import soft_count as soft_count
+from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
+from khot._kernels.triton.draws import order_sample as order_sample
+from khot._kernels.triton.draws import pareto_sample as pareto_sample
+from khot._kernels.triton.draws import tournament as tournament
+from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.forward import soft_topk as soft_topk
+from khot._kernels.triton.losses import fenchel_young as fenchel_young
+from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
+from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
+from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
@@ -34,17 +44,27 @@ from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
 __all__ = [
     "decay_scan",
+    "fenchel_young",
+    "fenchel_young_backward",
     "laplace_rank",
     "laplace_rank_backward",
     "laplace_sort",
     "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
+    "magnitude_with_signs",
+    "magnitude_with_signs_backward",
+    "order_sample",
     "order_statistics",
+    "pareto_sample",
+    "soft_count",
+    "soft_count_backward",
     "soft_topk",
     "soft_topk_backward",
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "sorted_soft_topk",
     "topk_mask",
+    "tournament",
+    "uniform",
 ]

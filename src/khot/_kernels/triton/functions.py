@@ -362,12 +362,13 @@ def place(parts):
 @triton.jit
 def chunks(
     fold: tl.constexpr, sums, given, pointer, stride, row, part, n, length,
-    COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr, CHUNK: tl.constexpr, ABSOLUTE: tl.constexpr = False,
 ):  # fmt: skip
-    """sums once fold(sums, given, x, valid, row, column) has seen the part's entries, a chunk at a time."""
+    """sums once fold(sums, given, x, valid, row, column) has seen the part's entries, or their absolute
+    values, a chunk at a time."""
     for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
         column = start + tl.arange(0, CHUNK)
         valid = (column < n)[None, :]
         x = tl.load(pointer + row * stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-        sums = fold(sums, given, x, valid, row, column)
+        sums = fold(sums, given, tl.abs(x) if ABSOLUTE else x, valid, row, column)
     return sums

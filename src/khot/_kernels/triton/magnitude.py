@@ -22,6 +22,17 @@ LAUNCHES = 24  # passes over a long row, most of which find it done
 
 
 @triton.jit
+def _signs(x, v, SIGNED: tl.constexpr):
+    """v with the signs of x: a result, or a cotangent. Where entries are SIGNED they stand for |x|."""
+    return tl.where(x < 0, -v, v) if SIGNED else v
+
+
+@triton.jit
+def _size(x, SIGNED: tl.constexpr):
+    return tl.abs(x) if SIGNED else x
+
+
+@triton.jit
 def _unpooled(s, tau, P: tl.constexpr):
     """v ≥ 0 with v + τ v^(p−1) = s, and s − v: see `selection.unpooled`."""
     if P == 2:
@@ -68,10 +79,11 @@ def _pooled_sums(s, valid, hi, lo, tau, P: tl.constexpr):
 
 
 @triton.jit
-def _write(pointer, offset, s, valid, hi, lo, tau, P: tl.constexpr):
+def _write(pointer, offset, x, valid, hi, lo, tau, P: tl.constexpr, SIGNED: tl.constexpr):
+    s = _size(x, SIGNED)
     _, y, alone, _ = _block(s, valid, hi, lo, tau, P)
     v, _ = _unpooled(s, tau.to(s.dtype)[:, None], P)
-    y = tl.where((hi != hi)[:, None], float("nan"), tl.where(alone, v, y))
+    y = tl.where((hi != hi)[:, None], float("nan"), _signs(x, tl.where(alone, v, y), SIGNED))
     tl.store(pointer + offset, y.to(pointer.dtype.element_ty), mask=valid)
 
 
@@ -137,14 +149,16 @@ def _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE: tl.cons
 def _resident(
     s_pointer, s_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
     rows, n, evaluations,
-    P: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
     there = row < rows
     valid = there[:, None] & (column < n)[None, :]
-    s = load(s_pointer, row, s_stride, column, valid, COMPUTE)
+    x = load(s_pointer, row, s_stride, column, valid, COMPUTE)
+    s = _size(x, SIGNED)
     k = tl.load(k_pointer + row * k_stride, mask=there, other=0.0).to(tl.float64)
     tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
     nan = tl.sum(tl.where(valid & (s != s), 1, 0), axis=1)
@@ -176,7 +190,7 @@ def _resident(
         running = tl.where(left > 0, tl.sum(tl.where(done > 0, 0, 1)), 0)
     tl.store(hi_pointer + row, hi, mask=there)
     tl.store(lo_pointer + row, lo, mask=there)
-    _write(out_pointer, row[:, None] * n + column[None, :], s, valid, hi, lo, tau, P)
+    _write(out_pointer, row[:, None] * n + column[None, :], x, valid, hi, lo, tau, P, SIGNED)
 
 
 @triton.jit
@@ -190,15 +204,16 @@ def _greatest_below(greatest, given, s, valid, row, column):
 def _part_below(
     s_pointer, s_stride, k_pointer, k_stride, counts_pointer, sums_pointer,
     rows, n, length, parts, wanted, unused,
-    COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+    SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The greatest of the part's entries that is less than the k-th largest."""
     row, part = place(parts)
     prefix, _, _ = digits(counts_pointer, rows, row, whole(k_pointer, k_stride, row), wanted)
     greatest = tl.zeros((1,), tl.float64) - float("inf")
     greatest = chunks(
-        _greatest_below, greatest, (prefix, unused), s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK
-    )
+        _greatest_below, greatest, (prefix, unused),
+        s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK, SIGNED,
+    )  # fmt: skip
     tl.store(sums_pointer + (row * parts + part) * 3 + tl.arange(0, 1), greatest)
 
 
@@ -249,7 +264,7 @@ def _add_sums(sums, given, s, valid, row, column):
 @triton.jit
 def _part_evaluate(
     s_pointer, s_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
-    P: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
     row, part = place(parts)
@@ -263,16 +278,17 @@ def _part_evaluate(
         zero = tl.zeros((1,), tl.float64)
         sums = chunks(
             _add_sums, (zero, zero, zero), (hi, lo, tau, P),
-            s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK,
+            s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK, SIGNED,
         )  # fmt: skip
         put(sums_after + (row * parts + part) * 3 + tl.arange(0, 1), sums)
 
 
 @triton.jit
-def _write_chunk(sums, given, s, valid, row, column):
+def _write_chunk(sums, given, x, valid, row, column):
     pointer, n, hi, lo, tau = given[:5]
     P: tl.constexpr = given[5]
-    _write(pointer, row * n + column[None, :], s, valid, hi, lo, tau, P)
+    SIGNED: tl.constexpr = given[6]
+    _write(pointer, row * n + column[None, :], x, valid, hi, lo, tau, P, SIGNED)
     return sums
 
 
@@ -280,7 +296,7 @@ def _write_chunk(sums, given, s, valid, row, column):
 def _part_write(
     s_pointer, s_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
     n, length, parts, count,
-    P: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     FINE: tl.constexpr = tl.float64 == COMPUTE
     row, part = place(parts)
@@ -293,16 +309,27 @@ def _part_write(
         tl.store(hi_pointer + one, hi)
         tl.store(lo_pointer + one, lo)
     chunks(
-        _write_chunk, (), (out_pointer, n, hi, lo, tau, P),
+        _write_chunk, (), (out_pointer, n, hi, lo, tau, P, SIGNED),
         s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK,
     )  # fmt: skip
 
 
 def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`selection.soft_topk_magnitude`, in Triton."""
-    batch, n = s.shape[:-1], s.shape[-1]
-    if n == 0 or p > 2:  # the kernels solve for a single entry by an equation that is convex for p ≤ 2 only
+    """`magnitude.soft_topk_magnitude`, in Triton."""
+    if s.shape[-1] == 0 or p > 2:  # the kernels solve for an entry by an equation that is convex for p ≤ 2
         return reference.soft_topk_magnitude(s, k, tau, p)
+    return _solve(s, k, tau, p, False)
+
+
+def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`magnitude.magnitude_with_signs`, in Triton."""
+    if x.shape[-1] == 0 or p > 2:
+        return reference.magnitude_with_signs(x, k, tau, p)
+    return _solve(x, k, tau, p, True)
+
+
+def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n = s.shape[:-1], s.shape[-1]
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo, rows = torch.empty_like(hi), hi.numel()
     if rows == 0:
@@ -313,23 +340,24 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
         layout.numbers(tau, batch, s.device),
     )
     which = {"P": float(p), "COMPUTE": layout.compute(s.dtype)}
+    form = {"SIGNED": signed}
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
             _resident[(triton.cdiv(rows, together),)](
                 *source, *k_row, *tau_row, y, hi, lo, rows, n, EVALUATIONS,
-                **which, TOGETHER=together, WIDTH=width, num_warps=warps,
+                **which, **form, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return y, hi, lo
         parts, length = layout.parts(rows, n)
-        counts, tally, unused = histograms(s, source, k_row, rows, n)
+        counts, tally, unused = histograms(s, source, k_row, rows, n, signed)
         wanted = counts.numel() // (rows * 256)
         sums = [hi.new_empty(rows * parts * 3) for _ in range(2)]
         state = [hi.new_empty(rows * 8) for _ in range(2)]
         chunk, padded = {"CHUNK": layout.CHUNK}, {"PARTS": triton.next_power_of_2(parts)}
         _part_below[(rows * parts,)](
             *source, *k_row, counts, sums[0], rows, n, length, parts, wanted, unused,
-            COMPUTE=which["COMPUTE"], **chunk,
+            COMPUTE=which["COMPUTE"], **form, **chunk,
         )  # fmt: skip
         _part_begin[(rows,)](
             *k_row, *tau_row, counts, tally, sums[0], state[0], rows, parts, wanted, unused, **which, **padded
@@ -338,7 +366,7 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
             a, b = count % 2, 1 - count % 2
             _part_evaluate[(rows * parts,)](
                 *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
-                **which, **chunk, **padded,
+                **which, **form, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
         _part_write[(rows * parts,)](
@@ -353,6 +381,7 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
             parts,
             LAUNCHES,
             **which,
+            **form,
             **chunk,
             **padded,
         )
@@ -385,8 +414,9 @@ def _rates(s, y, valid, hi, lo, tau, P: tl.constexpr):
 
 
 @triton.jit
-def _gradient_sums(s, y, v, valid, hi, lo, tau, P: tl.constexpr):
+def _gradient_sums(x, y, v, valid, hi, lo, tau, P: tl.constexpr, SIGNED: tl.constexpr):
     """#alone; Σr, Σrw, Σrv; and Σ v·(−∂out/∂τ)."""
+    s, y, v = _size(x, SIGNED), _size(y, SIGNED), _signs(x, v, SIGNED)
     _, fall, rate, w, alone = _rates(s, y, valid, hi, lo, tau, P)
     return (
         tl.sum(tl.where(alone, 1, 0), axis=1).to(tl.float64),
@@ -406,10 +436,13 @@ def _gradient_row(alone, mass, moment, through, falls, grad_lo, k, hi):
 
 
 @triton.jit
-def _gradient_write(pointer, offset, s, y, v, valid, hi, lo, tau, pull, P: tl.constexpr):
+def _gradient_write(
+    pointer, offset, x, y, v, valid, hi, lo, tau, pull, P: tl.constexpr, SIGNED: tl.constexpr
+):  # fmt: skip
+    s, y, v = _size(x, SIGNED), _size(y, SIGNED), _signs(x, v, SIGNED)
     own, _, rate, _, _ = _rates(s, y, valid, hi, lo, tau, P)
     ds = own * v + rate * (v + pull.to(s.dtype)[:, None])
-    ds = tl.where((hi != hi)[:, None], float("nan"), ds)
+    ds = tl.where((hi != hi)[:, None], float("nan"), _signs(x, ds, SIGNED))
     tl.store(pointer + offset, ds.to(pointer.dtype.element_ty), mask=valid)
 
 
@@ -418,7 +451,8 @@ def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
     ds_pointer, dtau_pointer, rows, n,
-    P: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
@@ -433,10 +467,11 @@ def _resident_backward(
     tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
     hi = tl.load(hi_pointer + row, mask=there, other=0.0)
     lo = tl.load(lo_pointer + row, mask=there, other=0.0)
-    alone, mass, moment, through, falls = _gradient_sums(s, y, v, valid, hi, lo, tau, P)
+    alone, mass, moment, through, falls = _gradient_sums(s, y, v, valid, hi, lo, tau, P, SIGNED)
     dtau, pull = _gradient_row(alone, mass, moment, through, falls, grad_lo, k, hi)
     tl.store(dtau_pointer + row, dtau, mask=there)
-    _gradient_write(ds_pointer, row[:, None] * n + column[None, :], s, y, v, valid, hi, lo, tau, pull, P)
+    offset = row[:, None] * n + column[None, :]
+    _gradient_write(ds_pointer, offset, s, y, v, valid, hi, lo, tau, pull, P, SIGNED)
 
 
 @triton.jit
@@ -452,10 +487,11 @@ def _load_both(given, s, valid, row, column):
 @triton.jit
 def _add_gradient_sums(sums, given, s, valid, row, column):
     P: tl.constexpr = given[4]
+    SIGNED: tl.constexpr = given[5]
     v, y = _load_both(given[0], s, valid, row, column)
     alone, mass, moment, through, falls = sums
     alone_c, mass_c, moment_c, through_c, falls_c = _gradient_sums(
-        s, y, v, valid, given[1], given[2], given[3], P
+        s, y, v, valid, given[1], given[2], given[3], P, SIGNED
     )
     return alone + alone_c, mass + mass_c, moment + moment_c, through + through_c, falls + falls_c
 
@@ -464,7 +500,7 @@ def _add_gradient_sums(sums, given, s, valid, row, column):
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, s_pointer, s_stride, y_pointer, y_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, sums_pointer, n, length, parts,
-    P: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     one = row + tl.arange(0, 1)
@@ -473,7 +509,7 @@ def _part_gradient_sums(
     zero = tl.zeros((1,), tl.float64)
     sums = chunks(
         _add_gradient_sums, (zero, zero, zero, zero, zero),
-        ((grad_pointer, grad_row, grad_column, y_pointer, y_stride), hi, lo, tau, P),
+        ((grad_pointer, grad_row, grad_column, y_pointer, y_stride), hi, lo, tau, P, SIGNED),
         s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK,
     )  # fmt: skip
     put(sums_pointer + (row * parts + part) * 5 + tl.arange(0, 1), sums)
@@ -482,9 +518,10 @@ def _part_gradient_sums(
 @triton.jit
 def _write_gradient(sums, given, s, valid, row, column):
     P: tl.constexpr = given[7]
+    SIGNED: tl.constexpr = given[8]
     v, y = _load_both(given[0], s, valid, row, column)
     pointer, n, hi, lo, tau, pull = given[1:7]
-    _gradient_write(pointer, row * n + column[None, :], s, y, v, valid, hi, lo, tau, pull, P)
+    _gradient_write(pointer, row * n + column[None, :], s, y, v, valid, hi, lo, tau, pull, P, SIGNED)
     return sums
 
 
@@ -493,7 +530,7 @@ def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer,
     ds_pointer, dtau_pointer, n, length, parts,
-    P: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     one = row + tl.arange(0, 1)
@@ -512,7 +549,10 @@ def _part_gradient_write(
         tl.store(dtau_pointer + one, dtau)
     chunks(
         _write_gradient, (),
-        ((grad_pointer, grad_row, grad_column, y_pointer, y_stride), ds_pointer, n, hi, lo, tau, pull, P),
+        (
+            (grad_pointer, grad_row, grad_column, y_pointer, y_stride), ds_pointer, n, hi, lo, tau, pull,
+            P, SIGNED,
+        ),
         s_pointer, s_stride, row, part, n, length, COMPUTE, CHUNK,
     )  # fmt: skip
 
@@ -534,10 +574,42 @@ def soft_topk_magnitude_backward(
     tau: Tensor,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """`selection.soft_topk_magnitude_backward`, in Triton."""
-    batch, n = s.shape[:-1], s.shape[-1]
-    if n == 0 or p > 2:
+    """`magnitude.soft_topk_magnitude_backward`, in Triton."""
+    if s.shape[-1] == 0 or p > 2:
         return reference.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p)
+    return _pull(grad, grad_lo, s, y, k, hi, lo, tau, p, False)
+
+
+def magnitude_with_signs_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """`magnitude.magnitude_with_signs_backward`, in Triton."""
+    if x.shape[-1] == 0 or p > 2:
+        return reference.magnitude_with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, p)
+    return _pull(grad, grad_lo, x, y, k, hi, lo, tau, p, True)
+
+
+def _pull(
+    grad: Tensor,
+    grad_lo: Tensor,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    signed: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, n = s.shape[:-1], s.shape[-1]
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     rows = dtau.numel()
     if rows == 0:
@@ -547,7 +619,7 @@ def soft_topk_magnitude_backward(
     cotangent, cotangent_lo = (incoming, *incoming.stride()), layout.numbers(grad_lo, batch, s.device)
     source, result = layout.rows(s, n), layout.rows(y, n)
     k_row, tau_row = layout.numbers(k, batch, s.device), layout.numbers(tau, batch, s.device)
-    which = {"P": float(p), "COMPUTE": layout.compute(s.dtype)}
+    which = {"P": float(p), "SIGNED": signed, "COMPUTE": layout.compute(s.dtype)}
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)

@@ -88,7 +88,7 @@ def whole(k_pointer, k_stride, row):
 def _part_digits(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer,
     rows, n, length, parts, done, shift,
-    COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr, CHUNK: tl.constexpr, ABSOLUTE: tl.constexpr,
 ):  # fmt: skip
     """Add the part to the histogram of digit number `done` over the keys that have the digits before it."""
     row, part = place(parts)
@@ -98,7 +98,7 @@ def _part_digits(
     zero = tl.zeros((), tl.int32)
     counts, nan, selectable, pinned = chunks(
         _count_digits, (counts, zero, zero, zero), (prefix, tl.minimum(done, 1), shift),
-        x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
+        x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK, ABSOLUTE,
     )  # fmt: skip
     tl.atomic_add(counts_pointer + (done * rows + row) * 256 + tl.arange(0, 256), counts)
     if done == 0:
@@ -108,10 +108,15 @@ def _part_digits(
 
 
 def histograms(
-    x: Tensor, source: tuple[Tensor, int], k: tuple[Tensor, int], rows: int, n: int
+    x: Tensor,
+    source: tuple[Tensor, int],
+    k: tuple[Tensor, int],
+    rows: int,
+    n: int,
+    absolute: bool = False,
 ) -> tuple[Tensor, Tensor, int]:
-    """Counts (digits, rows, 256) of the digits of the k-th largest keys; a tally a row of NaN, selectable and
-    +inf; and how many bits below the digits are 0 in every key."""
+    """Counts (digits, rows, 256) of the digits of the k-th largest keys, of x or of |x|; a tally a row of
+    NaN, selectable and +inf; and how many bits below the digits are 0 in every key."""
     parts, length = layout.parts(rows, n)
     bits = 64 if x.dtype == torch.float64 else 32
     unused = 16 if x.dtype == torch.bfloat16 else 0
@@ -121,7 +126,7 @@ def histograms(
     for done in range(count):
         _part_digits[(rows * parts,)](
             *source, *k, counts, tally, rows, n, length, parts, done, bits - 8 * (done + 1),
-            COMPUTE=layout.compute(x.dtype), CHUNK=layout.CHUNK,
+            COMPUTE=layout.compute(x.dtype), CHUNK=layout.CHUNK, ABSOLUTE=absolute,
         )  # fmt: skip
     return counts, tally, unused
 

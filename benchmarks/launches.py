@@ -1,0 +1,146 @@
+"""How many kernels a GPU is asked to launch: `python -m benchmarks.launches`. Needs no GPU.
+
+Counts, for single operators, the launches of their Triton kernels and torch operations that are not views:
+with the Triton kernels, which are not run here, and with the reference kernels, which a GPU used before it
+had these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RESULTS = Path(__file__).parent / "results" / "launches.md"
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias"}
+SEED = torch.tensor(1)
+
+
+class Case(NamedTuple):
+    name: str
+    shape: str
+    arguments: tuple[Any, ...]
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch operations that are not views, those within the reference kernels included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from khot._core.dispatch import OPERATORS
+
+        if func.namespace == "khot":
+            with self:
+                return OPERATORS[func._schema.name.partition("::")[2]].kernel(*args, **(kwargs or {}))
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not view and func._schema.name.partition("::")[2] not in FREE:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cases() -> Iterator[Case]:
+    one = torch.ones((), dtype=torch.float64, device="meta")
+    # the reference needs values of the samplers, and of all others only their shapes
+    for rows, n in ((4_096, 64), (64, 4_096), (1, 100_000)):
+        probs = torch.full((rows, n), 0.25)
+        yield Case("uniform", f"({rows:,}, {n:,})", (SEED, rows, n, 0))
+        yield Case("pareto_sample", f"({rows:,}, {n:,})", (probs, SEED, 2.5, 1e-6))
+        size = torch.full((rows,), n // 4)
+        yield Case("order_sample", f"({rows:,}, {n:,})", (torch.logit(probs.double()), size, SEED))
+        yield Case("tournament", f"({rows:,}, {n:,})", (probs.double(), SEED))
+    for rows, n, m in ((4_096, 64, 64), (100, 10_000, 1), (100, 1_000, 1_000)):
+        x, at = _nothing(rows, n), _nothing(rows, m)
+        key = (x, at, one, "logistic", 0.0, True)
+        yield Case("soft_count", f"({rows:,}, {n:,}), {m:,} levels", key)
+        grad = torch.empty_like(at, dtype=torch.float64)
+        yield Case("soft_count_backward", f"({rows:,}, {n:,}), {m:,} levels", (grad, *key))
+    for rows, n in ((4_096, 64), (1, 1_000_000)):
+        x, wide = _nothing(rows, n), torch.empty(rows, dtype=torch.float64, device="meta")
+        k = one
+        shape = f"({rows:,}, {n:,})"
+        yield Case("magnitude_with_signs", shape, (x, k, one, 2.0))
+        yield Case("magnitude_with_signs_backward", shape, (x, wide, x, x, k, wide, wide, one, 2.0))
+        yield Case("laplace_rank", shape, (x, one))
+        given = (x, x, wide, wide, wide, one, "logistic", 0.0)
+        yield Case("fenchel_young", shape, given)
+        yield Case("fenchel_young_backward", shape, (wide, *given))
+
+
+def _nothing(rows: int, n: int) -> Tensor:
+    return torch.empty(rows, n, device="meta")
+
+
+@contextmanager
+def _stubbed(launched: list[str]) -> Iterator[None]:
+    """Triton's launches are noted, and nothing else."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    def note(kernel: Any, *_: Any, **__: Any) -> None:
+        launched.append(kernel.fn.__name__)
+
+    run = InterpretedFunction.run
+    InterpretedFunction.run = note
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
+def by_triton(case: Case) -> int:
+    from khot._kernels import triton
+
+    launched: list[str] = []
+    with _stubbed(launched), Launches() as operations:
+        getattr(triton, case.name)(*case.arguments)
+    return len(launched) + operations.count
+
+
+def by_reference(case: Case) -> int | None:
+    """None where the kernel needs values that are not there."""
+    from khot._core.dispatch import OPERATORS
+
+    try:
+        with Launches() as operations:
+            OPERATORS[case.name].kernel(*case.arguments)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return operations.count
+
+
+def table() -> str:
+    lines = ["| operator | shape | launches | with the reference kernels |", "| --- | --- | --- | --- |"]
+    for case in cases():
+        before = by_reference(case)
+        cells = (
+            f"`{case.name}`",
+            case.shape,
+            f"{by_triton(case):,}",
+            "–" if before is None else f"{before:,}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    argparse.ArgumentParser(
+        prog="benchmarks.launches", description=(__doc__ or "").partition("\n")[0]
+    ).parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise SystemExit("benchmarks.launches stubs Triton's interpreter: set TRITON_INTERPRET=1")
+    import triton
+
+    text = f"# Launches of single operators\n\ntorch {torch.__version__}, Triton {triton.__version__}.\n\n"
+    RESULTS.write_text(text + table() + "\n\n" + (__doc__ or "").partition("\n\n")[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

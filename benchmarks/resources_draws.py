@@ -1,0 +1,150 @@
+"""What the kernels of draws and of soft counts compile to: a part of `python -m benchmarks.resources`.
+
+Instructions are all of a kernel, divided by the entries (and levels) that a thread holds at a time. A draw
+computes a uniform number for each: ten rounds of Philox, of which two entries share one, take about 40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from khot._kernels.triton import counts, draws, losses
+
+REGISTERS = 128
+
+
+class Case(NamedTuple):
+    """A kernel at the constants that it runs with, and the instructions per entry that it may take."""
+
+    kernel: Any
+    shape: str
+    constants: dict[str, Any]
+    warps: int
+    held: float  # entries, or entries times levels, of a thread
+    bound: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.kernel.fn.__name__} {self.shape}"
+
+
+def _pareto(n: int, bound: float) -> Case:
+    pieces, pairs, warps = draws.pieces(n)
+    return Case(
+        draws._pareto, f"n = {n:,}", {"PIECES": pieces, "PAIRS": pairs}, warps,
+        pieces * pairs / 16 / warps, bound,
+    )  # fmt: skip
+
+
+def _tile(kernel: Any, cdf: int, height: int, bound: float, **more: int) -> Case:
+    width = min(counts.TILE // height, counts.ENTRIES)
+    constants = {
+        "CDF": cdf, "CENTRED": True, "COMPUTE": tl.float32, "EXACT": True,
+        "HEIGHT": height, "WIDTH": width, **more,
+    }  # fmt: skip
+    shape = f"CDF {cdf}, {height} levels at a time"
+    return Case(kernel, shape, constants, 4, height * width / 128, bound)
+
+
+def cases() -> list[Case]:
+    many = {"MANY": counts.MANY}
+    chunk = {"PAIRS": draws.CHUNK // 2}
+    return [
+        _pareto(64, 260),
+        _pareto(1_000, 190),
+        _pareto(4_096, 175),
+        Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 90),
+        Case(draws._part_keys, "long rows", {"PARTS": 512, **chunk}, 4, draws.CHUNK / 128, 300),
+        Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170),
+        Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
+        Case(draws._duels, "2,048 units", {"WIDTH": 2048, "LEVELS": 11, "LAST": True}, 8, 8, 310),
+        *(_tile(counts._count, cdf, 32, bound, **many) for cdf, bound in enumerate((85, 74, 154, 70, 105))),
+        _tile(counts._count, 0, 1, 110, **many),
+        *(
+            _tile(counts._count_densities, cdf, 32, bound, **many)
+            for cdf, bound in enumerate((90, 75, 80, 71, 119))
+        ),
+        *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
+        *(_loss(losses._losses, cdf) for cdf in range(5)),
+        *(_loss(losses._pull_losses, cdf) for cdf in range(5)),
+    ]
+
+
+def _loss(kernel: Any, cdf: int) -> Case:
+    """In float64, of which an exponential and a logarithm take many."""
+    constants = {"CDF": cdf, "CHUNK": losses.CHUNK}
+    bound = 1_700 if cdf == 2 else 800  # the normal CDF's potential needs a quantile
+    return Case(kernel, f"CDF {cdf}", constants, losses.WARPS, losses.CHUNK / 32 / losses.WARPS, bound)
+
+
+class Line(NamedTuple):
+    number: int  # of the case, since a kernel cannot be sent to another process
+    found: Any  # Counts of benchmarks.resources
+
+    @property
+    def case(self) -> Case:
+        return cases()[self.number]
+
+    @property
+    def per_entry(self) -> float:
+        return float(self.found.instructions / self.case.held)
+
+    def faults(self) -> Iterator[str]:
+        for what, value, limit in (
+            ("instructions per entry", self.per_entry, self.case.bound),
+            ("registers", self.found.registers, REGISTERS),
+            ("spills", self.found.spills, 0),
+        ):
+            if value > limit:
+                yield f"{self.case.id}: {value:.1f} {what}, and {limit} are allowed"
+
+
+TYPES = {
+    "x_pointer": "*fp32", "out_pointer": "*fp32", "at_pointer": "*fp32", "dx_pointer": "*fp32",
+    "target_pointer": "*fp32", "seed_pointer": "*i64", "keys_pointer": "*i64", "drawn_pointer": "*i1",
+    "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32", "below_pointer": "*i32",
+    "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32", "x_after": "*fp64",
+    "power_high": "fp32", "power_low": "fp32",
+}  # fmt: skip
+
+
+def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
+    case = cases()[number]
+    names = case.kernel.arg_names
+    signature = {
+        name: "constexpr" if name in case.constants
+        else TYPES.get(name, "*fp64" if name.endswith("_pointer") else "i32")
+        for name in names
+    }  # fmt: skip
+    if case.kernel is draws._duels:
+        signature |= {"out_pointer": "*i1", "x_pointer": "*fp64"}
+    source = ASTSource(
+        case.kernel,
+        signature,
+        {(names.index(name),): value for name, value in case.constants.items()},
+        {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if name.endswith("_pointer") and name not in case.constants
+        },
+    )
+    binary = triton.compile(source, target=target, options={"num_warps": case.warps})
+    return Line(number, read(binary.asm["cubin"]))
+
+
+def table(lines: list[Line]) -> str:
+    head = ["kernel", "instructions per entry", "bound", "registers", "spills", "instructions"]
+    body = [
+        [
+            f"`{each.case.kernel.fn.__name__}` {each.case.shape}".rstrip(), f"{each.per_entry:.1f}",
+            f"{each.case.bound:.0f}", str(each.found.registers), str(each.found.spills),
+            f"{each.found.instructions:,}",
+        ]
+        for each in lines
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])

@@ -1,0 +1,284 @@
+"""The soft count at the levels of a row, and its gradients: tiles of levels and entries, which stay on chip.
+
+Sums over entries and sums over levels each have a kernel, in which a program holds the terms of its own sums
+and walks along the others. They compute the density twice, and every sum is added in the same order each
+time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout
+from khot._kernels.triton.fast import joined
+from khot._kernels.triton.functions import POWER, full_support, median, place, side
+
+TILE = 2048  # entries times levels that a program holds at a time, in float32
+LEVELS, ENTRIES = 32, 1024  # at most, in a tile: more take too many registers
+MANY = 16  # tiles are added up in the entries' dtype before their sums go to float64
+STEEPEST = tl.constexpr(1e38)  # of 1/τ in float32, where nothing but the sign of x − b matters
+FAR = tl.constexpr(1e30)  # in τ: f is 0 there, and 0·inf would be NaN
+SIZES = ["m", "groups", "length", "parts"]  # for which Triton need not compile anew
+
+
+@triton.jit
+def _scale(tau_pointer, tau_stride, row, COMPUTE: tl.constexpr):
+    """1/τ, NaN if there is none."""
+    tau = tl.load(tau_pointer + row * tau_stride).to(tl.float64)
+    scale = tl.where((tau > 0) & (tau < float("inf")), 1 / tau, float("nan"))
+    if tl.float32 == COMPUTE:
+        scale = tl.where(scale > STEEPEST, STEEPEST, scale)
+    return scale.to(COMPUTE)
+
+
+@triton.jit
+def _load_entries(pointer, there, other, COMPUTE: tl.constexpr):
+    x = tl.load(pointer, mask=there, other=other)
+    return x.to(tl.float32).to(COMPUTE) if x.dtype != tl.float64 else x.to(COMPUTE)
+
+
+@triton.jit
+def _load_levels(pointer, there, COMPUTE: tl.constexpr):
+    """The levels as high + low, with 0 for infinite ones, and the levels themselves."""
+    level = tl.load(pointer, mask=there, other=0.0)
+    finite = tl.where(tl.abs(level) == float("inf"), 0.0, level)
+    high = finite.to(COMPUTE)
+    return high, (finite.to(tl.float64) - high.to(tl.float64)).to(COMPUTE), level
+
+
+@triton.jit
+def _distance(x, high, low, scale, EXACT: tl.constexpr):
+    """(x − b)/τ; EXACT where b = high."""
+    return (x - high) * scale if EXACT else ((x - high) - low) * scale
+
+
+@triton.jit
+def _median(power, CDF: tl.constexpr):
+    """Of Power, with all digits; the solver needs fewer."""
+    return tl.exp(-0.6931471805599453 / power)
+
+
+@triton.jit
+def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
+    if CENTRED:
+        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
+    tail, _ = side(z, z, False, 0.0, power, CDF)
+    F = tl.where(z > 0, 1 - tail, tail) if full_support(CDF) else tl.where(z >= 1, 1.0, tail)
+    return tl.where(z == z, F, z)
+
+
+@triton.jit
+def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
+    if CENTRED:
+        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
+    _, density = side(z, z, False, 0.0, power, CDF)
+    return tl.where(z == z, density, z)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _count(
+    x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
+    parts,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Σ F over one part of a row, at some of its levels."""
+    power = joined(power_high, power_low)
+    cell, part = place(parts)
+    row, group = cell // groups, (cell % groups).to(tl.int32)
+    at = group * HEIGHT + tl.arange(0, HEIGHT)
+    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+    x_pointer += row * x_stride
+    stop = tl.minimum(n, (part + 1) * length)
+    count = tl.zeros((HEIGHT,), tl.float64)
+    for begin in range(part * length, stop, MANY * WIDTH):
+        total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+        for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            # F is 0 beyond the row
+            x = _load_entries(x_pointer + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+            total += distribution(z, power, CDF, CENTRED)
+        count += tl.sum(total, axis=1).to(tl.float64)
+    infinite = tl.abs(level) == float("inf")
+    if tl.sum(tl.where(infinite, 1, 0)) > 0:
+        # there the infinite entries count: those above a level of +inf, all but those below one of −inf
+        own = 0.5 if CENTRED else 0.0
+        first = tl.zeros((WIDTH,), tl.float64)
+        last = tl.zeros((WIDTH,), tl.float64)
+        for start in range(part * length, stop, WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            x = _load_entries(x_pointer + column, column < n, 0.0, COMPUTE)
+            first += tl.where(x == float("inf"), 1 - own, 0.0)
+            last += tl.where(column < n, tl.where(x == float("-inf"), own, 1.0), 0.0)
+        ends = tl.where(level > 0, tl.sum(first, axis=0), tl.sum(last, axis=0))
+        count = tl.where(infinite & (count == count), ends, count)
+    tl.store(sums_pointer + (row * m + at) * parts + part, count, mask=at < m)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _count_densities(
+    x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
+    parts,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Σ f and Σ f·(x − b)/τ over one part of a row, at some of its levels."""
+    power = joined(power_high, power_low)
+    cell, part = place(parts)
+    row, group = cell // groups, (cell % groups).to(tl.int32)
+    at = group * HEIGHT + tl.arange(0, HEIGHT)
+    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    high, low, _ = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+    x_pointer += row * x_stride
+    stop = tl.minimum(n, (part + 1) * length)
+    mass = tl.zeros((HEIGHT,), tl.float64)
+    moment = tl.zeros((HEIGHT,), tl.float64)
+    for begin in range(part * length, stop, MANY * WIDTH):
+        total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+        total_z = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+        for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            x = _load_entries(x_pointer + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+            f = _pdf(z, power, CDF, CENTRED)
+            total += f
+            total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
+        mass += tl.sum(total, axis=1).to(tl.float64)
+        moment += tl.sum(total_z, axis=1).to(tl.float64)
+    sums = sums_pointer + ((row * m + at) * parts + part) * 2
+    tl.store(sums, mass, mask=at < m)
+    tl.store(sums + 1, moment, mask=at < m)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _pull_levels(
+    grad_pointer, grad_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, dat_pointer,
+    dtau_pointer, m, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a row's levels, −vΣf/τ, and of τ, −Σv Σ f·(x − b)/τ²; 0 at infinite levels."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = _scale(tau_pointer, tau_stride, row, tl.float64)
+    part = tl.arange(0, PARTS)
+    dtau = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, m, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        there = at < m
+        level = tl.load(at_pointer + row * at_stride + at, mask=there, other=0.0)
+        v = tl.load(grad_pointer + row * grad_stride + at, mask=there, other=0.0).to(tl.float64)
+        v = tl.where(tl.abs(level) == float("inf"), 0.0, v)
+        sums = sums_pointer + ((row * m + at[:, None]) * parts + part[None, :]) * 2
+        inside = there[:, None] & (part < parts)[None, :]
+        mass = tl.sum(tl.load(sums, mask=inside, other=0.0), axis=1)
+        moment = tl.sum(tl.load(sums + 1, mask=inside, other=0.0), axis=1)
+        dat = (-v * mass * scale).to(dat_pointer.dtype.element_ty)
+        tl.store(dat_pointer + row * m + at, dat, mask=there)
+        dtau -= v * moment * scale
+    tl.store(dtau_pointer + row, tl.sum(dtau, axis=0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _pull_entries(
+    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride,
+    dx_pointer, n, m, parts,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradients of some of a row's entries, Σ v f/τ over the levels."""
+    power = joined(power_high, power_low)
+    row, part = place(parts)
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    x = _load_entries(x_pointer + row * x_stride + column, column < n, 0.0, COMPUTE)
+    total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+    for start in range(0, m, HEIGHT):
+        at = start + tl.arange(0, HEIGHT)
+        high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+        v = tl.load(grad_pointer + row * grad_stride + at, mask=at < m, other=0.0).to(COMPUTE)
+        v = tl.where(tl.abs(level) == float("inf"), 0.0, v)
+        z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+        total += v[:, None] * _pdf(z, power, CDF, CENTRED)
+    dx = tl.sum(total, axis=0) * scale
+    if dx_pointer.dtype.element_ty != tl.float64:
+        dx = dx.to(tl.float32)  # half precision in two steps
+    tl.store(dx_pointer + row * n + column, dx.to(dx_pointer.dtype.element_ty), mask=column < n)
+
+
+KERNELS = (_count, _count_densities, _pull_levels, _pull_entries)
+
+
+class _Tile:
+    """How a call is cut into tiles."""
+
+    def __init__(self, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> None:
+        batch, n, m = x.shape[:-1], x.shape[-1], at.shape[-1]
+        F, compute = cdfs.resolve(cdf, shape), layout.compute(x.dtype, tau)
+        size = TILE if compute == tl.float32 else TILE // 2
+        self.rows, self.height = batch.numel(), min(LEVELS, triton.next_power_of_2(m))
+        self.width = min(size // self.height, ENTRIES, triton.next_power_of_2(n))
+        self.groups = triton.cdiv(m, self.height)
+        # a row with few levels is split among programs
+        wanted = max(1, layout.PROGRAMS // (self.rows * self.groups))
+        self.parts = min(triton.cdiv(n, MANY * self.width), wanted)
+        self.length = triton.cdiv(triton.cdiv(n, self.parts), self.width) * self.width
+        self.parts = triton.cdiv(n, self.length)
+        self.x, self.at = layout.rows(x, n), layout.rows(at, m)
+        self.tau, self.power = layout.numbers(tau, batch, x.device), layout.power(F)
+        self.which = {
+            "CDF": layout.cdf_id(cdf),
+            "CENTRED": centred,
+            "COMPUTE": compute,
+            "EXACT": at.dtype != torch.float64 or compute == tl.float64,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "num_warps": min(4, max(1, self.height * self.width // 256)),
+        }
+
+
+def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+    """`soft_count.soft_count`, in Triton."""
+    n, m = x.shape[-1], at.shape[-1]
+    if x.numel() == 0 or m == 0:
+        return torch.zeros(at.shape, dtype=torch.float64, device=x.device)
+    tile = _Tile(x, at, tau, cdf, shape, centred)
+    sums = torch.empty((*at.shape, tile.parts), dtype=torch.float64, device=x.device)
+    with torch.cuda.device_of(x):
+        _count[(tile.rows * tile.groups * tile.parts,)](
+            *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
+            *tile.power, **tile.which, MANY=MANY,
+        )  # fmt: skip
+    return sums.squeeze(-1) if tile.parts == 1 else sums.sum(-1)
+
+
+def soft_count_backward(
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`soft_count.soft_count_backward`, in Triton."""
+    n, m = x.shape[-1], at.shape[-1]
+    dx, dat = x.new_empty(x.shape), at.new_empty(at.shape)
+    dtau = torch.empty(x.shape[:-1], dtype=torch.float64, device=x.device)
+    if x.numel() == 0 or m == 0:
+        return dx.zero_(), dat.zero_(), dtau.zero_()
+    tile = _Tile(x, at, tau, cdf, shape, centred)
+    incoming = layout.rows(grad.expand(at.shape), m)
+    sums = torch.empty(tile.rows * m * tile.parts * 2, dtype=torch.float64, device=x.device)
+    width = min(triton.next_power_of_2(m), 1024 // triton.next_power_of_2(tile.parts))
+    entries = triton.cdiv(n, tile.width)
+    with torch.cuda.device_of(x):
+        _count_densities[(tile.rows * tile.groups * tile.parts,)](
+            *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
+            *tile.power, **tile.which, MANY=MANY,
+        )  # fmt: skip
+        _pull_levels[(tile.rows,)](
+            *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
+            WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
+        )  # fmt: skip
+        _pull_entries[(tile.rows * entries,)](
+            *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, *tile.power, **tile.which
+        )
+    return dx, dat, dtau

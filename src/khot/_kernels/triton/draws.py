@@ -1,0 +1,533 @@
+"""Uniform random numbers, and the draws of k units that stand on them.
+
+A number is computed where it is needed, from the seed, the row and the column (`_kernels.reference.philox`),
+so that a draw reads the probabilities and writes the sample, and nothing else passes through memory.
+
+Pareto sampling compares the odds e^(logit U − θ) instead of their logarithms. Of these about k lie below 1,
+with a standard deviation of 1/√d, d = Σπ(1 − π): the threshold is sought from there, by the number of keys
+below a guess. A row that one program holds takes one launch. A longer one takes three: its sums; its keys, of
+which only those near 1 are kept; and the choice among these.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import draws as reference
+from khot._kernels.reference import philox
+from khot._kernels.triton import layout
+from khot._kernels.triton.fast import LOG2E, reciprocal, total
+from khot._kernels.triton.functions import place
+from khot._kernels.triton.selection import topk_mask
+
+HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
+PIECE = 4  # entries of a thread in a piece
+MOST_PARTS = 512  # of a row, each of which reads the sums of all
+CHUNK = 512  # entries of a long row that a program holds at a time
+NODES = 2048  # units of a tournament that one program plays off
+# The k-th key lies within so many standard deviations, but for one row in 10⁷. Other rows are left to the
+# reference, which gives the same sample.
+DEVIATIONS = tl.constexpr(5.5)
+GUESSES = tl.constexpr(12)  # by interpolation, before bisection takes over
+ROUNDS = tl.constexpr(philox.ROUNDS)
+MULTIPLIER_A, MULTIPLIER_B = (tl.constexpr(m) for m in philox.MULTIPLIERS)
+STEP_A, STEP_B = (tl.constexpr(s) for s in philox.KEY_STEPS)
+UNBOUNDED = tl.constexpr(0x7FF0000000000000)  # the bits of +inf, which no key exceeds
+SIZES = ["parts", "length", "capacity", "nodes", "column"]  # for which Triton need not compile anew
+
+# ------------------------------------------------------------------------------- uniform random numbers
+
+
+@triton.jit
+def _midpoint(high, low):
+    """(x + ½)/2⁵² for the upper 52 of 64 bits: 1 + x/2⁵² less 1 − 2⁻⁵³."""
+    bits = (high.to(tl.uint64) << 20) | (low >> 12).to(tl.uint64) | 0x3FF0000000000000
+    return bits.to(tl.float64, bitcast=True) - 0.99999999999999988898
+
+
+@triton.jit
+def uniforms(seed, row, block):
+    """The uniforms of the columns 2·block and 2·block + 1, in float64."""
+    k, m = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    block, row = block.to(tl.int64), block * 0 + row
+    a, b, c, d = (
+        block.to(tl.uint32),
+        (block >> 32).to(tl.uint32),
+        row.to(tl.uint32),
+        (row >> 32).to(tl.uint32),
+    )
+    for _ in tl.static_range(ROUNDS):
+        p, q = a.to(tl.uint64) * MULTIPLIER_A, c.to(tl.uint64) * MULTIPLIER_B
+        a, b = (q >> 32).to(tl.uint32) ^ b ^ k, q.to(tl.uint32)
+        c, d = (p >> 32).to(tl.uint32) ^ d ^ m, p.to(tl.uint32)
+        k, m = k + STEP_A, m + STEP_B
+    return _midpoint(b, a), _midpoint(d, c)
+
+
+@triton.jit
+def _columns(pair):
+    """Both columns of a pair, (pairs, 2)."""
+    return 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _uniform(seed_pointer, out_pointer, n, offset, parts, PAIRS: tl.constexpr):
+    row, part = place(parts)
+    pair = (part * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)
+    first, second = uniforms(tl.load(seed_pointer), row, offset // 2 + pair)
+    column = _columns(pair) - offset % 2
+    there = (column >= 0) & (column < n)
+    tl.store(out_pointer + row * n + column, tl.join(first, second), mask=there)
+
+
+def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
+    """`philox.uniform_kernel`, in Triton."""
+    out = torch.empty((rows, n), dtype=torch.float64, device=seed.device)
+    if out.numel() == 0:
+        return out
+    pairs = min(triton.next_power_of_2(n // 2 + 1), CHUNK // 2)
+    parts = triton.cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
+    with torch.cuda.device_of(seed):
+        _uniform[(rows * parts,)](seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
+    return out
+
+
+# -------------------------------------------------------------------------------------- order sampling
+
+
+@triton.jit
+def _double(x):
+    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _part_order_keys(
+    theta_pointer, theta_stride, seed_pointer, out_pointer, n, parts, PAIRS: tl.constexpr
+):  # fmt: skip
+    """θ − logit U, the greatest of which are chosen; finite, so that k of them always are."""
+    row, part = place(parts)
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    column = _columns(pair)
+    there = column < n
+    theta = tl.load(theta_pointer + row * theta_stride + column, mask=there, other=0.0)
+    theta = _double(theta)
+    first, second = uniforms(tl.load(seed_pointer), row, pair)
+    u = tl.join(first, second)
+    key = theta - tl.log(u / (1 - u))
+    # a unit whose θ is NaN comes last
+    key = tl.where(theta == theta, tl.minimum(tl.maximum(key, -1.6e308), 1.6e308), -1.7e308)
+    tl.store(out_pointer + row * n + column, key, mask=there)
+
+
+def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
+    """`draws.order_sample`, in Triton."""
+    n = theta.shape[-1]
+    if theta.numel() == 0:
+        return torch.empty_like(theta, dtype=torch.bool, memory_format=torch.contiguous_format)
+    keys = torch.empty(theta.shape, dtype=torch.float64, device=theta.device)
+    pairs = min(triton.next_power_of_2(triton.cdiv(n, 2)), CHUNK // 2)
+    parts = triton.cdiv(n, 2 * pairs)
+    with torch.cuda.device_of(theta):
+        _part_order_keys[(theta.numel() // n * parts,)](
+            *layout.rows(theta, n), seed, keys, n, parts, PAIRS=pairs, num_warps=4
+        )
+    return topk_mask(keys, k).bool()
+
+
+# ------------------------------------------------------------------------------------- Pareto sampling
+
+
+@triton.jit
+def _two_numbers(pointer, pair, n):
+    """p of both columns of each pair, and 0 beyond the row."""
+    column = _columns(pair)
+    return tl.split(tl.load(pointer + column, mask=column < n, other=0.0))
+
+
+@triton.jit
+def _moments(first, second):
+    """Of two probabilities: their sum, the sum of p − p², and 1 where one of them is none."""
+    a, b = _double(first), _double(second)
+    fair = (first >= 0) & (first <= 1) & (second >= 0) & (second <= 1)
+    return a + b, (a - a * a) + (b - b * b), tl.where(fair, 0.0, 1.0)
+
+
+@triton.jit
+def _plan(total, variance, wrong, least, tolerance):
+    """How many units are drawn, of which a phantom with the probability that follows; d; and whether the
+    formula of the adjustment holds."""
+    nearest = tl.floor(total + 0.5)
+    phantom = tl.where(tl.abs(total - nearest) <= tolerance, 0.0, tl.ceil(total) - total)
+    d = variance + (phantom - phantom * phantom)
+    fair = (wrong == 0) & (d >= least)
+    k = tl.where(fair, tl.floor(total + phantom + 0.5), 1.0).to(tl.int32)
+    return k, tl.where(fair, phantom, 0.0), tl.where(fair, d, 1.0), fair
+
+
+@triton.jit
+def _key(p, u, scale):
+    """The bits of e^(logit u − θ), which are in the order of the numbers, for
+    θ = logit p − p(1 − p)(p − ½)/d².
+
+    As d ≥ 2.5, the last term is less than 0.008, and its exponential's series needs few terms.
+    """
+    q = 1 - p
+    a = p * q * (p - 0.5) * scale
+    power = 1 + a * (1 + a * (1 / 2 + a * (1 / 6 + a * (1 / 24 + a * (1 / 120 + a * (1 / 720))))))
+    return (u * q * power / ((1 - u) * p)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _keys(first, second, pair, seed, row, n, phantom, scale):
+    """The keys of both columns of each pair, with the phantom unit after the row."""
+    first, second = _double(first), _double(second)
+    first = tl.where(2 * pair == n, phantom, first)
+    second = tl.where(2 * pair + 1 == n, phantom, second)
+    u, v = uniforms(seed, row, pair)
+    return _key(first, u, scale), _key(second, v, scale)
+
+
+@triton.jit
+def _as_key(x):
+    return x.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _guess(at, count, k, low, high, below, above, per_key, tries):
+    """The next guess of the threshold and the next bracket, from the number of keys up to the last guess.
+
+    Up to low there are `below` keys, less than k, and up to high `above`, more than k.
+    """
+    low, below = tl.where(count < k, at, low), tl.where(count < k, count, below)
+    high, above = tl.where(count > k, at, high), tl.where(count > k, count, above)
+    # an empty side is stepped towards, further every time, by the keys' density
+    step = (k - count).to(tl.float32) * (1 + tries) * per_key
+    step = tl.minimum(tl.maximum(step * LOG2E, -60.0), 60.0)
+    stepped = at.to(tl.float64, bitcast=True) * tl.exp2(step).to(tl.float64)
+    share = ((k - below).to(tl.float32) + 0.5) * reciprocal((above - below + 1).to(tl.float32))
+    start = tl.where(low < 0, 0, low).to(tl.float64, bitcast=True)
+    between = start + (high.to(tl.float64, bitcast=True) - start) * share.to(tl.float64)
+    guess = _as_key(tl.where((low < 0) | (high == UNBOUNDED), stepped, between))
+    middle = low + ((high - low) >> 1)
+    at = tl.where((guess > low) & (guess < high) & (tries < GUESSES), guess, middle)
+    return at, low, high, below, above
+
+
+@triton.jit
+def _pareto(
+    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, n, least, tolerance,
+    PIECES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    p = ()
+    sums = _moments(tl.zeros((PAIRS,), tl.float32), tl.zeros((PAIRS,), tl.float32))
+    for i in tl.static_range(PIECES):
+        first, second = _two_numbers(x_pointer + row * x_stride, i * PAIRS + pair, n)
+        p = p + (first, second)  # type: ignore[assignment]  # noqa: RUF005
+        more = _moments(first, second)
+        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+    sums = total(sums, 1)
+    k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], least, tolerance)
+    seed, scale = tl.load(seed_pointer), 1 / (d * d)
+    keys = ()
+    for i in tl.static_range(PIECES):
+        keys = keys + _keys(p[2 * i], p[2 * i + 1], i * PAIRS + pair, seed, row, n, phantom, scale)
+
+    at, low, high = _as_key(d * 0 + 1.0), _as_key(d * 0) - 1, _as_key(d * 0 + float("inf"))
+    below, above = k * 0, k * 0 + 2 * PIECES * PAIRS
+    per_key, tries = reciprocal(d.to(tl.float32)), k * 0
+    running = fair
+    while running:
+        number = tl.zeros((PAIRS,), tl.int32)
+        for i in tl.static_range(2 * PIECES):
+            number += tl.where(keys[i] <= at, 1, 0)
+        count = tl.sum(number)
+        running = count != k
+        if running:
+            at, low, high, below, above = _guess(at, count, k, low, high, below, above, per_key, tries)
+            tries += 1
+            running = high - low > 1
+            at = tl.where(running, at, low)
+
+    # of keys that are equal, the first are chosen: those up to the column `last`
+    last = n
+    tied = fair & (high - low <= 1)
+    if tied:
+        left, start = k - below, k * 0 - 1
+        while last - start > 1:
+            middle = (start + last) // 2
+            number = tl.zeros((PAIRS,), tl.int32)
+            for i in tl.static_range(PIECES):
+                column = 2 * (i * PAIRS + pair)
+                number += tl.where((keys[2 * i] == high) & (column <= middle), 1, 0)
+                number += tl.where((keys[2 * i + 1] == high) & (column + 1 <= middle), 1, 0)
+            reached = tl.sum(number) >= left
+            last, start = tl.where(reached, middle, last), tl.where(reached, start, middle)
+    level = tl.where(tied, high, -1)
+    for i in tl.static_range(PIECES):
+        column = _columns(i * PAIRS + pair)
+        key = tl.join(keys[2 * i], keys[2 * i + 1])
+        chosen = (key <= at) | ((key == level) & (column <= last))
+        out = tl.where(chosen, 1.0, 0.0).to(out_pointer.dtype.element_ty)
+        tl.store(out_pointer + row * n + column, out, mask=column < n)
+    tl.store(drawn_pointer + row, fair)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _part_moments(
+    x_pointer, x_stride, sums_pointer, found_pointer, n, length, parts, CHUNK: tl.constexpr
+):  # fmt: skip
+    row, part = place(parts)
+    zero = tl.zeros((CHUNK,), tl.float32)
+    sums = _moments(zero, zero)
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        more = _moments(tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0), zero)
+        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+    sums = total(sums, 1)
+    at = sums_pointer + (row * 3) * parts + part
+    tl.store(at, sums[0])
+    tl.store(at + parts, sums[1])
+    tl.store(at + 2 * parts, sums[2])
+    if part == 0:
+        tl.store(found_pointer + row, 0)
+
+
+@triton.jit
+def _row_plan(sums_pointer, row, parts, least, tolerance, PARTS: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    at, there = sums_pointer + row * 3 * parts + part, part < parts
+    sums = (
+        tl.load(at, mask=there, other=0.0),
+        tl.load(at + parts, mask=there, other=0.0),
+        tl.load(at + 2 * parts, mask=there, other=0.0),
+    )
+    sums = total(sums, 1)
+    return _plan(sums[0], sums[1], sums[2], least, tolerance)
+
+
+@triton.jit
+def _keep(key, column, keys_pointer, columns_pointer, found_pointer, near, capacity):
+    """Append the keys that are near to the row's list, in any order."""
+    slot = tl.atomic_add(found_pointer + column * 0, column * 0 + 1, mask=near, sem="relaxed")
+    near = near & (slot < capacity)
+    tl.store(keys_pointer + slot, key, mask=near)
+    tl.store(columns_pointer + slot, column, mask=near)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _part_keys(
+    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer,
+    columns_pointer, out_pointer, n, length, parts, capacity, least, tolerance,
+    PARTS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Choose the part's units with keys far below 1, and list those with keys near 1."""
+    row, part = place(parts)
+    _, phantom, d, _ = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
+    seed, scale = tl.load(seed_pointer), 1 / (d * d)
+    width = DEVIATIONS / tl.sqrt(d)
+    low, high = _as_key(tl.exp(-width)), _as_key(tl.exp(width))
+    keys_pointer += row * capacity
+    columns_pointer += row * capacity
+    number = tl.zeros((PAIRS,), tl.int32)
+    for start in range(part * length, tl.minimum(n + 1, (part + 1) * length), 2 * PAIRS):
+        pair = start // 2 + tl.arange(0, PAIRS)
+        first, second = _two_numbers(x_pointer + row * x_stride, pair, n)
+        a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
+        number += tl.where(a < low, 1, 0) + tl.where(b < low, 1, 0)
+        near = (a >= low) & (a <= high)
+        _keep(a, 2 * pair, keys_pointer, columns_pointer, found_pointer + row, near, capacity)
+        near = (b >= low) & (b <= high)
+        _keep(b, 2 * pair + 1, keys_pointer, columns_pointer, found_pointer + row, near, capacity)
+        column = _columns(pair)
+        out = tl.join(tl.where(a < low, 1.0, 0.0), tl.where(b < low, 1.0, 0.0))
+        tl.store(out_pointer + row * n + column, out.to(out_pointer.dtype.element_ty), mask=column < n)
+    tl.store(below_pointer + row * parts + part, tl.sum(number))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _choose(
+    sums_pointer, below_pointer, found_pointer, keys_pointer, columns_pointer, out_pointer, drawn_pointer,
+    n, parts, capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Choose among the keys that are listed."""
+    row = tl.program_id(0).to(tl.int64)
+    k, _, d, fair = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
+    part = tl.arange(0, PARTS)
+    k -= tl.sum(tl.load(below_pointer + row * parts + part, mask=part < parts, other=0))
+    found = tl.load(found_pointer + row)
+    drawn = fair & (k >= 0) & (k <= found) & (found <= capacity)
+    found = tl.where(drawn, found, 0)
+    keys_pointer += row * capacity
+    columns_pointer += row * capacity
+    out_pointer += row * n
+
+    at, low, high = _as_key(d * 0 + 1.0), _as_key(d * 0) - 1, _as_key(d * 0 + float("inf"))
+    below, above = k * 0, found
+    per_key, tries = reciprocal(d.to(tl.float32)), k * 0
+    at = tl.where(k == 0, low, tl.where(k == found, high, at))  # which has k keys up to it
+    running = drawn
+    while running:
+        number = tl.zeros((WIDTH,), tl.int32)
+        for start in range(0, found, WIDTH):
+            slot = start + tl.arange(0, WIDTH)
+            key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
+            number += tl.where((key <= at) & (slot < found), 1, 0)
+        count = tl.sum(number)
+        running = count != k
+        if running:
+            at, low, high, below, above = _guess(at, count, k, low, high, below, above, per_key, tries)
+            tries += 1
+            running = high - low > 1
+            at = tl.where(running, at, low)
+
+    last = n
+    tied = drawn & (high - low <= 1)
+    if tied:
+        left, start_column = k - below, k * 0 - 1
+        while last - start_column > 1:
+            middle = (start_column + last) // 2
+            number = tl.zeros((WIDTH,), tl.int32)
+            for start in range(0, found, WIDTH):
+                slot = start + tl.arange(0, WIDTH)
+                key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
+                column = tl.load(columns_pointer + slot, mask=slot < found, other=n)
+                number += tl.where((key == high) & (column <= middle), 1, 0)
+            reached = tl.sum(number) >= left
+            last = tl.where(reached, middle, last)
+            start_column = tl.where(reached, start_column, middle)
+    level = tl.where(tied, high, -1)
+    one = tl.full((WIDTH,), 1.0, out_pointer.dtype.element_ty)
+    for start in range(0, found, WIDTH):
+        slot = start + tl.arange(0, WIDTH)
+        key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
+        column = tl.load(columns_pointer + slot, mask=slot < found, other=n)
+        chosen = (key <= at) | ((key == level) & (column <= last))
+        tl.store(out_pointer + column, one, mask=chosen & (column < n))
+    tl.store(drawn_pointer + row, drawn)
+
+
+def pieces(n: int) -> tuple[int, int, int]:
+    """Of a row that one program holds, with a phantom unit: pieces, pairs of entries in each, and warps."""
+    warps = min(16, max(1, triton.next_power_of_2(n) // 256))
+    pairs = min(32 * warps * PIECE, triton.next_power_of_2(n + 1)) // 2
+    return triton.cdiv(n + 1, 2 * pairs), pairs, warps
+
+
+def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
+    """`draws.pareto_sample`, in Triton."""
+    batch, n = probs.shape[:-1], probs.shape[-1]
+    rows = batch.numel()
+    if n == 0 or rows == 0 or least < 2.5:  # for which `_key` has terms enough
+        return reference.pareto_sample(probs, seed, least, tolerance)
+    out = probs.new_empty(probs.shape)
+    drawn = torch.empty(rows, dtype=torch.bool, device=probs.device)
+    source = layout.rows(probs, n)
+    with torch.cuda.device_of(probs):
+        if n <= HELD:
+            count, pairs, warps = pieces(n)
+            _pareto[(rows,)](
+                *source, seed, out, drawn, n, least, tolerance, PIECES=count, PAIRS=pairs, num_warps=warps
+            )
+            return out, drawn.all()
+        parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
+        length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
+        parts = triton.cdiv(n + 1, length)
+        capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
+        sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=probs.device)
+        keys = torch.empty(rows * capacity, dtype=torch.int64, device=probs.device)
+        columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=probs.device)
+        columns, below, found = columns.split([rows * capacity, rows * parts, rows])
+        which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
+        _part_moments[(rows * parts,)](*source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+        _part_keys[(rows * parts,)](
+            *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
+            **which, PAIRS=CHUNK // 2, num_warps=4,
+        )  # fmt: skip
+        _choose[(rows,)](
+            sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
+            **which, WIDTH=1024, num_warps=8,
+        )  # fmt: skip
+    return out, drawn.all()
+
+
+# ------------------------------------------------------------------------------------ the tournament
+
+
+@triton.jit
+def _one_uniform(seed, row, column):
+    first, second = uniforms(seed, row, column // 2)
+    return tl.where(column % 2 == 0, first, second)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _duels(
+    x_pointer, x_stride, units_pointer, seed_pointer, out_pointer, x_after, units_after,
+    n, nodes, column, parts, WIDTH: tl.constexpr, LEVELS: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Play off the nodes of one part of a row: each of a pair but the one that goes on is decided.
+
+    A node is a unit that is still in play, with its probability. Where the tournament ends, `LAST`, the last
+    unit is decided as well.
+    """
+    row, part = place(parts)
+    node = part * WIDTH + tl.arange(0, WIDTH)
+    there = node < nodes
+    x = _double(tl.load(x_pointer + row * x_stride + node, mask=there, other=0.0))
+    unit = node
+    if units_pointer is not None:
+        unit = tl.load(units_pointer + row * nodes + node, mask=there, other=n)
+    unit = tl.where(there, unit, n)
+    seed = tl.load(seed_pointer)
+    out_pointer += row * n
+    for level in tl.static_range(1, LEVELS + 1):
+        a, b = tl.split(tl.reshape(x, [WIDTH >> level, 2]))
+        unit_a, unit_b = tl.split(tl.reshape(unit, [WIDTH >> level, 2]))
+        u = _one_uniform(seed, row, column + part * (WIDTH >> level) + tl.arange(0, WIDTH >> level))
+        over = a + b > 1
+        one = tl.where(over, 1.0, 0.0).to(tl.float64)
+        first = u * tl.abs(a + b - 2 * one) < tl.abs(a - one)
+        decided = tl.where(first, unit_b, unit_a)
+        tl.store(out_pointer + decided, over, mask=decided < n)
+        x, unit = a + b - one, tl.where(first, unit_a, unit_b)
+        nodes = (nodes + 1) // 2
+        column += nodes
+    if LAST:
+        tl.store(out_pointer + unit, x > 0.5, mask=unit < n)
+    else:
+        at = row * parts + part + tl.arange(0, 1)
+        tl.store(x_after + at, x)
+        tl.store(units_after + at, unit)
+
+
+def tournament(probs: Tensor, seed: Tensor) -> Tensor:
+    """`draws.tournament`, in Triton."""
+    n = probs.shape[-1]
+    out = torch.empty(probs.shape, dtype=torch.bool, device=probs.device)
+    if out.numel() == 0:
+        return out
+    rows, (x, stride) = out.numel() // n, layout.rows(probs, n)
+    units, nodes, column = None, n, 0
+    while True:
+        width = min(triton.next_power_of_2(nodes), NODES)
+        parts, levels = triton.cdiv(nodes, width), width.bit_length() - 1
+        after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
+        units_after = torch.empty_like(after, dtype=torch.int32)
+        with torch.cuda.device_of(probs):
+            _duels[(rows * parts,)](
+                x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
+                WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
+            )  # fmt: skip
+        if parts == 1:
+            return out
+        for _ in range(levels):
+            nodes = (nodes + 1) // 2
+            column += nodes
+        x, stride, units = after, parts, units_after
+
+
+KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _duels)

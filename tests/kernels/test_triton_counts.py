@@ -1,0 +1,138 @@
+"""The soft count of the Triton kernels, interpreted, and its gradients, against the reference in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot._kernels.reference import soft_count as reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+INF, NAN = torch.inf, torch.nan
+
+
+@pytest.fixture
+def whole(kernels: ModuleType) -> Any:
+    return sys.modules["khot._kernels.triton.counts"]
+
+
+@pytest.fixture
+def tiled(whole: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, with several tiles and parts of everything."""
+    for name, value in {"TILE": 16, "LEVELS": 2, "MANY": 2}.items():
+        monkeypatch.setattr(whole, name, value)
+    return whole
+
+
+def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of several kinds with a temperature each, and levels inside and outside of them."""
+    x = torch.randn(6, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x[1] = 50 * x[1].round()
+    x[2] += 300
+    x[3, ::3], x[4, ::3], x[4, 1::3] = -INF, INF, -INF
+    x[5] = -INF
+    x = x.to(dtype)
+    tau = torch.tensor([1.0, 7.0, 0.3, 0.01, 2.0, 1.0], dtype=torch.float64)
+    finite = x.double().masked_fill(x.isinf(), 0)
+    at = finite.mean(-1, keepdim=True) + torch.tensor([0.0, -1.5, 4.0]).double() * tau[:, None]
+    return x, torch.cat((at, torch.tensor([INF, -INF]).double().expand(6, 2)), -1), tau
+
+
+def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
+    same = (got == want) | (got.isnan() & want.isnan())
+    error = (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_counts_and_gradients(whole: Any, cdf: str, dtype: torch.dtype, centred: bool) -> None:
+    check(whole, *rows(33, dtype), cdf, centred)
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+def test_tiles(tiled: Any, cdf: str) -> None:
+    x, at, tau = rows(37, torch.float32)
+    check(tiled, x[3:5], at[3:5, 1:], tau[3:5], cdf, cdf in ("uniform", "logistic"))
+    check(tiled, x[:1], at[:1, :1], tau[:1], cdf, False)  # one level, and a row in several parts
+
+
+def check(kernels: Any, x: Tensor, at: Tensor, tau: Tensor, cdf: str, centred: bool) -> None:
+    n, dtype, rest = x.shape[-1], x.dtype, (at, tau, cdf, CDFS[cdf], centred)
+    # z has an error of a rounding, of which Power makes three; a term is at most 1
+    relative = 1e-13 if dtype == torch.float64 else 4e-7
+    got, want = kernels.soft_count(x, *rest), reference.soft_count(x.double(), *rest)
+    assert got.dtype == torch.float64 and got.shape == at.shape
+    compare(got, want, relative * want + n * relative / 10 + 1e-12)
+
+    v = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = kernels.soft_count_backward(v, x, *rest)
+    wanted = reference.soft_count_backward(v, x.double(), *rest)
+    assert [t.dtype for t in found] == [dtype, torch.float64, torch.float64]
+    # the interpreter cuts digits off where it stores bfloat16, and a device rounds
+    rounding = 2 * torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
+    size = 3 * v.abs().sum(-1) / tau  # no density exceeds 3
+    compare(found[0], wanted[0], (relative + rounding) * size[:, None] + 1e-12)
+    compare(found[1], wanted[1], relative * (n * size)[:, None] + 1e-12)
+    compare(found[2], wanted[2], 3 * relative * n * size + 1e-12)
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+def test_what_is_not_a_number_stays_none(whole: Any, cdf: str) -> None:
+    x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)
+    tau = torch.tensor([1.0, 0.0, -1.0, INF, 1.0], dtype=torch.float64)
+    at = torch.tensor([[0.5, INF]]).double().repeat(5, 1)
+    at[4, 0] = NAN
+    rest = (at, tau, cdf, CDFS[cdf], False)
+    got = whole.soft_count(x, *rest)
+    compare(got, reference.soft_count(x.double(), *rest), 1e-6)
+    assert got[:, 0].isnan().all()
+    dx, dat, dtau = whole.soft_count_backward(torch.ones_like(at), x, *rest)
+    assert dx[0, 1].isnan() and dx[1:].isnan().all()
+    assert dat[:, 0].isnan().all() and dtau.isnan().all()
+
+
+@pytest.mark.parametrize("tau", [1e-42, 1e-30, 1e30, 1e300])
+def test_temperatures_that_float32_does_not_hold(whole: Any, tau: float) -> None:
+    x = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
+    x[1, 0] = x[1, 1]
+    at = torch.stack((x[:, 0], x[:, 3] + 0.25), -1).double()
+    for given in (torch.tensor(tau, dtype=torch.float64), torch.tensor([tau] * 2, dtype=torch.float64)):
+        rest = (at, given, "logistic", 0.0, True)
+        compare(whole.soft_count(x, *rest), reference.soft_count(x.double(), *rest), 1e-6)
+
+
+def test_layouts_and_broadcasting(whole: Any) -> None:
+    base = torch.randn(6, 24, generator=torch.Generator().manual_seed(0))
+    tau = torch.tensor([[0.5], [2.0]], dtype=torch.float64)
+    for x in (base.T[:6], base[:, ::2], base[:1].expand(6, 24)):
+        x = x.unflatten(0, (2, 3))
+        rest = (torch.linspace(-1, 1, 12).view(3, 4).expand(2, 3, 4), tau, "logistic", 0.0, False)
+        compare(whole.soft_count(x, *rest), reference.soft_count(x.double(), *rest), 1e-5)
+        one = torch.ones((), dtype=torch.float64).expand(2, 3, 4)  # what sum() sends back: stride 0
+        found = whole.soft_count_backward(one, x, *rest)
+        wanted = reference.soft_count_backward(one, x.double(), *rest)
+        for a, b in zip(found, wanted, strict=True):
+            compare(a, b, 1e-4)
+    for shape in ((0, 5), (3, 0)):
+        x, at = torch.randn(shape), torch.zeros(shape[0], 2, dtype=torch.float64)
+        one = torch.ones((), dtype=torch.float64)
+        assert torch.equal(whole.soft_count(x, at, one, "normal", 0.0, False), at)
+        dx, dat, dtau = whole.soft_count_backward(at, x, at, one, "normal", 0.0, False)
+        assert dx.shape == shape and torch.equal(dat, at) and torch.equal(dtau, at[:, 0])
