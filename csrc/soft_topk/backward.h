@@ -75,12 +75,14 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     int64_t i = begin;
     constexpr int width = LaneBackward<C>::width;
     const bool threshold = C::full_support && spec.output == Output::kThreshold;
-    if (spec.n > 0 && spec.n <= kShortRow && (threshold || spec.output == Output::kValue) &&
-        end - begin >= width && rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-      LaneBackward<C> together(spec, F);
+    const bool together = threshold || spec.output == Output::kValue ||
+                          (C::log_fits_float && spec.output == Output::kLog);
+    if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+      LaneBackward<C> lanes(spec, F);
       bool done[width];
       for (; i + width <= end; i += width) {
-        together.run(rows, i, done);
+        lanes.run(rows, i, done);
         for (int j = 0; j < width; ++j) {
           if (!done[j]) one(i + j);
         }

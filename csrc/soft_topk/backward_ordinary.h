@@ -33,7 +33,7 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
         R buffer[kBlock];
         const R* g = fetch(grad, at, count, buffer);
         DensitySums<R> parts;
-        vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
+        vectors<R>(p, count, Density::kPad, [&](Vec<R> v, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
           const Vec<R> f = density.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
           if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
@@ -41,7 +41,7 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
         sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
         sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv), sums.y += sum<R>(parts.y);
       });
-  if (!Density::reliable(s.f, s.y)) return s.f == 0 ? Gradients::kFlat : Gradients::kUnreliable;
+  if (!Density::reliable(s.f, s.y, spec.n)) return s.f == 0 ? Gradients::kFlat : Gradients::kUnreliable;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
   grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
@@ -74,12 +74,7 @@ template <class C>
 bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
                            double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   const FlushSubnormals flush;
-  const ScoreDensity<float, C> density(F, t, tau);
-  // At an infinite score nothing moves.
-  auto state = [=](VecF x) {
-    const VecF z = density.standardized(x), value = C::log_state(z);
-    return abs<float>(z) < kInf<float> ? value : VecF{};
-  };
+  const LogDensity<C> density(F, t, tau);
   // The states are kept in the place of the result between the passes, as in backward_ordinary().
   const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= 1 << 18;
   float* const kept = keep ? static_cast<float*>(grad_x) : nullptr;
@@ -93,7 +88,7 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
         VecF f_sum{}, fz{};
         LongSum u_sum, uz;
         auto add = [&](VecF v, int i, int lanes) {
-          const VecF z = density.standardized(v), now = state(v);
+          const VecF z = density.standardized(v), now = density.state(z);
           if (keep)
             lanes == kWidth<float> ? store(kept + at + i, now) : store_part(kept + at + i, lanes, now);
           VecF f;
@@ -107,8 +102,7 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
         sums.f += sum<float>(f_sum), sums.fz += sum<float>(fz);
         sums.fv += sum<double>(u_sum.total), sums.fzv += sum<double>(uz.total);
       });
-  // u does not become small with f, and its rounding errors are divided by the sum of f.
-  if (!(s.f > 1e-2 * std::sqrt(static_cast<double>(spec.n)))) return false;
+  if (!density.reliable(s.f, 0, spec.n)) return false;
   const double z_mean = s.fz / s.f;
   grad_k = s.fv / s.f - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
@@ -121,9 +115,8 @@ bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row
       const float *p = fetch(source, at, count, from), *g = fetch(grad, at, count, incoming);
       float* const target = own ? static_cast<float*>(grad_x) + at : results;
       vectors<float>(p, count, 0.0f, [&](VecF v, int i, int lanes) {
-        VecF f;
-        const VecF u = load_grad(g, i, lanes) * C::log_slope(keep ? v : state(v), f),
-                   value = (u - f * offset) * density.scale;
+        const VecF kept = keep ? v : density.state(density.standardized(v)),
+                   value = density.gradient(kept, load_grad(g, i, lanes), offset);
         lanes == kWidth<float> ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);

@@ -1,7 +1,7 @@
-// What the gradients of y are made of: f, from the scores or from y itself, and its sums.
+// What the gradients are made of: f, from the scores or from y itself, and its sums.
 //
 // With z = (x - t)/tau, f = f(z) and the incoming gradient v, the sums of f, fz, fv and fzv give all per-row
-// scalars.
+// scalars. For log y, vf/F takes the place of fv.
 #pragma once
 
 #include <cmath>
@@ -20,10 +20,20 @@ struct DensitySums {
   Vec<R> f{}, fz{}, fv{}, fzv{}, y{};
 };
 
+// A pass over a row by a source of f: density(x, v, sums) adds to the sums and returns what is worth keeping,
+// from which gradient(kept, v, offset) makes dL/dx. reliable(mass, y, n) says whether the sums have the
+// digits that matter. The traits of a source:
+//
+//   kPad       what stands beyond the end of a row: there f is 0
+//   kMoments   whether the sums of fz and fzv are collected, without which there is no dL/dtau
+//   kKeeps     whether density() returns more than what is as quickly made again
+
 // f from the scores x.
 template <class R, class C>
 struct ScoreDensity {
   using Real = R;
+  static constexpr R kPad = -kInf<R>;
+  static constexpr bool kMoments = true, kKeeps = true;
   C F;
   R hi, lo, scale;
 
@@ -47,13 +57,49 @@ struct ScoreDensity {
   }
   KHOT_INLINE Vec<R> density(Vec<R> x) const { return F.template density<R>(standardized(x)); }
 
-  static bool reliable(double mass, double /*y*/) { return mass > kLeastMass<R>; }
+  KHOT_INLINE Vec<R> gradient(Vec<R> f, Vec<R> v, R offset) const { return f * scale * (v - offset); }
+
+  static bool reliable(double mass, double /*y*/, int64_t /*n*/) { return mass > kLeastMass<R>; }
 };
 
-// f from y, in float, which needs no exponentials. The sums of fz and fzv are left out, and so is dL/dtau.
+// The same for log y, in float.
+template <class C>
+struct LogDensity : ScoreDensity<float, C> {
+  using ScoreDensity<float, C>::ScoreDensity;
+
+  // What F and f are made of again. At an infinite score nothing moves.
+  KHOT_INLINE VecF state(VecF z) const {
+    const VecF value = C::log_state(z);
+    return abs<float>(z) < kInf<float> ? value : VecF{};
+  }
+  KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
+    const VecF z = this->standardized(x), kept = state(z);
+    VecF f;
+    const VecF u = v * C::log_slope(kept, f);
+    sums.f += f;
+    sums.fz += f > 0 ? f * z : VecF{};
+    sums.fv += u;
+    sums.fzv += u != 0 ? u * z : VecF{};
+    return kept;
+  }
+  KHOT_INLINE VecF gradient(VecF kept, VecF v, float offset) const {
+    VecF f;
+    const VecF u = v * C::log_slope(kept, f);
+    return (u - f * offset) * this->scale;
+  }
+
+  // u does not become small with f, and its rounding errors are divided by the sum of f.
+  static bool reliable(double mass, double /*y*/, int64_t n) {
+    return mass > 1e-2 * std::sqrt(static_cast<double>(n));
+  }
+};
+
+// f from y, in float, which needs no exponentials.
 template <class C>
 struct ValueDensity {
   using Real = float;
+  static constexpr float kPad = 0;
+  static constexpr bool kMoments = false, kKeeps = false;
   float scale;
 
   ValueDensity(const C&, Threshold, double tau) : scale(static_cast<float>(1 / tau)) {}
@@ -66,10 +112,13 @@ struct ValueDensity {
     return f;
   }
   KHOT_INLINE VecF density(VecF y) const { return C::density_of(y); }
+  KHOT_INLINE VecF gradient(VecF y, VecF v, float offset) const { return density(y) * scale * (v - offset); }
 
   // The rounding error of a y near 1 is as large in f. With this bound it is less than a millionth of the sum
   // of f.
-  static bool reliable(double mass, double y) { return mass > kLeastMass<float> && 16 * mass > y; }
+  static bool reliable(double mass, double y, int64_t /*n*/) {
+    return mass > kLeastMass<float> && 16 * mass > y;
+  }
 };
 
 }  // namespace khot::KHOT_ISA

@@ -180,6 +180,31 @@ def test_gradients_as_the_reference(cdf: str, dtype: torch.dtype, output: str) -
 
 @needs_extension
 @every_cdf
+@pytest.mark.parametrize("output", ["y", "log", "threshold"])
+@pytest.mark.parametrize("n", [2, 7, 64, 203])
+def test_gradients_of_many_short_rows_as_the_reference(cdf: str, output: str, n: int) -> None:
+    """Rows that are taken several at once, among them such that float does not carry."""
+    count = 50
+    x = torch.randn(count, n, generator=torch.Generator().manual_seed(n))
+    x *= torch.linspace(0.1, 8, count).unsqueeze(-1)
+    x[::9, 0], x[4::9, -1] = -torch.inf, 60.0
+    k = torch.linspace(0.2, (n - 1) * 0.9, count, dtype=torch.float64)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    if output == "threshold":
+        grad = grad[..., :0]
+    grad_lo = torch.linspace(-1, 1, count, dtype=torch.float64)
+    t = torch.tensor(1.0, dtype=torch.float64)
+    _, hi, lo = expected(x, k, 1.0, cdf)
+    rest = (hi, lo, t, cdf, CDFS[cdf], output)
+    got = torch.ops.khot.soft_topk_backward(grad, grad_lo, x, *rest)
+    want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *rest)
+    for a, b in zip(got, want, strict=True):
+        scale = b.abs().reshape(count, -1).amax(-1, keepdim=True) + 1
+        assert error(a.reshape(count, -1) / scale, b.reshape(count, -1) / scale) <= 2e-5
+
+
+@needs_extension
+@every_cdf
 def test_densities_that_fade_have_the_reference_gradients(cdf: str) -> None:
     """t lies between two clusters, where f is from 1e-1 down to below 1e-300; the backward pass works with
     logarithms, too."""
