@@ -17,7 +17,8 @@ from benchmarks import report, timing
 from khot.sampling import designs, gumbel_topk, sample
 
 SHAPES = {(128, 1_000): 100, (100, 10_000): 1_000}
-GOALS = {"pareto": 3.5, "pivotal": 4.0}
+GOALS = {"pareto": 3.5, "pivotal": 4.0, "random_pivotal": 2.0}
+GOALS |= dict.fromkeys(("conditional_poisson", "sampford", "pareto, exact"), 8.0)
 SLOW = ("brewer",)  # O(nk): at n = 1,000 only
 DRAWS, TOLERANCE = (
     2_000,

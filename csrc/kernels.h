@@ -176,6 +176,11 @@ struct Kernels {
   // Returns dL/dtau.
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                const Magnitude& problem, void* grad_s);
+};
+
+// The kernels of sampling, one row per call. They are a table of their own, so that a change to them does not
+// compile the solvers anew.
+struct SamplingKernels {
   // The uniforms of one row in the columns first, ..., first + n - 1 (khot/_kernels/reference/philox.py).
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
   // Draws from one row (khot/_kernels/reference/draws.py).
@@ -184,6 +189,10 @@ struct Kernels {
   bool (*pareto)(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed, uint64_t row,
                  double* scratch, bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
+  void (*random_tournament)(const Row& probs, int64_t n, uint64_t order, uint64_t seed, uint64_t row,
+                            double* scratch, bool* out);
+  // k of the units, as independent trials with logits z given their sum (khot/_kernels/reference/halving.py).
+  void (*trials)(const Row& z, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
   // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi
   // and 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the
   // number of iterations (khot/_kernels/reference/poisson_binomial.py and fixed_point.py).
@@ -191,16 +200,21 @@ struct Kernels {
   double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
   void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
   double (*calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
+  // Of order sampling: pi and 1 - pi, and the parameters that have given inclusion probabilities
+  // (khot/_kernels/reference/order_sampling.py).
+  void (*order_inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
+  void (*order_calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
 };
 
 // The number of frequencies in poisson_binomial.py, and that number rounded up to whole groups.
 constexpr int kFrequencies = 26, kMostFrequencies = 28;
 // How many doubles a sampling kernel may use as scratch space for a row of n entries.
-constexpr int64_t scratch_size(int64_t n) { return 16 * n + 512; }
+constexpr int64_t scratch_size(int64_t n) { return 20 * n + 512; }
 
 // What khot._eager takes from khot._C.
 struct Served {
   const Kernels& kernels;
+  const SamplingKernels& sampling;
   // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
   void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
   void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
@@ -211,9 +225,14 @@ const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 
+const SamplingKernels& baseline_sampling();
+const SamplingKernels& avx2_sampling();
+const SamplingKernels& avx512_sampling();
+
 // The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS
 // allows.
 const Kernels& kernels();
+const SamplingKernels& sampling_kernels();
 
 // Raises an error for a CDF that the calling switch does not handle. Names are checked in the bindings, so
 // this is reached only when a CDF was added to the enumeration and forgotten in that switch.

@@ -383,17 +383,11 @@ PyObject* soft_sort(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // ---------------------------------------------------------------------------------- the Pareto sample
 
-// Whether all p are probabilities whose sum of p(1 − p) the kernel will find to be at least `least`, with
-// room for another order of summation: what it refuses must not have used up a random number.
+// What the kernel refuses must not have used up a random number.
 template <class R>
-bool may_draw(const R* p, int64_t rows, int64_t n, double least) {
-  for (int64_t row = 0; row < rows; ++row, p += n) {
-    double d = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (!(p[i] >= 0 && p[i] <= 1)) return false;
-      d += static_cast<double>(p[i]) * (1 - static_cast<double>(p[i]));
-    }
-    if (!(d >= least * (1 + 1e-9))) return false;
+bool probabilities(const R* p, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!(p[i] >= 0 && p[i] <= 1)) return false;
   }
   return true;
 }
@@ -406,7 +400,7 @@ void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint
   const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
   const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
   for (int64_t row = 0; row < rows; ++row, to += n) {
-    TORCH_CHECK(served->kernels.pareto(from(row), n, least, tolerance, seed, row, work.get(), chosen.get()),
+    TORCH_CHECK(served->sampling.pareto(from(row), n, least, tolerance, seed, row, work.get(), chosen.get()),
                 "khot: a row was refused that may be drawn");
     std::copy_n(chosen.get(), n, to);
   }
@@ -426,10 +420,10 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!generator->device().is_cpu()) Py_RETURN_NONE;
   }
   const Tensor& probs = *found;
-  const int64_t n = probs.size(-1), rows = probs.numel() / n;
+  const int64_t n = probs.size(-1);
   const bool wide = probs.scalar_type() == at::kDouble;
-  if (wide ? !may_draw(probs.const_data_ptr<double>(), rows, n, *least)
-           : !may_draw(probs.const_data_ptr<float>(), rows, n, *least)) {
+  if (wide ? !probabilities(probs.const_data_ptr<double>(), probs.numel())
+           : !probabilities(probs.const_data_ptr<float>(), probs.numel())) {
     Py_RETURN_NONE;
   }
   // the draw of khot/_ops/uniform.py, new_seed

@@ -1,6 +1,6 @@
 // The operators of sampling for the CPU: tensors in and out, rows shared among torch's threads. The schemas
 // are defined in khot/_ops, the reference kernels in khot/_kernels/reference (philox.py, draws.py,
-// poisson_binomial.py, fixed_point.py).
+// halving.py, poisson_binomial.py, fixed_point.py, order_sampling.py).
 #include <atomic>
 #include <memory>
 #include <tuple>
@@ -22,7 +22,8 @@ Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
   row_ranges(rows * parts, n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / parts, first = i % parts * kGrain;
-      kernels().uniform(key, row, offset + first, std::min(kGrain, n - first), data + row * n + first);
+      sampling_kernels().uniform(key, row, offset + first, std::min(kGrain, n - first),
+                                 data + row * n + first);
     }
   });
   return out;
@@ -46,7 +47,7 @@ Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
   Tensor chosen = empty(theta, theta.sizes(), ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    kernels().order(rows(row), n, ks(row), key, row, work, out + row * n);
+    sampling_kernels().order(rows(row), n, ks(row), key, row, work, out + row * n);
   });
   return chosen;
 }
@@ -81,7 +82,8 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
     const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
     const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
     for (int64_t row = begin; row < end && all; ++row) {
-      if (!kernels().pareto(rows(row), n, least, tolerance, key, row, work.get(), chosen.get())) all = false;
+      if (!sampling_kernels().pareto(rows(row), n, least, tolerance, key, row, work.get(), chosen.get()))
+        all = false;
       for (int64_t i = 0; i < n && all; ++i) put(rows.dtype(), out, row * n + i, chosen[i]);
     }
   });
@@ -97,7 +99,36 @@ Tensor tournament(Tensor probs, Tensor seed) {
   Tensor chosen = empty(probs, probs.sizes(), ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    kernels().tournament(rows(row), n, key, row, work, out + row * n);
+    sampling_kernels().tournament(rows(row), n, key, row, work, out + row * n);
+  });
+  return chosen;
+}
+
+Tensor random_tournament(Tensor probs, Tensor order, Tensor seed) {
+  const Sizes batch = batch_of(probs);
+  const int64_t n = probs.size(probs.dim() - 1);
+  const Rows rows(probs, batch);
+  const uint64_t shuffle = key_of(order), key = key_of(seed);
+  Tensor chosen = empty(probs, probs.sizes(), ScalarType::Bool);
+  bool* const out = chosen.mutable_data_ptr<bool>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    sampling_kernels().random_tournament(rows(row), n, shuffle, key, row, work, out + row * n);
+  });
+  return chosen;
+}
+
+Tensor trials(Tensor z, Tensor k, Tensor which, Tensor seed) {
+  const Sizes designs = batch_of(z);
+  const int64_t n = z.size(z.dim() - 1), draws = which.numel();
+  const Rows rows(z, designs);
+  const RowScalars ks(k, designs);
+  const uint64_t key = key_of(seed);
+  const Tensor dense = torch::stable::contiguous(which);
+  const int64_t* const design = dense.const_data_ptr<int64_t>();
+  Tensor chosen = empty(z, std::vector<int64_t>{draws, n}, ScalarType::Bool);
+  bool* const out = chosen.mutable_data_ptr<bool>();
+  each_row({draws}, n, [&](int64_t row, double* work) {
+    sampling_kernels().trials(rows(design[row]), n, ks(design[row]), key, row, work, out + row * n);
   });
   return chosen;
 }
@@ -113,7 +144,8 @@ std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
   double *const N = period.mutable_data_ptr<double>(), *const x = re.mutable_data_ptr<double>();
   double* const y = im.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    N[row] = kernels().characteristic(rows(row), n, work, x + row * kFrequencies, y + row * kFrequencies);
+    N[row] =
+        sampling_kernels().characteristic(rows(row), n, work, x + row * kFrequencies, y + row * kFrequencies);
   });
   return {period, re, im};
 }
@@ -128,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
   double *const total = prob.mutable_data_ptr<double>(), *const x = pi.mutable_data_ptr<double>();
   double* const y = out.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    total[row] = kernels().inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
+    total[row] = sampling_kernels().inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
   });
   return {prob, pi, out};
 }
@@ -141,7 +173,7 @@ Tensor covariance(Tensor z, Tensor k, Tensor u) {
   Tensor result = empty(z, z.sizes());
   double* const out = result.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
+    sampling_kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
   });
   return result;
 }
@@ -154,9 +186,35 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
   each_row(batch, n, [&](int64_t row, double* work) {
-    count[row] = kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
+    count[row] = sampling_kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
   });
   return {theta, iterations};
+}
+
+std::tuple<Tensor, Tensor> order_inclusion(Tensor z, Tensor k) {
+  const Sizes batch = batch_of(z);
+  const int64_t n = z.size(z.dim() - 1);
+  const Rows rows(z, batch);
+  const RowScalars ks(k, batch);
+  Tensor pi = empty(z, z.sizes()), out = empty(z, z.sizes());
+  double *const x = pi.mutable_data_ptr<double>(), *const y = out.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    sampling_kernels().order_inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
+  });
+  return {pi, out};
+}
+
+Tensor order_calibrate(Tensor goal, Tensor k) {
+  const Sizes batch = batch_of(goal);
+  const int64_t n = goal.size(goal.dim() - 1);
+  const Rows rows(goal, batch);
+  const RowScalars ks(k, batch);
+  Tensor theta = empty(goal, goal.sizes());
+  double* const out = theta.mutable_data_ptr<double>();
+  each_row(batch, n, [&](int64_t row, double* work) {
+    sampling_kernels().order_calibrate(rows(row), n, ks(row), work, out + row * n);
+  });
+  return theta;
 }
 
 }  // namespace
@@ -167,8 +225,12 @@ STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("order_sample", TORCH_BOX(&khot::order_sample));
   m.impl("pareto_sample", TORCH_BOX(&khot::pareto_sample));
   m.impl("tournament", TORCH_BOX(&khot::tournament));
+  m.impl("random_tournament", TORCH_BOX(&khot::random_tournament));
+  m.impl("trials", TORCH_BOX(&khot::trials));
   m.impl("characteristic", TORCH_BOX(&khot::characteristic));
   m.impl("inclusion", TORCH_BOX(&khot::inclusion));
   m.impl("covariance", TORCH_BOX(&khot::covariance));
   m.impl("calibrate", TORCH_BOX(&khot::calibrate));
+  m.impl("order_inclusion", TORCH_BOX(&khot::order_inclusion));
+  m.impl("order_calibrate", TORCH_BOX(&khot::order_calibrate));
 }

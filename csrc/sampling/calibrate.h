@@ -1,5 +1,5 @@
-// Calibration: the logits with given inclusion probabilities, by a fixed point with Anderson acceleration
-// (khot/_kernels/reference/fixed_point.py).
+// Calibration: the logits that have given inclusion probabilities, by a fixed point with Anderson
+// acceleration (khot/_kernels/reference/fixed_point.py).
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,13 @@ namespace khot::KHOT_ISA {
 
 // As in the reference.
 constexpr int kDepth = 3, kIterations = 40;
-constexpr double kNear = 1e-13, kClose = 1e-3, kRidge = 1e-13;
-constexpr int kCentring = 20;       // at most so many steps, each of at most 1
-constexpr double kOffCentre = 0.3;  // an offset of so many standard deviations of the sum loses no digits
-constexpr double kCertain = 700;    // a logit beyond which a probability is nearly the smallest double
-constexpr double kSmall = 1e-6;     // a variance that covers rounding errors of the mean
+constexpr double kClose = 1e-3, kRidge = 1e-13;
+constexpr double kHajek = 1;      // a variance from which on Hajek's formula is a better start
+constexpr double kCertain = 700;  // a logit beyond which a probability is nearly the smallest double
+
+constexpr int kCentring = 20;       // at most so many steps to where k are selected on average
+constexpr double kFarthest = 30;    // a longer step would go by the odds of one side alone
+constexpr double kSettling = 1e-9;  // the next step would be the square of this
 
 // Solves A x = b for a symmetric positive A. b becomes x, and A is overwritten.
 inline void solve(double (*A)[kDepth], double* b, int size) {
@@ -34,62 +36,118 @@ inline void solve(double (*A)[kDepth], double* b, int size) {
   }
 }
 
-// Finds the logits theta whose conditional Poisson design has the inclusion probabilities sigmoid(goal).
-// Returns the number of iterations.
-inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratch, double* theta) {
-  const int64_t length = Trials::padded(n);
-  const Trials wanted(goal, n, scratch);
-  double* free = scratch + 2 * length;
-  const auto take = [&] { return std::exchange(free, free + length); };
-  double *const own = take(), *const pi = take(), *const out = take(), *const residual = take(),
-                *const work = take();
-  take();  // work has room for two arrays
-  double *moves[kDepth], *turns[kDepth];
-  for (int j = 0; j < kDepth; ++j) moves[j] = take(), turns[j] = take();
+// How close the inclusion probabilities come. A step is the last one if the error before it is at most
+// `near`, or if it leaves at most `reached` where it is as good as the step before it. With a small variance
+// one step says little about the next.
+struct Accuracy {
+  double near, reached;
+};
+
+// Shifts the logits z until the trials select k on average, to rounding. What is unlikely on the two sides of
+// 1/2 is summed on its own, so that no digit is lost where nearly everything is certain.
+inline void centre(double* z, int64_t n, double k, double* scratch) {
+  const Row row{z, Dtype::kDouble, 1};
+  for (int step = 0; step < kCentring; ++step) {
+    const Trials trials(row, n, scratch);
+    VecD ups{}, unlikely[2] = {}, slope[2] = {};
+    for (int64_t i = 0; i < trials.length; i += kWidth<double>) {
+      const VecD p = load<double>(trials.p + i), q = load<double>(trials.q + i), pq = p * q, zero{};
+      ups += p > q ? splat(1.0) : zero;
+      unlikely[0] += p > q ? zero : p, unlikely[1] += p > q ? q : zero;
+      slope[0] += p > q ? zero : pq, slope[1] += p > q ? pq : zero;
+    }
+    const double below = sum<double>(unlikely[0]), above = sum<double>(unlikely[1]);
+    const double more = sum<double>(ups) - k;
+    double shift;
+    if (more == 0 && (below > 0) != (above > 0)) {  // k are certain, so that the others are impossible
+      for (int64_t i = 0; i < n; ++i) z[i] = z[i] > 0 ? kInf<double> : -kInf<double>;
+      return;
+    }
+    if (more == 0 && below > 0 && above > 0) {
+      shift = std::log(below / above) / (sum<double>(slope[0]) / below + sum<double>(slope[1]) / above);
+      shift = std::min(std::max(shift, -kFarthest), kFarthest);
+    } else {
+      shift = std::min(std::max((more + (below - above)) / trials.variance, -1.0), 1.0);
+    }
+    if (!(std::fabs(shift) > 0)) return;  // exact, or nothing is free
+    for (int64_t i = 0; i < n; ++i) z[i] -= shift;
+    if (std::fabs(shift) <= kSettling) return;
+  }
+}
+
+// The trials of the logits z, after as many steps as bring their mean near k.
+inline Trials centred(double* z, int64_t n, double k, double* scratch) {
+  const Row row{z, Dtype::kDouble, 1};
+  Trials trials(row, n, scratch);
+  for (int tries = 0; tries < kCentring && !trials.near(k); ++tries) {
+    const double shift = std::min(std::max((trials.mean - k) / trials.variance, -1.0), 1.0);
+    for (int64_t i = 0; i < n; ++i) z[i] -= shift;
+    trials = Trials(row, n, scratch);
+  }
+  return trials;
+}
+
+// Logits to start from and to arrive at: those of the given probabilities, which sum to k up to rounding.
+// Beyond kCertain they are infinite, and behind the row come units that are never selected.
+inline double* goal_of(const Row& goal, int64_t n, double k, double* own, double* scratch) {
   for (int64_t at = 0; at < n; at += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
     const double* p = fetch(goal, at, count, own + at);
     if (p != own + at) std::copy(p, p + count, own + at);
   }
+  std::fill(own + n, own + Trials::padded(n), -kInf<double>);
+  centre(own, n, k, scratch);
   for (int64_t i = 0; i < n; ++i) {
     if (std::fabs(own[i]) > kCertain) own[i] = std::copysign(kInf<double>, own[i]);
   }
-  std::fill(own + n, own + length, -kInf<double>), std::fill(pi + n, pi + length, 0.0),
-      std::fill(out + n, out + length, 1.0);
-  std::copy(own, own + n, theta);
-  // With a tiny variance pi is nearly w times the sum of the other side's odds w (Swaps), so that the
-  // solution is nearly w = pi/sqrt(sum of pi). A start from w = pi would be wrong by many orders of
-  // magnitude.
+  return own;
+}
+
+// With a tiny variance pi is nearly w times the sum of the other side's odds w (Swaps), so that the solution
+// is nearly w = pi/sqrt(sum of pi). A start from w = pi would be wrong by many orders of magnitude.
+inline void add_swaps(const Trials& wanted, int64_t n, double k, double* theta) {
   const Swaps swaps(wanted, n, k);
-  if (swaps.apply && swaps.first[0] > 0 && swaps.first[1] > 0) {
-    const double shift[2] = {-0.5 * std::log(swaps.first[0]), 0.5 * std::log(swaps.first[1])};
-    for (int64_t i = 0; i < n; ++i) theta[i] += shift[Swaps::above(wanted, i)];
-  }
-  const Row row{theta, Dtype::kDouble, 1};
+  if (!(swaps.apply && swaps.first[0] > 0 && swaps.first[1] > 0)) return;
+  const double shift[2] = {-0.5 * std::log(swaps.first[0]), 0.5 * std::log(swaps.first[1])};
+  for (int64_t i = 0; i < n; ++i) theta[i] += shift[Swaps::above(wanted, i)];
+}
+
+// Moves theta to where inclusion(trials, pi, out), which returns P(S = k), has the wanted probabilities.
+// Returns the number of iterations. `free` has kFixedPoint arrays.
+constexpr int kFixedPoint = 5 + 2 * kDepth;
+template <class Inclusion>
+double fixed_point(const double* own, const Trials& wanted, int64_t n, double k, Accuracy accuracy,
+                   double* free, double* theta, const Inclusion& inclusion) {
+  const int64_t length = wanted.length;
+  const double reached = wanted.variance >= kHajek ? accuracy.reached : 0;
+  const auto take = [&] { return std::exchange(free, free + length); };
+  double *const pi = take(), *const out = take(), *const residual = take(), *const work = take();
+  take();  // work has room for two arrays
+  double *moves[kDepth], *turns[kDepth];
+  for (int j = 0; j < kDepth; ++j) moves[j] = take(), turns[j] = take();
+  std::fill(pi + n, pi + length, 0.0), std::fill(out + n, out + length, 1.0);
   // The newest move is at next - 1. Its turn holds the residual before it until the next residual is known.
   int kept = 0, next = 0;
+  double before = 0;
   for (int iteration = 1;; ++iteration) {
-    Trials trials(row, n, work);
-    for (int tries = 0;
-         tries < kCentring && std::fabs(trials.mean - k) > kOffCentre * std::sqrt(trials.variance + kSmall);
-         ++tries) {
-      const double shift = std::min(std::max((trials.mean - k) / trials.variance, -1.0), 1.0);
-      for (int64_t i = 0; i < n; ++i) theta[i] -= shift;
-      trials = Trials(row, n, work);
-    }
-    if (!(inclusion_of(trials, n, k, pi, out) > 0)) {
+    const Trials trials = centred(theta, n, k, work);
+    if (!(inclusion(trials, pi, out) > 0)) {
       std::fill(theta, theta + n, std::numeric_limits<double>::quiet_NaN());
       return iteration;
     }
-    VecD far{};
+    VecD errors{}, left{};
     for (int64_t i = 0; i < length; i += kWidth<double>) {
       const VecD yes = load<double>(pi + i), z = load<double>(own + i);
       const VecD r = z - (log<double>(yes) - log<double>(load<double>(out + i)));
-      const VecD left = abs<double>(z) == kInf<double> ? VecD{} : r;
-      store<double>(residual + i, left);
-      const VecD error = abs<double>(yes - load<double>(wanted.p + i));
-      far = (error > kNear) | (abs<double>(left) > kClose) ? splat(1.0) : far;
+      const VecD rest = abs<double>(z) == kInf<double> ? VecD{} : r;
+      store<double>(residual + i, rest);
+      const VecD error = abs<double>(yes - load<double>(wanted.p + i)), size = abs<double>(rest);
+      errors = error > errors ? error : errors, left = size > left ? size : left;
     }
+    const double error = maximum<double>(errors);
+    const bool arrived =
+        maximum<double>(left) <= kClose && (error <= accuracy.near || error * error <= reached * before);
+    before = error;
     double gamma[kDepth] = {}, gram[kDepth][kDepth];
     if (kept > 0) {
       double* const turn = turns[(next + kDepth - 1) % kDepth];
@@ -115,10 +173,28 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
       for (int64_t i = 0; i < length; ++i) move[i] -= gamma[a] * (moves[a][i] + turns[a][i]);
     }
     for (int64_t i = 0; i < n; ++i) theta[i] += move[i];
-    if (maximum<double>(far) == 0 || iteration == kIterations) return iteration;
+    if (arrived || iteration == kIterations) return iteration;
     std::copy(move, move + length, moves[next]), std::copy(residual, residual + length, turns[next]);
     next = (next + 1) % kDepth, kept = std::min(kept + 1, kDepth);
   }
+}
+
+// Finds the logits theta whose conditional Poisson design has the inclusion probabilities sigmoid(goal).
+// Returns the number of iterations.
+inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratch, double* theta) {
+  const int64_t length = Trials::padded(n);
+  double* const own = goal_of(goal, n, k, scratch, scratch + length);
+  const Trials wanted(Row{own, Dtype::kDouble, 1}, n, scratch + length);
+  std::copy(own, own + n, theta);
+  if (wanted.variance >= kHajek) {
+    for (int64_t i = 0; i < n; ++i) theta[i] += (0.5 - wanted.p[i]) / wanted.variance;
+  } else {
+    add_swaps(wanted, n, k, theta);
+  }
+  return fixed_point(own, wanted, n, k, {1e-13, 1e-14}, scratch + 3 * length, theta,
+                     [&](const Trials& trials, double* pi, double* out) {
+                       return inclusion_of(Conditioned(trials, n, k), pi, out);
+                     });
 }
 
 }  // namespace khot::KHOT_ISA

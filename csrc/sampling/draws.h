@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sampling/order.h"
 #include "sampling/philox.h"
 #include "simd/math.h"
 #include "simd/passes.h"
@@ -58,12 +59,13 @@ inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, u
 }
 
 // A draw of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by
-// the adjustment's formula, which holds where d, the sum of p (1 - p), is at least `least`. A phantom unit
-// makes the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p is no
-// probability or d is too small.
+// the adjustment's formula where d, the sum of p (1 - p), is at least `least`, otherwise by calibration. A
+// phantom unit makes the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p
+// is no probability.
 inline bool pareto_row(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed,
                        uint64_t row, double* scratch, bool* out) {
-  double *const theta = scratch, *const rest = scratch + n + 1 + kWidth<double>;
+  const int64_t room = n + 1 + kWidth<double>;
+  double *const theta = scratch, *const logits = theta + room, *const rest = logits + room;
   double buffer[kBlock], total = 0, d = 0;
   for (int64_t at = 0; at < n; at += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
@@ -74,21 +76,23 @@ inline bool pareto_row(const Row& probs, int64_t n, double least, double toleran
     }
   }
   const bool whole = std::fabs(total - std::nearbyint(total)) <= tolerance;
-  const double phantom = whole ? 0 : std::ceil(total) - total;
+  const double phantom = whole ? 0 : std::ceil(total) - total, size = std::nearbyint(total + phantom);
   d += phantom - phantom * phantom;
-  if (!(d >= least)) return false;
-  const double scale = 1 / (d * d);
+  const bool formula = d >= least;
+  const double scale = formula ? 1 / (d * d) : 0;
   const auto adjusted = [&](VecD p) {
     const VecD odds = p / (1 - p), z = log<double>(odds) + (p - p * p) * (0.5 - p) * scale;
     return p <= 0 ? splat(-kInf<double>) : p >= 1 ? splat(kInf<double>) : z;
   };
+  double* const to = formula ? theta : logits;
   for (int64_t at = 0; at < n; at += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
     const double* p = fetch(probs, at, count, buffer);
-    vectors<double>(p, count, 0.0, [&](VecD x, int i, int) { store<double>(theta + at + i, adjusted(x)); });
+    vectors<double>(p, count, 0.0, [&](VecD x, int i, int) { store<double>(to + at + i, adjusted(x)); });
   }
-  theta[n] = adjusted(splat(phantom))[0];
-  order_row({theta, Dtype::kDouble, 1}, n + 1, std::nearbyint(total + phantom), seed, row, rest, out);
+  to[n] = adjusted(splat(phantom))[0];
+  if (!formula) order_calibrate_row({logits, Dtype::kDouble, 1}, n + 1, size, rest, theta);
+  order_row({theta, Dtype::kDouble, 1}, n + 1, size, seed, row, logits, out);
   return true;
 }
 
@@ -138,6 +142,46 @@ inline void tournament_row(const Row& probs, int64_t n, uint64_t seed, uint64_t 
     results(later, first, over, pairs[r], now);
   }
   std::copy(later, later + n, out);
+}
+
+// The units in the order of uniforms of their own, by a bucket for each and the few exchanges that this
+// leaves. `keys` are the uniforms, and room for them in order.
+inline void shuffle(int64_t n, double* keys, double* sorted, int32_t* starts, int32_t* units) {
+  const double buckets = static_cast<double>(n);
+  const auto bucket = [&](int64_t i) { return std::min(static_cast<int64_t>(keys[i] * buckets), n - 1); };
+  std::fill(starts, starts + n + 1, 0);
+  for (int64_t i = 0; i < n; ++i) ++starts[bucket(i) + 1];
+  for (int64_t i = 0; i < n; ++i) starts[i + 1] += starts[i];
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t to = starts[bucket(i)]++;
+    sorted[to] = keys[i], units[to] = static_cast<int32_t>(i);
+  }
+  for (int64_t i = 1; i < n; ++i) {
+    const double key = sorted[i];
+    const int32_t unit = units[i];
+    int64_t to = i;
+    for (; to > 0 && sorted[to - 1] > key; --to) sorted[to] = sorted[to - 1], units[to] = units[to - 1];
+    sorted[to] = key, units[to] = unit;
+  }
+}
+
+// The tournament between neighbours in an order drawn by the seed `order`.
+inline void random_tournament_row(const Row& probs, int64_t n, uint64_t order, uint64_t seed, uint64_t row,
+                                  double* scratch, bool* out) {
+  double *const p = scratch, *const keys = p + n, *const sorted = keys + n, *const work = sorted + n;
+  int32_t* const units = reinterpret_cast<int32_t*>(work);
+  double* const rest = work + n / 2 + 1;
+  uniform_row(order, row, 0, n, keys);
+  shuffle(n, keys, sorted, reinterpret_cast<int32_t*>(rest), units);
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+    const double* x = fetch(probs, at, count, p + at);
+    if (x != p + at) std::copy(x, x + count, p + at);
+  }
+  for (int64_t i = 0; i < n; ++i) keys[i] = p[units[i]];
+  bool* const chosen = reinterpret_cast<bool*>(sorted);
+  tournament_row({keys, Dtype::kDouble, 1}, n, seed, row, rest, chosen);
+  for (int64_t i = 0; i < n; ++i) out[units[i]] = chosen[i];
 }
 
 }  // namespace khot::KHOT_ISA

@@ -6,10 +6,13 @@
 #include "kernels.h"
 
 namespace khot {
+
+#if defined(__x86_64__)
 namespace {
 
-const Kernels& choose_kernels() {
-#if defined(__x86_64__)
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+Isa choose() {
   const char* wanted = std::getenv("KHOT_KERNELS");
   const std::string most = wanted == nullptr ? "" : wanted;
   __builtin_cpu_init();
@@ -17,18 +20,32 @@ const Kernels& choose_kernels() {
                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (avx2 && avx512 && most != "avx2" && most != "baseline") return avx512_kernels();
-  if (avx2 && most != "baseline") return avx2_kernels();
-#endif
-  return baseline_kernels();
+  if (avx2 && avx512 && most != "avx2" && most != "baseline") return Isa::kAvx512;
+  if (avx2 && most != "baseline") return Isa::kAvx2;
+  return Isa::kBaseline;
+}
+
+template <class Table>
+const Table& chosen(const Table& (*avx512)(), const Table& (*avx2)(), const Table& (*baseline)()) {
+  static const Isa isa = choose();
+  return isa == Isa::kAvx512 ? avx512() : isa == Isa::kAvx2 ? avx2() : baseline();
 }
 
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose_kernels();
-  return chosen;
+  static const Kernels& table = chosen(avx512_kernels, avx2_kernels, baseline_kernels);
+  return table;
 }
+
+const SamplingKernels& sampling_kernels() {
+  static const SamplingKernels& table = chosen(avx512_sampling, avx2_sampling, baseline_sampling);
+  return table;
+}
+#else
+const Kernels& kernels() { return baseline_kernels(); }
+const SamplingKernels& sampling_kernels() { return baseline_sampling(); }
+#endif
 
 void unknown_cdf(Cdf cdf) {
   throw std::logic_error("khot: the CPU kernels have no case for CDF number " +

@@ -160,4 +160,16 @@ KHOT_INLINE Vec<R> log(Vec<R> x) {
                               : splat<R>(-kInf<R>);
 }
 
+// sin(x) and cos(x) for abs(x) <= pi/2, to within 2e-16: Taylor's polynomials.
+KHOT_INLINE void sin_cos(VecD x, VecD& sin, VecD& cos) {
+  constexpr int kTerms = 11;
+  const VecD square = x * x;
+  sin = cos = splat(1.0);
+  for (int i = kTerms; i > 0; --i) {
+    sin = 1 - sin * square * (1.0 / (2 * i * (2 * i + 1)));
+    cos = 1 - cos * square * (1.0 / (2 * i * (2 * i - 1)));
+  }
+  sin *= x;
+}
+
 }  // namespace khot::KHOT_ISA

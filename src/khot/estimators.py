@@ -633,7 +633,7 @@ def _inclusion_probs(x: Tensor, k: Scalar | None, cdf: CDFName | CDF, tau: Scala
 
 
 def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
-    small = pareto.draw_small(probs, -1, generator) if design == "pareto" else None
+    small = pareto.draw_small(probs, -1, generator, False) if design == "pareto" else None
     if small is not None:
         return small
     # a row of NaN draws nothing here; π − π.detach() makes it NaN again

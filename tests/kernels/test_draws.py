@@ -10,13 +10,14 @@ from torch import Tensor
 
 from khot import sigmoid_topk
 from khot._kernels import active
-from khot._kernels.reference import draws
-from khot.sampling._designs.pareto import LEAST
+from khot._kernels.reference import draws, halving
+from khot._kernels.reference.order_sampling import LEAST
+from khot._ops.tilting import tilt_rows
 
 pytestmark = pytest.mark.skipif(active()["cpu"] == "reference", reason="no compiled kernels in use")
 
 SIZES = [1, 2, 3, 7, 8, 33, 100, 1_024, 1_025, 5_000]
-SEED = torch.tensor(-5)
+SEED, ORDER = torch.tensor(-5), torch.tensor(7)
 
 
 def rows(n: int, scale: float = 1.5) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,34 @@ def test_tournaments_as_the_reference(n: int) -> None:
     probs, k = rows(n)
     for x in (probs, probs[:, None].expand(9, 50, n), probs.flip(0)):
         assert torch.equal(torch.ops.khot.tournament(x, SEED), draws.tournament(x, SEED))
+        got, want = (f(x, ORDER, SEED) for f in (torch.ops.khot.random_tournament, draws.random_tournament))
+        assert torch.equal(got, want)
     assert torch.equal(torch.ops.khot.tournament(probs, SEED).sum(-1), k.long())
+    assert torch.equal(torch.ops.khot.random_tournament(probs, ORDER, SEED).sum(-1), k.long())
+
+
+def check_trials(z: Tensor, k: Tensor, which: Tensor) -> None:
+    got, want = (f(z, k, which, SEED) for f in (torch.ops.khot.trials, halving.trials))
+    assert torch.equal(got, want)
+    assert torch.equal(got.sum(-1), k[which].long())
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.5, 20.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_trials_as_the_reference(n: int, scale: float) -> None:
+    """Every size, whole draws and halves, several draws of each design; centred and not quite so."""
+    probs, k = rows(n, scale)
+    z = tilt_rows(torch.logit(probs), k).z
+    which = torch.arange(9).repeat(5 if n <= 1_024 else 1)
+    check_trials(z, k, which)
+    check_trials(z + torch.linspace(-0.5, 0.5, 9, dtype=torch.float64).unsqueeze(-1), k, which.flip(0))
+
+
+def test_trials_that_cannot_be_drawn_stay_empty() -> None:
+    z = torch.tensor([[math.nan, 1.0, 2.0], [math.inf] * 3, [math.inf, 0.0, -math.inf]], dtype=torch.float64)
+    k, which = torch.tensor([1.0, 2.0, 3.0]), torch.arange(3)
+    for f in (torch.ops.khot.trials, halving.trials):
+        assert not f(z, k, which, SEED).any()
 
 
 def test_layouts() -> None:
@@ -81,6 +109,10 @@ def test_ends_and_rows_that_are_not_numbers() -> None:
         empty = torch.zeros(shape, dtype=torch.float64)
         assert torch.ops.khot.order_sample(empty, torch.zeros(shape[:-1]), SEED).shape == shape
         assert torch.ops.khot.tournament(empty, SEED).shape == shape
+        assert torch.ops.khot.random_tournament(empty, ORDER, SEED).shape == shape
+    for rows_, n in ((0, 4), (3, 0)):
+        z, k, which = torch.zeros(rows_, n, dtype=torch.float64), torch.zeros(rows_), torch.arange(rows_)
+        assert torch.ops.khot.trials(z, k, which, SEED).shape == (rows_, n)
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -91,7 +123,10 @@ def test_threads_do_not_change_a_bit() -> None:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             order = torch.ops.khot.order_sample(torch.logit(probs), k, SEED)
-            results.append(torch.stack((order, torch.ops.khot.tournament(probs, SEED))))
+            z, k_ = torch.logit(probs[:, 0]), k[:, 0]
+            trials = torch.ops.khot.trials(z, k_, torch.arange(9).repeat_interleave(40), SEED).view_as(order)
+            shuffled = torch.ops.khot.random_tournament(probs, ORDER, SEED)
+            results.append(torch.stack((order, trials, shuffled, torch.ops.khot.tournament(probs, SEED))))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -101,6 +136,9 @@ def test_opcheck() -> None:
     probs, k = rows(33)
     torch.library.opcheck(torch.ops.khot.order_sample.default, (torch.logit(probs), k.long(), SEED))
     torch.library.opcheck(torch.ops.khot.tournament.default, (probs, SEED))
+    torch.library.opcheck(torch.ops.khot.random_tournament.default, (probs, ORDER, SEED))
+    which = torch.arange(9).repeat(2)
+    torch.library.opcheck(torch.ops.khot.trials.default, (torch.logit(probs), k, which, SEED))
 
 
 def pareto(probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,17 +167,32 @@ def test_pareto_samples_as_the_reference(n: int, dtype: torch.dtype) -> None:
         assert got.dtype == dtype and torch.equal(got, want) and got.any()
 
 
-def test_pareto_samples_are_left_to_others() -> None:
-    """Where the formula does not hold in some row, or a row is not of probabilities."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 5, 16, 40, 300])
+def test_calibrated_pareto_samples_as_the_reference(n: int, dtype: torch.dtype) -> None:
+    """Rows that the formula does not serve, and rows that are to be exact. The parameters differ by 1e-8."""
+    few = sigmoid_topk(2 * torch.randn(64, n, generator=torch.Generator().manual_seed(n)), 1).to(dtype)
+    assert ((few * (1 - few)).sum(-1) < LEAST).any()
+    few[0], few[1, : n // 2], few[1, n // 2 :] = 0, 1, 0
+    for x in (few, 0.9 * few):
+        for least in (LEAST, math.inf):
+            args = (x, SEED, least, n * torch.finfo(dtype).eps)
+            got, drawn = torch.ops.khot.pareto_sample(*args)
+            want, reference_drawn = draws.pareto_sample(*args)
+            assert drawn and reference_drawn and got.dtype == dtype
+            assert torch.equal(got, want)
+
+
+def test_pareto_samples_are_of_probabilities() -> None:
     good = torch.full((2, 20), 0.5)
-    few = torch.stack((good[0], torch.tensor([0.99] + [0.01] * 19)))
     wrong = [good.clone() for _ in range(4)]
     for x, value in zip(wrong, (math.nan, 1.5, -0.1, math.inf), strict=True):
         x[1, 3] = value
-    for x in (few, *wrong):
-        args = (x, SEED, LEAST, 1e-6)
-        assert not torch.ops.khot.pareto_sample(*args)[1] and not draws.pareto_sample(*args)[1]
-    assert torch.ops.khot.pareto_sample(good, SEED, LEAST, 1e-6)[1]
+    for least in (LEAST, math.inf):
+        for x in wrong:
+            args = (x, SEED, least, 1e-6)
+            assert not torch.ops.khot.pareto_sample(*args)[1] and not draws.pareto_sample(*args)[1]
+        assert torch.ops.khot.pareto_sample(good, SEED, least, 1e-6)[1]
 
 
 def test_opcheck_of_pareto_samples() -> None:

@@ -18,7 +18,7 @@ from khot._ops.soft_topk import threshold_map
 from khot._ops.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.cdfs import Logistic
 
-__all__ = ["conjugate_gradients", "solve"]
+__all__ = ["conjugate_gradients", "parameters", "solve"]
 
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
@@ -38,15 +38,18 @@ def solve(probs: Tensor) -> Tensor:
     return theta - shift.unsqueeze(-1)
 
 
+def parameters(probs: Tensor, k: Tensor) -> Tensor:
+    """θ with π(θ) = probs, up to a constant; Σσ(θ) is nearly k. Not differentiable."""
+    logits: Tensor = operators.calibrate(torch.logit(probs), k)[0]
+    return logits
+
+
 class _Calibrate(Function):
     """θ with π(θ) = probs, up to a constant."""
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        # start from the nearest probabilities that sum to k exactly: the iteration must not chase a rounding
-        # error
-        logits: Tensor = operators.calibrate(tilt_rows(torch.logit(probs), k).z, k)[0]
-        return logits
+        return parameters(probs, k)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Draws of k units from each row: order sampling, and the tournament of the pivotal method."""
+"""Draws of k units from each row: order sampling, trials given their sum, and tournaments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 
 from khot._core.dispatch import define
 from khot._kernels.reference import draws as kernels
+from khot._kernels.reference import halving
 
-__all__ = ["order_sample", "pareto_sample", "tournament"]
+__all__ = ["order_sample", "pareto_sample", "random_tournament", "tournament", "trials"]
 
 
 def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
@@ -17,6 +18,14 @@ def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
 
 def _fake_pareto(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
     return probs.new_empty(probs.shape), probs.new_empty((), dtype=torch.bool)
+
+
+def _fake_random_tournament(probs: Tensor, order: Tensor, seed: Tensor) -> Tensor:
+    return _fake_tournament(probs, seed)
+
+
+def _fake_trials(z: Tensor, k: Tensor, which: Tensor, seed: Tensor) -> Tensor:
+    return z.new_empty((which.shape[0], z.shape[-1]), dtype=torch.bool)
 
 
 def _fake_tournament(probs: Tensor, seed: Tensor) -> Tensor:
@@ -34,4 +43,13 @@ pareto_sample = define(
 )
 tournament = define(
     "tournament", "(Tensor probs, Tensor seed) -> Tensor", kernels.tournament, _fake_tournament
+)
+random_tournament = define(
+    "random_tournament",
+    "(Tensor probs, Tensor order, Tensor seed) -> Tensor",
+    kernels.random_tournament,
+    _fake_random_tournament,
+)
+trials = define(
+    "trials", "(Tensor z, Tensor k, Tensor which, Tensor seed) -> Tensor", halving.trials, _fake_trials
 )

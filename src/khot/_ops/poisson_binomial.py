@@ -1,4 +1,4 @@
-"""The operators of the conditional Poisson design: size, inclusion, covariance and calibration of trials."""
+"""Two designs: size, inclusion, covariance and calibration of trials, and the same of order sampling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from khot._core.dispatch import define
-from khot._kernels.reference import fixed_point
+from khot._kernels.reference import fixed_point, order_sampling
 from khot._kernels.reference import poisson_binomial as kernels
 
-__all__ = ["calibrate", "characteristic", "covariance", "inclusion"]
+__all__ = ["calibrate", "characteristic", "covariance", "inclusion", "order_calibrate", "order_inclusion"]
 
 
 def _fake_characteristic(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +29,14 @@ def _fake_calibrate(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return goal.new_empty(goal.shape), goal.new_empty(goal.shape[:-1])
 
 
+def _fake_order_inclusion(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape), z.new_empty(z.shape)
+
+
+def _fake_order_calibrate(goal: Tensor, k: Tensor) -> Tensor:
+    return goal.new_empty(goal.shape)
+
+
 characteristic = define(
     "characteristic",
     "(Tensor z) -> (Tensor, Tensor, Tensor)",
@@ -43,4 +51,16 @@ covariance = define(
 )
 calibrate = define(
     "calibrate", "(Tensor goal, Tensor k) -> (Tensor, Tensor)", fixed_point.calibrate_kernel, _fake_calibrate
+)
+order_inclusion = define(
+    "order_inclusion",
+    "(Tensor z, Tensor k) -> (Tensor, Tensor)",
+    order_sampling.order_inclusion,
+    _fake_order_inclusion,
+)
+order_calibrate = define(
+    "order_calibrate",
+    "(Tensor goal, Tensor k) -> Tensor",
+    order_sampling.order_calibrate,
+    _fake_order_calibrate,
 )

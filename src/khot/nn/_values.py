@@ -73,8 +73,14 @@ def describe(**values: object) -> str:
     return ", ".join(f"{name}={v!r}" for name, v in values.items() if not isinstance(v, nn.Module))
 
 
-def available(k: Scalar, x: Tensor) -> Tensor:
-    """k for each row, at most the number of entries that may be selected (> −inf) along the last dim."""
+def available(k: Scalar, x: Tensor) -> Scalar:
+    """k for each row, at most the number of entries that may be selected (> −inf) along the last dim.
+
+    A number stays one where all entries may be selected: the operators take a number as it is.
+    """
+    number = not isinstance(k, Tensor) and k <= x.shape[-1]
+    if number and x.numel() and arguments.readable(x) and x.detach().amin().item() > -math.inf:
+        return k  # not so with a NaN
     return widen((x != -math.inf).sum(-1)).clamp(max=k)
 
 

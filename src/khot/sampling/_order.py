@@ -1,12 +1,7 @@
-"""Order sampling with Pareto variables: its inclusion probabilities, and the parameters for prescribed ones.
+"""The law of order sampling with Pareto variables, differentiable in its parameters by autograd.
 
-Let L_i = logit U_i − θ_i, whose distribution function is σ(t + θ_i), and S the k units with the smallest.
-With t the largest of these, P(S) = ∫ Σ_{i∈S} σ'(t + θ_i) Π_{j∈S∖i} σ(t + θ_j) Π_{j∉S} σ(−t − θ_j) dt, so that
-
-    P(S) = exp(Σ_{i∈S} θ_i) Σ_{i∈S} c_i,    c_i = ∫ σ(−t − θ_i) e^(kt) Π_j σ(−t − θ_j) dt
-
-(Traat, Bondesson, Meister 2004): a conditional Poisson design, weighted by the sum of the coefficients c_i.
-Everything but :func:`calibrate` is differentiable in θ by autograd, under the same quadrature.
+The formulas are those of :mod:`khot._kernels.reference.order_sampling`, which has the inclusion probabilities
+and the calibration as kernels.
 """
 
 from __future__ import annotations
@@ -16,37 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import softplus
 
-from khot._kernels.reference.fixed_point import fixed_point, start
+from khot._kernels.reference.order_sampling import coefficients
+from khot._ops import poisson_binomial as operators
 from khot._ops import tilting as conditional
 from khot._ops.calibration import conjugate_gradients
-from khot._ops.tilting import Tilted, mixture, tilt_rows
+from khot._ops.tilting import mixture, tilt_rows
 
 __all__ = ["calibrate", "inclusion", "joint", "log_weight", "solve"]
 
-NEAR = 1e-7  # one more step leads from this error of the probabilities to less than 1e-8
-NEGLIGIBLE = 40.0  # e^−40 times the integrand's maximum is less than its rounding error
-# The trapezoidal rule has the error exp(−2π·π/step), because the integrand's poles are π away from the real
-# line, and, where the integrand is like a normal density of variance 1/V, exp(−2π²/(step²V)): both are at
-# most 1e-15.
-STEP, NORMAL_STEP = 0.5, 0.75
-LARGEST = 600.0  # the largest t: no exponential overflows, and only a logit below −560 would need more
-# Σπ(1 − π) below which the θ of the conditional Poisson design serve: they make the unlikely units at most
-# log(1/π) times as likely as prescribed, which is less than 1e-8.
-SETTLED = 1e-10
 LEAST = 1e-24  # of the squared residual of the derivatives, beside its first: θ itself is known to 1e-8
-AT_ONCE = 1 << 16  # entries times nodes that are computed together
-NEWTON = 6  # Newton steps: the ends of the integral need not be exact, and no step falls short of them
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
     """θ (*batch, n) with inclusion probabilities probs within 1e-8; ±inf for certain units."""
-    goal = tilt_rows(torch.logit(probs), k).z
-    settled = _variance(goal) < SETTLED
-    # the iteration needs no logit π(θ) of these rows, which may be infinite
-    started = torch.where(settled, goal.sign() * torch.inf, goal)
-    return torch.where(settled, start(goal, k), fixed_point(started, k, inclusion, NEAR)[0])
+    theta: Tensor = operators.order_calibrate(torch.logit(probs), k)
+    return theta
 
 
 def solve(probs: Tensor, k: Tensor) -> Tensor:
@@ -55,12 +35,15 @@ def solve(probs: Tensor, k: Tensor) -> Tensor:
 
 
 def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """π and 1 − π, each of full relative accuracy, for θ (*batch, n) in float64 and k (*batch).
+    """π and 1 − π, each of full relative accuracy, for θ (*batch, n) in float64 and k (*batch). Constants."""
+    pi, out = operators.order_inclusion(tilt_rows(theta.detach(), k).z, k)
+    return pi, out
 
-    Under the conditional Poisson design E[x_j Σ c x]/E[Σ c x] = π_j + Cov(x_j, Σ c x)/Σ c π.
-    """
+
+def _live_inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`inclusion`, differentiable in θ."""
     trials = tilt_rows(theta, k)
-    c, settled = _coefficients(trials)
+    c, settled = coefficients(trials.z, k, trials.change)
     _, pi, out = conditional.inclusion(trials)
     mean = (c * pi).sum(-1, keepdim=True).masked_fill(settled, 1)
     more = (conditional.covariance_product(trials, c) / mean).masked_fill(settled, 0)
@@ -70,7 +53,7 @@ def inclusion(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def joint(theta: Tensor, k: Tensor) -> Tensor:
     """P(i ∈ S and j ∈ S), (*batch, n, n), with π on the diagonal."""
     trials = tilt_rows(theta, k)
-    c, settled = _coefficients(trials)
+    c, settled = coefficients(trials.z, trials.k, trials.change)
     weight, ratio = mixture(trials)
     # for independent trials, E[x_i x_j Σ c x] = r_i r_j Σ c r + c_i r_i (1 − r_i) r_j + c_j r_j (1 − r_j) r_i
     total = (ratio * c.unsqueeze(-2)).sum(-1)
@@ -90,7 +73,7 @@ def log_weight(value: Tensor, theta: Tensor, k: Tensor) -> Tensor:
     Zero in rows whose units are all certain, or nearly so.
     """
     trials = tilt_rows(theta, k)
-    c, settled = _coefficients(trials)
+    c, settled = coefficients(trials.z, trials.k, trials.change)
     mean = (c * conditional.inclusion(trials)[1]).sum(-1, keepdim=True).masked_fill(settled, 1)
     share = c.where(value.bool(), 0).sum(-1, keepdim=True)
     # no unit with a coefficient: such an S is empty, or cannot be drawn
@@ -123,7 +106,7 @@ class _Solve(Function):
     def forward(ctx: Any, theta: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.enable_grad():
             at = theta.detach().requires_grad_()
-            pi, out = inclusion(at, k)
+            pi, out = _live_inclusion(at, k)
         free = theta.isfinite() & (pi * out > 0)
         u = conjugate_gradients(
             lambda u: torch.autograd.grad(pi, at, u, retain_graph=True)[0],
@@ -142,61 +125,6 @@ class _Solve(Function):
         w = _Solve.apply(theta, k, grad)
         with torch.enable_grad():
             at = theta.detach().requires_grad_()
-            image = torch.autograd.grad(inclusion(at, k)[0], at, u, create_graph=True)[0]
+            image = torch.autograd.grad(_live_inclusion(at, k)[0], at, u, create_graph=True)[0]
             (by_theta,) = torch.autograd.grad(image, at, w)
         return -by_theta, None, w
-
-
-def _variance(z: Tensor) -> Tensor:
-    """Of the sum of trials with logits z, (*batch, 1)."""
-    return (z.sigmoid() * (-z).sigmoid()).sum(-1, keepdim=True)
-
-
-def _coefficients(trials: Tilted) -> tuple[Tensor, Tensor]:
-    """c, up to one factor per row, and whether the row has no random unit, or nearly none, (*batch, 1).
-
-    The integrand is σ(−t − z_i) e^−D(t) with D(t) = Σ [softplus(t + z) − softplus(z)] − kt, which is convex
-    and has its minimum, 0, at t = 0. Units with z = ∞ are left out, and k is reduced by their number.
-    """
-    always = trials.z == torch.inf
-    z = trials.z.masked_fill(always, -torch.inf)
-    k = trials.k - always.sum(-1)
-    settled = (k <= 0) | (k >= z.isfinite().sum(-1)) | (_variance(trials.z).squeeze(-1) < SETTLED)
-    level = softplus(z, threshold=40).sum(-1)
-    variance = _variance(trials.z).squeeze(-1).masked_fill(settled, 1)
-
-    def end(side: int, least: Tensor) -> tuple[Tensor, Tensor]:
-        """t beyond which D exceeds least, and the variance of the size there."""
-        t = side * (2 * least / variance).sqrt()
-        for _ in range(NEWTON):
-            y = z + t.unsqueeze(-1)
-            t = t - (softplus(y, threshold=40).sum(-1) - level - k * t - least) / (y.sigmoid().sum(-1) - k)
-        t = t.masked_fill(settled, side)
-        p = (z + t.unsqueeze(-1)).sigmoid()
-        return t, (p * (1 - p)).sum(-1)
-
-    # where z_i is large, σ(−t − z_i) is small around t = 0, so that the lower tail matters more
-    low, low_variance = end(-1, NEGLIGIBLE + softplus(z.amax(-1)))
-    high, high_variance = end(1, torch.full_like(low, NEGLIGIBLE))
-    high = high.clamp(max=LARGEST)
-    widest = torch.maximum(variance, torch.maximum(low_variance, high_variance))
-    step = (NORMAL_STEP / widest.sqrt()).clamp(max=STEP)
-    nodes = int(((high - low) / step).max().ceil()) + 1 if low.numel() else 0
-    # the nodes and the level are constants; what a row without a random unit would have is not used
-    odds = (z + trials.change.masked_fill(settled.unsqueeze(-1), 0)).exp()
-    c = torch.zeros_like(z)
-    # all nodes at once are faster, and autograd keeps all of them anyway
-    if odds.requires_grad or nodes * odds.numel() <= AT_ONCE:
-        t = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * torch.linspace(
-            0, 1, nodes, dtype=low.dtype, device=low.device
-        )
-        raised = 1 + odds.unsqueeze(-2) * t.exp().unsqueeze(-1)
-        D = raised.log().sum(-1) - level.unsqueeze(-1) - k.unsqueeze(-1) * t
-        c, nodes = ((-D).exp().unsqueeze(-1) / raised).sum(-2), 0
-    for node in range(nodes):
-        t = low + (high - low) * (node / (nodes - 1))
-        raised = (odds * t.exp().unsqueeze(-1)).add_(1)
-        D = raised.log().sum(-1) - level - k * t
-        c.addcdiv_((-D).exp().unsqueeze(-1), raised)
-    c = c.masked_fill(always, 0)
-    return c / c.detach().amax(-1, keepdim=True), settled.unsqueeze(-1)

@@ -16,10 +16,10 @@ from torch import Tensor
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.rows import Shards
+from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
 from khot._ops.topk_mask import hard_mask
 from khot.sampling._axes import from_end, to_dim
-from khot.sampling._designs.pareto import LEAST
 
 __all__ = ["gumbel_topk", "pareto"]
 

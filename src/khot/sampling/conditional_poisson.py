@@ -24,7 +24,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
 from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
-from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture
+from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows
 from khot.sampling import _hidden
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
 from khot.sampling._halving import draw_rows
@@ -311,7 +311,8 @@ def _draw(theta: Tensor, k: Tensor, sample_shape: Sequence[int], generator: torc
     """Bool draws (*sample_shape, *batch, n) of the designs θ (*batch, n) and k (*batch)."""
     n, batch = theta.shape[-1], theta.shape[:-1]
     which = torch.arange(batch.numel(), device=theta.device).reshape(batch).expand((*sample_shape, *batch))
-    return draw_rows(theta.reshape(batch.numel(), n), k.reshape(-1), which, generator)
+    theta, k = theta.reshape(batch.numel(), n), k.reshape(-1)
+    return draw_rows(tilt_rows(theta, k).z, k, which, generator)
 
 
 _draw_hidden = _hidden.operator("draw_conditional_poisson", "Tensor k", _draw, torch.bool)

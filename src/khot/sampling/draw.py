@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,7 +47,7 @@ def sample(
         sample_shape: shape of the draws for each row.
         adjust: for ``"pareto"`` only, whose inclusion probabilities are not exactly π. None brings them
             within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-8 by
-            calibration, which costs as much as some hundred draws.
+            calibration, which takes about ten times as long.
         generator: the source of randomness, on the device of probs.
         group: a process group over which the rows are spread, probs being this process's shard of them; for
             ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. The generator of rank 0 decides.
@@ -73,8 +72,9 @@ def sample(
         >>> x.shape, bool((x.sum(-1) == 2).all())
         (torch.Size([1000, 4]), True)
     """
-    if design == "pareto" and adjust is group is seed is None and not sample_shape:
-        small = pareto.draw_small(probs, dim, generator)
+    exact = adjust == "exact"
+    if design == "pareto" and (exact or adjust is None) and group is seed is None and not sample_shape:
+        small = pareto.draw_small(probs, dim, generator, exact)
         if small is not None:
             return small
     resolve(design)
@@ -91,7 +91,6 @@ def sample(
     arguments.check_input(probs, "probs")
     dim = from_end(probs, dim)
     rows = to_last(probs.detach(), dim)
-    exact = adjust == "exact"
     if _hidden.values_are_hidden(rows):
         x = _draw_hidden(rows, design, exact, sample_shape=sample_shape, generator=generator)
     else:
@@ -183,12 +182,12 @@ def _draw(
 ) -> Tensor:
     """:func:`sample` of rows with the units along the last dim."""
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
-    if draw is pareto.draw and rows.numel() and not sample_shape:
+    repeated = sample_shape or _phantom.distinct(rows).numel() < rows.numel()  # calibrate such rows once
+    if design == "pareto" and rows.numel() and not repeated:
         seed = philox.new_seed(rows.device, generator)
-        at_once = pareto.draw_at_once(rows, seed, _tolerance(rows))
+        at_once = pareto.draw_at_once(rows, seed, _tolerance(rows), exact)
         if at_once is not None:
             return at_once
-        draw = partial(pareto.draw, seed=seed)
     pi, valid = _checked(rows)
     shape = torch.Size(sample_shape)
     if not pi.numel():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import philox
+from khot._kernels.reference import order_sampling, philox
 
-__all__ = ["adjusted", "order_sample", "pareto_sample", "smallest", "tournament"]
+__all__ = ["adjusted", "order_sample", "pareto_sample", "random_tournament", "smallest", "tournament"]
 
 
 def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
@@ -37,22 +37,25 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     Args:
         probs: π (*batch, n). A phantom unit, which is not returned, makes each sum an integer.
         seed: of philox, 0-dim.
-        least: the least d for the formula.
+        least: the least d for the formula; rows with less are calibrated.
         tolerance: a sum that is so near to an integer is that integer.
 
     Returns:
-        The sample; and True, or False if it is not one because a row needs another method, or is not of
-        probabilities. The sample is then without meaning.
+        The sample; and True, or False if a row is not of probabilities. The sample is then without meaning.
     """
     pi = probs.double()
     total = pi.sum(-1, keepdim=True)
     phantom = (total.ceil() - total).masked_fill((total - total.round()).abs() <= tolerance, 0)
     pi = torch.cat((pi, phantom), -1)
-    theta, d = adjusted(pi, least)
-    drawn = ((pi >= 0) & (pi <= 1)).all() & (d >= least).all()
+    drawn = ((pi >= 0) & (pi <= 1)).all()
     if not bool(drawn):
         return torch.zeros_like(probs, memory_format=torch.contiguous_format), drawn
-    chosen = order_sample(theta, (total + phantom).squeeze(-1).round().long(), seed)
+    k = (total + phantom).squeeze(-1).round()
+    theta, d = adjusted(pi, least)
+    few = d.squeeze(-1) < least
+    if bool(few.any()):
+        theta[few] = order_sampling.order_calibrate(torch.logit(pi[few]), k[few])
+    chosen = order_sample(theta, k.long(), seed)
     return chosen[..., :-1].to(probs.dtype).contiguous(), drawn
 
 
@@ -78,6 +81,13 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         seed: of philox, 0-dim; the duels take its columns one after another.
     """
     return _rounds(probs.double(), seed, 0)
+
+
+def random_tournament(probs: Tensor, order: Tensor, seed: Tensor) -> Tensor:
+    """As :func:`tournament`, each row being in the order of the uniforms of the seed ``order``."""
+    shuffled = philox.uniform(order, probs.shape).argsort(-1)
+    chosen = tournament(probs.gather(-1, shuffled), seed)
+    return torch.empty_like(chosen).scatter_(-1, shuffled, chosen)
 
 
 def _rounds(probs: Tensor, seed: Tensor, column: int) -> Tensor:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from khot._kernels.reference.poisson_binomial import swaps
 
-__all__ = ["calibrate_kernel", "fixed_point", "start"]
+__all__ = ["Accuracy", "calibrate_kernel", "fixed_point", "from_swaps", "tilted"]
 
 DEPTH = 3  # how many earlier steps the acceleration combines; more steps were no faster
 ITERATIONS = 40  # over the hard cases of the tests, at most 11 were needed for an error of 1e-12
-NEAR = 1e-13  # an error of probabilities after which one more step reaches rounding errors
-CLOSE = 1e-3  # the same for the errors of logits
+CLOSE = 1e-3  # an error of logits from which the next step is safe
+HAJEK = 1.0  # a variance from which on Hájek's formula is a better start, and the iteration smooth
 RIDGE = 1e-13  # relative to the trace; anything smaller is lost to rounding anyway
 CERTAIN = 700.0  # a logit beyond which a probability is nearly the smallest number of float64
 TINY = torch.finfo(torch.float64).tiny
@@ -23,30 +24,51 @@ TINY = torch.finfo(torch.float64).tiny
 Marginals = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class Accuracy(NamedTuple):
+    """How close the inclusion probabilities come."""
+
+    near: float  # a step from such an error is the last one
+    # so is a step that leaves at most this, if it is as good as the step before it; with a variance below
+    # HAJEK one step says little about the next
+    reached: float
+
+
+EXACT = Accuracy(1e-13, 1e-14)  # one step from the first reaches rounding errors
+
+
 def calibrate_kernel(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """The reference of khot::calibrate: the logits of the conditional Poisson design with π = σ(goal).
 
     Args:
-        goal: (*batch, n) in float64; ±inf for certain units. Σσ(goal) = k.
+        goal: (*batch, n) in float64, with Σσ(goal) = k up to rounding; ±inf for certain units.
         k: (*batch), integers.
 
     Returns:
         θ, (*batch, n), up to one constant per row; and the number of iterations for each row, (*batch).
     """
-    one = goal.new_ones(())
+    goal = tilted(goal, k)
+    p = goal.sigmoid()
+    variance = (p * (-goal).sigmoid()).sum(-1, keepdim=True)
+    # Hájek 1964, theorem 5.2, solved for the parameters
+    begin = torch.where(variance >= HAJEK, goal + (0.5 - p) / variance, from_swaps(goal, k))
 
     def marginals(theta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        _, hi, lo = torch.ops.khot.soft_topk.default(theta, k, one, "logistic", 0.0, "threshold")
-        _, pi, out = torch.ops.khot.inclusion.default((theta - hi.unsqueeze(-1)) - lo.unsqueeze(-1), k)
+        _, pi, out = torch.ops.khot.inclusion.default(tilted(theta, k), k)
         return pi, out
 
     goal = torch.where(goal.abs() > CERTAIN, goal.sign() * math.inf, goal)
-    return fixed_point(goal, k, marginals, begin=start(goal, k))
+    return fixed_point(goal, k, marginals, EXACT, begin)
 
 
-def start(goal: Tensor, k: Tensor) -> Tensor:
-    """Where the fixed point of the conditional Poisson design begins: goal, or where its variance is tiny,
-    nearly the solution.
+def tilted(theta: Tensor, k: Tensor) -> Tensor:
+    """θ − t with Σσ(θ − t) = k."""
+    one = theta.new_ones(())
+    _, hi, lo = torch.ops.khot.soft_topk.default(theta, k, one, "logistic", 0.0, "threshold")
+    return (theta - hi.unsqueeze(-1)) - lo.unsqueeze(-1)
+
+
+def from_swaps(goal: Tensor, k: Tensor) -> Tensor:
+    """Where the variance is tiny, nearly the parameters of the conditional Poisson design; elsewhere goal.
 
     There π is nearly the odds w times the sum of the odds on the other side of ½
     (:class:`~khot._kernels.reference.poisson_binomial.Swaps`), so that w is nearly π/√Σπ. A start from w = π
@@ -60,16 +82,18 @@ def start(goal: Tensor, k: Tensor) -> Tensor:
 
 
 def fixed_point(
-    goal: Tensor, k: Tensor, marginals: Marginals, near: float = NEAR, begin: Tensor | None = None
+    goal: Tensor, k: Tensor, marginals: Marginals, accuracy: Accuracy, begin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """θ for which marginals(θ, k) = (π, 1 − π) has π = σ(goal). It takes one step after π is within ``near``.
+    """θ for which marginals(θ, k) = (π, 1 − π) has π = σ(goal), and the number of iterations.
 
     The step is θ ← θ + goal − logit π(θ), with Anderson acceleration in the metric of the variances.
     """
     certain = goal.isinf()
     goal_pi = torch.sigmoid(goal)
     variance = goal_pi * torch.sigmoid(-goal)
-    theta, active = goal if begin is None else begin, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
+    reached = torch.where(variance.sum(-1, keepdim=True) >= HAJEK, accuracy.reached, 0.0)
+    theta, active = begin, torch.ones_like(k, dtype=torch.bool).unsqueeze(-1)
+    before = torch.zeros_like(k, dtype=goal.dtype).unsqueeze(-1)
     iterations = torch.zeros_like(k, dtype=goal.dtype)
     moves: list[Tensor] = []  # the last changes of θ; turns are those of the residual
     turns: list[Tensor] = []
@@ -91,8 +115,10 @@ def fixed_point(
         move = move.where(active, 0)  # a row that has arrived stays
         theta = theta + move
         # Small probabilities need a small relative error, too, or else the last step may go wrong.
-        far = ((pi - goal_pi).abs() > near) | (residual.abs() > CLOSE)
-        active = active & far.any(-1, keepdim=True)
+        error = (pi - goal_pi).abs().amax(-1, keepdim=True)
+        arrived = (error <= accuracy.near) | (error.square() <= reached * before)
+        active = active & ~(arrived & (residual.abs() <= CLOSE).all(-1, keepdim=True))
+        before = error
         if not bool(active.any()):
             break
         moves.append(move)

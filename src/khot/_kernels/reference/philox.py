@@ -13,7 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_STEPS", "LOW", "MULTIPLIERS", "ROUNDS", "cipher", "uniform", "uniform_kernel"]
+__all__ = [
+    "KEY_STEPS",
+    "LOW",
+    "MULTIPLIERS",
+    "ROUNDS",
+    "cipher",
+    "uniform",
+    "uniform_at",
+    "uniform_kernel",
+]
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -37,6 +46,15 @@ def uniform_kernel(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
     a, b, c, d = cipher(counter, (seed & LOW, seed >> 32 & LOW))
     bits = torch.stack((b << 20 | a >> 12, d << 20 | c >> 12), -1).flatten(-2)
     return bits[:, offset % 2 : offset % 2 + n].double().add_(0.5).mul_(2.0**-52)
+
+
+def uniform_at(seed: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """The numbers of these rows and columns, int64 tensors that broadcast."""
+    block = column // 2
+    counter = torch.broadcast_tensors(block & LOW, block >> 32 & LOW, row & LOW, row >> 32 & LOW)
+    a, b, c, d = cipher(counter, (seed & LOW, seed >> 32 & LOW))
+    bits = torch.where(column % 2 == 0, b << 20 | a >> 12, d << 20 | c >> 12)
+    return bits.double().add_(0.5).mul_(2.0**-52)
 
 
 def cipher(counter: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

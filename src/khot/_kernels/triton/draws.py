@@ -11,6 +11,8 @@ which only those near 1 are kept; and the choice among these.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -419,11 +421,20 @@ def pieces(n: int) -> tuple[int, int, int]:
 
 
 def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
-    """`draws.pareto_sample`, in Triton."""
+    """`draws.pareto_sample`, in Triton where the formula serves all rows."""
     batch, n = probs.shape[:-1], probs.shape[-1]
-    rows = batch.numel()
-    if n == 0 or rows == 0 or least < 2.5:  # for which `_key` has terms enough
-        return reference.pareto_sample(probs, seed, least, tolerance)
+    if probs.numel() and 2.5 <= least < math.inf:  # `_key` has terms enough, and no row has to be calibrated
+        out, drawn = _by_formula(probs, seed, least, tolerance, batch.numel(), n)
+        drawn = drawn.all()
+        if bool(drawn):
+            return out, drawn
+    return reference.pareto_sample(probs, seed, least, tolerance)
+
+
+def _by_formula(
+    probs: Tensor, seed: Tensor, least: float, tolerance: float, rows: int, n: int
+) -> tuple[Tensor, Tensor]:
+    """The samples, and which rows have one: they are of probabilities, and d is at least `least`."""
     out = probs.new_empty(probs.shape)
     drawn = torch.empty(rows, dtype=torch.bool, device=probs.device)
     source = layout.rows(probs, n)
@@ -433,7 +444,7 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
             _pareto[(rows,)](
                 *source, seed, out, drawn, n, least, tolerance, PIECES=count, PAIRS=pairs, num_warps=warps
             )
-            return out, drawn.all()
+            return out, drawn
         parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
         length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
         parts = triton.cdiv(n + 1, length)
@@ -452,7 +463,7 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
             sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
             **which, WIDTH=1024, num_warps=8,
         )  # fmt: skip
-    return out, drawn.all()
+    return out, drawn
 
 
 # ------------------------------------------------------------------------------------ the tournament

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._ops.calibration import solve
+from khot._ops.calibration import parameters, solve
 from khot.sampling import conditional_poisson
 from khot.sampling._halving import draw_rows, numbered
 
@@ -18,7 +18,8 @@ __all__ = ["draw", "joint", "log_prob"]
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     rows, which = numbered(probs)
-    return draw_rows(solve(rows), rows.sum(-1).round(), which, generator)
+    k = rows.sum(-1).round()
+    return draw_rows(parameters(rows, k), k, which, generator)
 
 
 def log_prob(value: Tensor, probs: Tensor) -> Tensor:

@@ -8,40 +8,41 @@ Lundqvist 2006; Wijk, Vinuesa, Azizpour 2025).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from khot._core import eager
 from khot._kernels.reference.draws import adjusted
+from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
 from khot._ops.draws import order_sample, pareto_sample
 from khot.sampling import _order as order
 from khot.sampling import conditional_poisson
 from khot.sampling._phantom import distinct, size
 
-__all__ = ["LEAST", "draw", "draw_at_once", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
-
-LEAST = (
-    2.5  # the least d for the formula: below, its bias exceeds 1e-3, and at d = 0.02 it prefers 0.01 to 0.99
-)
+__all__ = ["draw", "draw_at_once", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
 
 
-def draw(probs: Tensor, generator: torch.Generator | None = None, *, seed: Tensor | None = None) -> Tensor:
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     rows = distinct(probs)
-    return _rank(_parameters(rows), size(rows), probs.shape, generator, seed)
+    return _rank(_parameters(rows), size(rows), probs.shape, generator)
 
 
-def draw_at_once(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor | None:
-    """As :func:`draw` by one operator, in probs' dtype and for any sums. None if a row needs calibration, or
-    is not of probabilities."""
-    sample, drawn = pareto_sample(probs, seed, LEAST, tolerance)
+def draw_at_once(probs: Tensor, seed: Tensor, tolerance: float, exact: bool) -> Tensor | None:
+    """As :func:`draw`, or :func:`draw_exact`, by one operator, in probs' dtype and for any sums. None if a
+    row is not of probabilities."""
+    sample, drawn = pareto_sample(probs, seed, _least(exact), tolerance)
     return sample if bool(drawn) else None
 
 
-def draw_small(probs: Tensor, dim: int, generator: torch.Generator | None) -> Tensor | None:
-    """As :func:`draw`, along a dim, of a small plain tensor; None for everything else, with no random number
-    used."""
-    return None if torch.compiler.is_compiling() else eager.pareto(probs, dim, generator, LEAST)
+def draw_small(probs: Tensor, dim: int, generator: torch.Generator | None, exact: bool) -> Tensor | None:
+    """As :func:`draw`, or :func:`draw_exact`, along a dim, of a small plain tensor; None for everything else,
+    with no random number used."""
+    if torch.compiler.is_compiling():
+        return None
+    return eager.pareto(probs, dim, generator, _least(exact))
 
 
 def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -72,6 +73,11 @@ def joint(probs: Tensor) -> Tensor:
     return order.joint(_parameters(probs), size(probs).double())
 
 
+def _least(exact: bool) -> float:
+    """The least d for which the formula serves."""
+    return math.inf if exact else LEAST
+
+
 def _parameters(probs: Tensor) -> Tensor:
     """θ (*batch, n): adjusted by the formula, or calibrated where that is not enough; ±inf if certain."""
     theta, d = adjusted(probs, LEAST)
@@ -97,14 +103,7 @@ def _live_parameters(probs: Tensor) -> Tensor:
     return theta
 
 
-def _rank(
-    theta: Tensor,
-    k: Tensor,
-    shape: torch.Size,
-    generator: torch.Generator | None,
-    seed: Tensor | None = None,
-) -> Tensor:
-    if seed is None:
-        seed = philox.new_seed(theta.device, generator)
+def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+    seed = philox.new_seed(theta.device, generator)
     chosen: Tensor = order_sample(theta.expand(shape), k.expand(shape[:-1]), seed)
     return chosen

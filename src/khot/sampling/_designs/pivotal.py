@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from khot._ops import uniform as philox
-from khot._ops.draws import tournament
+from khot._ops.draws import random_tournament, tournament
 
 __all__ = ["draw", "draw_random_order"]
 
@@ -24,6 +24,6 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def draw_random_order(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """As :func:`draw`, with the units shuffled for every draw: more entropy, and no effect of order."""
-    order = philox.rand(probs.shape, probs.device, generator).argsort(-1)
-    chosen = draw(probs.gather(-1, order), generator)
-    return torch.empty_like(chosen).scatter_(-1, order, chosen)
+    order, seed = (philox.new_seed(probs.device, generator) for _ in range(2))
+    chosen: Tensor = random_tournament(probs, order, seed)
+    return chosen

@@ -41,7 +41,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         rest = torch.where(taken, -math.inf, odds.unsqueeze(-2)).reshape(-1, n)
         size = (k - random.squeeze(-1).to(k)).repeat_interleave(n)
         which = which * n + unit.squeeze(-1).clamp(max=n - 1)
-    return first | draw_rows(rest, size, which, generator)
+    return first | draw_rows(tilt_rows(rest, size).z, size, which, generator)
 
 
 def log_prob(value: Tensor, probs: Tensor) -> Tensor:

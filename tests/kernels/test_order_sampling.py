@@ -1,0 +1,122 @@
+"""Order sampling's inclusion probabilities and calibration, compiled and reference, against an integral in 30
+digits."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+from khot import sigmoid_topk
+from khot._kernels.reference import order_sampling as reference
+from khot._ops.tilting import tilt_rows
+
+KERNELS = {
+    "in use": (torch.ops.khot.order_inclusion, torch.ops.khot.order_calibrate),
+    "reference": (reference.order_inclusion, reference.order_calibrate),
+}
+
+
+def integral(theta: Tensor, k: int) -> Tensor:
+    """π_i = ∫ f_i(t) P(fewer than k of the others are below t) dt in 30 digits, by the trapezoidal rule: its
+    error is about exp(−2π·π/step)."""
+    with mpmath.workdps(30):
+        units, step = [mpmath.mpf(t) for t in theta.tolist()], mpmath.mpf(1) / 6
+        reach = int(6 * (75 + theta.abs().max()))
+        total = [mpmath.mpf(0)] * len(units)
+        for node in range(-reach, reach + 1):
+            below = [1 / (1 + mpmath.exp(-step * node - t)) for t in units]
+            for i, own in enumerate(below):
+                few = [mpmath.mpf(1)] + [mpmath.mpf(0)] * (k - 1)  # P(so many of the others are below)
+                for p in below[:i] + below[i + 1 :]:
+                    few = [few[0] * (1 - p)] + [few[s] * (1 - p) + few[s - 1] * p for s in range(1, k)]
+                total[i] += step * own * (1 - own) * mpmath.fsum(few)
+        return torch.tensor([float(t) for t in total], dtype=torch.float64)
+
+
+def scores(n: int, scale: float, rows: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    return scale * torch.randn(rows, n, generator=generator, dtype=torch.float64)
+
+
+def sizes(k: int, rows: int = 1) -> Tensor:
+    return torch.full((rows,), float(k), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 3, 0.1), (6, 2, 6.0), (10, 3, 0.1), (10, 5, 1.0)])
+def test_inclusion_is_the_integral(n: int, k: int, scale: float, kernels: str) -> None:
+    theta = tilt_rows(scores(n, scale), sizes(k)).z
+    pi, out = KERNELS[kernels][0](theta, sizes(k))
+    want = integral(theta[0], k)
+    torch.testing.assert_close(pi[0], want, rtol=2e-13, atol=0)
+    torch.testing.assert_close(out[0], 1 - want, rtol=2e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 3, 0.1), (6, 2, 3.0), (8, 2, 1.0), (10, 5, 1.0)])
+def test_calibration_is_right_by_the_integral(n: int, k: int, scale: float, kernels: str) -> None:
+    probs = sigmoid_topk(scores(n, scale), k)
+    theta = KERNELS[kernels][1](torch.logit(probs), sizes(k))
+    torch.testing.assert_close(integral(theta[0], k), probs[0], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 15.0])
+@pytest.mark.parametrize("n", [2, 5, 16, 33, 257, 1_000])
+def test_as_the_reference(n: int, scale: float) -> None:
+    """With certain units, for sizes at both ends."""
+    theta = scores(n, scale, rows=4)
+    theta[1, : n // 4], theta[2, : n // 4] = math.inf, -math.inf
+    k = torch.tensor([1, n // 2, n // 3, n - 1], dtype=torch.float64)
+    probs = sigmoid_topk(theta, k)
+    goal = torch.logit(probs)
+    z = tilt_rows(theta, k).z
+    for got, want in zip(torch.ops.khot.order_inclusion(z, k), reference.order_inclusion(z, k), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-15)
+    found = torch.ops.khot.order_calibrate(goal, k)
+    pi, out = reference.order_inclusion(tilt_rows(found, k).z, k)
+    torch.testing.assert_close(pi, probs, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(out, (-goal).sigmoid(), rtol=1e-4, atol=1e-8)
+    certain = goal.isinf()
+    assert torch.equal(found[certain], goal[certain])
+
+
+def test_layouts_and_threads() -> None:
+    base = sigmoid_topk(scores(60, 1.0, rows=24), 9)
+    logits = torch.logit(base)
+    k = sizes(9, 24)
+    want = torch.ops.khot.order_calibrate(logits, k)
+    view = torch.stack((logits, logits), -1)[..., 0]
+    assert not view.is_contiguous()
+    assert torch.equal(torch.ops.khot.order_calibrate(view, k), want)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(torch.ops.khot.order_calibrate(logits, k), want)
+    finally:
+        torch.set_num_threads(before)
+    expanded = logits[:1].expand(5, 60)
+    assert torch.equal(torch.ops.khot.order_calibrate(expanded, k[:5]), want[:1].expand(5, 60))
+
+
+def test_ends_and_rows_that_are_not_numbers() -> None:
+    goal = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, -math.inf, math.inf], [0.0, 0.0, math.inf]])
+    k = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
+    theta = torch.ops.khot.order_calibrate(goal.double(), k)
+    assert theta[0].isnan().all()
+    assert theta[1].tolist() == [math.inf, -math.inf, math.inf]
+    assert theta[2, 0] == theta[2, 1] and theta[2, 2] == math.inf
+    assert torch.ops.khot.order_inclusion(goal.double(), k)[0][0].isnan().all()
+    for shape in ((0, 4), (3, 0), (2, 0, 3)):
+        empty, size = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[:-1], dtype=torch.float64)
+        assert torch.ops.khot.order_calibrate(empty, size).shape == shape
+        assert torch.ops.khot.order_inclusion(empty, size)[1].shape == shape
+
+
+def test_opcheck() -> None:
+    goal = torch.logit(sigmoid_topk(scores(12, 1.0, rows=3), 4))
+    torch.library.opcheck(torch.ops.khot.order_calibrate.default, (goal, sizes(4, 3)))
+    torch.library.opcheck(torch.ops.khot.order_inclusion.default, (goal, sizes(4, 3)))
