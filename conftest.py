@@ -47,6 +47,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or some modules complain at the end of the process
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip GPU tests if there is no GPU, unless KHOT_REQUIRE_CUDA=1 requires one."""
     if item.get_closest_marker("needs_cuda") and not torch.cuda.is_available():
