@@ -19,11 +19,13 @@ help: ## list these commands
 
 .venv: $(INSTALLED) ## build the virtual environment (the other commands do this when needed)
 
-# torch goes in first and the build is not isolated, so that compiled parts are built against it.
+# torch goes in first and the build is not isolated, so that compiled parts are built against it. pip, which
+# keeps one core busy, fetches the other packages beside the compiler.
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*.h csrc/*/*.h csrc/*/*.cpp)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]'
+	KHOT_PURE=1 $(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]' & pip=$$!; \
+	$(BIN)/python setup.py --quiet build_ext --inplace; wait $$pip
 	touch $@
 
 demo: $(INSTALLED) ## learn which pixels distinguish digits, and draw them

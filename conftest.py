@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -37,6 +38,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+def pytest_collection_finish() -> None:
+    """The modules and the tests themselves, a million objects, stay until the end: later collections need
+    not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or some modules complain at the end of the process
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -42,6 +42,8 @@ SHAPES: dict[tuple[int, int], tuple[int, float, float]] = {
 }
 SCORES_AT = ((128, 1_000), (100, 10_000), (100, 100_000))
 GROWTH_ROWS, GROWTH_N = 16, [4**i for i in range(3, 11)]  # powers of 2, which bitonic networks need
+# The lines of the figure; the tables have them all.
+DRAWN = ("softmax", "sigmoid_topk", "rescaled sigmoid", "entmax", "torchsort", "sinkhorn")
 OURS = {name: OPERATORS[name] for name in ("sigmoid_topk", "laplace_topk", "sparse_topk")}
 
 
@@ -135,7 +137,7 @@ def measure(case: Case, seconds: float, clock: timing.Clock) -> dict[str, Any]:
     left_out = {}
     if case.section in ("peers", "growth", "memory"):
         for name, peer in PEERS.items():
-            if missing(peer):  # which the setting says
+            if missing(peer):
                 continue
             if peer.fits(case.rows, case.n, k):
                 functions[name] = partial(call_peer, name, k=k, tau=tau)
@@ -275,8 +277,9 @@ def write(path: Path, results: report.Results) -> None:
             ("Time of forward + backward, ms", 1e-3, timed and timed["seconds"][1]),
             ("Memory of forward + backward, MB", 1e6, sized and sized["bytes"][1]),
         ):
-            for name, value in (values or {}).items():
-                panels.setdefault(title, {}).setdefault(name, []).append((n, (value or 0) / unit))
+            for name in DRAWN:
+                value = (values or {}).get(name) or 0
+                panels.setdefault(title, {}).setdefault(name, []).append((n, value / unit))
     if panels:
         caption = "; ".join(
             f"{key}: {value}" for key, value in results["setting"].items() if key != "packages"
@@ -295,11 +298,9 @@ def options(args: argparse.Namespace) -> list[str]:
 
 
 def packages() -> Iterator[str]:
-    """Those of the peers, with their versions."""
-    for name, peer in PEERS.items():
-        if reason := missing(peer):
-            yield f"{name} {reason}"
-        elif peer.needs:
+    """Those of the peers that are here, with their versions."""
+    for peer in PEERS.values():
+        if peer.needs and not missing(peer):
             module = peer.needs.partition(":")[0]
             yield f"{module} {importlib.metadata.version(module)}"
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import platform
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import khot
 from benchmarks import timing
 from khot import _kernels as kernels
-from khot.experiments.harness.reporting import table
+from khot.experiments.harness.reporting import COLORS, label_ends, table
 
 __all__ = [
     "Curves",
@@ -139,43 +140,32 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 def loglog(
     path: Path, panels: Mapping[str, Curves], x_label: str, first: Sequence[str], caption: str = ""
 ) -> None:
-    """One panel for each title, one curve for each name: those in ``first`` in full, the others thin.
-
-    Names have the same colour in all panels.
-    """
+    """One panel for each title, one line for each name, which stands at its end: those in ``first`` drawn
+    through, the others dashed. Names have the same color in all panels, so there may be six of them."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-    names = [*(n for n in first if n in names), *(n for n in names if n not in first)]
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5.2), squeeze=False)
-    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-        for i, name in enumerate(names):
+    colors = dict(zip(names, COLORS[:6], strict=False))
+    # panels lie below each other, so that they can be read on a phone
+    figure, axes = plt.subplots(len(panels), 1, figsize=(7, 4.4 * len(panels)), squeeze=False)
+    for axis, (title, curves) in zip(axes[:, 0], panels.items(), strict=True):
+        ends = {}
+        for name, color in colors.items():
             points = [(x, y) for x, y in curves.get(name, ()) if y > 0]
-            if not points:
-                continue
-            lead = name in first
-            axis.loglog(
-                *zip(*points, strict=True),
-                label=name,
-                color="black" if i == 0 else colours[(2 * i - 2) % 20 + (2 * i - 2) // 20],
-                linewidth=1.5 + len(first) - i if lead else 1.1,  # curves that coincide still show
-                linestyle="-" if lead else "--",
-                marker=".",
-                markersize=0 if lead else 4,
-                zorder=3 + i if lead else 2,
-            )
+            if points:
+                line = ".-" if name in first else ".--"
+                axis.loglog(*zip(*points, strict=True), line, color=color)
+                ends[name] = (*points[-1], color)
         axis.set_title(title, loc="left")
         axis.set_xlabel(x_label)
         axis.grid(True, which="major", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        label_ends(axis, ends)
     if caption:
-        figure.text(0.01, -0.01, caption, fontsize=8, va="top", color="0.35")
+        figure.text(0.01, -0.01, textwrap.fill(caption, 110), fontsize=8, va="top", color="0.35")
     figure.tight_layout()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

@@ -49,12 +49,16 @@ def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
 @functools.cache
 def _pool() -> tuple[list[Connection], Callable[[], None]]:
-    spawn = multiprocessing.get_context("spawn")
+    # a server imports torch and khot once, and is forked before they start a thread
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    start = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        start.set_forkserver_preload(["khot", "torch.distributed", "shards"])
     folder = tempfile.TemporaryDirectory()
     ends, processes = [], []
     for rank in range(MOST):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(rank, folder.name, theirs), daemon=True)
+        ours, theirs = start.Pipe()
+        process = start.Process(target=_serve, args=(rank, folder.name, theirs), daemon=True)
         process.start()
         theirs.close()
         ends.append(ours)

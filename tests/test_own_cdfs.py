@@ -132,15 +132,16 @@ def threshold(x: Tensor, k: float, tau: float, F: cdfs.CDF) -> float:
 def test_values(F: cdfs.CDF, tau: float, scale: float) -> None:
     for n, ks in ((5, [1.0, 2.5, 4.0]), (400, [0.5, 7.0, 200.0, 399.5])):
         x = scale * randn(n)
-        for k in ks:
-            y = khot.soft_topk(x, k, tau=tau, cdf=F)
-            assert abs(y.sum().item() - k) <= 1e-12 * max(1.0, min(k, n - k)) + n * 2.0**-53
-            if F.full_support:  # else a gap leaves t undetermined, and y with it
-                want = F.cdf((x - threshold(x, k, tau, F)) / tau)
-                assert (y - want).abs().max() <= 1e-10
-            log_y = khot.log_soft_topk(x, k, tau=tau, cdf=F)
-            live = y > 1e-3
-            torch.testing.assert_close(log_y[live], y[live].log(), rtol=1e-9, atol=1e-9)
+        rows, k = x.expand(len(ks), n), torch.tensor(ks, dtype=torch.float64)
+        y = khot.soft_topk(rows, k, tau=tau, cdf=F)
+        assert ((y.sum(-1) - k).abs() <= 1e-12 * torch.minimum(k, n - k).clamp(min=1) + n * 2.0**-53).all()
+        if F.full_support:  # else a gap leaves t undetermined, and y with it
+            for one, share in zip(y, ks, strict=True):
+                want = F.cdf((x - threshold(x, share, tau, F)) / tau)
+                assert (one - want).abs().max() <= 1e-10
+        log_y = khot.log_soft_topk(rows, k, tau=tau, cdf=F)
+        live = y > 1e-3
+        torch.testing.assert_close(log_y[live], y[live].log(), rtol=1e-9, atol=1e-9)
 
 
 @every

@@ -25,7 +25,7 @@ every = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 every_differentiable = pytest.mark.parametrize(
     "op", [op for op in OPERATORS if op.differentiable], ids=lambda op: op.id
 )
-# what is done with numbers, and how much a trace widens, hardly depends on the CDF
+# what is done with numbers and with half precision, and how much a trace widens, hardly depends on the CDF
 ONCE = list({op.name: op for op in reversed(OPERATORS)}.values())
 each_once = pytest.mark.parametrize("op", ONCE, ids=lambda op: op.id)
 every_mask = pytest.mark.parametrize("op", [op for op in OPERATORS if op.has_mask], ids=lambda op: op.id)
@@ -103,8 +103,11 @@ def test_two_devices_are_an_error(device: single.Device) -> None:
 # ------------------------------------------------------------------------------------- operators
 
 
-@every
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, torch.float32) for op in OPERATORS] + [(op, torch.bfloat16) for op in ONCE],
+    ids=lambda v: v.id if isinstance(v, Operator) else str(v),
+)
 def test_agrees_with_float64(op: Operator, dtype: torch.dtype, device: single.Device) -> None:
     args = arguments(op, dtype)
     exact = dtype == torch.float32

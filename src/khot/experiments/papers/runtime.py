@@ -158,7 +158,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
             "What the papers' figures show, at the largest n that both methods can do:",
             "\n".join(says),
             "![Time, memory and error of the sum against n](runtime.png)",
-            f"Not measured, because the package is not installed or n is too large: {', '.join(left_out)}."
+            f"Not measured: {'; '.join(f'{name}, {PEERS[name].source}' for name in left_out)}."
             if left_out
             else "",
         ]

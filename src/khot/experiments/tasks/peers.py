@@ -165,6 +165,12 @@ def _torchsort(x: Tensor, k: int, tau: float) -> Tensor:
     return y
 
 
+def _softtorch(x: Tensor, k: int, tau: float, method: str) -> Tensor:
+    topk = importlib.import_module("softtorch").topk
+    indices: Tensor = topk(x, k, softness=tau, method=method, standardize=False).indices
+    return indices.sum(-2)
+
+
 PEERS: dict[str, Peer] = {
     "bisection": Peer(bisection_topk, "written by hand, eager", _sigmoid),
     "halley": Peer(halley_topk, "Wijk, Vinuesa, Azizpour 2025, appendix A", _sigmoid),
@@ -194,12 +200,35 @@ PEERS: dict[str, Peer] = {
         lambda rows, n, k: rows * n <= 2_000_000,
     ),
     "entmax": Peer(_entmax, "package entmax, budget_bisect", _sparse, needs="entmax:budget_bisect"),
-    "lml": Peer(_lml, "package lml, LML", _sigmoid, needs="lml:LML"),
+    "lml": Peer(
+        _lml,
+        "package lml (Amos, Koltun, Kolter 2019); the package index has another of that name",
+        _sigmoid,
+        needs="lml:LML",
+    ),
     "difftopk": Peer(
         _difftopk,
         "package difftopk, bitonic network",
         fits=lambda rows, n, k: n & (n - 1) == 0 and rows * n**3 <= 2_000_000_000,
         needs="difftopk:DiffTopkNet",
+    ),
+    "softtorch, softsort": Peer(
+        functools.partial(_softtorch, method="softsort"),
+        "package softtorch, the sum of topk's k soft indices",
+        fits=lambda rows, n, k: rows * n * k <= 50_000_000,
+        needs="softtorch:topk",
+    ),
+    "softtorch, neuralsort": Peer(
+        functools.partial(_softtorch, method="neuralsort"),
+        "the same by its default method",
+        fits=lambda rows, n, k: rows * n * n <= 200_000_000,
+        needs="softtorch:topk",
+    ),
+    "softtorch, ot": Peer(
+        functools.partial(_softtorch, method="ot"),
+        "the same by optimal transport to k + 1 anchors",
+        fits=lambda rows, n, k: rows * n * k <= 50_000,
+        needs="softtorch:topk",
     ),
     "torchsort": Peer(_torchsort, "package torchsort, soft_rank", ranks=True, needs="torchsort:soft_rank"),
 }
