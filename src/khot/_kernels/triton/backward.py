@@ -30,6 +30,7 @@ from khot._kernels.triton.gradients import (
     rescale,
     write_gradient,
 )
+from khot._kernels.triton.launch import launch
 
 
 @triton.jit
@@ -191,17 +192,32 @@ def soft_topk_backward(
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_backward[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_backward, triton.cdiv(rows, together),
                 *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n, *power,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return dx, dk, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows, parts, 12)
-        _part_gradient_sums[(rows * parts,)](
-            *cotangent, *source, hi, lo, *tau_row, sums, n, length, parts, *power, **which, CHUNK=layout.CHUNK
+        launch(
+            _part_gradient_sums,
+            rows * parts,
+            *cotangent,
+            *source,
+            hi,
+            lo,
+            *tau_row,
+            sums,
+            n,
+            length,
+            parts,
+            *power,
+            **which,
+            CHUNK=layout.CHUNK,
         )
-        _part_gradient_write[(rows * parts,)](
+        launch(
+            _part_gradient_write, rows * parts,
             *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
             *power, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def parts(rows: int, n: int) -> tuple[int, int]:
 
 def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
     """The rows of x one after another, and the distance between them."""
-    flat = x.reshape(-1, n)
+    flat = x if x.dim() == 2 else x.reshape(-1, n)
     if n > 1 and flat.stride(1) != 1:
         flat = flat.contiguous()
     return flat, flat.stride(0)
@@ -148,6 +149,15 @@ def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
         if number == 0 or 1e-20 < abs(number) < 1e30:
             return Values(None, 0, *halves(number))
     return Values(*numbers(value, batch, device), 0.0, 0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _halves(number: float) -> Values | None:
+    """A number by value, if float32 holds both halves to the last digit of float64."""
+    if number != 0 and not 1e-20 < abs(number) < 1e30:
+        return None
+    high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
+    return Values(None, 0, high, number - high)
 
 
 def cdf_id(name: str) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from khot._kernels.reference import magnitude as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import HUGE, chunks, gather, get, load, pair, place, put
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import digits, histograms, ordered, select, whole
 
 EVALUATIONS = 60  # at most, of a resident row; bisection alone would need about as many
@@ -316,7 +317,8 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident[(triton.cdiv(rows, together),)](
+            launch(
+                _resident, triton.cdiv(rows, together),
                 *source, *k_row, *tau_row, y, hi, lo, rows, n, EVALUATIONS,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
@@ -327,21 +329,38 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
         sums = [hi.new_empty(rows * parts * 3) for _ in range(2)]
         state = [hi.new_empty(rows * 8) for _ in range(2)]
         chunk, padded = {"CHUNK": layout.CHUNK}, {"PARTS": triton.next_power_of_2(parts)}
-        _part_below[(rows * parts,)](
+        launch(
+            _part_below, rows * parts,
             *source, *k_row, counts, sums[0], rows, n, length, parts, wanted, unused,
             COMPUTE=which["COMPUTE"], **chunk,
         )  # fmt: skip
-        _part_begin[(rows,)](
-            *k_row, *tau_row, counts, tally, sums[0], state[0], rows, parts, wanted, unused, **which, **padded
+        launch(
+            _part_begin,
+            rows,
+            *k_row,
+            *tau_row,
+            counts,
+            tally,
+            sums[0],
+            state[0],
+            rows,
+            parts,
+            wanted,
+            unused,
+            **which,
+            **padded,
         )
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2
-            _part_evaluate[(rows * parts,)](
+            launch(
+                _part_evaluate, rows * parts,
                 *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
                 **which, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
-        _part_write[(rows * parts,)](
+        launch(
+            _part_write,
+            rows * parts,
             *source,
             sums[last],
             state[last],
@@ -551,14 +570,17 @@ def soft_topk_magnitude_backward(
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_backward[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_backward, triton.cdiv(rows, together),
                 *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, ds, dtau, rows, n,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return ds, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows * parts * 5)
-        _part_gradient_sums[(rows * parts,)](
+        launch(
+            _part_gradient_sums,
+            rows * parts,
             *cotangent,
             *source,
             *result,
@@ -572,7 +594,8 @@ def soft_topk_magnitude_backward(
             **which,
             CHUNK=layout.CHUNK,
         )
-        _part_gradient_write[(rows * parts,)](
+        launch(
+            _part_gradient_write, rows * parts,
             *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, sums, ds, dtau,
             n, length, parts, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import place
+from khot._kernels.triton.launch import launch
 
 
 @triton.jit
@@ -99,7 +100,8 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     with torch.cuda.device_of(w):
         if n <= layout.CHUNK:
             width, together, warps = layout.block(n)
-            _part_scan[(triton.cdiv(rows, together),)](
+            launch(
+                _part_scan, triton.cdiv(rows, together),
                 *given, out, out, rows, n, n, 1,
                 REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
             )  # fmt: skip
@@ -108,8 +110,9 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
         maps = out.new_empty(rows * parts * 2)
         which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
         if parts > 1:
-            _part_maps[(rows * parts,)](*given, maps, rows, n, length, parts, **which)
-        _part_scan[(rows * parts,)](
+            launch(_part_maps, rows * parts, *given, maps, rows, n, length, parts, **which)
+        launch(
+            _part_scan, rows * parts,
             *given, maps, out, rows, n, length, parts,
             **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

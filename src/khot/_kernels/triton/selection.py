@@ -10,6 +10,7 @@ from torch import Tensor
 from khot._kernels.reference import topk_mask as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import chunks, get, load, place
+from khot._kernels.triton.launch import launch
 
 # ----------------------------------------------------------------------------------- what is shared
 
@@ -119,7 +120,8 @@ def histograms(
     buffer = torch.zeros(rows * (256 * count + 3), dtype=torch.int32, device=x.device)
     counts, tally = buffer[: rows * 256 * count], buffer[rows * 256 * count :]
     for done in range(count):
-        _part_digits[(rows * parts,)](
+        launch(
+            _part_digits, rows * parts,
             *source, *k, counts, tally, rows, n, length, parts, done, bits - 8 * (done + 1),
             COMPUTE=layout.compute(x.dtype), CHUNK=layout.CHUNK,
         )  # fmt: skip
@@ -237,7 +239,9 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_mask[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_mask,
+                triton.cdiv(rows, together),
                 *source,
                 *k_row,
                 out,
@@ -255,8 +259,18 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         wanted = counts.numel() // (rows * 256)
         which = {"COMPUTE": compute, "CHUNK": layout.CHUNK}
         size = (rows, n, length, parts, wanted, unused)
-        _part_ties[(rows * parts,)](*source, *k_row, counts, ties, *size, **which)
-        _part_mask[(rows * parts,)](
-            *source, *k_row, counts, tally, ties, out, *size, **which, PARTS=triton.next_power_of_2(parts)
+        launch(_part_ties, rows * parts, *source, *k_row, counts, ties, *size, **which)
+        launch(
+            _part_mask,
+            rows * parts,
+            *source,
+            *k_row,
+            counts,
+            tally,
+            ties,
+            out,
+            *size,
+            **which,
+            PARTS=triton.next_power_of_2(parts),
         )
     return out
