@@ -33,7 +33,7 @@ from khot._kernels.triton.gradients import (
 from khot._kernels.triton.launch import launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, dx_pointer, dk_pointer, dtau_pointer, rows, n,
@@ -69,7 +69,7 @@ def _resident_backward(
     gradient_write(dx_pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap, power, CDF, OUTPUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
     sums_pointer, n, length, parts, power_high, power_low,
@@ -91,7 +91,7 @@ def _part_gradient_sums(
     put(sums_pointer + (row * parts + part) * 12 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer, dx_pointer, dk_pointer, dtau_pointer,

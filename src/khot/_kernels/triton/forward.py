@@ -44,7 +44,7 @@ LAUNCHES = 40  # passes over a long row, most of which find it done
 # ------------------------------------------------------------------------------ the kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "evaluations"])
 def _resident(
     x_pointer, x_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
     rows, n, evaluations, power_high, power_low,
@@ -95,7 +95,7 @@ def _resident(
 # A long row: its parts leave sums, which all programs of the next launch combine alike.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_statistics(
     x_pointer, x_stride, sums_pointer, n, length, parts, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -106,7 +106,7 @@ def _part_statistics(
     put(sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_begin(
     k_pointer, k_stride, tau_pointer, tau_stride, sums_pointer, state_pointer, parts, power_high, power_low,
     CDF: tl.constexpr,
@@ -158,7 +158,7 @@ def _advance(state, sums, parts, count, power, FINE: tl.constexpr, CDF: tl.const
     return k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_evaluate(
     x_pointer, x_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
     power_high, power_low, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -181,7 +181,7 @@ def _part_evaluate(
         put(sums_after + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_write(
     x_pointer, x_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
     n, length, parts, count, power_high, power_low,

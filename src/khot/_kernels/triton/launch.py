@@ -63,3 +63,8 @@ def _rest(kernel: Any, given: int, constants: dict[str, Any]) -> tuple[Any, ...]
     """The kernel's constants in its order."""
     named = kernel.arg_names[given:]
     return tuple(constants.get(name, kernel.signature.parameters[name].default) for name in named)
+
+
+def forget() -> None:
+    """Forget what was compiled."""
+    _COMPILED.clear()

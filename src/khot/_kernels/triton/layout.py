@@ -143,21 +143,16 @@ def halves(number: float) -> tuple[float, float]:
 
 def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
     """The per-row scalars for the float32 kernels; a single number on the CPU is passed by value."""
-    if value.dim() == 0 and value.is_cpu:
-        number = float(value.item())
-        # float32 holds both halves
-        if number == 0 or 1e-20 < abs(number) < 1e30:
-            return Values(None, 0, *halves(number))
+    if value.dim() == 0 and value.is_cpu and (given := _by_value(value.item())):
+        return given
     return Values(*numbers(value, batch, device), 0.0, 0.0)
 
 
 @functools.lru_cache(maxsize=256)
-def _halves(number: float) -> Values | None:
-    """A number by value, if float32 holds both halves to the last digit of float64."""
-    if number != 0 and not 1e-20 < abs(number) < 1e30:
-        return None
-    high = _FLOAT32.unpack(_FLOAT32.pack(number))[0]
-    return Values(None, 0, high, number - high)
+def _by_value(number: float) -> Values | None:
+    """A number by value, if float32 holds both halves."""
+    fits = number == 0 or 1e-20 < abs(number) < 1e30
+    return Values(None, 0, *halves(float(number))) if fits else None
 
 
 def cdf_id(name: str) -> int:

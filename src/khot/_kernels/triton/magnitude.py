@@ -134,7 +134,7 @@ def _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE: tl.cons
 # ------------------------------------------------------------------------------------ forward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "evaluations"])
 def _resident(
     s_pointer, s_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
     rows, n, evaluations,
@@ -187,7 +187,7 @@ def _greatest_below(greatest, given, s, valid, row, column):
     return tl.maximum(greatest, below.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_below(
     s_pointer, s_stride, k_pointer, k_stride, counts_pointer, sums_pointer,
     rows, n, length, parts, wanted, unused,
@@ -203,7 +203,7 @@ def _part_below(
     tl.store(sums_pointer + (row * parts + part) * 3 + tl.arange(0, 1), greatest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_begin(
     k_pointer, k_stride, tau_pointer, tau_stride, counts_pointer, tally_pointer, sums_pointer, state_pointer,
     rows, parts, wanted, unused, P: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr,
@@ -247,7 +247,7 @@ def _add_sums(sums, given, s, valid, row, column):
     return alone + alone_c, total + total_c, slope + slope_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_evaluate(
     s_pointer, s_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
     P: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -277,7 +277,7 @@ def _write_chunk(sums, given, s, valid, row, column):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_write(
     s_pointer, s_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
     n, length, parts, count,
@@ -432,7 +432,7 @@ def _gradient_write(pointer, offset, s, y, v, valid, hi, lo, tau, pull, P: tl.co
     tl.store(pointer + offset, ds.to(pointer.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
@@ -479,7 +479,7 @@ def _add_gradient_sums(sums, given, s, valid, row, column):
     return alone + alone_c, mass + mass_c, moment + moment_c, through + through_c, falls + falls_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, s_pointer, s_stride, y_pointer, y_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, sums_pointer, n, length, parts,
@@ -507,7 +507,7 @@ def _write_gradient(sums, given, s, valid, row, column):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer,

@@ -33,7 +33,7 @@ def _no_place(nan, k, n):
     return (nan > 0) | (k != k) | (k < 1) | (k > n) | (k != tl.floor(k))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def _resident_places(
     x_pointer, x_stride, k_pointer, out_pointer, rows, n, count,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
@@ -55,7 +55,7 @@ def _resident_places(
         tl.store(out_pointer + row * count + j, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "place", "count", "wanted", "unused"])
 def _part_place(
     k_pointer, k_stride, counts_pointer, tally_pointer, out_pointer, rows, n, place, count, wanted, unused,
     COMPUTE: tl.constexpr,

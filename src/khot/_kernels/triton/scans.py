@@ -41,7 +41,7 @@ def _last(values, WIDTH: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, WIDTH) == WIDTH - 1)[None, :], values, 0.0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _part_maps(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, rows, n, length, parts,
     REVERSE: tl.constexpr, WIDTH: tl.constexpr,
@@ -60,7 +60,7 @@ def _part_maps(
     tl.store(maps_pointer + (row * parts + part) * 2 + 1, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _part_scan(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, out_pointer, rows, n, length, parts,
     REVERSE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,

@@ -85,7 +85,7 @@ def whole(k_pointer, k_stride, row):
     return tl.where((k >= 1) & (k < 2e9), tl.floor(k + 0.5), 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "done", "shift"])
 def _part_digits(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer,
     rows, n, length, parts, done, shift,
@@ -137,7 +137,7 @@ def _no_mask(nan, k, count, selectable, pinned):
     return (nan > 0) | (k != k) | (k < 0) | (k > selectable) | (pinned > count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_mask(
     x_pointer, x_stride, k_pointer, k_stride, out_pointer, rows, n,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
@@ -175,7 +175,7 @@ def _count_level(sums, given, x, valid, row, column):
     return sums + tl.sum(tl.where(valid & ((ordered(x) >> unused) == prefix), 1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_ties(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, ties_pointer, rows, n, length, parts, wanted,
     unused, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
@@ -205,7 +205,7 @@ def _write_mask(before, given, x, valid, row, column):
     return before + tl.sum(level.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_mask(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer, ties_pointer, out_pointer,
     rows, n, length, parts, wanted, unused,

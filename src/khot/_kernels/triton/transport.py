@@ -237,7 +237,7 @@ def _newton(
     tl.store(shift_pointer + anchor, tl.where(hi != hi, hi, shift), mask=anchor < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _plan(
     x_pointer, x_stride, scale_pointer, hi_pointer, shift_pointer, order_pointer, largest_pointer,
     taken_pointer, out_pointer, n, k, parts, KEYS: tl.constexpr, CHUNK: tl.constexpr,
