@@ -396,6 +396,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(text)
     if not args.check:
         keep(text)
+    faults = [fault for each in [*lines, *split_lines] for fault in each.faults()]
     print(*faults, sep="\n", file=sys.stderr)
     raise SystemExit(1 if faults else 0)
 
