@@ -11,6 +11,7 @@ take for all of one dtype: short, long and very long rows of each CDF, forward a
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -68,6 +69,13 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
+@functools.cache
+def _register() -> None:
+    from khot._kernels import gpu
+
+    gpu.register("CPU")
+
+
 @contextmanager
 def device() -> Iterator[None]:
     """Tensors on the CPU take the way of those on a GPU, in a process that uses the reference kernels."""
@@ -75,12 +83,11 @@ def device() -> Iterator[None]:
     from triton.runtime import driver
 
     from khot._core import arguments
-    from khot._kernels import gpu
 
     if triton.knobs.runtime.interpret or os.environ.get("KHOT_KERNELS") != "reference":
         raise RuntimeError("this needs KHOT_KERNELS=reference, without TRITON_INTERPRET=1")
     driver.set_active(_Driver())  # type: ignore[arg-type]
-    gpu.register("CPU")
+    _register()
     readable, arguments.readable = arguments.readable, lambda _: False
     yield
     arguments.readable = readable

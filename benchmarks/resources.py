@@ -105,7 +105,7 @@ class Bounds(NamedTuple):
     shared: int = 24  # of the ordinary path: the sums of several warps, and nothing of size n
 
 
-BOUNDS = {"sm_80": Bounds(), "sm_90": Bounds(), "gfx942": Bounds(instructions=2.2, registers=256)}
+BOUNDS = {"sm_80": Bounds(), "sm_90": Bounds(), "gfx942": Bounds(instructions=2.5, registers=256, spills=24)}
 
 
 @triton.jit(do_not_specialize=["rows"])

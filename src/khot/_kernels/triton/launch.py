@@ -36,7 +36,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
 
 def start(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if not PTX.value:  # the interpreter; and ROCm, for which kernels are also specialised for the size of a tensor
+    if not PTX.value:  # the interpreter; and ROCm, where the size of a tensor counts, too
         kernel[(programs,)](*arguments, **constants)
         return
     device = driver.active.get_current_device()
