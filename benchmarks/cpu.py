@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from benchmarks import report, timing
@@ -331,6 +329,10 @@ def main(arguments: list[str] | None = None) -> None:
     results = report.resume(path.with_suffix(".json"), setting)
     todo = cases(args.quick)
     seconds = args.seconds or (0.05 if args.quick else 1.0)
+    # imported late: the benchmarks that share this module run on machines that have torch alone
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -282,17 +282,23 @@ def times(function: Callable[[], Any], device: torch.device) -> dict[str, float 
     }
 
 
-def warm(case: Case, device: str, dry: bool) -> None:
-    """Have Triton compile what the case needs; its cache is on disk, for all processes."""
-    x = scores(case, torch.device(device))
-    for name, function in functions(case, dry).items():
+def warm(item: Case | Route, device: str) -> None:
+    """Have Triton compile what a case or a route needs; its cache is on disk, for all processes."""
+    there = torch.device(device)
+    if isinstance(item, Route):
+        x, grad = inputs(item, there)
+        torch.autograd.grad(call(item, x), x, grad)
+        return
+    x = scores(item, there)
+    for name, function in functions(item, False).items():
         if name.startswith("khot"):
             timing.forward_backward(function, x)()
 
 
-def warm_all(cases: list[Case], device: torch.device) -> None:
-    with ProcessPoolExecutor(len(cases), get_context("spawn")) as pool:
-        for task in [pool.submit(warm, case, str(device), False) for case in cases]:
+def warm_all(items: Sequence[Case | Route], device: torch.device, jobs: int) -> None:
+    """Compile for all of them, in parallel processes. What fails fails again where it is told."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for task in [pool.submit(warm, item, str(device)) for item in items]:
             task.exception()
 
 
@@ -377,7 +383,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=list(SECONDS))
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes for tests")
+    parser.add_argument(
+        "--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile and test"
+    )
     parser.add_argument("--out", type=Path, default=gpu.RESULTS, help="folder for device.json and device.md")
     args = parser.parse_args(arguments)
     begun = time.perf_counter()
@@ -400,8 +408,13 @@ def main(arguments: list[str] | None = None) -> None:
     if args.what == "check":
         if "copy" not in done:
             done["copy"] = {"GB/s": copied(device, args.dry_run) / 1e9}
-        for route in DRY_ROUTES if args.dry_run else ROUTES:
-            if f"check: {route.name}" not in done and not late():
+        routes = [
+            route for route in (DRY_ROUTES if args.dry_run else ROUTES) if f"check: {route.name}" not in done
+        ]
+        if routes and not args.dry_run:
+            warm_all(routes, device, args.jobs)
+        for route in routes:
+            if not late():
                 try:
                     done[f"check: {route.name}"] = examine(route, device)
                 except Exception as error:  # the other paths count
@@ -411,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
         cases = DRY_GOALS if args.dry_run else GOALS
         cases = [case for case in cases if f"bench: {case.id}" not in done]
         if cases and not args.dry_run:
-            warm_all(cases, device)
+            warm_all(cases, device, args.jobs)
         for case in cases:
             if not late():
                 done[f"bench: {case.id}"] = measure(case, device, args.dry_run)

@@ -12,7 +12,6 @@ end, and the exit code is 1. Exit code 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import multiprocessing
 import os
 import platform
@@ -308,7 +307,9 @@ def machine(device: torch.device) -> dict[str, str]:
         version = torch.version.cuda or f"ROCm {torch.version.hip}"
         found = {"device": torch.cuda.get_device_name(device), "CUDA": version}
     if kernels.active()["gpu"] == "triton":
-        found["triton"] = importlib.metadata.version("triton")
+        import triton  # its metadata may be under another name, or missing
+
+        found["triton"] = triton.__version__
     return {
         **found,
         "kernels": kernels.active()["gpu"],

@@ -59,7 +59,9 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_topk, hard": lambda x: khot.soft_topk(x, k, hard=True),
         "soft_rank, projection": lambda x: khot.soft_rank(x, method="projection"),
         "soft_sort, projection": lambda x: khot.soft_sort(x, method="projection"),
-        "project_permutahedron": lambda x: khot.project_permutahedron(x, torch.arange(n, 0.0, -1)),
+        "project_permutahedron": lambda x: khot.project_permutahedron(
+            x, torch.arange(n, 0.0, -1, device=x.device)
+        ),
         "soft_quantile": lambda x: khot.soft_quantile(x, 0.9),
         "k_support_negentropy": lambda x: khot.k_support_negentropy(x.softmax(-1), k),
         "kth_value": lambda x: khot.kth_value(x, k),
@@ -115,7 +117,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     L.prune_global([(together, "weight")], n)
     blocks = L.prune_n_m(nn.Linear(n, n), "weight")
     knn = L.SoftKNN(2, num_classes=4)
-    templates, labels = torch.randn(32, n, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 4
+    templates, labels = torch.randn(32, n), torch.arange(32) % 4
     sae = L.TopKSAE(n, 4 * n, k)
     balancer = L.QuantileBalancer(n, k)
     mixture = L.MixtureOfExperts(token, [nn.Identity() for _ in range(8)])
@@ -145,22 +147,26 @@ def after(probs: Callable[[Tensor], Tensor], draw: Callable[[Tensor], Tensor], x
     return draw(probs(x))
 
 
+def project(n: int, x: Tensor) -> Tensor:
+    return khot.project_permutahedron(x, torch.arange(n, 0.0, -1, device=x.device))
+
+
 def permutation_loss(n: int, x: Tensor) -> Tensor:
-    return khot.losses.permutation_cross_entropy(x, torch.arange(n).expand(x.shape))
+    return khot.losses.permutation_cross_entropy(x, torch.arange(n, device=x.device).expand(x.shape))
 
 
 def ranking_loss(loss: Callable[..., Tensor], n: int, x: Tensor, **size: int) -> Tensor:
-    return loss(x, (torch.arange(n) % 4 == 0).expand(x.shape), **size)
+    return loss(x, (torch.arange(n, device=x.device) % 4 == 0).expand(x.shape), **size)
 
 
 def young_loss(loss: nn.Module, n: int, k: int, x: Tensor) -> Tensor:
-    target = (torch.arange(n) < k).to(x.dtype).expand(x.shape)
+    target = (torch.arange(n, device=x.device) < k).to(x.dtype).expand(x.shape)
     result: Tensor = loss(x, target)
     return result
 
 
 def class_loss(loss: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = loss(x, torch.zeros(len(x), dtype=torch.long))
+    result: Tensor = loss(x, torch.zeros(len(x), dtype=torch.long, device=x.device))
     return result
 
 

@@ -1,12 +1,15 @@
 """What the GPU kernels of the soft top-k compile to: `python -m benchmarks.resources`. Needs no GPU.
 
 Compiles the float32 kernels (of the logistic CDF unless another is named) at the constants that they run
-with, for an NVIDIA GPU of compute capability 9.0, and reads registers, spills and instructions off the
-machine code. "Ordinary" is the path of a row that takes one evaluation, which is rare except with the
-logistic CDF, and "whole" the kernel with everything else. Instructions are those of a warp for each entry
-that a thread holds. Beside them are those of one evaluation more, those of a softmax in the same style, and
-the ratio of the two times at one evaluation that follows from memory traffic and issue slots alone. With
---check nothing is written, and the exit code is 1 if a bound is exceeded.
+with, and reads registers, spills, stores to shared memory and instructions off the machine code. "Ordinary"
+is the path of a row that takes one evaluation, which is rare except with the logistic CDF, and "whole" the
+kernel with everything else. Instructions are those of a warp for each entry that a thread holds. Beside them
+are those of one evaluation more, those of a softmax in the same style, and the ratio of the two times at one
+evaluation that follows from memory traffic and issue slots alone, for an H100. With --check nothing is
+written, and the exit code is 1 if a bound is exceeded; --few takes some of the shapes only.
+
+--arch takes sm_80, sm_90 or gfx942. On gfx942 registers are vector registers, of which a thread may have
+512, spills are stores to scratch memory, and a warp has 64 threads.
 
 No figure here was measured on a GPU.
 """
@@ -23,6 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +37,18 @@ from triton.compiler import ASTSource
 
 from benchmarks import resources_draws, resources_split
 from khot import cdfs
-from khot._kernels.triton import layout, resident, resident_backward
+from khot._kernels.triton import fast, layout, resident, resident_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal, wide
 from khot._kernels.triton.functions import OUTPUTS
 from khot._kernels.triton.resident import entries, inside, load_rows, place_rows
 
 RESULTS = Path(__file__).parent / "results" / "resources.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TARGET = GPUTarget("cuda", 90, 32)
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
 # of an H100, for the model: bytes a second that a copy moves, clock, schedulers; and the share of issue slots
 # and of bandwidth that a kernel of this kind may hope for
 BANDWIDTH, CLOCK, SCHEDULERS, ISSUE = 3.0e12, 1.755e9, 528, 0.75
@@ -56,6 +64,7 @@ class Case(NamedTuple):
     backward: float
     cdf: str = "logistic"
     evaluation: float | None = None  # of a further evaluation, the row's own step included; None: not counted
+    few: bool = False  # whether it is among the few
 
     @property
     def id(self) -> str:
@@ -65,13 +74,13 @@ class Case(NamedTuple):
 
 CASES = [
     Case(1_000_000, 64, "fp32", 42, 31),
-    Case(4_096, 64, "fp32", 60, 42),
-    Case(32_768, 512, "bf16", 37, 30),
+    Case(4_096, 64, "fp32", 60, 42, few=True),
+    Case(32_768, 512, "bf16", 37, 30, few=True),
     Case(128, 1_000, "fp32", 77, 52),
     # An evaluation may take 1.3 times as much as its formulas alone (22.7, 11.4, 12.0, 32.3); half an
     # instruction more for Laplace, whose count of entries near the kink is not among them; and 1.75 times as
     # much for a power (12.8), whose step has more to compute.
-    Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5),
+    Case(4_096, 4_096, "fp32", 37, 29, evaluation=29.5, few=True),
     Case(4_096, 4_096, "fp32", 31, 25, "laplace", 15.3),
     Case(4_096, 4_096, "fp32", 30, 31, "uniform", 15.6),
     Case(4_096, 4_096, "fp32", 71, 26, "normal", 42.0),
@@ -84,13 +93,21 @@ CASES = [
     Case(100, 100_000, "fp32", 110, 66, "normal"),
     Case(100, 100_000, "fp32", 60, 66, "uniform"),
     Case(100, 100_000, "fp32", 66, 70, "power"),
-    Case(2_048, 65_536, "bf16", 80, 64),
+    Case(2_048, 65_536, "bf16", 80, 64, few=True),
 ]
-REGISTERS = 128
-# stores a thread, in what few rows need, most of them in the formula of a gap; the ordinary path has none
-SPILLS = 32
-HELD_SPILLS = 80  # the same where a thread holds 64 entries
-SHARED_STORES = 24  # of the ordinary path: the sums of several warps, and nothing of size n
+
+
+class Bounds(NamedTuple):
+    """What an architecture allows."""
+
+    instructions: float = 1.0  # times what a case says
+    registers: int = 128
+    spills: int = 32  # stores a thread, in what few rows need, most of them in the formula of a gap
+    held_spills: int = 80  # the same where a thread holds 64 entries
+    shared: int = 24  # of the ordinary path: the sums of several warps, and nothing of size n
+
+
+BOUNDS = {"sm_80": Bounds(), "sm_90": Bounds(), "gfx942": Bounds(instructions=2.5, registers=256)}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -122,6 +139,9 @@ def softmax_rows(
         tl.store(at + i * WIDTH, (powers[i] * factor).to(out_pointer.dtype.element_ty), mask=valid)
 
 
+SPILL, SHARE = "scratch_store", "ds_write"  # AMD's instructions
+
+
 class Counts(NamedTuple):
     registers: int
     instructions: int
@@ -144,11 +164,15 @@ def constants(case: Case, **more: Any) -> dict[str, Any]:
     }
 
 
-def counts(case: Case, kernel: str, ordinary: int, output: str = "y", by_value: bool = True) -> Counts:
+def counts(
+    case: Case, kernel: str, ordinary: int, output: str = "y", by_value: bool = True, arch: str = "sm_90"
+) -> Counts:
     """Of one kernel, "forward", "backward" or "softmax"; of all of it (0), or of so many evaluations.
 
     k and tau are given as numbers or as tensors.
     """
+    target = TARGETS[arch]
+    fast.PTX = tl.constexpr(target.backend == "cuda")
     tile = layout.tile(case.rows, case.n)
     if kernel == "softmax":
         given = constants(case)
@@ -183,7 +207,8 @@ def counts(case: Case, kernel: str, ordinary: int, output: str = "y", by_value: 
         {(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
     )
     options = {"num_warps": tile.warps, **layout.registers()}
-    return _read(triton.compile(source, target=TARGET, options=options).asm["cubin"])
+    code = triton.compile(source, target=target, options=options).asm
+    return _read(code["cubin"]) if target.backend == "cuda" else _read_amd(code["amdgcn"])
 
 
 def _type(name: str, dtype: str) -> str:
@@ -211,6 +236,21 @@ def _read(cubin: bytes) -> Counts:
     return Counts(int(found[1]), kinds.total(), kinds["STL"], kinds["STS"])
 
 
+def _read_amd(code: str) -> Counts:
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", code)
+    kinds = Counter(
+        re.findall(r"^\s+((?:[vs]|ds|global|buffer|flat|scratch)_[a-z0-9_]+)", code, re.MULTILINE)
+    )
+    if registers is None or not kinds:
+        raise RuntimeError("the assembly says nothing that is understood here")
+    idle = [kind for kind in kinds if kind in ("s_nop", "s_waitcnt", "s_code_end")]
+    total = kinds.total() - sum(kinds[kind] for kind in idle)
+    stores = {
+        which: sum(n for kind, n in kinds.items() if kind.startswith(which)) for which in (SPILL, SHARE)
+    }
+    return Counts(int(registers[1]), total, stores[SPILL], stores[SHARE])
+
+
 class Line(NamedTuple):
     """All of a case: one direction."""
 
@@ -220,17 +260,18 @@ class Line(NamedTuple):
     whole: Counts
     softmax: Counts | None
     twice: Counts | None  # the ordinary path with two evaluations
+    arch: str
 
     @property
     def per_entry(self) -> float:
-        return self.ordinary.instructions / _held(self.case)
+        return self.ordinary.instructions / _held(self.case, self.arch)
 
     @property
     def per_evaluation(self) -> float | None:
         """Of one evaluation more, for each entry."""
         if self.twice is None:
             return None
-        return (self.twice.instructions - self.ordinary.instructions) / _held(self.case)
+        return (self.twice.instructions - self.ordinary.instructions) / _held(self.case, self.arch)
 
     def ratio(self) -> str:
         """The modelled time of an ordinary row, in softmaxes."""
@@ -239,53 +280,76 @@ class Line(NamedTuple):
         size = 4 if self.case.dtype == "fp32" else 2
         memory = 2 * size * 32 / (BANDWIDTH / SCHEDULERS / CLOCK)
         times = [
-            max(memory, c.instructions / _held(self.case) / ISSUE) for c in (self.ordinary, self.softmax)
+            max(memory, c.instructions / _held(self.case, self.arch) / ISSUE)
+            for c in (self.ordinary, self.softmax)
         ]
         return f"{times[0] / times[1]:.2f}"
 
     def faults(self) -> Iterator[str]:
         bound = self.case.forward if self.kernel == "forward" else self.case.backward
-        most = HELD_SPILLS if _held(self.case) > 32 else SPILLS
+        allowed = BOUNDS[self.arch]
+        most = allowed.held_spills if _held(self.case, self.arch) > 32 else allowed.spills
+        bound *= allowed.instructions
         for what, value, limit in (
             ("instructions per entry", self.per_entry, bound),
             ("instructions per entry and evaluation", self.per_evaluation or 0, self.case.evaluation or 0),
-            ("registers", max(self.ordinary.registers, self.whole.registers), REGISTERS),
+            ("registers", max(self.ordinary.registers, self.whole.registers), allowed.registers),
             ("spills of the ordinary path", self.ordinary.spills, 0),
             ("spills", self.whole.spills, most),
-            ("stores to shared memory", self.ordinary.shared, SHARED_STORES),
+            ("stores to shared memory", self.ordinary.shared, allowed.shared),
         ):
             if value > limit:
-                yield f"{self.kernel} {self.case.id}: {value:.1f} {what}, and {limit} are allowed"
+                where = f"{self.arch}, {self.kernel} {self.case.id}"
+                yield f"{where}: {value:.1f} {what}, and {limit} are allowed"
 
 
-def _held(case: Case) -> float:
+def _held(case: Case, arch: str) -> float:
     """Entries that a thread holds."""
-    tile = layout.tile(case.rows, case.n)
-    return tile.pieces * 4 if tile.streams else tile.together * case.n / 32 / tile.warps
+    tile, threads = layout.tile(case.rows, case.n), TARGETS[arch].warp_size
+    if tile.streams:
+        return tile.pieces * tile.width / threads / tile.warps
+    return tile.together * case.n / threads / tile.warps
 
 
-def line(case: Case, kernel: str) -> Line:
-    softmax = counts(case, "softmax", 1) if kernel == "forward" else None
-    twice = counts(case, kernel, 2) if kernel == "forward" and case.evaluation is not None else None
-    return Line(case, kernel, counts(case, kernel, 1), counts(case, kernel, 0), softmax, twice)
+def line(case: Case, kernel: str, arch: str = "sm_90", few: bool = False) -> Line:
+    count = partial(counts, case, arch=arch)
+    whole = kernel == "forward" and not few
+    softmax = count("softmax", 1) if whole else None
+    twice = count(kernel, 2) if whole and case.evaluation is not None else None
+    return Line(case, kernel, count(kernel, 1), count(kernel, 0), softmax, twice, arch)
 
 
 def table(lines: list[Line]) -> str:
     head = [
         "shape", "kernel", "instructions per entry", "of a further evaluation", "softmax's", "modelled ratio",
-        "registers, ordinary", "registers, whole", "spills, ordinary", "spills, whole", "instructions, whole",
+        "registers, ordinary", "registers, whole", "spills, ordinary", "spills, whole",
+        "shared stores, ordinary", "shared stores, whole", "instructions, whole",
     ]  # fmt: skip
     body = [
         [
             each.case.id, each.kernel, f"{each.per_entry:.1f}",
             "–" if each.per_evaluation is None else f"{each.per_evaluation:.1f}",
-            f"{each.softmax.instructions / _held(each.case):.1f}" if each.softmax else "–", each.ratio(),
+            f"{each.softmax.instructions / _held(each.case, each.arch):.1f}" if each.softmax else "–",
+            each.ratio(),
             str(each.ordinary.registers), str(each.whole.registers), str(each.ordinary.spills),
-            str(each.whole.spills), f"{each.whole.instructions:,}",
+            str(each.whole.spills), str(each.ordinary.shared), str(each.whole.shared),
+            f"{each.whole.instructions:,}",
         ]
         for each in lines
     ]  # fmt: skip
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])
+
+
+def keep(section: str) -> None:
+    """Put a section into the report, in the place of the one with the same title."""
+    title = section.partition("\n")[0]
+    old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    sections[title] = section.rstrip() + "\n\n"
+    modules = (__doc__, resources_split.__doc__, resources_draws.__doc__)
+    explained = [(doc or "").partition("\n\n")[2] for doc in modules]
+    head = "# Machine code of the GPU kernels\n\n" + "\n".join(explained) + "\n"
+    RESULTS.write_text(head + "".join(sections[key] for key in sorted(sections)), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -294,16 +358,23 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--check", action="store_true", help="only compare with the bounds")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--arch", choices=list(TARGETS), default="sm_90")
+    parser.add_argument("--few", action="store_true", help="some of the shapes, and nothing beside them")
     args = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("benchmarks.resources compiles, which TRITON_INTERPRET=1 rules out")
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     with ProcessPoolExecutor(args.jobs) as pool:
-        tasks = [pool.submit(line, case, kernel) for case in CASES for kernel in ("forward", "backward")]
+        tasks = [
+            pool.submit(line, case, kernel, args.arch, args.few)
+            for case in CASES
+            for kernel in ("forward", "backward")
+            if case.few or not args.few
+        ]
         # that the rest compiles, too: padding, float16, the logarithm, one k and one τ per row
         others = [
-            pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf), kernel, 0, "log", False)
+            pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf), kernel, 0, "log", False, args.arch)
             for cdf, n in (
                 ("logistic", 700),
                 ("laplace", 100),
@@ -312,25 +383,30 @@ def main(arguments: list[str] | None = None) -> None:
                 ("power", 100),
             )
             for kernel in ("forward", "backward")
+            if not args.few
         ]
-        shared = [pool.submit(resources_split.line, case, _read, TARGET) for case in resources_split.CASES]
+        shared = [
+            pool.submit(resources_split.line, case, _read, TARGETS[args.arch])
+            for case in resources_split.CASES
+            if args.arch == "sm_90" and not args.few
+        ]
         draws = [
-            pool.submit(resources_draws.line, number, _read, TARGET)
+            pool.submit(resources_draws.line, number, _read, TARGETS[args.arch])
             for number in range(len(resources_draws.cases()))
+            if args.arch == "sm_90" and not args.few
         ]
         lines = [task.result() for task in tasks]
         draw_lines = [task.result() for task in draws]
         split_lines = [task.result() for task in shared]
         for task in others:
             task.result()
-    text = f"# Machine code of the GPU kernels\n\nTriton {triton.__version__}, sm_90.\n\n{table(lines)}\n"
-    text += f"\n## Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
-    text += f"\n## Draws, soft counts and losses\n\n{resources_draws.table(draw_lines)}\n"
+    text = f"## Triton {triton.__version__}, {args.arch}\n\n{table(lines)}\n"
+    if not args.few and args.arch == "sm_90":
+        text += f"\n### Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
+        text += f"\n### Draws, soft counts and losses\n\n{resources_draws.table(draw_lines)}\n"
     print(text)
     if not args.check:
-        modules = (resources_split, resources_draws)
-        explained = [(doc or "").partition("\n\n")[2] for doc in (__doc__, *(m.__doc__ for m in modules))]
-        RESULTS.write_text("\n".join([text, *explained]), encoding="utf-8")
+        keep(text)
     faults = [fault for each in [*lines, *split_lines, *draw_lines] for fault in each.faults()]
     print(*faults, sep="\n", file=sys.stderr)
     raise SystemExit(1 if faults else 0)

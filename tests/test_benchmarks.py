@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import inspect
+import os
+import re
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -357,6 +363,59 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     with pytest.raises(SystemExit, match="0"):
         device.main(command)
     assert (tmp_path / "device.json").read_bytes() == before
+
+
+NEEDED = ("torch", "triton", "numpy")  # numpy by Triton's interpreter
+
+
+def needed(name: str) -> set[str]:
+    """The distributions that one needs, with itself."""
+    found, waiting = set(), [name]
+    while waiting:
+        each = waiting.pop()
+        try:
+            wants = importlib.metadata.requires(each) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if each not in found:
+            found.add(each)
+            names = (re.match(r"[\w.-]+", want) for want in wants if "extra ==" not in want)
+            waiting += [match[0] for match in names if match]
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git to copy the sources with")
+def test_the_rehearsal_for_a_device_needs_no_install(tmp_path: Path) -> None:
+    """From the sources alone, by a Python that has torch, Triton and what they need, and nothing else."""
+    root, bare, site = Path(__file__).parents[1], tmp_path / "bare", tmp_path / "site"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "src", "benchmarks"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip("the sources are not in git")
+    for name in listed.stdout.splitlines():
+        if (root / name).exists():
+            (bare / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, bare / name)
+    site.mkdir()
+    for distribution in set().union(*map(needed, NEEDED)):
+        for file in importlib.metadata.files(distribution) or []:
+            top = file.parts[0]
+            if top != ".." and not (site / top).exists():
+                (site / top).symlink_to(
+                    Path(str(importlib.metadata.distribution(distribution).locate_file(top)))
+                )
+    environment = {
+        "PATH": os.defpath, "HOME": str(tmp_path), "PYTHONPATH": f"{bare / 'src'}:{site}",
+        "KHOT_REVISION": "of the variable", "KHOT_KERNELS": "triton", "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-S", "-m", "benchmarks.device", "check", "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=bare, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "of the variable" in done.stdout and done.stdout.count("True") == 2
 
 
 def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import widen
+from khot._core.precision import on, widen
 from khot._ops.budget_mask import greedy_mask
 from khot._ops.soft_budget import budget_map, check_costs
 from khot.cdfs import CDF, CDFName
@@ -180,7 +180,7 @@ def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None, check: bool)
     arguments.check_real(cost, "cost")
     arguments.check_device(cost, "cost", input)
     try:
-        w = cost.expand(input.shape)
+        w = on(input.device, cost).expand(input.shape)
     except RuntimeError:
         raise ValueError(
             f"cost must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(cost.shape)}"

@@ -218,7 +218,7 @@ def per_row(
         check_device(value, name, x)
         value = precision.on(x.device, value)
         return check_values(value, name, low=low, high=high, low_open=low_open, integer=integer)
-    if type(value) in NUMBERS and value and _shares(x):
+    if type(value) in NUMBERS and value and _shares(x, by_value):
         return _checked(value, name, low, high, low_open, integer)
     number = _number(value, name, low=low, high=high, low_open=low_open, integer=integer)
     return constant(number, x, by_value=by_value)
@@ -226,7 +226,7 @@ def per_row(
 
 def k_and_tau(k: Any, tau: Any, x: Tensor, *, high: float, by_value: bool = False) -> tuple[Tensor, Tensor]:
     """:func:`per_row` of the k in [0, high] and of the temperature of a top-k."""
-    if type(k) in NUMBERS and type(tau) in NUMBERS and k and tau and _shares(x):
+    if type(k) in NUMBERS and type(tau) in NUMBERS and k and tau and _shares(x, by_value):
         return _checked_pair(k, tau, high)
     count = per_row(k, "k", x, low=0, high=high, by_value=by_value)
     return count, per_row(tau, "tau", x, low=0, low_open=True, by_value=by_value)
@@ -248,7 +248,7 @@ def _checked(value: float, name: str, low: float, high: float, low_open: bool, i
 def constant(number: float, like: Tensor, *, by_value: bool = False) -> Tensor:
     """A number as a tensor on the device of another tensor, or on the CPU if ``by_value`` as for
     :func:`per_row`. Nothing may change the result."""
-    if _shares(like):
+    if _shares(like, by_value):
         return _shared(number, math.copysign(1, number))
     device = like.device
     by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
@@ -256,10 +256,11 @@ def constant(number: float, like: Tensor, *, by_value: bool = False) -> Tensor:
     return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
 
 
-def _shares(like: Tensor) -> bool:
-    """Whether calls with a tensor may share the tensors of numbers: not where something records tensors, or
-    where they must be of another kind."""
-    return like.is_cpu and type(like) in (Tensor, torch.nn.Parameter) and as_usual()
+def _shares(like: Tensor, by_value: bool = False) -> bool:
+    """Whether calls with a tensor may share the tensors of numbers, which lie on the CPU: not where something
+    records tensors, or where they must be of another kind."""
+    here = like.is_cpu or (by_value and like.is_cuda)
+    return here and type(like) in (Tensor, torch.nn.Parameter) and as_usual()
 
 
 def detached(value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,17 @@ from torch import Generator, Tensor
 
 from khot._core.torch_internals import is_transformed
 
-__all__ = ["WITHOUT_FLOAT64", "greatest", "in_float64", "large", "on", "on_cpu", "wide_dtype", "widen"]
+__all__ = [
+    "WITHOUT_FLOAT64",
+    "greatest",
+    "in_float64",
+    "large",
+    "on",
+    "on_cpu",
+    "vector",
+    "wide_dtype",
+    "widen",
+]
 
 WITHOUT_FLOAT64 = {"mps"}  # types of devices
 
@@ -36,6 +46,14 @@ def on(device: torch.device, value: Tensor) -> Tensor:
     if value.dim() == 0 and not value.requires_grad and _plain_on_cpu(value):
         return torch.full((), value.item(), dtype=value.dtype, device=device)
     return value.to(device, non_blocking=True)
+
+
+def vector(device: torch.device, numbers: Sequence[float]) -> Tensor:
+    """A few numbers as a tensor on the device, filled there: a copy would wait for the device."""
+    dtype = wide_dtype(device)
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=dtype)
+    return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
 
 
 def _plain_on_cpu(value: Tensor) -> bool:

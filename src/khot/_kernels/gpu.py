@@ -1,13 +1,14 @@
 """The GPU kernels (`triton/`): registered for CUDA and ROCm, and imported at the first call.
 
-If Triton is not installed, the reference kernels are used. With ``KHOT_KERNELS=triton`` and
-``TRITON_INTERPRET=1`` they accept CPU tensors too, so that all tests of the operators can run on them without
-a GPU.
+If Triton is not installed, or is older than 3.5, the reference kernels are used. With
+``KHOT_KERNELS=triton`` and ``TRITON_INTERPRET=1`` they accept CPU tensors too, so that all tests of the
+operators can run on them without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,10 @@ KERNELS = (
 
 
 def available() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether there is a Triton that has what the kernels use: 3.5, which torch 2.9 came with, or newer."""
+    return importlib.util.find_spec("triton") is not None and hasattr(
+        importlib.import_module("triton"), "constexpr_function"
+    )
 
 
 def register(device: str) -> None:

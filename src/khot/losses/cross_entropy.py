@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import greatest, on, widen
+from khot._core.precision import greatest, vector, widen
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce
@@ -139,7 +139,7 @@ class TopKCrossEntropyLoss(nn.Module):
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the score ``at`` (*batch, 1) for each k: (*batch, number of ks)."""
-        counts = on(x.device, torch.tensor(ks, dtype=torch.float64))
+        counts = vector(x.device, ks)
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(ks), x.shape[-1])  # a view: nothing is copied
         tau = tau.unsqueeze(-1)
         _, hi, lo = threshold_map(copies, counts.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
@@ -150,8 +150,8 @@ class TopKCrossEntropyLoss(nn.Module):
 
 def _log_mixture(weights: list[float], logs: Tensor) -> Tensor:
     """log Σ_i weights_i e^(logs_i) along the last dim."""
-    w = on(logs.device, torch.tensor(weights, dtype=torch.float64))
-    return torch.logsumexp(w.log() + logs, -1)
+    w = vector(logs.device, [math.log(weight) for weight in weights])
+    return torch.logsumexp(w + logs, -1)
 
 
 def _check_mode(mode: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from khot import cdfs, topk
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype
+from khot._core.precision import vector, wide_dtype
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.budgets import budget_mask, soft_budget
 from khot.magnitude import soft_topk_magnitude
@@ -565,9 +565,9 @@ def _bounded_selection(
     if hard:
         return row * chosen
     counts = rows.named(group).count(torch.stack([x.sum(dtype=torch.int64) for x in chosen.split(lengths)]))
-    low, high = (torch.tensor(bound, device=row.device) for bound in (least, most))
+    low, high = (vector(row.device, bound) for bound in (least, most))
     free = (counts > low) & (counts < high)
-    competes = free.repeat_interleave(torch.tensor(lengths, device=row.device), output_size=row.numel())
+    competes = torch.cat([each.expand(n) for each, n in zip(free, lengths, strict=True)])
     options: dict[str, Any] = {"tau": tau, "p": p, "rescale": True, "group": group}
     shared = soft_topk_magnitude(row, (counts * free).sum(), mask=competes, **options)
     alone = [soft_topk_magnitude(x, c, **options) for x, c in zip(row.split(lengths), counts, strict=True)]

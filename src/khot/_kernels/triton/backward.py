@@ -30,9 +30,10 @@ from khot._kernels.triton.gradients import (
     rescale,
     write_gradient,
 )
+from khot._kernels.triton.launch import launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, dx_pointer, dk_pointer, dtau_pointer, rows, n,
@@ -68,7 +69,7 @@ def _resident_backward(
     gradient_write(dx_pointer, offset, x, v, valid, hi, lo, tau, near, pull, gap, power, CDF, OUTPUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
     sums_pointer, n, length, parts, power_high, power_low,
@@ -90,7 +91,7 @@ def _part_gradient_sums(
     put(sums_pointer + (row * parts + part) * 12 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, x_pointer, x_stride,
     hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer, dx_pointer, dk_pointer, dtau_pointer,
@@ -191,17 +192,32 @@ def soft_topk_backward(
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_backward[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_backward, triton.cdiv(rows, together),
                 *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n, *power,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return dx, dk, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows, parts, 12)
-        _part_gradient_sums[(rows * parts,)](
-            *cotangent, *source, hi, lo, *tau_row, sums, n, length, parts, *power, **which, CHUNK=layout.CHUNK
+        launch(
+            _part_gradient_sums,
+            rows * parts,
+            *cotangent,
+            *source,
+            hi,
+            lo,
+            *tau_row,
+            sums,
+            n,
+            length,
+            parts,
+            *power,
+            **which,
+            CHUNK=layout.CHUNK,
         )
-        _part_gradient_write[(rows * parts,)](
+        launch(
+            _part_gradient_write, rows * parts,
             *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
             *power, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

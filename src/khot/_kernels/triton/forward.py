@@ -25,6 +25,7 @@ from khot._kernels.triton.functions import (
     place,
     put,
 )
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.solver import (
     add_statistics,
     add_sums,
@@ -43,7 +44,7 @@ LAUNCHES = 40  # passes over a long row, most of which find it done
 # ------------------------------------------------------------------------------ the kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "evaluations"])
 def _resident(
     x_pointer, x_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
     rows, n, evaluations, power_high, power_low,
@@ -94,7 +95,7 @@ def _resident(
 # A long row: its parts leave sums, which all programs of the next launch combine alike.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_statistics(
     x_pointer, x_stride, sums_pointer, n, length, parts, COMPUTE: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -105,7 +106,7 @@ def _part_statistics(
     put(sums_pointer + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_begin(
     k_pointer, k_stride, tau_pointer, tau_stride, sums_pointer, state_pointer, parts, power_high, power_low,
     CDF: tl.constexpr,
@@ -157,7 +158,7 @@ def _advance(state, sums, parts, count, power, FINE: tl.constexpr, CDF: tl.const
     return k, n, tau, pinned, hi, lo, low, high, near_up, near_down, done
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_evaluate(
     x_pointer, x_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
     power_high, power_low, CDF: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -180,7 +181,7 @@ def _part_evaluate(
         put(sums_after + (row * parts + part) * 7 + tl.arange(0, 1), sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_write(
     x_pointer, x_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
     n, length, parts, count, power_high, power_low,
@@ -215,7 +216,10 @@ def soft_topk(
     if n == 0:
         return reference.soft_topk(x, k, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
-    out = x.new_empty((*batch, 0) if output == "threshold" else x.shape)
+    if output == "threshold":
+        out = x.new_empty((*batch, 0))
+    else:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half of new_empty's time
     hi = x.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     rows = hi.numel()
@@ -234,7 +238,8 @@ def soft_topk(
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident[(triton.cdiv(rows, together),)](
+            launch(
+                _resident, triton.cdiv(rows, together),
                 *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS, *power,
                 **which, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
@@ -244,17 +249,21 @@ def soft_topk(
         state = [x.new_empty(rows, 11, dtype=torch.float64) for _ in range(2)]
         padded = {"PARTS": triton.next_power_of_2(parts)}
         chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
-        _part_statistics[(rows * parts,)](*source, sums[0], n, length, parts, **chunk)
+        launch(_part_statistics, rows * parts, *source, sums[0], n, length, parts, **chunk)
         fine = {"FINE": how["COMPUTE"] == tl.float64}
-        _part_begin[(rows,)](*k_row, *tau_row, sums[0], state[0], parts, *power, **which, **fine, **padded)
+        launch(
+            _part_begin, rows, *k_row, *tau_row, sums[0], state[0], parts, *power, **which, **fine, **padded
+        )
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2
-            _part_evaluate[(rows * parts,)](
+            launch(
+                _part_evaluate, rows * parts,
                 *source, sums[a], state[a], sums[b], state[b], n, length, parts, count, *power,
                 **which, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
-        _part_write[(rows * parts,)](
+        launch(
+            _part_write, rows * parts,
             *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES, *power,
             **which, **how, CHUNK=layout.CHUNK, **padded,
         )  # fmt: skip

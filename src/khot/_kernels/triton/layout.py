@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def parts(rows: int, n: int) -> tuple[int, int]:
 
 def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
     """The rows of x one after another, and the distance between them."""
-    flat = x.reshape(-1, n)
+    flat = x if x.dim() == 2 else x.reshape(-1, n)
     if n > 1 and flat.stride(1) != 1:
         flat = flat.contiguous()
     return flat, flat.stride(0)
@@ -142,12 +143,16 @@ def halves(number: float) -> tuple[float, float]:
 
 def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
     """The per-row scalars for the float32 kernels; a single number on the CPU is passed by value."""
-    if value.dim() == 0 and value.is_cpu:
-        number = float(value.item())
-        # float32 holds both halves
-        if number == 0 or 1e-20 < abs(number) < 1e30:
-            return Values(None, 0, *halves(number))
+    if value.dim() == 0 and value.is_cpu and (given := _by_value(value.item())):
+        return given
     return Values(*numbers(value, batch, device), 0.0, 0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_value(number: float) -> Values | None:
+    """A number by value, if float32 holds both halves."""
+    fits = number == 0 or 1e-20 < abs(number) < 1e30
+    return Values(None, 0, *halves(float(number))) if fits else None
 
 
 def cdf_id(name: str) -> int:

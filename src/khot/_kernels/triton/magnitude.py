@@ -13,6 +13,7 @@ from torch import Tensor
 from khot._kernels.reference import magnitude as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import HUGE, chunks, gather, get, load, pair, place, put
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import digits, histograms, ordered, select, whole
 
 EVALUATIONS = 60  # at most, of a resident row; bisection alone would need about as many
@@ -145,7 +146,7 @@ def _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE: tl.cons
 # ------------------------------------------------------------------------------------ forward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "evaluations"])
 def _resident(
     s_pointer, s_stride, k_pointer, k_stride, tau_pointer, tau_stride, out_pointer, hi_pointer, lo_pointer,
     rows, n, evaluations,
@@ -200,7 +201,7 @@ def _greatest_below(greatest, given, s, valid, row, column):
     return tl.maximum(greatest, below.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_below(
     s_pointer, s_stride, k_pointer, k_stride, counts_pointer, sums_pointer,
     rows, n, length, parts, wanted, unused,
@@ -217,7 +218,7 @@ def _part_below(
     tl.store(sums_pointer + (row * parts + part) * 3 + tl.arange(0, 1), greatest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_begin(
     k_pointer, k_stride, tau_pointer, tau_stride, counts_pointer, tally_pointer, sums_pointer, state_pointer,
     rows, parts, wanted, unused, P: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr,
@@ -261,7 +262,7 @@ def _add_sums(sums, given, s, valid, row, column):
     return alone + alone_c, total + total_c, slope + slope_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_evaluate(
     s_pointer, s_stride, sums_before, state_before, sums_after, state_after, n, length, parts, count,
     P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -292,7 +293,7 @@ def _write_chunk(sums, given, x, valid, row, column):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def _part_write(
     s_pointer, s_stride, sums_pointer, state_pointer, out_pointer, hi_pointer, lo_pointer,
     n, length, parts, count,
@@ -344,7 +345,8 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident[(triton.cdiv(rows, together),)](
+            launch(
+                _resident, triton.cdiv(rows, together),
                 *source, *k_row, *tau_row, y, hi, lo, rows, n, EVALUATIONS,
                 **which, **form, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
@@ -355,21 +357,38 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
         sums = [hi.new_empty(rows * parts * 3) for _ in range(2)]
         state = [hi.new_empty(rows * 8) for _ in range(2)]
         chunk, padded = {"CHUNK": layout.CHUNK}, {"PARTS": triton.next_power_of_2(parts)}
-        _part_below[(rows * parts,)](
+        launch(
+            _part_below, rows * parts,
             *source, *k_row, counts, sums[0], rows, n, length, parts, wanted, unused,
             COMPUTE=which["COMPUTE"], **form, **chunk,
         )  # fmt: skip
-        _part_begin[(rows,)](
-            *k_row, *tau_row, counts, tally, sums[0], state[0], rows, parts, wanted, unused, **which, **padded
+        launch(
+            _part_begin,
+            rows,
+            *k_row,
+            *tau_row,
+            counts,
+            tally,
+            sums[0],
+            state[0],
+            rows,
+            parts,
+            wanted,
+            unused,
+            **which,
+            **padded,
         )
         for count in range(LAUNCHES):
             a, b = count % 2, 1 - count % 2
-            _part_evaluate[(rows * parts,)](
+            launch(
+                _part_evaluate, rows * parts,
                 *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
                 **which, **form, **chunk, **padded,
             )  # fmt: skip
         last = LAUNCHES % 2
-        _part_write[(rows * parts,)](
+        launch(
+            _part_write,
+            rows * parts,
             *source,
             sums[last],
             state[last],
@@ -446,7 +465,7 @@ def _gradient_write(
     tl.store(pointer + offset, ds.to(pointer.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_backward(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride,
@@ -496,7 +515,7 @@ def _add_gradient_sums(sums, given, s, valid, row, column):
     return alone + alone_c, mass + mass_c, moment + moment_c, through + through_c, falls + falls_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_sums(
     grad_pointer, grad_row, grad_column, s_pointer, s_stride, y_pointer, y_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, sums_pointer, n, length, parts,
@@ -525,7 +544,7 @@ def _write_gradient(sums, given, s, valid, row, column):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _part_gradient_write(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, s_pointer, s_stride,
     y_pointer, y_stride, k_pointer, k_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride, sums_pointer,
@@ -623,14 +642,17 @@ def _pull(
     with torch.cuda.device_of(s):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_backward[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_backward, triton.cdiv(rows, together),
                 *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, ds, dtau, rows, n,
                 **which, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
             return ds, dtau
         parts, length = layout.parts(rows, n)
         sums = hi.new_empty(rows * parts * 5)
-        _part_gradient_sums[(rows * parts,)](
+        launch(
+            _part_gradient_sums,
+            rows * parts,
             *cotangent,
             *source,
             *result,
@@ -644,7 +666,8 @@ def _pull(
             **which,
             CHUNK=layout.CHUNK,
         )
-        _part_gradient_write[(rows * parts,)](
+        launch(
+            _part_gradient_write, rows * parts,
             *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, sums, ds, dtau,
             n, length, parts, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import load
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import digits, histograms, ordered, select, whole
 
 MOST = 2_000_000_000  # entries of a row whose places fit into int32
@@ -32,7 +33,7 @@ def _no_place(nan, k, n):
     return (nan > 0) | (k != k) | (k < 1) | (k > n) | (k != tl.floor(k))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def _resident_places(
     x_pointer, x_stride, k_pointer, out_pointer, rows, n, count,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
@@ -54,7 +55,7 @@ def _resident_places(
         tl.store(out_pointer + row * count + j, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "place", "count", "wanted", "unused"])
 def _part_place(
     k_pointer, k_stride, counts_pointer, tally_pointer, out_pointer, rows, n, place, count, wanted, unused,
     COMPUTE: tl.constexpr,
@@ -86,7 +87,8 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_places[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_places, triton.cdiv(rows, together),
                 *source, places, out, rows, n, count,
                 COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
             )  # fmt: skip
@@ -94,7 +96,20 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         for place, each in enumerate(places.view(rows, count).unbind(-1)):
             counts, tally, unused = histograms(x, source, (each, count), rows, n)
             wanted = counts.numel() // (rows * 256)
-            _part_place[(rows,)](
-                each, count, counts, tally, out, rows, n, place, count, wanted, unused, COMPUTE=compute
+            launch(
+                _part_place,
+                rows,
+                each,
+                count,
+                counts,
+                tally,
+                out,
+                rows,
+                n,
+                place,
+                count,
+                wanted,
+                unused,
+                COMPUTE=compute,
             )
     return out

@@ -17,6 +17,7 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
 from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
@@ -261,7 +262,8 @@ def soft_topk(
 ) -> None:
     """Fill out, hi and lo."""
     tile = layout.tile(rows, n)
-    solve_rows[(-(-rows // tile.together),)](
+    launch(
+        solve_rows, -(-rows // tile.together),
         *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *layout.power(F),
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,

@@ -17,6 +17,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
 from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, inside, number64, numbers, place_rows
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
@@ -256,7 +257,8 @@ def soft_topk_backward(
 ) -> None:
     """Fill the results: dx, dk and dtau."""
     tile = layout.tile(rows, n)
-    pull_rows[(-(-rows // tile.together),)](
+    launch(
+        pull_rows, -(-rows // tile.together),
         *grad, *source, *t, *tau, *results, rows, n, *layout.power(F),
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,

@@ -12,6 +12,7 @@ from torch import Tensor
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import place
+from khot._kernels.triton.launch import launch
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _last(values, WIDTH: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, WIDTH) == WIDTH - 1)[None, :], values, 0.0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _part_maps(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, rows, n, length, parts,
     REVERSE: tl.constexpr, WIDTH: tl.constexpr,
@@ -59,7 +60,7 @@ def _part_maps(
     tl.store(maps_pointer + (row * parts + part) * 2 + 1, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _part_scan(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, out_pointer, rows, n, length, parts,
     REVERSE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
@@ -99,7 +100,8 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     with torch.cuda.device_of(w):
         if n <= layout.CHUNK:
             width, together, warps = layout.block(n)
-            _part_scan[(triton.cdiv(rows, together),)](
+            launch(
+                _part_scan, triton.cdiv(rows, together),
                 *given, out, out, rows, n, n, 1,
                 REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
             )  # fmt: skip
@@ -108,8 +110,9 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
         maps = out.new_empty(rows * parts * 2)
         which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
         if parts > 1:
-            _part_maps[(rows * parts,)](*given, maps, rows, n, length, parts, **which)
-        _part_scan[(rows * parts,)](
+            launch(_part_maps, rows * parts, *given, maps, rows, n, length, parts, **which)
+        launch(
+            _part_scan, rows * parts,
             *given, maps, out, rows, n, length, parts,
             **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from khot._kernels.reference import topk_mask as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import chunks, get, load, place
+from khot._kernels.triton.launch import launch
 
 # ----------------------------------------------------------------------------------- what is shared
 
@@ -84,7 +85,7 @@ def whole(k_pointer, k_stride, row):
     return tl.where((k >= 1) & (k < 2e9), tl.floor(k + 0.5), 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "done", "shift"])
 def _part_digits(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer,
     rows, n, length, parts, done, shift,
@@ -124,7 +125,8 @@ def histograms(
     buffer = torch.zeros(rows * (256 * count + 3), dtype=torch.int32, device=x.device)
     counts, tally = buffer[: rows * 256 * count], buffer[rows * 256 * count :]
     for done in range(count):
-        _part_digits[(rows * parts,)](
+        launch(
+            _part_digits, rows * parts,
             *source, *k, counts, tally, rows, n, length, parts, done, bits - 8 * (done + 1),
             COMPUTE=layout.compute(x.dtype), CHUNK=layout.CHUNK, ABSOLUTE=absolute,
         )  # fmt: skip
@@ -140,7 +142,7 @@ def _no_mask(nan, k, count, selectable, pinned):
     return (nan > 0) | (k != k) | (k < 0) | (k > selectable) | (pinned > count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _resident_mask(
     x_pointer, x_stride, k_pointer, k_stride, out_pointer, rows, n,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
@@ -178,7 +180,7 @@ def _count_level(sums, given, x, valid, row, column):
     return sums + tl.sum(tl.where(valid & ((ordered(x) >> unused) == prefix), 1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_ties(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, ties_pointer, rows, n, length, parts, wanted,
     unused, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
@@ -208,7 +210,7 @@ def _write_mask(before, given, x, valid, row, column):
     return before + tl.sum(level.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
 def _part_mask(
     x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer, ties_pointer, out_pointer,
     rows, n, length, parts, wanted, unused,
@@ -242,7 +244,9 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         if n <= layout.RESIDENT:
             width, together, warps = layout.block(n)
-            _resident_mask[(triton.cdiv(rows, together),)](
+            launch(
+                _resident_mask,
+                triton.cdiv(rows, together),
                 *source,
                 *k_row,
                 out,
@@ -260,8 +264,18 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         wanted = counts.numel() // (rows * 256)
         which = {"COMPUTE": compute, "CHUNK": layout.CHUNK}
         size = (rows, n, length, parts, wanted, unused)
-        _part_ties[(rows * parts,)](*source, *k_row, counts, ties, *size, **which)
-        _part_mask[(rows * parts,)](
-            *source, *k_row, counts, tally, ties, out, *size, **which, PARTS=triton.next_power_of_2(parts)
+        launch(_part_ties, rows * parts, *source, *k_row, counts, ties, *size, **which)
+        launch(
+            _part_mask,
+            rows * parts,
+            *source,
+            *k_row,
+            counts,
+            tally,
+            ties,
+            out,
+            *size,
+            **which,
+            PARTS=triton.next_power_of_2(parts),
         )
     return out

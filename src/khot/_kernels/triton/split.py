@@ -25,6 +25,7 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import joined, reciprocal, split, two_sum
 from khot._kernels.triton.functions import NORMAL, OUTPUTS, chunks, full_support, place
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import RESCUE_EVALUATIONS, number64, row_values, write_backwards
 from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
@@ -446,7 +447,8 @@ def soft_topk(
     part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
     grid, padded = (rows * cut.parts,), triton.next_power_of_2(cut.parts)
     pieces, width, warps = layout.sample()
-    _sample_rows[(rows,)](
+    launch(
+        _sample_rows, rows,
         *numbers, hi, lo, state, counter, n, layout.WINDOW, power[0], **which,
         PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
     )  # fmt: skip

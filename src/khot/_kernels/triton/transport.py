@@ -13,6 +13,7 @@ from torch import Tensor
 from khot._kernels.reference import transport as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import place
+from khot._kernels.triton.launch import launch
 
 MOST = 127  # as many anchors leave a program its matrices on chip; the reference serves beyond
 SWEEPS = 2_000  # of Sinkhorn, for rows that Newton leaves: none of 13,000 did
@@ -236,7 +237,7 @@ def _newton(
     tl.store(shift_pointer + anchor, tl.where(hi != hi, hi, shift), mask=anchor < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _plan(
     x_pointer, x_stride, scale_pointer, hi_pointer, shift_pointer, order_pointer, largest_pointer,
     taken_pointer, out_pointer, n, k, parts, KEYS: tl.constexpr, CHUNK: tl.constexpr,
@@ -291,8 +292,10 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
     parts = triton.cdiv(n, chunk)
     which = {"KEYS": keys, "CHUNK": chunk, "num_warps": 4 if keys <= 32 else 8}
     with torch.cuda.device_of(x):
-        _newton[(rows,)](flat, stride, scale, hi, shift, order, largest, target, n, k, SWEEPS, **which)
-        _plan[(rows * parts,)](
+        launch(_newton, rows, flat, stride, scale, hi, shift, order, largest, target, n, k, SWEEPS, **which)
+        launch(
+            _plan,
+            rows * parts,
             flat,
             stride,
             scale,

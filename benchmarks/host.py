@@ -1,0 +1,220 @@
+"""What a soft top-k costs the host of a GPU, and what it has Triton build: `python -m benchmarks.host`.
+
+Needs no GPU: Triton gets a driver that starts nothing, so that everything before a launch runs as it would
+for an NVIDIA GPU of compute capability 9.0, on tensors that lie on the CPU. Figures are CPU time of one
+thread, and hold what torch takes for empty tensors on the CPU instead of its allocator on a device.
+
+The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
+kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
+take for all of one dtype: short, long and very long rows of each CDF, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "host.md"
+CDFS = ("logistic", "laplace", "normal", "uniform", "power")
+ROWS = (1, 3, 16, 128, 1_000, 4_096)
+LENGTHS = (33, 48, 50, 60, 64)  # of rows that are padded to the same width
+SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
+
+
+class _Utilities:
+    def load_binary(self, *_: Any) -> tuple[int, ...]:
+        return 1, 1, 64, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": 232_448,
+            "multiprocessor_count": 132,
+            "max_num_regs": 65_536,
+            "warpSize": 32,
+        }
+
+    def unload_module(self, _: Any) -> None: ...
+
+
+class _Launcher:
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any) -> None: ...
+
+
+class _Driver:
+    """What Triton asks of the driver of a device, for one that does not exist."""
+
+    utils, launcher_cls = _Utilities(), _Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@functools.cache
+def _register() -> None:
+    from khot._kernels import gpu
+
+    gpu.register("CPU")
+
+
+@contextmanager
+def device() -> Iterator[None]:
+    """Tensors on the CPU take the way of those on a GPU, in a process that uses the reference kernels."""
+    import triton
+    from triton.runtime import driver
+
+    from khot._core import arguments
+
+    if triton.knobs.runtime.interpret or os.environ.get("KHOT_KERNELS") != "reference":
+        raise RuntimeError("this needs KHOT_KERNELS=reference, without TRITON_INTERPRET=1")
+    driver.set_active(_Driver())  # type: ignore[arg-type]
+    _register()
+    readable, arguments.readable = arguments.readable, lambda _: False
+    yield
+    arguments.readable = readable
+
+
+def calls(cdf: str, rows: int, n: int) -> Callable[[], Any]:
+    import torch
+
+    import khot
+
+    F = khot.cdfs.Power(4 / 3) if cdf == "power" else cdf
+    x, grad = torch.ones(rows, n, requires_grad=True), torch.ones(rows, n)
+    return lambda: torch.autograd.grad(khot.soft_topk(x, 8, cdf=F), x, grad)  # type: ignore[arg-type]
+
+
+def microseconds(repeats: int = 15, count: int = 300) -> dict[str, float]:
+    """Of a call, the median: (512, 64) float32, k and τ numbers."""
+    import torch
+
+    import khot
+
+    x = torch.ones(512, 64)
+    wanted = x.clone().requires_grad_()
+    functions = {
+        "soft_topk": lambda: khot.soft_topk(x, 8),
+        "soft_topk of a tensor that requires a gradient": lambda: khot.soft_topk(wanted, 8),
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "torch.softmax on the CPU, (4, 64)": partial(torch.softmax, x[:4], -1),
+    }
+    found = {}
+    for name, function in functions.items():
+        function()
+        times = []
+        for _ in range(repeats):
+            start = time.process_time()
+            for _ in range(count):
+                function()
+            times.append((time.process_time() - start) / count)
+        found[name] = 1e6 * sorted(times)[repeats // 2]
+    return found
+
+
+def builds(shapes: list[tuple[int, int]]) -> int:
+    """How many kernels Triton would compile for these shapes, all with the logistic CDF, and gradients."""
+    from triton.runtime.jit import JITFunction
+
+    from khot._kernels.triton import launch, resident, resident_backward
+
+    built = []
+
+    class Nothing:
+        packed_metadata = function = None
+
+        def launch_metadata(self, *_: Any) -> None: ...
+        def run(self, *_: Any) -> None: ...
+        def __getitem__(self, _: Any) -> Any:
+            return lambda *_, **__: None
+
+    def compile_nothing(self: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
+        built.append((self.fn.__name__, key))
+        kernel = self.device_caches[device][0][key] = Nothing()
+        return kernel
+
+    for kernel in (*resident.KERNELS, *resident_backward.KERNELS):
+        kernel.device_caches.clear()
+    original, JITFunction._do_compile = JITFunction._do_compile, compile_nothing
+    try:
+        for shape in shapes:
+            calls("logistic", *shape)()
+    finally:
+        JITFunction._do_compile = original
+        launch.forget()
+    return len(set(built))
+
+
+def compile_all(cdf: str, shape: tuple[int, int]) -> float:
+    with device():
+        start = time.process_time()
+        calls(cdf, *shape)()
+        return time.process_time() - start
+
+
+def seconds() -> tuple[float, float]:
+    """The wall time of two processes for all builds of float32, with an empty cache, and the CPU time."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        start = time.perf_counter()
+        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+            tasks = [pool.submit(compile_all, cdf, shape) for shape in SHAPES for cdf in CDFS]
+            used = sum(task.result() for task in tasks)
+        return time.perf_counter() - start, used
+
+
+def main() -> None:
+    settings = {"KHOT_KERNELS": "reference", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
+    if os.environ.get("KHOT_KERNELS") != "reference":  # too late to set it: khot has been imported
+        command = [sys.executable, "-m", "benchmarks.host", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **settings})
+    import triton
+
+    from benchmarks import report
+
+    with device():
+        rows = builds([(rows, 64) for rows in ROWS])
+        lengths = builds([(128, n) for n in LENGTHS])
+        times = microseconds() if "--builds" not in sys.argv else {}
+    wall, used = seconds()
+    lines = [
+        "# The host of a GPU",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        "; ".join(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items())
+        + f"; Triton {triton.__version__}; load {os.getloadavg()[0]:.1f}",
+        report.table(["call", "µs"], [[f"`{name}`", f"{value:.1f}"] for name, value in times.items()]),
+        report.table(
+            ["builds, logistic, forward and backward", "kernels"],
+            [
+                [f"{len(ROWS)} numbers of rows from 1 to 4,096, n = 64", str(rows)],
+                [f"{len(LENGTHS)} lengths from 33 to 64, 128 rows", str(lengths)],
+            ],
+        ),
+        f"All of float32, {len(SHAPES)} shapes with {len(CDFS)} CDFs, forward and backward, by two "
+        f"processes: {wall:.0f} s of wall time, {used:.0f} s of CPU time.",
+    ]
+    text = "\n\n".join(lines) + "\n"
+    print(text)
+    RESULTS.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

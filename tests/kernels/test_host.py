@@ -1,0 +1,202 @@
+"""What the host does for a GPU, without one: it waits for nothing, and launches little.
+
+What waits also cannot be captured in a CUDA graph. A device that is there is asked in tests/test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import latency
+from torch import Tensor
+
+import khot
+from device import Device, Waits, backward, pretend, tensor
+from khot import cdfs
+from operators import OPERATORS, Operator
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(bool(os.environ.get("KHOT_KERNELS")), reason="operators are watched as they come"),
+]
+
+N = 64
+PARETO = "below d = 2.5 the formula does not hold, and which rows these are decides what is computed"
+CALIBRATED = "iterates until all rows have arrived"
+REJECTS = "draws again until enough draws are accepted"
+CHECKED = "torch.distributions looks at the arguments unless validate_args=False"
+PAIRS = "solves matrix by matrix, on the host's numbers"
+POOLED = "joins blocks until none is left to join"
+
+#: What waits, and why. Everything else must not.
+WAITS = {
+    "budget_mask": "takes what fits, round after round",
+    "conditional_poisson.calibrate": CALIBRATED,
+    "conditional_poisson.sample": REJECTS,
+    "distributions.ConditionalPoisson": CHECKED,
+    "distributions.KHot": CHECKED,
+    "distributions.KHotStraightThrough": CHECKED,
+    "distributions.RelaxedKHot": CHECKED,
+    "estimators.second_order": PARETO,
+    "estimators.sequential_softmax": "a loop of k softmaxes",
+    "estimators.simple": REJECTS,
+    "estimators.straight_through": PARETO,
+    "nn.BalancedRouter": PAIRS,
+    "nn.KHotGate": PARETO,
+    "project_permutahedron": POOLED,
+    "sample_khot": PARETO,
+    "sampling.inclusion_probs": PARETO,
+    "sampling.sample, adjusted_conditional_poisson": PARETO,
+    "sampling.sample, brewer": "draws unit by unit, as many as the row with most needs",
+    "sampling.sample, conditional_poisson": CALIBRATED,
+    "sampling.sample, pareto": PARETO,
+    "sampling.sample, repeated_poisson": REJECTS,
+    "sampling.sample, sampford": REJECTS,
+    "soft_assign": PAIRS,
+    "soft_rank, projection": POOLED,
+    "soft_sort, projection": POOLED,
+}
+
+ENTRIES, LAYERS = list(latency.entries(N)), list(latency.layers(N))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with pretend(monkeypatch) as device:
+        yield device
+
+
+def step(call: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> None:
+    y = call(tensor(*shape, dtype=dtype))
+    if y.requires_grad:
+        backward(y)
+
+
+# ------------------------------------------------------------------------------------- nothing waits
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, *LAYERS])
+def test_the_host_waits_for_nothing(device: Device, name: str) -> None:
+    with torch.device("cuda") if name in LAYERS else torch.device("cpu"):
+        call = (latency.layers(N) if name in LAYERS else latency.entries(N))[name]
+    if name in WAITS:
+        with pytest.raises((Waits, torch._subclasses.fake_tensor.DataDependentOutputException)):
+            step(call, 4, N)
+    else:
+        step(call, 4, N)
+
+
+def test_the_list_of_what_waits_names_what_there_is() -> None:
+    assert set(WAITS) <= {*ENTRIES, *LAYERS}
+
+
+@pytest.mark.parametrize(
+    "op",
+    # thousands of launches: one variant is among the entries
+    [pytest.param(op, marks=[pytest.mark.slow] * (op.name == "soft_budget")) for op in OPERATORS],
+    ids=lambda op: op.id,
+)
+def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
+    waits = ("soft_assign", "budget_mask", "project_permutahedron")
+    if op.name in waits or "projection" in op.id:
+        pytest.skip("the operator waits whatever the variant")
+    k = torch.empty(3, device="cuda")
+    if op.name in ("soft_count", "inverse_soft_count"):
+        k = k.unsqueeze(-1)
+    step(lambda x: op.call(x, k, torch.empty(3, device="cuda")), 3, 7)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        khot.losses.TopKCrossEntropyLoss({1: 0.5, 5: 0.5}),
+        khot.losses.TopKCrossEntropyLoss({1: 0.5, 5: 0.5}, top1_mode="cross_entropy", m=16),
+    ],
+    ids=str,
+)
+def test_no_loss_copies_its_settings(device: Device, loss: Callable[..., Tensor]) -> None:
+    labels = torch.empty(4, dtype=torch.long, device="cuda")
+    step(lambda x: loss(x, labels), 4, N)
+
+
+def test_no_pruning_copies_its_settings(device: Device) -> None:
+    with torch.device("cuda"):
+        model = torch.nn.Sequential(torch.nn.Linear(N, N), torch.nn.Linear(N, N))
+        khot.nn.prune_global(
+            [(model[0], "weight"), (model[1], "weight")], 4096, min_share=0.001, max_share=0.9
+        )
+    step(model, 4, N)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x[0, 0].item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[0].tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 0],
+        lambda x: (x > 0).nonzero(),
+        lambda x: x + torch.ones(N).to("cuda"),
+        lambda x: x * torch.tensor([2.0], device="cuda"),
+        lambda x: torch.equal(x, x),
+    ],
+    ids=["item", "bool", "tolist", "cpu", "mask", "nonzero", "to", "tensor", "equal"],
+)
+def test_what_waits_is_noticed(device: Device, wait: Callable[[Tensor], Any]) -> None:
+    with torch.no_grad(), pytest.raises((Waits, torch._subclasses.fake_tensor.DataDependentOutputException)):
+        wait(tensor(4, N))
+
+
+# ---------------------------------------------------------------------------------------- launches
+
+POWER = cdfs.Power(4 / 3)
+# rows, n, the operator, and the kernels of ours and operations of torch that it takes forward and backward
+LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int], list[int]]] = {
+    **{
+        f"soft_topk {shape}, {cdf}": (shape, partial(khot.soft_topk, k=8, cdf=cdf), [1, 0], [1, 0])
+        for shape in ((4096, 64), (128, 1_000), (4096, 8_192), (64, 32_768))
+        for cdf in ("logistic", "laplace", "normal", "uniform")
+    },
+    "soft_topk (64, 100_000)": ((64, 100_000), partial(khot.soft_topk, k=8), [1, 0], [1, 0]),
+    "soft_topk (128, 1_000), tau": (
+        (128, 1_000), lambda x: khot.soft_topk(x, 8, tau=torch.empty(128, device="cuda")), [1, 0], [1, 0],
+    ),
+    "log_soft_topk": ((4096, 64), partial(khot.log_soft_topk, k=8), [1, 0], [1, 0]),
+    "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
+    "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),
+    "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 1], [0, 0]),
+    "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 1], [0, 20]),
+    "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),
+    "soft_topk_magnitude": ((4096, 64), partial(khot.soft_topk_magnitude, k=8), [1, 6], [1, 3]),
+    "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
+    "soft_rank": ((4096, 64), khot.soft_rank, [2, 26], [6, 45]),
+    "soft_sort": ((4096, 64), khot.soft_sort, [2, 90], [8, 205]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches(device: Device, name: str) -> None:
+    """No more than these. A change that takes fewer lowers the number here."""
+    shape, call, forward, back = LAUNCHES[name]
+    x = tensor(*shape)
+    device.forget()
+    y = call(x)
+    assert len(device.kernels) == forward[0] and len(device.torch) <= forward[1], device
+    device.forget()
+    if y.requires_grad:
+        backward(y)
+    assert len(device.kernels) == back[0] and len(device.torch) <= back[1], device
+
+
+def test_numbers_are_not_filled_in_on_the_device(device: Device) -> None:
+    x = tensor(4, N)
+    device.forget()
+    khot.soft_topk(x, 8, tau=0.5)
+    assert device.kernels == ["solve_rows"] and not device.torch
