@@ -32,7 +32,7 @@ OLDEST_TORCH = "2.10"
 EAGER = os.path.join("csrc", "bindings", "eager.cpp")
 # They take a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
-# On x86-64 only processors without AVX2, those from before 2013, run these copies: they are compiled for size.
+# Compiled for size: on x86-64 only processors without AVX2, those from before 2013, run these copies.
 SMALL = (
     [os.path.join("csrc", "simd", f"{name}_baseline.cpp") for name in ("isa", "sampling")]
     if platform.machine() in ("x86_64", "AMD64")

@@ -16,6 +16,7 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import joined
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
+from khot._kernels.triton.launch import launch
 
 TILE = 2048  # entries times levels that a program holds at a time, in float32
 LEVELS, ENTRIES = 32, 1024  # at most, in a tile: more take too many registers
@@ -248,7 +249,8 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
     tile = _Tile(x, at, tau, cdf, shape, centred)
     sums = torch.empty((*at.shape, tile.parts), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
-        _count[(tile.rows * tile.groups * tile.parts,)](
+        launch(
+            _count, tile.rows * tile.groups * tile.parts,
             *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
             *tile.power, **tile.which, MANY=MANY,
         )  # fmt: skip
@@ -270,15 +272,28 @@ def soft_count_backward(
     width = min(triton.next_power_of_2(m), 1024 // triton.next_power_of_2(tile.parts))
     entries = triton.cdiv(n, tile.width)
     with torch.cuda.device_of(x):
-        _count_densities[(tile.rows * tile.groups * tile.parts,)](
+        launch(
+            _count_densities, tile.rows * tile.groups * tile.parts,
             *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
             *tile.power, **tile.which, MANY=MANY,
         )  # fmt: skip
-        _pull_levels[(tile.rows,)](
+        launch(
+            _pull_levels, tile.rows,
             *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
             WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
         )  # fmt: skip
-        _pull_entries[(tile.rows * entries,)](
-            *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, *tile.power, **tile.which
+        launch(
+            _pull_entries,
+            tile.rows * entries,
+            *incoming,
+            *tile.x,
+            *tile.at,
+            *tile.tau,
+            dx,
+            n,
+            m,
+            entries,
+            *tile.power,
+            **tile.which,
         )
     return dx, dat, dtau

@@ -23,6 +23,7 @@ from khot._kernels.reference import philox
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import LOG2E, reciprocal, total
 from khot._kernels.triton.functions import place
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import topk_mask
 
 HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
@@ -93,7 +94,7 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
     pairs = min(triton.next_power_of_2(n // 2 + 1), CHUNK // 2)
     parts = triton.cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
     with torch.cuda.device_of(seed):
-        _uniform[(rows * parts,)](seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
+        launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
     return out
 
 
@@ -133,8 +134,16 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
     pairs = min(triton.next_power_of_2(triton.cdiv(n, 2)), CHUNK // 2)
     parts = triton.cdiv(n, 2 * pairs)
     with torch.cuda.device_of(theta):
-        _part_order_keys[(theta.numel() // n * parts,)](
-            *layout.rows(theta, n), seed, keys, n, parts, PAIRS=pairs, num_warps=4
+        launch(
+            _part_order_keys,
+            theta.numel() // n * parts,
+            *layout.rows(theta, n),
+            seed,
+            keys,
+            n,
+            parts,
+            PAIRS=pairs,
+            num_warps=4,
         )
     return topk_mask(keys, k).bool()
 
@@ -441,8 +450,19 @@ def _by_formula(
     with torch.cuda.device_of(probs):
         if n <= HELD:
             count, pairs, warps = pieces(n)
-            _pareto[(rows,)](
-                *source, seed, out, drawn, n, least, tolerance, PIECES=count, PAIRS=pairs, num_warps=warps
+            launch(
+                _pareto,
+                rows,
+                *source,
+                seed,
+                out,
+                drawn,
+                n,
+                least,
+                tolerance,
+                PIECES=count,
+                PAIRS=pairs,
+                num_warps=warps,
             )
             return out, drawn
         parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
@@ -454,12 +474,14 @@ def _by_formula(
         columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=probs.device)
         columns, below, found = columns.split([rows * capacity, rows * parts, rows])
         which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
-        _part_moments[(rows * parts,)](*source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
-        _part_keys[(rows * parts,)](
+        launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+        launch(
+            _part_keys, rows * parts,
             *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
             **which, PAIRS=CHUNK // 2, num_warps=4,
         )  # fmt: skip
-        _choose[(rows,)](
+        launch(
+            _choose, rows,
             sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
             **which, WIDTH=1024, num_warps=8,
         )  # fmt: skip
@@ -529,7 +551,8 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
         units_after = torch.empty_like(after, dtype=torch.int32)
         with torch.cuda.device_of(probs):
-            _duels[(rows * parts,)](
+            launch(
+                _duels, rows * parts,
                 x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
                 WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
             )  # fmt: skip

@@ -27,6 +27,7 @@ from khot._kernels.triton.functions import (
     place,
     side,
 )
+from khot._kernels.triton.launch import launch
 
 CHUNK, WARPS = 512, 8  # entries that a program holds at a time: two of a thread, as float64 fills registers
 CLOSE = tl.constexpr(reference.CLOSE)
@@ -196,7 +197,8 @@ def fenchel_young(
     rows = _Rows(x, target, share, hi, lo, tau, cdf, shape)
     sums = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
-        _losses[(rows.rows * rows.parts,)](
+        launch(
+            _losses, rows.rows * rows.parts,
             *rows.given, sums, rows.n, rows.length, rows.parts, *rows.power, **rows.which
         )  # fmt: skip
     return sums.squeeze(-1) if rows.parts == 1 else sums.sum(-1)
@@ -214,7 +216,8 @@ def fenchel_young_backward(
     dtau = torch.empty_like(dlo)
     incoming = layout.numbers(grad, x.shape[:-1], x.device)
     with torch.cuda.device_of(x):
-        _pull_losses[(rows.rows * rows.parts,)](
+        launch(
+            _pull_losses, rows.rows * rows.parts,
             *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, *rows.power, **rows.which
         )  # fmt: skip
     if rows.parts == 1:

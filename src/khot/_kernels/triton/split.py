@@ -445,22 +445,25 @@ def soft_topk(
     which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F)}
     power = layout.power(F)
     part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
-    grid, padded = (rows * cut.parts,), triton.next_power_of_2(cut.parts)
+    programs, padded = rows * cut.parts, triton.next_power_of_2(cut.parts)
     pieces, width, warps = layout.sample()
     launch(
         _sample_rows, rows,
         *numbers, hi, lo, state, counter, n, layout.WINDOW, power[0], **which,
         PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
     )  # fmt: skip
-    _sum_parts[grid](
+    launch(
+        _sum_parts, programs,
         *numbers, hi, lo, state, counter, left, n, cut.length, cut.parts, layout.WINDOW, power[0],
         **which, **part, PARTS=padded,
     )  # fmt: skip
-    _finish_parts[grid](
+    launch(
+        _finish_parts, programs,
         *numbers, hi, lo, state, counter, left, window, n, cut.length, cut.parts, layout.WINDOW, *power,
         **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
     )  # fmt: skip
-    _write_parts[grid](
+    launch(
+        _write_parts, programs,
         *numbers, out, hi, lo, state, n, cut.length, cut.parts, *power,
         **which, **part, OUTPUT=OUTPUTS[output], CHUNK=layout.RESCUE * cut.warps,
     )  # fmt: skip

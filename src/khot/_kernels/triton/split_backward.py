@@ -18,6 +18,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import joined, reciprocal, split
 from khot._kernels.triton.functions import OUTPUTS, chunks, place
 from khot._kernels.triton.gradients import write_gradient
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import number64
 from khot._kernels.triton.resident_backward import (
     FADED,
@@ -162,14 +163,15 @@ def soft_topk_backward(
     state = dk.new_empty(rows, STATE.value)
     left = dk.new_empty(rows, LEFT.value, cut.parts)
     counter = torch.zeros(rows, dtype=torch.int32, device=dk.device)
-    grid, given = (rows * cut.parts,), (*grad, *source, *t, *tau)
+    programs, given = rows * cut.parts, (*grad, *source, *t, *tau)
     which = {
         "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "OUTPUT": OUTPUTS[output],
         "PIECES": cut.pieces, "WIDTH": cut.width, "CHUNK": layout.RESCUE * cut.warps,
         "num_warps": cut.warps, **layout.registers(),
     }  # fmt: skip
-    _pull_parts[grid](
+    launch(
+        _pull_parts, programs,
         *given, dk, dtau, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
         **which, PARTS=triton.next_power_of_2(cut.parts),
     )  # fmt: skip
-    _gradient_parts[grid](*given, dx, state, n, cut.length, cut.parts, *layout.power(F), **which)
+    launch(_gradient_parts, programs, *given, dx, state, n, cut.length, cut.parts, *layout.power(F), **which)
