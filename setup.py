@@ -32,7 +32,8 @@ OLDEST_TORCH = "2.10"
 EAGER = os.path.join("csrc", "bindings", "eager.cpp")
 # They take a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
-# Compiled for size: on x86-64 only processors without AVX2, those from before 2013, run these copies.
+# On x86-64 only processors without AVX2, those from before 2013, run these copies. -O2 makes less code, which
+# takes 1.3 times as long; -Os would save 0.2 MB of the wheel more, and masks would take up to 12 times as long.
 SMALL = (
     [os.path.join("csrc", "simd", f"{name}_baseline.cpp") for name in ("isa", "sampling")]
     if platform.machine() in ("x86_64", "AMD64")
@@ -81,7 +82,7 @@ def extension() -> dict[str, Any]:
                     output_dir=self.build_temp,
                     macros=ext.define_macros,
                     include_dirs=ext.include_dirs,
-                    extra_postargs=[*ext.extra_compile_args, "-Os"],
+                    extra_postargs=[*ext.extra_compile_args, "-O2"],
                     depends=ext.depends,
                 )
 
