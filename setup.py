@@ -33,7 +33,8 @@ EAGER = os.path.join("csrc", "bindings", "eager.cpp")
 # They take a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
 # On x86-64 only processors without AVX2, those from before 2013, run these copies. -O2 makes less code, which
-# takes 1.3 times as long; -Os would save 0.2 MB of the wheel more, and masks would take up to 12 times as long.
+# takes 1.3 times as long. -Os would save another 0.2 MB of the wheel, but masks would take up to 12 times as
+# long.
 SMALL = (
     [os.path.join("csrc", "simd", f"{name}_baseline.cpp") for name in ("isa", "sampling")]
     if platform.machine() in ("x86_64", "AMD64")
