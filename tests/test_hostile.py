@@ -506,7 +506,7 @@ ROWS: dict[str, Row] = {
     "khot.nn.TopKSAE": Row(
         khot.nn.TopKSAE,
         {"in_features": 3, "latents": N, "k": 2, "tau": 1.0, "cdf": "logistic", "revive": 9, "widths": [2]},
-        {"revive": "size", "widths": "widths"},
+        {"revive": "positive", "widths": "widths"},
         fine={"revive": (None,), "widths": (None,)},
     ),
     "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X}),

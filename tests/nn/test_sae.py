@@ -106,8 +106,10 @@ def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, 
     torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
 
 
-def with_idle(revive: int | None = 100, **options: object) -> TopKSAE:
-    """One of whose latents 1, 5 and 8 are idle."""
+def with_idle(inputs: int | None = 100, **options: object) -> TopKSAE:
+    """One of whose latents 1, 5 and 8 are idle, after so many inputs without use."""
+    k = float(options.get("k", 3))  # type: ignore[arg-type]
+    revive = None if inputs is None else (inputs - 0.5) * k / 12
     sae = make(**{"tau": None, "revive": revive} | options)
     sae.idle[[1, 5, 8]] = 100
     sae.idle[2] = 99
@@ -163,8 +165,8 @@ def test_idle_latents_are_pulled_towards_selection(options: dict[str, object]) -
 @pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
 def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], compiled: bool) -> None:
     losses = []
-    for revive in (None, 101):
-        sae = with_idle(revive, **options)
+    for inputs in (None, 101):
+        sae = with_idle(inputs, **options)
         losses.append((torch.compile(sae.loss, backend="eager") if compiled else sae.loss)(scores(7, 5)))
         losses[-1].backward()
         losses += [p.grad for p in sae.parameters()]
@@ -174,7 +176,7 @@ def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], c
 def test_idle_latents_come_back() -> None:
     """Latents that start far below the others are never used, unless they are revived."""
     shares = {}
-    for revive in (None, 500):
+    for revive in (None, 31.25):  # 500 inputs
         torch.manual_seed(0)
         sae = TopKSAE(16, 64, 4, revive=revive)
         with torch.no_grad():
@@ -186,7 +188,7 @@ def test_idle_latents_come_back() -> None:
             optimizer.step()
         # a latent is pulled from 500 inputs without use on, and needs some steps to come back
         shares[revive] = sae.dead(2_000).item()
-    assert shares[None] > 0.4 and shares[500] < 0.1
+    assert shares[None] > 0.4 and shares[31.25] < 0.1
 
 
 @pytest.mark.parametrize("widths", [[1], [4, 7, 11], (6,)], ids=str)
@@ -552,7 +554,7 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="revive must"):
         TopKSAE(5, 12, 3, revive=0)
     with pytest.raises(TypeError, match="revive must"):
-        TopKSAE(5, 12, 3, revive=0.5)  # type: ignore[arg-type]
+        TopKSAE(5, 12, 3, revive="9")  # type: ignore[arg-type]
     for widths in ([0], [12], [4, 4], [5, 4]):
         with pytest.raises(ValueError, match="widths must"):
             TopKSAE(5, 12, 3, widths=widths)

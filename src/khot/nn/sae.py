@@ -27,6 +27,7 @@ __all__ = ["TopKSAE"]
 
 WIDER, SHARE = 1.5, 0.5  # of k, and of the error with so many latents in the loss
 PULL = 0.01  # on idle latents: tried on activations of other networks than docs/results/sparse-autoencoder
+REVIVE = 300.0  # uses that a latent of average use would have had
 UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
@@ -59,8 +60,9 @@ class TopKSAE(LeftSoft):
         batch: in train mode, select k·B latents for a batch of B inputs together, instead of k for each
             input, so that some inputs get more than others. In eval mode an input gets the latents with
             a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
-        revive: None, or after how many training inputs without use a latent counts as idle. Idle latents then
-            are pulled back in :meth:`loss`.
+        revive: a latent counts as idle when ``revive``·n/k training inputs in a row did not use it, so many
+            that a latent of average use had been used ``revive`` times. Idle latents are pulled back in
+            :meth:`loss`. None: they are left alone.
         widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
             reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
             first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
@@ -102,7 +104,7 @@ class TopKSAE(LeftSoft):
     latents: int
     hard: bool
     batch: bool
-    revive: int | None
+    revive: float | None
     widths: tuple[int, ...]
     k: Value
     tau: Value | None
@@ -125,7 +127,7 @@ class TopKSAE(LeftSoft):
         cdf: CDFName | CDF = "logistic",
         hard: bool = False,
         batch: bool = False,
-        revive: int | None = None,
+        revive: float | None = REVIVE,
         widths: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -138,7 +140,8 @@ class TopKSAE(LeftSoft):
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
         self.in_features, self.latents = in_features, latents
         if revive is not None:
-            arguments.check_integer(revive, "revive", low=1)
+            arguments.check_number(revive, "revive", low=0, high=math.inf)
+            positive(revive, "revive")
         self.hard, self.batch, self.revive = hard, batch, revive
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
@@ -182,8 +185,9 @@ class TopKSAE(LeftSoft):
         than that of a top-k autoencoder by hand (docs/results/sparse-autoencoder). There the inputs were
         centred and divided by the root of their mean square, which the layer leaves to you.
 
-        With ``revive``, every idle latent i is pulled towards its selection. Of the B inputs it takes the one
-        for which it comes nearest to that, x, whose smallest selected activation is t (at least 0), and
+        Unless ``revive`` is None, every idle latent i is pulled towards its selection. Of the B inputs it
+        takes the one for which it comes nearest to that, x, whose smallest selected activation is t (at
+        least 0), and
 
             0.01/B · Σ_i max(t − a_i(x), 0)
 
@@ -194,7 +198,7 @@ class TopKSAE(LeftSoft):
         first latents of the code reconstruct alone.
         """
         a = self._activations(input)
-        idle = self.idle >= (self.revive or 0)  # before this batch
+        idle = self.idle >= (self.revive or 0.0) * self.latents / current(self.k)  # before this batch
         if self._is_dense():
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
@@ -409,7 +413,7 @@ class TopKSAE(LeftSoft):
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
         values += ", hard=True" * self.hard + ", batch=True" * self.batch
-        values += "" if self.revive is None else f", revive={self.revive}"
+        values += "" if self.revive == REVIVE else f", revive={self.revive}"
         return f"{values}, widths={self.widths}" if self.widths else values
 
 

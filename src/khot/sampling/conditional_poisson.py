@@ -215,12 +215,13 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """
     dim = from_end(p_logits, dim, "p_logits")
     p, q = tilt(p_logits, k, dim, "p_logits"), tilt(q_logits, k, dim, "q_logits")
-    log_size, pi, out = inclusion(p)
+    _, pi, out = inclusion(p)
     # the divergence is infinite only where p can draw what q cannot
     harmless = q.z.isinf() & (torch.where(q.z > 0, out, pi) == 0)
     own = _against(pi, out, p.z.masked_fill(p.z.isinf(), 0)) - pi * p.change
     cross = _against(pi, out, q.z.masked_fill(harmless, 0)) - pi * q.change
-    result = log_size_prob(q) - log_size + _softness(q) - _softness(p) + (cross - own).sum(-1)
+    # of p in the same way as of q, so that equal designs have a divergence of exactly 0
+    result = log_size_prob(q) - log_size_prob(p) + _softness(q) - _softness(p) + (cross - own).sum(-1)
     return result.to(p_logits.dtype)
 
 

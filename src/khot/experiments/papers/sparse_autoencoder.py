@@ -14,8 +14,8 @@ They are centred, and divided by the root of their mean square. The methods are:
 - `khot`: `khot.nn.TopKSAE` as it is by default, trained on its `loss`.
 - `khot, batch`: the same with `batch=True`, where the inputs of a batch share their latents in training, and
   new vectors use what exceeds the layer's threshold.
-- `khot, revive`: the same as `khot` with `revive=10_000`, which pulls directions that none of the last 10,000
-  vectors used towards their selection.
+- `khot, no revival`: the same as `khot` with `revive=None`: directions that none of the last 9,600 vectors
+  used are not pulled towards their selection.
 - `khot, straight-through`: a hard selection with the gradient of the soft one at tau = 0.1, where the first
   pre-activations have a deviation of 1; trained on the mean squared error.
 - `top-k`: written by hand in torch, as top-k autoencoders usually are: `torch.topk` of the pre-activations,
@@ -64,7 +64,7 @@ DATA = ("digits", "mnist", "synthetic")
 METHODS = (
     "khot",
     "khot, batch",
-    "khot, revive",
+    "khot, no revival",
     "khot, straight-through",
     "top-k",
     "top-k, AuxK",
@@ -211,7 +211,7 @@ class HandWritten(nn.Module):
 def _ours(method: str, x: Tensor) -> khot.nn.TopKSAE:
     options: dict[str, dict[str, Any]] = {
         "khot, batch": {"batch": True},
-        "khot, revive": {"revive": IDLE},
+        "khot, no revival": {"revive": None},
         "khot, straight-through": {"tau": 0.1, "hard": True},
     }
     return khot.nn.TopKSAE(x.shape[-1], LATENTS, K, **options.get(method, {}))
