@@ -96,25 +96,33 @@ def test_pareto_samples(request: pytest.FixtureRequest, where: str, dtype: torch
 
 
 @either
-def test_pareto_samples_are_left_to_others(request: pytest.FixtureRequest, where: str) -> None:
-    """Where the formula does not hold in some row, or a row is not of probabilities."""
+def test_pareto_samples_are_left_to_the_reference(request: pytest.FixtureRequest, where: str) -> None:
+    """Where some row has to be calibrated, or is not of probabilities."""
     kernels = request.getfixturevalue(where)
     good = torch.full((2, 20), 0.5)
     few = torch.stack((good[0], torch.tensor([0.99] + [0.01] * 19)))
     wrong = [good.clone() for _ in range(4)]
     for x, value in zip(wrong, (math.nan, 1.5, -0.1, math.inf), strict=True):
         x[1, 3] = value
+    rule = SEED, LEAST, 1e-6
     for x in (few, *wrong) if where == "draws" else (few, wrong[0]):
-        assert not kernels.pareto_sample(x, SEED, LEAST, 1e-6)[1]
-    assert kernels.pareto_sample(good, SEED, LEAST, 1e-6)[1]
+        assert not kernels._by_formula(x, *rule, 2, 20)[1].all()
+        (got, drawn), (want, same) = kernels.pareto_sample(x, *rule), reference.pareto_sample(x, *rule)
+        assert drawn == same == (x is few) and torch.equal(got, want)
+    assert kernels._by_formula(good, *rule, 2, 20)[1].all()
 
 
-def test_a_threshold_out_of_reach_is_left_to_others(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_threshold_out_of_reach_is_left_to_the_reference(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A long row lists only the keys near 1."""
     x = torch.full((1, 33), 0.5)
-    assert parts.pareto_sample(x, SEED, LEAST, 1e-6)[1]
+    rule = SEED, LEAST, 1e-6
+    assert parts._by_formula(x, *rule, 1, 33)[1].all()
     monkeypatch.setattr(parts, "DEVIATIONS", parts.tl.constexpr(1e-3))
-    assert not parts.pareto_sample(x, SEED, LEAST, 1e-6)[1]
+    assert not parts._by_formula(x, *rule, 1, 33)[1].all()
+    got, drawn = parts.pareto_sample(x, *rule)
+    assert drawn and torch.equal(got, reference.pareto_sample(x, *rule)[0])
 
 
 def test_equal_keys_are_chosen_from_the_left(draws: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ def coefficients(theta: Tensor, k: Tensor, change: Tensor) -> tuple[Tensor, Tens
     and has its minimum, 0, at t = 0. Units with z = ∞ are left out, and k is reduced by their number. z are
     the given logits, with Σσ(z) = k, and ``change`` is 0, with their derivatives.
     """
+    if not theta.numel():
+        return torch.zeros_like(theta), theta.new_ones((*theta.shape[:-1], 1), dtype=torch.bool)
     always = theta == torch.inf
     z = theta.masked_fill(always, -torch.inf)
     k = k - always.sum(-1)
@@ -113,7 +115,8 @@ def coefficients(theta: Tensor, k: Tensor, change: Tensor) -> tuple[Tensor, Tens
     high = high.clamp(max=LARGEST)
     widest = torch.maximum(variance, torch.maximum(low_variance, high_variance))
     step = (NORMAL_STEP / widest.sqrt()).clamp(max=STEP)
-    nodes = int(((high - low) / step).max().ceil()) + 1 if low.numel() else 0
+    intervals = ((high - low) / step).nan_to_num(1.0)  # a row with NaN has NaN whatever the nodes
+    nodes = int(intervals.max().ceil()) + 1
     # the nodes and the level are constants; what a row without a random unit would have is not used
     odds = (z + change.masked_fill(settled.unsqueeze(-1), 0)).exp()
     c = torch.zeros_like(z)
