@@ -61,6 +61,8 @@ def order_calibrate(goal: Tensor, k: Tensor) -> Tensor:
     Returns:
         θ, (*batch, n), up to one constant per row; ±inf for certain units.
     """
+    if not goal.numel():
+        return goal.clone()
     goal = fixed_point.tilted(goal, k)
     pi = goal.sigmoid()
     d = _variance(goal)
