@@ -21,7 +21,7 @@ from torch import Tensor
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import LOG2E, reciprocal, total
+from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import topk_mask
@@ -101,11 +101,6 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
 # -------------------------------------------------------------------------------------- order sampling
 
 
-@triton.jit
-def _double(x):
-    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _part_order_keys(
     theta_pointer, theta_stride, seed_pointer, out_pointer, n, parts, PAIRS: tl.constexpr
@@ -116,7 +111,7 @@ def _part_order_keys(
     column = _columns(pair)
     there = column < n
     theta = tl.load(theta_pointer + row * theta_stride + column, mask=there, other=0.0)
-    theta = _double(theta)
+    theta = double(theta)
     first, second = uniforms(tl.load(seed_pointer), row, pair)
     u = tl.join(first, second)
     key = theta - tl.log(u / (1 - u))
@@ -161,7 +156,7 @@ def _two_numbers(pointer, pair, n):
 @triton.jit
 def _moments(first, second):
     """Of two probabilities: their sum, the sum of p − p², and 1 where one of them is none."""
-    a, b = _double(first), _double(second)
+    a, b = double(first), double(second)
     fair = (first >= 0) & (first <= 1) & (second >= 0) & (second <= 1)
     return a + b, (a - a * a) + (b - b * b), tl.where(fair, 0.0, 1.0)
 
@@ -194,7 +189,7 @@ def _key(p, u, scale):
 @triton.jit
 def _keys(first, second, pair, seed, row, n, phantom, scale):
     """The keys of both columns of each pair, with the phantom unit after the row."""
-    first, second = _double(first), _double(second)
+    first, second = double(first), double(second)
     first = tl.where(2 * pair == n, phantom, first)
     second = tl.where(2 * pair + 1 == n, phantom, second)
     u, v = uniforms(seed, row, pair)
@@ -510,7 +505,7 @@ def _duels(
     row, part = place(parts)
     node = part * WIDTH + tl.arange(0, WIDTH)
     there = node < nodes
-    x = _double(tl.load(x_pointer + row * x_stride + node, mask=there, other=0.0))
+    x = double(tl.load(x_pointer + row * x_stride + node, mask=there, other=0.0))
     unit = node
     if units_pointer is not None:
         unit = tl.load(units_pointer + row * nodes + node, mask=there, other=n)

@@ -13,6 +13,7 @@ __all__ = [
     "LOG2E",
     "PTX",
     "any_row",
+    "double",
     "before",
     "half_with_sign",
     "joined",
@@ -75,6 +76,12 @@ def two_sum(a, b):
     s = a + b
     v = s - a
     return s, (a - (s - v)) + (b - v)
+
+
+@triton.jit
+def double(x):
+    """In float64, which half precision reaches through float32."""
+    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.counts import distribution
-from khot._kernels.triton.fast import joined
+from khot._kernels.triton.fast import double, joined
 from khot._kernels.triton.functions import (
     HUGE,
     LAPLACE,
@@ -32,11 +32,6 @@ from khot._kernels.triton.launch import launch
 CHUNK, WARPS = 512, 8  # entries that a program holds at a time: two of a thread, as float64 fills registers
 CLOSE = tl.constexpr(reference.CLOSE)
 SIZES = ["length", "parts"]  # for which Triton need not compile anew
-
-
-@triton.jit
-def _double(x):
-    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
 
 
 @triton.jit
@@ -91,15 +86,15 @@ def _row(share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row):
     """share, t as hi + lo, τ, and whether t is infinite."""
     hi, lo = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
     settled = tl.where(tl.abs(hi) == HUGE, 1, 0)
-    tau = _double(tl.load(tau_pointer + row * tau_stride))
+    tau = double(tl.load(tau_pointer + row * tau_stride))
     return tl.load(share_pointer + row).to(tl.float64), hi, lo, tau, settled
 
 
 @triton.jit
 def _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled):
     """z and T, whether an entry is decided, and whether it is selected then."""
-    x = _double(tl.load(x_pointer + column, mask=column < n, other=0.0))
-    T = _double(tl.load(target_pointer + column, mask=column < n, other=0.0)) * share
+    x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
+    T = double(tl.load(target_pointer + column, mask=column < n, other=0.0)) * share
     infinite = tl.abs(x) == float("inf")
     decided = tl.where(infinite, 1, settled) > 0
     z = tl.where(decided, 0.0, ((x - hi) - lo) / tau)
