@@ -47,6 +47,7 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
