@@ -14,6 +14,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 import khot
 import operators
+from khot._ops import exponential
 from operators import OPERATORS, Operator
 
 ROWS, N = 3, 7
@@ -362,7 +363,9 @@ DYNAMIC = list({op.name: op for op in reversed(OPERATORS)}.values())
     [(op, False) for op in OPERATORS if op not in DYNAMIC] + [(op, True) for op in DYNAMIC],
     ids=lambda v: v.id if isinstance(v, Operator) else "dynamic" if v else "static",
 )
-def test_compile(op: Operator, dynamic: bool) -> None:
+def test_compile(op: Operator, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # steps that are traced one after the other; these rows need at most 8
+    monkeypatch.setattr(exponential, "STEPS", 10)
     # aot_eager traces everything that inductor would see, and does not wait for a C++ compiler
     torch.compiler.reset()
     compiled = torch.compile(op.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -26,7 +26,6 @@ from torch.distributions import constraints, register_kl
 from torch.distributions.constraints import Constraint
 from torch.distributions.distribution import Distribution
 from torch.distributions.utils import clamp_probs, lazy_property
-from torch.types import _size
 
 from khot import estimators, sampling
 from khot._core import arguments
@@ -106,6 +105,8 @@ def _tolerance(value: Tensor, k: float | Tensor) -> Tensor:
     return n * eps + (1e-12 if value.dtype == torch.float64 else 1e-6) * size
 
 
+_Shape = torch.Size | list[int] | tuple[int, ...]
+
 NO_SHAPE = torch.Size()
 
 _Self = TypeVar("_Self", bound="_ChoiceOfK")
@@ -137,8 +138,8 @@ class _ChoiceOfK(Distribution):
         setattr(self, name, param)
         super().__init__(batch_shape, param.shape[-1:], validate_args=validate_args)
 
-    def expand(self: _Self, batch_shape: _size, _instance: Any = None) -> _Self:
-        new = self._get_checked_instance(type(self), _instance)
+    def expand(self: _Self, batch_shape: _Shape, _instance: Any = None) -> _Self:
+        new: Any = self._get_checked_instance(type(self), _instance)
         batch_shape = torch.Size(batch_shape)
         for name, value in self.__dict__.items():
             if name in self._vectors:
@@ -165,7 +166,7 @@ class _KHotVectors(_ChoiceOfK):
     """The base of the discrete ones: their support, and the moments given by the inclusion probabilities."""
 
     has_enumerate_support = True
-    probs: Tensor
+    probs: Any  # a tensor, which the subclasses compute on first use
 
     @constraints.dependent_property(is_discrete=True, event_dim=1)
     def support(self) -> Constraint:
@@ -239,7 +240,7 @@ class KHot(_KHotVectors):
         design: DesignName = "pareto",
         validate_args: bool | None = None,
     ) -> None:
-        self.design = design
+        self.design: DesignName = design
         found = resolve(design)
         if not (found.fixed_size and found.close):
             known = [name for name, other in sampling.designs.items() if other.fixed_size and other.close]
@@ -283,7 +284,7 @@ class KHot(_KHotVectors):
         self._require("mode", ("pareto", "conditional_poisson", "sampford"))
         return topk_mask(self._param, self.k)
 
-    def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+    def sample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         with torch.no_grad():
             return sampling.sample(self._summed_probs, self.design, sample_shape=sample_shape).to(self.probs)
 
@@ -345,7 +346,7 @@ class KHotStraightThrough(KHot):
 
     has_rsample = True
 
-    def rsample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+    def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         return self.sample(sample_shape) + (self.probs - self.probs.detach())
 
 
@@ -395,7 +396,7 @@ class ConditionalPoisson(_KHotVectors):
     def mode(self) -> Tensor:
         return topk_mask(self.logits, self.k)
 
-    def sample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+    def sample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         with torch.no_grad():
             return conditional_poisson.sample(self.logits, self.k, sample_shape=sample_shape)
 
@@ -468,7 +469,7 @@ class RelaxedKHot(_ChoiceOfK):
     def support(self) -> Constraint:
         return capped_simplex(self.k)
 
-    def rsample(self, sample_shape: _size = NO_SHAPE) -> Tensor:
+    def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         logits = self.logits.expand(self._extended_shape(sample_shape))
         return estimators.gumbel(logits, self.k, tau=self.temperature, hard=False)
 

@@ -144,8 +144,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         if self.cost is None:
             if self.budget is not None:
                 raise ValueError(f"budget must be None without a cost, but got {self.budget!r}")
-            whole = isinstance(self.k, numbers.Integral) and not isinstance(self.k, bool)
-            if not whole or not 1 <= self.k <= n:
+            if not isinstance(self.k, numbers.Integral) or isinstance(self.k, bool) or not 1 <= self.k <= n:
                 raise ValueError(f"k must be an integer in [1, {n}], n_features, but got {self.k!r}")
             return
         if self.k is not None:
@@ -156,8 +155,8 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         bad = ~((cost >= 0) & (cost < math.inf))
         if bad.any():
             raise ValueError(f"cost must be finite and >= 0, but got {cost[bad][0]}")
-        real = isinstance(self.budget, numbers.Real) and not isinstance(self.budget, bool)
-        if not real or not 0 < self.budget < math.inf:
+        budget = self.budget
+        if not isinstance(budget, numbers.Real) or isinstance(budget, bool) or not 0 < budget < math.inf:
             raise ValueError(f"budget must be finite and > 0 with a cost, but got {self.budget!r}")
 
     def _get_support_mask(self) -> Any:

@@ -60,7 +60,7 @@ def expand(
         start = _moved(rule, outputs, [(s, slopes[-1])] if slopes else [])
         ctx = _Context()
         ctx.needs_input_grad = (True,) * len(args)
-        ctx.saved_tensors = rule.save(ctx, at, start if len(start) > 1 else start[0])
+        ctx.saved_tensors = rule.save(ctx, at, start[0] if len(start) == 1 else start)
         slope = rule.jvp(ctx, *change)
         slopes.append(slope if isinstance(slope, tuple) else (slope,))
     return _moved(rule, outputs, list(zip(weights, slopes, strict=True)))

@@ -41,6 +41,6 @@ def between(below: Tensor, above: Tensor, weight: Tensor | float) -> Tensor:
 
 def _line(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
     rise = b - a
-    if isinstance(weight, float):
+    if not isinstance(weight, Tensor):
         return a + rise * weight if weight < 0.5 else b - rise * (1 - weight)
     return torch.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._C._functorch as functorch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._decomp import register_decomposition
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
@@ -58,7 +60,7 @@ without_modes = _disable_current_modes
 transforms_are_on = torch._C._are_functorch_transforms_active
 
 # Whether a tensor represents a batch, or a value with its tangent, under a transform of torch.func.
-is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+is_transformed = functorch.is_functorch_wrapped_tensor
 
 
 def as_usual() -> bool:
@@ -75,7 +77,6 @@ def vmap_changes_draws(rows: Tensor) -> bool:
     """
     if not transforms_are_on():
         return False
-    functorch = torch._C._functorch
     vmaps = [
         functorch.CVmapInterpreterPtr(level)
         for level in functorch.get_interpreter_stack() or ()
@@ -101,8 +102,8 @@ def forward_mode_is_on() -> bool:
 def derivative_levels() -> int:
     """How many derivatives are being taken while Dynamo traces: the transforms of torch.func except vmap, and
     forward mode. Dynamo guards both states, so that a trace is used only where the number is the same."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    kinds = torch._C._functorch.TransformType
+    stack = functorch.get_interpreter_stack() or []
+    kinds = functorch.TransformType
     levels = sum(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
     if levels == 0 and forward_mode_is_on():  # a jvp of torch.func opens a level of forward mode as well
         levels = 1
@@ -118,10 +119,10 @@ def run_as_is(*functions: Callable[..., Any]) -> None:
 
     ``torch.compiler.disable`` does the same, but imports Dynamo, and costs time in every call.
     """
-    frames = torch._C._dynamo.eval_frame
+    frames: Any = eval_frame  # the annotations of one version do not have the other's names
     if not hasattr(frames, "set_code_exec_strategy"):  # torch 2.6
         for function in functions:
-            frames.skip_code(function.__code__)  # type: ignore[attr-defined]
+            frames.skip_code(function.__code__)
         return
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in functions:

@@ -77,7 +77,7 @@ class _Rule(Rule):
         return x, tau, hi, lo, y, *near
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None, *__: Any) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Any, _: Any, grad_lo: Any, *__: Any) -> tuple[Any, ...]:
         x, tau, hi, lo, y, *near = ctx.saved_tensors
         if grad is None:
             grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)

@@ -195,5 +195,5 @@ def power_slope(d: Tensor, power: float) -> Tensor:
     """Its slope; 0 instead of infinity at d = 0."""
     if isinstance(power, int):
         return power * d ** (power - 1)
-    at_0 = (d == 0) & (power != 1)
+    at_0 = (d == 0) & (power != 1.0)
     return (power * d.abs().masked_fill(at_0, 1) ** (power - 1)).masked_fill(at_0, 0)

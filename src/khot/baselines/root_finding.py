@@ -83,6 +83,7 @@ def root_finding_topk(
     start = "zero" if method == "bisection" else guess or "both"
     place = (n - size.round().long() - 1).clamp(min=0).expand(*z.shape[:-1], 1)
     quantile = z.sort(-1).values.gather(-1, place) if start in ("quantile", "both") else None
+    c = torch.zeros_like(size)
     for found in itertools.islice(iterate(z, size, method, start, quantile), iterations + 1):
         c, error = found
         if bool((error.abs() <= 1e-8).all()):

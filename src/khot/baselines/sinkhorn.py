@@ -124,7 +124,7 @@ class _Sinkhorn(Function):
         n = cost.shape[-2]
         plan = _scale(torch.exp(-cost / epsilon), nu, iterations) if bool((epsilon > 1e-2).all()) else None
         if plan is None or bool(plan.isnan().any()):
-            g = torch.zeros_like(nu)
+            f, g = torch.zeros_like(cost[..., :1]), torch.zeros_like(nu)
             for _ in range(iterations):
                 f = -math.log(n) - torch.logsumexp(g - cost / epsilon, -1, keepdim=True)
                 g = torch.log(nu) - torch.logsumexp(f - cost / epsilon, -2, keepdim=True)
@@ -151,7 +151,7 @@ class _Sinkhorn(Function):
 
 
 def _scale(kernel: Tensor, nu: Tensor, iterations: int) -> Tensor:
-    q = torch.full_like(nu, 0.5)
+    p, q = torch.ones_like(kernel[..., :1]), torch.full_like(nu, 0.5)
     for _ in range(iterations):
         p = 1 / (kernel.shape[-2] * (kernel * q).sum(-1, keepdim=True))
         q = nu / (kernel * p).sum(-2, keepdim=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,7 +299,7 @@ LABELS = {
 
 
 @contextmanager
-def _progress_bar(total: int) -> Iterator[_Report]:
+def _progress_bar(total: int) -> Generator[_Report]:
     """A progress bar on stderr; yields the function that advances it by one step and sets its text."""
     columns = (
         TextColumn("{task.description:<44}"),

@@ -165,7 +165,7 @@ def _check_mode(mode: Any) -> Any:
 
 def _weights(k: Any) -> dict[int, float]:
     """{k: weight} without weights of 0, in increasing order of k."""
-    given = k if isinstance(k, Mapping) else {k: 1.0} if isinstance(k, Integral) else None
+    given = k if isinstance(k, Mapping) else {int(k): 1.0} if isinstance(k, Integral) else None
     if given is None or isinstance(k, bool):
         raise TypeError(
             f"k must be an int, or a mapping such as {{1: 0.5, 5: 0.5}} of each k to its weight, but "

@@ -83,7 +83,7 @@ class MixtureOfExperts(nn.Module):
             self.experts, routing.selection.flatten(0, -2).unbind(-1), weights.unbind(-1), strict=True
         ):
             i = selected.nonzero().squeeze(-1)
-            y = expert(tokens[i])
+            y: Tensor = expert(tokens[i])
             if output is None:
                 output = y.new_zeros(tokens.shape[0], y.shape[-1])
             output = output.index_add(0, i, w[i].unsqueeze(-1).to(y.dtype) * y)

@@ -206,16 +206,17 @@ class TopKSAE(LeftSoft):
             self._count(self._uses(a, near))
             self._follow(a, near)
             codes: list[tuple[Tensor, ...]] = [(y * a.relu(),) for y in (near, far)]
+            smallest = self._smallest(a, near)
         else:
             m = self._count_of(1.0)
             values, indices = self._best(a, self._count_of(WIDER))
             self._count(values[..., :m] > 0, indices[..., :m])
             codes = [(values[..., :m], indices[..., :m]), (values, indices)]
+            smallest = values[..., :m][..., -1:]
         first, second = (self._error(input, code) for code in codes)
         loss = first + SHARE * second
         if self.revive is None:
             return loss
-        smallest = self._smallest(a, near) if self._is_dense() else values[..., :m][..., -1:]
         return loss + PULL * self._pull(input, a, smallest, idle)
 
     def encode(self, input: Tensor) -> Tensor:

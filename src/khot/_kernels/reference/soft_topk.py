@@ -57,7 +57,7 @@ def reference_soft_topk(
     """:func:`soft_topk` for users' CDFs and for rows spread over the processes of ``group``, which no faster
     kernel supports. It also returns the entries next to t, which the backward pass needs."""
     out, t = _forward(x, k, tau, cdfs.resolve(cdf, shape), output, rows.of(group))
-    return out, *t
+    return out, t.hi, t.lo, t.above, t.below
 
 
 def _forward(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, row: Row) -> tuple[Tensor, Threshold]:

@@ -51,21 +51,22 @@ def _mask(
 ) -> tuple[Tensor, Tensor]:
     k = widen(on(x.device, k)).expand(x.shape[:-1])
     count = torch.floor(k + 0.5)
-    if isinstance(row, Shards):
-        at = place(x, keys_of(x), count.nan_to_num(0.0).clamp(0), row)
+    shards = row if isinstance(row, Shards) else None
+    at = shards and place(x, keys_of(x), count.nan_to_num(0.0).clamp(0), shards)
+    if at:
         nan, selectable, pinned = at.nan, at.selectable, at.pinned
     else:
         nan, selectable, pinned = x.isnan().any(-1), (x != -math.inf).sum(-1), (x == math.inf).sum(-1)
     bad = nan | ~((k >= 0) & (k <= selectable)) | (pinned > count)
     count = count.masked_fill(bad, 0)
 
-    if isinstance(row, Shards):
+    if shards and at:
         value = from_keys(at.key, x).unsqueeze(-1)
         above, level = x > value, x == value
         left = at.left
         if bool(((left < at.equal) & ~bad).any()):  # the processes share the ties
-            (there,) = row.reduce([row.slots(level.sum(-1))])
-            left = left - there[..., : row.rank].sum(-1)
+            (there,) = shards.reduce([shards.slots(level.sum(-1))])
+            left = left - there[..., : shards.rank].sum(-1)
     else:
         value = kth(x, count.long().unsqueeze(-1))
         above, level = x > value, x == value

@@ -40,9 +40,10 @@ class _Group(TyperGroup):
             code = super().main(*args, **extra)
         except Exception as error:
             # typer's versions raise usage errors from different packages, but all of them have this method
-            if not hasattr(error, "format_message"):
+            format_message = getattr(error, "format_message", None)
+            if format_message is None:
                 raise
-            _fail(" ".join(error.format_message().split()))
+            _fail(" ".join(format_message().split()))
         raise SystemExit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

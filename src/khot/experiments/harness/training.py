@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def steps(checkpoint: Checkpoint, state: Mapping[str, Any], total: int) -> Itera
     last = time.monotonic()
     for step in range(first, total):
         if step > first and time.monotonic() - last >= SAVE_EVERY:
-            content = {
+            content: dict[str, Any] = {
                 "step": step,
                 "state": {name: part.state_dict() for name, part in state.items()},
                 "rng": torch.get_rng_state(),
@@ -135,7 +135,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> Generator[None]:
     """Run torch on one CPU thread.
 
     The matrices of the experiments are too small to gain from a second thread, and a second thread costs much

@@ -173,7 +173,7 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
 def _draw(args: Args, rows: list[study.Row], path: Path) -> None:
     """Plot the largest error after each step."""
     figure, (axes,) = reporting.figure(width=8.5)
-    colors = dict(zip(GUESSES, reporting.COLORS, strict=False))
+    colors: dict[str, str] = dict(zip(GUESSES, reporting.COLORS, strict=False))
     for method in METHODS:
         step, _, guess = method.partition(", ")
         errors = [float(row["error"]) for row in rows if row["what"] == "figure" and row["method"] == method]

@@ -8,7 +8,7 @@ token follows from the one before it by undoing one shuffle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Retracer(nn.Module):
 
 
 @contextmanager
-def no_denormals() -> Iterator[None]:
+def no_denormals() -> Generator[None]:
     """Round numbers below the smallest normal number to 0.
 
     When the model is certain of its tokens, most gradients through the beams are that small, and would make
