@@ -1,5 +1,6 @@
-// khot::laplace_count, laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan
-// for the CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+// khot::laplace_count, laplace_rank, laplace_sort and laplace_thresholds, their backwards and
+// khot::decay_scan for the CPU: tensors in and out, rows shared among torch's threads. The schemas are
+// defined in khot/_ops.
 #include "laplace/laplace.h"
 
 #include <tuple>

@@ -5,8 +5,9 @@
 
 namespace khot::laplace {
 
-// How many entries of a descending row are at least each level: a binary search without branches, of which the
-// processor would mispredict every other one. Several levels search together, since each step waits for memory.
+// How many entries of a descending row are at least each level: a binary search without branches, of which
+// the processor would mispredict every other one. Several levels search together, since each step waits for
+// memory.
 inline void count_at_least(const double* y, int64_t n, const double* levels, int64_t m, int32_t* places) {
   constexpr int64_t kTogether = 16;
   for (int64_t first = 0; first < m; first += kTogether) {
@@ -23,8 +24,8 @@ inline void count_at_least(const double* y, int64_t n, const double* levels, int
   }
 }
 
-// For levels with so many entries at or above them: exp(-distance) to the next entry above and to the next one
-// below, the distance being in tau; 0 where there is none.
+// For levels with so many entries at or above them: exp(-distance) to the next entry above and to the next
+// one below, the distance being in tau; 0 where there is none.
 inline void tails(const double* y, const Finite& finite, const double* levels, const int32_t* places,
                   int64_t m, double tau, double* up, double* down) {
   for (int64_t i = 0; i < m; ++i) {
@@ -36,8 +37,8 @@ inline void tails(const double* y, const Finite& finite, const double* levels, c
   each_exp_minus(up, m), each_exp_minus(down, m);
 }
 
-// With j entries above a level, C = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta are the distances
-// in tau to its neighbours.
+// With j entries above a level, C = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta are the
+// distances in tau to its neighbours.
 template <class R>
 void count_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work,
                double* count, int32_t* order, int32_t* places) {

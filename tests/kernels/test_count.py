@@ -205,3 +205,17 @@ def test_thresholds_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> No
         for a, b in zip(got, wanted, strict=True):
             size = b.abs().amax(-1, keepdim=True) + 1e-6
             compare(a, b, (2e-5 + info.eps) * size + info.tiny * info.eps)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("n", [64, 1_000, 70_000])
+def test_thresholds_beside_far_and_infinite_scores(cdf: str, n: int) -> None:
+    x = torch.randn(20, n, generator=torch.Generator().manual_seed(n))
+    x[1::5, 1], x[2::5, 2], x[3::5, 3], x[3::5, 4] = 1e4, -1e30, INF, -INF
+    x[4::5] += 1e4
+    k = torch.linspace(2.5, n - 2.5, 20, dtype=torch.float64)
+    tau = torch.tensor([1.0, 30.0, 0.1, 3.0]).double().repeat(5)
+    _, hi, lo = torch.ops.khot.soft_topk(x, k, tau, cdf, 0.0, "threshold")
+    _, want_hi, want_lo = reference.soft_topk(x.double(), k, tau, cdf, 0.0, "threshold")
+    want = want_hi + want_lo
+    compare(hi + lo, want, 1e-9 * tau + 1e-14 * want.abs())
