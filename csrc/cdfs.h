@@ -9,7 +9,9 @@
 //   fits_float          float carries F: an error of z is not magnified
 //   log_fits_float      log F in float has no larger error than z. A pass over the scores then keeps
 //                       log_state(z), from which log_slope(state, f) has f/F and f; a state of 0 has zeros
-//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
+//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials; and
+//                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
+//                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
 //   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
 //                       are decided, and float has lost digits that matter
 //   density_from_value  density_of(y) is f
@@ -61,7 +63,7 @@ struct FullSupport {
   KHOT_INLINE TailDensity<R> split(Vec<R> z, Int<R> /*above*/) const {
     return F::template tail_density<R>(abs<R>(z));
   }
-  // The same in double with a relative error of 1e-11.
+  // The same in double with a relative error of 1e-10.
   KHOT_INLINE TailDensity<double> split_close(VecD z) const { return F::tail_density_close(abs<double>(z)); }
   static KHOT_INLINE TailDensity<double> tail_density_close(VecD a) {
     return F::template tail_density<double>(a);
@@ -112,8 +114,13 @@ struct Logistic : FullSupport<Logistic> {
     return {tail, tail - tail * tail};
   }
   static KHOT_INLINE TailDensity<double> tail_density_close(VecD a) {
-    const VecD e = exp2_close(a * -kLog2E), tail = e * inverse_close(1 + e);
+    const VecD e = exp2_close(clamp_below<double>(a * -kLog2E, -1000)), tail = e * inverse_close(1 + e);
     return {tail, tail - tail * tail};
+  }
+  // 1/b + 1/c with one division.
+  static KHOT_INLINE VecD two_values_close(VecD v, VecD w) {
+    const VecD b = 1 + exp2_close(v), c = 1 + exp2_close(w);
+    return (b + c) * inverse_close(b * c);
   }
   // f = e/(1 + e)^2, and 0 where that is below 1e-37.
   template <class R>
@@ -171,6 +178,11 @@ struct Laplace : FullSupport<Laplace> {
   static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
     const Vec<R> half = exp_minus<R>(a) / 2;
     return {half, half};
+  }
+  static KHOT_INLINE VecD two_values_close(VecD v, VecD w) { return value_close(v) + value_close(w); }
+  static KHOT_INLINE VecD value_close(VecD v) {
+    const VecD half = 0.5 * exp2_close(-abs<double>(v));
+    return v < 0 ? 1 - half : half;
   }
   // f, with the sign of z.
   static KHOT_INLINE VecF log_state(VecF z) {

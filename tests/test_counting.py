@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 import khot
 import oracles
-from khot import cdfs
+from khot import cdfs, counting
 from khot._kernels.reference import solver
 
 CDFS: dict[str, tuple[str | cdfs.CDF, float | None]] = {
@@ -312,3 +312,128 @@ def test_levels_broadcast_outside_dim() -> None:
     t = khot.inverse_soft_count(x, count, dim=1, tau=torch.tensor([[0.5], [1.0]], dtype=torch.float64))
     assert t.shape == (2, 3, 3)
     torch.testing.assert_close(t[1, 2], khot.inverse_soft_count(x[1], 4.0, dim=0, tau=1.0))
+
+
+# ---------------------------------------------------------------- many levels, by sorting, for Laplace
+
+
+def many(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Levels around all finite scores and at some of them; and counts from all entries of +inf to all that
+    are not −inf."""
+    finite = x[x.isfinite()]
+    pad = 3 * tau
+    inside = torch.linspace(finite.min().item() - pad, finite.max().item() + pad, 35, dtype=torch.float64)
+    share = torch.linspace(0.001, 0.999, 8, dtype=torch.float64)
+    first, last = int((x == math.inf).sum()), selectable(x)
+    return torch.cat((inside.flip(0), finite[:5].double())), first + share * (last - first)
+
+
+@every_row
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_many_levels_within_rounding_of_50_digits(scores: str, dtype: torch.dtype) -> None:
+    mp = oracles.mp
+    x = row(scores, 40, seed=2).to(dtype)
+    F = oracles.CDFS["laplace"].cdf
+    for tau in oracles.TAUS:
+        levels, ks = many(x, tau)
+        got = khot.soft_count(x, levels, tau=tau, cdf="laplace")
+        finite = [mp.mpf(v) for v in x.double().tolist() if math.isfinite(v)]
+        want = [float(sum(F((v - mp.mpf(b)) / mp.mpf(tau)) for v in finite)) for b in levels.tolist()]
+        # z of a single entry is rounded, and the more so the larger it is
+        np.testing.assert_allclose(got.double().numpy(), want, rtol=EPS[dtype] + 1e-13, atol=1e-300)
+        t = khot.inverse_soft_count(x, ks, tau=tau, cdf="laplace").double().numpy()
+        exact = oracles.soft_levels(x, ks.tolist(), tau, "laplace")
+        assert (np.abs(t - exact) <= 4 * EPS[dtype] * (np.abs(exact) + tau) + 1e-12 * tau).all()
+
+
+def call(name: str, x: Tensor, levels: Tensor, tau: Tensor | float = 0.7) -> Tensor:
+    result: Tensor = getattr(khot, name)(x, levels, tau=tau, cdf="laplace")
+    return result
+
+
+#: The levels that each of the two takes, for rows of 40 scores.
+LEVELS = {"soft_count": (-2.0, 2.5), "inverse_soft_count": (0.7, 39.2)}
+both_ways = pytest.mark.parametrize("name", LEVELS)
+
+
+def scattered(name: str, rows: int = 3, m: int = 44) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, 40, generator=g, dtype=torch.float64)
+    x[-1] = x[-1].round()  # ties
+    low, high = LEVELS[name]
+    return x, low + (high - low) * torch.rand(rows, m, generator=g, dtype=torch.float64)
+
+
+@both_ways
+def test_sorting_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values and both derivatives are those of one pass or search for each level."""
+    x, levels = scattered(name)
+    tau = torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)
+    weights = torch.linspace(-1, 2, levels.shape[-1], dtype=torch.float64)
+
+    def derivatives() -> list[Tensor]:
+        leaves = [v.clone().requires_grad_() for v in (x, levels, tau)]
+        y = call(name, *leaves)
+        first = torch.autograd.grad(y, leaves, weights.expand(y.shape), create_graph=True)
+        mixed = sum((g * torch.linspace(1, 3, g.shape[-1]).double()).sum() for g in first)
+        (plain,) = torch.autograd.grad(call(name, *leaves), leaves[:1], weights.expand(y.shape))
+        return [y, plain, *first, *torch.autograd.grad(mixed, leaves)]
+
+    by_sorting = derivatives()
+    monkeypatch.setattr(counting, "FEW_ON_CPU", counting.FEW_ELSEWHERE)
+    for a, b in zip(by_sorting, derivatives(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@both_ways
+def test_many_levels_of_scores_with_ties_have_exact_derivatives(name: str) -> None:
+    x, levels = scattered(name)
+    levels = levels[-1:, :34].requires_grad_()
+    x, tau = x[-1:].requires_grad_(), torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    some = torch.linspace(-1, 1, 34, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *a: call(name, *a) @ some, (x, levels, tau), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *a: call(name, *a) @ some, (x, levels, tau))
+
+
+@both_ways
+def test_many_levels_under_transforms_and_compiled(name: str) -> None:
+    x, levels = scattered(name)
+    want = call(name, x, levels)
+    torch.testing.assert_close(torch.func.vmap(lambda a, b: call(name, a, b))(x, levels), want)
+    shared = torch.func.vmap(lambda a: call(name, a, levels[0]))(x)
+    torch.testing.assert_close(shared, call(name, x, levels[:1]))
+    compiled = torch.compile(lambda a, b: call(name, a, b), fullgraph=True, backend="aot_eager")
+    leaves = x.clone().requires_grad_(), levels.clone().requires_grad_()
+    torch.testing.assert_close(compiled(x, levels), want)
+    plain = torch.autograd.grad(call(name, *leaves).square().sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).square().sum(), leaves), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_counts_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    x, levels = scattered("soft_count")
+    x = x.to(dtype)
+    exact = call("soft_count", x.double(), levels)
+    assert torch.equal(call("soft_count", x, levels), exact.to(dtype))
+
+
+def test_many_counts_keep_their_answers_to_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = scattered("inverse_soft_count", rows=4)
+    x[0, :3], x[1, ::2], x[2, 0] = -math.inf, math.inf, math.nan
+    x[3] = math.inf
+    ks = torch.linspace(0, 37, 44, dtype=torch.float64).expand(4, 44)
+
+    def answers() -> list[Any]:
+        found: list[Any] = [call("inverse_soft_count", x, ks)]
+        for row, k in ((0, 38.0), (0, 41.0), (1, -1.0)):
+            with pytest.raises(ValueError, match="count must lie in") as raised:
+                call("inverse_soft_count", x[row], torch.full((44,), k))
+            found.append(str(raised.value))
+        return found
+
+    first, *messages = answers()
+    assert first[1, ks[0] < 20].isnan().all() and first[2].isnan().all()
+    monkeypatch.setattr(counting, "FEW_ON_CPU", counting.FEW_ELSEWHERE)
+    second, *others = answers()
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert messages == others

@@ -467,6 +467,11 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("laplace_thresholds", ops.laplace_thresholds.default, (layout, levels, tau)))
             backward = (lo.new_ones(1).expand(lo.shape), layout, order, hi, lo, place, tau)
             cases.append(("thresholds-backward", ops.laplace_thresholds_backward.default, backward))
+        at = k.unsqueeze(-1) * torch.tensor([0.1, 1.0]).double()
+        count, order, place = ops.laplace_count(layout, at, tau)
+        cases.append(("laplace_count", ops.laplace_count.default, (layout, at, tau)))
+        backward = (count.new_ones(1).expand(count.shape), layout, order, at, place, tau)
+        cases.append(("count-backward", ops.laplace_count_backward.default, backward))
         for reverse in (False, True):
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
     for regularization in ("l2", "kl"):

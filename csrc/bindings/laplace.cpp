@@ -1,5 +1,6 @@
-// khot::laplace_rank, laplace_sort and laplace_thresholds, their backwards and khot::decay_scan for the CPU:
-// tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+// khot::laplace_count, laplace_rank, laplace_sort and laplace_thresholds, their backwards and
+// khot::decay_scan for the CPU: tensors in and out, rows shared among torch's threads. The schemas are
+// defined in khot/_ops.
 #include "laplace/laplace.h"
 
 #include <tuple>
@@ -138,6 +139,58 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
   return {narrowed(dx, x), dlevels, dtau};
 }
 
+std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, Tensor levels, Tensor tau) {
+  const Shape shape(x);
+  const int64_t n = shape.n, m = levels.size(levels.dim() - 1);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
+  const Tensor asked = dense(levels, shape.with(m), ScalarType::Double);
+  Tensor count = empty(asked, shape.with(m));
+  Tensor order = empty(x, shape.sizes, ScalarType::Int);
+  Tensor place = empty(x, shape.with(m), ScalarType::Int);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R* from = scores.const_data_ptr<R>();
+    const double* level = asked.const_data_ptr<double>();
+    double* c = count.mutable_data_ptr<double>();
+    int32_t *index = order.mutable_data_ptr<int32_t>(), *j = place.mutable_data_ptr<int32_t>();
+    shape.share<R>(std::max(n, m), 6, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
+      const int64_t i = row * n, k = row * m;
+      laplace::count_row(from + i, n, level + k, m, taus(row), work, c + k, index + i, j + k);
+    });
+  });
+  return {count, order, place};
+}
+
+std::tuple<Tensor, Tensor, Tensor> laplace_count_backward(Tensor grad, Tensor x, Tensor order, Tensor levels,
+                                                          Tensor place, Tensor tau) {
+  const Shape shape(x);
+  const int64_t n = shape.n, m = levels.size(levels.dim() - 1);
+  const Sizes wide = shape.with(m);
+  const Tensor scores = dense(x, shape.sizes, shape.compute);
+  const RowScalars taus(tau, shape.batch);
+  const Tensor incoming = dense(grad, wide, ScalarType::Double),
+               asked = dense(levels, wide, ScalarType::Double);
+  const Tensor indices = dense(order, shape.sizes, ScalarType::Int),
+               places = dense(place, wide, ScalarType::Int);
+  Tensor dx = empty(x, shape.sizes, shape.compute);
+  Tensor dlevels = empty(asked, wide), dtau = empty(asked, shape.batch);
+  for_dtype(shape.compute, [&](auto zero) {
+    using R = decltype(zero);
+    const R* from = scores.const_data_ptr<R>();
+    R* to = dx.mutable_data_ptr<R>();
+    const int32_t *index = indices.const_data_ptr<int32_t>(), *j = places.const_data_ptr<int32_t>();
+    const double *v = incoming.const_data_ptr<double>(), *level = asked.const_data_ptr<double>();
+    double *dl = dlevels.mutable_data_ptr<double>(), *dt = dtau.mutable_data_ptr<double>();
+    shape.share<R>(std::max(n, m), 8, [=, &taus](laplace::Workspace<R>& work, int64_t row) {
+      const int64_t i = row * n, k = row * m;
+      dt[row] = laplace::count_backward_row(v + k, from + i, index + i, n, level + k, j + k, m, taus(row),
+                                            work, to + i, dl + k);
+    });
+  });
+  return {narrowed(dx, x), dlevels, dtau};
+}
+
 Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
   const Shape shape(w.dim() >= g.dim() ? w : g);
   const Tensor weights = dense(w, shape.sizes, ScalarType::Double),
@@ -189,6 +242,8 @@ extern "C" __attribute__((visibility("default"))) const void* khot_served() {
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("decay_scan", TORCH_BOX(&khot::decay_scan));
+  m.impl("laplace_count", TORCH_BOX(&khot::laplace_count));
+  m.impl("laplace_count_backward", TORCH_BOX(&khot::laplace_count_backward));
   m.impl("laplace_rank", TORCH_BOX(&khot::laplace_rank));
   m.impl("laplace_rank_backward", TORCH_BOX(&khot::laplace_rank_backward));
   m.impl("laplace_sort", TORCH_BOX(&khot::laplace_sort));

@@ -2,6 +2,7 @@
 // their sweeps are recurrences, which wider vectors do not speed up.
 #pragma once
 
+#include "laplace/count.h"
 #include "laplace/rank.h"
 #include "laplace/scan.h"
 #include "laplace/sort.h"

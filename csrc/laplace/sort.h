@@ -82,7 +82,7 @@ double sort_backward_row(const R* grad, const R* x, const int32_t* order, int64_
     sent[1 - near][j - (1 - near)] += to_far;
     if (want_tau) {
       const double sign = near ? 1 : -1, distance = -sign * std::log(s.ratio());
-      const double gap = to_far != 0 ? (y[j - 1] - y[j]) / tau : 0;
+      const double gap = decay[j] != 0 ? (y[j - 1] - y[j]) / tau : 0;  // both are there
       dtau -= sign * (to_near * mass[near] * distance - to_far * mass[1 - near] * (gap - distance));
     }
   }

@@ -85,10 +85,10 @@ KHOT_INLINE VecF inverse(VecF b) {
 // 1/(1 + e) for 0 <= e < 2^128. From e = 2^126 on the result may be flushed to 0, as it is subnormal.
 KHOT_INLINE VecF inverse_1p(VecF e) { return inverse(e + 1); }
 
-// 2^v for v <= 0 with a relative error of 1e-11, where a threshold needs more digits than float has, but not
-// all digits of double: 2^(v/8) from a table and a polynomial of fifth degree.
+// 2^v for abs(v) <= 1000 with a relative error of 1e-10, where a threshold needs more digits than float has,
+// but not all digits of double. The polynomials interpolate at Chebyshev's nodes.
 KHOT_INLINE VecD exp2_close(VecD v) {
-#if KHOT_VECTOR_BYTES == 64
+#if KHOT_VECTOR_BYTES == 64  // 2^(v/8) from a table, and a polynomial for abs(r) <= 1/16
   constexpr double kEighths[] = {1.0,
                                  1.0905077326652577,
                                  1.1892071150027210,
@@ -97,28 +97,28 @@ KHOT_INLINE VecD exp2_close(VecD v) {
                                  1.5422108254079408,
                                  1.6817928305074290,
                                  1.8340080864093424};
-  // ln(2)^i/i!
-  constexpr double kTerms[] = {1.0,
-                               0.69314718055994531,
-                               0.24022650695910071,
-                               0.055504108664821580,
-                               0.0096181291076284772,
-                               0.0013333558146428443};
+  constexpr double kTerms[] = {1.0, 0.693147174201654194, 0.240226506224572376, 0.0555106194821901848,
+                               0.00961888125834299995};
   constexpr double kRound = 0x1.8p49;  // adding it rounds to a multiple of 1/8
-  const VecD held = clamp_below<double>(v, -1000), rounded = held + kRound, near = rounded - kRound;
+  const VecD rounded = v + kRound, near = rounded - kRound;
   const VecD root = (VecD)_mm512_maskz_permutexvar_pd(0xff, (__m512i)rounded, (__m512d)load(kEighths));
-  return (VecD)_mm512_maskz_scalef_pd(0xff, (__m512d)(polynomial(held - near, kTerms) * root), (__m512d)near);
-#else
-  return exp_minus<double>(v * -0.69314718055994530942);
+  return (VecD)_mm512_maskz_scalef_pd(0xff, (__m512d)(polynomial(v - near, kTerms) * root), (__m512d)near);
+#else  // a polynomial for abs(r) <= 1/2
+  using L = Lanes<double>;
+  constexpr double kTerms[] = {0.999999999959561751,  0.693147180556832414,  0.240226512134980927,
+                               0.0555041090632586661, 0.00961802561331803425, 0.00133334784736854153,
+                               0.000154697292141182971, 0.0000153037007113656939};
+  const VecD rounded = v + L::kRound;
+  const VecD r = v - (rounded - L::kRound);
+  return polynomial(r, kTerms) * (VecD)(((IntD)rounded << L::kMantissa) + L::kOne);
 #endif
 }
 
-// 1/b for 1 <= b <= 2, to within a few ulp.
+// 1/b to within a few ulp, for b that is not subnormal.
 KHOT_INLINE VecD inverse_close(VecD b) {
 #if KHOT_VECTOR_BYTES == 64
-  VecD r = (VecD)_mm512_maskz_rcp14_pd(0xff, (__m512d)b);
-  r = r * (2 - b * r);
-  return r * (2 - b * r);
+  const VecD r = (VecD)_mm512_maskz_rcp14_pd(0xff, (__m512d)b), e = 1 - b * r;
+  return r + r * (e + e * e);
 #else
   return 1 / b;
 #endif

@@ -221,6 +221,7 @@ template <class R>
 KHOT_INLINE Vec<R> clamp_below(Vec<R> v, R low) {
 #if KHOT_VECTOR_BYTES == 64  // a single instruction, which returns its second operand where either is NaN
   if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_maskz_max_ps(0xffff, (__m512)splat(low), (__m512)v);
+  if constexpr (sizeof(R) == 8) return (Vec<R>)_mm512_maskz_max_pd(0xff, (__m512d)splat(low), (__m512d)v);
 #endif
   return v < low ? splat(low) : v;
 }
@@ -229,6 +230,7 @@ template <class R>
 KHOT_INLINE Vec<R> clamp_above(Vec<R> v, R high) {
 #if KHOT_VECTOR_BYTES == 64
   if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_maskz_min_ps(0xffff, (__m512)splat(high), (__m512)v);
+  if constexpr (sizeof(R) == 8) return (Vec<R>)_mm512_maskz_min_pd(0xff, (__m512d)splat(high), (__m512d)v);
 #endif
   return v > high ? splat(high) : v;
 }
@@ -260,25 +262,31 @@ KHOT_INLINE R sum(Vec<R> v) {
   return lanes[0];
 }
 
+// The two halves of v in double.
+KHOT_INLINE void widen(VecF v, VecD& low, VecD& high) {
+#if KHOT_VECTOR_BYTES == 64  // by way of memory, this would take as long as a pass over both
+  const __m256d first = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 0);
+  const __m256d second = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 1);
+  low = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first);
+  high = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
+#else
+  using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
+  Half first, second;
+  std::memcpy(&first, &v, sizeof(first));
+  std::memcpy(&second, reinterpret_cast<const char*>(&v) + sizeof(first), sizeof(second));
+  low = __builtin_convertvector(first, VecD), high = __builtin_convertvector(second, VecD);
+#endif
+}
+
 // An accurate sum of floats: after every few terms, flush() adds their float sum to a sum in double.
 struct LongSum {
   VecD total{};
   VecF part{};
   KHOT_INLINE void add(VecF v) { part += v; }
   KHOT_INLINE void flush() {
-    using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
-#if KHOT_VECTOR_BYTES == 64  // by way of memory, a flush would take as long as adding the terms
-    const __m256d first = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 0);
-    const __m256d second = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)part, 1);
-    total +=
-        (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first) + (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
-    part = VecF{};
-    return;
-#endif
-    Half low, high;
-    std::memcpy(&low, &part, sizeof(low));
-    std::memcpy(&high, reinterpret_cast<const char*>(&part) + sizeof(low), sizeof(high));
-    total += __builtin_convertvector(low, VecD) + __builtin_convertvector(high, VecD);
+    VecD low, high;
+    widen(part, low, high);
+    total += low + high;
     part = VecF{};
   }
 };

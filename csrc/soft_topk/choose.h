@@ -30,11 +30,12 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   };
   auto threshold_in_float = [&] {
     if constexpr (C::full_support) {
+      OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
       {
         const FlushSubnormals flush;
-        if (!OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).approach(k, goal, t)) return false;
+        if (!solver.approach(k, goal, t)) return false;
       }
-      return polish(x, spec.n, tau, F, spec.inside, k, t);
+      return polish(x, spec.n, tau, F, spec.inside, k, solver.slope(), t);
     }
     return false;
   };
@@ -84,7 +85,8 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
           if constexpr (C::full_support) {
             if (threshold && ordinary[j]) {
               Threshold t = lanes.threshold(j);
-              ordinary[j] = polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j), t);
+              ordinary[j] = polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j),
+                                   lanes.slope(j), t);
               rows.put(i + j, t);
             }
           }

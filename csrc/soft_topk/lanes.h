@@ -63,6 +63,8 @@ class LaneSolver {
 
   // The threshold of row first + j, where that was ordinary.
   Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
+  // The sum of f there.
+  double slope(int j) const { return slope_[j]; }
 
  private:
   static constexpr int kPasses = 6 + C::extra_passes;
@@ -233,6 +235,7 @@ class LaneSolver {
     if constexpr (C::value_from_odds) good_ &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
     const VecF h = refined_step<C, LaneArithmetic>(sums, k_, static_cast<float>(n_), few_, good_);
     good_ &= abs<float>(h) < 50;
+    slope_ = slope_after(h, sums);
     return good_ ? h : VecF{};
   }
 
@@ -250,7 +253,7 @@ class LaneSolver {
   float last_;
   const float *from_, *to_;
   double k_all_[width];
-  VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{}, slope_{};
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];
 };

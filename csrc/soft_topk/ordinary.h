@@ -51,6 +51,9 @@ class OrdinarySolver {
     return solve_reading<C::value_from_odds>(guess, k, last, t);
   }
 
+  // The sum of f at the threshold that approach() found.
+  double slope() const { return slope_; }
+
   // What is written at a threshold of approach() has no sum that could be checked, as log y, so that the last
   // step has to be shorter.
   static constexpr double kLastUnchecked =
@@ -107,7 +110,7 @@ class OrdinarySolver {
 
   // Sums of y from the odds take less time than sums of tails, which leave float more digits.
   template <bool kOdds = false>
-  bool solve_reading(double t, double k, double last, Threshold& result) const {
+  bool solve_reading(double t, double k, double last, Threshold& result) {
     for (int pass = 0; pass < kPasses; ++pass) {
       OrdinarySums sums;
       if constexpr (kOdds) sums = read(split(t));
@@ -117,6 +120,7 @@ class OrdinarySolver {
       t += h * tau_;
       if (std::fabs(h) <= last) {
         result = split(t);
+        slope_ = slope_after(h, count_sums(sums, k, static_cast<double>(n_)));
         return true;
       }
     }
@@ -389,6 +393,7 @@ class OrdinarySolver {
   C F_;
   const Parallel* inside_;
   double few_ = 0;  // min(k, n - k) over the entries that may be selected
+  double slope_ = 0;
   bool wide_ = false;
 };
 

@@ -1,5 +1,5 @@
 // The threshold itself to within about 1e-10 tau, from one that float carries: Newton's method in double, of
-// which one step is mostly enough.
+// which one step is mostly enough. The slope of the count is known from the search in float.
 #pragma once
 
 #include <cmath>
@@ -30,9 +30,44 @@ RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parall
   });
 }
 
-// Returns whether t is now as near to the root as promised.
+struct CloseCount {
+  double sum = 0;
+  void operator+=(const CloseCount& o) { sum += o.sum; }
+};
+
+// The sum of F at t. It has no more digits than double has of it, so that most entries must be undecided.
 template <class C>
-bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, double k, Threshold& t) {
+double close_count(const Row& x, int64_t n, double tau, const Parallel* inside, Threshold t) {
+  constexpr double kEnd = 400;
+  const double scale = kLog2E / tau, shift = t.hi * scale + t.lo * scale;
+  auto exponent = [=](VecD v) {
+    return clamp_above<double>(clamp_below<double>(shift - v * scale, -kEnd), kEnd);
+  };
+  auto block = [=](CloseCount& sums, const float* p, int count, int64_t) {
+    VecD total{};
+    vectors<float>(p, count, -kInf<float>, [&](VecF v, int, int) {
+      VecD low, high;
+      widen(v, low, high);
+      total += C::two_values_close(exponent(low), exponent(high));
+    });
+    sums.sum += sum<double>(total);
+  };
+  return reduce<float, CloseCount>(x, n, inside, block).sum;
+}
+
+// Returns whether t is now as near to the root as promised. The slope is that of the count at t.
+template <class C>
+bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, double k, double slope,
+            Threshold& t) {
+  if constexpr (C::value_from_odds) {
+    for (int pass = 0; slope > 1e-5 * static_cast<double>(n) && pass < 3; ++pass) {
+      const double h = (close_count<C>(x, n, tau, inside, t) - k) / slope;
+      if (!(std::fabs(h) < 0.1)) return false;
+      t.lo += h * tau;
+      // What is left is of the size of h^2, and of h times the relative error of the slope.
+      if (std::fabs(h) < 3e-6) return true;
+    }
+  }
   for (int pass = 0; pass < 3; ++pass) {
     const RootSums s = root_sums(x, n, tau, F, inside, t);
     const double h = ((s.m - k) + s.tails) / s.f;

@@ -55,13 +55,19 @@ struct LaneArithmetic {
   }
 };
 
+// The sum of f after a step of h.
+template <class T>
+KHOT_INLINE T slope_after(T h, const CountSums<T>& s) {
+  return s.S1 - h * (s.S2 - h * (s.S3 / 2 - h * (s.S4 / 6 - h * (s.S5 / 24))));
+}
+
 // The step h in t/tau that takes the count from k + miss to k, by its Taylor polynomial of fifth degree and
 // Newton's method from a step that is near.
 template <class T>
 KHOT_INLINE T refined(T h, const CountSums<T>& s) {
   for (int i = 0; i < 2; ++i) {
     const T left = s.miss - h * (s.S1 - h * (s.S2 / 2 - h * (s.S3 / 6 - h * (s.S4 / 24 - h * (s.S5 / 120)))));
-    h += left / (s.S1 - h * (s.S2 - h * (s.S3 / 2 - h * (s.S4 / 6 - h * (s.S5 / 24)))));
+    h += left / slope_after(h, s);
   }
   return h;
 }

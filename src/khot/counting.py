@@ -7,17 +7,33 @@ Every deterministic operator is built on these two.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments, precision
 from khot._core.arguments import Scalar
+from khot._core.precision import widen
+from khot._ops.laplace_count import laplace_count
+from khot._ops.laplace_thresholds import laplace_thresholds
+from khot._ops.permutation import by_scans
 from khot._ops.soft_count import count_above
 from khot._ops.soft_topk import threshold_map, thresholds
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["inverse_soft_count", "soft_count"]
+
+
+class _Few(NamedTuple):
+    """Up to so many levels, a pass or a search for each of them costs less than a sort and its scans."""
+
+    levels: int
+    counts: int
+
+
+FEW_ON_CPU = _Few(levels=32, counts=6)  # measured
+FEW_ELSEWHERE = _Few(levels=2048, counts=256)  # from the instructions per entry; a sort is many launches
 
 
 def soft_count(
@@ -40,8 +56,10 @@ def soft_count(
 
     Returns:
         Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
-        Differentiable (exactly, to any order and in either mode) in input, at and tau. Memory is linear in
-        n + m, except when the backward pass is itself recorded.
+        Differentiable (exactly, to any order and in either mode) in input, at and tau. Many levels take
+        O((n + m) log n) time with Laplace's CDF, which sorts the row (Struski et al. 2025, Theorem 4.1), and
+        O(n·m) with the others. Memory is linear in n + m, except, with these others, when the backward pass
+        is itself recorded.
 
     Raises:
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
@@ -57,7 +75,10 @@ def soft_count(
     at, one = _levels(at, "at", input, x, dim, low=-math.inf)
     if one:
         at = at.unsqueeze(-1).expand(*x.shape[:-1], 1)
-    count = count_above(x, at, tau, F).to(input.dtype)
+    if by_scans(F) and min(at.shape[-1], x.shape[-1]) > _few(x).levels:
+        count = laplace_count(x, at, tau).to(input.dtype)
+    else:
+        count = count_above(x, at, tau, F).to(input.dtype)
     return count.squeeze(-1) if one else count.movedim(-1, dim)
 
 
@@ -77,7 +98,8 @@ def inverse_soft_count(
     Returns:
         Thresholds of the input's dtype, with m entries along ``dim`` or without it; +inf for count = 0 and
         −inf for count = n. Differentiable (exactly, by the implicit function theorem) in input, count and
-        tau.
+        tau. Many counts take O((n + m) log n) time with Laplace's CDF and O(n·m) with the others, as many
+        levels do for :func:`soft_count`.
 
     Raises:
         ValueError, TypeError, IndexError: naming the argument, its value and what is allowed.
@@ -93,10 +115,25 @@ def inverse_soft_count(
     count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
     if one:
         _, hi, lo = threshold_map(x, count, tau, F, "threshold")
+    elif by_scans(F) and min(count.shape[-1], x.shape[-1]) > _few(x).counts:
+        hi, lo = _sorted_thresholds(x, count, tau)
     else:
         hi, lo = thresholds(x, count, tau, F)
     t = (hi + lo).to(input.dtype)
     return t if one else t.movedim(-1, dim)
+
+
+def _few(x: Tensor) -> _Few:
+    return FEW_ON_CPU if x.device.type == "cpu" else FEW_ELSEWHERE
+
+
+def _sorted_thresholds(x: Tensor, count: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """The thresholds of :func:`laplace_thresholds`, but NaN for counts that only a limit would meet."""
+    hi, lo = laplace_thresholds(x, widen(count), tau)
+    pinned, selectable = (x == math.inf).sum(-1, keepdim=True), (x > -math.inf).sum(-1, keepdim=True)
+    hi = hi.masked_fill((count < pinned) | (count > selectable), math.nan)
+    arguments.explain_nan(hi, x.unsqueeze(-2), count, tau.unsqueeze(-1), name="count")
+    return hi, lo
 
 
 def _levels(

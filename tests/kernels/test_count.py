@@ -77,6 +77,43 @@ def test_counts_and_gradients_as_the_reference(cdf: str, dtype: torch.dtype, n: 
         assert [t.dtype for t in found] == [dtype, torch.float64, torch.float64]
 
 
+@every_dtype
+@pytest.mark.parametrize("n", [1, 5, 64, 300, 3_000])
+def test_counts_from_a_sorted_row(dtype: torch.dtype, n: int) -> None:
+    """Against the sums over all entries, at levels in any order, among them entries and infinities."""
+    x, at, tau = rows(n, dtype)
+    g = torch.Generator().manual_seed(n)
+    scattered = at[:, :1] + 3 * tau[:, None] * torch.randn(20, 40, generator=g, dtype=torch.float64)
+    ends = torch.tensor([INF, -INF, 1e30]).double().expand(20, 3)
+    levels = torch.cat((at, x[:, :7].double(), scattered, ends), -1)
+    rest = (levels, tau, "laplace", 0.0, False)
+    got, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    want = counts.soft_count(x.double(), *rest)
+    assert got.dtype == torch.float64 and order.dtype == place.dtype == torch.int32
+    compare(got, want, 1e-13 * want)
+
+    v = torch.randn(levels.shape, generator=g, dtype=torch.float64)
+    found = torch.ops.khot.laplace_count_backward(v, x, order, levels, place, tau)
+    wanted = counts.soft_count_backward(v, x.double(), *rest)
+    size = v.abs().sum(-1) / tau
+    rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
+    compare(found[0], wanted[0].to(dtype), (1e-13 + rounding) * size[:, None] + torch.finfo(dtype).tiny)
+    compare(found[1], wanted[1], 1e-13 * (n * size)[:, None])
+    compare(found[2], wanted[2], 1e-12 * n * size)
+    assert [t.dtype for t in found] == [dtype, torch.float64, torch.float64]
+
+
+def test_what_is_not_a_number_in_a_sorted_row() -> None:
+    x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)
+    tau = torch.tensor([1.0, 0.0, -1.0, INF, 1.0], dtype=torch.float64)
+    levels = torch.tensor([[0.5, INF, -INF]] * 4 + [[NAN, 0.5, INF]]).double()
+    got, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    compare(got, counts.soft_count(x.double(), levels, tau, "laplace", 0.0, False), 1e-15)
+    assert got[:4].isnan().all() and got[4].isnan().tolist() == [True, False, False]
+    found = torch.ops.khot.laplace_count_backward(torch.ones_like(levels), x, order, levels, place, tau)
+    assert all(t.isnan().all() for t in found)
+
+
 @every_cdf
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_what_is_not_a_number_stays_none(cdf: str, dtype: torch.dtype) -> None:
@@ -168,3 +205,17 @@ def test_thresholds_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> No
         for a, b in zip(got, wanted, strict=True):
             size = b.abs().amax(-1, keepdim=True) + 1e-6
             compare(a, b, (2e-5 + info.eps) * size + info.tiny * info.eps)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("n", [64, 1_000, 70_000])
+def test_thresholds_beside_far_and_infinite_scores(cdf: str, n: int) -> None:
+    x = torch.randn(20, n, generator=torch.Generator().manual_seed(n))
+    x[1::5, 1], x[2::5, 2], x[3::5, 3], x[3::5, 4] = 1e4, -1e30, INF, -INF
+    x[4::5] += 1e4
+    k = torch.linspace(2.5, n - 2.5, 20, dtype=torch.float64)
+    tau = torch.tensor([1.0, 30.0, 0.1, 3.0]).double().repeat(5)
+    _, hi, lo = torch.ops.khot.soft_topk(x, k, tau, cdf, 0.0, "threshold")
+    _, want_hi, want_lo = reference.soft_topk(x.double(), k, tau, cdf, 0.0, "threshold")
+    want = want_hi + want_lo
+    compare(hi + lo, want, 1e-9 * tau + 1e-14 * want.abs())

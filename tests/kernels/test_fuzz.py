@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from khot import _kernels as kernels
-from khot._kernels.reference import magnitude, soft_budget, topk_mask
+from khot._kernels.reference import magnitude, soft_budget, soft_count, topk_mask
 from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -300,8 +300,29 @@ def budget_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
 
 
+def level_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
+    """The counts at many levels by sorting, and their gradients, against the sums over all entries."""
+    x, tau = case.x, case.tau
+    n = x.shape[-1]
+    chosen = x.double().gather(-1, torch.randint(n, (len(x), 9), generator=g)).nan_to_num(0, 1e30, -1e30)
+    levels = chosen + tau.unsqueeze(-1) * 3 * torch.randn(chosen.shape, generator=g).double()
+    levels[:, 0], levels[:, 1] = x[:, 0].double(), INF
+    grad = torch.randn(levels.shape, generator=g).double()
+    count, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    rest = (levels, tau, "laplace", 0.0, False)
+    found = {"counts": (far(count, soft_count.soft_count(x.double(), *rest)) / (1e-12 * n)).amax(-1)}
+    got = torch.ops.khot.laplace_count_backward(grad, x, order, levels, place, tau)
+    true = soft_count.soft_count_backward(grad, x.double(), *rest)
+    unit = grad.abs().sum(-1) / tau
+    limits = (2 * torch.finfo(x.dtype).eps + 1e-12, 1e-12 * n, 1e-12 * n)
+    for name, a, b, limit in zip(("dx", "dlevel", "dtau"), got, true, limits, strict=True):
+        error = far(a, _overflow(b, a.dtype)).reshape(len(x), -1).amax(-1)
+        found[f"{name} of counts"] = error / (limit * unit + 1e-30)
+    return {name: excess.nan_to_num(nan=0.0) for name, excess in found.items()}
+
+
 def all_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
-    parts = (excesses, selection_excesses, order_excesses, budget_excesses)
+    parts = (excesses, selection_excesses, order_excesses, budget_excesses, level_excesses)
     return {name: excess for part in parts for name, excess in part(case, g).items()}
 
 

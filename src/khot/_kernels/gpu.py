@@ -38,6 +38,8 @@ KERNELS = (
     "fenchel_young",
     "fenchel_young_backward",
     "decay_scan",
+    "laplace_count",
+    "laplace_count_backward",
     "laplace_rank",
     "laplace_rank_backward",
     "laplace_sort",

@@ -24,14 +24,18 @@ __all__ = [
     "behind",
     "decay_scan",
     "half_levels",
+    "laplace_count",
+    "laplace_count_backward",
     "laplace_rank",
     "laplace_rank_backward",
     "laplace_sort",
     "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
+    "vjp_count",
     "vjp_rank",
     "vjp_thresholds",
+    "jvp_count",
     "jvp_rank",
     "jvp_thresholds",
 ]
@@ -164,7 +168,8 @@ def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gaps(y: Tensor, tau: Tensor) -> Tensor:
     """(y_(p−1) − y_p)/τ, at most `FAR`, so that no product has an infinite factor; 0 for the first."""
     before, after = y[..., :-1], y[..., 1:]
-    gap = torch.where(before == after, 0, before - after)  # also for ∞ − ∞
+    # ∞ − ∞ is 0, as for equal scores, whose gap has a derivative nevertheless
+    gap = torch.where((before == after) & before.isinf(), 0, before - after)
     tau = tau.unsqueeze(-1)
     gap = torch.minimum(gap, FAR * tau) / tau
     return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
@@ -195,6 +200,132 @@ def _unsort(v: Tensor, order: Tensor) -> Tensor:
 
 def _bad(x: Tensor, tau: Tensor) -> Tensor:
     return x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))
+
+
+# ------------------------------------------------------------------------------------------- counts
+
+
+def laplace_count(
+    x: Tensor, levels: Tensor, tau: Tensor, scan: Scan = decay_scan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """C(b) = Σ_j F((x_j − b)/τ) for Laplace's F, at many levels b of a row.
+
+    With p entries at or above b, C(b) = p − ½ a e^(−α) + ½ c e^(−β), where α and β are the distances in τ to
+    the next entries above and below b, and a and c are the decayed counts from these outwards. An entry of
+    +inf always counts, and one of −inf never.
+
+    Args:
+        x: (*batch, n).
+        levels: (*batch, m).
+        tau: broadcasts with batch.
+
+    Returns:
+        The counts, (*batch, m) in the dtype of `precision.wide_dtype`; the int32 indices that sort x in
+        descending order; and the int32 numbers p. The counts are NaN for a level that is NaN, and in rows
+        with a NaN or with a τ that is not positive.
+    """
+    y, order = _descending(x)
+    levels = widen(levels).expand(*x.shape[:-1], levels.shape[-1])
+    last = (y > -math.inf).sum(-1, keepdim=True)
+    place = torch.searchsorted(-y, -levels.contiguous(), right=True)
+    place, order = torch.minimum(place, last).int(), order.int()
+    _, d = _around(x, levels, order, place, tau, scan)
+    count = place - d.above.weight * d.above.mass + d.below.weight * d.below.mass
+    bad = _bad(x, tau.expand(x.shape[:-1])).unsqueeze(-1) | levels.isnan()
+    return count.masked_fill(bad, math.nan), order, place
+
+
+def laplace_count_backward(
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    levels: Tensor,
+    place: Tensor,
+    tau: Tensor,
+    scan: Scan = decay_scan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in x, the levels (*batch, m) and τ (batch)."""
+    return vjp_count(grad, x, order, levels, place, tau, scan)
+
+
+def vjp_count(
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reverse mode: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a
+    level get their share through the one next to it."""
+    s, d = _around(x, levels, order, place, tau, scan)
+    v = widen(grad).masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
+    zero = torch.zeros_like(s.y)
+    up = zero.scatter_add(-1, d.above.nearest, v * d.above.weight)
+    down = zero.scatter_add(-1, d.below.nearest, v * d.below.weight)
+    dx = up + scan(up, s.gap, True) + down + scan(down, s.gap, False)
+    dx = _unsort(dx.masked_fill(~s.free, 0), s.order).to(x.dtype)
+    return dx, -v * d.density, -(v * d.moment).sum(-1)
+
+
+def jvp_count(
+    dx: Tensor | None,
+    dlevels: Tensor | None,
+    dtau: Tensor | None,
+    x: Tensor,
+    order: Tensor,
+    levels: Tensor,
+    place: Tensor,
+    tau: Tensor,
+    scan: Scan,
+) -> Tensor:
+    """Forward mode."""
+    s, d = _around(x, levels, order, place, tau, scan)
+    out = torch.zeros_like(d.density)
+    if dx is not None:
+        v = widen(dx).gather(-1, s.order).masked_fill(~s.free, 0)
+        up, down = v + scan(v, s.gap, False), v + scan(v, s.gap, True)
+        out = d.above.weight * up.gather(-1, d.above.nearest) + d.below.weight * down.gather(
+            -1, d.below.nearest
+        )
+    if dlevels is not None:
+        out = out - d.density * widen(dlevels)
+    if dtau is not None:
+        out = out - d.moment * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
+    return out.masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
+
+
+class _Side(NamedTuple):
+    """The entries on one side of each level, which all count through the one next to it."""
+
+    nearest: Tensor  # the index of the entry next to the level; arbitrary if there is none
+    weight: Tensor  # ½ e^(−distance/τ) of this entry, which is f; 0 if there is none
+    mass: Tensor  # Σ e^(−distance/τ) from this entry, over it and those beyond
+    moment: Tensor  # Σ f d over the side, for distances d from the level in τ
+
+
+class _Around(NamedTuple):
+    above: _Side
+    below: _Side
+    density: Tensor  # Σ f
+    moment: Tensor  # Σ f z
+
+
+def _around(
+    x: Tensor, levels: Tensor, order: Tensor, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[_Sorted, _Around]:
+    tau = widen(tau)
+    s = _sorted(x, order, tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan), scan)
+    b, finite = widen(levels).masked_fill(levels.isinf(), 0), ~levels.isinf()
+    place, n = place.long(), s.y.shape[-1]
+
+    def side(nearest: Tensor, there: Tensor, sign: int, others: Tensor, distances: Tensor) -> _Side:
+        there = there & finite & s.free.gather(-1, nearest)
+        distance = torch.where(there, sign * (s.y.gather(-1, nearest) - b), 0) / s.tau.unsqueeze(-1)
+        weight = torch.where(there, 0.5 * torch.exp(-distance), 0)
+        mass = 1 + others.gather(-1, nearest)
+        return _Side(nearest, weight, mass, weight * (distance * mass + distances.gather(-1, nearest)))
+
+    up, down = _distances(s, scan)
+    above = side((place - 1).clamp(min=0), place > 0, 1, s.up, up)
+    below = side(place.clamp(max=n - 1), place < n, -1, s.down, down)
+    density = above.weight * above.mass + below.weight * below.mass
+    return s, _Around(above, below, density, above.moment - below.moment)
 
 
 # --------------------------------------------------------------------------------------- thresholds

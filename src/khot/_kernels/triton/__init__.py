@@ -33,6 +33,8 @@ from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magn
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.scans import decay_scan as decay_scan
+from khot._kernels.triton.scans import laplace_count as laplace_count
+from khot._kernels.triton.scans import laplace_count_backward as laplace_count_backward
 from khot._kernels.triton.scans import laplace_rank as laplace_rank
 from khot._kernels.triton.scans import laplace_rank_backward as laplace_rank_backward
 from khot._kernels.triton.scans import laplace_sort as laplace_sort
@@ -46,6 +48,8 @@ __all__ = [
     "decay_scan",
     "fenchel_young",
     "fenchel_young_backward",
+    "laplace_count",
+    "laplace_count_backward",
     "laplace_rank",
     "laplace_rank_backward",
     "laplace_sort",

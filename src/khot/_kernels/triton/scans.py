@@ -120,6 +120,10 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 
 
 # Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
+laplace_count: partial[tuple[Tensor, Tensor, Tensor]] = partial(reference.laplace_count, scan=decay_scan)
+laplace_count_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
+    reference.laplace_count_backward, scan=decay_scan
+)
 laplace_rank: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_rank, scan=decay_scan)
 laplace_rank_backward: partial[tuple[Tensor, Tensor]] = partial(
     reference.laplace_rank_backward, scan=decay_scan
