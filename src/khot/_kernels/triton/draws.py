@@ -93,8 +93,7 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
         return out
     pairs = min(triton.next_power_of_2(n // 2 + 1), CHUNK // 2)
     parts = triton.cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
-    with torch.cuda.device_of(seed):
-        launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
+    launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
     return out
 
 
@@ -128,18 +127,17 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
     keys = torch.empty(theta.shape, dtype=torch.float64, device=theta.device)
     pairs = min(triton.next_power_of_2(triton.cdiv(n, 2)), CHUNK // 2)
     parts = triton.cdiv(n, 2 * pairs)
-    with torch.cuda.device_of(theta):
-        launch(
-            _part_order_keys,
-            theta.numel() // n * parts,
-            *layout.rows(theta, n),
-            seed,
-            keys,
-            n,
-            parts,
-            PAIRS=pairs,
-            num_warps=4,
-        )
+    launch(
+        _part_order_keys,
+        theta.numel() // n * parts,
+        *layout.rows(theta, n),
+        seed,
+        keys,
+        n,
+        parts,
+        PAIRS=pairs,
+        num_warps=4,
+    )
     return topk_mask(keys, k).bool()
 
 
@@ -442,44 +440,43 @@ def _by_formula(
     out = probs.new_empty(probs.shape)
     drawn = torch.empty(rows, dtype=torch.bool, device=probs.device)
     source = layout.rows(probs, n)
-    with torch.cuda.device_of(probs):
-        if n <= HELD:
-            count, pairs, warps = pieces(n)
-            launch(
-                _pareto,
-                rows,
-                *source,
-                seed,
-                out,
-                drawn,
-                n,
-                least,
-                tolerance,
-                PIECES=count,
-                PAIRS=pairs,
-                num_warps=warps,
-            )
-            return out, drawn
-        parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
-        length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
-        parts = triton.cdiv(n + 1, length)
-        capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
-        sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=probs.device)
-        keys = torch.empty(rows * capacity, dtype=torch.int64, device=probs.device)
-        columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=probs.device)
-        columns, below, found = columns.split([rows * capacity, rows * parts, rows])
-        which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
-        launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+    if n <= HELD:
+        count, pairs, warps = pieces(n)
         launch(
-            _part_keys, rows * parts,
-            *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
-            **which, PAIRS=CHUNK // 2, num_warps=4,
-        )  # fmt: skip
-        launch(
-            _choose, rows,
-            sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
-            **which, WIDTH=1024, num_warps=8,
-        )  # fmt: skip
+            _pareto,
+            rows,
+            *source,
+            seed,
+            out,
+            drawn,
+            n,
+            least,
+            tolerance,
+            PIECES=count,
+            PAIRS=pairs,
+            num_warps=warps,
+        )
+        return out, drawn
+    parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
+    length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
+    parts = triton.cdiv(n + 1, length)
+    capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
+    sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=probs.device)
+    keys = torch.empty(rows * capacity, dtype=torch.int64, device=probs.device)
+    columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=probs.device)
+    columns, below, found = columns.split([rows * capacity, rows * parts, rows])
+    which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
+    launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+    launch(
+        _part_keys, rows * parts,
+        *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
+        **which, PAIRS=CHUNK // 2, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _choose, rows,
+        sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
+        **which, WIDTH=1024, num_warps=8,
+    )  # fmt: skip
     return out, drawn
 
 
@@ -545,12 +542,11 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         parts, levels = triton.cdiv(nodes, width), width.bit_length() - 1
         after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
         units_after = torch.empty_like(after, dtype=torch.int32)
-        with torch.cuda.device_of(probs):
-            launch(
-                _duels, rows * parts,
-                x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
-                WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
-            )  # fmt: skip
+        launch(
+            _duels, rows * parts,
+            x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
+            WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
+        )  # fmt: skip
         if parts == 1:
             return out
         for _ in range(levels):
