@@ -188,7 +188,7 @@ def solve_rows(
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = find(
         x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY,
+        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
     )  # fmt: skip
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
