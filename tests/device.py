@@ -178,7 +178,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     with monkeypatch.context() as patch:
         patch.setattr(launch, "start", lambda *_: None)
         patch.setattr(launch, "watch", device.kernels.append)
-        patch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
         # in eager mode numbers are shared; here a mode is on, which is not a trace
         shares = lambda like, by_value=False: like.is_cpu or (by_value and like.is_cuda)  # noqa: E731
         patch.setattr(arguments, "_shares", shares)

@@ -43,19 +43,14 @@ WAITS = {
     "distributions.KHot": CHECKED,
     "distributions.KHotStraightThrough": CHECKED,
     "distributions.RelaxedKHot": CHECKED,
-    "estimators.second_order": PARETO,
     "estimators.sequential_softmax": "a loop of k softmaxes",
     "estimators.simple": REJECTS,
-    "estimators.straight_through": PARETO,
     "nn.BalancedRouter": PAIRS,
-    "nn.KHotGate": PARETO,
     "project_permutahedron": POOLED,
-    "sample_khot": PARETO,
     "sampling.inclusion_probs": PARETO,
     "sampling.sample, adjusted_conditional_poisson": PARETO,
     "sampling.sample, brewer": "draws unit by unit, as many as the row with most needs",
     "sampling.sample, conditional_poisson": CALIBRATED,
-    "sampling.sample, pareto": PARETO,
     "sampling.sample, repeated_poisson": REJECTS,
     "sampling.sample, sampford": REJECTS,
     "soft_assign": PAIRS,
@@ -90,6 +85,15 @@ def test_the_host_waits_for_nothing(device: Device, name: str) -> None:
             step(call, 4, N)
     else:
         step(call, 4, N)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["once", "repeated"])
+def test_samples_launch_little(device: Device, shape: tuple[int, ...]) -> None:
+    """A seed, the draw, and the launch that looks for rows to calibrate."""
+    probs = tensor(4, N).detach()
+    device.forget()
+    khot.sampling.sample(probs, sample_shape=shape)
+    assert device.kernels == ["_pareto", "_careful"] and len(device.torch) <= 2, device.torch
 
 
 def test_the_list_of_what_waits_names_what_there_is() -> None:

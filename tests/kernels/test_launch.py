@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import khot
 from khot._kernels import gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+launch = pytest.importorskip("khot._kernels.triton.launch")
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(khot.__file__).parent / "_kernels" / "triton"
 # a number of which there are many, and which no kernel should be built for
@@ -27,13 +33,13 @@ from benchmarks import host
 import khot
 with host.device():
     print(host.builds([(rows, 64) for rows in host.ROWS]), host.builds([(128, n) for n in range(33, 65)]))
-    x = torch.ones(512, 64)
-    khot.soft_topk(x, 8)
-    entered = []
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
-    khot.soft_topk(x, 8)
-    sys.setprofile(None)
-    print(len(entered))
+    for x in (torch.ones(512, 64), torch.ones(512, 64, requires_grad=True)):
+        khot.soft_topk(x, 8)
+        entered = []
+        sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
+        khot.soft_topk(x, 8)
+        sys.setprofile(None)
+        print(len(entered))
 """
 
 
@@ -47,9 +53,85 @@ def test_a_call_builds_seldom_and_enters_few_functions() -> None:
         [sys.executable, "-c", HOST], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    rows, lengths, entered = map(int, done.stdout.split())
+    rows, lengths, entered, entered_with_gradient = map(int, done.stdout.split())
     assert rows == 2 and lengths <= 6
-    assert entered <= 67
+    assert entered <= 59 and entered_with_gradient <= 67
+
+
+class Kernel:
+    """What a launch uses of a Triton kernel and of a compiled one; notes the device that it runs on."""
+
+    __name__, arg_names = "kernel", ("x_pointer", "n", "WIDTH")
+    signature = inspect.signature(lambda x_pointer, n, WIDTH: None)
+
+    def __init__(self, devices: list[int]) -> None:
+        self.fn, self.devices, self.builds, self.runs = self, devices, 0, []  # type: ignore[var-annotated]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **_: Any) -> Kernel:
+            self.builds += len(grid) == 1  # a compiled kernel is given all three
+            self.runs.append((grid[0], self.devices[-1], *arguments[1:]))
+            return self
+
+        return run
+
+
+class There(NamedTuple):
+    """What a launch asks of a tensor."""
+
+    device: int
+    address: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def get_device(self) -> int:
+        return self.device
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    devices = [0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        devices.append(index)
+        yield
+        devices.pop()
+
+    active = SimpleNamespace(get_current_device=lambda: devices[-1], get_current_stream=lambda _: 0)
+    monkeypatch.setattr(launch, "PTX", SimpleNamespace(value=True))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_VARIANTS", {})
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return Kernel(devices)
+
+
+def test_a_kernel_runs_on_the_device_of_its_first_argument(kernel: Kernel) -> None:
+    for device in (0, 1, 0, 1):
+        launch.launch(kernel, 5, There(device), 3, WIDTH=8)
+    assert [run[1] for run in kernel.runs] == [0, 1, 0, 1]
+    assert kernel.builds == 2
+
+
+def test_a_kernel_is_built_for_what_triton_tells_apart(kernel: Kernel) -> None:
+    calls = [
+        (5, There(0), 3, 8, 1),
+        (7, There(0), 19, 8, 1),  # other programs; an integer with the same rest modulo 16
+        (7, There(0), 1, 8, 2),  # 1 is a constant
+        (7, There(0), 16, 8, 3),
+        (7, There(0, address=8), 16, 8, 4),
+        (7, There(0, dtype=torch.float16), 16, 8, 5),
+        (7, There(0), 16, 16, 6),
+        (9, There(0), 32, 16, 6),
+        (9, There(0), 1 << 31, 16, 7),
+    ]
+    for programs, x, n, width, builds in calls:
+        launch.launch(kernel, programs, x, n, WIDTH=width)
+        assert kernel.builds == builds
+    # the compiled kernel gets the constants in its order
+    assert kernel.runs[1] == (7, 0, 19, 8) and kernel.runs[7] == (9, 0, 32, 16)
 
 
 def modules() -> list[ModuleType]:

@@ -281,6 +281,20 @@ def test_temperatures_beyond_float32_for_every_cdf(
         assert error_in_scale(a, b) <= 2e-4
 
 
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "uniform"])
+def test_gaps_of_rows_with_a_program_of_their_own(kernels: Any, cdf: str) -> None:
+    """Such a row is read again where its threshold lies in a gap."""
+    x = torch.randn(2, 1100, generator=torch.Generator().manual_seed(6))
+    x[0, ::110] += 50
+    x[1, 7::275] += 40
+    k = number([10.0, 4.0])
+    assert kernels.layout.tile(2, 1100).together == 1
+    y, hi, lo = kernels.soft_topk(x, k, number(0.01), cdf, CDFS[cdf], "y")
+    _, up, low = reference.soft_topk(x.double(), k, number(0.01), cdf, CDFS[cdf], "y")
+    assert torch.equal(y, (x > 20).float())
+    torch.testing.assert_close(hi + lo, up + low, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("tau", [1e-35, 1e-17])
 @pytest.mark.parametrize("cdf", ["uniform", "power"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

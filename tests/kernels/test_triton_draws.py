@@ -15,7 +15,7 @@ from torch import Tensor
 
 from khot import sigmoid_topk
 from khot._kernels.reference import draws as reference
-from khot._kernels.reference import philox
+from khot._kernels.reference import fixed_point, order_sampling, philox
 from khot.sampling._designs.pareto import LEAST
 
 pytestmark = [
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+launch = pytest.importorskip("khot._kernels.triton.launch", reason="Triton is not installed")
 SEED = torch.tensor(-5)
 SEEDS = [-1, 2**63 - 1, -(2**63), 0x299F31D0A4093822]
 
@@ -95,34 +96,107 @@ def test_pareto_samples(request: pytest.FixtureRequest, where: str, dtype: torch
         assert drawn and got.dtype == dtype and torch.equal(got, want) and got.any()
 
 
+def by_formula(kernels: Any, x: Tensor) -> Tensor:
+    """Which rows the launches draw from that come before the careful one."""
+    drawn, every = torch.empty(len(x), dtype=torch.bool), torch.empty((), dtype=torch.bool)
+    source = kernels.layout.rows(x, x.shape[-1])
+    kernels._by_formula(source, SEED, torch.empty_like(x), drawn, every, x.shape[-1], LEAST, 1e-6)
+    assert every  # until the careful launch has seen a row that is not of probabilities
+    return drawn
+
+
+def alone(kernels: Any, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sample, for which nothing is left to the reference."""
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.reference, "pareto_sample", None)
+        return kernels.pareto_sample(x, SEED, LEAST, 1e-6)
+
+
 @either
-def test_pareto_samples_are_left_to_the_reference(request: pytest.FixtureRequest, where: str) -> None:
-    """Where some row has to be calibrated, or is not of probabilities."""
+def test_rows_that_are_not_of_probabilities_are_nan(
+    request: pytest.FixtureRequest, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = request.getfixturevalue(where)
-    good = torch.full((2, 20), 0.5)
-    few = torch.stack((good[0], torch.tensor([0.99] + [0.01] * 19)))
-    wrong = [good.clone() for _ in range(4)]
-    for x, value in zip(wrong, (math.nan, 1.5, -0.1, math.inf), strict=True):
+    good = torch.full((3, 20), 0.5)
+    assert by_formula(kernels, good).all() and alone(kernels, monkeypatch, good)[1]
+    for value in (math.nan, 1.5, -0.1, math.inf) if where == "draws" else (math.nan,):
+        x = good.clone()
         x[1, 3] = value
-    rule = SEED, LEAST, 1e-6
-    for x in (few, *wrong) if where == "draws" else (few, wrong[0]):
-        assert not kernels._by_formula(x, *rule, 2, 20)[1].all()
-        (got, drawn), (want, same) = kernels.pareto_sample(x, *rule), reference.pareto_sample(x, *rule)
-        assert drawn == same == (x is few) and torch.equal(got, want)
-    assert kernels._by_formula(good, *rule, 2, 20)[1].all()
+        assert by_formula(kernels, x).tolist() == [True, False, True]
+        (got, drawn), (want, same) = (
+            alone(kernels, monkeypatch, x),
+            reference.pareto_sample(x, SEED, LEAST, 1e-6),
+        )
+        assert not drawn and not same
+        assert torch.equal(got[::2], want[::2]) and got[1].isnan().all() and want[1].isnan().all()
 
 
-def test_a_threshold_out_of_reach_is_left_to_the_reference(
+# of 1 or 2 that are selected: by two units, by many, with certain ones, and with sums that are not whole
+FEW = {
+    "two": [0.9, 0.1],
+    "nearly certain": [1 - 1e-4, 6e-5, 4e-5],
+    "certain": [1.0, 0.0, 0.6, 0.4, 0.0],
+    "decided": [1.0, 0.0, 0.0, 1.0],
+    "none": [0.0, 0.0, 0.0],
+    "thirds": [1 / 3] * 3,
+    "mixed": [0.999, 0.6, 0.4, 1e-3],
+    "half a unit": [0.3, 0.15, 0.05],
+    "one against many": [0.99] + [0.00125] * 8,
+}
+
+
+@either
+def test_rows_with_a_small_variance_are_calibrated(
+    request: pytest.FixtureRequest, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sample as the reference's, beside a row that the formula serves, with one program for all."""
+    kernels = request.getfixturevalue(where)
+    monkeypatch.setattr(kernels, "CALIBRATED", 1)
+    few = [FEW[name] for name in ("two", "certain", "decided", "none")]  # of which two take no step
+    x = torch.full((len(few) + 1, 20), 0.5, dtype=torch.float64)
+    for row, probs in zip(x, few, strict=False):
+        row[: len(probs)], row[len(probs) :] = torch.tensor(probs), 0
+    assert by_formula(kernels, x).tolist() == [False] * len(few) + [True]
+    got, drawn = alone(kernels, monkeypatch, x if where == "draws" else x.float())
+    assert drawn and torch.equal(got, reference.pareto_sample(x.to(got.dtype), SEED, LEAST, 1e-6)[0])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_calibration_gives_the_inclusion_probabilities(draws: Any, name: str) -> None:
+    probs = torch.tensor(FEW[name], dtype=torch.float64)
+    n, k = len(probs), probs.sum().ceil().reshape(1)
+    out, drawn, every = probs.clone(), torch.zeros(1, dtype=torch.bool), torch.ones((), dtype=torch.bool)
+    numbers = torch.empty(2 * (n + 1), dtype=torch.float64)
+    draws.launch(
+        draws._careful, 1,
+        probs, n, SEED, out, drawn, every, numbers, numbers.view(torch.int64), n, LEAST, 1e-6, 1, 1,
+        WIDTH=8, PAIRS=4,
+    )  # fmt: skip
+    pi = torch.cat((probs, k - probs.sum()))[None]
+    theta = numbers[None, : n + 1]
+    if not theta.isfinite().any():
+        assert torch.equal(theta.sigmoid(), pi)
+        return
+    got, _ = order_sampling.order_inclusion(fixed_point.tilted(theta, k), k)
+    assert (got - pi).abs().max() < 1e-9
+
+
+def test_a_threshold_out_of_reach_is_sought_among_all_keys(
     parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long row lists only the keys near 1."""
     x = torch.full((1, 33), 0.5)
-    rule = SEED, LEAST, 1e-6
-    assert parts._by_formula(x, *rule, 1, 33)[1].all()
+    assert by_formula(parts, x).all()
     monkeypatch.setattr(parts, "DEVIATIONS", parts.tl.constexpr(1e-3))
-    assert not parts._by_formula(x, *rule, 1, 33)[1].all()
-    got, drawn = parts.pareto_sample(x, *rule)
-    assert drawn and torch.equal(got, reference.pareto_sample(x, *rule)[0])
+    assert not by_formula(parts, x).any()
+    got, drawn = alone(parts, monkeypatch, x)
+    assert drawn and torch.equal(got, reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
+
+
+def test_exact_samples_are_left_to_the_reference(draws: Any) -> None:
+    x = torch.full((1, 12), 0.5)
+    got, drawn = draws.pareto_sample(x, SEED, math.inf, 1e-6)
+    assert drawn and torch.equal(got, reference.pareto_sample(x, SEED, math.inf, 1e-6)[0])
 
 
 def test_equal_keys_are_chosen_from_the_left(draws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,20 +224,15 @@ def test_nothing_to_draw(draws: Any) -> None:
 
 
 def test_launches(draws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for rows that a program holds, three for longer ones; a launch for every NODES units of a row."""
+    """One for rows that a program holds, three for longer ones, and one for those that are calibrated; one
+    for every NODES units of a tournament's row."""
     launches: list[str] = []
-    for kernel in draws.KERNELS:
-        name = kernel.fn.__name__
-
-        class Counted:
-            def __getitem__(self, grid: object, name: str = name) -> Any:
-                return lambda *args, **options: launches.append(name)
-
-        monkeypatch.setattr(draws, name, Counted())
+    monkeypatch.setattr(launch, "watch", launches.append)
+    monkeypatch.setattr(launch, "start", lambda *_: None)
     x = torch.empty(5, 4096)
     draws.pareto_sample(x, SEED, LEAST, 0.0)
     draws.tournament(x[:, :2048], SEED)
     draws.uniform(SEED, 5, 4096, 0)
-    assert launches == ["_pareto", "_duels", "_uniform"]
+    assert launches == ["_pareto", "_careful", "_duels", "_uniform"]
     draws.pareto_sample(torch.empty(1, 100_000), SEED, LEAST, 0.0)
-    assert launches[3:] == ["_part_moments", "_part_keys", "_choose"]
+    assert launches[4:] == ["_part_moments", "_part_keys", "_choose", "_careful"]

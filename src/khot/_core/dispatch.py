@@ -19,6 +19,7 @@ from khot._core.torch_internals import (
     any_requires_grad,
     apply_outside_transforms,
     below_autograd,
+    decides_by_device,
     decompose_in_exports,
     derivative_levels,
     forward_mode_is_on,
@@ -75,15 +76,17 @@ class Operator:
         name: the name after ``khot::``.
         kernel: the reference kernel, in plain torch for any device.
         overload: torch's own object for the operator.
+        faster: the kernels in Python by their type of device. They are registered with torch as well, whose
+            dispatcher takes as long to call one as a short row takes a GPU.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
         self.name = name
         self.kernel = kernel
         self.overload = getattr(torch.ops.khot, name).default
+        self.faster: dict[str, Callable[..., Any]] = {}
         self.rule = rule
-        self.function = None if rule is None else _function(self.overload, rule)
-        self.forward = self.overload if self.function is None else self.function.forward
+        self.function = None if rule is None else _function(self, rule)
 
     def __call__(self, *args: Any) -> Any:
         """Apply the operator in the cheapest form that has the derivatives which may be needed.
@@ -93,16 +96,23 @@ class Operator:
         be used, and the result is expanded instead (:mod:`khot._core.expansion`). In eager mode the Function
         adds forward mode. If no derivative can be needed, only its forward is called.
         """
-        if self.function is None:
-            return self.overload(*args)
         if torch.compiler.is_compiling():
-            levels = derivative_levels()
+            levels = 0 if self.function is None else derivative_levels()
             return self.overload(*args) if levels == 0 else self._expanded(levels, args)
+        if self.function is None:
+            return self.compute(*args)
         if transforms_are_on():
             return self.function.apply(*args)
         if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
             return apply_outside_transforms(self.function, args)
-        return self.forward(*args)
+        return self.function.forward(*args)
+
+    def compute(self, *args: Any) -> Any:
+        """The results, in eager mode."""
+        kernel = self.faster.get(args[0].device.type)
+        if kernel is not None and decides_by_device(args):
+            return kernel(*args)
+        return self.overload(*args)
 
     def _expanded(self, levels: int, args: tuple[Any, ...]) -> Any:
         """The registered operator under transforms that are traced with it."""
@@ -162,14 +172,14 @@ def define(
     return operator
 
 
-def _function(overload: Any, rule: type[Rule]) -> type[Function]:
+def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
     """The operator as an autograd Function, which has forward mode; a registered rule cannot have it."""
 
     class Applied(Function):
         @staticmethod
         def forward(*args: Any) -> Any:
             with below_autograd():
-                output = overload(*args)
+                output = operator.compute(*args)
             rule.examine(output, *args)
             return output
 

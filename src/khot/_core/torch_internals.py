@@ -26,6 +26,7 @@ __all__ = [
     "as_usual",
     "below_autograd",
     "collective_device",
+    "decides_by_device",
     "decompose_in_exports",
     "derivative_levels",
     "forward_mode_is_on",
@@ -68,6 +69,25 @@ def as_usual() -> bool:
     if torch.compiler.is_compiling():  # first, because Dynamo cannot trace the others
         return False
     return torch._C._len_torch_dispatch_stack() == 0 and not transforms_are_on()
+
+
+def decides_by_device(args: tuple[Any, ...]) -> bool:
+    """Whether torch's dispatcher would choose an operator's kernel for these arguments by their device alone,
+    and do nothing else: nothing sees or records the call, and no tensor is of another kind."""
+    if not as_usual() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_included(
+        "VmapMode"
+    ):  # of is_grads_batched, older than torch.func
+        return False
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if a.is_neg() or a._is_zerotensor():  # values that are not in memory
+                return False
+        elif isinstance(a, Tensor):
+            return False
+    return True
 
 
 def vmap_changes_draws(rows: Tensor) -> bool:

@@ -59,7 +59,9 @@ def available() -> bool:
 
 def register(device: str) -> None:
     for name in KERNELS:
-        torch.library.impl(f"khot::{name}", device)(_late(name))
+        kernel = _late(name)
+        torch.library.impl(f"khot::{name}", device)(kernel)
+        OPERATORS[name].faster[device.lower()] = kernel
 
 
 def _late(name: str) -> Callable[..., Any]:

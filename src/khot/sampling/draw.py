@@ -182,10 +182,13 @@ def _draw(
 ) -> Tensor:
     """:func:`sample` of rows with the units along the last dim."""
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
-    repeated = sample_shape or 0 in rows.stride()[:-1]  # calibrate such rows once
-    if design == "pareto" and rows.numel() and not repeated:
+    # On the CPU rows that are repeated are calibrated once. Other devices would have to be waited for, to
+    # learn which rows that are.
+    repeated = sample_shape or 0 in rows.stride()[:-1]
+    if design == "pareto" and rows.numel() and not (repeated and rows.is_cpu):
         seed = philox.new_seed(rows.device, generator)
-        at_once = pareto.draw_at_once(rows, seed, _tolerance(rows), exact)
+        every = rows.expand(*sample_shape, *rows.shape)
+        at_once = pareto.draw_at_once(every, seed, _tolerance(rows), exact)
         if at_once is not None:
             return at_once
     pi, valid = _checked(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,22 +43,22 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
         tolerance: a sum that is so near to an integer is that integer.
 
     Returns:
-        The sample; and True, or False if a row is not of probabilities. The sample is then without meaning.
+        The sample; and True, or False if a row is not of probabilities. Such a row is NaN. (Compiled kernels
+        of the CPU, where the second result is looked at, leave the whole sample without meaning.)
     """
     pi = probs.double()
+    fair = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
+    pi = pi.where(fair, 0)
     total = pi.sum(-1, keepdim=True)
     phantom = (total.ceil() - total).masked_fill((total - total.round()).abs() <= tolerance, 0)
     pi = torch.cat((pi, phantom), -1)
-    drawn = ((pi >= 0) & (pi <= 1)).all()
-    if not bool(drawn):
-        return torch.zeros_like(probs, memory_format=torch.contiguous_format), drawn
     k = (total + phantom).squeeze(-1).round()
     theta, d = adjusted(pi, least)
     few = d.squeeze(-1) < least
     if bool(few.any()):
         theta[few] = order_sampling.order_calibrate(torch.logit(pi[few]), k[few])
     chosen = order_sample(theta, k.long(), seed)
-    return chosen[..., :-1].to(probs.dtype).contiguous(), drawn
+    return chosen[..., :-1].to(probs.dtype).masked_fill(~fair, math.nan).contiguous(), fair.all()
 
 
 def smallest(keys: Tensor, k: Tensor) -> Tensor:

@@ -16,7 +16,18 @@ from torch.nn.functional import softplus
 
 from khot._kernels.reference import fixed_point, poisson_binomial
 
-__all__ = ["LEAST", "coefficients", "order_calibrate", "order_inclusion"]
+__all__ = [
+    "LARGEST",
+    "LEAST",
+    "NEGLIGIBLE",
+    "NEWTON",
+    "NORMAL_STEP",
+    "SETTLED",
+    "STEP",
+    "coefficients",
+    "order_calibrate",
+    "order_inclusion",
+]
 
 # The least d = Σπ(1 − π) for the adjustment's formula: below, its bias exceeds 1e-3, and at d = 0.02 it
 # prefers 0.01 to 0.99.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -174,12 +173,11 @@ def soft_topk_backward(
     # a 0 on the CPU says that nobody asked for the derivative of lo: looking at it waits for nothing
     unasked = grad_lo.is_cpu and grad_lo.dim() == 0 and grad_lo.item() == 0
     if unasked and resident.serves(x.dtype, F, tau, output):
-        with torch.cuda.device_of(x):
-            kernels = split_backward if layout.splits(rows, n) else resident_backward
-            kernels.soft_topk_backward(
-                cotangent, source, (hi, lo), layout.values(tau, batch, x.device), (dx, dk, dtau),
-                rows, n, F, output,
-            )  # fmt: skip
+        kernels = split_backward if layout.splits(rows, n) else resident_backward
+        kernels.soft_topk_backward(
+            cotangent, source, (hi, lo), layout.values(tau, batch, x.device), (dx, dk, dtau),
+            rows, n, F, output,
+        )  # fmt: skip
         return dx, dk, dtau
     cotangent_lo = layout.numbers(grad_lo, batch, x.device)
     tau_row = layout.numbers(tau, batch, x.device)
@@ -189,36 +187,35 @@ def soft_topk_backward(
         "OUTPUT": OUTPUTS[output],
         "COMPUTE": layout.compute(x.dtype, tau),
     }
-    with torch.cuda.device_of(x):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident_backward, triton.cdiv(rows, together),
-                *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n, *power,
-                **which, TOGETHER=together, WIDTH=width, num_warps=warps,
-            )  # fmt: skip
-            return dx, dk, dtau
-        parts, length = layout.parts(rows, n)
-        sums = hi.new_empty(rows, parts, 12)
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
         launch(
-            _part_gradient_sums,
-            rows * parts,
-            *cotangent,
-            *source,
-            hi,
-            lo,
-            *tau_row,
-            sums,
-            n,
-            length,
-            parts,
-            *power,
-            **which,
-            CHUNK=layout.CHUNK,
-        )
-        launch(
-            _part_gradient_write, rows * parts,
-            *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
-            *power, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
+            _resident_backward, triton.cdiv(rows, together),
+            *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, dx, dk, dtau, rows, n, *power,
+            **which, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
+        return dx, dk, dtau
+    parts, length = layout.parts(rows, n)
+    sums = hi.new_empty(rows, parts, 12)
+    launch(
+        _part_gradient_sums,
+        rows * parts,
+        *cotangent,
+        *source,
+        hi,
+        lo,
+        *tau_row,
+        sums,
+        n,
+        length,
+        parts,
+        *power,
+        **which,
+        CHUNK=layout.CHUNK,
+    )
+    launch(
+        _part_gradient_write, rows * parts,
+        *cotangent, *cotangent_lo, *source, hi, lo, *tau_row, sums, dx, dk, dtau, n, length, parts,
+        *power, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
+    )  # fmt: skip
     return dx, dk, dtau

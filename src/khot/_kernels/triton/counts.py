@@ -248,12 +248,11 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
         return torch.zeros(at.shape, dtype=torch.float64, device=x.device)
     tile = _Tile(x, at, tau, cdf, shape, centred)
     sums = torch.empty((*at.shape, tile.parts), dtype=torch.float64, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            _count, tile.rows * tile.groups * tile.parts,
-            *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-            *tile.power, **tile.which, MANY=MANY,
-        )  # fmt: skip
+    launch(
+        _count, tile.rows * tile.groups * tile.parts,
+        *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
+        *tile.power, **tile.which, MANY=MANY,
+    )  # fmt: skip
     return sums.squeeze(-1) if tile.parts == 1 else sums.sum(-1)
 
 
@@ -271,29 +270,28 @@ def soft_count_backward(
     sums = torch.empty(tile.rows * m * tile.parts * 2, dtype=torch.float64, device=x.device)
     width = min(triton.next_power_of_2(m), 1024 // triton.next_power_of_2(tile.parts))
     entries = triton.cdiv(n, tile.width)
-    with torch.cuda.device_of(x):
-        launch(
-            _count_densities, tile.rows * tile.groups * tile.parts,
-            *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-            *tile.power, **tile.which, MANY=MANY,
-        )  # fmt: skip
-        launch(
-            _pull_levels, tile.rows,
-            *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
-            WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
-        )  # fmt: skip
-        launch(
-            _pull_entries,
-            tile.rows * entries,
-            *incoming,
-            *tile.x,
-            *tile.at,
-            *tile.tau,
-            dx,
-            n,
-            m,
-            entries,
-            *tile.power,
-            **tile.which,
-        )
+    launch(
+        _count_densities, tile.rows * tile.groups * tile.parts,
+        *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
+        *tile.power, **tile.which, MANY=MANY,
+    )  # fmt: skip
+    launch(
+        _pull_levels, tile.rows,
+        *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
+        WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
+    )  # fmt: skip
+    launch(
+        _pull_entries,
+        tile.rows * entries,
+        *incoming,
+        *tile.x,
+        *tile.at,
+        *tile.tau,
+        dx,
+        n,
+        m,
+        entries,
+        *tile.power,
+        **tile.which,
+    )
     return dx, dat, dtau

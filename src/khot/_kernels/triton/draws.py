@@ -6,12 +6,11 @@ so that a draw reads the probabilities and writes the sample, and nothing else p
 Pareto sampling compares the odds e^(logit U − θ) instead of their logarithms. Of these about k lie below 1,
 with a standard deviation of 1/√d, d = Σπ(1 − π): the threshold is sought from there, by the number of keys
 below a guess. A row that one program holds takes one launch. A longer one takes three: its sums; its keys, of
-which only those near 1 are kept; and the choice among these.
+which only those near 1 are kept; and the choice among these. One more launch serves the rows for which the
+formula does not hold (:mod:`.calibration`). It finds out on the device which these are: nothing waits.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from torch import Tensor
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout
+from khot._kernels.triton.calibration import LARGEST_VARIANCE, calibrate
 from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
@@ -30,9 +30,11 @@ HELD = 4096  # entries of a row that one program holds, with a key of 64 bits ea
 PIECE = 4  # entries of a thread in a piece
 MOST_PARTS = 512  # of a row, each of which reads the sums of all
 CHUNK = 512  # entries of a long row that a program holds at a time
+CALIBRATED = 1 << 22  # units at most for which there is memory to calibrate them at a time
+CALIBRATED_WIDTH = 16  # units of a row that are calibrated side by side, for 16 nodes or frequencies each
 NODES = 2048  # units of a tournament that one program plays off
-# The k-th key lies within so many standard deviations, but for one row in 10⁷. Other rows are left to the
-# reference, which gives the same sample.
+# The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
+# rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
 GUESSES = tl.constexpr(12)  # by interpolation, before bisection takes over
 ROUNDS = tl.constexpr(philox.ROUNDS)
@@ -93,8 +95,7 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
         return out
     pairs = min(triton.next_power_of_2(n // 2 + 1), CHUNK // 2)
     parts = triton.cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
-    with torch.cuda.device_of(seed):
-        launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
+    launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
     return out
 
 
@@ -128,18 +129,17 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
     keys = torch.empty(theta.shape, dtype=torch.float64, device=theta.device)
     pairs = min(triton.next_power_of_2(triton.cdiv(n, 2)), CHUNK // 2)
     parts = triton.cdiv(n, 2 * pairs)
-    with torch.cuda.device_of(theta):
-        launch(
-            _part_order_keys,
-            theta.numel() // n * parts,
-            *layout.rows(theta, n),
-            seed,
-            keys,
-            n,
-            parts,
-            PAIRS=pairs,
-            num_warps=4,
-        )
+    launch(
+        _part_order_keys,
+        theta.numel() // n * parts,
+        *layout.rows(theta, n),
+        seed,
+        keys,
+        n,
+        parts,
+        PAIRS=pairs,
+        num_warps=4,
+    )
     return topk_mask(keys, k).bool()
 
 
@@ -223,9 +223,101 @@ def _guess(at, count, k, low, high, below, above, per_key, tries):
 
 
 @triton.jit
+def _seek(up_to: tl.constexpr, equal_up_to: tl.constexpr, given, k, keys, per_key, n, running):
+    """Which keys are the k smallest: those up to the first result, and of those that equal the second, the
+    ones up to the column that is the third.
+
+    up_to(given, at) counts the keys up to at, and equal_up_to(given, key, column) those that equal key, up to
+    the column. There are so many keys in all.
+    """
+    zero = tl.zeros((), tl.float64)
+    at, low, high = _as_key(zero + 1.0), _as_key(zero) - 1, _as_key(zero + float("inf"))
+    below, above, tries = k * 0, k * 0 + keys, k * 0
+    at = tl.where(k == 0, low, tl.where(k == keys, high, at))  # which has k keys up to it
+    seeks = running
+    while running:
+        count = up_to(given, at)
+        running = count != k
+        if running:
+            at, low, high, below, above = _guess(at, count, k, low, high, below, above, per_key, tries)
+            tries += 1
+            running = high - low > 1
+            at = tl.where(running, at, low)
+
+    last = n
+    tied = seeks & (high - low <= 1)
+    if tied:
+        start = k * 0 - 1
+        while last - start > 1:
+            middle = (start + last) // 2
+            reached = equal_up_to(given, high, middle) >= k - below
+            last, start = tl.where(reached, middle, last), tl.where(reached, start, middle)
+    return at, tl.where(tied, high, -1), last
+
+
+@triton.jit
+def _held(keys, at):
+    """Of keys in pieces, those of even and of odd columns."""
+    number = tl.where(keys[0] <= at, 1, 0)
+    for i in tl.static_range(1, len(keys)):
+        number += tl.where(keys[i] <= at, 1, 0)
+    return tl.sum(number)
+
+
+@triton.jit
+def _held_equal(keys, key, column):
+    pair = 2 * tl.arange(0, keys[0].shape[0])
+    number = tl.where((keys[0] == key) & (pair <= column), 1, 0)
+    for i in tl.static_range(1, len(keys)):
+        first = 2 * (i // 2) * keys[0].shape[0] + i % 2
+        number += tl.where((keys[i] == key) & (pair + first <= column), 1, 0)
+    return tl.sum(number)
+
+
+@triton.jit
+def _entry(given, start, n):
+    """Keys of a list in memory, their columns, and which of them there are."""
+    keys_pointer, columns_pointer, found, slots = given
+    slot = start + slots
+    there = slot < found
+    column = slot if columns_pointer is None else tl.load(columns_pointer + slot, mask=there, other=n)
+    return tl.load(keys_pointer + slot, mask=there, other=UNBOUNDED), column, there
+
+
+@triton.jit
+def _listed(given, at):
+    number = given[3] * 0
+    for start in range(0, given[2], given[3].shape[0]):
+        key, _, there = _entry(given, start, 0)
+        number += tl.where((key <= at) & there, 1, 0)
+    return tl.sum(number)
+
+
+@triton.jit
+def _listed_equal(given, key, last):
+    number = given[3] * 0
+    for start in range(0, given[2], given[3].shape[0]):
+        each, column, there = _entry(given, start, 0)
+        number += tl.where((each == key) & (column <= last) & there, 1, 0)
+    return tl.sum(number)
+
+
+@triton.jit
+def _mark(given, k, d, out_pointer, n, running):
+    """1 for the k units with the smallest of the keys that are listed."""
+    per_key = reciprocal(d.to(tl.float32))
+    at, level, last = _seek(_listed, _listed_equal, given, k, given[2], per_key, n, running)
+    one = (given[3] * 0 + 1).to(tl.float32).to(out_pointer.dtype.element_ty)
+    for start in range(0, given[2], given[3].shape[0]):
+        key, column, there = _entry(given, start, n)
+        chosen = (key <= at) | ((key == level) & (column <= last))
+        tl.store(out_pointer + column, one, mask=chosen & there & (column < n))
+
+
+@triton.jit
 def _pareto(
-    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, n, least, tolerance,
-    PIECES: tl.constexpr, PAIRS: tl.constexpr,
+    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, least,
+    tolerance, PIECES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIRS)
@@ -243,37 +335,9 @@ def _pareto(
     for i in tl.static_range(PIECES):
         keys = keys + _keys(p[2 * i], p[2 * i + 1], i * PAIRS + pair, seed, row, n, phantom, scale)
 
-    at, low, high = _as_key(d * 0 + 1.0), _as_key(d * 0) - 1, _as_key(d * 0 + float("inf"))
-    below, above = k * 0, k * 0 + 2 * PIECES * PAIRS
-    per_key, tries = reciprocal(d.to(tl.float32)), k * 0
-    running = fair
-    while running:
-        number = tl.zeros((PAIRS,), tl.int32)
-        for i in tl.static_range(2 * PIECES):
-            number += tl.where(keys[i] <= at, 1, 0)
-        count = tl.sum(number)
-        running = count != k
-        if running:
-            at, low, high, below, above = _guess(at, count, k, low, high, below, above, per_key, tries)
-            tries += 1
-            running = high - low > 1
-            at = tl.where(running, at, low)
-
-    # of keys that are equal, the first are chosen: those up to the column `last`
-    last = n
-    tied = fair & (high - low <= 1)
-    if tied:
-        left, start = k - below, k * 0 - 1
-        while last - start > 1:
-            middle = (start + last) // 2
-            number = tl.zeros((PAIRS,), tl.int32)
-            for i in tl.static_range(PIECES):
-                column = 2 * (i * PAIRS + pair)
-                number += tl.where((keys[2 * i] == high) & (column <= middle), 1, 0)
-                number += tl.where((keys[2 * i + 1] == high) & (column + 1 <= middle), 1, 0)
-            reached = tl.sum(number) >= left
-            last, start = tl.where(reached, middle, last), tl.where(reached, start, middle)
-    level = tl.where(tied, high, -1)
+    at, level, last = _seek(
+        _held, _held_equal, keys, k, 2 * PIECES * PAIRS, reciprocal(d.to(tl.float32)), n, fair
+    )
     for i in tl.static_range(PIECES):
         column = _columns(i * PAIRS + pair)
         key = tl.join(keys[2 * i], keys[2 * i + 1])
@@ -281,6 +345,8 @@ def _pareto(
         out = tl.where(chosen, 1.0, 0.0).to(out_pointer.dtype.element_ty)
         tl.store(out_pointer + row * n + column, out, mask=column < n)
     tl.store(drawn_pointer + row, fair)
+    if row == 0:
+        tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -358,7 +424,7 @@ def _part_keys(
 @triton.jit(do_not_specialize=SIZES)
 def _choose(
     sums_pointer, below_pointer, found_pointer, keys_pointer, columns_pointer, out_pointer, drawn_pointer,
-    n, parts, capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    probabilities_pointer, n, parts, capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Choose among the keys that are listed."""
     row = tl.program_id(0).to(tl.int64)
@@ -368,53 +434,65 @@ def _choose(
     found = tl.load(found_pointer + row)
     drawn = fair & (k >= 0) & (k <= found) & (found <= capacity)
     found = tl.where(drawn, found, 0)
-    keys_pointer += row * capacity
-    columns_pointer += row * capacity
-    out_pointer += row * n
-
-    at, low, high = _as_key(d * 0 + 1.0), _as_key(d * 0) - 1, _as_key(d * 0 + float("inf"))
-    below, above = k * 0, found
-    per_key, tries = reciprocal(d.to(tl.float32)), k * 0
-    at = tl.where(k == 0, low, tl.where(k == found, high, at))  # which has k keys up to it
-    running = drawn
-    while running:
-        number = tl.zeros((WIDTH,), tl.int32)
-        for start in range(0, found, WIDTH):
-            slot = start + tl.arange(0, WIDTH)
-            key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
-            number += tl.where((key <= at) & (slot < found), 1, 0)
-        count = tl.sum(number)
-        running = count != k
-        if running:
-            at, low, high, below, above = _guess(at, count, k, low, high, below, above, per_key, tries)
-            tries += 1
-            running = high - low > 1
-            at = tl.where(running, at, low)
-
-    last = n
-    tied = drawn & (high - low <= 1)
-    if tied:
-        left, start_column = k - below, k * 0 - 1
-        while last - start_column > 1:
-            middle = (start_column + last) // 2
-            number = tl.zeros((WIDTH,), tl.int32)
-            for start in range(0, found, WIDTH):
-                slot = start + tl.arange(0, WIDTH)
-                key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
-                column = tl.load(columns_pointer + slot, mask=slot < found, other=n)
-                number += tl.where((key == high) & (column <= middle), 1, 0)
-            reached = tl.sum(number) >= left
-            last = tl.where(reached, middle, last)
-            start_column = tl.where(reached, start_column, middle)
-    level = tl.where(tied, high, -1)
-    one = tl.full((WIDTH,), 1.0, out_pointer.dtype.element_ty)
-    for start in range(0, found, WIDTH):
-        slot = start + tl.arange(0, WIDTH)
-        key = tl.load(keys_pointer + slot, mask=slot < found, other=UNBOUNDED)
-        column = tl.load(columns_pointer + slot, mask=slot < found, other=n)
-        chosen = (key <= at) | ((key == level) & (column <= last))
-        tl.store(out_pointer + column, one, mask=chosen & (column < n))
+    given = (keys_pointer + row * capacity, columns_pointer + row * capacity, found, tl.arange(0, WIDTH))
+    _mark(given, k, d, out_pointer + row * n, n, drawn)
     tl.store(drawn_pointer + row, drawn)
+    if row == 0:
+        tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _careful(
+    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, numbers_pointer,
+    keys_pointer, n, least, tolerance, rows, programs, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The rows that have no draw yet: d is less than `least`, and they are calibrated; or too many keys, or
+    too few, were near 1. A row that is not of probabilities is NaN, and the flag for all rows is lowered.
+
+    Numbers and keys are two views of the same memory: of each program, the θ and the keys of a row. Of that
+    memory calibration needs the second half, too.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    theta_pointer = numbers_pointer + program * 2 * (n + 1)
+    seed = tl.load(seed_pointer)
+    for row in range(program, rows, programs):
+        if tl.load(drawn_pointer + row) == 0:
+            x_row, out_row = x_pointer + row * x_stride, out_pointer + row * n
+            zero = tl.zeros((WIDTH,), tl.float32)
+            sums = _moments(zero, zero)
+            for start in range(0, n, WIDTH):
+                column = start + tl.arange(0, WIDTH)
+                more = _moments(tl.load(x_row + column, mask=column < n, other=0.0), zero)
+                sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+            sums = total(sums, 1)
+            k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], 0.0, tolerance)
+            for start in range(0, n, WIDTH):
+                column = start + tl.arange(0, WIDTH)
+                blank = tl.where(fair, zero, float("nan")).to(out_pointer.dtype.element_ty)
+                tl.store(out_row + column, blank, mask=column < n)
+            if fair:
+                calibrated = d < least
+                if calibrated:
+                    calibrate(x_row, n, k, phantom, theta_pointer, theta_pointer + n + 1, WIDTH)
+                keys_row = keys_pointer + (program * 2 + 1) * (n + 1)
+                scale = 1 / (tl.where(calibrated, 1.0, d) * tl.where(calibrated, 1.0, d))
+                for start in range(0, n + 1, 2 * PAIRS):
+                    pair = start // 2 + tl.arange(0, PAIRS)
+                    column = _columns(pair)
+                    first, second = _two_numbers(x_row, pair, n)
+                    a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
+                    key = tl.join(a, b)
+                    if calibrated:
+                        u, v = uniforms(seed, row, pair)
+                        u = tl.join(u, v)
+                        theta = tl.load(theta_pointer + column, mask=column <= n, other=0.0)
+                        key = _as_key(u / (1 - u) * tl.exp(-theta))
+                    tl.store(keys_row + column, key, mask=column <= n)
+                tl.debug_barrier()
+                _mark((keys_row, None, n + 1, tl.arange(0, 2 * PAIRS)), k, d, out_row, n, fair)
+                tl.debug_barrier()
+            else:
+                tl.store(probabilities_pointer, False)
 
 
 def pieces(n: int) -> tuple[int, int, int]:
@@ -425,62 +503,67 @@ def pieces(n: int) -> tuple[int, int, int]:
 
 
 def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
-    """`draws.pareto_sample`, in Triton where the formula serves all rows."""
+    """`draws.pareto_sample`, in Triton where few rows are calibrated. Nothing waits for the device there: a
+    row that is not of probabilities is NaN."""
     batch, n = probs.shape[:-1], probs.shape[-1]
-    if probs.numel() and 2.5 <= least < math.inf:  # `_key` has terms enough, and no row has to be calibrated
-        out, drawn = _by_formula(probs, seed, least, tolerance, batch.numel(), n)
-        drawn = drawn.all()
-        if bool(drawn):
-            return out, drawn
-    return reference.pareto_sample(probs, seed, least, tolerance)
+    if not probs.numel() or not 2.5 <= least <= LARGEST_VARIANCE:  # `_key` has terms enough from 2.5 on
+        return reference.pareto_sample(probs, seed, least, tolerance)
+    rows, source = batch.numel(), layout.rows(probs, n)
+    out = probs.new_empty(probs.shape)
+    flags = torch.empty(rows + 1, dtype=torch.bool, device=probs.device)
+    drawn, probabilities = flags[:rows], flags[rows]
+    _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
+    programs = min(rows, max(1, CALIBRATED // n))
+    numbers = torch.empty(programs * 2 * (n + 1), dtype=torch.float64, device=probs.device)
+    width = min(CALIBRATED_WIDTH, triton.next_power_of_2(n + 1))
+    launch(
+        _careful, programs,
+        *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64), n, least, tolerance,
+        rows, programs, WIDTH=width, PAIRS=width, num_warps=4,
+    )  # fmt: skip
+    return out, probabilities
 
 
 def _by_formula(
-    probs: Tensor, seed: Tensor, least: float, tolerance: float, rows: int, n: int
-) -> tuple[Tensor, Tensor]:
-    """The samples, and which rows have one: they are of probabilities, and d is at least `least`."""
-    out = probs.new_empty(probs.shape)
-    drawn = torch.empty(rows, dtype=torch.bool, device=probs.device)
-    source = layout.rows(probs, n)
-    with torch.cuda.device_of(probs):
-        if n <= HELD:
-            count, pairs, warps = pieces(n)
-            launch(
-                _pareto,
-                rows,
-                *source,
-                seed,
-                out,
-                drawn,
-                n,
-                least,
-                tolerance,
-                PIECES=count,
-                PAIRS=pairs,
-                num_warps=warps,
-            )
-            return out, drawn
-        parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
-        length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
-        parts = triton.cdiv(n + 1, length)
-        capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
-        sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=probs.device)
-        keys = torch.empty(rows * capacity, dtype=torch.int64, device=probs.device)
-        columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=probs.device)
-        columns, below, found = columns.split([rows * capacity, rows * parts, rows])
-        which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
-        launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+    source: tuple[Tensor, int],
+    seed: Tensor,
+    out: Tensor,
+    drawn: Tensor,
+    probabilities: Tensor,
+    n: int,
+    least: float,
+    tolerance: float,
+) -> None:
+    """Draw from the rows that are of probabilities and have a d of at least `least`; `drawn` says which."""
+    rows = drawn.numel()
+    if n <= HELD:
+        count, pairs, warps = pieces(n)
         launch(
-            _part_keys, rows * parts,
-            *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
-            **which, PAIRS=CHUNK // 2, num_warps=4,
+            _pareto, rows,
+            *source, seed, out, drawn, probabilities, n, least, tolerance,
+            PIECES=count, PAIRS=pairs, num_warps=warps,
         )  # fmt: skip
-        launch(
-            _choose, rows,
-            sums, below, found, keys, columns, out, drawn, n, parts, capacity, *rule,
-            **which, WIDTH=1024, num_warps=8,
-        )  # fmt: skip
-    return out, drawn
+        return
+    parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
+    length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
+    parts = triton.cdiv(n + 1, length)
+    capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
+    sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=out.device)
+    keys = torch.empty(rows * capacity, dtype=torch.int64, device=out.device)
+    columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=out.device)
+    columns, below, found = columns.split([rows * capacity, rows * parts, rows])
+    which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
+    launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+    launch(
+        _part_keys, rows * parts,
+        *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
+        **which, PAIRS=CHUNK // 2, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _choose, rows,
+        sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity, *rule,
+        **which, WIDTH=1024, num_warps=8,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ the tournament
@@ -545,12 +628,11 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         parts, levels = triton.cdiv(nodes, width), width.bit_length() - 1
         after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
         units_after = torch.empty_like(after, dtype=torch.int32)
-        with torch.cuda.device_of(probs):
-            launch(
-                _duels, rows * parts,
-                x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
-                WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
-            )  # fmt: skip
+        launch(
+            _duels, rows * parts,
+            x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
+            WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
+        )  # fmt: skip
         if parts == 1:
             return out
         for _ in range(levels):
@@ -559,4 +641,4 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         x, stride, units = after, parts, units_after
 
 
-KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _duels)
+KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _careful, _duels)

@@ -228,43 +228,39 @@ def soft_topk(
     source = layout.rows(x, n)
     if resident.serves(x.dtype, F, tau, output):
         numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-        with torch.cuda.device_of(x):
-            kernels = split if layout.splits(rows, n) else resident
-            kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
+        kernels = split if layout.splits(rows, n) else resident
+        kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
         return out, hi, lo
     k_row, tau_row = layout.numbers(k, batch, x.device), layout.numbers(tau, batch, x.device)
     power, which = layout.power(F), {"CDF": layout.cdf_id(F.name)}
     how = {"OUTPUT": OUTPUTS[output], "COMPUTE": layout.compute(x.dtype, tau)}
-    with torch.cuda.device_of(x):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident, triton.cdiv(rows, together),
-                *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS, *power,
-                **which, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
-            )  # fmt: skip
-            return out, hi, lo
-        parts, length = layout.parts(rows, n)
-        sums = [x.new_empty(rows, parts, 7, dtype=torch.float64) for _ in range(2)]
-        state = [x.new_empty(rows, 11, dtype=torch.float64) for _ in range(2)]
-        padded = {"PARTS": triton.next_power_of_2(parts)}
-        chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
-        launch(_part_statistics, rows * parts, *source, sums[0], n, length, parts, **chunk)
-        fine = {"FINE": how["COMPUTE"] == tl.float64}
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
         launch(
-            _part_begin, rows, *k_row, *tau_row, sums[0], state[0], parts, *power, **which, **fine, **padded
-        )
-        for count in range(LAUNCHES):
-            a, b = count % 2, 1 - count % 2
-            launch(
-                _part_evaluate, rows * parts,
-                *source, sums[a], state[a], sums[b], state[b], n, length, parts, count, *power,
-                **which, **chunk, **padded,
-            )  # fmt: skip
-        last = LAUNCHES % 2
-        launch(
-            _part_write, rows * parts,
-            *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES, *power,
-            **which, **how, CHUNK=layout.CHUNK, **padded,
+            _resident, triton.cdiv(rows, together),
+            *source, *k_row, *tau_row, out, hi, lo, rows, n, EVALUATIONS, *power,
+            **which, **how, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
+        return out, hi, lo
+    parts, length = layout.parts(rows, n)
+    sums = [x.new_empty(rows, parts, 7, dtype=torch.float64) for _ in range(2)]
+    state = [x.new_empty(rows, 11, dtype=torch.float64) for _ in range(2)]
+    padded = {"PARTS": triton.next_power_of_2(parts)}
+    chunk = {"CHUNK": layout.CHUNK, "COMPUTE": how["COMPUTE"]}
+    launch(_part_statistics, rows * parts, *source, sums[0], n, length, parts, **chunk)
+    fine = {"FINE": how["COMPUTE"] == tl.float64}
+    launch(_part_begin, rows, *k_row, *tau_row, sums[0], state[0], parts, *power, **which, **fine, **padded)
+    for count in range(LAUNCHES):
+        a, b = count % 2, 1 - count % 2
+        launch(
+            _part_evaluate, rows * parts,
+            *source, sums[a], state[a], sums[b], state[b], n, length, parts, count, *power,
+            **which, **chunk, **padded,
+        )  # fmt: skip
+    last = LAUNCHES % 2
+    launch(
+        _part_write, rows * parts,
+        *source, sums[last], state[last], out, hi, lo, n, length, parts, LAUNCHES, *power,
+        **which, **how, CHUNK=layout.CHUNK, **padded,
+    )  # fmt: skip
     return out, hi, lo

@@ -11,36 +11,79 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from triton.runtime import driver
 
 from khot._kernels.triton.fast import PTX
 
-__all__ = ["launch"]
+__all__ = ["Variant", "launch", "variant"]
 
 LARGE = 1 << 31  # from here on an integer has 64 bits
 
 #: Told the name of each kernel that is launched, where something counts them.
 watch: Callable[[str], object] | None = None
 
-_COMPILED: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+_VARIANTS: dict[Any, Variant] = {}
+
+
+class Variant:
+    """A kernel with its constants, and what it was compiled to for each kind of arguments."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        self.compiled: dict[Any, _Compiled] = {}
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        """Start so many programs: ``kernel[(programs,)](*arguments, **constants)``.
+
+        The arguments come in the kernel's order. The first of them is a tensor on the device that runs it.
+        """
+        if watch is not None:
+            watch(self.kernel.__name__)
+        start(self, programs, arguments)
+
+
+class _Compiled:
+    """A compiled kernel, with the constants in its order, and what starts the last number of programs."""
+
+    __slots__ = ("constants", "kernel", "programs", "run")
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.programs = 0
+        self.run: Any = None
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Start so many programs of the kernel: ``kernel[(programs,)](*arguments, **constants)``.
+    """Start so many programs of the kernel, as :class:`Variant` does.
 
-    The arguments come in the kernel's order, and all constants by name, with ``num_warps`` and the like.
+    All constants come by name, with ``num_warps`` and the like.
     """
-    if watch is not None:
-        watch(kernel.__name__)
-    start(kernel, programs, arguments, constants)
+    variant(kernel, **constants)(programs, *arguments)
 
 
-def start(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def variant(kernel: Any, **constants: Any) -> Variant:
+    """The kernel with these constants, which is the same object in every call."""
+    key = kernel.fn, *constants, *constants.values()
+    found = _VARIANTS.get(key)
+    if found is None:
+        found = _VARIANTS[key] = Variant(kernel, constants)
+    return found
+
+
+def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
     if not PTX.value:  # the interpreter; and ROCm, where the size of a tensor counts, too
-        kernel[(programs,)](*arguments, **constants)
+        with torch.cuda.device_of(arguments[0]):
+            variant.kernel[(programs,)](*arguments, **variant.constants)
         return
-    device = driver.active.get_current_device()
-    key = [kernel.fn, device, *constants, *constants.values()]
+    device, active = arguments[0].get_device(), driver.active
+    current = active.get_current_device()
+    if current != device >= 0:
+        with torch.cuda.device(device):
+            start(variant, programs, arguments)
+        return
+    key: list[Any] = [current]
     for value in arguments:  # at least as fine as what Triton distinguishes
         kind = type(value)
         if kind is int:
@@ -49,22 +92,23 @@ def start(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dic
             key.append(kind)
         else:
             key += value.dtype, value.data_ptr() & 15
-    found = _COMPILED.get(tuple(key))
+    found = variant.compiled.get(tuple(key))
     if found is None:
-        compiled = kernel[(programs,)](*arguments, **constants)
-        _COMPILED[tuple(key)] = compiled, _rest(kernel, len(arguments), constants)
-    else:
-        compiled, rest = found
-        stream = driver.active.get_current_stream(device)
-        compiled[(programs, 1, 1)](*arguments, *rest, stream=stream)
+        kernel = variant.kernel[(programs,)](*arguments, **variant.constants)
+        variant.compiled[tuple(key)] = _Compiled(kernel, _in_order(variant, len(arguments)))
+        return
+    if found.programs != programs:
+        found.programs, found.run = programs, found.kernel[(programs, 1, 1)]
+    found.run(*arguments, *found.constants, stream=active.get_current_stream(current))
 
 
-def _rest(kernel: Any, given: int, constants: dict[str, Any]) -> tuple[Any, ...]:
-    """The kernel's constants in its order."""
-    named = kernel.arg_names[given:]
-    return tuple(constants.get(name, kernel.signature.parameters[name].default) for name in named)
+def _in_order(variant: Variant, given: int) -> tuple[Any, ...]:
+    """The constants in the kernel's order."""
+    named, parameters = variant.kernel.arg_names[given:], variant.kernel.signature.parameters
+    return tuple(variant.constants.get(name, parameters[name].default) for name in named)
 
 
 def forget() -> None:
     """Forget what was compiled."""
-    _COMPILED.clear()
+    for each in _VARIANTS.values():
+        each.compiled.clear()

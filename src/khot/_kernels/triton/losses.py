@@ -191,11 +191,10 @@ def fenchel_young(
         return reference.fenchel_young(x, target, share, hi, lo, tau, cdf, shape)
     rows = _Rows(x, target, share, hi, lo, tau, cdf, shape)
     sums = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            _losses, rows.rows * rows.parts,
-            *rows.given, sums, rows.n, rows.length, rows.parts, *rows.power, **rows.which
-        )  # fmt: skip
+    launch(
+        _losses, rows.rows * rows.parts,
+        *rows.given, sums, rows.n, rows.length, rows.parts, *rows.power, **rows.which
+    )  # fmt: skip
     return sums.squeeze(-1) if rows.parts == 1 else sums.sum(-1)
 
 
@@ -210,11 +209,10 @@ def fenchel_young_backward(
     dlo = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
     dtau = torch.empty_like(dlo)
     incoming = layout.numbers(grad, x.shape[:-1], x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            _pull_losses, rows.rows * rows.parts,
-            *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, *rows.power, **rows.which
-        )  # fmt: skip
+    launch(
+        _pull_losses, rows.rows * rows.parts,
+        *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, *rows.power, **rows.which
+    )  # fmt: skip
     if rows.parts == 1:
         return dx, dlo.squeeze(-1), dtau.squeeze(-1)
     return dx, dlo.sum(-1), dtau.sum(-1)

@@ -342,68 +342,67 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
     )
     which = {"P": float(p), "COMPUTE": layout.compute(s.dtype)}
     form = {"SIGNED": signed}
-    with torch.cuda.device_of(s):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident, triton.cdiv(rows, together),
-                *source, *k_row, *tau_row, y, hi, lo, rows, n, EVALUATIONS,
-                **which, **form, TOGETHER=together, WIDTH=width, num_warps=warps,
-            )  # fmt: skip
-            return y, hi, lo
-        parts, length = layout.parts(rows, n)
-        counts, tally, unused = histograms(s, source, k_row, rows, n, signed)
-        wanted = counts.numel() // (rows * 256)
-        sums = [hi.new_empty(rows * parts * 3) for _ in range(2)]
-        state = [hi.new_empty(rows * 8) for _ in range(2)]
-        chunk, padded = {"CHUNK": layout.CHUNK}, {"PARTS": triton.next_power_of_2(parts)}
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
         launch(
-            _part_below, rows * parts,
-            *source, *k_row, counts, sums[0], rows, n, length, parts, wanted, unused,
-            COMPUTE=which["COMPUTE"], **form, **chunk,
+            _resident, triton.cdiv(rows, together),
+            *source, *k_row, *tau_row, y, hi, lo, rows, n, EVALUATIONS,
+            **which, **form, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
+        return y, hi, lo
+    parts, length = layout.parts(rows, n)
+    counts, tally, unused = histograms(s, source, k_row, rows, n, signed)
+    wanted = counts.numel() // (rows * 256)
+    sums = [hi.new_empty(rows * parts * 3) for _ in range(2)]
+    state = [hi.new_empty(rows * 8) for _ in range(2)]
+    chunk, padded = {"CHUNK": layout.CHUNK}, {"PARTS": triton.next_power_of_2(parts)}
+    launch(
+        _part_below, rows * parts,
+        *source, *k_row, counts, sums[0], rows, n, length, parts, wanted, unused,
+        COMPUTE=which["COMPUTE"], **form, **chunk,
+    )  # fmt: skip
+    launch(
+        _part_begin,
+        rows,
+        *k_row,
+        *tau_row,
+        counts,
+        tally,
+        sums[0],
+        state[0],
+        rows,
+        parts,
+        wanted,
+        unused,
+        **which,
+        **padded,
+    )
+    for count in range(LAUNCHES):
+        a, b = count % 2, 1 - count % 2
         launch(
-            _part_begin,
-            rows,
-            *k_row,
-            *tau_row,
-            counts,
-            tally,
-            sums[0],
-            state[0],
-            rows,
-            parts,
-            wanted,
-            unused,
-            **which,
-            **padded,
-        )
-        for count in range(LAUNCHES):
-            a, b = count % 2, 1 - count % 2
-            launch(
-                _part_evaluate, rows * parts,
-                *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
-                **which, **form, **chunk, **padded,
-            )  # fmt: skip
-        last = LAUNCHES % 2
-        launch(
-            _part_write,
-            rows * parts,
-            *source,
-            sums[last],
-            state[last],
-            y,
-            hi,
-            lo,
-            n,
-            length,
-            parts,
-            LAUNCHES,
-            **which,
-            **form,
-            **chunk,
-            **padded,
-        )
+            _part_evaluate, rows * parts,
+            *source, sums[a], state[a], sums[b], state[b], n, length, parts, count,
+            **which, **form, **chunk, **padded,
+        )  # fmt: skip
+    last = LAUNCHES % 2
+    launch(
+        _part_write,
+        rows * parts,
+        *source,
+        sums[last],
+        state[last],
+        y,
+        hi,
+        lo,
+        n,
+        length,
+        parts,
+        LAUNCHES,
+        **which,
+        **form,
+        **chunk,
+        **padded,
+    )
     return y, hi, lo
 
 
@@ -639,36 +638,35 @@ def _pull(
     source, result = layout.rows(s, n), layout.rows(y, n)
     k_row, tau_row = layout.numbers(k, batch, s.device), layout.numbers(tau, batch, s.device)
     which = {"P": float(p), "SIGNED": signed, "COMPUTE": layout.compute(s.dtype)}
-    with torch.cuda.device_of(s):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident_backward, triton.cdiv(rows, together),
-                *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, ds, dtau, rows, n,
-                **which, TOGETHER=together, WIDTH=width, num_warps=warps,
-            )  # fmt: skip
-            return ds, dtau
-        parts, length = layout.parts(rows, n)
-        sums = hi.new_empty(rows * parts * 5)
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
         launch(
-            _part_gradient_sums,
-            rows * parts,
-            *cotangent,
-            *source,
-            *result,
-            hi,
-            lo,
-            *tau_row,
-            sums,
-            n,
-            length,
-            parts,
-            **which,
-            CHUNK=layout.CHUNK,
-        )
-        launch(
-            _part_gradient_write, rows * parts,
-            *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, sums, ds, dtau,
-            n, length, parts, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
+            _resident_backward, triton.cdiv(rows, together),
+            *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, ds, dtau, rows, n,
+            **which, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
+        return ds, dtau
+    parts, length = layout.parts(rows, n)
+    sums = hi.new_empty(rows * parts * 5)
+    launch(
+        _part_gradient_sums,
+        rows * parts,
+        *cotangent,
+        *source,
+        *result,
+        hi,
+        lo,
+        *tau_row,
+        sums,
+        n,
+        length,
+        parts,
+        **which,
+        CHUNK=layout.CHUNK,
+    )
+    launch(
+        _part_gradient_write, rows * parts,
+        *cotangent, *cotangent_lo, *source, *result, *k_row, hi, lo, *tau_row, sums, ds, dtau,
+        n, length, parts, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
+    )  # fmt: skip
     return ds, dtau

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,32 +83,31 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         return out
     source, compute = layout.rows(x, n), layout.compute(x.dtype)
     places = k.expand(*batch, count).contiguous()
-    with torch.cuda.device_of(x):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident_places, triton.cdiv(rows, together),
-                *source, places, out, rows, n, count,
-                COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
-            )  # fmt: skip
-            return out
-        for place, each in enumerate(places.view(rows, count).unbind(-1)):
-            counts, tally, unused = histograms(x, source, (each, count), rows, n)
-            wanted = counts.numel() // (rows * 256)
-            launch(
-                _part_place,
-                rows,
-                each,
-                count,
-                counts,
-                tally,
-                out,
-                rows,
-                n,
-                place,
-                count,
-                wanted,
-                unused,
-                COMPUTE=compute,
-            )
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
+        launch(
+            _resident_places, triton.cdiv(rows, together),
+            *source, places, out, rows, n, count,
+            COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
+        )  # fmt: skip
+        return out
+    for place, each in enumerate(places.view(rows, count).unbind(-1)):
+        counts, tally, unused = histograms(x, source, (each, count), rows, n)
+        wanted = counts.numel() // (rows * 256)
+        launch(
+            _part_place,
+            rows,
+            each,
+            count,
+            counts,
+            tally,
+            out,
+            rows,
+            n,
+            place,
+            count,
+            wanted,
+            unused,
+            COMPUTE=compute,
+        )
     return out

@@ -8,6 +8,8 @@ a short row takes.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
 from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
@@ -186,7 +188,7 @@ def solve_rows(
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = find(
         x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY,
+        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
     )  # fmt: skip
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
@@ -261,12 +263,19 @@ def soft_topk(
     output: str,
 ) -> None:
     """Fill out, hi and lo."""
+    start, programs, power = _variant(rows, n, F, output)
+    start(programs, *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int, tuple[float, float]]:
+    """What is launched, in how many programs, and the exponent of z."""
     tile = layout.tile(rows, n)
-    launch(
-        solve_rows, -(-rows // tile.together),
-        *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *layout.power(F),
+    solver = variant(
+        solve_rows,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
+    return solver, -(-rows // tile.together), layout.power(F)

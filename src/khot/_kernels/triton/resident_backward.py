@@ -8,6 +8,8 @@ without an ordinary threshold, are done again, in the same program, by the float
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +19,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
 from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import entries, inside, number64, numbers, place_rows
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
@@ -256,12 +258,19 @@ def soft_topk_backward(
     output: str,
 ) -> None:
     """Fill the results: dx, dk and dtau."""
+    start, programs, power = _variant(rows, n, F, output)
+    start(programs, *grad, *source, *t, *tau, *results, rows, n, *power)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int, tuple[float, float]]:
+    """What is launched, in how many programs, and the exponent of z."""
     tile = layout.tile(rows, n)
-    launch(
-        pull_rows, -(-rows // tile.together),
-        *grad, *source, *t, *tau, *results, rows, n, *layout.power(F),
+    puller = variant(
+        pull_rows,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
+    return puller, -(-rows // tile.together), layout.power(F)

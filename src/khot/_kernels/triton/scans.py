@@ -97,25 +97,24 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
         return out
     rows = out.numel() // n
     given = (*layout.rows(w.expand(shape), n), *layout.rows(g.expand(shape), n))
-    with torch.cuda.device_of(w):
-        if n <= layout.CHUNK:
-            width, together, warps = layout.block(n)
-            launch(
-                _part_scan, triton.cdiv(rows, together),
-                *given, out, out, rows, n, n, 1,
-                REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
-            )  # fmt: skip
-            return out
-        parts, length = layout.parts(rows, n)
-        maps = out.new_empty(rows * parts * 2)
-        which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
-        if parts > 1:
-            launch(_part_maps, rows * parts, *given, maps, rows, n, length, parts, **which)
+    if n <= layout.CHUNK:
+        width, together, warps = layout.block(n)
         launch(
-            _part_scan, rows * parts,
-            *given, maps, out, rows, n, length, parts,
-            **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
+            _part_scan, triton.cdiv(rows, together),
+            *given, out, out, rows, n, n, 1,
+            REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
         )  # fmt: skip
+        return out
+    parts, length = layout.parts(rows, n)
+    maps = out.new_empty(rows * parts * 2)
+    which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
+    if parts > 1:
+        launch(_part_maps, rows * parts, *given, maps, rows, n, length, parts, **which)
+    launch(
+        _part_scan, rows * parts,
+        *given, maps, out, rows, n, length, parts,
+        **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
+    )  # fmt: skip
     return out
 
 

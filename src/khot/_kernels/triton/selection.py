@@ -241,41 +241,40 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     if rows == 0:
         return out
     source, k_row, compute = layout.rows(x, n), layout.numbers(k, batch, x.device), layout.compute(x.dtype)
-    with torch.cuda.device_of(x):
-        if n <= layout.RESIDENT:
-            width, together, warps = layout.block(n)
-            launch(
-                _resident_mask,
-                triton.cdiv(rows, together),
-                *source,
-                *k_row,
-                out,
-                rows,
-                n,
-                COMPUTE=compute,
-                TOGETHER=together,
-                WIDTH=width,
-                num_warps=warps,
-            )
-            return out
-        parts, length = layout.parts(rows, n)
-        counts, tally, unused = histograms(x, source, k_row, rows, n)
-        ties = torch.empty(rows * parts, dtype=torch.int32, device=x.device)
-        wanted = counts.numel() // (rows * 256)
-        which = {"COMPUTE": compute, "CHUNK": layout.CHUNK}
-        size = (rows, n, length, parts, wanted, unused)
-        launch(_part_ties, rows * parts, *source, *k_row, counts, ties, *size, **which)
+    if n <= layout.RESIDENT:
+        width, together, warps = layout.block(n)
         launch(
-            _part_mask,
-            rows * parts,
+            _resident_mask,
+            triton.cdiv(rows, together),
             *source,
             *k_row,
-            counts,
-            tally,
-            ties,
             out,
-            *size,
-            **which,
-            PARTS=triton.next_power_of_2(parts),
+            rows,
+            n,
+            COMPUTE=compute,
+            TOGETHER=together,
+            WIDTH=width,
+            num_warps=warps,
         )
+        return out
+    parts, length = layout.parts(rows, n)
+    counts, tally, unused = histograms(x, source, k_row, rows, n)
+    ties = torch.empty(rows * parts, dtype=torch.int32, device=x.device)
+    wanted = counts.numel() // (rows * 256)
+    which = {"COMPUTE": compute, "CHUNK": layout.CHUNK}
+    size = (rows, n, length, parts, wanted, unused)
+    launch(_part_ties, rows * parts, *source, *k_row, counts, ties, *size, **which)
+    launch(
+        _part_mask,
+        rows * parts,
+        *source,
+        *k_row,
+        counts,
+        tally,
+        ties,
+        out,
+        *size,
+        **which,
+        PARTS=triton.next_power_of_2(parts),
+    )
     return out

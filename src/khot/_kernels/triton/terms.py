@@ -31,6 +31,7 @@ __all__ = [
 
 NORMAL_UNIT = tl.constexpr(math.sqrt(0.5 / math.log(2)))  # 2^(−v²) = e^(−z²/2)
 PHI = tl.constexpr(1 / math.sqrt(2 * math.pi))
+STEEP = tl.constexpr(2.0**24)  # a slope that makes a clipped line a step
 # The normal distribution's tail, divided by 2^(−v²)·t, as a polynomial in t = 1/(1 + 0.3|v|). It was fitted
 # by least squares with Lawson's weights, which minimise the largest relative error: 4e-8.
 TAIL = tl.constexpr(
@@ -97,6 +98,12 @@ def _raised(z, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _clip(x):
+    """x in [0, 1], which is part of the instruction that computes x."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
 def terms(x, given):
     """What is summed over the entries.
 
@@ -122,7 +129,8 @@ def terms(x, given):
     elif CDF == LAPLACE:
         e = tl.exp2(-tl.abs(v))  # twice the tail, and twice the density
         near = tl.where(e > 1 - kink(CDF), 1.0, 0.0)
-        return half_with_sign(v), with_sign(e, v), e, e * e, near
+        half = half_with_sign(v)
+        return half, half * e, e, e * e, near
     elif CDF == NORMAL:
         v = tl.minimum(tl.maximum(v, -1e4), 1e4)  # 0·v is to be 0
         ratio, e = _normal_tail(v)
@@ -131,10 +139,20 @@ def terms(x, given):
         return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
     else:
         distance = tl.abs(v - 0.5)
-        near = tl.where(tl.abs(distance - 0.5) < kink(CDF), 1.0, 0.0)
-        y, rate = _raised(tl.minimum(tl.maximum(v, 0.0), 1.0), power, CDF, WHOLE)
-        one = tl.where(v >= (1.0 if CDF == POWER else 0.5), 1.0, 0.0)
-        return one, one - y, tl.where(distance < 0.5, rate, 0.0), near
+        near = _clip(kink(CDF) * STEEP - tl.abs(distance - 0.5) * STEEP)
+        z = _clip(v)
+        if WHOLE:
+            # 1 where v >= 1, as no float32 number lies between 1 − 1/STEEP and 1. Comparisons would leave a
+            # predicate for each entry, which ptxas packs into bits and unpacks again.
+            one = _clip(v * STEEP + (1 - STEEP))
+            rate = z - one  # 0 where z is 0 or 1
+            for _ in tl.static_range(WHOLE - 2):
+                rate *= z
+            return one, -rate * z, rate, near
+        else:
+            one = tl.where(v >= (1.0 if CDF == POWER else 0.5), 1.0, 0.0)
+            y, rate = _raised(z, power, CDF, WHOLE)
+            return one, one - y, tl.where(distance < 0.5, rate, 0.0), near
 
 
 @triton.jit
@@ -174,8 +192,8 @@ def series(sums, power, CDF: tl.constexpr):
         return less, mass, beta, 1 - 6 * ff, beta + 12 * rest[2] * per, 1 - 30 * ff + 120 * rest[3] * per  # type: ignore[misc]
     elif CDF == LAPLACE:
         # f has a kink at 0, which has no second derivative: γ takes it as spread over the neighbourhood
-        beta, ff = -less * per, 0.5 * rest[0] * per  # type: ignore[misc]
-        return 0.5 * less, 0.5 * mass, beta, 1 - (16 * ff - 1) * (1 / 3), beta, beta * 0 + 1
+        beta, ff = -2 * less * per, 0.5 * rest[0] * per  # type: ignore[misc]
+        return less, 0.5 * mass, beta, 1 - (16 * ff - 1) * (1 / 3), beta, beta * 0 + 1
     elif CDF == NORMAL:
         z = per * (1 / NORMAL_UNIT)
         first = rest[0] * z  # type: ignore[misc]

@@ -405,8 +405,13 @@ def iterate(
     x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse, power, evaluations,
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """t from a guess, and which rows have one: of the rows that are not done already."""
+    """t from a guess, and which rows have one: of the rows that are not done already.
+
+    AGAIN says that the entries can be read again at `at`, though they are held: in a gap, which few rows have
+    to search, there are not registers enough for both.
+    """
     scale = inverse * unit(CDF)
     # as many halves as entries were looked at, those beyond the row's end among them
     seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
@@ -455,8 +460,9 @@ def iterate(
     else:
         if any_row(deep, TOGETHER):
             gap_hi, gap_lo, exists = _gap(
-                x, at, n_columns, hi, lo, scale, tau, CDF, TOGETHER, PIECES, WIDTH, STREAM
-            )
+                x, at, n_columns, hi, lo, scale, tau,
+                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN,
+            )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
     return hi, lo, ok
@@ -467,8 +473,9 @@ def find(
     x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
     CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
     WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    AGAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """t of rows, and which of them have one. Also returned are 1/τ and n − k.
+    """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in :func:`iterate`.
 
     ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
     counting its instructions, and for nothing else.
@@ -539,7 +546,7 @@ def find(
         crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
         hi, lo, solved = iterate(
             x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse,
-            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
+            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, AGAIN,
         )  # fmt: skip
         ok = ok & solved
     return hi, lo, ok & there, inverse, rest

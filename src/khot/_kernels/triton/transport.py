@@ -5,7 +5,6 @@ The method is the reference's (`_kernels.reference.transport`), which has the fo
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -291,23 +290,22 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
     chunk = max(16, min(triton.next_power_of_2(n), 2048 // keys))
     parts = triton.cdiv(n, chunk)
     which = {"KEYS": keys, "CHUNK": chunk, "num_warps": 4 if keys <= 32 else 8}
-    with torch.cuda.device_of(x):
-        launch(_newton, rows, flat, stride, scale, hi, shift, order, largest, target, n, k, SWEEPS, **which)
-        launch(
-            _plan,
-            rows * parts,
-            flat,
-            stride,
-            scale,
-            hi,
-            shift,
-            order,
-            largest,
-            taken.double().reshape(-1),
-            y,
-            n,
-            k,
-            parts,
-            **which,
-        )
+    launch(_newton, rows, flat, stride, scale, hi, shift, order, largest, target, n, k, SWEEPS, **which)
+    launch(
+        _plan,
+        rows * parts,
+        flat,
+        stride,
+        scale,
+        hi,
+        shift,
+        order,
+        largest,
+        taken.double().reshape(-1),
+        y,
+        n,
+        k,
+        parts,
+        **which,
+    )
     return y.reshape(*batch, k, n), order.reshape(*batch, k), hi.reshape(*batch, k), shift.reshape(*batch, k)
