@@ -1,5 +1,7 @@
-"""Top-k in magnitude by a search in float, against the reference kernels in float64: values, which are rounded
-once, and gradients, of rows of every kind and length."""
+"""Top-k in magnitude by a search in float, against the reference kernels in float64.
+
+Values, which are rounded once, and gradients, of rows of every kind and length.
+"""
 
 from __future__ import annotations
 
