@@ -67,7 +67,7 @@ class OrdinaryMagnitudeBackward {
   void add(const float* p, const Row& grad, const Row& y, int count, int64_t at, float* slopes,
            Sums& sums) const {
     float grads[kBlock], values[kBlock];
-    const float *g = fetch(grad, at, count, grads), *ys = e == 1 ? p : fetch(y, at, count, values);
+    const float *g = fetch(grad, at, count, grads), *ys = fetch(y, at, count, values);
     const Pooled<e> now = now_;  // a local copy stays in registers
     const FloatSigns signs = signs_;
     const VecD rate = splat(-e / m_.tau);
@@ -93,7 +93,7 @@ class OrdinaryMagnitudeBackward {
       }
       if constexpr (e == 1) {
         const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
-                      size = widen(moves ? s : VecF{});
+                      size = widen(moves ? signs.without(part(ys, i, lanes)) : VecF{});
         for (int h = 0; h < 2; ++h) {
           lower_v.half[h] += block_v.half[h];
           fall_v.half[h] += own_v.half[h] * size.half[h];
@@ -115,8 +115,7 @@ class OrdinaryMagnitudeBackward {
     sums.alone += total(alone_count);
     sums.lower += e == 1 ? total(inside_count) : total(lower);
     sums.power += total(power), sums.lower_v += total(lower_v), sums.power_v += total(power_v);
-    const double factor = 1 / (1 + m_.tau);
-    sums.fall_v += e == 1 ? total(fall_v) * factor * factor : total(fall_v);
+    sums.fall_v += e == 1 ? total(fall_v) / (1 + m_.tau) : total(fall_v);
   }
 
   // `from` has the entries for p = 2 and the slopes for p = 4/3.
