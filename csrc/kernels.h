@@ -135,9 +135,17 @@ struct CountRows {
 
 // Top-k in magnitude of s >= 0, or of |x| with the signs of x. The formulas are explained in
 // khot/_kernels/reference/magnitude.py.
+struct MagnitudeSpec {
+  double p;
+  bool is_signed;  // the rows are x, y has its signs, and the gradients are those of x
+  int64_t n;
+  const Parallel* inside;
+};
+
+// One row of such a problem.
 struct Magnitude {
   double k, tau, p;
-  bool is_signed;   // the rows are x, y has its signs, and the gradients are those of x
+  bool is_signed;
   Threshold gamma;  // the value of the pooled block
 };
 
@@ -168,11 +176,13 @@ struct Kernels {
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
-  // The kernels below serve one row per call. out, y and grad_s have the dtype of the scores.
+  // topk_mask, order_statistics and magnitude_backward serve one row per call. out and grad_s have the dtype
+  // of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
   // The m entries of the places k, which count from 1 for the largest.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
-  void (*magnitude)(const Row& s, int64_t n, Magnitude& problem, void* y);
+  // rows.put() takes gamma.
+  void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   // Returns dL/dtau.
   double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                const Magnitude& problem, void* grad_s);
@@ -215,6 +225,9 @@ constexpr int64_t scratch_size(int64_t n) { return 20 * n + 512; }
 struct Served {
   const Kernels& kernels;
   const SamplingKernels& sampling;
+  // The soft top-k of so many rows, which are shared among torch's threads, and its gradients.
+  void (*soft_topk)(const Spec& spec, const ForwardRows& rows, int64_t count);
+  void (*soft_topk_backward)(const Spec& spec, const BackwardRows& rows, int64_t count);
   // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
   void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
   void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,

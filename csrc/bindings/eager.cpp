@@ -1,10 +1,9 @@
-// khot._eager: small calls of the commonest operators, in eager mode, without a line of Python.
+// khot._eager: calls of the commonest operators, in eager mode, without a line of Python.
 //
 // At (4, 64) the kernel takes 3 µs, the operator's call 5 and the Python around it 8; backward, in a Function
 // of Python, takes 60. Here arguments are read, checked and computed with in one call, and the gradient is
-// torch's own Function in C++. Whatever is not a small plain call gets None, and takes the ordinary way:
-// other types, other devices, transforms, modes, tangents, values out of range. That way also raises the
-// errors.
+// torch's own Function in C++. Whatever is not a plain call gets None, and takes the ordinary way: other
+// types, other devices, transforms, modes, tangents, values out of range. That way also raises the errors.
 //
 // It needs torch's C++ interface, which is not stable, so it serves only the torch that it was built with
 // (khot/_kernels/eager.py). The kernels are those of khot._C.
@@ -23,6 +22,7 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cmath>
@@ -37,8 +37,10 @@ namespace {
 
 using at::Tensor;
 
-// Calls with more entries gain nothing that one could measure, and share their rows among threads.
-constexpr int64_t kMost = 1 << 14;
+// The soft top-k shares its rows among threads, and takes calls of any size: at (4096, 64) the ordinary way
+// takes as long as a third of the two kernels. Of the others, which do not share their rows, this many
+// entries are the most that one call takes.
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max(), kMost = 1 << 14;
 
 const Served* served = nullptr;
 
@@ -136,7 +138,7 @@ struct Backward final : BackwardRows {
 
 bool forward(const Tensor& x, const Problem& problem, Tensor& y, double* hi, double* lo) {
   const int64_t rows = x.numel() / problem.spec.n;
-  served->kernels.forward(problem.spec, Forward(x, *dtype_of(x), problem, y, hi, lo), 0, rows);
+  served->soft_topk(problem.spec, Forward(x, *dtype_of(x), problem, y, hi, lo), rows);
   double total = 0;  // one NaN makes it NaN
   for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
   return !std::isnan(total);
@@ -206,7 +208,7 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const Tensor incoming = grad.contiguous();
     const Backward rows(incoming, x, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
                         hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), nullptr, result);
-    served->kernels.backward(spec, rows, 0, x.numel() / spec.n);
+    served->soft_topk_backward(spec, rows, x.numel() / spec.n);
     return {result, Tensor(), Tensor()};
   }
 };
@@ -250,8 +252,9 @@ std::optional<Cdf> cdf_of(PyObject* name) {
   return std::nullopt;
 }
 
-// A small contiguous tensor that has its rows in the last dimension; null for everything else.
-const Tensor* rows_of(PyObject* input, PyObject* dim) {
+// A contiguous tensor of at most so many entries that has its rows in the last dimension; null for everything
+// else.
+const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
   if (!PyLong_CheckExact(dim)) return nullptr;
   if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
   const Tensor& x = THPVariable_Unpack(input);
@@ -259,7 +262,7 @@ const Tensor* rows_of(PyObject* input, PyObject* dim) {
   const long at = PyLong_AsLongAndOverflow(dim, &overflow);
   if (overflow != 0) return nullptr;
   if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
-  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > kMost || !x.is_contiguous())
+  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > most || !x.is_contiguous())
     return nullptr;
   return x._fw_grad(0).defined() ? nullptr : &x;
 }
@@ -269,7 +272,7 @@ PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
   if (args[5] != Py_True || args[6] != Py_None || args[7] != Py_None) Py_RETURN_NONE;
-  const Tensor* found = rows_of(args[0], args[2]);
+  const Tensor* found = rows_of(args[0], args[2], kAny);
   if (found == nullptr) Py_RETURN_NONE;
   const Tensor& x = *found;
   const auto k = number(args[1]), tau = number(args[3]);
@@ -282,12 +285,15 @@ PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
   bool valid = true;
   Tensor y;
-  if (at::GradMode::is_enabled() && x.requires_grad()) {
-    y = SoftTopk::apply(x, problem, &valid)[0];
-  } else {
-    y = at::empty(x.sizes(), x.options());
-    c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
-    valid = forward(x, problem, y, threshold.data(), threshold.data() + threshold.size() / 2);
+  {
+    const pybind11::gil_scoped_release others_may_run;
+    if (at::GradMode::is_enabled() && x.requires_grad()) {
+      y = SoftTopk::apply(x, problem, &valid)[0];
+    } else {
+      y = at::empty(x.sizes(), x.options());
+      c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
+      valid = forward(x, problem, y, threshold.data(), threshold.data() + threshold.size() / 2);
+    }
   }
   if (!valid) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
@@ -313,7 +319,7 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 6, "khot: topk_mask takes 6 arguments");
   if (args[3] != Py_True || args[4] != Py_None || args[5] != Py_None) Py_RETURN_NONE;
-  const Tensor* found = rows_of(args[0], args[2]);
+  const Tensor* found = rows_of(args[0], args[2], kMost);
   if (found == nullptr) Py_RETURN_NONE;
   const Tensor& x = *found;
   const auto k = number(args[1]);
@@ -347,7 +353,7 @@ Ranked ranked(PyObject* const* args, Py_ssize_t count) {
       !named(args[6], "l2") || args[7] != Py_None) {
     return {};
   }
-  const Tensor* x = rows_of(args[0], args[1]);
+  const Tensor* x = rows_of(args[0], args[1], kMost);
   const auto tau = number(args[2]);
   if (x == nullptr || !tau || !(*tau > 0 && std::isfinite(*tau))) return {};
   if ((at::GradMode::is_enabled() && x->requires_grad()) || x->element_size() < 4) return {};
@@ -410,7 +416,7 @@ void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint
 PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
-  const Tensor* found = rows_of(args[0], args[1]);
+  const Tensor* found = rows_of(args[0], args[1], kMost);
   const auto least = number(args[3]);
   if (found == nullptr || !least || found->element_size() < 4) Py_RETURN_NONE;
   std::optional<at::Generator> generator;

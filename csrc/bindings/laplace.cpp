@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/soft_topk.h"
 #include "bindings/sorted.h"
 
 namespace khot {
@@ -235,8 +236,8 @@ void small_sort(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau,
 }  // namespace khot
 
 extern "C" __attribute__((visibility("default"))) const void* khot_served() {
-  static const khot::Served served{khot::kernels(), khot::sampling_kernels(), khot::small_rank,
-                                   khot::small_sort};
+  static const khot::Served served{khot::kernels(),     khot::sampling_kernels(), khot::forward_rows,
+                                   khot::backward_rows, khot::small_rank,         khot::small_sort};
   return &served;
 }
 

@@ -48,6 +48,22 @@ Tensor order_statistics(Tensor x, Tensor k) {
   return out;
 }
 
+struct Magnitudes final : ForwardRows {
+  Rows scores;
+  RowScalars ks, taus;
+  char* y;
+  int64_t row_bytes;
+  double *hi, *lo;
+
+  Magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, const Sizes& batch)
+      : scores(s, batch), ks(k, batch), taus(tau, batch) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t row) const override { return ks(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  void* out(int64_t row) const override { return y + row * row_bytes; }
+  void put(int64_t row, Threshold gamma) const override { hi[row] = gamma.hi, lo[row] = gamma.lo; }
+};
+
 std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, double p,
                                               bool is_signed) {
   const Sizes batch = batch_of(s);
@@ -55,16 +71,14 @@ std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, 
   Tensor y = empty(s, s.sizes());
   Tensor hi = empty(s, batch, ScalarType::Double);
   Tensor lo = empty(s, batch, ScalarType::Double);
-  const Rows scores(s, batch);
-  const RowScalars ks(k, batch), taus(tau, batch);
-  char* const data = static_cast<char*>(y.mutable_data_ptr());
-  double *const his = hi.mutable_data_ptr<double>(), *const los = lo.mutable_data_ptr<double>();
-  const int64_t bytes = n * size_of(scores.dtype());
-  each_row(product(batch), n, [&](int64_t row) {
-    Magnitude problem{ks(row), taus(row), p, is_signed, {0, 0}};
-    kernels().magnitude(scores(row), n, problem, data + row * bytes);
-    his[row] = problem.gamma.hi, los[row] = problem.gamma.lo;
-  });
+  Magnitudes rows(s, k, tau, batch);
+  rows.y = static_cast<char*>(y.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  rows.hi = hi.mutable_data_ptr<double>(), rows.lo = lo.mutable_data_ptr<double>();
+  share(MagnitudeSpec{p, is_signed, n, nullptr}, product(batch),
+        [&](const MagnitudeSpec& spec, int64_t begin, int64_t end) {
+          kernels().magnitude(spec, rows, begin, end);
+        });
   return {y, hi, lo};
 }
 

@@ -1,5 +1,7 @@
 // khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
+#include "bindings/soft_topk.h"
+
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -55,8 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std
   Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
   rows.out_data = static_cast<char*>(out.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
-  share(spec, product(batch),
-        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().forward(spec, rows, begin, end); });
+  forward_rows(spec, rows, product(batch));
   return {out, hi, lo};
 }
 
@@ -105,12 +106,22 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
   rows.row_bytes = n * size_of(rows.scores.dtype());
   rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
-  share(spec, product(batch),
-        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().backward(spec, rows, begin, end); });
+  backward_rows(spec, rows, product(batch));
   return {grad_x, grad_k, grad_tau};
 }
 
 }  // namespace
+
+void forward_rows(const Spec& spec, const ForwardRows& rows, int64_t count) {
+  share(spec, count,
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().forward(spec, rows, begin, end); });
+}
+
+void backward_rows(const Spec& spec, const BackwardRows& rows, int64_t count) {
+  share(spec, count,
+        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().backward(spec, rows, begin, end); });
+}
+
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

@@ -1,5 +1,5 @@
-// Top-k in magnitude and its gradients, one row at a time, in double. The formulas are explained in
-// khot/_kernels/reference/selection.py.
+// Top-k in magnitude and its gradients. The formulas are explained in khot/_kernels/reference/magnitude.py.
+// What is here serves every row, in double; the search of magnitude_ordinary.h is tried first.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,8 @@
 
 #include "cdfs.h"
 #include "selection/kth_largest.h"
+#include "selection/magnitude_ordinary.h"
+#include "selection/magnitude_ordinary_backward.h"
 #include "soft_topk/guess.h"
 
 namespace khot::KHOT_ISA {
@@ -166,7 +168,7 @@ struct LinearBlock {
   }
 };
 
-inline void magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
+inline void careful_magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
   const Exponent power(m.p);
   bool constant = false;
   with_order(s.dtype, y, [&](auto order, auto* p) {
@@ -193,6 +195,43 @@ inline void magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
     if (count(block.alone) > 0) value = block.alone ? power.alone(v, problem.tau, drop) : value;
     return signs.times(value, signs.of(x));
   });
+}
+
+// The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one.
+inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
+  const auto careful = [&](int64_t i) {
+    Magnitude problem{rows.k(i), rows.tau(i), spec.p, spec.is_signed, {0, 0}};
+    careful_magnitude(rows.x(i), spec.n, problem, rows.out(i));
+    rows.put(i, problem.gamma);
+  };
+  const auto ordinary = [&](auto exponent) {
+    constexpr int e = decltype(exponent)::value, width = kWidth<float>;
+    MagnitudeGoal goal;
+    const auto one = [&](int64_t i) {
+      Threshold gamma;
+      const bool done = magnitude_row<e>(spec, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, gamma);
+      done ? rows.put(i, gamma) : careful(i);
+    };
+    int64_t i = begin;
+    if (spec.n <= kShortRow && end - begin >= width) {
+      MagnitudeLanes<e> lanes;
+      bool done[width];
+      for (; i + width <= end; i += width) {
+        lanes.solve(spec, rows, i, goal, done);
+        for (int j = 0; j < width; ++j) {
+          if (!done[j]) careful(i + j);
+        }
+      }
+    }
+    for (; i < end; ++i) one(i);
+  };
+  const int e = Exponent(spec.p).whole;
+  if (begin == end) return;
+  if (spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble && e == 1)
+    return ordinary(std::integral_constant<int, 1>());
+  if (spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble && e == 3)
+    return ordinary(std::integral_constant<int, 3>());
+  for (int64_t i = begin; i < end; ++i) careful(i);
 }
 
 // dv/ds (own) and -dv/dtau (fall) of the entries that are alone, and dY/ds (rate) of the pooled ones.
@@ -286,6 +325,10 @@ double magnitude_gradients(const Row& grad, double grad_lo, const Row& s, const 
 inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
                                  const Magnitude& m, void* grad_s) {
   const Exponent power(m.p);
+  if (power.whole == 1 && OrdinaryMagnitudeBackward<1>::serves(m, s.dtype))
+    return OrdinaryMagnitudeBackward<1>(m).run(grad, grad_lo, s, y, n, grad_s);
+  if (power.whole == 3 && OrdinaryMagnitudeBackward<3>::serves(m, s.dtype))
+    return OrdinaryMagnitudeBackward<3>(m).run(grad, grad_lo, s, y, n, grad_s);
   if (LinearBlock::serves(m, power) && !std::isnan(m.gamma.hi)) {
     const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
     return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s, [=](VecD s, VecD y) {

@@ -1,6 +1,8 @@
 // Elementary functions of vectors: division, exp, log and what they are made of.
 #pragma once
 
+#include <cmath>
+
 #include "simd/vec.h"
 
 namespace khot::KHOT_ISA {
@@ -79,6 +81,29 @@ KHOT_INLINE VecF inverse(VecF b) {
   return r * (2 - b * r);
 #else
   return 1 / b;
+#endif
+}
+
+// 1/b to within 4e-4, for b that is not subnormal.
+KHOT_INLINE VecF rough_inverse(VecF b) {
+#if KHOT_VECTOR_BYTES == 64
+  return (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)b);
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  return (VecF)_mm256_rcp_ps((__m256)b);
+#else
+  return 1 / b;
+#endif
+}
+
+// sqrt(v) for v >= 0.
+KHOT_INLINE VecF square_root(VecF v) {
+#if KHOT_VECTOR_BYTES == 64
+  return (VecF)_mm512_maskz_sqrt_ps(0xffff, (__m512)v);
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  return (VecF)_mm256_sqrt_ps((__m256)v);
+#else
+  for (int i = 0; i < kWidth<float>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
 #endif
 }
 

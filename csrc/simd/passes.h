@@ -120,6 +120,21 @@ void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
   }
 }
 
+constexpr int64_t kSampleFrom = 65536;  // from this length on, a guess comes from a sample of the row
+constexpr int kSampleBlocks = 16;
+constexpr int kSampleMax = 16384;
+
+// Copies a sample, which is evenly spaced blocks of the row, and returns its size.
+inline int take_sample(const Row& row, int64_t n, float* sample) {
+  const int size = n >= 8 * kSampleMax ? kSampleMax : kSampleMax / 4, block = size / kSampleBlocks;
+  for (int i = 0; i < kSampleBlocks; ++i) {
+    float* target = sample + i * block;
+    const float* p = fetch(row, (n - block) / (kSampleBlocks - 1) * i, block, target);
+    if (p != target) std::memcpy(target, p, block * sizeof(float));
+  }
+  return size;
+}
+
 // body(v, i, lanes) for the vectors v of a block. v begins at entry i and has so many lanes; the others hold
 // pad.
 template <class R, class Body>

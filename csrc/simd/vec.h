@@ -262,19 +262,36 @@ KHOT_INLINE R sum(Vec<R> v) {
   return lanes[0];
 }
 
-// The two halves of v in double.
-KHOT_INLINE void widen(VecF v, VecD& low, VecD& high) {
-#if KHOT_VECTOR_BYTES == 64  // by way of memory, this would take as long as a pass over both
-  const __m256d first = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 0);
-  const __m256d second = _mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 1);
-  low = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)first);
-  high = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)second);
+// A vector of floats as two of doubles, and back.
+KHOT_INLINE void halves(VecF v, VecD& first, VecD& second) {
+#if KHOT_VECTOR_BYTES == 64  // by way of memory, this would take as long as what it is for
+  first = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 0));
+  second = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 1));
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  first = (VecD)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+  second = (VecD)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
 #else
   using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
-  Half first, second;
-  std::memcpy(&first, &v, sizeof(first));
-  std::memcpy(&second, reinterpret_cast<const char*>(&v) + sizeof(first), sizeof(second));
-  low = __builtin_convertvector(first, VecD), high = __builtin_convertvector(second, VecD);
+  Half low, high;
+  std::memcpy(&low, &v, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
+  first = __builtin_convertvector(low, VecD), second = __builtin_convertvector(high, VecD);
+#endif
+}
+KHOT_INLINE VecF join(VecD first, VecD second) {
+#if KHOT_VECTOR_BYTES == 64
+  const __m512d low = _mm512_castpd256_pd512((__m256d)_mm512_maskz_cvtpd_ps(0xff, (__m512d)first));
+  return (VecF)_mm512_maskz_insertf64x4(0xff, low, (__m256d)_mm512_maskz_cvtpd_ps(0xff, (__m512d)second), 1);
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  return (VecF)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps((__m256d)first)),
+                                    _mm256_cvtpd_ps((__m256d)second), 1);
+#else
+  using Half = float __attribute__((vector_size(KHOT_VECTOR_BYTES / 2)));
+  const Half low = __builtin_convertvector(first, Half), high = __builtin_convertvector(second, Half);
+  VecF v;
+  std::memcpy(&v, &low, sizeof(low));
+  std::memcpy(reinterpret_cast<char*>(&v) + sizeof(low), &high, sizeof(high));
+  return v;
 #endif
 }
 
@@ -284,9 +301,9 @@ struct LongSum {
   VecF part{};
   KHOT_INLINE void add(VecF v) { part += v; }
   KHOT_INLINE void flush() {
-    VecD low, high;
-    widen(part, low, high);
-    total += low + high;
+    VecD first, second;
+    halves(part, first, second);
+    total += first + second;
     part = VecF{};
   }
 };
@@ -305,6 +322,11 @@ KHOT_INLINE R maximum(Vec<R> v) {
 
 // Whether mask is -1 in some lane.
 KHOT_INLINE bool any(IntF mask) {
+#if KHOT_VECTOR_BYTES == 64
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#endif
   int32_t seen = 0;
   for (int i = 0; i < kWidth<float>; ++i) seen |= mask[i];
   return seen != 0;

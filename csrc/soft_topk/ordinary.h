@@ -11,10 +11,6 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr int64_t kSampleFrom = 65536;  // from this length on, the guess comes from a sample of the row
-constexpr int kSampleBlocks = 16;
-constexpr int kSampleMax = 16384;
-
 // Rows mostly lie one behind the other, and the processor's prefetcher notices the next row too late. Up to
 // this length, the passes over a row fetch the next one into the cache.
 constexpr int64_t kAhead = 4096;
@@ -208,15 +204,10 @@ class OrdinarySolver {
     return std::fabs(sums.first) + sums.second < kInfinity;
   }
 
-  // The threshold of a sample, which is evenly spaced blocks of the row; NaN where it does not tell enough.
+  // The threshold of a sample; NaN where it does not tell enough.
   double from_sample(double k, Goal& goal) {
     float sample[kSampleMax];
-    const int size = n_ >= 8 * kSampleMax ? kSampleMax : kSampleMax / 4, block = size / kSampleBlocks;
-    for (int i = 0; i < kSampleBlocks; ++i) {
-      float* target = sample + i * block;
-      const float* p = fetch(row_, (n_ - block) / (kSampleBlocks - 1) * i, block, target);
-      if (p != target) std::memcpy(target, p, block * sizeof(float));
-    }
+    const int size = take_sample(row_, n_, sample);
     const double share = static_cast<double>(size) / static_cast<double>(n_), sample_k = k * share;
     if (!(sample_k >= 8 && sample_k <= size - 8)) return kNan;
     const Row row{sample, Dtype::kFloat, 1};

@@ -47,7 +47,7 @@ double close_count(const Row& x, int64_t n, double tau, const Parallel* inside, 
     VecD total{};
     vectors<float>(p, count, -kInf<float>, [&](VecF v, int, int) {
       VecD low, high;
-      widen(v, low, high);
+      halves(v, low, high);
       total += C::two_values_close(exponent(low), exponent(high));
     });
     sums.sum += sum<double>(total);

@@ -1,9 +1,9 @@
-"""Small calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
+"""Plain calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
 
-A call returns None if it is not a small plain call of a tensor on the CPU, and has to take the ordinary way:
-dispatch, checks and errors are there. The extension is written in torch's C++ interface, which is not stable,
-so it is used with the torch that it was built with, whose version is in its name. Without it every call
-returns None.
+A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
+dispatch, checks and errors are there. Of all but the soft top-k, only small calls are taken. The extension is
+written in torch's C++ interface, which is not stable, so it is used with the torch that it was built with,
+whose version is in its name. Without it every call returns None.
 """
 
 from __future__ import annotations

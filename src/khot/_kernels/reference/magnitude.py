@@ -313,9 +313,10 @@ def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[
     e = 1 / (p - 1)
     nothing = torch.where(y.isnan(), y, 0)
     alone = block.alone & (s < math.inf) & ((y > 0) | (p >= 2))
-    flat = (y == 0) & (p > 2)  # where τ v^(p−1) has no slope
-    y = y.masked_fill(~alone | (y == 0), 1)
+    none = y == 0
+    flat = none & (p > 2)  # where τ v^(p−1) has no slope
+    y = y.masked_fill(~alone | none, 1)
     own = (1 / (1 + (tau * (p - 1) * y ** (p - 2)).masked_fill(flat, 0))).where(alone, nothing)
-    fall = own * torch.where(s > 0, y ** (p - 1), 0)
+    fall = own * torch.where((s > 0) & ~none, y ** (p - 1), 0)
     rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
     return own, fall, rate.where(block.inside, nothing)

@@ -1,0 +1,166 @@
+"""Top-k in magnitude by a search in float, against the reference kernels in float64.
+
+Values, which are rounded once, and gradients, of rows of every kind and length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot._kernels.reference import magnitude as reference
+from oracles import ADVERSARIAL
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+P = [2.0, 4 / 3]
+
+each_p = pytest.mark.parametrize("p", P, ids=["p2", "p4/3"])
+each_float = pytest.mark.parametrize("dtype", FLOATS, ids=[str(d)[6:] for d in FLOATS])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
+    """y is rounded once from float64, γ has 11 digits, and gradients those of the dtype."""
+    eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny * torch.finfo(x.dtype).eps
+    rest = (k.double(), tau.double(), p)
+    y, hi, lo = torch.ops.khot.magnitude_with_signs(x, *rest)
+    want, want_hi, want_lo = reference.magnitude_with_signs(x.double(), *rest)
+    size = want.abs().nan_to_num(0, 0, 0)
+    assert torch.equal(y.isnan(), want.isnan())
+    error = (y.double() - want.to(x.dtype).double().where(want.to(x.dtype).isinf(), want)).abs()
+    allowed = (0.51 * eps + 1e-11 / (p - 1)) * size + tiny + 1e-13 * size.amax(-1, True)
+    assert (error.nan_to_num(0, 0, 0) <= allowed).all()
+    assert ((y.signbit() == x.signbit()) | (y == 0) | y.isnan()).all()
+    gamma, want_gamma = hi + lo, want_hi + want_lo
+    clear = want_gamma.abs() < 1e300
+    assert torch.equal(clear, gamma.abs() < 1e300)
+    assert ((gamma - want_gamma).abs() <= 1e-11 * want_gamma.abs() + 1e-300)[clear].all()
+
+    v = normal(*x.shape, seed=3).to(x.dtype)
+    zero = torch.zeros_like(want_hi)
+    given = (k.double(), want_hi, want_lo, tau.double(), p)
+    got = torch.ops.khot.magnitude_with_signs_backward(v, zero, x, want.to(x.dtype), *given)
+    true = reference.magnitude_with_signs_backward(
+        v.double(), zero, x.double(), want.to(x.dtype).double(), *given
+    )
+    scale = true[0].abs().nan_to_num(0, 0, 0)
+    least = torch.finfo(x.dtype).tiny
+    assert torch.equal(got[0].isnan(), true[0].isnan())
+    error = (got[0].double() - true[0]).abs().nan_to_num(0, 0, 0)
+    assert (error <= (1e-9 + 2 * eps) * scale.amax(-1, True) + least).all()
+    error = (got[1] - true[1]).abs().nan_to_num(0, 0, 0)
+    fall = (v.double() * want.abs() ** (p - 1)).abs().nan_to_num(0, 0, 0)  # of y, which is rounded
+    size = true[1].abs().nan_to_num(0, 0, 0) + scale.sum(-1) + fall.sum(-1)
+    assert (error <= (1e-9 + 2 * eps) * size + least).all()
+
+
+@pytest.mark.parametrize("tau", [1e-3, 0.1, 1.0, 30.0, 1e3])
+@each_p
+def test_rows_of_every_length(p: float, tau: float) -> None:
+    """Rows of 1 to 70 entries: a group of lanes and rows that are left over, and k up to both of its ends."""
+    for n in range(1, 71):
+        x = normal(19, n, seed=n)
+        x[0] = x[0].round()
+        x[1] = 0.75
+        x[2, ::2] = 0
+        k = torch.arange(19) % (n + 1)
+        assert_as_reference(x, k, torch.tensor(tau), p)
+
+
+@each_float
+@each_p
+def test_adversarial_rows(p: float, dtype: torch.dtype) -> None:
+    for n in (4, 8, 16, 64, 300):
+        rows = [scores(n, torch.Generator().manual_seed(n)) for scores in ADVERSARIAL.values()]
+        x = torch.stack(rows).to(dtype)
+        for tau in (0.01, 1.0):
+            for k in sorted({1, n // 3, n - 1}):
+                assert_as_reference(x, torch.full((len(x),), k), torch.tensor(tau), p)
+
+
+@each_p
+def test_scalars_of_each_row(p: float) -> None:
+    x = normal(48, 64) * torch.logspace(-6, 6, 48)[:, None]
+    k = torch.randint(0, 65, (48,), generator=torch.Generator().manual_seed(0))
+    assert_as_reference(x, k, torch.logspace(-6, 6, 48).flip(0), p)
+
+
+@each_p
+def test_rows_that_are_left_to_the_other_solver(p: float) -> None:
+    """In one group with rows that are not: a NaN, infinite entries, k or tau out of range."""
+    x = normal(32, 64)
+    x[3, 5], x[4, 7], x[5, :3] = math.nan, math.inf, -math.inf
+    x[6] *= 1e30
+    x[7] *= 1e-30
+    k, tau = torch.full((32,), 8.0), torch.ones(32)
+    k[8], k[9], k[10], k[11] = -1, 65, 2.5, math.nan
+    tau[12], tau[13], tau[14], tau[15] = 0, math.inf, 1e-20, 1e20
+    assert_as_reference(x, k, tau, p)
+
+
+@pytest.mark.parametrize("kind", ["normal_1", "cauchy", "lognormal", "ties", "outlier"])
+@each_p
+def test_long_rows(p: float, kind: str) -> None:
+    """The first guess comes from a sample of the row."""
+    n = 70_001
+    x = ADVERSARIAL[kind](n, torch.Generator().manual_seed(1)).float().expand(3, n)
+    assert_as_reference(x, torch.tensor([5, 700, n // 2]), torch.tensor(0.3), p)
+    if kind == "normal_1":
+        assert_as_reference(x.bfloat16(), torch.tensor([5, 700, n // 2]), torch.tensor(1e-3), p)
+
+
+@each_p
+def test_infinite_and_missing_entries_of_long_rows(p: float) -> None:
+    """They are not in the sample."""
+    x = normal(3, 70_001)
+    x[0, 69_000], x[1, 69_000] = math.inf, math.nan
+    assert_as_reference(x, torch.tensor(700), torch.tensor(1.0), p)
+
+
+@each_p
+def test_masked_entries(p: float) -> None:
+    x, mask = normal(40, 30), normal(40, 30, seed=1) > 0
+    mask[:, :6] = True
+    y = khot.soft_topk_magnitude(x, 6, p=p, mask=mask)
+    want = khot.soft_topk_magnitude(x.double(), 6, p=p, mask=mask)
+    torch.testing.assert_close(y.double(), want, rtol=6.1e-8, atol=1e-13)
+    assert (y[~mask] == 0).all()
+
+
+@each_p
+def test_layouts(p: float) -> None:
+    x = normal(33, 64)
+    want = khot.soft_topk_magnitude(x, 8, p=p)
+    for layout in (
+        x.mT.contiguous().mT,
+        normal(33, 128).zero_()[:, ::2].copy_(x),
+        torch.cat((x, x), -1)[:, :64],
+    ):
+        assert torch.equal(khot.soft_topk_magnitude(layout, 8, p=p), want)
+    assert torch.equal(khot.soft_topk_magnitude(x[:1].expand(33, 64), 8, p=p), want[:1].expand(33, 64))
+    assert torch.equal(khot.soft_topk_magnitude(x.mT, 8, dim=0, p=p), want.mT)
+    ties = torch.ones(33, 1).expand(33, 64)
+    torch.testing.assert_close(
+        khot.soft_topk_magnitude(ties, 8, p=p).double(),
+        khot.soft_topk_magnitude(ties.double(), 8, p=p),
+        rtol=6.1e-8,
+        atol=0,
+    )
+
+
+@each_p
+def test_a_row_is_solved_alike_in_any_number_of_threads(p: float) -> None:
+    x, threads = normal(100, 64), torch.get_num_threads()
+    want = khot.soft_topk_magnitude(x, 8, p=p)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(khot.soft_topk_magnitude(x, 8, p=p), want)
+    finally:
+        torch.set_num_threads(threads)
