@@ -46,7 +46,7 @@ bench: $(INSTALLED) ## time the operators beside torch.softmax
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright & types=$$!; $(BIN)/mypy; found=$$?; wait $$types && exit $$found
+	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; $(BIN)/mypy; found=$$?; wait $$types && exit $$found
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .

@@ -8,6 +8,7 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
+#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -24,7 +25,7 @@ Tensor dense(const Tensor& t, ScalarType dtype, int64_t entries, const char* nam
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> assign_pass(Tensor x, Tensor k, Tensor r, Tensor c,
-                                                               double tau, std::string cdf, double /*shape*/,
+                                                               double tau, Text cdf, double /*shape*/,
                                                                int64_t steps, double tolerance, bool slopes,
                                                                bool values) {
   const ScalarType dtype = x.scalar_type();

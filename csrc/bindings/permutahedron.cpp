@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bindings/sorted.h"
+#include "bindings/text.h"
 
 namespace khot {
 namespace {
@@ -34,7 +35,7 @@ struct Weights {
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor tau,
-                                                   std::string regularization) {
+                                                   Text regularization) {
   const bool kl = is_kl(regularization);
   const Shape shape(z);
   const int64_t n = shape.n;
@@ -81,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor ta
 }
 
 std::tuple<Tensor, Tensor, Tensor> project_backward(Tensor grad, Tensor z, Tensor w, Tensor tau, Tensor order,
-                                                    Tensor w_order, Tensor start, std::string regularization,
+                                                    Tensor w_order, Tensor start, Text regularization,
                                                     bool want_w) {
   const bool kl = is_kl(regularization);
   const Shape shape(z);

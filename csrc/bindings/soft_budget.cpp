@@ -6,6 +6,7 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
+#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -57,7 +58,7 @@ struct Forward final : BudgetRows {
 };
 
 std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor budget, Tensor tau,
-                                               std::string cdf, double shape, std::string by,
+                                               Text cdf, double shape, Text by,
                                                bool at_most) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
@@ -106,7 +107,7 @@ struct Backward final : BudgetBackwardRows {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> soft_budget_backward(Tensor grad, Tensor grad_lo, Tensor x,
                                                                 Tensor cost, Tensor hi, Tensor lo, Tensor tau,
-                                                                std::string cdf, double shape, std::string by,
+                                                                Text cdf, double shape, Text by,
                                                                 bool at_most) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);

@@ -6,6 +6,7 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
+#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -46,7 +47,7 @@ CountSpec to_spec(const std::string& cdf, double shape, int64_t n, int64_t level
   return {{find("cdf", cdf, kCdfs), shape, Output::kValue, n, nullptr}, levels, centred};
 }
 
-Tensor soft_count(Tensor x, Tensor at, Tensor tau, std::string cdf, double shape, bool centred) {
+Tensor soft_count(Tensor x, Tensor at, Tensor tau, Text cdf, double shape, bool centred) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Counts rows(x, at, tau, batch);
@@ -61,7 +62,7 @@ Tensor soft_count(Tensor x, Tensor at, Tensor tau, std::string cdf, double shape
 }
 
 std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Tensor at, Tensor tau,
-                                                       std::string cdf, double shape, bool centred) {
+                                                       Text cdf, double shape, bool centred) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Counts rows(x, at, tau, batch);

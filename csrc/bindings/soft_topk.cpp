@@ -10,6 +10,7 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
+#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -35,8 +36,8 @@ struct Forward final : ForwardRows {
   void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
 };
 
-std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, std::string cdf, double shape,
-                                             std::string output) {
+std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Text cdf, double shape,
+                                             Text output) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);
@@ -92,8 +93,8 @@ struct Backward final : BackwardRows {
 };
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
-                                                      Tensor lo, Tensor tau, std::string cdf, double shape,
-                                                      std::string output, std::optional<Tensor> y) {
+                                                      Tensor lo, Tensor tau, Text cdf, double shape,
+                                                      Text output, std::optional<Tensor> y) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const Spec spec = to_spec(cdf, shape, output, n);

@@ -74,11 +74,9 @@ def as_usual() -> bool:
 def decides_by_device(args: tuple[Any, ...]) -> bool:
     """Whether torch's dispatcher would choose an operator's kernel for these arguments by their device alone,
     and do nothing else: nothing sees or records the call, and no tensor is of another kind."""
-    if not as_usual() or torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():
+    if not as_usual() or torch._C._len_torch_function_stack() or torch.autograd.profiler._is_profiler_enabled:
         return False
-    if torch._C._dispatch_tls_is_dispatch_key_included(
-        "VmapMode"
-    ):  # of is_grads_batched, older than torch.func
+    if torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"):  # is_grads_batched, older than torch.func
         return False
     for a in args:
         kind = type(a)
