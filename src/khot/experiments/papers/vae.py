@@ -187,8 +187,9 @@ change of the test loss over the last {args.steps // args.points:,} of {args.ste
 
 
 def _draw(rows: list[Row], path: Path) -> None:
-    figure, plots = reporting.figure(2, width=12)
-    for plot, (size, latent) in zip(plots, SIZES.items(), strict=True):
+    present = {size: latent for size, latent in SIZES.items() if reporting.where(rows, size=size)}
+    figure, plots = reporting.figure(len(present), width=6 * len(present))
+    for plot, (size, latent) in zip(plots, present.items(), strict=True):
         for color, (method, label) in zip(reporting.COLORS, methods.LABELS.items(), strict=False):
             steps, losses = reporting.curve(reporting.where(rows, size=size, method=method), "curve")
             if steps:
