@@ -187,7 +187,7 @@ def _draw(
     repeated = sample_shape or 0 in rows.stride()[:-1]
     if design == "pareto" and rows.numel() and not (repeated and rows.is_cpu):
         seed = philox.new_seed(rows.device, generator)
-        every = rows.expand(*sample_shape, *rows.shape)
+        every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
         at_once = pareto.draw_at_once(every, seed, _tolerance(rows), exact)
         if at_once is not None:
             return at_once

@@ -168,8 +168,7 @@ def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gaps(y: Tensor, tau: Tensor) -> Tensor:
     """(y_(p−1) − y_p)/τ, at most `FAR`, so that no product has an infinite factor; 0 for the first."""
     before, after = y[..., :-1], y[..., 1:]
-    # ∞ − ∞ is 0, as for equal scores, whose gap has a derivative nevertheless
-    gap = torch.where((before == after) & before.isinf(), 0, before - after)
+    gap = (before - after).nan_to_num()  # ∞ − ∞ is 0; rows with a NaN are masked in the end
     tau = tau.unsqueeze(-1)
     gap = torch.minimum(gap, FAR * tau) / tau
     return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
