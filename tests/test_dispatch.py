@@ -34,6 +34,13 @@ class Subclass(Tensor):
     pass
 
 
+def serve(monkeypatch: pytest.MonkeyPatch, operator: Any, kernel: Callable[..., Any]) -> None:
+    """Let the operator call this kernel on the CPU, for one test."""
+    monkeypatch.setattr(operator, "_faster", {})
+    monkeypatch.setattr(operator, "compute", operator.compute)
+    operator.serve("cpu", kernel)
+
+
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls without the dispatcher."""
@@ -43,7 +50,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(args)
         return OPERATOR.kernel(*args)
 
-    monkeypatch.setitem(OPERATOR.faster, "cpu", kernel)
+    serve(monkeypatch, OPERATOR, kernel)
     return calls
 
 
@@ -104,7 +111,7 @@ def test_gradients_of_all_kinds_pass_by_the_kernel(monkeypatch: pytest.MonkeyPat
     """The soft top-k, its backward kernel included, with derivatives that the kernels do not have."""
     for name in ("soft_topk", "soft_topk_backward"):
         operator = OPERATORS[name]
-        monkeypatch.setitem(operator.faster, "cpu", operator.kernel)
+        serve(monkeypatch, operator, operator.kernel)
     x = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
     tau = torch.ones(2, dtype=torch.float64, requires_grad=True)

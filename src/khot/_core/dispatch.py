@@ -76,15 +76,15 @@ class Operator:
         name: the name after ``khot::``.
         kernel: the reference kernel, in plain torch for any device.
         overload: torch's own object for the operator.
-        faster: the kernels in Python by their type of device. They are registered with torch as well, whose
-            dispatcher takes as long to call one as a short row takes a GPU.
+        compute: what gives the results in eager mode.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
         self.name = name
         self.kernel = kernel
         self.overload = getattr(torch.ops.khot, name).default
-        self.faster: dict[str, Callable[..., Any]] = {}
+        self.compute: Callable[..., Any] = self.overload
+        self._faster: dict[str, Callable[..., Any]] = {}
         self.rule = rule
         self.function = None if rule is None else _function(self, rule)
 
@@ -107,9 +107,14 @@ class Operator:
             return apply_outside_transforms(self.function, args)
         return self.function.forward(*args)
 
-    def compute(self, *args: Any) -> Any:
-        """The results, in eager mode."""
-        kernel = self.faster.get(args[0].device.type)
+    def serve(self, device: str, kernel: Callable[..., Any]) -> None:
+        """Call this kernel in Python on a type of device. It is registered with torch as well, whose
+        dispatcher takes as long to call it as a short row takes a GPU."""
+        self._faster[device] = kernel
+        self.compute = self._by_device
+
+    def _by_device(self, *args: Any) -> Any:
+        kernel = self._faster.get(args[0].device.type)
         if kernel is not None and decides_by_device(args):
             return kernel(*args)
         return self.overload(*args)

@@ -61,7 +61,7 @@ def register(device: str) -> None:
     for name in KERNELS:
         kernel = _late(name)
         torch.library.impl(f"khot::{name}", device)(kernel)
-        OPERATORS[name].faster[device.lower()] = kernel
+        OPERATORS[name].serve(device.lower(), kernel)
 
 
 def _late(name: str) -> Callable[..., Any]:

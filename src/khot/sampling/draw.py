@@ -11,7 +11,10 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
+from khot._core.torch_internals import as_usual
+from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
+from khot._ops.draws import pareto_sample
 from khot.sampling import _hidden, _phantom, _shards
 from khot.sampling._axes import from_end, to_dim, to_last, to_pair
 from khot.sampling._designs import pareto
@@ -181,16 +184,17 @@ def _draw(
     generator: torch.Generator | None,
 ) -> Tensor:
     """:func:`sample` of rows with the units along the last dim."""
-    draw: Any = pareto.draw_exact if exact else resolve(design).draw
     # On the CPU rows that are repeated are calibrated once. Other devices would have to be waited for, to
     # learn which rows that are.
     repeated = sample_shape or 0 in rows.stride()[:-1]
     if design == "pareto" and rows.numel() and not (repeated and rows.is_cpu):
         seed = philox.new_seed(rows.device, generator)
         every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
-        at_once = pareto.draw_at_once(every, seed, _tolerance(rows), exact)
-        if at_once is not None:
-            return at_once
+        sample, drawn = pareto_sample(every, seed, math.inf if exact else LEAST, _tolerance(rows))
+        # False if a row is not of probabilities, which is NaN; to look at it on other devices would be to wait
+        if not (drawn.is_cpu and as_usual()) or bool(drawn):
+            return sample
+    draw: Any = pareto.draw_exact if exact else resolve(design).draw
     pi, valid = _checked(rows)
     shape = torch.Size(sample_shape)
     if not pi.numel():

@@ -17,12 +17,12 @@ from khot._core import eager
 from khot._kernels.reference.draws import adjusted
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
-from khot._ops.draws import order_sample, pareto_sample
+from khot._ops.draws import order_sample
 from khot.sampling import _order as order
 from khot.sampling import conditional_poisson
 from khot.sampling._phantom import distinct, size
 
-__all__ = ["draw", "draw_at_once", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
+__all__ = ["draw", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -30,19 +30,12 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return _rank(_parameters(rows), size(rows), probs.shape, generator)
 
 
-def draw_at_once(probs: Tensor, seed: Tensor, tolerance: float, exact: bool) -> Tensor | None:
-    """As :func:`draw`, or :func:`draw_exact`, by one operator, in probs' dtype and for any sums. A row that
-    is not of probabilities is NaN; if one can see it without waiting, the result is None."""
-    sample, drawn = pareto_sample(probs, seed, _least(exact), tolerance)
-    return None if drawn.is_cpu and not bool(drawn) else sample  # elsewhere one would wait
-
-
 def draw_small(probs: Tensor, dim: int, generator: torch.Generator | None, exact: bool) -> Tensor | None:
     """As :func:`draw`, or :func:`draw_exact`, along a dim, of a small plain tensor; None for everything else,
     with no random number used."""
     if torch.compiler.is_compiling():
         return None
-    return eager.pareto(probs, dim, generator, _least(exact))
+    return eager.pareto(probs, dim, generator, math.inf if exact else LEAST)
 
 
 def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -71,11 +64,6 @@ def log_prob(value: Tensor, probs: Tensor) -> Tensor:
 def joint(probs: Tensor) -> Tensor:
     """The joint inclusion probabilities of :func:`draw`."""
     return order.joint(_parameters(probs), size(probs).double())
-
-
-def _least(exact: bool) -> float:
-    """The least d for which the formula serves."""
-    return math.inf if exact else LEAST
 
 
 def _parameters(probs: Tensor) -> Tensor:
