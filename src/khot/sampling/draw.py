@@ -191,7 +191,7 @@ def _draw(
         seed = philox.new_seed(rows.device, generator)
         every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
         sample, drawn = pareto_sample(every, seed, math.inf if exact else LEAST, _tolerance(rows))
-        # False if a row is not of probabilities, which is NaN; to look at it on other devices would be to wait
+        # False: a row is not of probabilities, so NaN in the sample. On other devices one would have to wait.
         if not (drawn.is_cpu and as_usual()) or bool(drawn):
             return sample
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
