@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils.flop_counter import FlopCounterMode
 
 import khot
 from khot.sampling import _designs, _order, _phantom, designs, inclusion_probs, joint_inclusion_probs, sample
@@ -372,6 +373,12 @@ def test_bad_probs(design: str) -> None:
             function(torch.tensor([0, 1]), design)
         with pytest.raises(TypeError, match=r"probs must be a torch\.Tensor, but got list"):
             function([0.5, 0.5], design)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("design", NAMES)
+def test_bad_probs_under_a_mode_that_watches(design: str) -> None:
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match=r"probs must lie in \[0, 1\]"):
+        sample(torch.tensor([0.5, 1.5, 0.0] * 10), design)
 
 
 def test_bad_design() -> None:

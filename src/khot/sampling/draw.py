@@ -11,7 +11,6 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
-from khot._core.torch_internals import as_usual
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
 from khot._ops.draws import pareto_sample
@@ -192,7 +191,7 @@ def _draw(
         every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
         sample, drawn = pareto_sample(every, seed, math.inf if exact else LEAST, _tolerance(rows))
         # False: a row is not of probabilities, so NaN in the sample. On other devices one would have to wait.
-        if not (drawn.is_cpu and as_usual()) or bool(drawn):
+        if not arguments.readable(drawn) or bool(drawn):
             return sample
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
     pi, valid = _checked(rows)
