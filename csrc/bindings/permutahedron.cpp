@@ -34,8 +34,7 @@ struct Weights {
   int64_t at(int64_t row, int64_t n) const { return shared ? 0 : row * n; }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor tau,
-                                                   Text regularization) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor tau, Text regularization) {
   const bool kl = is_kl(regularization);
   const Shape shape(z);
   const int64_t n = shape.n;

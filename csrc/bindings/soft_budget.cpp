@@ -57,9 +57,8 @@ struct Forward final : BudgetRows {
   void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
 };
 
-std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor budget, Tensor tau,
-                                               Text cdf, double shape, Text by,
-                                               bool at_most) {
+std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor budget, Tensor tau, Text cdf,
+                                               double shape, Text by, bool at_most) {
   const std::vector<int64_t> batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   const BudgetSpec spec = to_spec(cdf, shape, by, at_most, n, cost);

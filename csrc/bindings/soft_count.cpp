@@ -61,8 +61,8 @@ Tensor soft_count(Tensor x, Tensor at, Tensor tau, Text cdf, double shape, bool 
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Tensor at, Tensor tau,
-                                                       Text cdf, double shape, bool centred) {
+std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Tensor at, Tensor tau, Text cdf,
+                                                       double shape, bool centred) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Counts rows(x, at, tau, batch);

@@ -24,6 +24,7 @@ struct Doubles {
   KHOT_INLINE double operator[](int i) const { return half[i / kWidth<double>][i % kWidth<double>]; }
   KHOT_INLINE void set(int i, double value) { half[i / kWidth<double>][i % kWidth<double>] = value; }
 };
+KHOT_INLINE Doubles spread(double value) { return {{splat(value), splat(value)}}; }
 KHOT_INLINE Doubles widen(VecF v) {
   Doubles d;
   halves(v, d.half[0], d.half[1]);
@@ -217,6 +218,14 @@ struct FloatSigns {
   KHOT_INLINE VecF apply(VecF v, VecF x) const { return (VecF)((IntF)v ^ ((IntF)x & mask)); }
 };
 
+// The sums over all lanes.
+KHOT_INLINE double total(const Doubles& v) { return sum<double>(v.half[0] + v.half[1]); }
+inline double total(IntF counts) {
+  int32_t sum = 0;
+  for (int i = 0; i < kWidth<float>; ++i) sum += counts[i];
+  return sum;
+}
+
 // Rows side by side in a tile.
 template <int e>
 class LanePasses {
@@ -318,10 +327,9 @@ class RowPasses {
             add_close<e>(signs_.without(x), local, alone, inside, value, slope);
           });
           sums.alone += total(alone), sums.inside += total(inside);
-          sums.value += sum<double>(value.half[0] + value.half[1]);
-          sums.slope += sum<double>(slope.half[0] + slope.half[1]);
+          sums.value += total(value), sums.slope += total(slope);
         });
-    return spread(all);
+    return of_all(all);
   }
   void gap(VecF edge, VecF& in, VecF& out) const {
     const Range all =
@@ -359,7 +367,7 @@ class RowPasses {
           if (any(bad)) sums.bad = true;
           if (!own) put(y_, x_.dtype, at, count, results);
         });
-    return spread(all);
+    return of_all(all);
   }
 
  private:
@@ -374,14 +382,8 @@ class RowPasses {
     float in = kInf<float>, out = 0;
     void operator+=(const Range& o) { in = std::min(in, o.in), out = std::max(out, o.out); }
   };
-  static Doubles spread(double v) { return {{splat(v), splat(v)}}; }
-  static CloseSums spread(const Sums& s) {
+  static CloseSums of_all(const Sums& s) {
     return {spread(s.alone), spread(s.inside), spread(s.value), spread(s.slope), s.bad};
-  }
-  static double total(IntF v) {
-    int32_t sum = 0;
-    for (int i = 0; i < kWidth<float>; ++i) sum += v[i];
-    return sum;
   }
 
   Row x_;

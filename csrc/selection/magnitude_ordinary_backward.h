@@ -46,7 +46,6 @@ class OrdinaryMagnitudeBackward {
     }
   };
 
-  static Doubles spread(double v) { return {{splat(v), splat(v)}}; }
   static KHOT_INLINE VecF part(const float* p, int i, int lanes) {
     return lanes == kWidth<float> ? load(p + i) : load_part(p + i, lanes, 0.0f);
   }
@@ -151,13 +150,6 @@ class OrdinaryMagnitudeBackward {
       if (!direct) put(grad_s, s.dtype, at, count, results);
     }
   }
-
-  static double total(IntF v) {
-    int32_t sum = 0;
-    for (int i = 0; i < kWidth<float>; ++i) sum += v[i];
-    return sum;
-  }
-  static double total(const Doubles& v) { return sum<double>(v.half[0] + v.half[1]); }
 
   Magnitude m_;
   Pooled<e> now_;

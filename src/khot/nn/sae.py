@@ -206,7 +206,7 @@ class TopKSAE(LeftSoft):
             self._count(self._uses(a, near))
             self._follow(a, near)
             codes: list[tuple[Tensor, ...]] = [(y * a.relu(),) for y in (near, far)]
-            smallest = self._smallest(a, near)
+            smallest = None if self.revive is None else self._smallest(a, near)
         else:
             m = self._count_of(1.0)
             values, indices = self._best(a, self._count_of(WIDER))
@@ -215,7 +215,7 @@ class TopKSAE(LeftSoft):
             smallest = values[..., :m][..., -1:]
         first, second = (self._error(input, code) for code in codes)
         loss = first + SHARE * second
-        if self.revive is None:
+        if self.revive is None or smallest is None:
             return loss
         return loss + PULL * self._pull(input, a, smallest, idle)
 

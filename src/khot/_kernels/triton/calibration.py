@@ -8,8 +8,8 @@ independent trials over the frequencies of their sum,
 
 and likewise for 1 − x_j. Both have few terms, because the variance of the sum is small. θ solves π(θ) = π by
 θ ← θ + ⅔(logit π − logit π(θ)). The derivative of logit π(θ) has eigenvalues from about 0.9, of many units,
-to 2, of two units that share the variance, so that an error falls to a half at worst, and no earlier step has
-to be kept. It took at most 16 steps over rows of 2 to 1,000 units, with d = Σπ(1 − π) from 1e-9 to 2.5.
+to 2, of two units that share the variance, so that an error should fall by a factor of about 2 or more, and
+no earlier step has to be kept.
 """
 
 from __future__ import annotations
