@@ -349,18 +349,26 @@ def _pareto(
         tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
 
 
+@triton.jit
+def _moments_between(x_pointer, begin, end, n, WIDTH: tl.constexpr):
+    """The sums of :func:`_moments` over columns of a row."""
+    zero = tl.zeros((WIDTH,), tl.float32)
+    sums = _moments(zero, zero)
+    for start in range(begin, end, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        more = _moments(tl.load(x_pointer + column, mask=column < n, other=0.0), zero)
+        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+    return total(sums, 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _part_moments(
     x_pointer, x_stride, sums_pointer, found_pointer, n, length, parts, CHUNK: tl.constexpr
 ):  # fmt: skip
     row, part = place(parts)
-    zero = tl.zeros((CHUNK,), tl.float32)
-    sums = _moments(zero, zero)
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        more = _moments(tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0), zero)
-        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
-    sums = total(sums, 1)
+    sums = _moments_between(
+        x_pointer + row * x_stride, part * length, tl.minimum(n, (part + 1) * length), n, CHUNK
+    )
     at = sums_pointer + (row * 3) * parts + part
     tl.store(at, sums[0])
     tl.store(at + parts, sums[1])
@@ -458,17 +466,11 @@ def _careful(
     for row in range(program, rows, programs):
         if tl.load(drawn_pointer + row) == 0:
             x_row, out_row = x_pointer + row * x_stride, out_pointer + row * n
-            zero = tl.zeros((WIDTH,), tl.float32)
-            sums = _moments(zero, zero)
-            for start in range(0, n, WIDTH):
-                column = start + tl.arange(0, WIDTH)
-                more = _moments(tl.load(x_row + column, mask=column < n, other=0.0), zero)
-                sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
-            sums = total(sums, 1)
+            sums = _moments_between(x_row, 0, n, n, WIDTH)
             k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], 0.0, tolerance)
             for start in range(0, n, WIDTH):
                 column = start + tl.arange(0, WIDTH)
-                blank = tl.where(fair, zero, float("nan")).to(out_pointer.dtype.element_ty)
+                blank = tl.where(fair, 0.0, float("nan")).to(out_pointer.dtype.element_ty)
                 tl.store(out_row + column, blank, mask=column < n)
             if fair:
                 calibrated = d < least
