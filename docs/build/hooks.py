@@ -60,17 +60,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def benchmarks() -> str:
-    """Every committed table, under the first line of the script that wrote it."""
+    """Every committed table, folded, under the first line of the script that wrote it."""
     parts = []
     for path in sorted(BENCHMARKS.glob("*.md")):
         script = (ROOT / "benchmarks" / f"{path.stem}.py").read_text(encoding="utf-8")
-        title = script.removeprefix('"""').splitlines()[0].partition(": `")[0].rstrip(".")
+        title = script.removeprefix('"""').splitlines()[0].partition(": `")[0].rstrip(".:")
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"^(processor: .*)\n(.*)", r"<small>\1; \2</small>", text)
-        text = re.sub(r"^#+ ", "#### ", text, flags=re.MULTILINE)
-        parts += [f"### {title}", f"`python -m benchmarks.{path.stem}`", text]
+        text = re.sub(r"^#+ (.*)", r"**\1**", text, flags=re.MULTILINE)
+        parts += [
+            "<details markdown>",
+            f"<summary>{title}</summary>",
+            f"`python -m benchmarks.{path.stem}`",
+            text,
+        ]
         plots = [p.name for p in sorted(BENCHMARKS.glob(f"{path.stem}*.png")) if p.name not in text]
-        parts += [f"![{title}]({name})" for name in plots]
+        parts += [*(f"![{title}]({name})" for name in plots), "</details>"]
     return re.sub(r"\]\((\w+\.png)\)", r"](benchmarks/\1)", "\n\n".join(parts))
 
 
