@@ -16,7 +16,7 @@ from the paper:
 - The network is smaller by default: two convolutions of 5 x 5 with 16 and 32 filters, without padding, each
   followed by pooling, and 64 hidden units. `--network published` has the paper's 32 and 64 filters with
   padding, and takes four times as long a step.
-- There are 20,000 steps of 100 pictures each. The paper's code takes 125,000 steps of 20 sequences at a
+- There are 60,000 steps of 100 pictures each. The paper's code takes 125,000 steps of 20 sequences at a
   constant rate and keeps the best epoch of a validation set. Here the rate of Adam rises to 2e-3 and falls to
   0, so that the last step is the one to keep, and no validation set is needed.
 - Every step has new numbers, composed of training images. The test has 20,000 sequences of 10,000 numbers,
@@ -99,7 +99,7 @@ class Args(study.Args):
         default="bfloat16", metadata={"help": f"What the network computes in: {' or '.join(PRECISIONS)}."}
     )
     pictures: int = field(default=100, metadata={"help": "Pictures per step."})
-    steps: int = field(default=20_000, metadata={"help": "Training steps."})
+    steps: int = field(default=60_000, metadata={"help": "Training steps."})
     lr: float = field(default=2e-3, metadata={"help": "The highest learning rate of Adam."})
 
     def __post_init__(self) -> None:
@@ -248,7 +248,7 @@ def _draw(
 EXPERIMENT = study.Experiment(
     source="lapsum, Table 4",
     needs="MNIST",
-    takes="13 min of one core per length and seed",
+    takes="40 min of one core per length and seed",
     Args=Args,
     smoke={"seeds": 1, "ns": (3,), "steps": 150},
     trials=trials,
