@@ -90,6 +90,18 @@ def test_same_random_state_same_result_and_torch_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("steps, lines", [(3, [1, 2, 3]), (10, range(1, 11)), (95, [10, 19, 29, 38, 48])])
+def test_verbose_says_how_far_it_is(capsys: Any, steps: int, lines: Any) -> None:
+    silent = KHotSelector(3, steps=steps, random_state=0).fit(X, LABELS)
+    assert capsys.readouterr() == ("", "")
+    loud = KHotSelector(3, steps=steps, random_state=0, verbose=True).fit(X, LABELS)
+    np.testing.assert_array_equal(silent.scores_, loud.scores_)
+    said = capsys.readouterr().out.splitlines()
+    for line, step in zip(said, lines, strict=False):
+        assert line.startswith(f"KHotSelector: step {step} of {steps}, tau "), line
+    assert len(said) == min(steps, 10) and f"step {steps} of" in said[-1]
+
+
 def test_in_a_grid_search_over_a_pipeline() -> None:
     pipeline = make_pipeline(KHotSelector(1, steps=100, random_state=0), LogisticRegression(max_iter=1000))
     search = GridSearchCV(pipeline, {"khotselector__k": [1, 2]}, cv=2).fit(*load_iris(return_X_y=True))

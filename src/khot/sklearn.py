@@ -56,6 +56,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         steps: the number of training steps, each on 64 examples.
         random_state: an integer for the same result in each call of ``fit``; or as usual in scikit-learn.
             The random numbers of torch are left alone.
+        verbose: whether ``fit`` prints how far it is, ten times.
 
     Attributes:
         scores_: the learned logits (n_features,), −∞ for constant features. Larger is better. All others are
@@ -86,6 +87,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         budget: float | None = None,
         steps: int = 1000,
         random_state: Any = None,
+        verbose: bool = False,
     ) -> None:
         self.k = k
         self.task = task
@@ -93,6 +95,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         self.budget = budget
         self.steps = steps
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any = None) -> KHotSelector:
         """Learn which features to select from X (examples, n_features) and y (examples,)."""
@@ -128,7 +131,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             # the caller may be in any of these modes
             with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 features = torch.from_numpy(inputs[:, varies]).float()
-                logits, mask = _train(features, targets, size, cost, self.steps, seed)
+                logits, mask = _train(features, targets, size, cost, self.steps, seed, self.verbose)
                 scores[varies] = logits.double().numpy()
                 support[varies] = mask.numpy() > 0
         if self.k is not None:
@@ -183,7 +186,7 @@ def _standardised(X: Any) -> tuple[Any, Any]:
 
 
 def _train(
-    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int
+    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int, verbose: bool
 ) -> tuple[Tensor, Tensor]:
     """The learned logits and the selection, both (n,)."""
     generator = torch.Generator().manual_seed(seed)
@@ -210,6 +213,8 @@ def _train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if verbose and (step + 1) * 10 // steps > step * 10 // steps:
+            print(f"KHotSelector: step {step + 1} of {steps}, tau {tau:.2f}, error {error.item():.3f}")
     found = logits.detach()
     return found, topk_mask(found, size) if prices is None else budget_mask(found, prices, size)
 
