@@ -142,6 +142,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         return self
 
     def _check(self, n: int) -> None:
+        """Raise for an argument that is out of range for n features."""
         if not isinstance(self.steps, numbers.Integral) or isinstance(self.steps, bool) or self.steps < 1:
             raise ValueError(f"steps must be an integer >= 1, but got {self.steps!r}")
         if self.cost is None:
@@ -152,7 +153,12 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             return
         if self.k is not None:
             raise ValueError(f"k must be None with a cost, but got {self.k!r}")
-        cost = np.asarray(self.cost, dtype=np.float64)
+        try:
+            cost = np.asarray(self.cost)
+        except ValueError:  # rows of different lengths
+            cost = np.asarray(self.cost, dtype=object)
+        if cost.dtype.kind not in "biuf":
+            raise ValueError(f"cost must be an array of real numbers, but got {self.cost!r}")
         if cost.shape != (n,):
             raise ValueError(f"cost must have shape ({n},), (n_features,), but got {cost.shape}")
         bad = ~((cost >= 0) & (cost < math.inf))
