@@ -90,6 +90,18 @@ def test_same_random_state_same_result_and_torch_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("steps, lines", [(3, [1, 2, 3]), (10, range(1, 11)), (95, [10, 19, 29, 38, 48])])
+def test_verbose_says_how_far_it_is(capsys: Any, steps: int, lines: Any) -> None:
+    silent = KHotSelector(3, steps=steps, random_state=0).fit(X, LABELS)
+    assert capsys.readouterr() == ("", "")
+    loud = KHotSelector(3, steps=steps, random_state=0, verbose=True).fit(X, LABELS)
+    np.testing.assert_array_equal(silent.scores_, loud.scores_)
+    said = capsys.readouterr().out.splitlines()
+    for line, step in zip(said, lines, strict=False):
+        assert line.startswith(f"KHotSelector: step {step} of {steps}, tau "), line
+    assert len(said) == min(steps, 10) and f"step {steps} of" in said[-1]
+
+
 def test_in_a_grid_search_over_a_pipeline() -> None:
     pipeline = make_pipeline(KHotSelector(1, steps=100, random_state=0), LogisticRegression(max_iter=1000))
     search = GridSearchCV(pipeline, {"khotselector__k": [1, 2]}, cv=2).fit(*load_iris(return_X_y=True))
@@ -113,6 +125,21 @@ def test_in_a_grid_search_over_a_pipeline() -> None:
         ({"k": None, "cost": [1.0] * 8}, X, LABELS, "budget must be finite"),
         ({"k": None, "cost": [1.0] * 7, "budget": 1.0}, X, LABELS, r"cost must have shape \(8,\)"),
         ({"k": None, "cost": [-1.0] * 8, "budget": 1.0}, X, LABELS, "cost must be finite and >= 0"),
+        ({"k": None, "cost": ["1"] * 8, "budget": 1.0}, X, LABELS, "cost must be an array of real numbers"),
+        ({"k": None, "cost": [1j] * 8, "budget": 1.0}, X, LABELS, "cost must be an array of real numbers"),
+        ({"k": None, "cost": [[1.0], [1.0] * 2], "budget": 1.0}, X, LABELS, "cost must be an array of real"),
+        ({"k": None, "cost": 1.0, "budget": 1.0}, X, LABELS, r"cost must have shape \(8,\)"),
+        ({"k": None, "cost": [1.0] * 8, "budget": "1"}, X, LABELS, "budget must be finite"),
+        ({"k": "2"}, X, LABELS, "k must be"),
+        ({"k": 1, "random_state": "a"}, X, LABELS, "cannot be used to seed"),
+        ({"k": 1, "steps": 5.0}, X, LABELS, "steps must be"),
+        ({"k": 1}, X, None, "requires y"),
+        ({"k": 1}, X[:0], LABELS[:0], "0 sample"),
+        ({"k": 1}, X[:, :0], LABELS, "0 feature"),
+        ({"k": 1}, X[:, 0], LABELS, "Expected 2D array"),
+        ({"k": 1}, np.where(X > 2, np.inf, X), LABELS, "contains infinity"),
+        ({"k": 1, "task": "regression"}, X, np.where(LABELS, np.nan, 1.0), "contains NaN"),
+        ({"k": 1}, X, np.stack([LABELS, LABELS], 1), "y should be a 1d array"),
         ({"k": 1}, X, LABELS[:-1], "inconsistent numbers of samples"),
         ({"k": 1}, np.where(X > 2, np.nan, X), LABELS, "contains NaN"),
         ({"k": 1}, X, TARGET, "Unknown label type"),
@@ -121,6 +148,15 @@ def test_in_a_grid_search_over_a_pipeline() -> None:
 def test_bad_input(arguments: dict[str, Any], X: Any, y: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KHotSelector(**arguments).fit(X, y)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float16, np.float32, bool])
+def test_other_dtypes_are_converted_for_the_choice_alone(dtype: Any) -> None:
+    given = (10 * X).astype(dtype)
+    selector = KHotSelector(2, steps=20, random_state=0).fit(given, LABELS)
+    same = KHotSelector(2, steps=20, random_state=0).fit(given.astype(np.float64), LABELS)
+    np.testing.assert_array_equal(selector.scores_, same.scores_)
+    assert selector.transform(given).dtype == dtype
 
 
 def test_transform_of_another_width() -> None:

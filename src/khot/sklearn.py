@@ -56,6 +56,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         steps: the number of training steps, each on 64 examples.
         random_state: an integer for the same result in each call of ``fit``; or as usual in scikit-learn.
             The random numbers of torch are left alone.
+        verbose: whether ``fit`` prints how far it is, ten times.
 
     Attributes:
         scores_: the learned logits (n_features,), −∞ for constant features. Larger is better. All others are
@@ -86,6 +87,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         budget: float | None = None,
         steps: int = 1000,
         random_state: Any = None,
+        verbose: bool = False,
     ) -> None:
         self.k = k
         self.task = task
@@ -93,6 +95,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         self.budget = budget
         self.steps = steps
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any = None) -> KHotSelector:
         """Learn which features to select from X (examples, n_features) and y (examples,)."""
@@ -128,7 +131,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             # the caller may be in any of these modes
             with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 features = torch.from_numpy(inputs[:, varies]).float()
-                logits, mask = _train(features, targets, size, cost, self.steps, seed)
+                logits, mask = _train(features, targets, size, cost, self.steps, seed, self.verbose)
                 scores[varies] = logits.double().numpy()
                 support[varies] = mask.numpy() > 0
         if self.k is not None:
@@ -139,6 +142,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         return self
 
     def _check(self, n: int) -> None:
+        """Raise for an argument that is out of range for n features."""
         if not isinstance(self.steps, numbers.Integral) or isinstance(self.steps, bool) or self.steps < 1:
             raise ValueError(f"steps must be an integer >= 1, but got {self.steps!r}")
         if self.cost is None:
@@ -149,7 +153,12 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             return
         if self.k is not None:
             raise ValueError(f"k must be None with a cost, but got {self.k!r}")
-        cost = np.asarray(self.cost, dtype=np.float64)
+        try:
+            cost = np.asarray(self.cost)
+        except ValueError:  # rows of different lengths
+            cost = np.asarray(self.cost, dtype=object)
+        if cost.dtype.kind not in "biuf":
+            raise ValueError(f"cost must be an array of real numbers, but got {self.cost!r}")
         if cost.shape != (n,):
             raise ValueError(f"cost must have shape ({n},), (n_features,), but got {cost.shape}")
         bad = ~((cost >= 0) & (cost < math.inf))
@@ -183,7 +192,7 @@ def _standardised(X: Any) -> tuple[Any, Any]:
 
 
 def _train(
-    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int
+    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int, verbose: bool
 ) -> tuple[Tensor, Tensor]:
     """The learned logits and the selection, both (n,)."""
     generator = torch.Generator().manual_seed(seed)
@@ -210,6 +219,8 @@ def _train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if verbose and (step + 1) * 10 // steps > step * 10 // steps:
+            print(f"KHotSelector: step {step + 1} of {steps}, tau {tau:.2f}, error {error.item():.3f}")
     found = logits.detach()
     return found, topk_mask(found, size) if prices is None else budget_mask(found, prices, size)
 

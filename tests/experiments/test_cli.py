@@ -61,12 +61,13 @@ def test_no_command_prints_the_help() -> None:
 
 
 def test_short_demo_prints_the_table_and_draws_the_picture(tmp_path: Path) -> None:
-    run = invoke("demo", "--steps", "3", "--k", "5", "--cdf", "uniform", "--out", tmp_path)
+    run = invoke("demo", "--steps", "3", "--k", "5", "--out", tmp_path)
     assert run.exit_code == 0, run.output
     assert all(0 <= percent <= 100 for percent in accuracies(run.stdout).values())
     assert "Which 5 of 64 pixels" in run.stdout
     picture = tmp_path / "khot-demo.png"
     assert str(picture) in run.stdout
+    assert "KHotSelector: step 3 of 3" in run.output
     assert picture.read_bytes().startswith(PNG)
 
 
@@ -76,7 +77,7 @@ def test_demo_runs_at_both_ends(tmp_path: Path, steps: int, k: int) -> None:
     result = demo.run(demo.Args(steps=steps, k=k, out=tmp_path))
     assert result.chosen.sum() == k
     assert result.variance.sum() == k
-    assert len(result.curve.tau) == steps
+    assert result.scores.shape == (64,)
 
 
 def test_demo_repeats_itself_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -85,9 +86,9 @@ def test_demo_repeats_itself_and_leaves_no_trace(tmp_path: Path) -> None:
         demo.run(demo.Args(steps=10, seed=seed, out=tmp_path / "x.png")) for seed in (1, 1, 2)
     )
     assert first.accuracy == again.accuracy
-    assert first.curve == again.curve
+    assert torch.equal(first.scores, again.scores)
     assert torch.equal(first.chosen, again.chosen)
-    assert first.curve != other.curve
+    assert not torch.equal(first.scores, other.scores)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -95,8 +96,8 @@ def test_demo_repeats_itself_and_leaves_no_trace(tmp_path: Path) -> None:
 def check_demo(run: Result, picture: Path) -> None:
     """The chosen pixels win over both baselines, and no k pixels over all of them.
 
-    The seed is fixed, but rounding differs between machines and the choice with it. Over seeds 0 to 8 the
-    chosen pixels win over those of highest variance by 1.8 to 4.2 percentage points on digits.
+    The seed is fixed, but rounding differs between machines and the choice with it. Over seeds 0 to 4 the
+    chosen pixels win over those of highest variance by 2.5 to 4.1 percentage points on digits.
     """
     assert run.exit_code == 0, run.output
     found = accuracies(run.stdout)
@@ -135,11 +136,8 @@ REFUSED = {
     "k above n": (["--k", "65"], "k = 65: expected at most 64"),
     "k not a number": (["--k", "ten"], "--k"),
     "no steps": (["--steps", "0"], "steps = 0: expected at least 1"),
-    "unknown cdf": (["--cdf", "cauchy"], "logistic, laplace, normal, uniform"),
-    "no such device": (["--device", "abacus"], "device = 'abacus': expected"),
-    "device of another build": (["--device", "hpu"], "device = 'hpu': expected"),
-    "device without values": (["--device", "meta"], "device = 'meta': expected"),
     "negative seed": (["--seed", "-1"], "seed = -1: expected"),
+    "seed too large": (["--seed", "4294967296"], "seed = 4294967296: expected 0 to 2**32 - 1"),
     "no such option": (["--pixels", "3"], "--pixels"),
     "out in no folder": (["--out", "nowhere/x.png"], "expected a .png file in a folder that exists"),
     "out of another kind": (["--out", "x.pdf"], "expected a .png file"),
@@ -161,11 +159,6 @@ def test_demo_reports_a_full_disk_in_one_line(tmp_path: Path) -> None:
     (line,) = [line for line in run.stderr.splitlines() if "khot: " in line]
     assert line.startswith(f"khot: {picture}: cannot be written (No space left on device)")
     assert "Traceback" not in run.output
-
-
-def test_demo_refuses_a_gpu_that_is_not_there() -> None:
-    device = f"cuda:{torch.cuda.device_count()}"
-    assert f"device = '{device}': expected" in refused(invoke("demo", "--device", device))
 
 
 def test_unknown_commands_are_refused_in_one_line() -> None:
@@ -216,6 +209,16 @@ def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPat
     run_without = invoke("demo")
     assert run_without.exit_code == 1
     assert "pip install khot[demo]" in run_without.output
+
+
+def test_demo_names_the_extra_of_a_selector_that_cannot_be_imported() -> None:
+    program = (
+        "import sys; sys.modules['sklearn.utils.validation'] = None; sys.argv[1:] = ['demo'];"
+        "from khot.__main__ import main"
+    )
+    run = python("-c", f"{program}; main()")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "khot: khot.sklearn needs scikit-learn >= 1.6: pip install khot[sklearn]\n"
 
 
 def test_command_starts_without_plotting_and_learning_packages() -> None:

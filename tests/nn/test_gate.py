@@ -127,6 +127,8 @@ def test_refuses() -> None:
         KHotGate(4, 2, estimator="simple", design="pareto")
     with pytest.raises(ValueError, match="input must"):
         KHotGate(4, 2)(torch.ones(3, 5))
+    with pytest.raises(TypeError, match=r"input must have a floating-point dtype, but got torch\.int64"):
+        KHotGate(4, 2)(torch.ones(3, 4, dtype=torch.int64))
 
 
 def test_the_generator_of_the_user_is_left_alone() -> None:

@@ -544,7 +544,43 @@ def test_an_ensemble_in_training_counts_for_each_model() -> None:
         assert state["idle"][i].equal(sae.idle)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_an_empty_batch(options: dict[str, object], training: bool) -> None:
+    sae, x = make(**{"tau": None} | options).train(training), scores(0, 2, 5)
+    assert sae(x).shape == (0, 2, 5) and sae.encode(x).shape == (0, 2, 12)
+    values, indices = sae.top(x)
+    assert values.shape == indices.shape == (0, 2, 0 if "batch" in options else 3)
+    assert sae.decode(values, indices).shape == (0, 2, 5)
+    sae.idle += 1000
+    loss = sae.loss(x)
+    assert loss.isnan()  # as a mean of nothing is in torch
+    loss.backward()
+    assert (sae.idle == 1000).all() and (sae.threshold is None or sae.threshold == -1)
+
+
+def test_an_input_of_another_dtype() -> None:
+    sae, x = make(tau=None, dtype=torch.float32), scores(7, 5)
+    for call in (sae, sae.loss, sae.encode, sae.top):
+        with pytest.raises(TypeError, match=r"input must have dtype torch\.float32.*got torch\.float64"):
+            call(x)
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.testing.assert_close(sae(x.to(dtype)), sae(x.to(dtype).float()))
+    half, code = make(tau=None, dtype=torch.bfloat16), sae.encode(x.float())
+    with pytest.raises(TypeError, match=r"input must have dtype torch\.bfloat16"):
+        half(x.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert half(x.float()).isfinite().all()
+    torch.testing.assert_close(sae.decode(code.half()), sae.decode(code.half().float()))
+    torch.testing.assert_close(torch.compile(sae, backend="eager", fullgraph=True)(x.float()), sae(x.float()))
+
+
 def test_refuses() -> None:
+    for inputs, error in ((0, ValueError), (-1, ValueError), (0.5, TypeError), ("9", TypeError)):
+        with pytest.raises(error, match="inputs must"):
+            make().dead(inputs)
+    with pytest.raises(ValueError, match=r"same shape \(\.\.\., m\)"):
+        make().decode(torch.tensor(1.0), torch.tensor(1))
     with pytest.raises(ValueError, match="k must"):
         TopKSAE(5, 12, 13)
     with pytest.raises(ValueError, match="k must"):

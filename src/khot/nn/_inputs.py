@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from khot._core import arguments
 
-__all__ = ["check_width"]
+__all__ = ["check_dtype", "check_width"]
 
 
 def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input") -> None:
@@ -17,4 +18,15 @@ def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input"
         raise ValueError(
             f"{name} must have shape (..., {width}) for this {type(layer).__name__}, but got shape "
             f"{tuple(input.shape)}"
+        )
+
+
+def check_dtype(input: Tensor, weight: Tensor, layer: nn.Module, name: str = "input") -> None:
+    """Raise if a matrix product with the weight would refuse its dtype."""
+    if torch.is_autocast_enabled(input.device.type):  # which casts both
+        return
+    if torch.promote_types(input.dtype, weight.dtype) != weight.dtype:
+        raise TypeError(
+            f"{name} must have dtype {weight.dtype}, as the parameters of this {type(layer).__name__}, "
+            f"but got {input.dtype}"
         )

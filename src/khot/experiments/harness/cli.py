@@ -99,18 +99,14 @@ def _demo(
     ] = demo_module.Args.data_dir,
     k: Annotated[int | None, typer.Option(help=HELP["k"])] = demo_module.Args.k,
     steps: Annotated[int, typer.Option(help=HELP["steps"])] = demo_module.Args.steps,
-    cdf: Annotated[str, typer.Option(help=HELP["cdf"])] = demo_module.Args.cdf,
-    device: Annotated[str, typer.Option(help=HELP["device"])] = demo_module.Args.device,
     seed: Annotated[int, typer.Option(help=HELP["seed"])] = demo_module.Args.seed,
     out: Annotated[Path, typer.Option(help=HELP["out"])] = demo_module.Args.out,
 ) -> None:
     """Which k pixels tell the digits apart? Learn to choose them, and compare with other choices."""
     _check_packages()
     try:
-        demo_module.run(
-            demo_module.Args(data_dir=data_dir, k=k, steps=steps, cdf=cdf, device=device, seed=seed, out=out)
-        )
-    except (DataError, demo_module.ArgumentError) as error:
+        demo_module.run(demo_module.Args(data_dir=data_dir, k=k, steps=steps, seed=seed, out=out))
+    except (DataError, demo_module.ArgumentError, ImportError) as error:
         _fail(str(error))
     except OSError as error:  # the disk is full, for instance
         _fail(str(files.unwritable(Path(error.filename or out), error)))

@@ -16,6 +16,7 @@ They are centred, and divided by the root of their mean square. The methods are:
   new vectors use what exceeds the layer's threshold.
 - `khot, no revival`: the same as `khot` with `revive=None`: directions that none of the last 1,600 vectors
   used are not pulled towards their selection.
+- `khot, batch, no revival`: the same with `batch=True`.
 - `khot, straight-through`: a hard selection with the gradient of the soft one at tau = 0.1, where the first
   pre-activations have a deviation of 1; trained on the mean squared error.
 - `top-k`: written by hand in torch, as top-k autoencoders usually are: `torch.topk` of the pre-activations,
@@ -65,6 +66,7 @@ METHODS = (
     "khot",
     "khot, batch",
     "khot, no revival",
+    "khot, batch, no revival",
     "khot, straight-through",
     "top-k",
     "top-k, AuxK",
@@ -212,6 +214,7 @@ def _ours(method: str, x: Tensor) -> khot.nn.TopKSAE:
     options: dict[str, dict[str, Any]] = {
         "khot, batch": {"batch": True},
         "khot, no revival": {"revive": None},
+        "khot, batch, no revival": {"batch": True, "revive": None},
         "khot, straight-through": {"tau": 0.1, "hard": True},
     }
     return khot.nn.TopKSAE(x.shape[-1], LATENTS, K, **options.get(method, {}))
