@@ -139,7 +139,7 @@ def result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr, WHOLE: tl.constexp
     elif CDF == LOGISTIC:
         return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
     else:
-        return value((x - hi) * turn - shift, power, CDF, WHOLE)
+        return value(x, hi, turn, shift, power, CDF, WHOLE)
 
 
 @triton.jit
