@@ -475,13 +475,13 @@ which = {
     draws: [{"WIDTH": 64}],
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
     losses: [{"CDF": 4}],
-    scans: [{"REVERSE": False}, {"REVERSE": True}],
+    scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
            "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer")
 integers = ("counts_pointer", "tally_pointer", "ties_pointer", "found_pointer", "below_pointer",
-            "columns_pointer", "units_pointer", "units_after")
+            "columns_pointer", "units_pointer", "units_after", "index_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     if module is scans and dtype in ("bf16", "fp16"):
