@@ -199,7 +199,7 @@ def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
             lean = (P > 0) & (goal >= 0) & (mass < 4 * power) & ((tl.abs(mu) > 0.01) | (goal == 0))
             line = tl.where(goal == 0, 1.001 * line, line)  # into the gap that t is in then
             h = tl.where(lean, line, h)
-        # Taylor's polynomial ends with h here: `turn` is the slope of a chord, and knows no more than the size
+        # Taylor's polynomial ends with h: `turn` is the slope of a chord, and knows no more than the size
         # of the next term. y moves up to `power` times as much as t.
         size = tl.abs(h)
         crossing = sums[3].to(tl.float32) * size  # at most, times the height of the kink
