@@ -180,7 +180,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),
     "soft_topk_magnitude": ((4096, 64), partial(khot.soft_topk_magnitude, k=8), [1, 6], [1, 3]),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
-    "soft_rank": ((4096, 64), khot.soft_rank, [2, 26], [6, 45]),
+    "soft_rank": ((4096, 64), khot.soft_rank, [4, 3], [6, 45]),
     "soft_sort": ((4096, 64), khot.soft_sort, [2, 90], [8, 205]),
 }  # fmt: skip
 

@@ -195,6 +195,24 @@ def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
     assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14
 
 
+@pytest.mark.parametrize("chunk", [64, 16], ids=["whole", "split"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_laplace_rank(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    """Of ties, NaN, infinite entries and a τ that is not positive; the order is the reference's, too."""
+    monkeypatch.setattr(kernels.layout, "CHUNK", chunk)
+    monkeypatch.setattr(kernels.layout, "PROGRAMS", 24)
+    x, _ = rows(33, dtype)
+    tau = torch.linspace(-0.1, 0.9, 11, dtype=torch.float64)
+    for given in (x, x.mT.contiguous().mT):
+        (rank, order), (want, wanted) = kernels.laplace_rank(given, tau), scans.laplace_rank(given, tau)
+        assert rank.dtype == dtype and order.dtype == torch.int32
+        # the interpreter cuts digits off where it stores bfloat16, and a device rounds
+        assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)
+        assert torch.equal(order, wanted)
+
+
 @pytest.mark.parametrize(
     ("n", "k", "epsilon"),
     [

@@ -80,6 +80,21 @@ def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     return tl.where(z == z, density, z)
 
 
+@triton.jit
+def _part_of_levels(
+    at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts,
+    COMPUTE: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The row of a program; which of its levels, and these as :func:`_load_levels` has them; 1/τ; the part of
+    the row, and where it begins and ends."""
+    cell, part = place(parts)
+    row, group = cell // groups, (cell % groups).to(tl.int32)
+    at = group * HEIGHT + tl.arange(0, HEIGHT)
+    high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    return row, at, high, low, level, scale, part, part * length, tl.minimum(n, (part + 1) * length)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _count(
     x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
@@ -89,15 +104,12 @@ def _count(
 ):  # fmt: skip
     """Σ F over one part of a row, at some of its levels."""
     power = joined(power_high, power_low)
-    cell, part = place(parts)
-    row, group = cell // groups, (cell % groups).to(tl.int32)
-    at = group * HEIGHT + tl.arange(0, HEIGHT)
-    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
-    high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+    row, at, high, low, level, scale, part, first, stop = _part_of_levels(
+        at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts, COMPUTE, HEIGHT
+    )
     x_pointer += row * x_stride
-    stop = tl.minimum(n, (part + 1) * length)
     count = tl.zeros((HEIGHT,), tl.float64)
-    for begin in range(part * length, stop, MANY * WIDTH):
+    for begin in range(first, stop, MANY * WIDTH):
         total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
         for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):
             column = start + tl.arange(0, WIDTH)
@@ -110,14 +122,14 @@ def _count(
     if tl.sum(tl.where(infinite, 1, 0)) > 0:
         # there the infinite entries count: those above a level of +inf, all but those below one of −inf
         own = 0.5 if CENTRED else 0.0
-        first = tl.zeros((WIDTH,), tl.float64)
-        last = tl.zeros((WIDTH,), tl.float64)
-        for start in range(part * length, stop, WIDTH):
+        above = tl.zeros((WIDTH,), tl.float64)
+        below = tl.zeros((WIDTH,), tl.float64)
+        for start in range(first, stop, WIDTH):
             column = start + tl.arange(0, WIDTH)
             x = _load_entries(x_pointer + column, column < n, 0.0, COMPUTE)
-            first += tl.where(x == float("inf"), 1 - own, 0.0)
-            last += tl.where(column < n, tl.where(x == float("-inf"), own, 1.0), 0.0)
-        ends = tl.where(level > 0, tl.sum(first, axis=0), tl.sum(last, axis=0))
+            above += tl.where(x == float("inf"), 1 - own, 0.0)
+            below += tl.where(column < n, tl.where(x == float("-inf"), own, 1.0), 0.0)
+        ends = tl.where(level > 0, tl.sum(above, axis=0), tl.sum(below, axis=0))
         count = tl.where(infinite & (count == count), ends, count)
     tl.store(sums_pointer + (row * m + at) * parts + part, count, mask=at < m)
 
@@ -131,16 +143,13 @@ def _count_densities(
 ):  # fmt: skip
     """Σ f and Σ f·(x − b)/τ over one part of a row, at some of its levels."""
     power = joined(power_high, power_low)
-    cell, part = place(parts)
-    row, group = cell // groups, (cell % groups).to(tl.int32)
-    at = group * HEIGHT + tl.arange(0, HEIGHT)
-    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
-    high, low, _ = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
+    row, at, high, low, _, scale, part, first, stop = _part_of_levels(
+        at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts, COMPUTE, HEIGHT
+    )
     x_pointer += row * x_stride
-    stop = tl.minimum(n, (part + 1) * length)
     mass = tl.zeros((HEIGHT,), tl.float64)
     moment = tl.zeros((HEIGHT,), tl.float64)
-    for begin in range(part * length, stop, MANY * WIDTH):
+    for begin in range(first, stop, MANY * WIDTH):
         total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
         total_z = tl.zeros((HEIGHT, WIDTH), COMPUTE)
         for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):

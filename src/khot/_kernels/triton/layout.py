@@ -19,7 +19,7 @@ RESIDENT = 32768  # entries of a row that stay on chip
 TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
-RESCUE = 256  # entries per warp that the float64 solver takes at a time
+RESCUE = 128  # entries per warp that the float64 solver takes at a time: more would not fit into registers
 # Long rows have a program each where there are many of them, and where a row is done by one in the time that
 # the host takes for the launches of a row split over programs. Both by reckoning: no device has been asked.
 STREAMS = 64  # rows

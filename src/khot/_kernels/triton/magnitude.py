@@ -5,6 +5,8 @@ The method is the reference's (`_kernels.reference.magnitude`), which has the fo
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -315,21 +317,11 @@ def _part_write(
     )  # fmt: skip
 
 
-def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`magnitude.soft_topk_magnitude`, in Triton."""
-    if s.shape[-1] == 0 or p > 2:  # the kernels solve for an entry by an equation that is convex for p ≤ 2
-        return reference.soft_topk_magnitude(s, k, tau, p)
-    return _solve(s, k, tau, p, False)
-
-
-def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`magnitude.magnitude_with_signs`, in Triton."""
-    if x.shape[-1] == 0 or p > 2:
-        return reference.magnitude_with_signs(x, k, tau, p)
-    return _solve(x, k, tau, p, True)
-
-
 def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """For magnitudes, or for entries with signs."""
+    if s.shape[-1] == 0 or p > 2:  # the kernels solve for an entry by an equation that is convex for p ≤ 2
+        serves = reference.magnitude_with_signs if signed else reference.soft_topk_magnitude
+        return serves(s, k, tau, p)
     batch, n = s.shape[:-1], s.shape[-1]
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo, rows = torch.empty_like(hi), hi.numel()
@@ -404,6 +396,10 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
         **padded,
     )
     return y, hi, lo
+
+
+soft_topk_magnitude: partial[tuple[Tensor, Tensor, Tensor]] = partial(_solve, signed=False)
+magnitude_with_signs: partial[tuple[Tensor, Tensor, Tensor]] = partial(_solve, signed=True)
 
 
 # ----------------------------------------------------------------------------------- backward
@@ -581,40 +577,6 @@ KERNELS = (
 )  # fmt: skip
 
 
-def soft_topk_magnitude_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-) -> tuple[Tensor, Tensor]:
-    """`magnitude.soft_topk_magnitude_backward`, in Triton."""
-    if s.shape[-1] == 0 or p > 2:
-        return reference.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p)
-    return _pull(grad, grad_lo, s, y, k, hi, lo, tau, p, False)
-
-
-def magnitude_with_signs_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    x: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-) -> tuple[Tensor, Tensor]:
-    """`magnitude.magnitude_with_signs_backward`, in Triton."""
-    if x.shape[-1] == 0 or p > 2:
-        return reference.magnitude_with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, p)
-    return _pull(grad, grad_lo, x, y, k, hi, lo, tau, p, True)
-
-
 def _pull(
     grad: Tensor,
     grad_lo: Tensor,
@@ -627,6 +589,10 @@ def _pull(
     p: float,
     signed: bool,
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of what :func:`_solve` computes."""
+    if s.shape[-1] == 0 or p > 2:
+        serves = reference.magnitude_with_signs_backward if signed else reference.soft_topk_magnitude_backward
+        return serves(grad, grad_lo, s, y, k, hi, lo, tau, p)
     batch, n = s.shape[:-1], s.shape[-1]
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     rows = dtau.numel()
@@ -670,3 +636,7 @@ def _pull(
         n, length, parts, **which, CHUNK=layout.CHUNK, PARTS=triton.next_power_of_2(parts),
     )  # fmt: skip
     return ds, dtau
+
+
+soft_topk_magnitude_backward: partial[tuple[Tensor, Tensor]] = partial(_pull, signed=False)
+magnitude_with_signs_backward: partial[tuple[Tensor, Tensor]] = partial(_pull, signed=True)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.fast import double
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
+
+FAR = tl.constexpr(reference.FAR)
 
 
 @triton.jit
@@ -23,17 +26,21 @@ def _compose(decay, value, next_decay, next_value):
 
 @triton.jit
 def _scan(
-    w_pointer, w_stride, g_pointer, g_stride, row, there, start, n, REVERSE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The maps from what stands before `start` to each of the next sums."""
+    w_pointer, w_stride, g_pointer, g_stride, row, there, start, n,
+    REVERSE: tl.constexpr, ONES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The maps from what stands before `start` to each of the next sums. ONES says that w is 1."""
     at = start + tl.arange(0, WIDTH)
     valid = there[:, None] & ((at >= 1) & (at < n))[None, :]
     gap = n - at if REVERSE else at
     source = n - at if REVERSE else at - 1
     g = tl.load(g_pointer + row[:, None] * g_stride + gap[None, :], mask=valid, other=0.0)
-    w = tl.load(w_pointer + row[:, None] * w_stride + source[None, :], mask=valid, other=0.0)
-    decay = tl.where(valid, tl.exp(-g.to(w.dtype)), 0.0)
-    return tl.associative_scan((decay, decay * w), 1, _compose)
+    decay = tl.where(valid, tl.exp(-g.to(w_pointer.dtype.element_ty)), 0.0)
+    if ONES:
+        return tl.associative_scan((decay, decay), 1, _compose)
+    else:
+        w = tl.load(w_pointer + row[:, None] * w_stride + source[None, :], mask=valid, other=0.0)
+        return tl.associative_scan((decay, decay * w), 1, _compose)
 
 
 @triton.jit
@@ -44,7 +51,7 @@ def _last(values, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _part_maps(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, rows, n, length, parts,
-    REVERSE: tl.constexpr, WIDTH: tl.constexpr,
+    REVERSE: tl.constexpr, ONES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The map over the whole part, for the parts after it."""
     row, part = place(parts)
@@ -53,7 +60,7 @@ def _part_maps(
     value = decay * 0
     for start in range(part * length, tl.minimum(n, (part + 1) * length), WIDTH):
         decays, values = _scan(
-            w_pointer, w_stride, g_pointer, g_stride, row, row < rows, start, n, REVERSE, WIDTH
+            w_pointer, w_stride, g_pointer, g_stride, row, row < rows, start, n, REVERSE, ONES, WIDTH
         )
         decay, value = _compose(decay, value, _last(decays, WIDTH), _last(values, WIDTH))
     tl.store(maps_pointer + (row * parts + part) * 2, decay)
@@ -63,7 +70,8 @@ def _part_maps(
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _part_scan(
     w_pointer, w_stride, g_pointer, g_stride, maps_pointer, out_pointer, rows, n, length, parts,
-    REVERSE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    REVERSE: tl.constexpr, ONES: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     row = row * TOGETHER + tl.arange(0, TOGETHER)
@@ -76,7 +84,9 @@ def _part_scan(
         _, sums = tl.associative_scan(before, 1, _compose)
         carry += _last(sums, PARTS)
     for start in range(part * length, tl.minimum(n, (part + 1) * length), WIDTH):
-        decays, values = _scan(w_pointer, w_stride, g_pointer, g_stride, row, there, start, n, REVERSE, WIDTH)
+        decays, values = _scan(
+            w_pointer, w_stride, g_pointer, g_stride, row, there, start, n, REVERSE, ONES, WIDTH
+        )
         h = values + decays * carry[:, None]
         carry = _last(h, WIDTH)
         at = start + tl.arange(0, WIDTH)
@@ -85,11 +95,67 @@ def _part_scan(
         tl.store(out_pointer + offset, h, mask=there[:, None] & (at < n)[None, :])
 
 
-KERNELS = (_part_maps, _part_scan)
+@triton.jit
+def _temperature(tau_pointer, tau_stride, row, there):
+    """τ, NaN if there is none."""
+    tau = tl.load(tau_pointer + row * tau_stride, mask=there, other=1.0).to(tl.float64)
+    return tl.where((tau > 0) & (tau < float("inf")), tau, float("nan"))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _sorted_gaps(
+    y_pointer, tau_pointer, tau_stride, gap_pointer, rows, n, parts,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(y_(i−1) − y_i)/τ of descending rows, at most FAR; equal infinite entries have none between them."""
+    row, part = place(parts)
+    row = row * TOGETHER + tl.arange(0, TOGETHER)
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    tau = _temperature(tau_pointer, tau_stride, row, row < rows)[:, None]
+    offset = row[:, None] * n + column[None, :]
+    there = (row < rows)[:, None] & (column < n)[None, :]
+    later = there & (column > 0)[None, :]
+    y = double(tl.load(y_pointer + offset, mask=there, other=0.0))
+    before = double(tl.load(y_pointer + offset - 1, mask=later, other=0.0))
+    gap = tl.where(later & (before > y), tl.minimum(before - y, FAR * tau) / tau, 0.0)
+    tl.store(gap_pointer + offset, gap, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _ranks(
+    y_pointer, order_pointer, up_pointer, down_pointer, tau_pointer, tau_stride, out_pointer,
+    index_pointer, rows, n, parts, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The ranks from the sums to either side of each sorted entry, where the entries came from."""
+    row, part = place(parts)
+    row = row * TOGETHER + tl.arange(0, TOGETHER)
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    tau = _temperature(tau_pointer, tau_stride, row, row < rows)
+    first = double(tl.load(y_pointer + row * n, mask=row < rows, other=0.0))  # NaN comes first
+    bad = (first != first) | (tau != tau)
+    offset = row[:, None] * n + column[None, :]
+    there = (row < rows)[:, None] & (column < n)[None, :]
+    above = tl.load(up_pointer + offset, mask=there, other=0.0)
+    below = tl.load(down_pointer + offset, mask=there, other=0.0)
+    rank = (column + 1).to(tl.float64)[None, :] + 0.5 * (below - above)
+    rank = tl.where(bad[:, None], float("nan"), rank)
+    order = tl.load(order_pointer + offset, mask=there, other=0)
+    if out_pointer.dtype.element_ty != tl.float64:
+        rank = rank.to(tl.float32)  # half precision in two steps
+    tl.store(out_pointer + row[:, None] * n + order, rank.to(out_pointer.dtype.element_ty), mask=there)
+    tl.store(index_pointer + offset, order.to(tl.int32), mask=there)
+
+
+KERNELS = (_part_maps, _part_scan, _sorted_gaps, _ranks)
 
 
 def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     """`laplace.decay_scan`, in Triton."""
+    return _decay_scan(w, g, reverse, False)
+
+
+def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
+    """The same, with 1 in place of w's numbers where ``ones`` says so."""
     shape = torch.broadcast_shapes(w.shape, g.shape)
     n = shape[-1]
     out = w.new_empty(shape)
@@ -102,12 +168,12 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
         launch(
             _part_scan, triton.cdiv(rows, together),
             *given, out, out, rows, n, n, 1,
-            REVERSE=reverse, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
+            REVERSE=reverse, ONES=ones, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
         )  # fmt: skip
         return out
     parts, length = layout.parts(rows, n)
     maps = out.new_empty(rows * parts * 2)
-    which = {"REVERSE": reverse, "WIDTH": layout.CHUNK}
+    which = {"REVERSE": reverse, "ONES": ones, "WIDTH": layout.CHUNK}
     if parts > 1:
         launch(_part_maps, rows * parts, *given, maps, rows, n, length, parts, **which)
     launch(
@@ -118,12 +184,31 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     return out
 
 
+def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """`laplace.laplace_rank`, in Triton. torch sorts."""
+    out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
+    if x.numel() == 0:
+        return out, index
+    n = x.shape[-1]
+    rows = x.numel() // n
+    y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+    tau_row = layout.numbers(tau, x.shape[:-1], x.device)
+    width, together, warps = layout.block(min(n, layout.CHUNK))
+    parts = triton.cdiv(n, width)
+    programs = triton.cdiv(rows, together) * parts
+    which = {"TOGETHER": together, "WIDTH": width, "num_warps": warps}
+    gap = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    launch(_sorted_gaps, programs, y, *tau_row, gap, rows, n, parts, **which)
+    above, below = (_decay_scan(gap, gap, reverse, True) for reverse in (False, True))
+    launch(_ranks, programs, y, order, above, below, *tau_row, out, index, rows, n, parts, **which)
+    return out, index
+
+
 # Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
 laplace_count: partial[tuple[Tensor, Tensor, Tensor]] = partial(reference.laplace_count, scan=decay_scan)
 laplace_count_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
     reference.laplace_count_backward, scan=decay_scan
 )
-laplace_rank: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_rank, scan=decay_scan)
 laplace_rank_backward: partial[tuple[Tensor, Tensor]] = partial(
     reference.laplace_rank_backward, scan=decay_scan
 )

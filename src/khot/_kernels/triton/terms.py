@@ -98,6 +98,22 @@ def _raised(z, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _raised_closely(x, hi, scale, shift, power):
+    """v^e and v^(e − 1) of v = (x − hi)·scale − shift, clipped to [0, 1].
+
+    The exponent multiplies the relative error of v: what rounding took from it is made up for by the slope.
+    """
+    d = x - hi
+    back = d - x
+    lost = (x - (d - back)) - (hi + back)
+    v = tl.fma(d, scale, -shift)
+    lost = tl.fma(lost, scale, tl.fma(d, scale, -v) - shift)
+    y, rate = _raised(_clip(v), power, POWER, 0)
+    lost = tl.where((v > 0) & (v < 1), lost, 0.0)
+    return tl.minimum(tl.fma(power * rate, lost, y), 1.0), rate
+
+
+@triton.jit
 def _clip(x):
     """x in [0, 1], which is part of the instruction that computes x."""
     return tl.minimum(tl.maximum(x, 0.0), 1.0)
@@ -151,7 +167,10 @@ def terms(x, given):
             return one, -rate * z, rate, near
         else:
             one = tl.where(v >= (1.0 if CDF == POWER else 0.5), 1.0, 0.0)
-            y, rate = _raised(z, power, CDF, WHOLE)
+            if CDF == POWER:
+                y, rate = _raised_closely(x, hi, scale, shift, power)
+            else:
+                y, rate = z, 1.0
             return one, one - y, tl.where(distance < 0.5, rate, 0.0), near
 
 
@@ -226,16 +245,19 @@ def moment_quantile(log2_share, goal, normal, k, n, power, CDF: tl.constexpr):
 
 
 @triton.jit
-def value(v, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
-    """F, of the CDFs other than the logistic one."""
+def value(x, hi, scale, shift, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
+    """F at (x − hi)·scale − shift, of the CDFs other than the logistic one."""
+    v = (x - hi) * scale - shift
     if CDF == LAPLACE:
         tail = 0.5 * tl.exp2(-tl.abs(v))
         return tl.where(v > 0, 1 - tail, tail)
     elif CDF == NORMAL:
         ratio, e = _normal_tail(v)
         return tl.where(v > 0, 1 - ratio * e, ratio * e)
+    elif (CDF == UNIFORM) | (WHOLE > 0):
+        return _raised(_clip(v), power, CDF, WHOLE)[0]
     else:
-        return _raised(tl.minimum(tl.maximum(v, 0.0), 1.0), power, CDF, WHOLE)[0]
+        return _raised_closely(x, hi, scale, shift, power)[0]
 
 
 @triton.jit

@@ -199,17 +199,17 @@ def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
             lean = (P > 0) & (goal >= 0) & (mass < 4 * power) & ((tl.abs(mu) > 0.01) | (goal == 0))
             line = tl.where(goal == 0, 1.001 * line, line)  # into the gap that t is in then
             h = tl.where(lean, line, h)
+        # Taylor's polynomial ends with h: `turn` is the slope of a chord, and knows no more than the size
+        # of the next term. y moves up to `power` times as much as t.
         size = tl.abs(h)
         crossing = sums[3].to(tl.float32) * size  # at most, times the height of the kink
+        bent = size * size * tl.abs(turn)
+        short = size <= kink(CDF)
         if CDF == POWER:
-            crossing *= power
-        short = (
-            (size <= kink(CDF))
-            & (crossing <= ROUNDING * mass)
-            & (turn * turn * size * size * size <= ROUNDING)
-        )
-        if CDF == POWER:
+            bent = tl.maximum(bent, size * size * power) * power
+            crossing *= power * power
             short = short & (turn != 0)
+        short = short & (crossing <= ROUNDING * mass) & (bent <= ROUNDING)
         last = (tl.abs(mu) <= ROUNDING) | short
         if CDF == POWER:
             last = last & (goal != 0)
