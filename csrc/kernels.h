@@ -142,11 +142,19 @@ struct MagnitudeSpec {
   const Parallel* inside;
 };
 
-// One row of such a problem.
-struct Magnitude {
-  double k, tau, p;
-  bool is_signed;
-  Threshold gamma;  // the value of the pooled block
+struct MagnitudeBackwardRows {
+  virtual Row s(int64_t row) const = 0;
+  virtual Row y(int64_t row) const = 0;
+  virtual Row grad(int64_t row) const = 0;
+  virtual double grad_lo(int64_t row) const = 0;
+  virtual double k(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual Threshold gamma(int64_t row) const = 0;
+  virtual void* grad_s(int64_t row) const = 0;  // of the dtype of s
+  virtual void put(int64_t row, double grad_tau) const = 0;
+
+ protected:
+  ~MagnitudeBackwardRows() = default;
 };
 
 // One sweep over the rows of a two-sided assignment (khot/_kernels/reference/assign_pass.py). x, k, r, c and
@@ -176,16 +184,14 @@ struct Kernels {
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
-  // topk_mask, order_statistics and magnitude_backward serve one row per call. out and grad_s have the dtype
-  // of the scores.
+  // topk_mask and order_statistics serve one row per call. out has the dtype of the scores.
   void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
   // The m entries of the places k, which count from 1 for the largest.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
   // rows.put() takes gamma.
   void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
-  // Returns dL/dtau.
-  double (*magnitude_backward)(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                               const Magnitude& problem, void* grad_s);
+  void (*magnitude_backward)(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t begin,
+                             int64_t end);
 };
 
 // The kernels of sampling, one row per call. They are a table of their own, so that a change to them does not

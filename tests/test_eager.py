@@ -196,6 +196,43 @@ def test_first_gradients_have_the_same_bits(cdf: Any, dtype: torch.dtype, output
             assert same(here, there)
 
 
+@pytest.mark.parametrize("cdf", CDFS)
+def test_rows_that_do_not_lie_in_order(cdf: Any) -> None:
+    """Small ones are copied. The gradient of the tensor that they are a view of has the same bits."""
+    for base, view in (
+        (scores(9), lambda x: x.expand(4, 9)),
+        (scores(9, 4), lambda x: x.mT),
+        (scores(4, 18), lambda x: x[:, ::2]),
+    ):
+        leaf, weights = base.requires_grad_(), scores(4, 9, seed=1)
+        with answers("soft_topk") as answered:
+            y = khot.soft_topk(view(leaf), 2, tau=0.7, cdf=cdf)
+            (here,) = torch.autograd.grad(y, leaf, weights, create_graph=True)
+            (second,) = torch.autograd.grad(here.square().sum(), leaf)
+        assert answered[0]
+        with ordinary():
+            z = khot.soft_topk(view(leaf), 2, tau=0.7, cdf=cdf)
+            (there,) = torch.autograd.grad(z, leaf, weights, create_graph=True)
+            (other,) = torch.autograd.grad(there.square().sum(), leaf)
+        assert same(y, z) and same(here, there)
+        torch.testing.assert_close(second, other)
+
+
+@pytest.mark.parametrize("name", ["topk_mask", "soft_rank", "soft_sort", "pareto"])
+def test_other_calls_of_rows_that_do_not_lie_in_order(name: str) -> None:
+    call = {
+        "topk_mask": lambda x: khot.topk_mask(x, 2),
+        "soft_rank": khot.soft_rank,
+        "soft_sort": khot.soft_sort,
+        "pareto": lambda x: khot.sampling.sample(x, generator=torch.Generator().manual_seed(0)),
+    }[name]
+    probs = torch.full((9, 4), 0.5) + 0.1 * scores(9, 4).tanh()
+    with answers(name) as answered:
+        here = call(probs.mT)
+    assert answered == [True]
+    assert same(here, call(probs.mT.contiguous()))
+
+
 @pytest.mark.parametrize("cdf", CDFS[:3])
 @pytest.mark.parametrize("output", ["y", "log"])
 def test_gradients_are_right_to_second_order(cdf: Any, output: str) -> None:

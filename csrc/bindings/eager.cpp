@@ -138,7 +138,7 @@ struct Backward final : BackwardRows {
 
 bool forward(const Tensor& x, const Problem& problem, Tensor& y, double* hi, double* lo) {
   const int64_t rows = x.numel() / problem.spec.n;
-  served->soft_topk(problem.spec, Forward(x, *dtype_of(x), problem, y, hi, lo), rows);
+  served->soft_topk(problem.spec, Forward(x.contiguous(), *dtype_of(x), problem, y, hi, lo), rows);
   double total = 0;  // one NaN makes it NaN
   for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
   return !std::isnan(total);
@@ -205,8 +205,8 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());
-    const Tensor incoming = grad.contiguous();
-    const Backward rows(incoming, x, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
+    const Tensor incoming = grad.contiguous(), scores = x.contiguous();
+    const Backward rows(incoming, scores, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
                         hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), nullptr, result);
     served->soft_topk_backward(spec, rows, x.numel() / spec.n);
     return {result, Tensor(), Tensor()};
@@ -252,8 +252,8 @@ std::optional<Cdf> cdf_of(PyObject* name) {
   return std::nullopt;
 }
 
-// A contiguous tensor of at most so many entries that has its rows in the last dimension; null for everything
-// else.
+// A tensor of at most so many entries that has its rows in the last dimension; null for everything else. It is
+// contiguous, or so small that a copy which is costs less than the ordinary way.
 const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
   if (!PyLong_CheckExact(dim)) return nullptr;
   if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
@@ -262,8 +262,8 @@ const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
   const long at = PyLong_AsLongAndOverflow(dim, &overflow);
   if (overflow != 0) return nullptr;
   if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
-  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > most || !x.is_contiguous())
-    return nullptr;
+  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > most) return nullptr;
+  if (x.numel() > kMost && !x.is_contiguous()) return nullptr;
   return x._fw_grad(0).defined() ? nullptr : &x;
 }
 
@@ -321,11 +321,11 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (args[3] != Py_True || args[4] != Py_None || args[5] != Py_None) Py_RETURN_NONE;
   const Tensor* found = rows_of(args[0], args[2], kMost);
   if (found == nullptr) Py_RETURN_NONE;
-  const Tensor& x = *found;
   const auto k = number(args[1]);
-  if (!k || !(*k > 0 && *k <= x.size(-1))) Py_RETURN_NONE;
+  if (!k || !(*k > 0 && *k <= found->size(-1))) Py_RETURN_NONE;
 
   RECORD_FUNCTION("khot::topk_mask", std::vector<c10::IValue>());
+  const Tensor x = found->contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
   const Rows rows(x, *dtype_of(x));
   char* out = static_cast<char*>(y.mutable_data_ptr());
@@ -365,7 +365,7 @@ PyObject* soft_rank(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Ranked call = ranked(args, count);
   if (call.x == nullptr) Py_RETURN_NONE;
   RECORD_FUNCTION("khot::laplace_rank", std::vector<c10::IValue>());
-  const Tensor x = call.descending ? *call.x : call.x->detach().neg();
+  const Tensor scores = call.x->contiguous(), x = call.descending ? scores : scores.detach().neg();
   Tensor rank = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1);
   served->laplace_rank(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, rank.mutable_data_ptr());
@@ -378,7 +378,7 @@ PyObject* soft_sort(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Ranked call = ranked(args, count);
   if (call.x == nullptr) Py_RETURN_NONE;
   RECORD_FUNCTION("khot::laplace_sort", std::vector<c10::IValue>());
-  const Tensor& x = *call.x;
+  const Tensor x = call.x->contiguous();
   Tensor sorted = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1);
   served->laplace_sort(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, call.descending,
@@ -425,7 +425,7 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
     generator = THPGenerator_Unwrap(args[2]);
     if (!generator->device().is_cpu()) Py_RETURN_NONE;
   }
-  const Tensor& probs = *found;
+  const Tensor probs = found->contiguous();
   const int64_t n = probs.size(-1);
   const bool wide = probs.scalar_type() == at::kDouble;
   if (wide ? !probabilities(probs.const_data_ptr<double>(), probs.numel())

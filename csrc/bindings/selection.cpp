@@ -8,13 +8,6 @@
 namespace khot {
 namespace {
 
-template <class One>
-void each_row(int64_t rows, int64_t n, const One& one) {
-  row_ranges(rows, n, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) one(row);
-  });
-}
-
 Tensor topk_mask(Tensor x, Tensor k) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
@@ -23,8 +16,11 @@ Tensor topk_mask(Tensor x, Tensor k) {
   const RowScalars ks(k, batch);
   char* const data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t bytes = n * size_of(scores.dtype());
-  each_row(product(batch), n,
-           [&](int64_t row) { kernels().topk_mask(scores(row), n, ks(row), data + row * bytes); });
+  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      kernels().topk_mask(scores(row), n, ks(row), data + row * bytes);
+    }
+  });
   return out;
 }
 
@@ -82,6 +78,35 @@ std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, 
   return {y, hi, lo};
 }
 
+struct MagnitudeGradients final : MagnitudeBackwardRows {
+  Rows scores, values, incoming;
+  RowScalars incoming_lo, ks, his, los, taus;
+  char* grads;
+  int64_t row_bytes;
+  double* grad_taus;
+
+  MagnitudeGradients(const Tensor& grad, const Tensor& grad_lo, const Tensor& s, const Tensor& y,
+                     const Tensor& k, const Tensor& hi, const Tensor& lo, const Tensor& tau,
+                     const Sizes& batch)
+      : scores(s, batch),
+        values(y, batch),
+        incoming(grad, batch),
+        incoming_lo(grad_lo, batch),
+        ks(k, batch),
+        his(hi, batch),
+        los(lo, batch),
+        taus(tau, batch) {}
+  Row s(int64_t row) const override { return scores(row); }
+  Row y(int64_t row) const override { return values(row); }
+  Row grad(int64_t row) const override { return incoming(row); }
+  double grad_lo(int64_t row) const override { return incoming_lo(row); }
+  double k(int64_t row) const override { return ks(row); }
+  double tau(int64_t row) const override { return taus(row); }
+  Threshold gamma(int64_t row) const override { return {his(row), los(row)}; }
+  void* grad_s(int64_t row) const override { return grads + row * row_bytes; }
+  void put(int64_t row, double grad_tau) const override { grad_taus[row] = grad_tau; }
+};
+
 std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor& grad_lo, const Tensor& s,
                                                const Tensor& y, const Tensor& k, const Tensor& hi,
                                                const Tensor& lo, const Tensor& tau, double p,
@@ -90,17 +115,13 @@ std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor&
   const int64_t n = s.size(s.dim() - 1);
   Tensor grad_s = empty(s, s.sizes());
   Tensor grad_tau = empty(hi, batch);
-  const Rows scores(s, batch), values(y, batch), incoming(grad, batch);
-  const RowScalars incoming_lo(grad_lo, batch), ks(k, batch), his(hi, batch), los(lo, batch),
-      taus(tau, batch);
-  char* const data = static_cast<char*>(grad_s.mutable_data_ptr());
-  double* const dtau = grad_tau.mutable_data_ptr<double>();
-  const int64_t bytes = n * size_of(scores.dtype());
-  each_row(product(batch), n, [&](int64_t row) {
-    const Magnitude problem{ks(row), taus(row), p, is_signed, {his(row), los(row)}};
-    dtau[row] = kernels().magnitude_backward(incoming(row), incoming_lo(row), scores(row), values(row), n,
-                                             problem, data + row * bytes);
-  });
+  MagnitudeGradients rows(grad, grad_lo, s, y, k, hi, lo, tau, batch);
+  rows.grads = static_cast<char*>(grad_s.mutable_data_ptr());
+  rows.row_bytes = n * size_of(rows.scores.dtype());
+  rows.grad_taus = grad_tau.mutable_data_ptr<double>();
+  const MagnitudeSpec spec{p, is_signed, n, nullptr};
+  row_ranges(product(batch), n,
+             [&](int64_t begin, int64_t end) { kernels().magnitude_backward(spec, rows, begin, end); });
   return {grad_s, grad_tau};
 }
 

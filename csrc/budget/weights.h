@@ -9,13 +9,8 @@
 namespace khot::KHOT_ISA {
 
 // Whether float carries x - t a. By value and without fused multiply-adds, it has the rounding error of t w.
-#if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
 template <bool kByValue>
-constexpr bool kExact = !kByValue;
-#else
-template <bool kByValue>
-constexpr bool kExact = true;
-#endif
+constexpr bool kExact = kFused || !kByValue;
 
 // z = (x - t a)/tau with a = w by value, otherwise a = 1.
 template <class R, bool kByValue>

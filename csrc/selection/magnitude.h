@@ -322,13 +322,10 @@ double magnitude_gradients(const Row& grad, double grad_lo, const Row& s, const 
   return sums.tau - shift * sums.moment;
 }
 
-inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                                 const Magnitude& m, void* grad_s) {
+// One row, in double. Writes dL/ds and returns dL/dtau.
+inline double careful_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                               const Magnitude& m, void* grad_s) {
   const Exponent power(m.p);
-  if (power.whole == 1 && OrdinaryMagnitudeBackward<1>::serves(m, s.dtype))
-    return OrdinaryMagnitudeBackward<1>(m).run(grad, grad_lo, s, y, n, grad_s);
-  if (power.whole == 3 && OrdinaryMagnitudeBackward<3>::serves(m, s.dtype))
-    return OrdinaryMagnitudeBackward<3>(m).run(grad, grad_lo, s, y, n, grad_s);
   if (LinearBlock::serves(m, power) && !std::isnan(m.gamma.hi)) {
     const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
     return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s, [=](VecD s, VecD y) {
@@ -337,6 +334,47 @@ inline double magnitude_backward(const Row& grad, double grad_lo, const Row& s, 
   }
   return magnitude_gradients(grad, grad_lo, s, y, n, m, true, grad_s,
                              [=](VecD s, VecD y) { return Rates(s, y, m, power); });
+}
+
+// The rows [begin, end), in groups where they are short, as above.
+inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t begin,
+                               int64_t end) {
+  const auto one = [&](int64_t i, auto exponent) {
+    constexpr int e = decltype(exponent)::value;
+    const Magnitude m{rows.k(i), rows.tau(i), spec.p, spec.is_signed, rows.gamma(i)};
+    const Row grad = rows.grad(i), s = rows.s(i), y = rows.y(i);
+    if constexpr (e != 0) {
+      if (serves_backward(m.gamma, m.tau)) {
+        const MagnitudeBackwardRow<e> row(m);
+        return rows.put(i, row.run(grad, rows.grad_lo(i), s, y, spec.n, rows.grad_s(i)));
+      }
+    }
+    rows.put(i, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, rows.grad_s(i)));
+  };
+  const auto all = [&](auto exponent) {
+    constexpr int e = decltype(exponent)::value;
+    int64_t i = begin;
+    if constexpr (e != 0) {
+      using Lanes = MagnitudeBackwardLanes<e>;
+      constexpr int width = Lanes::width;
+      if (spec.n <= Lanes::kMost && end - begin >= width) {
+        Lanes lanes;
+        bool done[width];
+        for (; i + width <= end; i += width) {
+          lanes.run(spec, rows, i, done);
+          for (int j = 0; j < width; ++j) {
+            if (!done[j]) one(i + j, exponent);
+          }
+        }
+      }
+    }
+    for (; i < end; ++i) one(i, exponent);
+  };
+  const int e = Exponent(spec.p).whole;
+  const bool in_float = begin < end && spec.n > 0 && rows.s(begin).dtype != Dtype::kDouble;
+  if (in_float && e == 1) return all(std::integral_constant<int, 1>());
+  if (in_float && e == 3) return all(std::integral_constant<int, 3>());
+  all(std::integral_constant<int, 0>());
 }
 
 }  // namespace khot::KHOT_ISA

@@ -157,7 +157,7 @@ struct Pooled {
     Doubles y;
     for (int h = 0; h < 2; ++h) y.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]);
     const VecF pooled = narrow(y);
-    if constexpr (e == 1) {
+    if constexpr (e == 1 && kFused) {
       return alone ? s * factor + s * factor_low : pooled;
     } else {
       return any(alone) ? (alone ? narrow(unpooled<e>(s, tau)) : pooled) : pooled;
@@ -429,7 +429,8 @@ class MagnitudeSearch {
     const VecF mean_square = passes.squares() / n;
     good_ &= (mean_square > 1e-30f) & (mean_square < 1e30f);
     const VecF size = square_root(good_ ? mean_square : splat(1.0f));
-    guess(size * quantile_, hazard_ / size);
+    decline_ = hazard_ / size;
+    guess(size * quantile_, decline_);
     // By Chebyshev's inequality, no k entries are above this.
     search(passes, 1.001f * size / square_root(share_), rough);
   }
@@ -437,7 +438,7 @@ class MagnitudeSearch {
   // The same from the gamma of a sample.
   template <class Passes>
   void approach_from(const MagnitudeSearch& sample, const Passes& passes) {
-    gamma_ = sample.gamma_;
+    gamma_ = sample.gamma_, decline_ = sample.decline_;
     good_ &= sample.good_;
     search(passes, splat(kInf<float>), false);
   }
@@ -479,8 +480,12 @@ class MagnitudeSearch {
   // So near, in W and in gamma, Newton's step is the last one in float.
   static constexpr float kNear = 1e-3f;
   static constexpr float kRough = 3e-3f;
-  // So near it is the last one in double: its error is about the square of this.
-  static constexpr double kClose = 3e-7;
+  // The first estimate of the decline of log H, from elsewhere, counts as much as a ramp of this width, in
+  // gamma.
+  static constexpr float kTrust = 0.02f;
+  // So near it is the last one in double: its error is about the square of this. For e = 1 there is none, as
+  // long as no entry moves into the block or out of it.
+  static constexpr double kClose = e == 1 ? 1e-3 : 3e-7;
   static constexpr float kFew =
       1e-3f;  // a block whose terms q^e sum to less, or miss their number by less, is empty
   static constexpr int kRounds = 5;
@@ -501,29 +506,41 @@ class MagnitudeSearch {
   template <class Passes>
   void search(const Passes& passes, VecF high, bool rough) {
     const VecF k = narrow(k_), tau = narrow(tau_);
-    VecF low{}, width{};
-    IntF pending{};
-    for (int pass = 0; pass < kPasses; ++pass) {
+    VecF low{}, width{}, reach = kTrust * gamma_, before{};
+    IntF pending = good_;
+    for (int pass = 0; pass < kPasses && any(pending); ++pass) {
       width = tau * root<e>(gamma_);
       const RampSums sums = passes.ramp(gamma_, inverse(width));
       const VecF miss = (sums.alone - k) + sums.value, count = sums.alone + sums.value;
       low = miss > 0 ? gamma_ : low;
       high = miss < 0 ? gamma_ : high;
+      // -d log H/d gamma here and, from the second pass on, between this gamma and the one before. Where the
+      // ramp is so narrow that few entries are on it, the latter tells more.
+      const VecF slope = static_cast<float>(e) * sums.slope / width;
+      const VecF here = (slope + sums.value / gamma_) / count;
+      if (pass > 0) decline_ = 2 * abs<float>(count - before) / ((count + before) * reach);
+      decline_ = (here * width + decline_ * reach) / (width + reach);
+      before = count;
       // Newton's step: for log H, with 2 (x - 1)/(x + 1) for log x, where the ramp is narrow, and for
       // gamma (k - H) where it is wide. These are nearly linear there.
-      const VecF slope = static_cast<float>(e) * sums.slope / width, left = k - sums.alone;
-      const VecF narrow_step = 2 * miss * count / ((count + k) * (slope + sums.value / gamma_));
+      const VecF left = k - sums.alone;
+      const VecF narrow_step = 2 * miss / ((count + k) * decline_);
       const VecF wide_step = gamma_ * miss / (left + gamma_ * slope);
       const VecF trial = gamma_ + ((width > gamma_) & (left > 0) ? wide_step : narrow_step);
       const VecF middle = high < kInf<float> ? 0.5f * low + 0.5f * high : 2 * gamma_;
-      const VecF next = (trial > low) & (trial < high) ? trial : middle;
       // No entry is in the block, or those that are in it are about to leave it: there may be no block.
-      gap_ = ((sums.alone == k) & (sums.value < kFew)) |
-             ((abs<float>(sums.alone + sums.slope - k) < kFew) & (sums.value > (1 - kFew) * sums.slope));
+      const IntF empty =
+          ((sums.alone == k) & (sums.value < kFew)) |
+          ((abs<float>(sums.alone + sums.slope - k) < kFew) & (sums.value > (1 - kFew) * sums.slope));
+      gap_ = pending ? empty : gap_;
+      pending &= ~gap_;
+      // Close to the root, the sign of the miss is only rounding, and the bracket does not count.
       const VecF near = rough ? kRough * gamma_ : kNear * (width < gamma_ ? width : gamma_);
-      pending = good_ & ~gap_ & ~(abs<float>(next - gamma_) <= near);
-      gamma_ = gap_ ? gamma_ : next;
-      if (!any(pending)) break;
+      const IntF taken = (abs<float>(trial - gamma_) <= near) | ((trial > low) & (trial < high));
+      const VecF next = taken ? trial : middle;
+      reach = abs<float>(next - gamma_);
+      gamma_ = pending ? next : gamma_;
+      pending &= ~(reach <= near);
     }
     good_ &= ~pending & ((rough ? IntF{} - 1 : gap_) | (width > 1e-4f * gamma_));
   }
@@ -564,7 +581,7 @@ class MagnitudeSearch {
   }
 
   Doubles k_{}, tau_{}, hi_{}, lo_{};
-  VecF quantile_{}, hazard_{}, share_{}, gamma_{};
+  VecF quantile_{}, hazard_{}, share_{}, gamma_{}, decline_{};
   IntF good_{}, gap_{};
 };
 

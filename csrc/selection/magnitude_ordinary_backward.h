@@ -1,6 +1,8 @@
 // The gradients of top-k in magnitude for p = 2 and 4/3, of float32 and half precision. Entries are compared
 // with the ends of the pooled block in float, which is exact, and everything that is summed is summed in
 // double.
+//
+// As in the search, a row is taken by itself or, where it is short, together with others, one per lane.
 #pragma once
 
 #include <cmath>
@@ -10,46 +12,121 @@
 
 namespace khot::KHOT_ISA {
 
-template <int e>
-class OrdinaryMagnitudeBackward {
- public:
-  explicit OrdinaryMagnitudeBackward(const Magnitude& m)
-      : m_(m), now_(spread(m.gamma.hi), spread(m.gamma.lo), spread(m.tau)), signs_(m.is_signed) {}
+// One row of such a problem.
+struct Magnitude {
+  double k, tau, p;
+  bool is_signed;
+  Threshold gamma;  // the value of the pooled block
+};
 
-  static bool serves(const Magnitude& m, Dtype dtype) {
-    return dtype != Dtype::kDouble && m.gamma.hi > 1e-25 && m.gamma.hi < 1e25 && m.tau > 1e-6 && m.tau < 1e6;
+// The sums of a row in double, or of a row per lane. Over the block, those of w^(e-1) and w^e, with
+// w = (s - gamma)/tau, and of these times v; and the number of entries that are alone, and their sum of v
+// times -dy/dtau.
+template <class T>
+struct MagnitudeSums {
+  T alone{}, lower{}, power{}, lower_v{}, power_v{}, fall_v{};
+
+  void operator+=(const MagnitudeSums& o) {
+    alone += o.alone, lower += o.lower, power += o.power;
+    lower_v += o.lower_v, power_v += o.power_v, fall_v += o.fall_v;
+  }
+  // dY/ds = rate w^(e-1) of a pooled entry, with rate = e/tau. gamma takes its share of each: all gradients
+  // over the block are shifted by this.
+  KHOT_INLINE T shift(T k, T rate, T grad_lo) const {
+    const T mass = rate * lower;
+    return mass != 0 ? (grad_lo - rate * lower_v) / (k - alone + mass) : T{};
+  }
+  KHOT_INLINE T grad_tau(T rate, T shift) const { return -fall_v - rate * (power_v + shift * power); }
+};
+
+// What an entry adds to the sums, and its gradient.
+template <int e>
+class MagnitudeSlopes {
+ public:
+  // What a pass over vectors of entries counts and sums.
+  struct Parts {
+    IntF alone{}, inside{};
+    Doubles lower{}, power{}, lower_v{}, power_v{}, fall_v{};
+  };
+
+  MagnitudeSlopes(const Pooled<e>& now, bool is_signed) : now_(now), signs_(is_signed) {
+    for (int h = 0; h < 2; ++h) own_rate_.half[h] = 1 / (1 + now.tau.half[h]);
   }
 
-  // Writes dL/ds and returns dL/dtau.
-  double run(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n, void* grad_s) const {
-    // For p = 4/3 the slopes of y are kept between the passes, in the place of the result where they fit.
-    std::vector<float> space(e == 1 || s.dtype == Dtype::kFloat ? 0 : n);
-    float* const slopes = space.empty() ? static_cast<float*>(grad_s) : space.data();
-    const Sums sums = reduce<float, Sums>(
-        s, n, nullptr,
-        [&](Sums& sums, const float* p, int count, int64_t at) { add(p, grad, y, count, at, slopes, sums); });
-    // dY/ds = e/tau w^(e-1), with w = (s - gamma)/tau, of a pooled entry. gamma takes its share of each.
-    const double rate = e / m_.tau, mass = rate * sums.lower;
-    const double shift = mass != 0 ? (grad_lo - rate * sums.lower_v) / (m_.k - sums.alone + mass) : 0;
-    write(e == 1 ? s : Row{slopes, Dtype::kFloat, 1}, s, grad, n, shift, grad_s);
-    return -sums.fall_v - rate * (sums.power_v + shift * sums.power);
+  // Returns what the gradient needs again: x for p = 2, and for p = 4/3 the slope of y, of a pooled entry
+  // with a minus. y() gives the vector of y.
+  template <class Y>
+  KHOT_INLINE VecF add(VecF x, VecF grad, Y y, Parts& parts) const {
+    const VecF s = signs_.without(x), v = signs_.apply(grad, x);
+    const IntF alone = now_.edges.is_alone(s), inside = now_.edges.is_inside(s),
+               moves = alone & (s < kInf<float>);
+    parts.alone -= alone;
+    parts.inside -= inside;
+    const Doubles block = widen(inside ? s : VecF{}), wide_v = widen(v);
+    Doubles slope{};
+    for (int h = 0; h < 2; ++h) {
+      const VecD w = now_.above(block, h) * now_.inverse_tau.half[h];
+      const VecD square = w * w, whole = e == 1 ? w : square * w;
+      parts.power.half[h] += whole;
+      parts.power_v.half[h] += whole * wide_v.half[h];
+      if (e == 1) continue;
+      parts.lower.half[h] += square;
+      parts.lower_v.half[h] += square * wide_v.half[h];
+      slope.half[h] = square * (-e * now_.inverse_tau.half[h]);
+    }
+    if constexpr (e == 1) {
+      const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
+                    size = widen(moves ? signs_.without(y()) : VecF{});
+      for (int h = 0; h < 2; ++h) {
+        parts.lower_v.half[h] += block_v.half[h];
+        parts.fall_v.half[h] += own_v.half[h] * size.half[h];
+      }
+      return x;
+    } else {
+      VecF kept = narrow(slope);
+      if (any(moves)) {
+        const VecF value = signs_.without(y());
+        const IntF known = moves & (value > 0);
+        const Doubles own_v = widen(known ? v : VecF{});
+        Doubles c, own;
+        unpooled_slope(known ? value : splat(1.0f), now_.tau, c, own);
+        for (int h = 0; h < 2; ++h) parts.fall_v.half[h] += own.half[h] * c.half[h] * own_v.half[h];
+        kept = known ? narrow(own) : kept;
+      }
+      return kept;
+    }
+  }
+
+  // The sums of a half of the lanes. alone and inside are counts.
+  KHOT_INLINE MagnitudeSums<VecD> sums(const Parts& parts, int h, const Doubles& alone,
+                                       const Doubles& inside) const {
+    MagnitudeSums<VecD> sums{alone.half[h],         e == 1 ? inside.half[h] : parts.lower.half[h],
+                             parts.power.half[h],   parts.lower_v.half[h],
+                             parts.power_v.half[h], parts.fall_v.half[h]};
+    if (e == 1) sums.fall_v *= own_rate_.half[h];
+    return sums;
+  }
+
+  KHOT_INLINE VecF gradient(VecF kept, VecF x, VecF grad, const Doubles& shift) const {
+    const VecF v = signs_.apply(grad, x);
+    VecF value{};
+    Doubles block = widen(v);
+    if constexpr (e == 1) {
+      const VecF s = signs_.without(x);
+      for (int h = 0; h < 2; ++h) {
+        block.half[h] = (block.half[h] + shift.half[h]) * now_.inverse_tau.half[h];
+      }
+      const IntF moves = now_.edges.is_alone(s) & (s < kInf<float>);
+      value = now_.edges.is_inside(s) ? narrow(block) : moves ? v * now_.factor : VecF{};
+    } else {
+      const Doubles slope = widen(kept);
+      for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift.half[h]) * -slope.half[h];
+      value = kept < 0 ? narrow(block) : v * kept;
+    }
+    return signs_.apply(value, x);
   }
 
  private:
-  // Over the block, the sums of w^(e-1) and w^e and of these times v; and the number of entries that are
-  // alone, and their sum of v times -dy/dtau.
-  struct Sums {
-    double alone = 0, lower = 0, power = 0, lower_v = 0, power_v = 0, fall_v = 0;
-    void operator+=(const Sums& o) {
-      alone += o.alone, lower += o.lower, power += o.power;
-      lower_v += o.lower_v, power_v += o.power_v, fall_v += o.fall_v;
-    }
-  };
-
-  static KHOT_INLINE VecF part(const float* p, int i, int lanes) {
-    return lanes == kWidth<float> ? load(p + i) : load_part(p + i, lanes, 0.0f);
-  }
-
   // c = y^(1/3) and dy/ds = 3 c^2/(3 c^2 + tau), of entries that are alone.
   static KHOT_INLINE void unpooled_slope(VecF y, const Doubles& tau, Doubles& c, Doubles& slope) {
     const VecF near = cube_root(y), square = 3 * near * near;
@@ -62,68 +139,66 @@ class OrdinaryMagnitudeBackward {
     }
   }
 
-  // Adds to the sums, and for p = 4/3 writes the slopes, those of pooled entries with a minus.
-  void add(const float* p, const Row& grad, const Row& y, int count, int64_t at, float* slopes,
-           Sums& sums) const {
-    float grads[kBlock], values[kBlock];
-    const float *g = fetch(grad, at, count, grads), *ys = fetch(y, at, count, values);
-    const Pooled<e> now = now_;  // a local copy stays in registers
-    const FloatSigns signs = signs_;
-    const VecD rate = splat(-e / m_.tau);
-    IntF alone_count{}, inside_count{};
-    Doubles lower{}, power{}, lower_v{}, power_v{}, fall_v{};
-    vectors<float>(p, count, 0.0f, [&](VecF x, int i, int lanes) {
-      const VecF s = signs.without(x), v = signs.apply(part(g, i, lanes), x);
-      const IntF alone = now.edges.is_alone(s), inside = now.edges.is_inside(s),
-                 moves = alone & (s < kInf<float>);
-      alone_count -= alone;
-      inside_count -= inside;
-      const Doubles block = widen(inside ? s : VecF{}), wide_v = widen(v);
-      Doubles slope{};
-      for (int h = 0; h < 2; ++h) {
-        const VecD w = now.above(block, h) * now.inverse_tau.half[h];
-        const VecD square = w * w, whole = e == 1 ? w : square * w;
-        power.half[h] += whole;
-        power_v.half[h] += whole * wide_v.half[h];
-        if (e == 1) continue;
-        lower.half[h] += square;
-        lower_v.half[h] += square * wide_v.half[h];
-        slope.half[h] = square * rate;
-      }
-      if constexpr (e == 1) {
-        const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
-                      size = widen(moves ? signs.without(part(ys, i, lanes)) : VecF{});
-        for (int h = 0; h < 2; ++h) {
-          lower_v.half[h] += block_v.half[h];
-          fall_v.half[h] += own_v.half[h] * size.half[h];
-        }
-      } else {
-        VecF kept = narrow(slope);
-        if (any(moves)) {
-          const VecF value = signs.without(part(ys, i, lanes));
-          const IntF known = moves & (value > 0);
-          const Doubles own_v = widen(known ? v : VecF{});
-          Doubles c, own;
-          unpooled_slope(known ? value : splat(1.0f), now.tau, c, own);
-          for (int h = 0; h < 2; ++h) fall_v.half[h] += own.half[h] * c.half[h] * own_v.half[h];
-          kept = known ? narrow(own) : kept;
-        }
-        lanes == kWidth<float> ? store(slopes + at + i, kept) : store_part(slopes + at + i, lanes, kept);
-      }
-    });
-    sums.alone += total(alone_count);
-    sums.lower += e == 1 ? total(inside_count) : total(lower);
-    sums.power += total(power), sums.lower_v += total(lower_v), sums.power_v += total(power_v);
-    sums.fall_v += e == 1 ? total(fall_v) / (1 + m_.tau) : total(fall_v);
+  Pooled<e> now_;
+  FloatSigns signs_;
+  Doubles own_rate_;
+};
+
+// Whether the kernels of this file serve a row.
+inline bool serves_backward(const Threshold& gamma, double tau) {
+  return gamma.hi > 1e-25 && gamma.hi < 1e25 && tau > 1e-6 && tau < 1e6;
+}
+
+// One row.
+template <int e>
+class MagnitudeBackwardRow {
+ public:
+  explicit MagnitudeBackwardRow(const Magnitude& m)
+      : m_(m), slopes_(Pooled<e>(spread(m.gamma.hi), spread(m.gamma.lo), spread(m.tau)), m.is_signed) {}
+
+  // Writes dL/ds and returns dL/dtau.
+  double run(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n, void* grad_s) const {
+    // For p = 4/3 the slopes of y are kept between the passes, in the place of the result where they fit.
+    std::vector<float> space(e == 1 || s.dtype == Dtype::kFloat ? 0 : n);
+    float* const kept = space.empty() ? static_cast<float*>(grad_s) : space.data();
+    const auto sums = reduce<float, MagnitudeSums<double>>(
+        s, n, nullptr, [&](MagnitudeSums<double>& sums, const float* p, int count, int64_t at) {
+          sums += add(p, grad, y, count, at, kept);
+        });
+    const double rate = e / m_.tau, shift = sums.shift(m_.k, rate, grad_lo);
+    write(e == 1 ? s : Row{kept, Dtype::kFloat, 1}, s, grad, n, spread(shift), grad_s);
+    return sums.grad_tau(rate, shift);
   }
 
-  // `from` has the entries for p = 2 and the slopes for p = 4/3.
-  void write(const Row& from, const Row& s, const Row& grad, int64_t n, double shift, void* grad_s) const {
+ private:
+  static KHOT_INLINE VecF part(const float* p, int i, int lanes) {
+    return lanes == kWidth<float> ? load(p + i) : load_part(p + i, lanes, 0.0f);
+  }
+
+  MagnitudeSums<double> add(const float* p, const Row& grad, const Row& y, int count, int64_t at,
+                            float* kept) const {
+    float grads[kBlock], values[kBlock];
+    const float *g = fetch(grad, at, count, grads), *ys = fetch(y, at, count, values);
+    const MagnitudeSlopes<e> slopes = slopes_;  // a local copy stays in registers
+    typename MagnitudeSlopes<e>::Parts parts;
+    vectors<float>(p, count, 0.0f, [&](VecF x, int i, int lanes) {
+      const VecF slope = slopes.add(x, part(g, i, lanes), [&] { return part(ys, i, lanes); }, parts);
+      if (e == 1) return;
+      lanes == kWidth<float> ? store(kept + at + i, slope) : store_part(kept + at + i, lanes, slope);
+    });
+    MagnitudeSums<VecD> halves = slopes.sums(parts, 0, Doubles{}, Doubles{});
+    halves += slopes.sums(parts, 1, Doubles{}, Doubles{});
+    return {total(parts.alone),         e == 1 ? total(parts.inside) : sum<double>(halves.lower),
+            sum<double>(halves.power),   sum<double>(halves.lower_v),
+            sum<double>(halves.power_v), sum<double>(halves.fall_v)};
+  }
+
+  // `from` has what add() has kept.
+  void write(const Row& from, const Row& s, const Row& grad, int64_t n, const Doubles& shift,
+             void* grad_s) const {
     float kept[kBlock], grads[kBlock], sizes[kBlock], results[kBlock];
     const bool direct = s.dtype == Dtype::kFloat;
-    const Pooled<e> now = now_;
-    const FloatSigns signs = signs_;
-    const VecD rate = splat(1 / m_.tau);
+    const MagnitudeSlopes<e> slopes = slopes_;
     for (int64_t at = 0; at < n; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
       const float *p = fetch(from, at, count, kept), *g = fetch(grad, at, count, grads);
@@ -131,20 +206,8 @@ class OrdinaryMagnitudeBackward {
       const float* xs = e == 1 || !m_.is_signed ? p : fetch(s, at, count, sizes);
       float* const target = direct ? static_cast<float*>(grad_s) + at : results;
       vectors<float>(p, count, 0.0f, [&](VecF kept, int i, int lanes) {
-        const VecF x = e == 1 ? kept : part(xs, i, lanes), v = signs.apply(part(g, i, lanes), x);
-        VecF value{};
-        Doubles block = widen(v);
-        if constexpr (e == 1) {
-          const VecF s = signs.without(x);
-          for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift) * rate;
-          const IntF moves = now.edges.is_alone(s) & (s < kInf<float>);
-          value = now.edges.is_inside(s) ? narrow(block) : moves ? v * now.factor : VecF{};
-        } else {
-          const Doubles slope = widen(kept);
-          for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift) * -slope.half[h];
-          value = kept < 0 ? narrow(block) : v * kept;
-        }
-        const VecF result = signs.apply(value, x);
+        const VecF x = e == 1 ? kept : part(xs, i, lanes);
+        const VecF result = slopes.gradient(kept, x, part(g, i, lanes), shift);
         lanes == kWidth<float> ? store(target + i, result) : store_part(target + i, lanes, result);
       });
       if (!direct) put(grad_s, s.dtype, at, count, results);
@@ -152,8 +215,60 @@ class OrdinaryMagnitudeBackward {
   }
 
   Magnitude m_;
-  Pooled<e> now_;
-  FloatSigns signs_;
+  MagnitudeSlopes<e> slopes_;
+};
+
+// Short rows, one per lane.
+template <int e>
+class MagnitudeBackwardLanes {
+ public:
+  static constexpr int width = kWidth<float>;
+  // The length from which on rows one by one are as fast: the processor fetches one row sooner than many.
+  static constexpr int kMost = 64;
+
+  // Writes the gradients of the rows first, ..., first + width - 1. done[j] says whether those of row first +
+  // j are right.
+  void run(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t first, bool* done) {
+    const int n = static_cast<int>(spec.n);
+    gather([&](int j) { return rows.s(first + j); }, n, rows_, x_);
+    gather([&](int j) { return rows.y(first + j); }, n, rows_, kept_);
+    gather([&](int j) { return rows.grad(first + j); }, n, rows_, grad_);
+    Doubles k{}, hi{}, lo{}, tau{}, grad_lo{};
+    for (int j = 0; j < width; ++j) {
+      const Threshold gamma = rows.gamma(first + j);
+      const double own_tau = rows.tau(first + j);
+      done[j] = serves_backward(gamma, own_tau);
+      k.set(j, rows.k(first + j)), grad_lo.set(j, rows.grad_lo(first + j));
+      hi.set(j, done[j] ? gamma.hi : 1), lo.set(j, done[j] ? gamma.lo : 0), tau.set(j, done[j] ? own_tau : 1);
+    }
+    const MagnitudeSlopes<e> slopes(Pooled<e>(hi, lo, tau), spec.is_signed);
+    typename MagnitudeSlopes<e>::Parts parts;
+    for (int i = 0; i < n; ++i) {
+      VecF* const kept = column(kept_, i);
+      *kept = slopes.add(*column(x_, i), *column(grad_, i), [&] { return *kept; }, parts);
+    }
+    const Doubles alone = widen(__builtin_convertvector(parts.alone, VecF)),
+                  inside = widen(__builtin_convertvector(parts.inside, VecF));
+    Doubles shift, grad_tau;
+    for (int h = 0; h < 2; ++h) {
+      const MagnitudeSums<VecD> sums = slopes.sums(parts, h, alone, inside);
+      const VecD rate = static_cast<double>(e) / tau.half[h];
+      shift.half[h] = sums.shift(k.half[h], rate, grad_lo.half[h]);
+      grad_tau.half[h] = sums.grad_tau(rate, shift.half[h]);
+    }
+    for (int i = 0; i < n; ++i) {
+      VecF* const kept = column(kept_, i);
+      *kept = slopes.gradient(*kept, *column(x_, i), *column(grad_, i), shift);
+    }
+    for (int j = 0; j < width; ++j) {
+      if (done[j]) rows.put(first + j, grad_tau[j]);
+    }
+    scatter([&](int j) { return rows.grad_s(first + j); }, rows.s(first).dtype, n, rows_, kept_);
+  }
+
+ private:
+  alignas(KHOT_VECTOR_BYTES) float x_[kMost * width], kept_[kMost * width], grad_[kMost * width],
+      rows_[kShortRow * width];
 };
 
 }  // namespace khot::KHOT_ISA

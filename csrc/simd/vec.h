@@ -84,6 +84,13 @@ constexpr int kWidth = KHOT_VECTOR_BYTES / sizeof(R);
 template <class R>
 constexpr R kInf = std::numeric_limits<R>::infinity();
 
+// Whether a b + c is rounded once. SSE2 has no fused multiply-add.
+#if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
+constexpr bool kFused = false;
+#else
+constexpr bool kFused = true;
+#endif
+
 template <class R>
 KHOT_INLINE Vec<R> splat(R value) {
   return value - Vec<R>{};

@@ -155,6 +155,25 @@ def test_layouts(p: float) -> None:
     )
 
 
+@each_float
+@each_p
+def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) -> None:
+    """Short rows are taken together, and their incoming gradients may be expanded."""
+    for n in (1, 4, 8, 16, 33, 64, 65):
+        x, tau = normal(37, n).to(dtype), torch.linspace(0.1, 2, 37).requires_grad_()
+        k = torch.arange(37) % n + 1
+        leaf = x.clone().requires_grad_()
+        y = khot.soft_topk_magnitude(leaf, k, tau=tau, p=p)
+        for v in (normal(37, n, seed=1).to(dtype), torch.ones(37, 1, dtype=dtype).expand(37, n)):
+            together = torch.autograd.grad(y, (leaf, tau), v, retain_graph=True)
+            for i in (0, 20, 36):
+                row, own_tau = x[i].clone().requires_grad_(), tau[i].detach().requires_grad_()
+                alone = khot.soft_topk_magnitude(row, k[i], tau=own_tau, p=p)
+                grads = torch.autograd.grad(alone, (row, own_tau), v[i])
+                assert torch.equal(alone, y[i]) and torch.equal(grads[0], together[0][i])
+                torch.testing.assert_close(grads[1], together[1][i], rtol=1e-6, atol=1e-6)
+
+
 @each_p
 def test_a_row_is_solved_alike_in_any_number_of_threads(p: float) -> None:
     x, threads = normal(100, 64), torch.get_num_threads()

@@ -161,7 +161,7 @@ def histogram_search(
             torch.where(folded, fold(high, log_tau), high),
         )
         top = top + digits.bin**2 * (top - bottom)  # the window is half open, and the maximum belongs to it
-        width = (top - bottom) / bins
+        width = top / bins - bottom / bins  # the difference of the two may overflow
         # bin 0 and bin `bins` + 1 count the entries below and above the window
         counts = x.new_zeros(*x.shape[:-1], bins + 2, dtype=torch.int32)
         one = counts.new_ones(())

@@ -125,8 +125,9 @@ def _edge_step(
 
     B ~ Δ^γ in the distance Δ of the nearest entry from the edge, with γ = Δ·B'/B; the same holds for A. If
     only one side counts, its power law is solved; if both sides count, the step is Newton's on C.
-    ``opposite`` is the nearest known point on the other side of the root, and C − k there. Far from the root,
-    γ is computed from the two points, because most of the entries that count at the root do not count yet.
+    ``opposite`` is the nearest known point on the other side of the root, and C − k there. Where a tail has
+    to grow by much, γ is computed from the two points, because most of the entries that count at the root do
+    not count yet.
     """
     up, down = (s.next_above - lo) / tau, (s.next_below - lo) / tau
     start, end = cdf.support
@@ -134,13 +135,13 @@ def _edge_step(
     distance, miss = opposite[0].abs() / tau, opposite[1]
     ratio, growth = (Q / P).log(), (miss - (P - Q)).abs()
 
-    def exponent(tail: Tensor, density: Tensor, delta: Tensor) -> Tensor:
+    def stretch(log_ratio: Tensor, tail: Tensor, density: Tensor, delta: Tensor) -> Tensor:
         two_points = ((tail + growth) / tail).log() / ((delta + distance) / delta).log()
-        use = (ratio.abs() > math.log(3)) & (two_points > 0) & two_points.isfinite()
-        return torch.where(use, two_points, density * delta / tail)
+        use = (log_ratio > math.log(3)) & (two_points > 0) & two_points.isfinite()
+        return delta * (log_ratio / torch.where(use, two_points, density * delta / tail)).expm1()
 
-    rise = from_start * (ratio / exponent(s.tail_below, s.density_below, from_start)).expm1()
-    fall = to_end * (-ratio / exponent(s.tail_above, s.density_above, to_end)).expm1()
+    rise = stretch(ratio, s.tail_below, s.density_below, from_start)
+    fall = stretch(-ratio, s.tail_above, s.density_above, to_end)
     both = (P - Q) / (s.density_below + s.density_above)
     # the nearest entry of a side is the first that counts
     start_above = up - cdf.icdf(1 - P.clamp(max=1))
