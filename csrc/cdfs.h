@@ -37,7 +37,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both
 // tails, and each of Halley's steps raises the error to its third power.
-inline double normal_quantile(double y) {
+KHOT_APART inline double normal_quantile(double y) {
   if (y > 0.5) return -normal_quantile(1 - y);
   if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
   const double t = std::sqrt(-2 * std::log(y));
@@ -230,6 +230,12 @@ struct Normal : FullSupport<Normal> {
   // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
+    if constexpr (sizeof(R) == 8) return mills_apart(a);
+    return mills_inline<R>(a);
+  }
+  static KHOT_APART VecD mills_apart(VecD a) { return mills_inline<double>(a); }
+  template <class R>
+  static KHOT_INLINE Vec<R> mills_inline(Vec<R> a) {
     a = clamp_above<R>(a, R(sizeof(R) == 8 ? 1e300 : 1e30));  // for a = inf the quotient would be inf/inf
     constexpr R kTerms[] = {
         R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
@@ -392,6 +398,13 @@ struct ClippedPower {
 
 using Uniform = ClippedPower<true>;
 using Power = ClippedPower<false>;
+
+// The same CDF for passes in which the traits of the uniform one gain little: fewer types, less code.
+template <class C>
+const C& general(const C& F) {
+  return F;
+}
+inline Power general(const Uniform&) { return Power(2); }
 
 // call(F) with the CDF that is asked for.
 template <class Call>

@@ -55,6 +55,7 @@ class OrdinaryMagnitudeBackward {
     const VecF near = cube_root(y), square = 3 * near * near;
     const Doubles wide = widen(near), whole = widen(y), inverse_square = widen(inverse(square)),
                   inverse_sum = widen(inverse(square + narrow(tau)));
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       c.half[h] = cube_root(whole.half[h], wide.half[h], inverse_square.half[h]);
       const VecD triple = 3 * c.half[h] * c.half[h], sum = triple + tau.half[h], r = inverse_sum.half[h];
@@ -80,6 +81,7 @@ class OrdinaryMagnitudeBackward {
       inside_count -= inside;
       const Doubles block = widen(inside ? s : VecF{}), wide_v = widen(v);
       Doubles slope{};
+#pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         const VecD w = now.above(block, h) * now.inverse_tau.half[h];
         const VecD square = w * w, whole = e == 1 ? w : square * w;
@@ -93,6 +95,7 @@ class OrdinaryMagnitudeBackward {
       if constexpr (e == 1) {
         const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
                       size = widen(moves ? signs.without(part(ys, i, lanes)) : VecF{});
+#pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) {
           lower_v.half[h] += block_v.half[h];
           fall_v.half[h] += own_v.half[h] * size.half[h];
@@ -105,6 +108,7 @@ class OrdinaryMagnitudeBackward {
           const Doubles own_v = widen(known ? v : VecF{});
           Doubles c, own;
           unpooled_slope(known ? value : splat(1.0f), now.tau, c, own);
+#pragma GCC unroll 2
           for (int h = 0; h < 2; ++h) fall_v.half[h] += own.half[h] * c.half[h] * own_v.half[h];
           kept = known ? narrow(own) : kept;
         }
@@ -136,11 +140,13 @@ class OrdinaryMagnitudeBackward {
         Doubles block = widen(v);
         if constexpr (e == 1) {
           const VecF s = signs.without(x);
+#pragma GCC unroll 2
           for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift) * rate;
           const IntF moves = now.edges.is_alone(s) & (s < kInf<float>);
           value = now.edges.is_inside(s) ? narrow(block) : moves ? v * now.factor : VecF{};
         } else {
           const Doubles slope = widen(kept);
+#pragma GCC unroll 2
           for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift) * -slope.half[h];
           value = kept < 0 ? narrow(block) : v * kept;
         }

@@ -12,6 +12,10 @@
 #include <utility>
 
 #define KHOT_INLINE inline __attribute__((always_inline))
+// Of a function that many others call, one copy is enough. In a pass over a row, everything is inlined but
+// such functions, at any level of optimization.
+#define KHOT_APART __attribute__((noinline))
+#define KHOT_PASS __attribute__((noinline, flatten))
 
 namespace khot::KHOT_ISA {
 
@@ -83,6 +87,13 @@ template <class R>
 constexpr int kWidth = KHOT_VECTOR_BYTES / sizeof(R);
 template <class R>
 constexpr R kInf = std::numeric_limits<R>::infinity();
+
+// Whether a b + c is rounded once. SSE2 has no fused multiply-add.
+#if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
+constexpr bool kFused = false;
+#else
+constexpr bool kFused = true;
+#endif
 
 template <class R>
 KHOT_INLINE Vec<R> splat(R value) {

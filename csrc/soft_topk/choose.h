@@ -47,12 +47,12 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   } else if (float_carries_threshold(spec, F, x.dtype, tau) && threshold_in_float()) {
     return;
   } else {
-    t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
+    t = CarefulSolver(x, spec.n, tau, general(F), spec.inside).solve(k);
   }
   if (fast && log) {
     apply<float>(spec, F, x, t, tau, out);
   } else if (!fast && spec.output != Output::kThreshold) {
-    apply<double>(spec, F, x, t, tau, out);
+    apply<double>(spec, general(F), x, t, tau, out);
   }
 }
 
@@ -70,8 +70,8 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
     const bool threshold = C::full_support && spec.output == Output::kThreshold;
-    const bool together = threshold || spec.output == Output::kValue ||
-                          (C::log_fits_float && spec.output == Output::kLog);
+    const bool together =
+        threshold || spec.output == Output::kValue || (C::log_fits_float && spec.output == Output::kLog);
     if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
         rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneSolver<C> lanes(spec, F);
