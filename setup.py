@@ -31,8 +31,10 @@ OLDEST_TORCH = "2.10"
 EAGER = os.path.join("csrc", "bindings", "eager.cpp")
 # They take half a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
-# Half of each is torch's headers, and what they do once for a row is little beside what the kernels do for it.
-SMALL = [os.path.join("csrc", "bindings", f"{name}.cpp") for name in ("assign_pass", "sampling", "soft_budget")]
+# Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it.
+SMALL = [
+    os.path.join("csrc", "bindings", f"{name}.cpp") for name in ("assign_pass", "sampling", "soft_budget")
+]
 
 
 def pure(reason: str) -> dict[str, Any]:
@@ -102,8 +104,8 @@ def extension() -> dict[str, Any]:
         define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
         # fp-contract: fused multiply-adds, which a strict language standard would switch off
         extra_compile_args=[
-            # -O3 makes 1.7 times as much code, which is not faster: the passes over a row are inlined whole at any
-            # level (KHOT_PASS), and the short loops that have to be unrolled say so.
+            # Not -O3, whose larger code was not faster: the passes over a row are inlined whole at any level
+            # (KHOT_PASS), and the short loops that have to be unrolled say so.
             "-O2",
             # the cost model of -O3. That of -O2 leaves most loops of the selection as they are.
             "-fvect-cost-model=dynamic",
