@@ -54,26 +54,18 @@ class BudgetBackward {
     R w[kWhole<R>], z[kWhole<R>], y[kWhole<R>], f[kWhole<R>], log_f[kWhole<R>];
   };
 
-  template <class R>
-  KHOT_APART void place(const R* x, const R* w, int count, Block<R>& b) const {
-    const Position<R> position(t_, tau_, spec_.by_value);
-    position.put(x, w, count, b.z);
-    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
-      store(b.w + i, abs<R>(v) < kInf<R> ? beside(w, i, lanes) : Vec<R>{});
-    });
-  }
   // Where t is infinite, entries are decided, except by value those that cost nothing.
   template <class R>
   KHOT_APART void entries(const R* x, const R* w, int count, Block<R>& b) const {
-    place(x, w, count, b);
-    F_.tails(b.z, count, b.y, b.f);
+    F_.tails(Position<R>(t_, tau_, spec_.by_value), x, w, count, b.z, b.y, b.f);
     const R median = static_cast<R>(F_.median);
     const bool held = infinite_;
     const Int<R> by_value = spec_.by_value ? ~Int<R>{} : Int<R>{};
-    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int) {
-      const Vec<R> tail = load(b.y + i);
-      const Int<R> finite = abs<R>(v) < kInf<R>,
-                   counts = held ? finite & by_value & (load(b.w + i) == 0) : finite;
+    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
+      const Int<R> finite = abs<R>(v) < kInf<R>;
+      const Vec<R> tail = load(b.y + i), costs = finite ? beside(w, i, lanes) : Vec<R>{};
+      const Int<R> counts = held ? finite & by_value & (costs == 0) : finite;
+      store(b.w + i, costs);
       store(b.f + i, counts ? load(b.f + i) : Vec<R>{});
       const Vec<R> y = load(b.z + i) > median ? 1 - tail : tail, decided = v > 0 ? splat<R>(1) : Vec<R>{};
       store(b.y + i, finite ? y : decided);
@@ -224,7 +216,7 @@ class BudgetBackward {
     return reduce<double, S>(x_, spec_.n, spec_.inside, [&](S& sums, const double* p, int count, int64_t at) {
       double costs[kBlock], incoming[kBlock];
       Block<double> b;
-      place(p, fetch(cost, at, count, costs), count, b);
+      entries(p, fetch(cost, at, count, costs), count, b);
       F_.logs(b.z, count, b.y, b.log_f);
       const double* g = fetch(grad, at, count, incoming);
       Parts parts = start;

@@ -38,8 +38,7 @@ class LaneBudgetBackward {
       float *const f = f_ + j * kShortRow, *const y = y_ + j * kShortRow;
       IntF infinite{};
       mass[j] = mean[j] = moment[j] = pull[j] = VecF{};
-      position.put(x, w, n_, z_);
-      F_.tails(z_, n_, y, f);
+      F_.tails(position, x, w, n_, z_, y, f);
       vectors<float>(x, n_, 0.0f, [&](VecF score, int i, int lanes) {
         const VecF a = beside(w, i, lanes), v = beside(g, i, lanes), z = load(z_ + i), tail = load(y + i);
         infinite |= ~(abs<float>(score) < kInf<float>);

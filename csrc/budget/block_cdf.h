@@ -2,14 +2,10 @@
 // CDF.
 #pragma once
 
+#include "budget/weights.h"
 #include "cdfs.h"
-#include "simd/passes.h"
 
 namespace khot::KHOT_ISA {
-
-// Arrays of a block have room for whole vectors.
-template <class R>
-constexpr int kWhole = kBlock + kWidth<R>;
 
 class BlockCdf {
  public:
@@ -29,12 +25,14 @@ class BlockCdf {
         logs_(logs_of<C>),
         icdf_([](const void* self, double y) { return static_cast<const C*>(self)->icdf(y); }) {}
 
-  // f, and 1 - F above the median or F elsewhere.
-  void tails(const float* z, int count, float* tail, float* f) const {
-    tails_float_(self_, z, count, tail, f);
+  // For the entries of a block: z as Position::put() does, f, and 1 - F above the median or F elsewhere.
+  void tails(const Position<float>& at, const float* x, const float* w, int count, float* z, float* tail,
+             float* f) const {
+    tails_float_(self_, at, x, w, count, z, tail, f);
   }
-  void tails(const double* z, int count, double* tail, double* f) const {
-    tails_double_(self_, z, count, tail, f);
+  void tails(const Position<double>& at, const double* x, const double* w, int count, double* z, double* tail,
+             double* f) const {
+    tails_double_(self_, at, x, w, count, z, tail, f);
   }
   // The logarithms of both.
   void logs(const double* z, int count, double* tail, double* f) const { logs_(self_, z, count, tail, f); }
@@ -42,17 +40,21 @@ class BlockCdf {
 
  private:
   template <class R>
-  using OfBlock = void(const void* self, const R* z, int count, R* tail, R* f);
+  using Tails = void(const void* self, const Position<R>& at, const R* x, const R* w, int count, R* z,
+                     R* tail, R* f);
+  using Logs = void(const void* self, const double* z, int count, double* tail, double* f);
 
   template <class R, class C>
-  static KHOT_PASS void tails_of(const void* self, const R* z, int count, R* tail, R* f) {
+  static KHOT_PASS void tails_of(const void* self, const Position<R>& at, const R* x, const R* w, int count,
+                                 R* z, R* tail, R* f) {
     const C F = *static_cast<const C*>(self);
+    const Position<R> position = at;
     const R median = static_cast<R>(F.median);
-    for (int i = 0; i < count; i += kWidth<R>) {
-      const Vec<R> at = load(z + i);
-      const TailDensity<R> v = F.template split<R>(at, at > median);
-      store(tail + i, v.tail), store(f + i, v.density);
-    }
+    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
+      const Vec<R> here = abs<R>(v) < kInf<R> ? position(v, beside(w, i, lanes)) : Vec<R>{};
+      const TailDensity<R> part = F.template split<R>(here, here > median);
+      store(z + i, here), store(tail + i, part.tail), store(f + i, part.density);
+    });
   }
   template <class C>
   static KHOT_PASS void logs_of(const void* self, const double* z, int count, double* tail, double* f) {
@@ -65,8 +67,9 @@ class BlockCdf {
   }
 
   const void* self_;
-  OfBlock<float>* tails_float_;
-  OfBlock<double>*tails_double_, *logs_;
+  Tails<float>* tails_float_;
+  Tails<double>* tails_double_;
+  Logs* logs_;
   double (*icdf_)(const void*, double);
 };
 

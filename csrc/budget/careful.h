@@ -85,8 +85,7 @@ class CarefulBudget {
         x_, spec_.n, spec_.inside, [=](SpendSums& sums, const double* p, int count, int64_t at) {
           double buffer[kBlock], z[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
           const double* q = fetch(cost, at, count, buffer);
-          position.put(p, q, count, z);
-          F.tails(z, count, tails, densities);
+          F.tails(position, p, q, count, z, tails, densities);
           VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
           const VecD zero{};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
@@ -314,7 +313,7 @@ class CarefulBudget {
               vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
                 const VecD w = beside(q, i, lanes);
                 const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                const VecD log_w = log<double>(counts ? w : splat(1.0));
+                const VecD log_w = log_apart(counts ? w : splat(1.0));
                 const IntD above = load(place + i) > F.median;
                 const VecD tail = log_w + load(tails + i);
                 const VecD slope = log_w + load(densities + i) + (position.by_value ? log_w : VecD{});

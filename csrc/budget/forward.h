@@ -27,8 +27,7 @@ inline void apply_budget(const BudgetSpec& spec, const BlockCdf& F, const Row& x
     for (int64_t at = begin; at < end; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
       const double *p = fetch(x, at, count, from), *q = fetch(cost, at, count, costs);
-      position.put(p, q, count, z);
-      F.tails(z, count, tails, y);
+      F.tails(position, p, q, count, z, tails, y);
       vectors<double>(p, count, 0.0, [&](VecD v, int i, int lanes) {
         const IntD finite = abs<double>(v) < kInfinity;
         const VecD w = finite ? beside(q, i, lanes) : VecD{}, tail = load(tails + i), one = splat(1.0);

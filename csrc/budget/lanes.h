@@ -243,24 +243,24 @@ class LaneBudget : BudgetTile {
 
   // ---- the passes
 
-  // The sums of a pass. entry(i, z, y, f) gives what belongs to column i.
+  // The sums of a pass. entry(i, u, z, y, f) gives what belongs to column i.
   template <class Entry>
   KHOT_INLINE Sums add_up(Entry entry) {
     const typename C::Derivatives derivatives = F_.derivatives();
+    const IntF by_value = by_value_;  // a local copy stays in registers
     ExactBlockSum spent;
     VecF S[kCurve + 1] = {};
     for (int i = 0; i < n_; ++i) {
-      const VecF a = *column(a_, i);
+      const VecF a = *column(a_, i), u = by_value ? a : splat(1.0f);
       VecF z{}, y, f, d[kCurve + 1];
-      entry(i, a, z, y, f);
+      entry(i, u, z, y, f);
       spent.add(a * y, i);
       derivatives.curve(z, y, f, d);
-      const VecF each = u(a);
-      VecF weight = a * each;
+      VecF weight = a * u;
       S[0] += weight * f;
 #pragma GCC unroll 4
       for (int l = 0; l < kCurve; ++l) {
-        weight *= each;
+        weight *= u;
         S[l + 1] += weight * d[l];
       }
     }
@@ -271,7 +271,7 @@ class LaneBudget : BudgetTile {
     return s;
   }
 
-  KHOT_INLINE VecF position(VecF x, VecF a) const { return ((x - hi_ * u(a)) - lo_ * u(a)) * scale_; }
+  KHOT_INLINE VecF position(VecF x, VecF u) const { return ((x - hi_ * u) - lo_ * u) * scale_; }
 
   // The sums at hi + lo. It stores the odds, from which shift() and finish() go on, or y under compact
   // support.
@@ -279,15 +279,15 @@ class LaneBudget : BudgetTile {
     const float median = static_cast<float>(F_.median);
     const C F = F_;
     const VecF hi = hi_, scale = scale_ * static_cast<float>(kLog2E), lo = lo_ * scale;
-    return add_up([&](int i, VecF a, VecF& z, VecF& y, VecF& f) {
+    return add_up([&](int i, VecF u, VecF& z, VecF& y, VecF& f) {
       const VecF x = *column(x_, i);
       if constexpr (C::value_from_odds) {
-        const VecF e = exp2_held((hi * u(a) - x) * scale + lo * u(a));
+        const VecF e = exp2_held((hi * u - x) * scale + lo * u);
         *column(y_, i) = e;
         y = C::from_odds(e);
         f = C::density_of(y);
       } else {
-        z = position(x, a);
+        z = position(x, u);
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         y = above ? 1 - v.tail : v.tail, f = v.density;
@@ -330,7 +330,7 @@ class LaneBudget : BudgetTile {
   VecF write() {
     const C F = F_;
     return write_values(
-        [=](int i) { return F.template value<float>(position(*column(x_, i), *column(a_, i))); });
+        [=](int i) { return F.template value<float>(position(*column(x_, i), u(*column(a_, i)))); });
   }
 
   C F_;

@@ -11,6 +11,10 @@ namespace khot::KHOT_ISA {
 // Whether float carries x - t a. By value and without fused multiply-adds, it has the rounding error of t w.
 constexpr bool exact(bool by_value) { return kFused || !by_value; }
 
+// Arrays of a block have room for whole vectors.
+template <class R>
+constexpr int kWhole = kBlock + kWidth<R>;
+
 // z = (x - t a)/tau with a = w by value, otherwise a = 1.
 template <class R>
 struct Position {

@@ -132,8 +132,8 @@ KHOT_INLINE VecD exp2_close(VecD v) {
   return (VecD)_mm512_maskz_scalef_pd(0xff, (__m512d)(polynomial(v - near, kTerms) * root), (__m512d)near);
 #else  // a polynomial for abs(r) <= 1/2
   using L = Lanes<double>;
-  constexpr double kTerms[] = {0.999999999959561751,    0.693147180556832414,    0.240226512134980927,
-                               0.0555041090632586661,   0.00961802561331803425,  0.00133334784736854153,
+  constexpr double kTerms[] = {0.999999999959561751,  0.693147180556832414,  0.240226512134980927,
+                               0.0555041090632586661, 0.00961802561331803425, 0.00133334784736854153,
                                0.000154697292141182971, 0.0000153037007113656939};
   const VecD rounded = v + L::kRound;
   const VecD r = v - (rounded - L::kRound);
@@ -151,18 +151,10 @@ KHOT_INLINE VecD inverse_close(VecD b) {
 #endif
 }
 
-// In double, exp and log below are so long that a call is little beside them.
-template <class R>
-KHOT_INLINE Vec<R> exp_inline(Vec<R> x) {
-  const Vec<R> e = exp_minus<R>(abs<R>(x));
-  return x > 0 ? 1 / e : e;
-}
-KHOT_APART inline VecD exp_apart(VecD x) { return exp_inline<double>(x); }
-
 template <class R>
 KHOT_INLINE Vec<R> exp(Vec<R> x) {
-  if constexpr (sizeof(R) == 8) return exp_apart(x);
-  return exp_inline<R>(x);
+  const Vec<R> e = exp_minus<R>(abs<R>(x));
+  return x > 0 ? 1 / e : e;
 }
 
 // log((1 + s)/(1 - s)) = 2 artanh(s) for s^2 <= 1/9.
@@ -182,8 +174,9 @@ KHOT_INLINE Vec<R> log1p(Vec<R> x) {
   return twice_artanh<R>(divide<R>(x, 2 + x));
 }
 
+// log(x) for x >= 0 that is not subnormal. It is -inf for 0 and NaN for x < 0.
 template <class R>
-KHOT_INLINE Vec<R> log_inline(Vec<R> x) {
+KHOT_INLINE Vec<R> log(Vec<R> x) {
   using L = Lanes<R>;
   const Int<R> exponent = ((Int<R>)x - L::kSqrtHalf) >> L::kMantissa;
   const Vec<R> mantissa = (Vec<R>)((Int<R>)x - (exponent << L::kMantissa));
@@ -193,15 +186,6 @@ KHOT_INLINE Vec<R> log_inline(Vec<R> x) {
   return x > 0                ? value
          : (x < 0) | (x != x) ? splat<R>(std::numeric_limits<R>::quiet_NaN())
                               : splat<R>(-kInf<R>);
-}
-
-KHOT_APART inline VecD log_apart(VecD x) { return log_inline<double>(x); }
-
-// log(x) for x >= 0 that is not subnormal. It is -inf for 0 and NaN for x < 0.
-template <class R>
-KHOT_INLINE Vec<R> log(Vec<R> x) {
-  if constexpr (sizeof(R) == 8) return log_apart(x);
-  return log_inline<R>(x);
 }
 
 // sin(x) and cos(x) for abs(x) <= pi/2, to within 2e-16: Taylor's polynomials.

@@ -55,11 +55,11 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   if (spec.output != Output::kLog && tau > 1e-100 && tau < 1e100) {
     const double none = 0;
     const Row v = spec.output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad;
-    const ScoreDensity<double, std::decay_t<decltype(general(F))>> density(general(F), t, tau);
+    const ScoreDensity<double, C> density(F, t, tau);
     if (backward_ordinary(spec, density, x, v, grad_lo, tau, grad_x, grad_k, grad_tau) == Gradients::kWritten)
       return;
   }
-  backward_careful(spec, general(F), x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
+  backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
 
 // The rows [begin, end), in groups where they are short, as in choose.h.

@@ -47,12 +47,12 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   } else if (float_carries_threshold(spec, F, x.dtype, tau) && threshold_in_float()) {
     return;
   } else {
-    t = CarefulSolver(x, spec.n, tau, general(F), spec.inside).solve(k);
+    t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
   }
   if (fast && log) {
     apply<float>(spec, F, x, t, tau, out);
   } else if (!fast && spec.output != Output::kThreshold) {
-    apply<double>(spec, general(F), x, t, tau, out);
+    apply<double>(spec, F, x, t, tau, out);
   }
 }
 

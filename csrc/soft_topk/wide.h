@@ -69,7 +69,7 @@ class WideSolver {
       if (all && whole.refine(guess, k, rest.few, t, log ? nullptr : out)) return true;
       found = !(all && log) && part.refine(guess, rest.k, rest.few, t, nullptr);
     }
-    if (!found) t = CarefulSolver(rest.row, rest.n, tau_, general(F_), inside_).solve(rest.k, &rest.cut);
+    if (!found) t = CarefulSolver<C>(rest.row, rest.n, tau_, F_, inside_).solve(rest.k, &rest.cut);
     if (!(std::fabs(t.hi) < kHuge)) return false;
     const FlushSubnormals flush;
     return log || whole.write(t, k, rest.few, out);
