@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import glob
 import os
-import platform
 import sys
 import sysconfig
 from typing import Any
@@ -30,16 +29,12 @@ SANITIZE = [
 # what the compiled kernels need: the oldest torch whose stable interface has all that they use
 OLDEST_TORCH = "2.10"
 EAGER = os.path.join("csrc", "bindings", "eager.cpp")
-# They take a minute each, so they are compiled first, beside each other.
+# They take half a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
-# On x86-64 only processors without AVX2, those from before 2013, run these copies. -O2 makes less code, which
-# takes 1.3 times as long. -Os would save another 0.2 MB of the wheel, but masks would take up to 12 times as
-# long.
-SMALL = (
-    [os.path.join("csrc", "simd", f"{name}_baseline.cpp") for name in ("isa", "sampling")]
-    if platform.machine() in ("x86_64", "AMD64")
-    else []
-)
+# Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it.
+SMALL = [
+    os.path.join("csrc", "bindings", f"{name}.cpp") for name in ("assign_pass", "sampling", "soft_budget")
+]
 
 
 def pure(reason: str) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def extension() -> dict[str, Any]:
                     output_dir=self.build_temp,
                     macros=ext.define_macros,
                     include_dirs=ext.include_dirs,
-                    extra_postargs=[*ext.extra_compile_args, "-O2"],
+                    extra_postargs=[*ext.extra_compile_args, "-Os"],
                     depends=ext.depends,
                 )
 
@@ -109,11 +104,11 @@ def extension() -> dict[str, Any]:
         define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
         # fp-contract: fused multiply-adds, which a strict language standard would switch off
         extra_compile_args=[
-            # -O2 would take 0.43 MB of 0.91 off an instruction set's share of the wheel, but masks take up to
-            # 5 times as long. With -fvect-cost-model=dynamic it is 0.38 MB, and float32 takes 1.2 times as
-            # long in soft budgets and 1.3 times in the careful solver. With the larger inlining limits of -O3
-            # as well, little of the gain is left.
-            "-O3",
+            # Not -O3, whose larger code was not faster: the passes over a row are inlined whole at any level
+            # (KHOT_PASS), and the short loops that have to be unrolled say so.
+            "-O2",
+            # the cost model of -O3. That of -O2 leaves most loops of the selection as they are.
+            "-fvect-cost-model=dynamic",
             "-std=c++17",
             "-ffp-contract=fast",
             "-fvisibility=hidden",

@@ -35,9 +35,18 @@ namespace khot::KHOT_ISA {
 constexpr double kLog2E = 1.44269504088896340736;  // 1/log(2)
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
+// log in double is so long that a call is little beside it. This is not for functions that are compiled for
+// several instruction sets (target_clones): a vector would be passed to it in another way than it expects.
+KHOT_APART inline VecD log_apart(VecD x) { return log<double>(x); }
+template <class R>
+KHOT_INLINE Vec<R> log_called(Vec<R> x) {
+  if constexpr (sizeof(R) == 8) return log_apart(x);
+  return log<R>(x);
+}
+
 // The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both
 // tails, and each of Halley's steps raises the error to its third power.
-inline double normal_quantile(double y) {
+KHOT_APART inline double normal_quantile(double y) {
   if (y > 0.5) return -normal_quantile(1 - y);
   if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
   const double t = std::sqrt(-2 * std::log(y));
@@ -230,6 +239,12 @@ struct Normal : FullSupport<Normal> {
   // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
+    if constexpr (sizeof(R) == 8) return mills_apart(a);
+    return mills_inline<R>(a);
+  }
+  static KHOT_APART VecD mills_apart(VecD a) { return mills_inline<double>(a); }
+  template <class R>
+  static KHOT_INLINE Vec<R> mills_inline(Vec<R> a) {
     a = clamp_above<R>(a, R(sizeof(R) == 8 ? 1e300 : 1e30));  // for a = inf the quotient would be inf/inf
     constexpr R kTerms[] = {
         R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
@@ -266,12 +281,12 @@ struct Normal : FullSupport<Normal> {
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
-    return log_pdf<R>(a) + log<R>(mills<R>(a));
+    return log_pdf<R>(a) + log_called<R>(mills<R>(a));
   }
   // Far below the median, the squares in log f - log F would round off everything else.
   template <class R>
   KHOT_INLINE Vec<R> log_hazard(Vec<R> z, Vec<R> log_f, Vec<R> log_F) const {
-    return z > 0 ? log_f - log_F : -log<R>(mills<R>(abs<R>(z)));
+    return z > 0 ? log_f - log_F : -log_called<R>(mills<R>(abs<R>(z)));
   }
 
   double cdf(double z) const { return 0.5 * std::erfc(-z * 0.70710678118654752440); }
@@ -338,14 +353,14 @@ struct ClippedPower {
   template <class R>
   KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
     const Vec<R> inside = clamp_above<R>(clamp_below<R>(z, R(0)), R(1));
-    const Vec<R> value = static_cast<R>(e) * log<R>(inside);
+    const Vec<R> value = static_cast<R>(e) * log_called<R>(inside);
     return inside == 1 ? Vec<R>{} : value;
   }
   template <class R>
   KHOT_INLINE Vec<R> log_density(Vec<R> z) const {
     const Int<R> outside = (z <= 0) | (z >= 1);
     const Vec<R> base = outside ? splat<R>(1) : z;
-    const Vec<R> value = static_cast<R>(e - 1) * log<R>(base) + static_cast<R>(std::log(e));
+    const Vec<R> value = static_cast<R>(e - 1) * log_called<R>(base) + static_cast<R>(std::log(e));
     return outside ? splat<R>(-kInf<R>) : value;
   }
   template <class R>
@@ -354,7 +369,7 @@ struct ClippedPower {
   }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> above) const {
-    return log<R>(split<R>(z, above).tail);
+    return log_called<R>(split<R>(z, above).tail);
   }
 
   double cdf(double z) const { return z <= 0 ? 0 : z >= 1 ? 1 : std::pow(z, e); }
@@ -382,7 +397,7 @@ struct ClippedPower {
       } else if (whole != 0) {
         for (int i = 1; i < whole; ++i) lower *= inside;
       } else {
-        lower = exp_minus<R>(static_cast<R>(1 - e) * log<R>(inside));
+        lower = exp_minus<R>(static_cast<R>(1 - e) * log_called<R>(inside));
       }
       F = within ? lower * inside : inside;
       f = within ? static_cast<R>(e) * lower : Vec<R>{};
@@ -392,6 +407,13 @@ struct ClippedPower {
 
 using Uniform = ClippedPower<true>;
 using Power = ClippedPower<false>;
+
+// The same CDF for passes in which the traits of the uniform one gain little: fewer types, less code.
+template <class C>
+const C& general(const C& F) {
+  return F;
+}
+inline Power general(const Uniform&) { return Power(2); }
 
 // call(F) with the CDF that is asked for.
 template <class Call>

@@ -9,16 +9,16 @@
 #include <cmath>
 
 #include "budget/backward_lanes.h"
+#include "budget/block_cdf.h"
 #include "budget/weights.h"
 #include "soft_topk/apply.h"
 #include "soft_topk/densities.h"
 
 namespace khot::KHOT_ISA {
 
-template <class C, bool kByValue>
 class BudgetBackward {
  public:
-  BudgetBackward(const BudgetSpec& spec, const C& F, const BudgetBackwardRows& rows, int64_t row)
+  BudgetBackward(const BudgetSpec& spec, const BlockCdf& F, const BudgetBackwardRows& rows, int64_t row)
       : spec_(spec),
         F_(F),
         x_(rows.x(row)),
@@ -33,12 +33,13 @@ class BudgetBackward {
   void run(double& grad_budget, double& grad_tau) {
     if (std::isnan(t_.hi) || !(tau_ > 0)) {
       grad_budget = grad_tau = kNan;
-      return each<double>([](VecD, VecD, VecD, VecD& dx, VecD& dw) { dx = dw = splat(kNan); });
+      return each<double>([](const Block<double>&, int, VecD, VecD& dx, VecD& dw) { dx = dw = splat(kNan); });
     }
     infinite_ = std::fabs(t_.hi) == kHuge;
     fixed_ = infinite_ || (spec_.at_most && t_.hi == 0 && t_.lo == 0);
     if (infinite_) t_ = {0, 0};
-    if (kExact<kByValue> && !fixed_ && float_carries(spec_, F_, x_.dtype, tau_) && std::fabs(t_.hi) < 1e30) {
+    if (exact(spec_.by_value) && !fixed_ && float_carries(spec_, F_, x_.dtype, tau_) &&
+        std::fabs(t_.hi) < 1e30) {
       const FlushSubnormals flush;
       if (ordinary<float>(grad_budget, grad_tau)) return;
     }
@@ -47,29 +48,29 @@ class BudgetBackward {
   }
 
  private:
+  // The entries of a block: costs, with 0 for an infinite score, z, F, f and, in careful(), log f.
   template <class R>
-  struct Entry {
-    Vec<R> f, y, z, w;  // w = 0 where x is infinite
+  struct Block {
+    R w[kWhole<R>], z[kWhole<R>], y[kWhole<R>], f[kWhole<R>], log_f[kWhole<R>];
   };
 
+  // Where t is infinite, entries are decided, except by value those that cost nothing.
   template <class R>
-  struct At {
-    Position<R, kByValue> position;
-    C F;
-    R median;
-    bool held;  // t is infinite: entries are decided, except by value those that cost nothing
-
-    At(const BudgetBackward& b)
-        : position(b.t_, b.tau_), F(b.F_), median(static_cast<R>(b.F_.median)), held(b.infinite_) {}
-    KHOT_INLINE Entry<R> operator()(Vec<R> x, Vec<R> given) const {
-      const Int<R> finite = abs<R>(x) < kInf<R>;
-      const Vec<R> w = finite ? given : Vec<R>{}, z = position(x, w);
-      const Int<R> above = z > median;
-      const TailDensity<R> v = F.template split<R>(z, above);
-      const Int<R> counts = held ? finite & (kByValue ? w == 0 : (w != w)) : finite;
-      return {counts ? v.density : Vec<R>{}, above ? 1 - v.tail : v.tail, finite ? z : Vec<R>{}, w};
-    }
-  };
+  KHOT_APART void entries(const R* x, const R* w, int count, Block<R>& b) const {
+    F_.tails(Position<R>(t_, tau_, spec_.by_value), x, w, count, b.z, b.y, b.f);
+    const R median = static_cast<R>(F_.median);
+    const bool held = infinite_;
+    const Int<R> by_value = spec_.by_value ? ~Int<R>{} : Int<R>{};
+    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
+      const Int<R> finite = abs<R>(v) < kInf<R>;
+      const Vec<R> tail = load(b.y + i), costs = finite ? beside(w, i, lanes) : Vec<R>{};
+      const Int<R> counts = held ? finite & by_value & (costs == 0) : finite;
+      store(b.w + i, costs);
+      store(b.f + i, counts ? load(b.f + i) : Vec<R>{});
+      const Vec<R> y = load(b.z + i) > median ? 1 - tail : tail, decided = v > 0 ? splat<R>(1) : Vec<R>{};
+      store(b.y + i, finite ? y : decided);
+    });
+  }
 
   struct Sums {
     double mass = 0, mean = 0, moment = 0, pull = 0;  // of w a f, a f v, w f z and f v z
@@ -86,25 +87,26 @@ class BudgetBackward {
     R *const kept_f = keep ? static_cast<R*>(grad_x_) : nullptr, *const kept_y =
                                                                      keep ? static_cast<R*>(grad_cost_)
                                                                           : nullptr;
-    const At<R> entry(*this);
     const Row cost = cost_, grad = grad_;
+    const Position<R> position(t_, tau_, spec_.by_value);
     const Sums s =
-        reduce<R, Sums>(x_, spec_.n, spec_.inside, [=](Sums& sums, const R* p, int count, int64_t at) {
+        reduce<R, Sums>(x_, spec_.n, spec_.inside, [&](Sums& sums, const R* p, int count, int64_t at) {
           R costs[kBlock], incoming[kBlock];
-          const R *q = fetch(cost, at, count, costs), *g = fetch(grad, at, count, incoming);
-          const At<R> local = entry;
+          Block<R> b;
+          entries(p, fetch(cost, at, count, costs), count, b);
+          const R* g = fetch(grad, at, count, incoming);
           Vec<R> mass{}, mean{}, moment{}, pull{};
-          vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int i, int lanes) {
-            const Entry<R> e = local(x, beside(q, i, lanes));
-            const Vec<R> v = beside(g, i, lanes), wf = e.w * e.f, fv = e.f * v;
-            mass += kByValue ? wf * e.w : wf;
-            mean += kByValue ? fv * e.w : fv;
-            moment += wf * e.z;
-            pull += fv * e.z;
+          vectors<R>(g, count, R(0), [&](Vec<R> v, int i, int lanes) {
+            const Vec<R> w = load(b.w + i), z = load(b.z + i), f = load(b.f + i), wf = w * f, fv = f * v;
+            mass += wf * position.a(w);
+            mean += fv * position.a(w);
+            moment += wf * z;
+            pull += fv * z;
             if (keep) {
               const bool whole = lanes == kWidth<R>;
-              whole ? store(kept_f + at + i, e.f) : store_part(kept_f + at + i, lanes, e.f);
-              whole ? store(kept_y + at + i, e.y) : store_part(kept_y + at + i, lanes, e.y);
+              const Vec<R> y = load(b.y + i);
+              whole ? store(kept_f + at + i, f) : store_part(kept_f + at + i, lanes, f);
+              whole ? store(kept_y + at + i, y) : store_part(kept_y + at + i, lanes, y);
             }
           });
           sums += {static_cast<double>(sum<R>(mass)), static_cast<double>(sum<R>(mean)),
@@ -120,10 +122,10 @@ class BudgetBackward {
     grad_budget = price;
     grad_tau = ((price == 0 ? 0 : price * s.moment) - s.pull) / tau_;
     const R m = static_cast<R>(price), scale = static_cast<R>(1 / tau_), t = static_cast<R>(t_.hi + t_.lo);
+    const Int<R> by_value = position.by_value;
     auto gradients = [=](Vec<R> f, Vec<R> y, Vec<R> w, Vec<R> v, Vec<R>& dx, Vec<R>& dw) {
       dx = f * (v - w * m) * scale;
-      dw = -m * y;
-      if constexpr (kByValue) dw -= t * dx;
+      dw = -m * y - (by_value ? t * dx : Vec<R>{});
     };
     if (keep) {
       chunks(spec_.n, spec_.inside, [&](int64_t begin, int64_t end, int64_t) {
@@ -144,22 +146,22 @@ class BudgetBackward {
         }
       });
     } else {
-      each<R>([=](Vec<R> x, Vec<R> w, Vec<R> v, Vec<R>& dx, Vec<R>& dw) {
-        const Entry<R> e = entry(x, w);
-        gradients(e.f, e.y, e.w, v, dx, dw);
-        if (m == 0) dw = kByValue ? -t * dx : Vec<R>{};
+      each<R>([=](const Block<R>& b, int i, Vec<R> v, Vec<R>& dx, Vec<R>& dw) {
+        gradients(load(b.f + i), load(b.y + i), load(b.w + i), v, dx, dw);
+        if (m == 0) dw = by_value ? -t * dx : Vec<R>{};
       });
     }
     return true;
   }
 
-  // Writes dL/dx and dL/dw, which value(x, w, v, dx, dw) computes.
+  // Writes dL/dx and dL/dw, which value(b, i, v, dx, dw) computes for the vector of a block that begins at i.
   template <class R, class Value>
-  void each(Value value) {
+  void each(Value value, bool logs = false) {
     constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
     const bool own_x = x_.dtype == own, own_cost = cost_.dtype == own;
     chunks(spec_.n, spec_.inside, [&](int64_t begin, int64_t end, int64_t) {
-      R from[kBlock], costs[kBlock], incoming[kBlock], dxs[kBlock], dws[kBlock];
+      R from[kBlock], costs[kBlock], incoming[kBlock], dxs[kBlock], dws[kWhole<R>];
+      Block<R> b;
       for (int64_t at = begin; at < end; at += kBlock) {
         const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
         const R *p = fetch(x_, at, count, from), *q = fetch(cost_, at, count, costs),
@@ -169,10 +171,14 @@ class BudgetBackward {
                                                                              ? static_cast<R*>(grad_cost_) +
                                                                                    at
                                                                              : dws;
+        entries(p, q, count, b);
+        if constexpr (sizeof(R) == 8) {
+          if (logs) F_.logs(b.z, count, dws, b.log_f);
+        }
         vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
           Vec<R> dx, dw;
-          value(x, beside(q, i, lanes), beside(g, i, lanes), dx, dw);
+          value(b, i, beside(g, i, lanes), dx, dw);
           dw = x == -kInf<R> ? Vec<R>{} : dw;
           whole ? store(to_x + i, dx) : store_part(to_x + i, lanes, dx);
           whole ? store(to_cost + i, dw) : store_part(to_cost + i, lanes, dw);
@@ -203,53 +209,53 @@ class BudgetBackward {
     }
   };
 
-  // body(sums, x, w, v, finite) for all vectors of the row.
+  // body(parts, x, b, i, v) for all vectors of the row. b has neither F nor f.
   template <class S, class Parts, class Body, class Put>
   S collect(Parts start, Body body, Put put_parts) const {
     const Row cost = cost_, grad = grad_;
-    return reduce<double, S>(x_, spec_.n, spec_.inside, [=](S& sums, const double* p, int count, int64_t at) {
+    return reduce<double, S>(x_, spec_.n, spec_.inside, [&](S& sums, const double* p, int count, int64_t at) {
       double costs[kBlock], incoming[kBlock];
-      const double *q = fetch(cost, at, count, costs), *g = fetch(grad, at, count, incoming);
+      Block<double> b;
+      entries(p, fetch(cost, at, count, costs), count, b);
+      F_.logs(b.z, count, b.y, b.log_f);
+      const double* g = fetch(grad, at, count, incoming);
       Parts parts = start;
-      vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-        const IntD finite = abs<double>(x) < kInfinity;
-        body(parts, x, finite ? beside(q, i, lanes) : VecD{}, beside(g, i, lanes), finite);
-      });
+      vectors<double>(p, count, -kInfinity,
+                      [&](VecD x, int i, int lanes) { body(parts, x, b, i, beside(g, i, lanes)); });
       put_parts(sums, parts);
     });
   }
 
   void careful(double& grad_budget, double& grad_tau) {
-    const C F = F_;
-    const Position<double, kByValue> position(t_, tau_);
-    const double tau = tau_;
+    using Entries = Block<double>;
+    const Position<double> position(t_, tau_, spec_.by_value);
+    const double tau = tau_, median = F_.median;
+    auto finite = [](VecD x) { return abs<double>(x) < kInfinity; };
     struct Most {
       VecD most;
     };
-    const double top =
-        collect<Largest>(
-            Most{splat(-kInfinity)},
-            [=](Most& m, VecD x, VecD w, VecD, IntD finite) {
-              const IntD counts = finite & (w > 0);
-              const VecD log_f = counts ? F.template log_density<double>(position(x, w)) : splat(-kInfinity);
-              m.most = log_f > m.most ? log_f : m.most;
-            },
-            [](Largest& s, const Most& m) { s.log_f = std::max(s.log_f, maximum<double>(m.most)); })
-            .log_f;
+    const double top = collect<Largest>(
+                           Most{splat(-kInfinity)},
+                           [=](Most& m, VecD x, const Entries& b, int i, VecD) {
+                             const IntD counts = finite(x) & (load(b.w + i) > 0);
+                             const VecD log_f = counts ? load(b.log_f + i) : splat(-kInfinity);
+                             m.most = log_f > m.most ? log_f : m.most;
+                           },
+                           [](Largest& s, const Most& m) { s += {maximum<double>(m.most)}; })
+                           .log_f;
     const double base = std::max(top, -kHuge);
     Edges edges;
-    const double median = F_.median;
-    auto leaves = [=](VecD x, VecD w) { return kByValue ? (x - tau) / (w > 0 ? w : splat(1.0)) : x - tau; };
-    auto enters = [=](VecD x, VecD w) { return kByValue ? x / (w > 0 ? w : splat(1.0)) : x; };
-    if constexpr (!C::full_support) {
+    auto leaves = [=](VecD x, VecD w) { return (x - tau) / position.a(w > 0 ? w : splat(1.0)); };
+    auto enters = [=](VecD x, VecD w) { return x / position.a(w > 0 ? w : splat(1.0)); };
+    if (!F_.full_support) {
       struct Ends {
         VecD up, down;
       };
       edges = collect<Edges>(
           Ends{splat(kInfinity), splat(-kInfinity)},
-          [=](Ends& e, VecD x, VecD w, VecD, IntD finite) {
-            const IntD counts = finite & (w > 0), above = position(x, w) > median;
-            const VecD up = leaves(x, w), down = enters(x, w);
+          [=](Ends& e, VecD x, const Entries& b, int i, VecD) {
+            const VecD w = load(b.w + i), up = leaves(x, w), down = enters(x, w);
+            const IntD counts = finite(x) & (w > 0), above = load(b.z + i) > median;
             e.up = counts & above & (up < e.up) ? up : e.up;
             e.down = counts & ~above & (down > e.down) ? down : e.down;
           },
@@ -260,25 +266,22 @@ class BudgetBackward {
     };
     const CarefulSums s = collect<CarefulSums>(
         Parts{},
-        [=](Parts& a, VecD x, VecD w, VecD v, IntD finite) {
-          const VecD unit = splat(1.0), zero{}, each = kByValue ? w : unit;
-          const VecD z = finite ? position(x, w) : zero;
-          const VecD log_f = F.template log_density<double>(z);
-          const VecD weight = finite ? exp<double>(log_f - base) : zero,
-                     f = finite ? exp<double>(log_f) : zero;
+        [=](Parts& a, VecD x, const Entries& b, int i, VecD v) {
+          const VecD zero{}, w = load(b.w + i), z = load(b.z + i), log_f = load(b.log_f + i),
+                             each = position.a(w);
+          const IntD free = finite(x);
+          const VecD weight = free ? exp<double>(log_f - base) : zero, f = free ? exp<double>(log_f) : zero;
           const VecD counted = w > 0 ? weight : zero;
           a.mass += w * each * counted;
-          a.mean += finite ? each * v * clamp_above<double>(weight, 1e300) : zero;
+          a.mean += free ? each * v * clamp_above<double>(weight, 1e300) : zero;
           a.moment += w * counted * z;
           a.u += each * f * v;
           a.uz += f * v * z;
-          if constexpr (!C::full_support) {
-            const IntD counts = finite & (w > 0), above = z > median;
-            const IntD up = counts & above & (leaves(x, w) == edges.up),
-                       down = counts & ~above & (enters(x, w) == edges.down);
-            a.up += up ? w * each : zero, a.up_v += up ? each * v : zero;
-            a.down += down ? w * each : zero, a.down_v += down ? each * v : zero;
-          }
+          const IntD counts = free & (w > 0), above = z > median;
+          const IntD up = counts & above & (leaves(x, w) == edges.up),
+                     down = counts & ~above & (enters(x, w) == edges.down);
+          a.up += up ? w * each : zero, a.up_v += up ? each * v : zero;
+          a.down += down ? w * each : zero, a.down_v += down ? each * v : zero;
         },
         [](CarefulSums& s, const Parts& a) {
           s += {sum<double>(a.mass), sum<double>(a.mean), sum<double>(a.moment),
@@ -289,27 +292,24 @@ class BudgetBackward {
     const double through_t = grad_lo_ - s.u / tau_, spread = live ? through_t / s.mass : 0;
     double price = live ? s.mean / s.mass : 0;
     if (live && grad_lo_ != 0) price -= grad_lo_ * std::exp(std::log(tau_) - std::log(s.mass) - top);
-    if (!C::full_support && !live) {
+    if (!F_.full_support && !live) {
       price = 0.5 * (s.up > 0 ? s.up_v / s.up : 0) + 0.5 * (s.down > 0 ? s.down_v / s.down : 0);
     }
     grad_budget = price;
     grad_tau = -s.uz / tau_ - (live ? spread * s.moment : 0);
     const double t = t_.hi + t_.lo;
-    each<double>([=](VecD x, VecD given, VecD v, VecD& dx, VecD& dw) {
-      const IntD finite = abs<double>(x) < kInfinity;
-      const VecD zero{}, w = finite ? given : zero, z = finite ? position(x, w) : zero;
-      const VecD log_f = F.template log_density<double>(z);
-      const VecD weight = finite & (w > 0) ? exp<double>(log_f - base) : zero,
-                 f = finite ? exp<double>(log_f) : zero;
-      dx = f * v / tau + spread * w * weight;
-      const VecD share = F.template value<double>(z);
-      dw = -price * (x == kInfinity ? splat(1.0) : share);
-      if constexpr (kByValue) dw -= t * dx;
-    });
+    each<double>(
+        [=](const Entries& b, int i, VecD v, VecD& dx, VecD& dw) {
+          const VecD zero{}, w = load(b.w + i), log_f = load(b.log_f + i);
+          const VecD weight = w > 0 ? exp<double>(log_f - base) : zero;
+          dx = load(b.f + i) * v / tau + spread * w * weight;
+          dw = -price * load(b.y + i) - (position.by_value ? t * dx : zero);
+        },
+        true);
   }
 
   BudgetSpec spec_;
-  C F_;
+  BlockCdf F_;
   Row x_, cost_, grad_;
   double grad_lo_, tau_;
   Threshold t_;
@@ -317,19 +317,18 @@ class BudgetBackward {
   bool infinite_ = false, fixed_ = false;  // whether t is infinite, and whether it depends on anything
 };
 
-template <class C, bool kByValue>
-void budget_backward_rows(const BudgetSpec& spec, const C& F, const BudgetBackwardRows& rows, int64_t begin,
-                          int64_t end) {
+inline void budget_backward_rows(const BudgetSpec& spec, const BlockCdf& F, const BudgetBackwardRows& rows,
+                                 int64_t begin, int64_t end) {
   auto one = [&](int64_t i) {
     double grad_budget, grad_tau;
-    BudgetBackward<C, kByValue>(spec, F, rows, i).run(grad_budget, grad_tau);
+    BudgetBackward(spec, F, rows, i).run(grad_budget, grad_tau);
     rows.put(i, grad_budget, grad_tau);
   };
   int64_t i = begin;
-  constexpr int width = LaneBudgetBackward<C, kByValue>::width;
-  if (kExact<kByValue> && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
+  constexpr int width = LaneBudgetBackward::width;
+  if (exact(spec.by_value) && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
       rows.x(begin).dtype != Dtype::kDouble && rows.cost(begin).dtype != Dtype::kDouble && F.fits_float) {
-    LaneBudgetBackward<C, kByValue> lanes(spec, F);
+    LaneBudgetBackward lanes(spec, F);
     bool done[width];
     for (; i + width <= end; i += width) {
       lanes.run(rows, i, done);
@@ -345,12 +344,8 @@ void budget_backward_rows(const BudgetSpec& spec, const C& F, const BudgetBackwa
 inline void budget_backward(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin,
                             int64_t end) {
   with_cdf(spec, [&](auto F) {
-    using C = decltype(F);
-    if (spec.by_value) {
-      budget_backward_rows<C, true>(spec, F, rows, begin, end);
-    } else {
-      budget_backward_rows<C, false>(spec, F, rows, begin, end);
-    }
+    const auto same = general(F);
+    budget_backward_rows(spec, BlockCdf(same), rows, begin, end);
   });
 }
 

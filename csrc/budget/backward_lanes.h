@@ -3,51 +3,49 @@
 // scalars of all rows together.
 #pragma once
 
+#include "budget/block_cdf.h"
 #include "budget/weights.h"
 #include "soft_topk/densities.h"
 
 namespace khot::KHOT_ISA {
 
-template <class C, bool kByValue>
 class LaneBudgetBackward {
  public:
   static constexpr int width = kWidth<float>;
 
-  LaneBudgetBackward(const BudgetSpec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)) {}
+  LaneBudgetBackward(const BudgetSpec& spec, const BlockCdf& F)
+      : F_(F), n_(static_cast<int>(spec.n)), by_value_(spec.by_value) {}
 
   // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first +
   // i are written; float does not carry the others.
-  void run(const BudgetBackwardRows& rows, int64_t first, bool* done) {
+  KHOT_PASS void run(const BudgetBackwardRows& rows, int64_t first, bool* done) {
     const FlushSubnormals flush;
     const float *costs[width], *grads[width];
     VecF mass[width], mean[width], moment[width], pull[width], tau, grad_lo;
     float scale[width], level[width];
     bool fits[width];
     const float median = static_cast<float>(F_.median);
-    const C F = F_;
     for (int j = 0; j < width; ++j) {
       const Threshold t = rows.threshold(first + j);
       const double own_tau = rows.tau(first + j);
       tau[j] = static_cast<float>(own_tau), scale[j] = static_cast<float>(1 / own_tau);
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       level[j] = static_cast<float>(t.hi + t.lo);
-      const Position<float, kByValue> position(t, own_tau);
+      const Position<float> position(t, own_tau, by_value_);
       const float* x = fetch(rows.x(first + j), 0, n_, x_);
       const float* w = costs[j] = fetch(rows.cost(first + j), 0, n_, costs_ + j * kShortRow);
       const float* g = grads[j] = fetch(rows.grad(first + j), 0, n_, grads_ + j * kShortRow);
       float *const f = f_ + j * kShortRow, *const y = y_ + j * kShortRow;
       IntF infinite{};
       mass[j] = mean[j] = moment[j] = pull[j] = VecF{};
+      F_.tails(position, x, w, n_, z_, y, f);
       vectors<float>(x, n_, 0.0f, [&](VecF score, int i, int lanes) {
-        const VecF a = beside(w, i, lanes), v = beside(g, i, lanes), z = position(score, a);
-        const IntF above = z > median;
-        const TailDensity<float> part = F.template split<float>(z, above);
+        const VecF a = beside(w, i, lanes), v = beside(g, i, lanes), z = load(z_ + i), tail = load(y + i);
         infinite |= ~(abs<float>(score) < kInf<float>);
-        store(f + i, part.density);
-        store(y + i, above ? 1 - part.tail : part.tail);
-        const VecF af = a * part.density, fv = part.density * v;
-        mass[j] += kByValue ? af * a : af;
-        mean[j] += kByValue ? fv * a : fv;
+        store(y + i, z > median ? 1 - tail : tail);
+        const VecF af = a * load(f + i), fv = load(f + i) * v;
+        mass[j] += af * position.a(a);
+        mean[j] += fv * position.a(a);
         moment[j] += af * z;
         pull[j] += fv * z;
       });
@@ -70,10 +68,10 @@ class LaneBudgetBackward {
                    *const to_cost = direct_cost ? static_cast<float*>(rows.grad_cost(first + j)) : dw_;
       const float *const f = f_ + j * kShortRow, *const y = y_ + j * kShortRow;
       const float factor = scale[j], m = price[j], t = level[j];
+      const IntF by_value = by_value_ ? ~IntF{} : IntF{};
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
         const VecF dx = load(f + i) * (v - beside(costs[j], i, lanes) * m) * factor;
-        VecF dw = -m * load(y + i);
-        if constexpr (kByValue) dw -= t * dx;
+        const VecF dw = -m * load(y + i) - (by_value ? t * dx : VecF{});
         const bool whole = lanes == width;
         whole ? store(to_x + i, dx) : store_part(to_x + i, lanes, dx);
         whole ? store(to_cost + i, dw) : store_part(to_cost + i, lanes, dw);
@@ -84,10 +82,11 @@ class LaneBudgetBackward {
   }
 
  private:
-  C F_;
+  BlockCdf F_;
   int n_;
+  bool by_value_;
   alignas(KHOT_VECTOR_BYTES) float f_[kShortRow * width], y_[kShortRow * width], costs_[kShortRow * width],
-      grads_[kShortRow * width], x_[kShortRow], dw_[kShortRow];
+      grads_[kShortRow * width], x_[kShortRow], z_[kShortRow], dw_[kShortRow];
 };
 
 }  // namespace khot::KHOT_ISA

@@ -8,17 +8,17 @@
 #include <algorithm>
 #include <cmath>
 
+#include "budget/block_cdf.h"
 #include "budget/weights.h"
 
 namespace khot::KHOT_ISA {
 
-template <class C, bool kByValue>
 class CarefulBudget {
  public:
-  CarefulBudget(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double tau)
+  CarefulBudget(const BudgetSpec& spec, const BlockCdf& F, const Row& x, const Row& cost, double tau)
       : spec_(spec), F_(F), x_(x), cost_(cost), tau_(tau) {}
 
-  Threshold solve(double budget) {
+  KHOT_APART Threshold solve(double budget) {
     if (!(tau_ > 0 && tau_ < kInfinity)) return {kNan, kNan};
     const Costs costs = add_up();
     const double slack = spec_.slack * (costs.free + costs.pinned);
@@ -78,34 +78,30 @@ class CarefulBudget {
   }
 
   SpendSums evaluate(Threshold t) const {
-    const Position<double, kByValue> position(t, tau_);
-    const C F = F_;
-    const double median = F_.median;
+    const Position<double> position(t, tau_, spec_.by_value);
+    const BlockCdf F = F_;
     const Row cost = cost_;
-    return reduce<double, SpendSums>(x_, spec_.n, spec_.inside,
-                                     [=](SpendSums& sums, const double* p, int count, int64_t at) {
-                                       double buffer[kBlock];
-                                       const double* q = fetch(cost, at, count, buffer);
-                                       VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
-                                       const VecD zero{};
-                                       vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-                                         const VecD given = beside(q, i, lanes);
-                                         const IntD finite = abs<double>(x) < kInfinity;
-                                         const VecD w = finite ? given : zero, z = position(x, w);
-                                         const IntD above = z > median;
-                                         const TailDensity<double> v = F.template split<double>(z, above);
-                                         const VecD tail = w > 0 ? w * v.tail : zero;
-                                         VecD slope = w > 0 ? w * v.density : zero;
-                                         if constexpr (kByValue) slope *= w;
-                                         spent += above ? w : zero;
-                                         lacking += above ? tail : zero;
-                                         excess += above ? zero : tail;
-                                         slope_above += above ? slope : zero;
-                                         slope_below += above ? zero : slope;
-                                       });
-                                       sums += {sum<double>(spent), sum<double>(lacking), sum<double>(excess),
-                                                sum<double>(slope_above), sum<double>(slope_below)};
-                                     });
+    return reduce<double, SpendSums>(
+        x_, spec_.n, spec_.inside, [=](SpendSums& sums, const double* p, int count, int64_t at) {
+          double buffer[kBlock], z[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
+          const double* q = fetch(cost, at, count, buffer);
+          F.tails(position, p, q, count, z, tails, densities);
+          VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
+          const VecD zero{};
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+            const VecD w = abs<double>(x) < kInfinity ? beside(q, i, lanes) : zero;
+            const IntD above = load(z + i) > F.median;
+            const VecD tail = w > 0 ? w * load(tails + i) : zero,
+                       slope = w > 0 ? w * position.a(w) * load(densities + i) : zero;
+            spent += above ? w : zero;
+            lacking += above ? tail : zero;
+            excess += above ? zero : tail;
+            slope_above += above ? slope : zero;
+            slope_below += above ? zero : slope;
+          });
+          sums += {sum<double>(spent), sum<double>(lacking), sum<double>(excess), sum<double>(slope_above),
+                   sum<double>(slope_below)};
+        });
   }
 
   struct Range {
@@ -116,28 +112,29 @@ class CarefulBudget {
   // The least and the greatest threshold at which an entry that costs something lies at z.
   Range levels(double z) const {
     const double offset = tau_ * z;
+    const Position<double> position({0, 0}, tau_, spec_.by_value);
     const Row cost = cost_;
-    return reduce<double, Range>(
-        x_, spec_.n, spec_.inside, [=](Range& range, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
-          VecD low = splat(kInfinity), high = -low;
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-            const VecD w = beside(q, i, lanes);
-            const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-            const VecD level = kByValue ? (x - offset) / (counts ? w : splat(1.0)) : x - offset;
-            low = counts & (level < low) ? level : low;
-            high = counts & (level > high) ? level : high;
-          });
-          range += {minimum<double>(low), maximum<double>(high)};
-        });
+    return reduce<double, Range>(x_, spec_.n, spec_.inside,
+                                 [=](Range& range, const double* p, int count, int64_t at) {
+                                   double buffer[kBlock];
+                                   const double* q = fetch(cost, at, count, buffer);
+                                   VecD low = splat(kInfinity), high = -low;
+                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+                                     const VecD w = beside(q, i, lanes);
+                                     const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
+                                     const VecD level = (x - offset) / position.a(counts ? w : splat(1.0));
+                                     low = counts & (level < low) ? level : low;
+                                     high = counts & (level > high) ? level : high;
+                                   });
+                                   range += {minimum<double>(low), maximum<double>(high)};
+                                 });
   }
 
   // The levels next to t: the least one of the entries above and the greatest one of the others. Under
   // compact support they are where y leaves 1 or 0.
   Range neighbours(Threshold t) const {
-    const Position<double, kByValue> position(t, tau_);
-    const double median = F_.median, end = C::full_support ? median : 1, start = C::full_support ? median : 0;
+    const Position<double> position(t, tau_, spec_.by_value);
+    const double median = F_.median, end = F_.full_support ? median : 1, start = F_.full_support ? median : 0;
     const double tau = tau_;
     const Row cost = cost_;
     return reduce<double, Range>(x_, spec_.n, spec_.inside,
@@ -149,7 +146,7 @@ class CarefulBudget {
                                      const VecD w = beside(q, i, lanes);
                                      const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
                                      const IntD above = position(x, w) > median;
-                                     const VecD a = kByValue ? (counts ? w : splat(1.0)) : splat(1.0);
+                                     const VecD a = position.a(counts ? w : splat(1.0));
                                      const VecD leaves = (x - end * tau) / a, enters = (x - start * tau) / a;
                                      up = counts & above & (leaves < up) ? leaves : up;
                                      down = counts & ~above & (enters > down) ? enters : down;
@@ -169,6 +166,7 @@ class CarefulBudget {
   // if every entry is taken whole. It bounds nothing: it is a guess.
   double histogram_search(Range range) const {
     const double offset = tau_ * F_.median;
+    const bool by_value = spec_.by_value;
     const Row cost = cost_;
     for (int step = 0; step < kHistograms && range.high - range.low > 2 * tau_; ++step) {
       const double bottom = range.low, width = (range.high - range.low) * (1 + 1e-12) / kBins;
@@ -180,7 +178,7 @@ class CarefulBudget {
             const double* q = fetch(cost, at, count, buffer);
             for (int i = 0; i < count; ++i) {
               if (!(std::fabs(p[i]) < kInfinity && q[i] > 0)) continue;
-              double bin = ((kByValue ? (p[i] - offset) / q[i] : p[i] - offset) - bottom) * inverse + 1;
+              double bin = ((p[i] - offset) / (by_value ? q[i] : 1) - bottom) * inverse + 1;
               bin = bin > 0 ? bin : 0;
               bin = bin < kBins + 1 ? bin : kBins + 1;
               b.spent[static_cast<int>(bin)] += q[i];
@@ -231,7 +229,7 @@ class CarefulBudget {
     const Range ends = levels(F_.icdf(share)), centres = levels(F_.median);
     auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
     double low = held(ends.low), high = held(ends.high);
-    const double pad = 1e-14 * std::max(std::fabs(low), std::fabs(high)) + (kByValue ? 0 : 1e-9 * tau_);
+    const double pad = 1e-14 * std::max(std::fabs(low), std::fabs(high)) + (spec_.by_value ? 0 : 1e-9 * tau_);
     low -= pad, high += pad;
     if (spec_.at_most) low = std::max(low, 0.0);
     Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
@@ -247,14 +245,14 @@ class CarefulBudget {
       if (std::fabs(over) <= 8 * 0x1p-52 * std::max(s.spent, left_)) over = 0;
       const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0), miss = P - Q;
       const bool nothing =
-          C::full_support ? s.lacking < kTiny || s.excess < kTiny : s.lacking == 0 && s.excess == 0;
+          F_.full_support ? s.lacking < kTiny || s.excess < kTiny : s.lacking == 0 && s.excess == 0;
       if (over == 0 && nothing) {
         const Range gap = neighbours(t);
         // with no entry on one side of the gap, nothing or everything is paid for, but for rounding
         if (gap.high == -kInfinity) return {-kHuge, -kHuge};
         if (gap.low == kInfinity) return {kHuge, kHuge};
         const double middle = 0.5 * gap.low + 0.5 * gap.high;
-        return C::full_support ? log_newton({middle, 0}) : Threshold{middle, 0};
+        return F_.full_support ? log_newton({middle, 0}) : Threshold{middle, 0};
       }
       const bool settled = std::fabs(miss) <= noise && std::fabs(miss) >= 0.5 * best_miss;
       if (std::fabs(miss) < best_miss) best = t, best_miss = std::fabs(miss);
@@ -262,7 +260,7 @@ class CarefulBudget {
       if (miss > 0) low = std::max(low, t.lo);
       if (miss < 0) high = std::min(high, t.lo);
       double step = tau_ * miss / (s.slope_above + s.slope_below);
-      if (C::full_support) {
+      if (F_.full_support) {
         const double logs = tau_ * (std::log(P) - std::log(Q)) / (s.slope_below / P + s.slope_above / Q);
         if (std::fabs(logs) < kInfinity) step = logs;
       }
@@ -297,27 +295,28 @@ class CarefulBudget {
 
   // Newton's method on log P = log Q in a gap so wide that tails underflow.
   Threshold log_newton(Threshold t) const {
-    const C F = F_;
-    const double median = F_.median;
+    const BlockCdf F = F_;
     const Row cost = cost_;
     for (int i = 0; i < kLogEvaluations; ++i) {
-      const Position<double, kByValue> position(t, tau_);
+      const Position<double> position(t, tau_, spec_.by_value);
       LogSums tops;
       auto pass = [&](bool add) {
         const LogSums known = tops;
         return reduce<double, LogSums>(
             x_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, int count, int64_t at) {
-              double buffer[kBlock];
+              double buffer[kBlock], place[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
               const double* q = fetch(cost, at, count, buffer);
+              position.put(p, q, count, place);
+              F.logs(place, count, tails, densities);
               VecD most[4], total[4];
               for (int j = 0; j < 4; ++j) most[j] = splat(-kInfinity), total[j] = VecD{};
               vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
                 const VecD w = beside(q, i, lanes);
                 const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                const VecD z = counts ? position(x, w) : VecD{}, log_w = log<double>(counts ? w : splat(1.0));
-                const IntD above = z > median;
-                const VecD tail = log_w + F.template log_tail<double>(z, above);
-                const VecD slope = log_w + F.template log_density<double>(z) + (kByValue ? log_w : VecD{});
+                const VecD log_w = log_apart(counts ? w : splat(1.0));
+                const IntD above = load(place + i) > F.median;
+                const VecD tail = log_w + load(tails + i);
+                const VecD slope = log_w + load(densities + i) + (position.by_value ? log_w : VecD{});
                 for (int j = 0; j < 4; ++j) {
                   const IntD here = counts & (j < 2 ? above : ~above);
                   const VecD v = here ? (j % 2 == 0 ? tail : slope) : splat(-kInfinity);
@@ -345,7 +344,7 @@ class CarefulBudget {
   }
 
   BudgetSpec spec_;
-  C F_;
+  BlockCdf F_;
   Row x_, cost_;
   double tau_;
   double left_ = 0, free_ = 0;  // the budget for the finite entries, and the sum of their costs

@@ -11,60 +11,60 @@
 namespace khot::KHOT_ISA {
 
 // Writes y at the threshold t, in double.
-template <class C, bool kByValue>
-void apply_budget(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, Threshold t, double tau,
-                  void* out) {
+inline void apply_budget(const BudgetSpec& spec, const BlockCdf& F, const Row& x, const Row& cost,
+                         Threshold t, double tau, void* out) {
   if (std::isnan(t.hi)) return fill_constant<double>(spec, out, x.dtype, x, kNan, kNan, 0);
   const bool infinite = std::fabs(t.hi) == kHuge;
-  if (infinite && !kByValue) {
+  if (infinite && !spec.by_value) {
     return t.hi > 0 ? fill_constant<double>(spec, out, x.dtype, x, 0, 1, kInfinity)
                     : fill_constant<double>(spec, out, x.dtype, x, 1, 0, -kInfinity);
   }
   // by value, free entries do not depend on t
-  const Position<double, kByValue> position(infinite ? Threshold{0, 0} : t, tau);
+  const Position<double> position(infinite ? Threshold{0, 0} : t, tau, spec.by_value);
   const double held = t.hi < 0 ? 1 : 0;
   chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
-    double from[kBlock], costs[kBlock], results[kBlock];
+    double from[kBlock], costs[kBlock], z[kWhole<double>], tails[kWhole<double>], y[kWhole<double>];
     for (int64_t at = begin; at < end; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
       const double *p = fetch(x, at, count, from), *q = fetch(cost, at, count, costs);
+      F.tails(position, p, q, count, z, tails, y);
       vectors<double>(p, count, 0.0, [&](VecD v, int i, int lanes) {
         const IntD finite = abs<double>(v) < kInfinity;
-        const VecD w = finite ? beside(q, i, lanes) : VecD{};
-        const VecD y = F.template value<double>(position(v, w));
-        const VecD chosen = infinite & finite & (w > 0) ? splat(held) : y;
-        lanes == kWidth<double> ? store(results + i, chosen) : store_part(results + i, lanes, chosen);
+        const VecD w = finite ? beside(q, i, lanes) : VecD{}, tail = load(tails + i), one = splat(1.0);
+        const VecD share = load(z + i) > F.median ? 1 - tail : tail, decided = v > 0 ? one : VecD{};
+        const VecD chosen = infinite & finite & (w > 0) ? splat(held) : finite ? share : decided;
+        store(y + i, chosen);
       });
-      put(out, x.dtype, at, count, results);
+      put(out, x.dtype, at, count, y);
     }
   });
 }
 
-template <class C, bool kByValue>
-void budget_row(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double budget, double tau,
-                void* out, Goal& goal, Threshold& t) {
-  if (kExact<kByValue> && float_carries(spec, F, x.dtype, tau)) {
+template <class C>
+void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x, const Row& cost,
+                double budget, double tau, void* out, Goal& goal, Threshold& t) {
+  if (exact(spec.by_value) && float_carries(spec, F, x.dtype, tau)) {
     const FlushSubnormals flush;
-    if (OrdinaryBudget<C, kByValue>(spec, F, x, cost, tau).solve(budget, goal, t, out)) return;
+    if (OrdinaryBudget<C>(spec, F, x, cost, tau).solve(budget, goal, t, out)) return;
   }
-  t = CarefulBudget<C, kByValue>(spec, F, x, cost, tau).solve(budget);
-  apply_budget<C, kByValue>(spec, F, x, cost, t, tau, out);
+  t = CarefulBudget(spec, careful, x, cost, tau).solve(budget);
+  apply_budget(spec, careful, x, cost, t, tau, out);
 }
 
-template <class C, bool kByValue>
+template <class C>
 void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int64_t begin, int64_t end) {
   Goal goal;
+  const BlockCdf careful(F);
   auto one = [&](int64_t i) {
     Threshold t;
-    budget_row<C, kByValue>(spec, F, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i), goal,
-                            t);
+    budget_row(spec, F, careful, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i), goal, t);
     rows.put(i, t);
   };
   int64_t i = begin;
-  constexpr int width = LaneBudget<C, kByValue>::width;
-  if (LaneBudget<C, kByValue>::kServes && !spec.at_most && spec.n > 0 && spec.n <= kShortRow &&
+  constexpr int width = LaneBudget<C>::width;
+  if (LaneBudget<C>::serves(spec.by_value) && !spec.at_most && spec.n > 0 && spec.n <= kShortRow &&
       end - begin >= width && rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-    LaneBudget<C, kByValue> lanes(spec, F);
+    LaneBudget<C> lanes(spec, F);
     bool ordinary[width];
     for (; i + width <= end; i += width) {
       {
@@ -82,14 +82,7 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
 // a group gives back is solved one by one, too.
 inline void budget(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end) {
-  with_cdf(spec, [&](auto F) {
-    using C = decltype(F);
-    if (spec.by_value) {
-      budget_rows<C, true>(spec, F, rows, begin, end);
-    } else {
-      budget_rows<C, false>(spec, F, rows, begin, end);
-    }
-  });
+  with_cdf(spec, [&](auto F) { budget_rows(spec, general(F), rows, begin, end); });
 }
 
 }  // namespace khot::KHOT_ISA

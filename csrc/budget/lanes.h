@@ -10,42 +10,20 @@
 
 namespace khot::KHOT_ISA {
 
-template <class C, bool kByValue>
-class LaneBudget {
+// The part that knows no CDF.
+class BudgetTile {
  public:
   static constexpr int width = kWidth<float>;
-  // By value and under compact support, large costs magnify the rounding errors of these sums.
-  static constexpr bool kServes = kExact<kByValue> && (C::full_support || !kByValue);
 
-  LaneBudget(const BudgetSpec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)) {}
+ protected:
+  explicit BudgetTile(const BudgetSpec& spec)
+      : n_(static_cast<int>(spec.n)), by_value_(spec.by_value ? ~IntF{} : IntF{}) {}
 
-  // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
-  // ordinary.
-  void solve(const BudgetRows& rows, int64_t first, bool* ordinary) {
-    read(rows, first);
-    guess();
-    search();
-    for (int j = 0; j < width; ++j) {
-      ordinary[j] = good_[j] != 0;
-      // by value, t a = (t s) w for a = w s
-      const double unit = kByValue ? unit_[j] : 1;
-      if (ordinary[j]) rows.put(first + j, {hi_[j] * unit, lo_[j] * unit});
-    }
-    scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n_, rows_, y_);
-  }
-
- private:
-  static constexpr bool kStoring = C::value_from_odds && !kByValue;
-  static constexpr int kPasses = 8 + C::extra_passes, kCurve = C::Derivatives::kCurve;
-  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 6;
-
-  struct Sums {
-    VecF spent, miss;  // the sum of a y, and by how much it misses the budget
-    VecF S[5] = {};    // the sums of a f and of its derivatives along t
-  };
+  // An entry of cost a lies at z = (x - t u)/tau.
+  KHOT_INLINE VecF u(VecF a) const { return by_value_ ? a : splat(1.0f); }
 
   // Costs are taken in units that make their mean about 1, a power of 2 for each row: a = w s.
-  void read(const BudgetRows& rows, int64_t first) {
+  KHOT_APART void read(const BudgetRows& rows, int64_t first) {
     gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
     gather([&](int j) { return rows.cost(first + j); }, n_, rows_, a_);
     ExactBlockSum total;
@@ -73,25 +51,73 @@ class LaneBudget {
     good_ &= (odds_ > 1e-6f) & (odds_ < 1e6f) & (tau_ > 1e-25f) & (tau_ < 1e25f);
     odds_ = good_ ? odds_ : splat(1.0f);
     scale_ = 1 / tau_;
-    most_ *= unit_;
+    most_ = u(most_ * unit_);
     for (int i = 0; i < n_; ++i) *column(a_, i) *= unit_;
   }
+
+  void move(VecF h) {
+    const VecF before = hi_, next = lo_ + h * tau_;
+    hi_ = before + next;
+    lo_ = (before - hi_) + next;
+  }
+
+  VecF missing(ExactBlockSum sum, VecF& spent) const {
+    sum.flush();
+    spent = sum.whole + sum.lost;
+    return ((sum.whole - budget_) - budget_low_) + sum.lost;
+  }
+
+  int n_;
+  IntF by_value_;
+  VecF total_{}, budget_{}, budget_low_{}, odds_{}, unit_{}, most_{}, tau_{}, scale_{}, hi_{}, lo_{};
+  IntF good_{};
+  alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], a_[kShortRow * width], y_[kShortRow * width],
+      rows_[kShortRow * width];
+};
+
+template <class C>
+class LaneBudget : BudgetTile {
+ public:
+  using BudgetTile::width;
+  // By value and under compact support, large costs magnify the rounding errors of these sums.
+  static bool serves(bool by_value) { return exact(by_value) && (C::full_support || !by_value); }
+
+  LaneBudget(const BudgetSpec& spec, const C& F)
+      : BudgetTile(spec), F_(F), stores_(C::value_from_odds && !spec.by_value) {}
+
+  // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
+  // ordinary.
+  void solve(const BudgetRows& rows, int64_t first, bool* ordinary) {
+    read(rows, first);
+    guess();
+    search();
+    for (int j = 0; j < width; ++j) {
+      ordinary[j] = good_[j] != 0;
+      // by value, t a = (t s) w for a = w s
+      const double unit = by_value_[j] ? unit_[j] : 1;
+      if (ordinary[j]) rows.put(first + j, {hi_[j] * unit, lo_[j] * unit});
+    }
+    scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n_, rows_, y_);
+  }
+
+ private:
+  static constexpr int kPasses = 8 + C::extra_passes, kCurve = C::Derivatives::kCurve;
+  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 6;
+
+  struct Sums {
+    VecF spent, miss;  // the sum of a y, and by how much it misses the budget
+    VecF S[5] = {};    // the sums of a f and of its derivatives along t
+  };
 
   // The threshold where a normal distribution with the moments of the row, and noise distributed as tau F,
   // has the share that the budget asks for. All in units of tau.
   void guess() {
-    const VecF origin = kByValue ? VecF{} : *column(x_, 0), scale = scale_;
-    VecF d{}, dd{}, aa{}, ad{}, aaa{};
+    const VecF origin = by_value_ ? VecF{} : *column(x_, 0), scale = scale_;
+    VecF d{}, dd{};
     for (int i = 0; i < n_; ++i) {
       const VecF a = *column(a_, i), off = (*column(x_, i) - origin) * scale, b = a * off;
       d += b;
       dd += b * off;
-      if constexpr (kByValue) {
-        const VecF square = a * a;
-        aa += square;
-        ad += square * off;
-        aaa += square * a;
-      }
     }
     good_ &= abs<float>(d) + dd < kInf<float>;
     const VecF z = log<float>(odds_), weight = 1 / total_;
@@ -102,7 +128,14 @@ class LaneBudget {
                x = mean - static_cast<float>(F_.mean);  // less the mean of the noise
     const VecF variance = clamp_below<float>(square - mean * mean, 0);
     VecF t;
-    if constexpr (kByValue) {
+    if (by_value_[0]) {
+      VecF aa{}, ad{}, aaa{};
+      for (int i = 0; i < n_; ++i) {
+        const VecF a = *column(a_, i), square = a * a;
+        aa += square;
+        ad += square * (*column(x_, i) * scale);
+        aaa += square * a;
+      }
       const VecF slope = aa * weight, cross = ad * weight - mean * slope,
                  spread = clamp_below<float>(aaa * weight - slope * slope, 0);
       t = x / slope;
@@ -126,7 +159,7 @@ class LaneBudget {
 
   // How far the sum of a y may be from what is asked for, as in OrdinaryBudget.
   IntF reaches(VecF miss, VecF S1) const {
-    const VecF steep = static_cast<float>(F_.pdf(F_.median)) * (kByValue ? most_ : splat(1.0f));
+    const VecF steep = static_cast<float>(F_.pdf(F_.median)) * most_;
     const VecF by_mass = 4e-7f * S1 / steep, least = 5e-8f * budget_, most = 4e-7f * budget_;
     const VecF allowed = by_mass > least ? by_mass : least;
     return abs<float>(miss) <= (allowed < most ? allowed : most);
@@ -151,11 +184,11 @@ class LaneBudget {
       move(h);
       moved += h;
       if constexpr (C::full_support) {
-        const IntF far = kStoring ? abs<float>(moved) >= 1 : IntF{};  // the odds may overflow
-        const VecF reach = kByValue ? abs<float>(h) * most_ : abs<float>(h);
+        const IntF far = stores_ ? abs<float>(moved) >= 1 : IntF{};  // the odds may overflow
+        const VecF reach = abs<float>(h) * most_;
         pending = good_ & ((reach > static_cast<float>(C::last_step)) | far);
         if (!any(pending)) break;
-        if (kStoring && !any(good_ & far)) {
+        if (stores_ && !any(good_ & far)) {
           s = shift(moved);
         } else {
           moved = VecF{};
@@ -167,7 +200,7 @@ class LaneBudget {
     }
     good_ &= ~pending;
     if constexpr (C::full_support) {
-      const VecF left = kStoring ? finish(moved) : write();
+      const VecF left = stores_ ? finish(moved) : write();
       const IntF off = good_ & ~reaches(left, s.S[0]);
       if (!any(off)) return;
       // float noise, or a Taylor polynomial that is not exact enough; the odds are gone
@@ -175,12 +208,6 @@ class LaneBudget {
       move(more);
       good_ &= reaches(write(), s.S[0]) & (abs<float>(more) < kNear);
     }
-  }
-
-  void move(VecF h) {
-    const VecF before = hi_, next = lo_ + h * tau_;
-    hi_ = before + next;
-    lo_ = (before - hi_) + next;
   }
 
   // Whether enough of the costs are undecided for float sums to tell the threshold.
@@ -208,7 +235,7 @@ class LaneBudget {
       const VecF g = LaneArithmetic::log1p(divide<float>(n * miss, k * rest), fits);
       h = divide<float>(g * count * rest, n * (fits ? sums.S1 : one));
     }
-    const VecF reach = kByValue ? abs<float>(h) * most_ : abs<float>(h);
+    const VecF reach = abs<float>(h) * most_;
     h = reach < 0.5f ? refined(h, sums) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
@@ -216,23 +243,24 @@ class LaneBudget {
 
   // ---- the passes
 
-  // The sums of a pass. entry(i, z, y, f) gives what belongs to column i.
+  // The sums of a pass. entry(i, u, z, y, f) gives what belongs to column i.
   template <class Entry>
   KHOT_INLINE Sums add_up(Entry entry) {
     const typename C::Derivatives derivatives = F_.derivatives();
+    const IntF by_value = by_value_;  // a local copy stays in registers
     ExactBlockSum spent;
     VecF S[kCurve + 1] = {};
     for (int i = 0; i < n_; ++i) {
-      const VecF a = *column(a_, i);
+      const VecF a = *column(a_, i), u = by_value ? a : splat(1.0f);
       VecF z{}, y, f, d[kCurve + 1];
-      entry(i, a, z, y, f);
+      entry(i, u, z, y, f);
       spent.add(a * y, i);
       derivatives.curve(z, y, f, d);
-      VecF weight = kByValue ? a * a : a;
+      VecF weight = a * u;
       S[0] += weight * f;
 #pragma GCC unroll 4
       for (int l = 0; l < kCurve; ++l) {
-        if constexpr (kByValue) weight *= a;
+        weight *= u;
         S[l + 1] += weight * d[l];
       }
     }
@@ -243,15 +271,7 @@ class LaneBudget {
     return s;
   }
 
-  VecF missing(ExactBlockSum sum, VecF& spent) const {
-    sum.flush();
-    spent = sum.whole + sum.lost;
-    return ((sum.whole - budget_) - budget_low_) + sum.lost;
-  }
-
-  KHOT_INLINE VecF position(VecF x, VecF a) const {
-    return (kByValue ? (x - hi_ * a) - lo_ * a : (x - hi_) - lo_) * scale_;
-  }
+  KHOT_INLINE VecF position(VecF x, VecF u) const { return ((x - hi_ * u) - lo_ * u) * scale_; }
 
   // The sums at hi + lo. It stores the odds, from which shift() and finish() go on, or y under compact
   // support.
@@ -259,18 +279,15 @@ class LaneBudget {
     const float median = static_cast<float>(F_.median);
     const C F = F_;
     const VecF hi = hi_, scale = scale_ * static_cast<float>(kLog2E), lo = lo_ * scale;
-    return add_up([&](int i, VecF a, VecF& z, VecF& y, VecF& f) {
+    return add_up([&](int i, VecF u, VecF& z, VecF& y, VecF& f) {
       const VecF x = *column(x_, i);
-      if constexpr (kStoring) {
-        const VecF e = exp2_held((hi - x) * scale + lo);
+      if constexpr (C::value_from_odds) {
+        const VecF e = exp2_held((hi * u - x) * scale + lo * u);
         *column(y_, i) = e;
         y = C::from_odds(e);
         f = C::density_of(y);
-      } else if constexpr (C::value_from_odds) {
-        y = C::from_odds(exp2_held(position(x, a) * -static_cast<float>(kLog2E)));
-        f = C::density_of(y);
       } else {
-        z = position(x, a);
+        z = position(x, u);
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         y = above ? 1 - v.tail : v.tail, f = v.density;
@@ -281,13 +298,14 @@ class LaneBudget {
 
   // The sums at t + h tau, from the odds that were stored at t.
   Sums shift(VecF h) {
-    const VecF factor = exp<float>(h);
-    return add_up([&](int i, VecF, VecF&, VecF& y, VecF& f) {
-      if constexpr (kStoring) {
+    if constexpr (C::value_from_odds) {
+      const VecF factor = exp<float>(h);
+      return add_up([&](int i, VecF, VecF&, VecF& y, VecF& f) {
         y = C::from_odds(*column(y_, i) * factor);
         f = C::density_of(y);
-      }
-    });
+      });
+    }
+    return evaluate();
   }
 
   // Writes y, and returns by how much the sum of a y misses the budget.
@@ -303,7 +321,7 @@ class LaneBudget {
     return missing(spent, sum);
   }
   VecF finish(VecF h) {
-    if constexpr (kStoring) {
+    if constexpr (C::value_from_odds) {
       const VecF factor = exp<float>(h);
       return write_values([=](int i) { return C::from_odds(*column(y_, i) * factor); });
     }
@@ -312,15 +330,11 @@ class LaneBudget {
   VecF write() {
     const C F = F_;
     return write_values(
-        [=](int i) { return F.template value<float>(position(*column(x_, i), *column(a_, i))); });
+        [=](int i) { return F.template value<float>(position(*column(x_, i), u(*column(a_, i)))); });
   }
 
   C F_;
-  int n_;
-  VecF total_{}, budget_{}, budget_low_{}, odds_{}, unit_{}, most_{}, tau_{}, scale_{}, hi_{}, lo_{};
-  IntF good_{};
-  alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], a_[kShortRow * width], y_[kShortRow * width],
-      rows_[kShortRow * width];
+  bool stores_;  // whether a pass stores odds
 };
 
 }  // namespace khot::KHOT_ISA

@@ -24,22 +24,23 @@ struct BudgetSums {
 };
 
 // The vectors that one pass adds up.
-template <class C, bool kByValue>
+template <class C>
 struct BudgetAdder {
   typename C::Derivatives derivatives;
   LongSum spent;
   VecF S[C::Derivatives::kCurve + 1] = {};
 
   explicit BudgetAdder(const C& F) : derivatives(F.derivatives()) {}
-  KHOT_INLINE void add(VecF z, VecF y, VecF f, VecF a) {
+  // The entry lies at z = (x - t u)/tau and costs a.
+  KHOT_INLINE void add(VecF z, VecF y, VecF f, VecF a, VecF u) {
     spent.add(a * y);
     VecF d[C::Derivatives::kCurve + 1];
     derivatives.curve(z, y, f, d);
-    VecF weight = kByValue ? a * a : a;
+    VecF weight = a * u;
     S[0] += weight * f;
 #pragma GCC unroll 4
     for (int i = 0; i < C::Derivatives::kCurve; ++i) {
-      if constexpr (kByValue) weight *= a;
+      weight *= u;
       S[i + 1] += weight * d[i];
     }
   }
@@ -49,7 +50,70 @@ struct BudgetAdder {
   }
 };
 
-template <class C, bool kByValue>
+struct MomentSums : Moments {
+  float most = 0;
+  bool bad = false;
+  void operator+=(const MomentSums& o) {
+    Moments::operator+=(o);
+    most = std::max(most, o.most), bad |= o.bad;
+  }
+};
+
+inline double power_below(double mean) {
+  return mean > 1e-30 && mean < 1e30 ? std::ldexp(1.0, -std::ilogb(mean)) : 1.0;
+}
+
+// The reciprocal of the mean of some costs as a power of 2, in which products of costs do not overflow.
+KHOT_APART inline double unit_of(const Row& cost, int64_t n) {
+  float buffer[kBlock];
+  const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
+  const float* p = fetch(cost, 0, count, buffer);
+  VecF total{};
+  vectors<float>(p, count, 0.0f, [&](VecF w, int, int) { total += w; });
+  return power_below(sum<float>(total) / static_cast<double>(count));
+}
+
+// The sums of a guess, of costs in units of 1/s by value.
+template <bool kByValue>
+KHOT_APART MomentSums moment_sums(const Row& x, const Row& cost, int64_t n, const Parallel* inside,
+                                  float origin, float s) {
+  return reduce<float, MomentSums>(
+      x, n, inside, [=](MomentSums& sums, const float* p, int count, int64_t at) {
+        float buffer[kBlock];
+        const float* q = fetch(cost, at, count, buffer);
+        VecF w{}, d{}, dd{}, ww{}, wd{}, www{}, most{};
+        IntF bad{};
+        vectors<float>(p, count, -kInf<float>, [&](VecF v, int i, int lanes) {
+          const VecF given = beside(q, i, lanes);
+          const IntF there = v > -kInf<float>;
+          bad |= ~((given >= 0) & (given < kInf<float>)) | ~(v < kInf<float>);
+          const VecF a = there ? given : VecF{}, off = there ? v - origin : VecF{}, ad = a * off;
+          w += a;
+          d += ad;
+          dd += ad * off;
+          if constexpr (kByValue) {
+            const VecF b = a * s, square = b * b;
+            most = b > most ? b : most;
+            ww += square;
+            wd += square * off;
+            www += square * b;
+          }
+        });
+        sums.w += sum<float>(w), sums.d += sum<float>(d), sums.dd += sum<float>(dd);
+        sums.bad |= any(bad);
+        if constexpr (kByValue) {
+          sums.ww += sum<float>(ww), sums.wd += sum<float>(wd), sums.www += sum<float>(www);
+          sums.most = std::max(sums.most, maximum<float>(most));
+        }
+      });
+}
+
+struct Spent {
+  double sum = 0;
+  void operator+=(const Spent& o) { sum += o.sum; }
+};
+
+template <class C>
 class OrdinaryBudget {
  public:
   OrdinaryBudget(const BudgetSpec& spec, const C& F, const Row& x, const Row& cost, double tau)
@@ -60,7 +124,7 @@ class OrdinaryBudget {
         n_(spec.n),
         next_(n_ <= kAhead ? n_ : 0),
         tau_(tau),
-        stores_(kStoring && x.dtype == Dtype::kFloat) {}
+        stores_(C::value_from_odds && !spec.by_value && x.dtype == Dtype::kFloat) {}
 
   // Returns whether the row was ordinary. Then t is the threshold, and out holds y.
   bool solve(double budget, Goal& goal, Threshold& t, void* out) {
@@ -68,8 +132,8 @@ class OrdinaryBudget {
     out_ = out;
     budget_ = budget;
     if (spec_.at_most) {
-      if (kByValue) unit_ = unit_of(cost_, n_);
-      const BudgetSums s = evaluate<true>(split(0), false);
+      if (spec_.by_value) unit_ = unit_of(cost_, n_);
+      const BudgetSums s = evaluate(split(0), false);
       const double miss = s.spent - budget_ * unit_;
       if (s.bad || !(std::fabs(miss) > 1e-5 * s.spent)) return false;
       if (miss < 0) {
@@ -91,7 +155,6 @@ class OrdinaryBudget {
   static constexpr double kNear = 0.01;
   // Where the sum of a y is so many times the sum of a f, most entries are decided.
   static constexpr double kDecided = C::full_support ? 16 : 6;
-  static constexpr bool kStoring = C::value_from_odds && !kByValue;
 
   static Threshold split(double t) {
     const double hi = static_cast<double>(static_cast<float>(t));
@@ -100,69 +163,21 @@ class OrdinaryBudget {
 
   // ---- the guess
 
-  struct MomentSums : Moments {
-    float most = 0;
-    bool bad = false;
-    void operator+=(const MomentSums& o) {
-      Moments::operator+=(o);
-      most = std::max(most, o.most), bad |= o.bad;
-    }
-  };
-
-  // The reciprocal of the mean of some costs as a power of 2, in which products of costs do not overflow.
-  double unit_of(const Row& cost, int64_t n) const {
-    float buffer[kBlock];
-    const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
-    const float* p = fetch(cost, 0, count, buffer);
-    VecF total{};
-    vectors<float>(p, count, 0.0f, [&](VecF w, int, int) { total += w; });
-    return power_below(sum<float>(total) / static_cast<double>(count));
-  }
-  static double power_below(double mean) {
-    return mean > 1e-30 && mean < 1e30 ? std::ldexp(1.0, -std::ilogb(mean)) : 1.0;
-  }
-
   bool from_moments(const Row& x, const Row& cost, int64_t n, double budget, Goal& goal, double& guess) {
     float start = 0;
     float origin = 0;
-    if (!kByValue) {
+    if (!spec_.by_value) {
       const float first = *fetch(x, 0, 1, &start);
       origin = std::fabs(first) < kInf<float> ? first : finite_entry<float>(x, n);
     }
-    const double unit = kByValue ? unit_of(cost, n) : 1;
+    const double unit = spec_.by_value ? unit_of(cost, n) : 1;
     const float s = static_cast<float>(unit);
-    MomentSums m = reduce<float, MomentSums>(
-        x, n, n == n_ ? spec_.inside : nullptr, [=](MomentSums& sums, const float* p, int count, int64_t at) {
-          float buffer[kBlock];
-          const float* q = fetch(cost, at, count, buffer);
-          VecF w{}, d{}, dd{}, ww{}, wd{}, www{}, most{};
-          IntF bad{};
-          vectors<float>(p, count, -kInf<float>, [&](VecF v, int i, int lanes) {
-            const VecF given = beside(q, i, lanes);
-            const IntF there = v > -kInf<float>;
-            bad |= ~((given >= 0) & (given < kInf<float>)) | ~(v < kInf<float>);
-            const VecF a = there ? given : VecF{}, off = there ? v - origin : VecF{}, ad = a * off;
-            w += a;
-            d += ad;
-            dd += ad * off;
-            if constexpr (kByValue) {
-              const VecF b = a * s, square = b * b;
-              most = b > most ? b : most;
-              ww += square;
-              wd += square * off;
-              www += square * b;
-            }
-          });
-          sums.w += sum<float>(w), sums.d += sum<float>(d), sums.dd += sum<float>(dd);
-          sums.bad |= any(bad);
-          if constexpr (kByValue) {
-            sums.ww += sum<float>(ww), sums.wd += sum<float>(wd), sums.www += sum<float>(www);
-            sums.most = std::max(sums.most, maximum<float>(most));
-          }
-        });
+    const Parallel* const inside = n == n_ ? spec_.inside : nullptr;
+    MomentSums m = spec_.by_value ? moment_sums<true>(x, cost, n, inside, origin, s)
+                                  : moment_sums<false>(x, cost, n, inside, origin, s);
     if (m.bad || !(budget > 1e-30 && budget > 1e-9 * m.w && budget < (1 - 1e-6) * m.w)) return false;
     goal.set(budget, m.w, F_);
-    if constexpr (kByValue) {
+    if (spec_.by_value) {
       // from the units of the first costs to those of the mean
       unit_ = power_below(m.w / static_cast<double>(n));
       const double ratio = unit_ / unit;
@@ -194,12 +209,13 @@ class OrdinaryBudget {
     double t;
     if (!part.from_moments(part.x_, part.cost_, size, part.budget_, goal, t)) return kNan;
     unit_ = part.unit_;
-    most_ = kInfinity;  // the largest cost is not known, so that no step counts as short before it is
+    if (spec_.by_value)
+      most_ = kInfinity;  // the largest cost is not known, so that no step counts as short before it is
     for (int pass = 0; pass < 4; ++pass) {
-      const double h = part.step_to(part.template evaluate<false>(split(t), false));
+      const double h = part.step_to(part.evaluate(split(t), false));
       if (!(std::fabs(h) < 50)) return kNan;
       t += h * tau_;
-      if (std::fabs(h) * (kByValue ? part.most_ : 1) <= 0.1) break;
+      if (std::fabs(h) * part.most_ <= 0.1) break;
     }
     return t;
   }
@@ -209,7 +225,7 @@ class OrdinaryBudget {
   // How far the sum of a y may be from what is asked for: as little as the budget demands, and as little as
   // every y demands.
   bool reaches(double miss, double S1) const {
-    const double goal = budget_ * unit_, steep = F_.pdf(F_.median) * (kByValue ? most_ : 1);
+    const double goal = budget_ * unit_, steep = F_.pdf(F_.median) * most_;
     return std::fabs(miss) <= std::min(4e-7 * goal, std::max(4e-7 * S1 / steep, 5e-8 * goal));
   }
 
@@ -222,13 +238,11 @@ class OrdinaryBudget {
       if (stores_ && pass > 0 && std::fabs(moved) < 1) {
         s = shift(moved, s.total);
       } else {
-        const double total = s.total;
-        s = pass == 0 ? evaluate<true>(split(t), near) : evaluate<false>(split(t), near);
-        if (pass > 0) s.total = total;
+        s = evaluate(split(t), near);
         moved = 0;
       }
       if (s.bad) return false;
-      if (kByValue && pass == 0) most_ = s.most;
+      if (spec_.by_value && pass == 0) most_ = s.most;
       const double miss = s.spent - budget_ * unit_;
       if (!C::full_support && near && reaches(miss, s.S[0])) {
         result = split(t);
@@ -237,8 +251,7 @@ class OrdinaryBudget {
       h = step_to(s);
       if (!(std::fabs(h) < 50)) return false;
       t += h * tau_, moved += h;
-      if (C::full_support && std::fabs(h) * (kByValue ? most_ : 1) <= C::last_step &&
-          (!stores_ || std::fabs(moved) < 1)) {
+      if (C::full_support && std::fabs(h) * most_ <= C::last_step && (!stores_ || std::fabs(moved) < 1)) {
         const double left = (stores_ ? finish(moved) : write(split(t))) - budget_ * unit_;
         if (reaches(left, s.S[0])) {
           result = split(t);
@@ -258,7 +271,7 @@ class OrdinaryBudget {
   double step_to(const BudgetSums& s) const {
     // In units in which the mean cost is about 1, as the bounds of halley_step assume.
     const double scale = static_cast<double>(n_) / s.total, k = budget_ * unit_ * scale,
-                 n = static_cast<double>(n_), few = std::min(k, n - k), most = kByValue ? most_ : 1;
+                 n = static_cast<double>(n_), few = std::min(k, n - k), most = most_;
     if (!(few > 0) || !(s.S[0] * kDecided > std::min(s.spent, s.total))) return kNan;
     const CountSums<double> sums{s.spent * scale,
                                  (s.total - s.spent) * scale,
@@ -286,11 +299,9 @@ class OrdinaryBudget {
 
   // ---- the passes
 
-  // The sums at t. The first pass also adds up the costs and looks for entries that do not suit. Odds are
-  // stored in out, or y with `writing`.
-  template <bool kFirst>
+  // The sums at t. Odds are stored in out, or y with `writing`.
   BudgetSums evaluate(Threshold t, bool writing) {
-    const Position<float, kByValue> position(t, tau_);
+    const Position<float> position(t, tau_, spec_.by_value);
     const float median = static_cast<float>(F_.median), unit = static_cast<float>(unit_);
     const float scale = static_cast<float>(kLog2E / tau_), lo = static_cast<float>(t.lo * kLog2E / tau_);
     const C F = F_;
@@ -308,7 +319,7 @@ class OrdinaryBudget {
           float buffer[kBlock], results[kBlock];
           const float* q = fetch(cost, at, count, buffer);
           float* const target = own && (storing || write) ? static_cast<float*>(out) + at : results;
-          BudgetAdder<C, kByValue> adder(F);
+          BudgetAdder<C> adder(F);
           LongSum total;
           VecF most{};
           IntF bad{};
@@ -318,21 +329,16 @@ class OrdinaryBudget {
               fetch_ahead<false>(start + at + i, next);
               fetch_ahead<false>(cost_start + at + i, next);
             }
-            const VecF given = beside(q, i, lanes), a = kByValue ? given * unit : given;
-            if constexpr (kFirst) {
-              bad |= ~((given >= 0) & (given < kInf<float>)) | ~(x < kInf<float>);
-              const VecF there = x > -kInf<float> ? a : VecF{};
-              total.add(there);
-              if constexpr (kByValue) most = there > most ? there : most;
-            }
+            const VecF given = beside(q, i, lanes), a = given * unit, u = position.a(a);
+            bad |= ~((given >= 0) & (given < kInf<float>)) | ~(x < kInf<float>);
+            const VecF there = x > -kInf<float> ? a : VecF{};
+            total.add(there);
+            most = there > most ? there : most;
             VecF z{}, y, f;
-            if constexpr (kStoring) {
-              const VecF e = exp2_held((position.hi - x) * scale + lo);
+            if constexpr (C::value_from_odds) {
+              const VecF e = exp2_held((position.hi * u - x) * scale + lo * u);
               if (storing) whole ? store(target + i, e) : store_part(target + i, lanes, e);
               y = C::from_odds(e);
-              f = C::density_of(y);
-            } else if constexpr (C::value_from_odds) {
-              y = C::from_odds(exp2_held(position(x, a) * -static_cast<float>(kLog2E)));
               f = C::density_of(y);
             } else {
               z = position(x, a);
@@ -344,47 +350,41 @@ class OrdinaryBudget {
                 if (write) whole ? store(target + i, y) : store_part(target + i, lanes, y);
               }
             }
-            adder.add(z, y, f, a);
+            adder.add(z, y, f, a, u);
           };
           vectors<float>(p, count, -kInf<float>, add, [&] { adder.spent.flush(), total.flush(); });
           adder.put(sums);
-          if constexpr (kFirst) {
-            sums.total += sum<double>(total.total);
-            sums.bad |= any(bad);
-            if constexpr (kByValue) sums.most = std::max<double>(sums.most, maximum<float>(most));
-          }
+          sums.total += sum<double>(total.total);
+          sums.bad |= any(bad);
+          sums.most = std::max<double>(sums.most, maximum<float>(most));
           if (write && !own) put(out, dtype, at, count, results);
         });
   }
 
   // The sums at t + h tau, from the odds that were stored at t.
   BudgetSums shift(double h, double total) {
-    const float factor = static_cast<float>(std::exp(h));
-    const C F = F_;
-    const Row cost = cost_;
-    BudgetSums s =
-        reduce<float, BudgetSums>(Row{out_, Dtype::kFloat, 1}, n_, spec_.inside,
-                                  [=](BudgetSums& sums, const float* p, int count, int64_t at) {
-                                    float buffer[kBlock];
-                                    const float* q = fetch(cost, at, count, buffer);
-                                    BudgetAdder<C, kByValue> adder(F);
-                                    auto add = [&](VecF e, int i, int lanes) {
-                                      if constexpr (kStoring) {
+    BudgetSums s;
+    if constexpr (C::value_from_odds) {
+      const float factor = static_cast<float>(std::exp(h));
+      const C F = F_;
+      const Row cost = cost_;
+      s = reduce<float, BudgetSums>(Row{out_, Dtype::kFloat, 1}, n_, spec_.inside,
+                                    [=](BudgetSums& sums, const float* p, int count, int64_t at) {
+                                      float buffer[kBlock];
+                                      const float* q = fetch(cost, at, count, buffer);
+                                      BudgetAdder<C> adder(F);
+                                      auto add = [&](VecF e, int i, int lanes) {
                                         const VecF y = C::from_odds(e * factor);
-                                        adder.add(VecF{}, y, C::density_of(y), beside(q, i, lanes));
-                                      }
-                                    };
-                                    vectors<float>(p, count, kNever, add, [&] { adder.spent.flush(); });
-                                    adder.put(sums);
-                                  });
+                                        adder.add(VecF{}, y, C::density_of(y), beside(q, i, lanes),
+                                                  splat(1.0f));
+                                      };
+                                      vectors<float>(p, count, kNever, add, [&] { adder.spent.flush(); });
+                                      adder.put(sums);
+                                    });
+    }
     s.total = total;
     return s;
   }
-
-  struct Spent {
-    double sum = 0;
-    void operator+=(const Spent& o) { sum += o.sum; }
-  };
 
   // Writes y for the entries of `from`, and returns the sum of a y.
   template <class Value>
@@ -395,31 +395,31 @@ class OrdinaryBudget {
     void* const out = out_;
     const int64_t next = next_;
     const float unit = static_cast<float>(unit_);
-    return reduce<float, Spent>(
-               from, n_, spec_.inside,
-               [=](Spent& s, const float* p, int count, int64_t at) {
-                 const Value local = value;
-                 float buffer[kBlock], results[kBlock];
-                 const float* q = fetch(cost, at, count, buffer);
-                 float* const target = own ? static_cast<float*>(out) + at : results;
-                 LongSum total;
-                 auto add = [&](VecF x, int i, int lanes) {
-                   if (own) fetch_ahead<true>(target + i, next);
-                   const VecF given = beside(q, i, lanes), a = kByValue ? given * unit : given;
-                   const VecF y = local(x, a);
-                   total.add(a * y);
-                   lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
-                 };
-                 vectors<float>(p, count, pad, add, [&] { total.flush(); });
-                 s.sum += sum<double>(total.total);
-                 if (!own) put(out, dtype, at, count, results);
-               })
+    return reduce<float, Spent>(from, n_, spec_.inside,
+                                [=](Spent& s, const float* p, int count, int64_t at) {
+                                  const Value local = value;
+                                  float buffer[kBlock], results[kBlock];
+                                  const float* q = fetch(cost, at, count, buffer);
+                                  float* const target = own ? static_cast<float*>(out) + at : results;
+                                  LongSum total;
+                                  auto add = [&](VecF x, int i, int lanes) {
+                                    if (own) fetch_ahead<true>(target + i, next);
+                                    const VecF a = beside(q, i, lanes) * unit;
+                                    const VecF y = local(x, a);
+                                    total.add(a * y);
+                                    lanes == kWidth<float> ? store(target + i, y)
+                                                           : store_part(target + i, lanes, y);
+                                  };
+                                  vectors<float>(p, count, pad, add, [&] { total.flush(); });
+                                  s.sum += sum<double>(total.total);
+                                  if (!own) put(out, dtype, at, count, results);
+                                })
         .sum;
   }
 
   // Replaces the odds that were stored at t by y at t + h tau.
   double finish(double h) {
-    if constexpr (kStoring) {
+    if constexpr (C::value_from_odds) {
       const float factor = static_cast<float>(std::exp(h));
       return write_values(Row{out_, Dtype::kFloat, 1}, kNever,
                           [=](VecF e, VecF) { return e < kNever ? C::from_odds(e * factor) : VecF{}; });
@@ -428,7 +428,7 @@ class OrdinaryBudget {
   }
 
   double write(Threshold t) {
-    const Position<float, kByValue> position(t, tau_);
+    const Position<float> position(t, tau_, spec_.by_value);
     const C F = F_;
     return write_values(x_, -kInf<float>,
                         [=](VecF x, VecF a) { return F.template value<float>(position(x, a)); });

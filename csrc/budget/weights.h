@@ -9,23 +9,36 @@
 namespace khot::KHOT_ISA {
 
 // Whether float carries x - t a. By value and without fused multiply-adds, it has the rounding error of t w.
-template <bool kByValue>
-constexpr bool kExact = kFused || !kByValue;
+constexpr bool exact(bool by_value) { return kFused || !by_value; }
+
+// Arrays of a block have room for whole vectors.
+template <class R>
+constexpr int kWhole = kBlock + kWidth<R>;
 
 // z = (x - t a)/tau with a = w by value, otherwise a = 1.
-template <class R, bool kByValue>
+template <class R>
 struct Position {
   R hi, lo, scale, tau;
+  Int<R> by_value;
 
-  Position(Threshold t, double tau)
+  Position(Threshold t, double tau, bool by_value)
       : hi(static_cast<R>(t.hi)),
         lo(static_cast<R>((t.hi - hi) + t.lo)),
         scale(static_cast<R>(1 / tau)),
-        tau(static_cast<R>(tau)) {}
+        tau(static_cast<R>(tau)),
+        by_value(by_value ? ~Int<R>{} : Int<R>{}) {}
+  KHOT_INLINE Vec<R> a(Vec<R> w) const { return by_value ? w : splat<R>(1); }
   KHOT_INLINE Vec<R> operator()(Vec<R> x, Vec<R> w) const {
-    const Vec<R> off = kByValue ? (x - hi * w) - lo * w : (x - hi) - lo;
+    const Vec<R> off = (x - hi * a(w)) - lo * a(w);
     if constexpr (sizeof(R) == 8) return off / tau;  // 1/tau may overflow
     return off * scale;
+  }
+  // z for a block of entries; 0 where a score is infinite. It has room for whole vectors.
+  KHOT_APART void put(const R* x, const R* w, int count, R* z) const {
+    vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
+      const Vec<R> costs = lanes == kWidth<R> ? load(w + i) : load_part(w + i, lanes, R(0));
+      store(z + i, abs<R>(v) < kInf<R> ? (*this)(v, costs) : Vec<R>{});
+    });
   }
 };
 

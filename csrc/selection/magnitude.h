@@ -227,10 +227,9 @@ inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_
   };
   const int e = Exponent(spec.p).whole;
   if (begin == end) return;
-  if (spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble && e == 1)
-    return ordinary(std::integral_constant<int, 1>());
-  if (spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble && e == 3)
-    return ordinary(std::integral_constant<int, 3>());
+  const bool in_float = spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble;
+  if (in_float && e == 1) return ordinary(std::integral_constant<int, 1>());
+  if (in_float && e == 3) return ordinary(std::integral_constant<int, 3>());
   for (int64_t i = begin; i < end; ++i) careful(i);
 }
 
@@ -328,9 +327,8 @@ inline double careful_backward(const Row& grad, double grad_lo, const Row& s, co
   const Exponent power(m.p);
   if (LinearBlock::serves(m, power) && !std::isnan(m.gamma.hi)) {
     const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
-    return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s, [=](VecD s, VecD y) {
-      return LinearRates(s, y, m, inverse_tau, factor);
-    });
+    return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s,
+                               [=](VecD s, VecD y) { return LinearRates(s, y, m, inverse_tau, factor); });
   }
   return magnitude_gradients(grad, grad_lo, s, y, n, m, true, grad_s,
                              [=](VecD s, VecD y) { return Rates(s, y, m, power); });

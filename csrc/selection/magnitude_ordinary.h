@@ -51,6 +51,7 @@ KHOT_INLINE VecF near_cube_root(VecF x) {
 }
 KHOT_INLINE VecF cube_root(VecF x) {
   VecF r = near_cube_root(x);
+#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     const VecF cube = r * r * r;
     r *= (cube + 2 * x) * inverse(2 * cube + x);
@@ -95,16 +96,19 @@ KHOT_INLINE Doubles unpooled(VecF s, const Doubles& tau) {
   const Doubles wide = widen(s);
   Doubles v;
   if constexpr (e == 1) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) v.half[h] = wide.half[h] / (1 + tau.half[h]);
   } else {
     // c^3 + tau c = s. The smaller of s/tau and the cube root of s is at most 1.5 times its root.
     const VecF t = narrow(tau), linear = s * (1 / t), cubic = near_cube_root(s);
     VecF c = linear < cubic ? linear : cubic;
+#pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {  // Halley's steps leave 1.5 % and 1e-6
       const VecF square = c * c, miss = c * (square + t) - s, slope = 3 * square + t;
       c -= miss * slope * rough_inverse(slope * slope - 3 * c * miss);
     }
     const Doubles near = widen(c), inverse_slope = widen(inverse(3 * c * c + t));
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       VecD r = near.half[h];
       r -= (r * (r * r + tau.half[h]) - wide.half[h]) * inverse_slope.half[h];
@@ -123,8 +127,10 @@ struct Pooled {
 
   KHOT_INLINE Pooled(const Doubles& hi, const Doubles& lo, const Doubles& tau) : hi(hi), lo(lo), tau(tau) {
     Doubles gamma, edge, exact_factor;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) gamma.half[h] = hi.half[h] + lo.half[h];
     const Doubles r = root<e>(gamma);
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const VecD width = tau.half[h] * r.half[h];
       edge.half[h] = gamma.half[h] + width;
@@ -137,12 +143,14 @@ struct Pooled {
     const VecF before = (VecF)((IntF)edges.alone - 1);
     const Doubles wide = widen(before);
     Doubles lead;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       lead.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]) >= gamma.half[h] ? splat(1.0) : VecD{};
     }
     edges.alone = narrow(lead) > 0 ? before : edges.alone;
     factor = narrow(exact_factor);
     const Doubles rounded = widen(factor);
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) exact_factor.half[h] -= rounded.half[h];
     factor_low = narrow(exact_factor);
   }
@@ -155,6 +163,7 @@ struct Pooled {
   KHOT_INLINE VecF value(VecF s, IntF alone) const {
     const Doubles wide = widen(s);
     Doubles y;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) y.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]);
     const VecF pooled = narrow(y);
     if constexpr (e == 1 && kFused) {
@@ -198,6 +207,7 @@ KHOT_INLINE void add_close(VecF s, const Pooled<e>& now, IntF& alone_count, IntF
   alone_count -= alone;
   inside_count -= now.edges.is_inside(s);
   const Doubles wide = widen(alone ? VecF{} : s);
+#pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const VecD q = now.above(wide, h) * now.inverse_width.half[h];
     if constexpr (e == 1) {
@@ -458,6 +468,7 @@ class MagnitudeSearch {
       const CloseSums found = passes.write(Pooled<e>(hi_, lo_, tau_));
       // Where an entry has moved into the block or out of it, gamma was that of another block.
       Doubles moved;
+#pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         moved.half[h] = abs<double>(found.alone.half[h] - expected.alone.half[h]);
         if (e == 1) moved.half[h] += abs<double>(found.inside.half[h] - expected.inside.half[h]);
@@ -495,6 +506,7 @@ class MagnitudeSearch {
   KHOT_INLINE void guess(VecF t, VecF hazard) {
     const VecF slope = hazard * narrow(tau_) * (1.0f / (e + 1));
     gamma_ = t;
+#pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
       const VecF w = slope * root<e>(gamma_),
                  miss = gamma_ + static_cast<float>(e) / hazard * log<float>(1 + w) - t;
@@ -553,6 +565,7 @@ class MagnitudeSearch {
     passes.gap(gamma_ + 0.5f * narrow(tau_) * root<e>(gamma_), in, out);
     const Doubles v = unpooled<e>(in, tau_), below = widen(out), here = widen(gap_ ? splat(1.0f) : VecF{});
     Doubles clear;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       clear.half[h] = v.half[h] - (1 + 1e-12) * below.half[h];
       hi_.half[h] = here.half[h] > 0 ? 0.5 * v.half[h] + 0.5 * below.half[h] : hi_.half[h];
@@ -567,6 +580,7 @@ class MagnitudeSearch {
     const Pooled<e> now(hi_, lo_, tau_);
     sums = passes.close(now);
     Doubles excess;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const VecD inside = e == 1 ? sums.inside.half[h] : sums.slope.half[h];
       const VecD left = k_.half[h] - sums.alone.half[h], gamma = hi_.half[h] + lo_.half[h];

@@ -50,6 +50,7 @@ class MagnitudeSlopes {
   };
 
   MagnitudeSlopes(const Pooled<e>& now, bool is_signed) : now_(now), signs_(is_signed) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) own_rate_.half[h] = 1 / (1 + now.tau.half[h]);
   }
 
@@ -64,6 +65,7 @@ class MagnitudeSlopes {
     parts.inside -= inside;
     const Doubles block = widen(inside ? s : VecF{}), wide_v = widen(v);
     Doubles slope{};
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const VecD w = now_.above(block, h) * now_.inverse_tau.half[h];
       const VecD square = w * w, whole = e == 1 ? w : square * w;
@@ -77,6 +79,7 @@ class MagnitudeSlopes {
     if constexpr (e == 1) {
       const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
                     size = widen(moves ? signs_.without(y()) : VecF{});
+#pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         parts.lower_v.half[h] += block_v.half[h];
         parts.fall_v.half[h] += own_v.half[h] * size.half[h];
@@ -90,6 +93,7 @@ class MagnitudeSlopes {
         const Doubles own_v = widen(known ? v : VecF{});
         Doubles c, own;
         unpooled_slope(known ? value : splat(1.0f), now_.tau, c, own);
+#pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) parts.fall_v.half[h] += own.half[h] * c.half[h] * own_v.half[h];
         kept = known ? narrow(own) : kept;
       }
@@ -113,6 +117,7 @@ class MagnitudeSlopes {
     Doubles block = widen(v);
     if constexpr (e == 1) {
       const VecF s = signs_.without(x);
+#pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
         block.half[h] = (block.half[h] + shift.half[h]) * now_.inverse_tau.half[h];
       }
@@ -120,6 +125,7 @@ class MagnitudeSlopes {
       value = now_.edges.is_inside(s) ? narrow(block) : moves ? v * now_.factor : VecF{};
     } else {
       const Doubles slope = widen(kept);
+#pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift.half[h]) * -slope.half[h];
       value = kept < 0 ? narrow(block) : v * kept;
     }
@@ -132,6 +138,7 @@ class MagnitudeSlopes {
     const VecF near = cube_root(y), square = 3 * near * near;
     const Doubles wide = widen(near), whole = widen(y), inverse_square = widen(inverse(square)),
                   inverse_sum = widen(inverse(square + narrow(tau)));
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       c.half[h] = cube_root(whole.half[h], wide.half[h], inverse_square.half[h]);
       const VecD triple = 3 * c.half[h] * c.half[h], sum = triple + tau.half[h], r = inverse_sum.half[h];
@@ -250,6 +257,7 @@ class MagnitudeBackwardLanes {
     const Doubles alone = widen(__builtin_convertvector(parts.alone, VecF)),
                   inside = widen(__builtin_convertvector(parts.inside, VecF));
     Doubles shift, grad_tau;
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const MagnitudeSums<VecD> sums = slopes.sums(parts, h, alone, inside);
       const VecD rate = static_cast<double>(e) / tau.half[h];

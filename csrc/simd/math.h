@@ -25,6 +25,7 @@ KHOT_INLINE Vec<R> divide(Vec<R> a, Vec<R> b) {
 template <class V, class R, size_t N>
 KHOT_INLINE V polynomial(V x, const R (&coefficients)[N]) {
   V p = coefficients[N - 1] - V{};
+#pragma GCC unroll 32
   for (int i = static_cast<int>(N) - 2; i >= 0; --i) p = p * x + coefficients[i];
   return p;
 }
@@ -102,6 +103,7 @@ KHOT_INLINE VecF square_root(VecF v) {
 #elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
   return (VecF)_mm256_sqrt_ps((__m256)v);
 #else
+#pragma GCC unroll 8
   for (int i = 0; i < kWidth<float>; ++i) v[i] = std::sqrt(v[i]);
   return v;
 #endif
@@ -161,6 +163,7 @@ KHOT_INLINE Vec<R> twice_artanh(Vec<R> s) {
   constexpr int kTerms = sizeof(R) == 4 ? 7 : 16;
   const Vec<R> square = s * s;
   Vec<R> p = splat<R>(R(2) / (2 * kTerms + 1));
+#pragma GCC unroll 16
   for (int i = kTerms - 1; i > 0; --i) p = p * square + R(2) / (2 * i + 1);
   return p * square * s + 2 * s;
 }

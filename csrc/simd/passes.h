@@ -64,12 +64,9 @@ KHOT_INLINE uint16_t to_half(float value) {
   return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13);
 }
 
-// Entries [at, at + count) of the row: where they are if they are stored as R, otherwise converted into the
-// buffer.
+// Entries [at, at + count) of the row, converted into the buffer.
 template <class R>
-const R* fetch(const Row& row, int64_t at, int count, R* buffer) {
-  constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
-  if (row.dtype == own && row.step == 1) return static_cast<const R*>(row.data) + at;
+KHOT_APART const R* convert(const Row& row, int64_t at, int count, R* buffer) {
   const int64_t begin = row.step == 0 ? 0 : at;
   const int some = row.step == 0 ? 1 : count;
   switch (row.dtype) {
@@ -98,9 +95,18 @@ const R* fetch(const Row& row, int64_t at, int count, R* buffer) {
   return buffer;
 }
 
+// Entries [at, at + count) of the row: where they are if they are stored as R, otherwise converted into the
+// buffer.
+template <class R>
+KHOT_INLINE const R* fetch(const Row& row, int64_t at, int count, R* buffer) {
+  constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+  if (row.dtype == own && row.step == 1) return static_cast<const R*>(row.data) + at;
+  return convert(row, at, count, buffer);
+}
+
 // Writes values to the entries [at, at + count) of an array at p of type dtype.
 template <class R>
-void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
+KHOT_APART void put(void* p, Dtype dtype, int64_t at, int count, const R* values) {
   switch (dtype) {
     case Dtype::kFloat:
       for (int i = 0; i < count; ++i) static_cast<float*>(p)[at + i] = static_cast<float>(values[i]);
@@ -141,6 +147,13 @@ template <class R, class Body>
 KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
   constexpr int width = kWidth<R>;
   int i = 0;
+  if constexpr (sizeof(R) == 8) {  // bodies in double are long, so that one copy of them is enough
+    for (; i < count; i += width) {
+      const int lanes = std::min(width, count - i);
+      body(lanes == width ? load(p + i) : load_part(p + i, lanes, pad), i, lanes);
+    }
+    return;
+  }
   for (; i + width <= count; i += width) body(load(p + i), i, width);
   if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
 }
@@ -151,26 +164,31 @@ template <class R, class Body, class Flush>
 KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
   constexpr int width = kWidth<R>;
   int i = 0;
-  for (; i + kGroup * width <= count; i += kGroup * width) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kGroup; ++j) body(load(p + i + j * width), i + j * width, width);
+  while (i + width <= count) {
+    const int stop = std::min(count, i + kGroup * width);
+    for (; i + width <= stop; i += width) body(load(p + i), i, width);
     flush();
   }
-  for (; i + width <= count; i += width) body(load(p + i), i, width);
-  if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
-  flush();
+  if (i < count) {
+    body(load_part(p + i, count - i, pad), i, count - i);
+    flush();
+  }
 }
 
-// body(begin, end, chunk) for each chunk of n entries.
-template <class Body>
-void chunks(int64_t n, const Parallel* inside, Body body) {
+// A function of a chunk of a row, by its address, so that the code that goes through the chunks exists once.
+struct ChunkBody {
+  const void* context;
+  void (*call)(const void* context, int64_t begin, int64_t end, int64_t chunk);
+};
+
+inline KHOT_APART void each_chunk(int64_t n, const Parallel* inside, ChunkBody body) {
   const int64_t count = (n + kChunk - 1) / kChunk;
   // The other threads have to do as this one does. A thread that is started here begins as this one is, and
   // stays so for whatever it does later.
   const bool flushing = FlushSubnormals::active();
   auto one = [&](int64_t i) {
     const auto flush = FlushSubnormals::exactly(flushing);
-    body(i * kChunk, std::min(n, (i + 1) * kChunk), i);
+    body.call(body.context, i * kChunk, std::min(n, (i + 1) * kChunk), i);
   };
   if (inside == nullptr || count == 1) {
     for (int64_t i = 0; i < count; ++i) one(i);
@@ -180,24 +198,45 @@ void chunks(int64_t n, const Parallel* inside, Body body) {
   }
 }
 
-// body(sums, p, count, at) adds a block to the sums of a chunk. The sums of the chunks are combined with +=.
-template <class R, class Sums, class Body>
-Sums reduce(const Row& row, int64_t n, const Parallel* inside, Body body) {
-  auto chunk = [&](int64_t begin, int64_t end) {
-    Sums sums;
-    R buffer[kBlock];
-    for (int64_t at = begin; at < end; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
-      body(sums, fetch(row, at, count, buffer), count, at);
-    }
-    return sums;
-  };
-  if (n <= kChunk) return chunk(0, n);
+// body(begin, end, chunk) for each chunk of n entries.
+template <class Body>
+void chunks(int64_t n, const Parallel* inside, const Body& body) {
+  each_chunk(n, inside, {&body, [](const void* context, int64_t begin, int64_t end, int64_t i) KHOT_PASS {
+                           (*static_cast<const Body*>(context))(begin, end, i);
+                         }});
+}
+
+// Combines with += what sums_of(context, begin, end) gives for the chunks, in order.
+template <class Sums>
+KHOT_APART Sums reduce_chunks(int64_t n, const Parallel* inside, const void* context,
+                              Sums (*sums_of)(const void* context, int64_t begin, int64_t end)) {
   std::vector<Sums> parts((n + kChunk - 1) / kChunk);
-  chunks(n, inside, [&](int64_t begin, int64_t end, int64_t i) { parts[i] = chunk(begin, end); });
+  chunks(n, inside, [&](int64_t begin, int64_t end, int64_t i) { parts[i] = sums_of(context, begin, end); });
   Sums total = parts[0];
   for (size_t i = 1; i < parts.size(); ++i) total += parts[i];
   return total;
+}
+
+// body(sums, p, count, at) adds a block to the sums of a chunk. The sums of the chunks are combined with +=.
+template <class R, class Sums, class Body>
+Sums reduce(const Row& row, int64_t n, const Parallel* inside, const Body& body) {
+  struct Context {
+    const Row& row;
+    const Body& body;
+    static KHOT_PASS Sums sums_of(const void* context, int64_t begin, int64_t end) {
+      const auto [row, body] = *static_cast<const Context*>(context);
+      Sums sums;
+      R buffer[kBlock];
+      for (int64_t at = begin; at < end; at += kBlock) {
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+        body(sums, fetch(row, at, count, buffer), count, at);
+      }
+      return sums;
+    }
+  };
+  const Context context{row, body};
+  if (n <= kChunk) return Context::sums_of(&context, 0, n);
+  return reduce_chunks<Sums>(n, inside, &context, Context::sums_of);
 }
 
 // out[i] = value(x, i, lanes) for the vectors x of the row, which begin at entry i.

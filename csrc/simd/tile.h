@@ -10,13 +10,9 @@ namespace khot::KHOT_ISA {
 
 KHOT_INLINE VecF* column(float* tile, int i) { return reinterpret_cast<VecF*>(tile + i * kWidth<float>); }
 
-// Fills a tile with n <= kShortRow entries of each row, which row(j) gives. The buffer has kShortRow floats
-// for each row.
-template <class At>
-KHOT_INLINE void gather(At row, int n, float* buffer, float* tile) {
+// Fills a tile with n entries from each p[j].
+inline KHOT_APART void to_columns(const float* const* p, int n, float* tile) {
   constexpr int width = kWidth<float>;
-  const float* p[width];
-  for (int j = 0; j < width; ++j) p[j] = fetch(row(j), 0, n, buffer + j * kShortRow);
   for (int i = 0; i < n; i += width) {
     const int count = std::min(width, n - i);
     VecF v[width];
@@ -28,13 +24,9 @@ KHOT_INLINE void gather(At row, int n, float* buffer, float* tile) {
   }
 }
 
-// Writes a tile to the rows, whose entries lie at out(j) and have this dtype.
-template <class At>
-KHOT_INLINE void scatter(At out, Dtype dtype, int n, float* buffer, float* tile) {
+// Writes n entries of each row of a tile to p[j].
+inline KHOT_APART void from_columns(float* tile, int n, float* const* p) {
   constexpr int width = kWidth<float>;
-  const bool direct = dtype == Dtype::kFloat;
-  float* p[width];
-  for (int j = 0; j < width; ++j) p[j] = direct ? static_cast<float*>(out(j)) : buffer + j * kShortRow;
   for (int i = 0; i < n; i += width) {
     const int count = std::min(width, n - i);
     VecF v[width];
@@ -45,6 +37,26 @@ KHOT_INLINE void scatter(At out, Dtype dtype, int n, float* buffer, float* tile)
     for (int j = 0; j < width; ++j)
       count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
   }
+}
+
+// Fills a tile with n <= kShortRow entries of each row, which row(j) gives. The buffer has kShortRow floats
+// for each row.
+template <class At>
+KHOT_INLINE void gather(At row, int n, float* buffer, float* tile) {
+  constexpr int width = kWidth<float>;
+  const float* p[width];
+  for (int j = 0; j < width; ++j) p[j] = fetch(row(j), 0, n, buffer + j * kShortRow);
+  to_columns(p, n, tile);
+}
+
+// Writes a tile to the rows, whose entries lie at out(j) and have this dtype.
+template <class At>
+KHOT_INLINE void scatter(At out, Dtype dtype, int n, float* buffer, float* tile) {
+  constexpr int width = kWidth<float>;
+  const bool direct = dtype == Dtype::kFloat;
+  float* p[width];
+  for (int j = 0; j < width; ++j) p[j] = direct ? static_cast<float*>(out(j)) : buffer + j * kShortRow;
+  from_columns(tile, n, p);
   for (int j = 0; j < width && !direct; ++j) put(out(j), dtype, 0, n, p[j]);
 }
 

@@ -12,6 +12,10 @@
 #include <utility>
 
 #define KHOT_INLINE inline __attribute__((always_inline))
+// Of a function that many others call, one copy is enough. In a pass over a row, everything is inlined but
+// such functions, at any level of optimization.
+#define KHOT_APART __attribute__((noinline))
+#define KHOT_PASS __attribute__((noinline, flatten))
 
 namespace khot::KHOT_ISA {
 

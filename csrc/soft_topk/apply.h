@@ -26,8 +26,8 @@ bool float_carries_threshold(const Spec& spec, const C& F, Dtype dtype, double t
 
 // Writes `value` to every entry of out, but at_infinity where x is the given infinity.
 template <class R>
-void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, double value, double at_infinity,
-                   double infinity) {
+KHOT_APART void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, double value,
+                              double at_infinity, double infinity) {
   map<R>(x, spec.n, spec.inside, out, dtype, [=](Vec<R> v, int64_t, int) {
     return v == static_cast<R>(infinity) ? splat(static_cast<R>(at_infinity)) : splat(static_cast<R>(value));
   });
@@ -35,7 +35,7 @@ void fill_constant(const Spec& spec, void* out, Dtype dtype, const Row& x, doubl
 
 // Writes y or log y at the threshold t.
 template <class R, class C>
-void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, void* out) {
+KHOT_APART void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, void* out) {
   const bool log = spec.output == Output::kLog;
   if (std::isnan(t.hi)) return fill_constant<R>(spec, out, x.dtype, x, kNan, kNan, 0);
   const double none = log ? -kInfinity : 0, every = log ? 0 : 1;

@@ -75,8 +75,8 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     int64_t i = begin;
     constexpr int width = LaneBackward<C>::width;
     const bool threshold = C::full_support && spec.output == Output::kThreshold;
-    const bool together = threshold || spec.output == Output::kValue ||
-                          (C::log_fits_float && spec.output == Output::kLog);
+    const bool together =
+        threshold || spec.output == Output::kValue || (C::log_fits_float && spec.output == Output::kLog);
     if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
         rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
       LaneBackward<C> lanes(spec, F);

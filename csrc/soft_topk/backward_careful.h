@@ -75,8 +75,8 @@ struct CarefulSums {
 // The gradients of any output, in double, with weights relative to the largest density. It serves log y, and
 // rows whose densities are too small for the ordinary kernel.
 template <class C>
-void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo, double tau,
-                      Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
+                                 double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   using R = double;
   auto standardize = [=](VecD v) { return ((v - t.hi) - t.lo) / tau; };
   const Output output = spec.output;

@@ -16,8 +16,7 @@ class LaneBackward {
  public:
   static constexpr int width = kWidth<float>;
 
-  LaneBackward(const Spec& spec, const C& F)
-      : F_(F), n_(static_cast<int>(spec.n)), output_(spec.output) {}
+  LaneBackward(const Spec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)), output_(spec.output) {}
 
   // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first +
   // i are written; float does not carry the others.
@@ -38,7 +37,7 @@ class LaneBackward {
  private:
   // source(row) is what Density takes f from.
   template <class Density, class Source>
-  void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
+  KHOT_PASS void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
     const Dtype dtype = rows.x(first).dtype;
     const bool direct = dtype == Dtype::kFloat;
     const double none = 0;  // the gradient of y where only t is wanted

@@ -48,7 +48,7 @@ class CarefulSolver {
       : row_(row), size_(n), tau_(tau), F_(F), inside_(inside) {}
 
   // With the cut the search is short. It is known where another solver has selected it.
-  Threshold solve(double k, const Cut* cut = nullptr) {
+  KHOT_APART Threshold solve(double k, const Cut* cut = nullptr) {
     const Statistics stats = statistics<double>(row_, size_, inside_);
     const double k_free = k - stats.pinned;
     if (stats.nan || !(k_free >= 0 && k_free <= stats.free)) return {kNan, kNan};
@@ -77,7 +77,7 @@ class CarefulSolver {
   static constexpr double kFar = 1e12;  // in a window of more tau, bins of equal width take too many steps
   static constexpr int kHistograms = 5, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
-  Bracket order_bounds(double value, double rank) const {
+  KHOT_APART Bracket order_bounds(double value, double rank) const {
     const double pad = 1e-9 * tau_ + 1e-15 * std::fabs(value);
     Bracket b;
     if (rank > k_ && rank >= 1) b.low = value - tau_ * F_.icdf(std::max(k_ / rank, kTiny)) - pad;

@@ -36,7 +36,7 @@ struct Statistics {
 // The first finite entry of the first block, or 0. Deviations from it are summed for the variance: deviations
 // from 0 would cancel where the mean is far from 0.
 template <class R>
-R finite_entry(const Row& row, int64_t n) {
+KHOT_APART R finite_entry(const Row& row, int64_t n) {
   R buffer[kBlock];
   const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
   const R* p = fetch(row, 0, count, buffer);
@@ -47,7 +47,7 @@ R finite_entry(const Row& row, int64_t n) {
 }
 
 template <class R>
-Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
+KHOT_APART Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
   const R shift = finite_entry<R>(row, n);
   Statistics stats =
       reduce<R, Statistics>(row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
@@ -85,7 +85,7 @@ struct Goal {
   double own = 0, normal = 0;  // F^-1(k/n) and Phi^-1(k/n), standardized to mean 0 and variance 1
 
   template <class C>
-  void set(double new_k, double new_n, const C& F) {
+  KHOT_APART void set(double new_k, double new_n, const C& F) {
     if (new_k == k && new_n == n) return;
     k = new_k, n = new_n;
     const double share = std::min(std::max(k / n, kTiny), 1 - 1e-16);
@@ -94,7 +94,7 @@ struct Goal {
   }
   // The threshold of a distribution that has the moments of the scores plus noise distributed as tau F.
   template <class C>
-  double guess(double mean, double variance, double tau, const C& F) const {
+  KHOT_APART double guess(double mean, double variance, double tau, const C& F) const {
     const double noise = tau * tau * F.variance, total = noise + variance;
     const double quantile = normal + (own - normal) * (noise / total);
     return mean - tau * F.mean - quantile * std::sqrt(total);

@@ -56,7 +56,7 @@ class OrdinarySolver {
       C::full_support ? std::min(0.4 * C::last_step, 0.1) : std::min(C::last_step, 1e-4);
 
   // The same from a guess. few is min(k, n - k) over the entries that may be selected.
-  bool refine(double guess, double k, double few, Threshold& t, void* out) {
+  KHOT_APART bool refine(double guess, double k, double few, Threshold& t, void* out) {
     if (!(std::fabs(guess) < 1e30)) return false;
     few_ = few;
     if (out == nullptr) return solve_reading(guess, k, kLastUnchecked, t);
@@ -239,9 +239,8 @@ class OrdinarySolver {
   OrdinarySums read(Threshold t) const {
     const float hi = static_cast<float>(t.hi), scale = static_cast<float>(kLog2E / tau_);
     const float lo = static_cast<float>(t.lo * kLog2E / tau_);
-    return sum_values(row_, -kInf<float>, [=](VecF x, int64_t, int) {
-      return C::from_odds(exp2_held((hi - x) * scale + lo));
-    });
+    return sum_values(row_, -kInf<float>,
+                      [=](VecF x, int64_t, int) { return C::from_odds(exp2_held((hi - x) * scale + lo)); });
   }
 
   // The sums at t + h tau, from the odds that were stored at t.

@@ -12,6 +12,37 @@
 
 namespace khot::KHOT_ISA {
 
+// What is left of a row without the entries that are certain to be selected or not. n is 0 where k has no
+// threshold.
+struct Remainder {
+  Row row;
+  int64_t n = 0;
+  double k, few;  // few is min(k, n - k) over the entries of the whole row that may be selected
+  Cut cut;
+};
+
+// What is left of a row within `reach` of the entries of rank k and k + 1.
+template <class Order, class I>
+KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, double k, double reach,
+                             I* scratch) {
+  const auto counts = order.keys(row, n, scratch);
+  const double pinned = static_cast<double>(counts.pinned),
+               selectable = static_cast<double>(counts.selectable);
+  if (counts.nan || !(k > pinned && k < selectable)) return {};
+  const double rank = std::ceil(k);
+  I last, next;
+  order.neighbours(row, scratch, n, static_cast<int64_t>(rank), last, next);
+  if (rank > k) next = last;
+  const Cut cut{order.value(last), order.value(next)};
+  const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
+  const I top = std::max(order.key_of(cut.last + reach), last) + 1;
+  const int64_t above = order.at_least(scratch, n, top), size = order.at_least(scratch, n, bottom) - above;
+  const double few = std::min(k - pinned, selectable - k);
+  if (size > n / 4) return {row, n, k, few, cut};
+  order.entries(scratch, n, bottom, top);
+  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut};
+}
+
 template <class C>
 class WideSolver {
  public:
@@ -20,9 +51,14 @@ class WideSolver {
 
   // Returns whether there is a threshold that float carries. Then out holds y, unless log y is wanted: that
   // is left to the caller.
-  bool solve(double k, Threshold& t, void* out, bool log) const {
-    Problem rest;
-    with_order(row_.dtype, out, [&](auto order, auto* scratch) { rest = reduced(order, k, scratch); });
+  KHOT_APART bool solve(double k, Threshold& t, void* out, bool log) const {
+    // Beyond this distance from the two entries, F or 1 - F is less than 1e-14 k/n: t differs from them by at
+    // most the quantile that belongs to 1/n, or to the distance of k from the nearest integer.
+    const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - rank + 1);
+    const double far = 2 * std::log(static_cast<double>(n_) / off) + 32, reach = tau_ * C::tail_reach(far);
+    Remainder rest;
+    with_order(row_.dtype, out,
+               [&](auto order, auto* scratch) { rest = reduced(order, row_, n_, k, reach, scratch); });
     if (rest.n == 0) return false;
     OrdinarySolver<C> whole(row_, n_, tau_, F_, inside_), part(rest.row, rest.n, tau_, F_, inside_);
     const double guess = 0.5 * rest.cut.last + 0.5 * rest.cut.next - tau_ * F_.median;
@@ -40,42 +76,6 @@ class WideSolver {
   }
 
  private:
-  // What is left of a row without the entries that are certain to be selected or not. n is 0 where k has no
-  // threshold.
-  struct Problem {
-    Row row;
-    int64_t n = 0;
-    double k, few;  // few is min(k, n - k) over the entries of the whole row that may be selected
-    Cut cut;
-  };
-
-  template <class Order, class I>
-  Problem reduced(const Order& order, double k, I* scratch) const {
-    const auto counts = order.keys(row_, n_, scratch);
-    const double pinned = static_cast<double>(counts.pinned),
-                 selectable = static_cast<double>(counts.selectable);
-    if (counts.nan || !(k > pinned && k < selectable)) return {};
-    const double rank = std::ceil(k);
-    I last, next;
-    order.neighbours(row_, scratch, n_, static_cast<int64_t>(rank), last, next);
-    if (rank > k) next = last;
-    const Cut cut{order.value(last), order.value(next)};
-
-    // Beyond this distance from the two entries, F or 1 - F is less than 1e-14 k/n: t differs from them by at
-    // most the quantile that belongs to 1/n, or to the distance of k from the nearest integer.
-    const double part = rank == k ? 1 : std::min(rank - k, k - rank + 1);
-    const double far = 2 * std::log(static_cast<double>(n_) / part) + 32;
-    const double reach = tau_ * C::tail_reach(far);
-    const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
-    const I top = std::max(order.key_of(cut.last + reach), last) + 1;
-    const int64_t above = order.at_least(scratch, n_, top),
-                  size = order.at_least(scratch, n_, bottom) - above;
-    const double few = std::min(k - pinned, selectable - k);
-    if (size > n_ / 4) return {row_, n_, k, few, cut};
-    order.entries(scratch, n_, bottom, top);
-    return {{scratch, row_.dtype, 1}, size, k - static_cast<double>(above), few, cut};
-  }
-
   Row row_;
   int64_t n_;
   double tau_;
