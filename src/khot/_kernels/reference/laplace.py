@@ -20,6 +20,7 @@ from torch import Tensor
 from khot._core.precision import greatest, wide_dtype, widen
 
 __all__ = [
+    "FAR",
     "ahead",
     "behind",
     "decay_scan",
