@@ -147,13 +147,6 @@ template <class R, class Body>
 KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
   constexpr int width = kWidth<R>;
   int i = 0;
-  if constexpr (sizeof(R) == 8) {  // bodies in double are long, so that one copy of them is enough
-    for (; i < count; i += width) {
-      const int lanes = std::min(width, count - i);
-      body(lanes == width ? load(p + i) : load_part(p + i, lanes, pad), i, lanes);
-    }
-    return;
-  }
   for (; i + width <= count; i += width) body(load(p + i), i, width);
   if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
 }
