@@ -231,7 +231,7 @@ class MagnitudeBackwardLanes {
  public:
   static constexpr int width = kWidth<float>;
   // The length from which on rows one by one are as fast: the processor fetches one row sooner than many.
-  static constexpr int kMost = 64;
+  static constexpr int kMost = e == 1 ? 48 : 64;
 
   // Writes the gradients of the rows first, ..., first + width - 1. done[j] says whether those of row first +
   // j are right.
