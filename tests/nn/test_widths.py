@@ -104,7 +104,7 @@ def test_sizes_of_queries_keys_and_values() -> None:
 
 def test_values_and_indices_of_one_shape() -> None:
     values, indices = sae().top(good(3))
-    with pytest.raises(ValueError, match=r"the same shape, but got \(3, 1\) and \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"the same shape \(\.\.\., m\), but got \(3, 1\) and \(3, 4\)"):
         sae().decode(values[:, :1], indices)
 
 

@@ -23,9 +23,9 @@ def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input"
 
 def check_dtype(input: Tensor, weight: Tensor, layer: nn.Module, name: str = "input") -> None:
     """Raise if a matrix product with the weight would refuse its dtype."""
-    if torch.is_autocast_enabled(input.device.type):  # which casts both
-        return
-    if torch.promote_types(input.dtype, weight.dtype) != weight.dtype:
+    # autocast casts both; a device that has none does not know the question
+    fits = torch.promote_types(input.dtype, weight.dtype) == weight.dtype
+    if not fits and not torch.is_autocast_enabled(input.device.type):
         raise TypeError(
             f"{name} must have dtype {weight.dtype}, as the parameters of this {type(layer).__name__}, "
             f"but got {input.dtype}"

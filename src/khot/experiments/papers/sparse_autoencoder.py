@@ -35,7 +35,7 @@ The command of the report is
     khot reproduce sparse-autoencoder --data-dir FOLDER
 
 Everything else is the same for all: Adam with a learning rate of 2e-3 that falls to 0 over the last fifth of
-750 steps, and 128 vectors per step. Departures from what is usual: the networks and data sets are small.
+3,000 steps, and 128 vectors per step. Departures from what is usual: the networks and data sets are small.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Args(study.Args):
     methods: tuple[str, ...] = field(
         default=METHODS, metadata={"help": f"Methods, out of: {'; '.join(METHODS)}.", "selects": True}
     )
-    steps: int = field(default=750, metadata={"help": "Steps of training."})
+    steps: int = field(default=3_000, metadata={"help": "Steps of training."})
     pretrain: int = field(default=1_500, metadata={"help": "Steps of training of the perceptrons."})
 
     def __post_init__(self) -> None:
@@ -306,7 +306,7 @@ def _draw(rows: list[study.Row], present: list[str], sets: list[str], path: Path
 EXPERIMENT = study.Experiment(
     source="topk-sae",
     needs="MNIST",
-    takes="5 min of one core",
+    takes="15 min of one core",
     Args=Args,
     smoke={"seeds": 1, "steps": 60, "pretrain": 60},
     trials=trials,
