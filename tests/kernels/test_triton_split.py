@@ -124,26 +124,6 @@ def test_rows_of_every_kind(larger: ModuleType, cdf: str, tau: float) -> None:
     check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), cdf, "y")
 
 
-@every_cdf
-@pytest.mark.parametrize("where", ["kernels", "larger"])
-def test_thresholds_alone(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, cdf: str
-) -> None:
-    """One launch, and three where programs share rows. What float32 holds of the scores limits t."""
-    kernels = request.getfixturevalue(where)
-    monkeypatch.setattr(kernels.layout, "RESCUE", 1024)
-    launches: list[str] = []
-    monkeypatch.setattr(kernels.launch, "watch", launches.append)
-    x, k, tau = kinds(611), number([6.5, 61.0, 305.5, 5.5, 61.1, 13.0, 5.0, 3.0]), number(0.01)
-    out, hi, lo = kernels.soft_topk(x, k, tau, cdf, CDFS[cdf], "threshold")
-    assert out.shape == (8, 0) and launches == (["solve_rows"] if where == "kernels" else list(FORWARD[:3]))
-    _, *want = reference.soft_topk(x.double(), k, tau, cdf, CDFS[cdf], "threshold")
-    assert torch.equal(hi.isnan(), want[0].isnan())
-    scale = x.abs().masked_fill(~x.isfinite(), 0).amax(-1)
-    miss = ((hi - want[0]) + (lo - want[1])).abs()[:7]
-    assert (miss <= 1e-6 * tau + 2**-23 * scale[:7]).all()
-
-
 @pytest.mark.parametrize("cdf", ["laplace", "power"])
 @pytest.mark.parametrize(("dtype", "output"), [(torch.bfloat16, "y"), (torch.float32, "log")], ids=str)
 def test_half_precision_and_logarithms(larger: ModuleType, cdf: str, dtype: torch.dtype, output: str) -> None:

@@ -172,7 +172,7 @@ def soft_topk_backward(
     source = layout.rows(x, n)
     # a 0 on the CPU says that nobody asked for the derivative of lo: looking at it waits for nothing
     unasked = grad_lo.is_cpu and grad_lo.dim() == 0 and grad_lo.item() == 0
-    if unasked and output != "threshold" and resident.serves(x.dtype, F, tau):
+    if unasked and resident.serves(x.dtype, F, tau, output):
         kernels = split_backward if layout.splits(rows, n) else resident_backward
         kernels.soft_topk_backward(
             cotangent, source, (hi, lo), layout.values(tau, batch, x.device), (dx, dk, dtau),

@@ -1,4 +1,4 @@
-"""Forward: which kernels take a batch; and those for float64 scores.
+"""Forward: which kernels take a batch; and those for float64 scores and for thresholds alone.
 
 The solver on a row on chip, and on one that is split over programs.
 """
@@ -226,7 +226,7 @@ def soft_topk(
     if rows == 0:
         return out, hi, lo
     source = layout.rows(x, n)
-    if resident.serves(x.dtype, F, tau):
+    if resident.serves(x.dtype, F, tau, output):
         numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
         kernels = split if layout.splits(rows, n) else resident
         kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)

@@ -18,7 +18,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, chunks, log_F
+from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import unit, value
@@ -152,11 +152,10 @@ def _rescue(
     one = row + tl.arange(0, 1)
     tl.store(hi_pointer + one, hi)
     tl.store(lo_pointer + one, lo)
-    if OUTPUT != THRESHOLD:
-        chunks(
-            write_chunk, (), (out_pointer, n, hi, lo, tau + hi * 0, power, CDF, OUTPUT),
-            x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
-        )  # fmt: skip
+    chunks(
+        write_chunk, (), (out_pointer, n, hi, lo, tau + hi * 0, power, CDF, OUTPUT),
+        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- the kernel
@@ -194,16 +193,15 @@ def solve_rows(
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    if OUTPUT != THRESHOLD:
-        values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
-        to = out_pointer + entries(row, n_columns, column, TOGETHER)
-        if STREAM:
-            write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
-        else:
-            for i in tl.static_range(PIECES):
-                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-                out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
-                tl.store(to + i * WIDTH, out, mask=valid)
+    values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
+    to = out_pointer + entries(row, n_columns, column, TOGETHER)
+    if STREAM:
+        write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
+            tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok
@@ -244,9 +242,9 @@ def write_backwards(
 KERNELS = (solve_rows,)
 
 
-def serves(dtype: torch.dtype, F: cdfs.CDF, tau: Tensor) -> bool:
+def serves(dtype: torch.dtype, F: cdfs.CDF, tau: Tensor, output: str) -> bool:
     """Whether float32 kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
-    if dtype == torch.float64:
+    if output == "threshold" or dtype == torch.float64:
         return False
     # the rescue of the others computes in float32 too, which does not hold every τ
     return F.name == "logistic" or layout.compute(dtype, tau) == tl.float32

@@ -7,7 +7,7 @@
    also gives every part its place in a window of the row's entries.
 3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
    What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
-4. `_write_parts`, unless only the threshold is asked for.
+4. `_write_parts`.
 
 Nothing waits for the host, and the first launch resets what the others count, so that a CUDA graph can hold
 them. What the programs of a launch leave for its last one is added in float64, in the order of the parts: the
@@ -462,9 +462,8 @@ def soft_topk(
         *numbers, hi, lo, state, counter, left, window, n, cut.length, cut.parts, layout.WINDOW, *power,
         **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
     )  # fmt: skip
-    if output != "threshold":
-        launch(
-            _write_parts, programs,
-            *numbers, out, hi, lo, state, n, cut.length, cut.parts, *power,
-            **which, **part, OUTPUT=OUTPUTS[output], CHUNK=layout.RESCUE * cut.warps,
-        )  # fmt: skip
+    launch(
+        _write_parts, programs,
+        *numbers, out, hi, lo, state, n, cut.length, cut.parts, *power,
+        **which, **part, OUTPUT=OUTPUTS[output], CHUNK=layout.RESCUE * cut.warps,
+    )  # fmt: skip
