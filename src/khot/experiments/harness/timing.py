@@ -58,8 +58,10 @@ def medians(
 
     Args:
         calls: what to time, by name.
-        seconds: the time for each call; a call that has used it up takes no part in later rounds. The first
-            run of each call is a warm-up and does not count, unless it takes more than ten times ``seconds``.
+        seconds: the time for each call; a call that has used it up takes no part in later rounds, but in
+            three at least, as one run may take a hundred times as long as the others. The first run of each
+            call is a warm-up and does not count, unless it takes more than ten times ``seconds``; such a call
+            is not run again.
         rounds: the largest number of rounds.
         clock: see :func:`clock`.
     """
@@ -72,11 +74,12 @@ def medians(
     _keep_freed_memory(True)
     torch.ones(1 << 28)  # 1 GB to carve from: a freed block into which a small one has settled fits no more
     times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
+    slow = {name for name, found in times.items() if found}
     order, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name, call in order:
-            if sum(times[name]) < seconds:
+            if name not in slow and (len(times[name]) < 3 or sum(times[name]) < seconds):
                 times[name].append(spent(call))
     return {name: statistics.median(t) for name, t in times.items()}
 
