@@ -49,8 +49,17 @@ def test_medians_take_turns_within_their_seconds() -> None:
     }
     found = timing.medians(calls, seconds=1.0, clock=clock)
     assert found == {"quick": 0.25, "slow": 2.0, "huge": 20.0}
-    # the first calls do not count, except one that takes ten times its share of seconds
-    assert order == ["quick", "slow", "huge", "quick", "slow", "quick", "quick", "quick"]
+    # the first calls do not count, except one that takes ten times its share of seconds; the others run
+    # until that share is used up, and three times at least, taking turns
+    assert order[:3] == ["quick", "slow", "huge"]
+    assert [sorted(order[i : i + 2]) for i in (3, 5, 7)] == [["quick", "slow"]] * 3
+    assert order[9:] == ["quick"]
+
+
+def test_medians_outlive_a_run_of_a_hundred_times() -> None:
+    """A run that uses up all the time at once is not the only one that counts."""
+    clock, waits = FakeClock(), iter([1, 100, 1, 1])
+    assert timing.medians({"a": lambda: clock.wait(next(waits))}, seconds=2, clock=clock) == {"a": 1}
 
 
 def test_medians_ignore_the_odd_slow_call() -> None:
