@@ -87,7 +87,7 @@ KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Ma
   } else {
     // y = z^e: where y is small, small errors in z are large errors in the sum of y, which no further step
     // removes.
-    good &= (A::abs(s.miss) <= R(3e-7) * A::at_least(few, 1)) | (A::abs(newton) > R(C::last_step));
+    good &= (A::abs(s.miss) <= R(5e-7) * A::at_least(few, 1)) | (A::abs(newton) > R(C::last_step));
     return newton;
   }
 }
