@@ -2,32 +2,35 @@
 // (khot/_kernels/reference/soft_count.py).
 //
 // The row is read once per level forward. Backward it is read once for all levels, in blocks. The passes are
-// in float where that carries the row, with sums in double.
+// in float where that carries the row, with sums in double. Short rows with one level are taken together, one
+// per lane.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "simd/tile.h"
 #include "soft_topk/apply.h"
 
 namespace khot::KHOT_ISA {
 
-// F and f as functions of x, at one level.
-template <class R, class C>
+// F and f as functions of x, at one level; with S = Vec<R> there is a level for each lane.
+template <class R, class C, class S = R>
 struct Level {
   C F;
-  R hi, lo, scale, scale_low, shift;
+  S hi{}, lo{}, scale{}, scale_low{};
+  R shift;
 
-  // The level and 1/tau are pairs of floats: an error of one float would be the same in every term, so that
-  // it would not average out in the sum.
-  Level(const C& F, double level, double tau, bool centred)
-      : F(F),
-        hi(static_cast<R>(level)),
-        lo(static_cast<R>((level - static_cast<double>(hi)) * factor() / tau)),
-        scale(static_cast<R>(factor() / tau)),
-        scale_low(static_cast<R>(factor() / tau - static_cast<double>(scale))),
-        shift(static_cast<R>(centred ? F.median : 0.0)) {}
+  Level(const C& F, bool centred) : F(F), shift(static_cast<R>(centred ? F.median : 0.0)) {}
+  Level(const C& F, double level, double tau, bool centred) : Level(F, centred) {
+    put(level, tau, hi, lo, scale, scale_low);
+  }
+  void put(int lane, double level, double tau) {
+    R high, low, steep, steep_low;
+    put(level, tau, high, low, steep, steep_low);
+    hi[lane] = high, lo[lane] = low, scale[lane] = steep, scale_low[lane] = steep_low;
+  }
 
   KHOT_INLINE Vec<R> value(Vec<R> x) const {
     if constexpr (kOdds) {
@@ -50,6 +53,14 @@ struct Level {
  private:
   static constexpr bool kOdds = C::value_from_odds && sizeof(R) == 4;
   static constexpr double factor() { return kOdds ? kLog2E : 1; }
+  // The level and 1/tau are pairs of floats: an error of one float would be the same in every term, so that
+  // it would not average out in the sum.
+  static void put(double level, double tau, R& hi, R& lo, R& scale, R& scale_low) {
+    hi = static_cast<R>(level);
+    lo = static_cast<R>((level - static_cast<double>(hi)) * factor() / tau);
+    scale = static_cast<R>(factor() / tau);
+    scale_low = static_cast<R>(factor() / tau - static_cast<double>(scale));
+  }
   KHOT_INLINE Vec<R> scaled(Vec<R> x) const {
     const Vec<R> d = x - hi, far = d * scale;
     if constexpr (sizeof(R) == 8) return far;
@@ -107,12 +118,94 @@ inline double count_at_infinity(const CountSpec& spec, const Row& x, double leve
   return level > 0 ? found.up * share : static_cast<double>(spec.n) - found.down * share;
 }
 
+// Rows of up to kShortRow entries with one level each, as many as a vector of floats has lanes.
+template <class C>
+class CountLanes {
+ public:
+  static constexpr int width = kWidth<float>;
+
+  // Calls group(lanes, i) for groups of rows that begin at i, and one(i) for single rows: where that returned
+  // false, at the end, and where rows are long or have several levels.
+  template <class Group, class One>
+  static KHOT_INLINE void each(const CountSpec& spec, const C& F, const CountRows& rows, int64_t begin,
+                               int64_t end, Group group, One one) {
+    int64_t i = begin;
+    if (spec.levels == 1 && spec.n <= kShortRow && rows.x(i).dtype != Dtype::kDouble && end - i >= width) {
+      CountLanes lanes(spec, F);
+      for (; i + width <= end; i += width) {
+        if (group(lanes, i)) continue;
+        for (int j = 0; j < width; ++j) one(i + j);
+      }
+    }
+    for (; i < end; ++i) one(i);
+  }
+
+  CountLanes(const CountSpec& spec, const C& F)
+      : spec_(spec), n_(static_cast<int>(spec.n)), at_(F, spec.centred) {}
+
+  // Counts the rows first, ..., first + width - 1. Returns false, with nothing done, where float does not
+  // carry all of them.
+  bool count(const CountRows& rows, int64_t first) {
+    if (!take(rows, first)) return false;
+    ExactBlockSum total;
+    for (int i = 0; i < n_; ++i) total.add(at_.value(*column(x_, i)), i);
+    total.flush();
+    for (int j = 0; j < width; ++j) {
+      rows.put(first + j, 0, static_cast<double>(total.whole[j]) + static_cast<double>(total.lost[j]));
+    }
+    return true;
+  }
+
+  // The same for the gradients.
+  bool gradients(const CountRows& rows, int64_t first) {
+    if (!take(rows, first)) return false;
+    double slope[width];
+    VecF factor;
+    for (int j = 0; j < width; ++j) slope[j] = rows.grad(first + j, 0);
+    for (int j = 0; j < width; ++j) slope[j] /= tau_[j], factor[j] = static_cast<float>(slope[j]);
+    if (any(abs<float>(factor) > 1e30f)) return false;
+    BlockSum f_sum, fz_sum;
+    for (int i = 0; i < n_; ++i) {
+      VecF z;
+      const VecF f = at_.density(*column(x_, i), z);
+      f_sum.add(f, i), fz_sum.add(f != 0 ? f * z : VecF{}, i);
+      *column(y_, i) = f * factor;
+    }
+    scatter([&](int j) { return rows.grad_x(first + j); }, rows.x(first).dtype, n_, rows_, y_);
+    const VecF f = f_sum.sum(), fz = fz_sum.sum();
+    for (int j = 0; j < width; ++j) {
+      rows.put(first + j, 0, -slope[j] * static_cast<double>(f[j]));
+      rows.put_tau(first + j, -slope[j] * static_cast<double>(fz[j]));
+    }
+    return true;
+  }
+
+ private:
+  bool take(const CountRows& rows, int64_t first) {
+    for (int j = 0; j < width; ++j) {
+      const double tau = rows.tau(first + j), level = rows.level(first + j, 0);
+      if (level == level_[j] && tau == tau_[j]) continue;  // as in most calls
+      if (!count_in_float(spec_, at_.F, rows.x(first + j).dtype, tau, level)) return false;
+      at_.put(j, level, tau);
+      level_[j] = level, tau_[j] = tau;
+    }
+    gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
+    return true;
+  }
+
+  CountSpec spec_;
+  int n_;
+  Level<float, C, VecF> at_;
+  double level_[width], tau_[width] = {};  // those of at_; no row has a tau of 0
+  alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];
+};
+
 // The rows [begin, end).
 inline void soft_count(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);
     const FlushSubnormals flush(rows.x(begin).dtype != Dtype::kDouble);
-    for (int64_t i = begin; i < end; ++i) {
+    auto one = [&](int64_t i) {
       const Row x = rows.x(i);
       const double tau = rows.tau(i);
       for (int64_t j = 0; j < spec.levels; ++j) {
@@ -127,7 +220,10 @@ inline void soft_count(const CountSpec& spec, const CountRows& rows, int64_t beg
           rows.put(i, j, count_row<double, C>(spec, F, x, tau, level));
         }
       }
-    }
+    };
+    CountLanes<C>::each(
+        spec, F, rows, begin, end, [&](CountLanes<C>& lanes, int64_t i) { return lanes.count(rows, i); },
+        one);
   });
 }
 
@@ -164,8 +260,8 @@ CountGradients count_gradients_row(const CountSpec& spec, const C& F, const Row&
 // Several levels: a block of the row meets all levels in turn. Their sum is in double, because there may be
 // as many levels as entries; only a few of them are added in float.
 template <class R, class C>
-void count_gradients_levels(const CountSpec& spec, const C& F, const Row& x, double tau,
-                            const double* levels, const double* grads, void* grad_x, CountGradients* sums) {
+void count_gradients_levels(const CountSpec& spec, const C& F, const Row& x, double tau, const double* levels,
+                            const double* grads, void* grad_x, CountGradients* sums) {
   constexpr int64_t kTogether = 8;
   std::vector<Level<R, C>> at;
   at.reserve(spec.levels);
@@ -203,7 +299,7 @@ inline void soft_count_backward(const CountSpec& spec, const CountRows& rows, in
     const FlushSubnormals flush(rows.x(begin).dtype != Dtype::kDouble);
     std::vector<double> levels(spec.levels), grads(spec.levels);
     std::vector<CountGradients> sums(spec.levels);
-    for (int64_t i = begin; i < end; ++i) {
+    auto one = [&](int64_t i) {
       const Row x = rows.x(i);
       const double tau = rows.tau(i);
       bool in_float = true, good = tau > 0 && tau < kInfinity;
@@ -217,7 +313,7 @@ inline void soft_count_backward(const CountSpec& spec, const CountRows& rows, in
         fill_constant<double>(spec, rows.grad_x(i), x.dtype, x, kNan, kNan, 0);
         for (int64_t j = 0; j < spec.levels; ++j) rows.put(i, j, kNan);
         rows.put_tau(i, kNan);
-        continue;
+        return;
       }
       if (spec.levels == 1) {
         void* const out = rows.grad_x(i);
@@ -236,7 +332,10 @@ inline void soft_count_backward(const CountSpec& spec, const CountRows& rows, in
         grad_tau -= grads[j] * sums[j].fz / tau;
       }
       rows.put_tau(i, grad_tau);
-    }
+    };
+    CountLanes<C>::each(
+        spec, F, rows, begin, end, [&](CountLanes<C>& lanes, int64_t i) { return lanes.gradients(rows, i); },
+        one);
   });
 }
 

@@ -249,9 +249,9 @@ class LaneSolver {
     return good_ ? h : VecF{};
   }
 
-  // The step under a CDF of compact support, whose f may sum to nothing while the count is far from k, or where
-  // all entries are decided. It is not much longer than such a miss asks for, and where trials lie on both
-  // sides of the threshold, it ends between them.
+  // The step under a CDF of compact support, whose f may sum to nothing while the count is far from k, or
+  // where all entries are decided. It is not much longer than such a miss asks for, and where trials lie on
+  // both sides of the threshold, it ends between them.
   VecF guarded_step(CountSums<VecF> s) {
     auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
     auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
@@ -272,8 +272,8 @@ class LaneSolver {
     return outside ? (0.5f * low_ + 0.5f * high_ - hi_) * scale_ : h;
   }
 
-  // Where all entries are decided, every t between two of them gives this count; the threshold is their middle.
-  // Under z^3, float takes an entry for decided a little before f is 0.
+  // Where all entries are decided, every t between two of them gives this count; the threshold is their
+  // middle. Under z^3, float takes an entry for decided a little before f is 0.
   void take_middle(IntF decided) {
     if (!any(decided)) return;
     VecF low = splat(-kInf<float>), high = splat(kInf<float>);

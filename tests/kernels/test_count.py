@@ -42,6 +42,11 @@ def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, at, tau
 
 
+# Short rows are taken in groups: three that float carries, and one that it does not.
+GOOD = [i for i in range(20) if i not in (12, 13)]
+IN_GROUPS = (3 * GOOD)[:48] + list(range(20))
+
+
 def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
     same = (got == want) | (got.isnan() & want.isnan())
     error = (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
@@ -52,13 +57,13 @@ def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
 @every_dtype
 @pytest.mark.parametrize("n", [1, 5, 64, 300, 3_000])
 def test_counts_and_gradients_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
-    x, at, tau = rows(n, dtype)
+    x, at, tau = (t[IN_GROUPS] for t in rows(n, dtype))
     # one entry of F in float; Power raises the error of z, and the normal tail has an absolute one
     relative = 1e-13 if dtype == torch.float64 else 1.2e-6 if cdf == "power" else 4e-7
     absolute = 1e-12
     if dtype != torch.float64:  # at the edge of a support, z has an absolute error as well
         absolute = n * {"normal": 2.5e-8, "uniform": 1e-10, "power": 1e-10}.get(cdf, 0) + 1e-12
-    ends = torch.tensor([INF, -INF]).double().expand(20, 2)
+    ends = torch.tensor([INF, -INF]).double().expand(len(x), 2)
     for levels, centred in itertools.product((at[:, :1], at, ends), (False, True)):
         rest = (levels, tau, cdf, CDFS[cdf], centred)
         got, want = torch.ops.khot.soft_count(x, *rest), counts.soft_count(x.double(), *rest)
