@@ -157,6 +157,15 @@ struct MagnitudeBackwardRows {
   ~MagnitudeBackwardRows() = default;
 };
 
+struct MaskRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual double k(int64_t row) const = 0;
+  virtual void* out(int64_t row) const = 0;  // of x's dtype
+
+ protected:
+  ~MaskRows() = default;
+};
+
 // One sweep over the rows of a two-sided assignment (khot/_kernels/reference/assign_pass.py). x, k, r, c and
 // what is written are of one dtype, kFloat or kDouble, and contiguous. `sums` are in double.
 struct AssignPass {
@@ -184,9 +193,8 @@ struct Kernels {
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
-  // topk_mask and order_statistics serve one row per call. out has the dtype of the scores.
-  void (*topk_mask)(const Row& x, int64_t n, double k, void* out);
-  // The m entries of the places k, which count from 1 for the largest.
+  void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
+  // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
   // rows.put() takes gamma.
   void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);

@@ -314,6 +314,18 @@ bool starts_with_nan(const char* row, Dtype dtype) {
   }
 }
 
+struct Masks final : MaskRows {
+  Masks(const Tensor& x, double k, Tensor& y)
+      : scores(x, *dtype_of(x)), given_k(k), y(static_cast<char*>(y.mutable_data_ptr())) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t) const override { return given_k; }
+  void* out(int64_t row) const override { return y + row * scores.bytes; }
+
+  Rows scores;
+  double given_k;
+  char* y;
+};
+
 // topk_mask(input, k, dim, largest, mask, group)
 PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -327,12 +339,11 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   RECORD_FUNCTION("khot::topk_mask", std::vector<c10::IValue>());
   const Tensor x = found->contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
-  const Rows rows(x, *dtype_of(x));
-  char* out = static_cast<char*>(y.mutable_data_ptr());
-  const int64_t n = x.size(-1);
-  for (int64_t row = 0; row < x.numel() / n; ++row) {
-    served->kernels.topk_mask(rows(row), n, *k, out + row * rows.bytes);
-    if (starts_with_nan(out + row * rows.bytes, rows.dtype)) Py_RETURN_NONE;
+  const Masks rows(x, *k, y);
+  const int64_t n = x.size(-1), count_of_rows = x.numel() / n;
+  served->kernels.topk_mask(rows, n, 0, count_of_rows);
+  for (int64_t row = 0; row < count_of_rows; ++row) {
+    if (starts_with_nan(rows.y + row * rows.scores.bytes, rows.scores.dtype)) Py_RETURN_NONE;
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

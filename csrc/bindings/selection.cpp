@@ -8,19 +8,29 @@
 namespace khot {
 namespace {
 
+struct Masks final : MaskRows {
+  Rows scores;
+  RowScalars ks;
+  char* data;
+  int64_t row_bytes;
+
+  Masks(const Tensor& x, const Tensor& k, const Sizes& batch, Tensor& out)
+      : scores(x, batch),
+        ks(k, batch),
+        data(static_cast<char*>(out.mutable_data_ptr())),
+        row_bytes(x.size(x.dim() - 1) * size_of(scores.dtype())) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t row) const override { return ks(row); }
+  void* out(int64_t row) const override { return data + row * row_bytes; }
+};
+
 Tensor topk_mask(Tensor x, Tensor k) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Tensor out = empty(x, x.sizes());
-  const Rows scores(x, batch);
-  const RowScalars ks(k, batch);
-  char* const data = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t bytes = n * size_of(scores.dtype());
-  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      kernels().topk_mask(scores(row), n, ks(row), data + row * bytes);
-    }
-  });
+  const Masks rows(x, k, batch, out);
+  row_ranges(product(batch), n,
+             [&](int64_t begin, int64_t end) { kernels().topk_mask(rows, n, begin, end); });
   return out;
 }
 

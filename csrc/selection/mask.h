@@ -1,11 +1,12 @@
 // The hard mask: 1 for the k largest entries of a row, 0 for the others. Of equal entries the first are
-// selected.
+// selected. Short rows are taken together, one per lane.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
 #include "selection/kth_largest.h"
+#include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
 
@@ -47,8 +48,94 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   for (int64_t i = end; i < n; ++i) out[i] = order.key(p[i]) > cut.level ? order.one : I(0);
 }
 
-inline void topk_mask(const Row& x, int64_t n, double k, void* out) {
-  with_order(x.dtype, out, [&](auto order, auto* p) { write_mask(order, x, n, k, p); });
+// Rows of up to kShortRow entries, as many as a vector of floats has lanes. The k-th largest key of each row
+// is found bit by bit, from the highest on.
+class MaskLanes {
+ public:
+  static constexpr int width = kWidth<float>;
+
+  void write(const MaskRows& rows, int n, int64_t first) {
+    gather([&](int j) { return rows.x(first + j); }, n, rows_, tile_);
+    const IntF bad = read(rows, n, first);
+    const IntF ties = search(n);
+    if (any(ties)) {
+      take_first(n);
+    } else {
+      for (int i = 0; i < n; ++i) *column(tile_, i) = keys(i) >= level_ ? splat(1.0f) : VecF{};
+    }
+    if (any(bad)) {
+      for (int i = 0; i < n; ++i) *column(tile_, i) = bad ? splat(kNanOf) : *column(tile_, i);
+    }
+    scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n, rows_, tile_);
+  }
+
+ private:
+  static constexpr int32_t kInfinite = 0x7f800000, kMost = std::numeric_limits<int32_t>::max();
+  static constexpr float kNanOf = std::numeric_limits<float>::quiet_NaN();
+
+  IntF& keys(int i) { return *reinterpret_cast<IntF*>(tile_ + i * width); }
+
+  // Replaces the entries by their keys, as in Ordered, and returns the rows that have no mask.
+  IntF read(const MaskRows& rows, int n, int64_t first) {
+    IntF selectable{}, pinned{}, nan{}, bad{};
+    for (int i = 0; i < n; ++i) {
+      const IntF bits = (IntF)*column(tile_, i), key = bits < 0 ? -(bits & kMost) : bits;
+      selectable -= key != -kInfinite;
+      pinned -= key == kInfinite;
+      nan |= (key > kInfinite) | (key < -kInfinite);
+      keys(i) = key;
+    }
+    for (int j = 0; j < width; ++j) {
+      const double k = rows.k(first + j), rounded = std::floor(k + 0.5);
+      const bool good = !nan[j] && k >= 0 && k <= selectable[j] && pinned[j] <= rounded;
+      bad[j] = good ? 0 : -1;
+      count_[j] = good ? static_cast<int32_t>(rounded) : 0;
+    }
+    return bad;
+  }
+
+  // Finds the level for the key of rank count, and returns the rows where more keys than that reach it.
+  IntF search(int n) {
+    IntF reached = splat_int(n);
+    level_ = splat_int(std::numeric_limits<int32_t>::min());
+    for (int bit = 31; bit >= 0 && any(reached != count_); --bit) {
+      const IntF trial = level_ ^ splat_int(static_cast<int32_t>(1u << bit));
+      IntF here{};
+      for (int i = 0; i < n; ++i) here -= keys(i) >= trial;
+      const IntF up = here >= count_;
+      level_ = up ? trial : level_, reached = up ? here : reached;
+    }
+    return reached != count_;
+  }
+
+  // Of the entries at the level, only the first are selected.
+  void take_first(int n) {
+    IntF left = count_;
+    for (int i = 0; i < n; ++i) left += keys(i) > level_;
+    for (int i = 0; i < n; ++i) {
+      const IntF key = keys(i), tie = (key == level_) & (left > 0);
+      left += tie;
+      *column(tile_, i) = (key > level_) | tie ? splat(1.0f) : VecF{};
+    }
+  }
+
+  static IntF splat_int(int32_t v) { return IntF{} + v; }
+
+  IntF count_{}, level_{};
+  alignas(KHOT_VECTOR_BYTES) float tile_[kShortRow * width], rows_[kShortRow * width];
+};
+
+// The rows [begin, end).
+inline void topk_mask(const MaskRows& rows, int64_t n, int64_t begin, int64_t end) {
+  int64_t i = begin;
+  if (n > 0 && n <= kShortRow && end - i >= MaskLanes::width && rows.x(i).dtype != Dtype::kDouble) {
+    MaskLanes lanes;
+    for (; i + MaskLanes::width <= end; i += MaskLanes::width) lanes.write(rows, static_cast<int>(n), i);
+  }
+  for (; i < end; ++i) {
+    with_order(rows.x(i).dtype, rows.out(i),
+               [&](auto order, auto* p) { write_mask(order, rows.x(i), n, rows.k(i), p); });
+  }
 }
 
 }  // namespace khot::KHOT_ISA

@@ -163,6 +163,30 @@ def test_the_mask_of_long_rows_as_the_reference(dtype: torch.dtype) -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [1, 4, 63, 256])
+def test_masks_of_many_short_rows_as_the_reference(dtype: torch.dtype, n: int) -> None:
+    """Rows with and without ties and masks, beside each other, with a k each."""
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(103, n, generator=g)
+    x[::3] = x[::3].relu()
+    x[1::7] = x[1::7].round() * 0.0  # 0 and -0 are equal
+    x[2::7] = torch.where(torch.rand(x[2::7].shape, generator=g) < 0.4, -torch.inf, x[2::7])
+    x[3::7, ::5] = torch.inf
+    x[4::7] *= 1e-40 if dtype == torch.float32 else 1e-6  # subnormal numbers
+    x[50:66] = torch.rand(16, n, generator=g)  # a group without ties
+    x[5, 0] = torch.nan
+    k = (torch.rand(103, generator=g) * (n + 1)).floor().clamp(max=n).double()
+    k[::4] = (k[::4] - 0.4).clamp(min=0)
+    k[7], k[8], k[9] = 0, n, n + 1
+    x = x.to(dtype)
+    for rows in (x, x[:15], x.T.contiguous().T):
+        got, want = torch.ops.khot.topk_mask(rows, k[: len(rows)]), topk_mask.topk_mask(rows, k[: len(rows)])
+        assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
+    assert want[5].isnan().all() and want[9].isnan().all() and not want[50:66].isnan().any()
+
+
+@needs_extension
 @every_cdf
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_float_rounded(cdf: str, dtype: torch.dtype) -> None:
