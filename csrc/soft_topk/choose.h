@@ -69,7 +69,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
     };
     int64_t i = begin;
     constexpr int width = LaneSolver<C>::width;
-    const bool threshold = C::full_support && spec.output == Output::kThreshold;
+    const bool threshold = spec.output == Output::kThreshold;
     const bool together =
         threshold || spec.output == Output::kValue || (C::log_fits_float && spec.output == Output::kLog);
     if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
@@ -82,13 +82,11 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
           lanes.solve(rows, i, goal, ordinary);
         }
         for (int j = 0; j < width; ++j) {
-          if constexpr (C::full_support) {
-            if (threshold && ordinary[j]) {
-              Threshold t = lanes.threshold(j);
-              ordinary[j] = polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j),
-                                   lanes.slope(j), t);
-              rows.put(i + j, t);
-            }
+          if (threshold && ordinary[j]) {
+            Threshold t = lanes.threshold(j);
+            ordinary[j] =
+                polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j), lanes.slope(j), t);
+            rows.put(i + j, t);
           }
           if (!ordinary[j]) one(i + j);
         }

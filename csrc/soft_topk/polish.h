@@ -20,8 +20,14 @@ RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parall
     VecD m{}, tails{}, f{};
     vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
       const VecD z = ((v - t.hi) - t.lo) * scale;
-      const IntD above = z > 0;
-      const TailDensity<double> at = F.split_close(z);
+      IntD above = z > 0;
+      TailDensity<double> at;
+      if constexpr (C::full_support) {
+        at = F.split_close(z);
+      } else {
+        above = z > F.median;
+        at = F.template split<double>(z, above);
+      }
       m += above ? splat(1.0) : VecD{};
       tails += above ? -at.tail : at.tail;
       f += at.density;
@@ -68,13 +74,14 @@ bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* ins
       if (std::fabs(h) < 3e-6) return true;
     }
   }
-  for (int pass = 0; pass < 3; ++pass) {
+  for (int pass = 0; pass < (C::full_support ? 3 : 5); ++pass) {
     const RootSums s = root_sums(x, n, tau, F, inside, t);
     const double h = ((s.m - k) + s.tails) / s.f;
-    if (!(std::fabs(h) < 0.1)) return false;
+    if (!(std::fabs(h) < 0.1) || (!C::full_support && s.f < 1e-3)) return false;
     t.lo += h * tau;
-    // C'' is at most of the size of C', so that the error left is of the size of h^2.
-    if (std::fabs(h) < 1e-5) return true;
+    // C'' is at most of the size of C', so that the error left is of the size of h^2. Compact support has
+    // kinks.
+    if (std::fabs(h) < (C::full_support ? 1e-5 : 1e-11)) return true;
   }
   return false;
 }

@@ -97,6 +97,8 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, k: float) -> None:
         decided = ((want == 0) | (want == 1)).all(-1)
         assert decided.sum() > (300 if k == round(k) else -1)
         assert not ((hi + lo) - (want_hi + want_lo))[decided].abs().gt(1e-5).any()
+    _, hi, lo = forward(x, k, 1.0, cdf, "threshold")
+    assert ((hi + lo) - (want_hi + want_lo)).abs().max() <= 1e-9
 
 
 @needs_extension
