@@ -37,7 +37,7 @@ test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of the
 test-all: $(INSTALLED) ## run the slow tests too
 	$(BIN)/pytest -m "" $(ARGS)
 
-matrix: $(INSTALLED) ## run the operators' table on other versions of torch (TORCH="2.6.0 newest" for some of them)
+matrix: $(INSTALLED) ## build with other versions of torch and run the operators' table (TORCH="2.6.0 newest" for some of them)
 	set -e; for version in $(TORCH); do .ci/try-torch $(PYTHON) $$version $(ARGS); done
 
 bench: $(INSTALLED) ## time the operators beside torch.softmax

@@ -134,6 +134,13 @@ def test_every_supported_python_has_a_classifier() -> None:
     assert ours <= {f"3.{minor}" for minor in listed} and {f"3.{oldest}", f"3.{listed[-1]}"} <= ours
 
 
+@pytest.mark.parametrize("setting", ["python_version", "pythonVersion"])  # mypy's and pyright's
+def test_types_are_checked_for_the_oldest_python(setting: str) -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r'^requires-python = ">=(.+)"$', pyproject, flags=re.MULTILINE)
+    assert re.findall(rf'^{setting} = "([\d.]+)"', pyproject, flags=re.MULTILINE) == [oldest]
+
+
 def test_changelog_has_a_place_for_the_next_change() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "\n## [Unreleased]\n" in changelog

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <string>
 
@@ -21,10 +22,10 @@ struct torch::stable::detail::ToImpl<khot::Text> {
     const auto handle = torch::stable::detail::to<StringHandle>(value);
     size_t length = 0;
     const char* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
     khot::Text text(data, length);
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
     return text;
   }
 };
