@@ -141,7 +141,9 @@ class CountLanes {
   }
 
   CountLanes(const CountSpec& spec, const C& F)
-      : spec_(spec), n_(static_cast<int>(spec.n)), at_(F, spec.centred) {}
+      : spec_(spec), n_(static_cast<int>(spec.n)), at_(F, spec.centred) {
+    std::fill(tau_, tau_ + width, kNan);  // which no tau equals
+  }
 
   // Counts the rows first, ..., first + width - 1. Returns false, with nothing done, where float does not
   // carry all of them.
@@ -196,7 +198,7 @@ class CountLanes {
   CountSpec spec_;
   int n_;
   Level<float, C, VecF> at_;
-  double level_[width], tau_[width] = {};  // those of at_; no row has a tau of 0
+  double level_[width] = {}, tau_[width];  // those of at_
   alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];
 };
 

@@ -73,7 +73,8 @@ class MaskLanes {
   static constexpr int32_t kInfinite = 0x7f800000, kMost = std::numeric_limits<int32_t>::max();
   static constexpr float kNanOf = std::numeric_limits<float>::quiet_NaN();
 
-  IntF& keys(int i) { return *reinterpret_cast<IntF*>(tile_ + i * width); }
+  using Keys __attribute__((may_alias)) = IntF;  // they take the place of the entries
+  Keys& keys(int i) { return *reinterpret_cast<Keys*>(tile_ + i * width); }
 
   // Replaces the entries by their keys, as in Ordered, and returns the rows that have no mask.
   IntF read(const MaskRows& rows, int n, int64_t first) {

@@ -54,7 +54,7 @@ class LaneSolver {
       write_logs();
       return scatter(rows, first, ordinary);
     }
-    if constexpr (!C::full_support) take_middle(good_ & (sums.S1 < 1e-4f));
+    if constexpr (!C::full_support) take_middle();
     // A row whose y does not have the sum that is asked for is given back.
     const VecF miss = result(moved, sums);
     const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
@@ -273,14 +273,19 @@ class LaneSolver {
   }
 
   // Where all entries are decided, every t between two of them gives this count; the threshold is their
-  // middle. Under z^3, float takes an entry for decided a little before f is 0.
-  void take_middle(IntF decided) {
-    if (!any(decided)) return;
+  // middle. The search may have ended at an end of the gap, where rounding leaves an entry a little
+  // undecided.
+  void take_middle() {
     VecF low = splat(-kInf<float>), high = splat(kInf<float>);
+    IntF decided = good_;
+    for (int j = 0; j < width; ++j) decided[j] &= k_all_[j] == std::floor(k_all_[j]) ? -1 : 0;
+    if (!any(decided)) return;
     for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), z = ((x - hi_) - lo_) * scale_, end = x - tau_;
-      low = (z <= 0.01f) & (x > low) ? x : low;
-      high = (z >= 1) & (end < high) ? end : high;
+      const VecF x = *column(x_, i), y = *column(y_, i), end = x - tau_;
+      const IntF out = y <= 1e-6f, in = y >= 1 - 1e-6f;
+      decided &= out | in;
+      low = out & (x > low) ? x : low;
+      high = in & (end < high) ? end : high;
     }
     const VecF middle = 0.5f * low + 0.5f * high;
     decided &= (low < middle) & (middle < high);

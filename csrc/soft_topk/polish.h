@@ -27,6 +27,8 @@ RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parall
       } else {
         above = z > F.median;
         at = F.template split<double>(z, above);
+        // what rounding leaves undecided at the end of a gap tells no slope
+        at.density = (z > 1e-6) & (z < 1 - 1e-6) ? at.density : VecD{};
       }
       m += above ? splat(1.0) : VecD{};
       tails += above ? -at.tail : at.tail;

@@ -136,6 +136,19 @@ def test_what_is_not_a_number_stays_none(cdf: str, dtype: torch.dtype) -> None:
         assert dat[:, 0].isnan().all() and dtau.isnan().all()
 
 
+@every_cdf
+@pytest.mark.parametrize("level", [0.0, 1.0])
+def test_groups_of_rows_without_a_temperature(cdf: str, level: float) -> None:
+    x, tau = torch.zeros(32, 8), torch.zeros(32).double()
+    tau[16:] = 1.0
+    rest = (torch.full((32, 1), level).double(), tau, cdf, CDFS[cdf], False)
+    got = torch.ops.khot.soft_count(x, *rest)
+    assert got[:16].isnan().all() and not got[16:].isnan().any()
+    dx, dat, dtau = torch.ops.khot.soft_count_backward(torch.ones(32, 1).double(), x, *rest)
+    for found in (dx, dat, dtau):
+        assert found[:16].isnan().all() and not found[16:].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_layouts_and_broadcasting(dtype: torch.dtype) -> None:
     base = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
