@@ -18,7 +18,11 @@ struct Ordered {
 
   static constexpr I kMost = std::numeric_limits<I>::max(), kLeast = std::numeric_limits<I>::min();
 
-  static I key(I bits) { return bits < 0 ? static_cast<I>(-(bits & kMost)) : bits; }
+  // of one number, or of a vector of them
+  template <class V>
+  static V key(V bits) {
+    return bits < 0 ? static_cast<V>(-(bits & kMost)) : bits;
+  }
   static I bits(I key) { return key < 0 ? static_cast<I>(-key | kLeast) : key; }
 
   I key_of_entry(I bits) const { return key(bits & keep); }

@@ -61,29 +61,28 @@ class MaskLanes {
     if (any(ties)) {
       take_first(n);
     } else {
-      for (int i = 0; i < n; ++i) *column(tile_, i) = keys(i) >= level_ ? splat(1.0f) : VecF{};
+      for (int i = 0; i < n; ++i) keys(i) = (keys(i) >= level_) & kOrder.one;
     }
-    if (any(bad)) {
-      for (int i = 0; i < n; ++i) *column(tile_, i) = bad ? splat(kNanOf) : *column(tile_, i);
+    if (any(bad)) {  // nothing is selected in these
+      for (int i = 0; i < n; ++i) keys(i) |= bad & kOrder.nan;
     }
     scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n, rows_, tile_);
   }
 
  private:
-  static constexpr int32_t kInfinite = 0x7f800000, kMost = std::numeric_limits<int32_t>::max();
-  static constexpr float kNanOf = std::numeric_limits<float>::quiet_NaN();
+  static constexpr const Ordered<int32_t>& kOrder = kOrderedFloat;
 
-  using Keys __attribute__((may_alias)) = IntF;  // they take the place of the entries
+  using Keys __attribute__((may_alias)) = IntF;  // they take the place of the entries, and the mask theirs
   Keys& keys(int i) { return *reinterpret_cast<Keys*>(tile_ + i * width); }
 
-  // Replaces the entries by their keys, as in Ordered, and returns the rows that have no mask.
+  // Replaces the entries by their keys, and returns the rows that have no mask.
   IntF read(const MaskRows& rows, int n, int64_t first) {
     IntF selectable{}, pinned{}, nan{}, bad{};
     for (int i = 0; i < n; ++i) {
-      const IntF bits = (IntF)*column(tile_, i), key = bits < 0 ? -(bits & kMost) : bits;
-      selectable -= key != -kInfinite;
-      pinned -= key == kInfinite;
-      nan |= (key > kInfinite) | (key < -kInfinite);
+      const IntF key = kOrder.key<IntF>(keys(i));
+      selectable -= key != -kOrder.infinity;
+      pinned -= key == kOrder.infinity;
+      nan |= (key > kOrder.infinity) | (key < -kOrder.infinity);
       keys(i) = key;
     }
     for (int j = 0; j < width; ++j) {
@@ -98,7 +97,7 @@ class MaskLanes {
   // Finds the level for the key of rank count, and returns the rows where more keys than that reach it.
   IntF search(int n) {
     IntF reached = splat_int(n);
-    level_ = splat_int(std::numeric_limits<int32_t>::min());
+    level_ = splat_int(kOrder.kLeast);
     for (int bit = 31; bit >= 0 && any(reached != count_); --bit) {
       const IntF trial = level_ ^ splat_int(static_cast<int32_t>(1u << bit));
       IntF here{};
@@ -116,7 +115,7 @@ class MaskLanes {
     for (int i = 0; i < n; ++i) {
       const IntF key = keys(i), tie = (key == level_) & (left > 0);
       left += tie;
-      *column(tile_, i) = (key > level_) | tie ? splat(1.0f) : VecF{};
+      keys(i) = ((key > level_) | tie) & kOrder.one;
     }
   }
 
