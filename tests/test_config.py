@@ -161,7 +161,7 @@ def test_a_pure_build_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     isa, note = cpu.load()
     assert isa is None
     assert "\n" not in note
-    assert note.startswith("this is a pure build") and "`pip install .`" in note
+    assert note.startswith("this is a pure build") and "`pip install .`" in note and "-v" in note
 
 
 def test_a_library_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
