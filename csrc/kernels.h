@@ -202,32 +202,40 @@ struct Kernels {
                              int64_t end);
 };
 
-// The kernels of sampling, one row per call. They are a table of their own, so that a change to them does not
-// compile the solvers anew.
+// Rows of at most so many units are calibrated together: so many at once, and longer ones one by one.
+constexpr int64_t kFewUnits = 16, kRowsTogether = 8;
+constexpr int64_t rows_together(int64_t n) { return n <= kFewUnits ? kRowsTogether : 1; }
+
+// The kernels of sampling, one row per call, but for the ones that calibrate. They are a table of their own,
+// so that a change to them does not compile the solvers anew.
 struct SamplingKernels {
   // The uniforms of one row in the columns first, ..., first + n - 1 (khot/_kernels/reference/philox.py).
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
   // Draws from one row (khot/_kernels/reference/draws.py).
   void (*order)(const Row& theta, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch,
                 bool* out);
-  bool (*pareto)(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed, uint64_t row,
-                 double* scratch, bool* out);
+  // Of `count` rows, at most rows_together(n), from row `first` on, n + 1 entries of out for each.
+  bool (*pareto)(const Row* probs, int64_t count, int64_t n, double least, double tolerance, uint64_t seed,
+                 uint64_t first, double* scratch, bool* out);
   void (*tournament)(const Row& probs, int64_t n, uint64_t seed, uint64_t row, double* scratch, bool* out);
   void (*random_tournament)(const Row& probs, int64_t n, uint64_t order, uint64_t seed, uint64_t row,
                             double* scratch, bool* out);
   // k of the units, as independent trials with logits z given their sum (khot/_kernels/reference/halving.py).
   void (*trials)(const Row& z, int64_t n, double k, uint64_t seed, uint64_t row, double* scratch, bool* out);
   // Of independent trials with logits z and their sum S: E[e^(i omega S)], returning the period; P(S = k), pi
-  // and 1 - pi; the covariance times u; and the logits that have given inclusion probabilities, returning the
-  // number of iterations (khot/_kernels/reference/poisson_binomial.py and fixed_point.py).
+  // and 1 - pi; the covariance times u; and the logits of at most rows_together(n) rows that have given
+  // inclusion probabilities, and the numbers of iterations (khot/_kernels/reference/poisson_binomial.py and
+  // fixed_point.py).
   double (*characteristic)(const Row& z, int64_t n, double* scratch, double* re, double* im);
   double (*inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
   void (*covariance)(const Row& z, const Row& u, int64_t n, double k, double* scratch, double* result);
-  double (*calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
+  void (*calibrate)(const Row* goals, const double* k, int64_t count, int64_t n, double* scratch,
+                    double* theta, double* iterations);
   // Of order sampling: pi and 1 - pi, and the parameters that have given inclusion probabilities
   // (khot/_kernels/reference/order_sampling.py).
   void (*order_inclusion)(const Row& z, int64_t n, double k, double* scratch, double* pi, double* out);
-  void (*order_calibrate)(const Row& goal, int64_t n, double k, double* scratch, double* theta);
+  void (*order_calibrate)(const Row* goals, const double* k, int64_t count, int64_t n, double* scratch,
+                          double* theta, double* iterations);
 };
 
 // The number of frequencies in poisson_binomial.py, and that number rounded up to whole groups.

@@ -252,8 +252,8 @@ std::optional<Cdf> cdf_of(PyObject* name) {
   return std::nullopt;
 }
 
-// A tensor of at most so many entries that has its rows in the last dimension; null for everything else. It is
-// contiguous, or so small that a copy which is costs less than the ordinary way.
+// A tensor of at most so many entries that has its rows in the last dimension; null for everything else. It
+// is contiguous, or so small that a copy which is costs less than the ordinary way.
 const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
   if (!PyLong_CheckExact(dim)) return nullptr;
   if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
@@ -415,11 +415,16 @@ void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint
   const Rows from(probs, dtype);
   R* to = sample.mutable_data_ptr<R>();
   const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
-  const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
-  for (int64_t row = 0; row < rows; ++row, to += n) {
-    TORCH_CHECK(served->sampling.pareto(from(row), n, least, tolerance, seed, row, work.get(), chosen.get()),
-                "khot: a row was refused that may be drawn");
-    std::copy_n(chosen.get(), n, to);
+  const int64_t together = rows_together(n);
+  const std::unique_ptr<bool[]> chosen(new bool[together * (n + 1)]);
+  Row group[kRowsTogether];
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t count = std::min(together, rows - first);
+    for (int64_t j = 0; j < count; ++j) group[j] = from(first + j);
+    TORCH_CHECK(
+        served->sampling.pareto(group, count, n, least, tolerance, seed, first, work.get(), chosen.get()),
+        "khot: a row was refused that may be drawn");
+    for (int64_t j = 0; j < count; ++j, to += n) std::copy_n(chosen.get() + j * (n + 1), n, to);
   }
 }
 

@@ -38,6 +38,20 @@ void each_row(const Sizes& batch, int64_t n, const One& one) {
   });
 }
 
+// some(first, count, scratch) for groups of rows that are calibrated together. They do not depend on the
+// number of threads.
+template <class Some>
+void each_group(const Sizes& batch, int64_t n, const Some& some) {
+  const int64_t rows = product(batch), together = rows_together(n);
+  row_ranges((rows + together - 1) / together, together * n, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t first = group * together;
+      some(first, std::min(together, rows - first), work.get());
+    }
+  });
+}
+
 Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
   const Sizes batch = batch_of(theta);
   const int64_t n = theta.size(theta.dim() - 1);
@@ -78,13 +92,17 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
   Tensor drawn = empty(probs, std::vector<int64_t>{}, ScalarType::Bool);
   void* const out = sample.mutable_data_ptr();
   std::atomic<bool> all{true};
-  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
-    const std::unique_ptr<bool[]> chosen(new bool[n + 1]);
-    for (int64_t row = begin; row < end && all; ++row) {
-      if (!sampling_kernels().pareto(rows(row), n, least, tolerance, key, row, work.get(), chosen.get()))
-        all = false;
-      for (int64_t i = 0; i < n && all; ++i) put(rows.dtype(), out, row * n + i, chosen[i]);
+  each_group(batch, n, [&](int64_t first, int64_t count, double* work) {
+    if (!all) return;
+    Row group[kRowsTogether];
+    for (int64_t j = 0; j < count; ++j) group[j] = rows(first + j);
+    const std::unique_ptr<bool[]> chosen(new bool[count * (n + 1)]);
+    if (!sampling_kernels().pareto(group, count, n, least, tolerance, key, first, work, chosen.get())) {
+      all = false;
+      return;
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      for (int64_t i = 0; i < n; ++i) put(rows.dtype(), out, (first + j) * n + i, chosen[j * (n + 1) + i]);
     }
   });
   *drawn.mutable_data_ptr<bool>() = all;
@@ -178,6 +196,16 @@ Tensor covariance(Tensor z, Tensor k, Tensor u) {
   return result;
 }
 
+// The rows of a group and their sizes.
+struct Goals {
+  Row row[kRowsTogether];
+  double k[kRowsTogether];
+
+  Goals(const Rows& rows, const RowScalars& ks, int64_t first, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) row[j] = rows(first + j), k[j] = ks(first + j);
+  }
+};
+
 std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const Sizes batch = batch_of(goal);
   const int64_t n = goal.size(goal.dim() - 1);
@@ -185,8 +213,9 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const RowScalars ks(k, batch);
   Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
-    count[row] = sampling_kernels().calibrate(rows(row), n, ks(row), work, out + row * n);
+  each_group(batch, n, [&](int64_t first, int64_t some, double* work) {
+    const Goals goals(rows, ks, first, some);
+    sampling_kernels().calibrate(goals.row, goals.k, some, n, work, out + first * n, count + first);
   });
   return {theta, iterations};
 }
@@ -211,8 +240,9 @@ Tensor order_calibrate(Tensor goal, Tensor k) {
   const RowScalars ks(k, batch);
   Tensor theta = empty(goal, goal.sizes());
   double* const out = theta.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
-    sampling_kernels().order_calibrate(rows(row), n, ks(row), work, out + row * n);
+  each_group(batch, n, [&](int64_t first, int64_t some, double* work) {
+    const Goals goals(rows, ks, first, some);
+    sampling_kernels().order_calibrate(goals.row, goals.k, some, n, work, out + first * n, nullptr);
   });
   return theta;
 }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "sampling/order.h"
+#include "sampling/few.h"
 #include "sampling/philox.h"
 #include "simd/math.h"
 #include "simd/passes.h"
@@ -58,41 +58,54 @@ inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, u
   }
 }
 
-// A draw of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by
+// Draws of order sampling with given inclusion probabilities (khot/sampling/_designs/pareto.py): theta by
 // the adjustment's formula where d, the sum of p (1 - p), is at least `least`, otherwise by calibration. A
 // phantom unit makes the sum of p an integer, up to `tolerance`. Returns false, and draws nothing, where a p
 // is no probability.
-inline bool pareto_row(const Row& probs, int64_t n, double least, double tolerance, uint64_t seed,
-                       uint64_t row, double* scratch, bool* out) {
+inline bool pareto_rows(const Row* probs, int64_t rows, int64_t n, double least, double tolerance,
+                        uint64_t seed, uint64_t first, double* scratch, bool* out) {
   const int64_t room = n + 1 + kWidth<double>;
-  double *const theta = scratch, *const logits = theta + room, *const rest = logits + room;
-  double buffer[kBlock], total = 0, d = 0;
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* p = fetch(probs, at, count, buffer);
-    for (int i = 0; i < count; ++i) {
-      if (!(p[i] >= 0 && p[i] <= 1)) return false;
-      total += p[i], d += p[i] - p[i] * p[i];
+  double* const logits = scratch;              // of each row, with its phantom
+  double* const theta = logits + rows * room;  // of the rows that are calibrated, behind each other
+  double* const rest = theta + rows * (n + 1);
+  double sizes[kRowsTogether], goals[kRowsTogether];
+  Row logit[kRowsTogether];
+  int64_t calibrated[kRowsTogether], count = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    double buffer[kBlock], total = 0, d = 0;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int part = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      const double* p = fetch(probs[row], at, part, buffer);
+      for (int i = 0; i < part; ++i) {
+        if (!(p[i] >= 0 && p[i] <= 1)) return false;
+        total += p[i], d += p[i] - p[i] * p[i];
+      }
     }
+    const bool whole = std::fabs(total - std::nearbyint(total)) <= tolerance;
+    const double phantom = whole ? 0 : std::ceil(total) - total;
+    d += phantom - phantom * phantom;
+    const bool formula = d >= least;
+    const double scale = formula ? 1 / (d * d) : 0;
+    const auto adjusted = [&](VecD p) {
+      const VecD odds = p / (1 - p), z = log<double>(odds) + (p - p * p) * (0.5 - p) * scale;
+      return p <= 0 ? splat(-kInf<double>) : p >= 1 ? splat(kInf<double>) : z;
+    };
+    double* const to = logits + row * room;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int part = static_cast<int>(std::min<int64_t>(kBlock, n - at));
+      const double* p = fetch(probs[row], at, part, buffer);
+      vectors<double>(p, part, 0.0, [&](VecD x, int i, int) { store<double>(to + at + i, adjusted(x)); });
+    }
+    to[n] = adjusted(splat(phantom))[0];
+    sizes[row] = std::nearbyint(total + phantom);
+    if (formula) continue;
+    goals[count] = sizes[row], logit[count] = {to, Dtype::kDouble, 1}, calibrated[count++] = row;
   }
-  const bool whole = std::fabs(total - std::nearbyint(total)) <= tolerance;
-  const double phantom = whole ? 0 : std::ceil(total) - total, size = std::nearbyint(total + phantom);
-  d += phantom - phantom * phantom;
-  const bool formula = d >= least;
-  const double scale = formula ? 1 / (d * d) : 0;
-  const auto adjusted = [&](VecD p) {
-    const VecD odds = p / (1 - p), z = log<double>(odds) + (p - p * p) * (0.5 - p) * scale;
-    return p <= 0 ? splat(-kInf<double>) : p >= 1 ? splat(kInf<double>) : z;
-  };
-  double* const to = formula ? theta : logits;
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* p = fetch(probs, at, count, buffer);
-    vectors<double>(p, count, 0.0, [&](VecD x, int i, int) { store<double>(to + at + i, adjusted(x)); });
-  }
-  to[n] = adjusted(splat(phantom))[0];
-  if (!formula) order_calibrate_row({logits, Dtype::kDouble, 1}, n + 1, size, rest, theta);
-  order_row({theta, Dtype::kDouble, 1}, n + 1, size, seed, row, logits, out);
+  calibrate_rows<true>(logit, goals, count, n + 1, rest, theta, nullptr);
+  for (int64_t i = 0; i < count; ++i) std::copy_n(theta + i * (n + 1), n + 1, logits + calibrated[i] * room);
+  for (int64_t row = 0; row < rows; ++row)
+    order_row({logits + row * room, Dtype::kDouble, 1}, n + 1, sizes[row], seed, first + row, rest,
+              out + row * (n + 1));
   return true;
 }
 

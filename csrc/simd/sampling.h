@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "sampling/calibrate.h"
 #include "sampling/draws.h"
+#include "sampling/few.h"
 #include "sampling/halving.h"
 #include "sampling/order.h"
 #include "sampling/philox.h"
@@ -13,9 +14,9 @@
 namespace khot::KHOT_ISA {
 
 constexpr SamplingKernels sampling_table() {
-  return {uniform_row,           order_row,     pareto_row,          tournament_row,
-          random_tournament_row, trials_row,    characteristic_row,  inclusion_row,
-          covariance_row,        calibrate_row, order_inclusion_row, order_calibrate_row};
+  return {uniform_row,         order_row,           pareto_rows,   tournament_row, random_tournament_row,
+          trials_row,          characteristic_row,  inclusion_row, covariance_row, calibrate_rows<false>,
+          order_inclusion_row, calibrate_rows<true>};
 }
 
 }  // namespace khot::KHOT_ISA

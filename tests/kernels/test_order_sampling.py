@@ -84,6 +84,45 @@ def test_as_the_reference(n: int, scale: float) -> None:
     assert torch.equal(found[certain], goal[certain])
 
 
+@pytest.mark.parametrize("ordered", [True, False], ids=["order", "conditional Poisson"])
+@pytest.mark.parametrize("n", [2, 3, 8, 16, 17])
+def test_rows_of_few_units_are_calibrated_in_groups(n: int, ordered: bool) -> None:
+    """Of any spread, beside rows that are not ordinary, and with several sizes in a group: against the
+    probabilities of single rows, which are computed in another way."""
+    rows = 45
+    spread = torch.logspace(-1, 1.5, rows, dtype=torch.float64).unsqueeze(-1)
+    spread = spread[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
+    k = torch.full((rows,), float(max(1, n // 3)), dtype=torch.float64)
+    k[16:32] = torch.arange(16) % (n - 1) + 1
+    theta = spread * scores(n, 1.0, rows)
+    theta[3, 0], theta[20, 1] = math.inf, -math.inf
+    probs = sigmoid_topk(theta, k)
+    goal = torch.logit(probs)
+    goal[9] = math.nan
+    kernel = torch.ops.khot.order_calibrate if ordered else lambda z, k: torch.ops.khot.calibrate(z, k)[0]
+    found = kernel(goal, k)
+    z = tilt_rows(found, k).z
+    pi, out = torch.ops.khot.order_inclusion(z, k) if ordered else torch.ops.khot.inclusion(z, k)[1:]
+    usual = torch.arange(rows) != 9
+    tolerance = 1e-8 if ordered else 1e-12
+    torch.testing.assert_close(pi[usual], probs[usual], rtol=1e-4 if ordered else 1e-9, atol=tolerance)
+    torch.testing.assert_close(out[usual], (-goal).sigmoid()[usual], rtol=1e-4, atol=tolerance)
+    assert found[9].isnan().all()
+    alone = torch.cat([kernel(goal[i : i + 1], k[i : i + 1]) for i in range(rows)])
+    alone_z = tilt_rows(alone, k).z
+    torch.testing.assert_close(alone_z[usual], z[usual], rtol=0, atol=1e-6 if ordered else 1e-9)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        many = kernel(goal.repeat(64 * 8, 1), k.repeat(64 * 8))
+        torch.set_num_threads(1)
+        assert torch.equal(
+            many[usual.repeat(64 * 8)], kernel(goal.repeat(64 * 8, 1), k.repeat(64 * 8))[usual.repeat(64 * 8)]
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layouts_and_threads() -> None:
     base = sigmoid_topk(scores(60, 1.0, rows=24), 9)
     logits = torch.logit(base)
