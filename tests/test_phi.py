@@ -15,6 +15,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 
 import khot
 import oracles
+from khot._ops import exponential
 
 INF, NAN = math.inf, math.nan
 P = (2.0, 4 / 3, 1.15, 3.0)
@@ -332,3 +333,18 @@ def test_bad_arguments() -> None:
         for k in (0, 5, 1.5):
             with pytest.raises(ValueError, match=rf"^k must .* {k}"):
                 norm(x, k)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
+def test_exp_ends_where_rounding_is_left(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Newton's method takes a dozen steps, of the 80 that bisection might need."""
+    asked = []
+    readable = exponential.arguments.readable
+
+    def count(x: Tensor) -> bool:
+        asked.append(x)
+        return readable(x)
+
+    monkeypatch.setattr(exponential.arguments, "readable", count)
+    khot.soft_topk_exp(scale * normal(256, 64), 8)
+    assert 1 <= len(asked) <= 20

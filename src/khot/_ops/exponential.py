@@ -90,7 +90,7 @@ def exponential(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Te
 
     # Newton for δ in [0, reach], without autograd
     known, low, high = (offset.detach(), scale.detach()), torch.zeros_like(reach), reach
-    delta, rounding = 0.5 * high, torch.finfo(s.dtype).eps * reach
+    delta, eps = 0.5 * high, torch.finfo(s.dtype).eps
     running = pooled
     for _ in range(STEPS):
         w, share, inside = above(delta, *known)
@@ -99,7 +99,8 @@ def exponential(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Te
         low, high = torch.where(excess <= 0, delta, low), torch.where(excess >= 0, delta, high)
         trial = delta - excess / slope
         trial = torch.where((trial >= low) & (trial <= high), trial, 0.5 * low + 0.5 * high)
-        running = running & ((trial - delta).abs() > rounding)
+        # what is left is rounding, either of δ or of the sum
+        running = running & ((trial - delta).abs() > eps * reach) & (excess.abs() > 2 * eps * (k + 1))
         delta = trial
         if arguments.readable(running) and not bool(running.any()):
             break
