@@ -52,8 +52,8 @@ def load() -> tuple[str | None, str]:
     if not found:
         return None, (
             f"this is a pure build, without the compiled CPU kernels, {_SLOWER}; to build them, run "
-            f"`pip install .` in a checkout, with a C++ compiler and torch {OLDEST_TORCH} or newer installed; "
-            "with -v it says why a build has failed"
+            f"`pip install .` in a checkout, with a C++ compiler and torch {OLDEST_TORCH} or newer installed "
+            "(with -v it says why a build has failed)"
         )
     path = str(found[0])
     try:
