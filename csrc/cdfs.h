@@ -7,8 +7,9 @@
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
-//   log_fits_float      log F in float has no larger error than z. A pass over the scores then keeps
-//                       log_state(z), from which log_slope(state, f) has f/F and f; a state of 0 has zeros
+//   log_fits_float      log F in float has no larger error than z. A pass over the scores (float or double)
+//                       then keeps log_state(z), from which log_slope(state, f) has f/F and f; a state of 0
+//                       has zeros
 //   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials; and
 //                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
 //                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
@@ -151,6 +152,16 @@ struct Logistic : FullSupport<Logistic> {
     f = square > 1e-37f ? square : VecF{};
     return e < 1 ? e * y : 1 - y;
   }
+  // exp(-abs(z)), with the sign of z.
+  static KHOT_INLINE VecD log_state(VecD z) {
+    const VecD e = exp_minus<double>(abs<double>(z));
+    return z > 0 ? e : -e;
+  }
+  static KHOT_INLINE VecD log_slope(VecD state, VecD& f) {
+    const VecD e = abs<double>(state), tail = e / (1 + e);
+    f = tail - tail * tail;
+    return (IntD)state < 0 ? 1 - tail : tail;
+  }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return -a - log1p<R>(exp_minus<R>(a));
@@ -194,13 +205,17 @@ struct Laplace : FullSupport<Laplace> {
     return v < 0 ? 1 - half : half;
   }
   // f, with the sign of z.
-  static KHOT_INLINE VecF log_state(VecF z) {
-    const VecF f = tail_density<float>(abs<float>(z)).density;
+  template <class V>
+  static KHOT_INLINE V log_state(V z) {
+    using R = std::remove_reference_t<decltype(z[0])>;
+    const V f = tail_density<R>(abs<R>(z)).density;
     return z > 0 ? f : -f;
   }
-  static KHOT_INLINE VecF log_slope(VecF state, VecF& f) {
-    f = abs<float>(state);
-    return (IntF)state < 0 ? splat(1.0f) : divide<float>(f, 1 - f);
+  template <class V>
+  static KHOT_INLINE V log_slope(V state, V& f) {
+    using R = std::remove_reference_t<decltype(state[0])>;
+    f = abs<R>(state);
+    return (Int<R>)state < 0 ? splat<R>(1) : divide<R>(f, 1 - f);
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {

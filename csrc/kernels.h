@@ -250,6 +250,9 @@ struct Served {
   // The soft top-k of so many rows, which are shared among torch's threads, and its gradients.
   void (*soft_topk)(const Spec& spec, const ForwardRows& rows, int64_t count);
   void (*soft_topk_backward)(const Spec& spec, const BackwardRows& rows, int64_t count);
+  // The same of the soft count.
+  void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t count);
+  void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t count);
   // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
   void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
   void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from khot._core import eager
 
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
-CALLS = ("soft_topk", "topk_mask", "soft_rank", "soft_sort", "pareto")
+CALLS = ("soft_topk", "soft_count", "inverse_soft_count", "topk_mask", "soft_rank", "soft_sort", "pareto")
 CDFS = ("logistic", "laplace", "normal", "uniform")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -47,6 +47,23 @@ def answers(name: str) -> Iterator[list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, name, seen)
         yield found
+
+
+class Function(NamedTuple):
+    """An operator (x, tau, cdf) whose calls have a gradient, and the extension's name for it."""
+
+    name: str
+    call: Callable[..., Tensor]
+
+
+#: They count 2, or count above 0.3, along the last dimension.
+FUNCTIONS = {
+    "y": Function("soft_topk", lambda x, **rest: khot.soft_topk(x, 2, **rest)),
+    "log": Function("soft_topk", lambda x, **rest: khot.log_soft_topk(x, 2, **rest)),
+    "count": Function("soft_count", lambda x, **rest: khot.soft_count(x, 0.3, **rest)),
+    "threshold": Function("inverse_soft_count", lambda x, **rest: khot.inverse_soft_count(x, 2, **rest)),
+}
+every_function = pytest.mark.parametrize("output", FUNCTIONS)
 
 
 def outcome(run: Callable[[], Any]) -> Any:
@@ -98,6 +115,7 @@ KS: tuple[Any, ...] = (
     math.nan,
     math.inf,
     True,
+    -math.inf,
     2**80,
     "2",
     None,
@@ -123,14 +141,16 @@ SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
     *(
         partial(function, cdf=cdf, tau=0.7)
         for cdf in CDFS
-        for function in (khot.soft_topk, khot.log_soft_topk)
+        for function in (khot.soft_topk, khot.log_soft_topk, khot.soft_count, khot.inverse_soft_count)
     ),
+    lambda x, k: khot.soft_count(x, k, 0),
+    lambda x, k: khot.inverse_soft_count(x, k, 0),
     lambda x, k: khot.soft_topk(x, k, 0),
     lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
     partial(khot.soft_topk, hard=True),
 ]
 RANKINGS: list[Callable[..., Tensor]] = [
-    lambda x, tau: khot.soft_topk(x, 2, tau=tau),
+    *(function.call for function in FUNCTIONS.values()),
     khot.soft_rank,
     partial(khot.soft_rank, descending=True),
     partial(khot.soft_rank, cdf="logistic"),
@@ -175,43 +195,57 @@ def test_temperatures_are_those_of_the_ordinary_way(rows: str, tau: Any) -> None
 
 @pytest.mark.parametrize("cdf", CDFS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("output", ["y", "log"])
+@every_function
 def test_first_gradients_have_the_same_bits(cdf: Any, dtype: torch.dtype, output: str) -> None:
-    function = khot.log_soft_topk if output == "log" else khot.soft_topk
-    name = "soft_topk"
+    name, function = FUNCTIONS[output]
     for x in (scores(4, 64), scores(2, 3, 9), scores(7), scores(6, 12).round(), ROWS["infinite"]):
         leaf = x.to(dtype).requires_grad_()
+        shape = x.shape if output in ("y", "log") else x.shape[:-1]
         weights = (
-            scores(*x.shape, seed=1),
-            torch.ones(()).expand(x.shape),
-            scores(*x.shape[::-1]).permute(*range(x.dim())[::-1]),
+            scores(*shape, seed=1),
+            torch.ones(()).expand(shape),
+            scores(*shape[::-1]).permute(tuple(range(len(shape)))[::-1]),
         )
         for grad in weights:
             with answers(name) as answered:
-                y = function(leaf, 2, tau=0.7, cdf=cdf)
+                y = function(leaf, tau=0.7, cdf=cdf)
                 (here,) = torch.autograd.grad(y, leaf, grad.to(dtype))
             assert answered == [True]
             with ordinary():
-                (there,) = torch.autograd.grad(function(leaf, 2, tau=0.7, cdf=cdf), leaf, grad.to(dtype))
+                (there,) = torch.autograd.grad(function(leaf, tau=0.7, cdf=cdf), leaf, grad.to(dtype))
             assert same(here, there)
 
 
+@pytest.mark.parametrize("level", [math.inf, -math.inf])
+def test_nothing_moves_the_count_above_an_infinite_level(level: float) -> None:
+    x = torch.tensor([[1.0, math.inf, -math.inf, 2.0]], requires_grad=True)
+    with answers("soft_count") as answered:
+        count = khot.soft_count(x, level)
+    assert answered == [True] and count.tolist() == [1.0 if level > 0 else 3.0]
+    (dx,) = torch.autograd.grad(count, x, torch.ones(1), create_graph=True)
+    assert not dx.any() and not torch.autograd.grad(dx.sum(), x)[0].any()
+
+
 @pytest.mark.parametrize("cdf", CDFS)
-def test_rows_that_do_not_lie_in_order(cdf: Any) -> None:
+@every_function
+def test_rows_that_do_not_lie_in_order(output: str, cdf: Any) -> None:
     """Small ones are copied. The gradient of the tensor that they are a view of has the same bits."""
     for base, view in (
         (scores(9), lambda x: x.expand(4, 9)),
         (scores(9, 4), lambda x: x.mT),
         (scores(4, 18), lambda x: x[:, ::2]),
     ):
+        name, function = FUNCTIONS[output]
         leaf, weights = base.requires_grad_(), scores(4, 9, seed=1)
-        with answers("soft_topk") as answered:
-            y = khot.soft_topk(view(leaf), 2, tau=0.7, cdf=cdf)
+        if output not in ("y", "log"):
+            weights = weights[:, 0]
+        with answers(name) as answered:
+            y = function(view(leaf), tau=0.7, cdf=cdf)
             (here,) = torch.autograd.grad(y, leaf, weights, create_graph=True)
             (second,) = torch.autograd.grad(here.square().sum(), leaf)
         assert answered[0]
         with ordinary():
-            z = khot.soft_topk(view(leaf), 2, tau=0.7, cdf=cdf)
+            z = function(view(leaf), tau=0.7, cdf=cdf)
             (there,) = torch.autograd.grad(z, leaf, weights, create_graph=True)
             (other,) = torch.autograd.grad(there.square().sum(), leaf)
         assert same(y, z) and same(here, there)
@@ -234,34 +268,34 @@ def test_other_calls_of_rows_that_do_not_lie_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("cdf", CDFS[:3])
-@pytest.mark.parametrize("output", ["y", "log"])
+@every_function
 def test_gradients_are_right_to_second_order(cdf: Any, output: str) -> None:
-    function = khot.log_soft_topk if output == "log" else khot.soft_topk
+    name, function = FUNCTIONS[output]
     x = scores(3, 6, dtype=torch.float64).requires_grad_()
-    with answers("soft_topk") as answered:
-        assert torch.autograd.gradcheck(
-            lambda x: function(x, 2.3, tau=0.8, cdf=cdf), x, check_batched_grad=True
-        )
+    with answers(name) as answered:
+        assert torch.autograd.gradcheck(lambda x: function(x, tau=0.8, cdf=cdf), x, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(
-            lambda x: function(x, 2.3, tau=0.8, cdf=cdf), x, check_batched_grad=True
+            lambda x: function(x, tau=0.8, cdf=cdf), x, check_batched_grad=True
         )
     assert all(answered)
 
 
 def third(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     leaf = x.clone().requires_grad_()
-    value = (function(leaf) * scores(*x.shape, seed=3, dtype=x.dtype)).sum()
+    value = function(leaf)
+    value = (value * scores(*value.shape, seed=3, dtype=x.dtype)).sum()
     for order in range(3):
         (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
         value = (gradient * scores(*x.shape, seed=4 + order, dtype=x.dtype)).sum()
     return gradient.detach()
 
 
-def test_third_derivatives_agree() -> None:
+@every_function
+def test_third_derivatives_agree(output: str) -> None:
     x = scores(3, 6, dtype=torch.float64)
-    here = third(lambda x: khot.sigmoid_topk(x, 2), x)
+    here = third(FUNCTIONS[output].call, x)
     with ordinary():
-        there = third(lambda x: khot.sigmoid_topk(x, 2), x)
+        there = third(FUNCTIONS[output].call, x)
     assert torch.allclose(here, there, rtol=1e-10, atol=1e-12)
 
 
@@ -295,18 +329,40 @@ def test_what_is_not_plain_takes_the_ordinary_way() -> None:
     assert answered == [False] * len(answered) and len(answered) >= 11
 
 
+@pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
+def test_counts_that_are_not_plain_take_the_ordinary_way(name: str) -> None:
+    call, x = getattr(khot, name), scores(4, 9)
+    with answers(name) as answered:
+        with forward_ad.dual_level():
+            count = call(forward_ad.make_dual(x, torch.ones_like(x)), 2)
+            assert forward_ad.unpack_dual(count).tangent is not None
+        torch.func.vmap(lambda row: call(row, 2))(x)
+        torch.func.grad(lambda x: call(x, 2)[0])(x)
+        call(x.to("meta"), 2)
+        call(x, 2, cdf=khot.cdfs.Power(1.5))
+        call(x, 2, 0)
+        for level in (torch.tensor(2.0, requires_grad=True), torch.full((4,), 2), torch.full((4, 3), 2)):
+            call(x, level)
+        call(x, 2, tau=torch.tensor(1.0, requires_grad=True))
+    assert answered == [False] * 10
+
+
 def test_large_calls_and_their_gradients_are_shared_among_threads_alike() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         for shape in ((999, 40), (40, 1_000), (1, 300_000)):
             x, v = scores(*shape).requires_grad_(), scores(*shape, seed=1)
-            with answers("soft_topk") as answered:
-                here = [khot.soft_topk(x, 7), *torch.autograd.grad(khot.log_soft_topk(x, 7), x, v)]
-            assert answered == [True, True]
-            with ordinary():
-                there = [khot.soft_topk(x, 7), *torch.autograd.grad(khot.log_soft_topk(x, 7), x, v)]
-            assert all(same(a, b) for a, b in zip(here, there, strict=True))
+            for output, (name, function) in FUNCTIONS.items():
+                grad = v if output in ("y", "log") else v[:, 0]
+                with answers(name) as answered:
+                    y = function(x)
+                    here = [y, *torch.autograd.grad(y, x, grad)]
+                assert answered == [True]
+                with ordinary():
+                    y = function(x)
+                    there = [y, *torch.autograd.grad(y, x, grad)]
+                assert all(same(a, b) for a, b in zip(here, there, strict=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -324,16 +380,18 @@ def test_it_serves_parameters_inference_mode_and_autocast() -> None:
     assert answered == [True] * 4
 
 
-def test_it_is_a_node_of_autograd_like_any_other() -> None:
+@every_function
+def test_it_is_a_node_of_autograd_like_any_other(output: str) -> None:
+    call = FUNCTIONS[output].call
     x = scores(4, 9).requires_grad_()
-    y = khot.soft_topk(x, 2)
+    y = call(x)
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
 
     changed = x * 1
-    y = khot.soft_topk(changed, 2)
+    y = call(changed)
     changed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -345,21 +403,17 @@ def test_it_is_a_node_of_autograd_like_any_other() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = khot.soft_topk(x, 2)
+        y = call(x)
     assert packed and torch.autograd.grad(y, x, torch.ones_like(y))[0].shape == x.shape
 
-    (rows,) = torch.autograd.grad(
-        khot.soft_topk(x, 2), x, torch.eye(36).view(36, 4, 9), is_grads_batched=True
-    )
-    assert torch.allclose(
-        rows.view(36, 36),
-        torch.autograd.functional.jacobian(lambda x: khot.soft_topk(x, 2), x).view(36, 36),
-        atol=1e-6,
-    )
+    m = y.numel()
+    (rows,) = torch.autograd.grad(call(x), x, torch.eye(m).view(m, *y.shape), is_grads_batched=True)
+    jacobian = torch.autograd.functional.jacobian(call, x).view(m, 36)
+    assert torch.allclose(rows.view(m, 36), jacobian, atol=1e-6)
 
-    checkpointed = torch.utils.checkpoint.checkpoint(lambda x: khot.soft_topk(x, 2), x, use_reentrant=False)
+    checkpointed = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
     (here,) = torch.autograd.grad(checkpointed, x, torch.ones_like(y))
-    assert torch.equal(here, torch.autograd.grad(khot.soft_topk(x, 2), x, torch.ones_like(y))[0])
+    assert torch.equal(here, torch.autograd.grad(call(x), x, torch.ones_like(y))[0])
 
 
 DRAWS: list[Callable[..., Tensor]] = [
@@ -398,6 +452,7 @@ def test_profiles_show_the_operators() -> None:
     x = scores(4, 64).requires_grad_()
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         khot.soft_topk(x, 2).sum().backward()
+        khot.soft_count(x, 0.0).sum().backward()
         khot.topk_mask(x, 2)
         khot.soft_rank(x.detach())
         khot.soft_sort(x.detach())
@@ -406,6 +461,8 @@ def test_profiles_show_the_operators() -> None:
     assert {
         "khot::soft_topk",
         "khot::soft_topk_backward",
+        "khot::soft_count",
+        "khot::soft_count_backward",
         "khot::topk_mask",
         "khot::laplace_rank",
         "khot::laplace_sort",

@@ -11,6 +11,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
@@ -29,6 +30,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -37,9 +39,9 @@ namespace {
 
 using at::Tensor;
 
-// The soft top-k shares its rows among threads, and takes calls of any size: at (4096, 64) the ordinary way
-// takes as long as a third of the two kernels. Of the others, which do not share their rows, this many
-// entries are the most that one call takes.
+// The soft top-k and the soft count share their rows among threads, and take calls of any size: at (4096, 64)
+// the ordinary way takes as long as a third of the two kernels of the soft top-k. Of the others, which do not
+// share their rows, this many entries are the most that one call takes.
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max(), kMost = 1 << 14;
 
 const Served* served = nullptr;
@@ -86,65 +88,31 @@ struct Rows {
   Dtype dtype;
 };
 
-// ---------------------------------------------------------------------------------- the soft top-k
-
-struct Problem {
-  Spec spec;
-  double k, tau;
-};
-
-struct Forward final : ForwardRows {
-  Forward(const Tensor& x, Dtype dtype, const Problem& problem, Tensor& y, double* hi, double* lo)
-      : scores(x, dtype), problem(problem), y(static_cast<char*>(y.mutable_data_ptr())), hi(hi), lo(lo) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t) const override { return problem.k; }
-  double tau(int64_t) const override { return problem.tau; }
-  void* out(int64_t row) const override { return y + row * scores.bytes; }
-  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
-
-  Rows scores;
-  const Problem& problem;
-  char* y;
-  double *hi, *lo;
-};
-
-struct Backward final : BackwardRows {
-  Backward(const Tensor& grad, const Tensor& x, Dtype dtype, const Tensor* y, double tau, const double* hi,
-           const double* lo, const double* grad_lo, Tensor& grad_x)
-      : incoming(grad, dtype),
-        scores(x, dtype),
-        given_tau(tau),
-        hi(hi),
-        lo(lo),
-        given_lo(grad_lo),
-        result(static_cast<char*>(grad_x.mutable_data_ptr())) {
-    if (y != nullptr) outputs.emplace(*y, Dtype::kFloat);
+// A number for each row, of the dtype of x.
+template <class Value>
+Tensor per_row(const Tensor& x, const Value& value) {
+  Tensor result = at::empty(x.sizes().slice(0, x.dim() - 1), x.options());
+  const auto fill = [&](auto* out) {
+    for (int64_t row = 0; row < result.numel(); ++row) {
+      out[row] = static_cast<std::remove_reference_t<decltype(*out)>>(value(row));
+    }
+  };
+  switch (*dtype_of(x)) {
+    case Dtype::kFloat:
+      fill(result.mutable_data_ptr<float>());
+      break;
+    case Dtype::kDouble:
+      fill(result.mutable_data_ptr<double>());
+      break;
+    case Dtype::kHalf:
+      fill(result.mutable_data_ptr<at::Half>());
+      break;
+    case Dtype::kBFloat16:
+      fill(result.mutable_data_ptr<at::BFloat16>());
+      break;
   }
-  Row x(int64_t row) const override { return scores(row); }
-  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
-  Row grad(int64_t row) const override { return incoming(row); }
-  double grad_lo(int64_t row) const override { return given_lo ? given_lo[row] : 0; }
-  double tau(int64_t) const override { return given_tau; }
-  Threshold threshold(int64_t row) const override { return {hi[row], lo[row]}; }
-  void* grad_x(int64_t row) const override { return result + row * scores.bytes; }
-  void put(int64_t, double, double) const override {}
-
-  Rows incoming, scores;
-  std::optional<Rows> outputs;
-  double given_tau;
-  const double *hi, *lo, *given_lo;
-  char* result;
-};
-
-bool forward(const Tensor& x, const Problem& problem, Tensor& y, double* hi, double* lo) {
-  const int64_t rows = x.numel() / problem.spec.n;
-  served->soft_topk(problem.spec, Forward(x.contiguous(), *dtype_of(x), problem, y, hi, lo), rows);
-  double total = 0;  // one NaN makes it NaN
-  for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
-  return !std::isnan(total);
+  return result;
 }
-
-bool density_from_value(Cdf cdf) { return cdf == Cdf::kLogistic || cdf == Cdf::kLaplace; }
 
 template <class Choice, size_t count>
 const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
@@ -153,6 +121,75 @@ const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
   }
   return "";
 }
+
+using Context = torch::autograd::AutogradContext;
+using Variables = torch::autograd::variable_list;
+
+// ------------------------------------------------------------------- the soft top-k and its threshold
+
+struct Problem {
+  Spec spec;
+  double k, tau;
+  bool threshold() const { return spec.output == Output::kThreshold; }
+};
+
+struct Forward final : ForwardRows {
+  Forward(const Tensor& x, Dtype dtype, const Problem& problem, void* y, double* hi, double* lo)
+      : scores(x, dtype), problem(problem), y(static_cast<char*>(y)), hi(hi), lo(lo) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double k(int64_t) const override { return problem.k; }
+  double tau(int64_t) const override { return problem.tau; }
+  void* out(int64_t row) const override { return y + row * scores.bytes; }
+  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
+
+  Rows scores;
+  const Problem& problem;
+  char* y;  // null where only the threshold is wanted
+  double *hi, *lo;
+};
+
+struct Backward final : BackwardRows {
+  // One of grad and grad_lo is undefined, and stands for zeros.
+  Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, Dtype dtype, const Tensor* y,
+           double tau, const double* hi, const double* lo, Tensor& grad_x)
+      : scores(x, dtype),
+        given_tau(tau),
+        hi(hi),
+        lo(lo),
+        given_lo(grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr),
+        result(static_cast<char*>(grad_x.mutable_data_ptr())) {
+    if (grad.defined()) incoming.emplace(grad, dtype);
+    if (y != nullptr) outputs.emplace(*y, Dtype::kFloat);
+  }
+  Row x(int64_t row) const override { return scores(row); }
+  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
+  Row grad(int64_t row) const override { return incoming ? (*incoming)(row) : Row{nullptr, scores.dtype, 1}; }
+  double grad_lo(int64_t row) const override { return given_lo ? given_lo[row] : 0; }
+  double tau(int64_t) const override { return given_tau; }
+  Threshold threshold(int64_t row) const override { return {hi[row], lo[row]}; }
+  void* grad_x(int64_t row) const override { return result + row * scores.bytes; }
+  void put(int64_t, double, double) const override {}
+
+  Rows scores;
+  std::optional<Rows> incoming, outputs;
+  double given_tau;
+  const double *hi, *lo, *given_lo;
+  char* result;
+};
+
+// y, log y or the threshold. It is undefined where a row has no result.
+Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
+  const int64_t rows = x.numel() / problem.spec.n;
+  Tensor y = problem.threshold() ? Tensor() : at::empty(x.sizes(), x.options());
+  void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
+  served->soft_topk(problem.spec, Forward(x.contiguous(), *dtype_of(x), problem, out, hi, lo), rows);
+  double total = 0;  // one NaN makes it NaN
+  for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
+  if (std::isnan(total)) return Tensor();
+  return y.defined() ? y : per_row(x, [=](int64_t row) { return hi[row] + lo[row]; });
+}
+
+bool density_from_value(Cdf cdf) { return cdf == Cdf::kLogistic || cdf == Cdf::kLaplace; }
 
 // The derivatives as khot/_ops/soft_topk.py has them: in operations that can be differentiated and mapped.
 Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
@@ -167,16 +204,14 @@ Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Ten
 
 class SoftTopk : public torch::autograd::Function<SoftTopk> {
  public:
-  using Context = torch::autograd::AutogradContext;
-  using Variables = torch::autograd::variable_list;
-
-  // y, and the part of the threshold that carries its derivatives
+  // y, log y or the threshold, and the part of the threshold that carries its derivatives
   static Variables forward(Context* context, const Tensor& x, const Problem& problem, bool* valid) {
-    Tensor y = at::empty(x.sizes(), x.options());
     const auto options = x.options().dtype(at::kDouble);
     Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
     Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
-    *valid = khot::forward(x, problem, y, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+    Tensor y = khot::forward(x, problem, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+    *valid = y.defined();
+    if (!*valid) y = at::empty({0}, x.options());  // the call is left to the ordinary way
     context->set_materialize_grads(false);
     const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
                         problem.spec.output == Output::kValue;
@@ -195,9 +230,14 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
                     static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
     const Problem problem{spec, given[2], given[3]};
-    const Tensor &grad = grads[0], &grad_lo = grads[1];
-    const bool direct = !at::GradMode::is_enabled() && plain_state() && grad.defined() &&
-                        plain_tensor(grad) && plain_tensor(x) && !grad_lo.defined();
+    const bool direct = !at::GradMode::is_enabled() && plain_state() && grads[0].defined() &&
+                        plain_tensor(grads[0]) && plain_tensor(x) && !grads[1].defined();
+    Tensor grad = grads[0], grad_lo = grads[1];
+    if (problem.threshold() && grad.defined()) {  // the threshold is lo and a constant
+      grad = grad.to(at::kDouble);
+      grad_lo = grad_lo.defined() ? at::add(grad_lo, grad) : grad;
+      grad = Tensor();
+    }
     if (!direct) {
       const Tensor first = grad.defined() ? grad : at::zeros_like(x);
       const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
@@ -205,11 +245,93 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());
-    const Tensor incoming = grad.contiguous(), scores = x.contiguous();
-    const Backward rows(incoming, scores, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
-                        hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), nullptr, result);
+    if (grad.defined()) grad = grad.contiguous();
+    if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
+    const Tensor scores = x.contiguous();
+    const Backward rows(grad, grad_lo, scores, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
+                        hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), result);
     served->soft_topk_backward(spec, rows, x.numel() / spec.n);
     return {result, Tensor(), Tensor()};
+  }
+};
+
+// The result of a problem, with its gradient; undefined where a row has no result.
+Tensor solve(const Tensor& x, const Problem& problem) {
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
+  const pybind11::gil_scoped_release others_may_run;
+  if (at::GradMode::is_enabled() && x.requires_grad()) {
+    bool valid = true;
+    const Tensor y = SoftTopk::apply(x, problem, &valid)[0];
+    return valid ? y : Tensor();
+  }
+  c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
+  return forward(x, problem, threshold.data(), threshold.data() + threshold.size() / 2);
+}
+
+// ---------------------------------------------------------------------------------- the soft count
+
+struct Counts final : CountRows {
+  Counts(const Tensor& x, double at, double tau) : scores(x, *dtype_of(x)), given_at(at), given_tau(tau) {}
+  Row x(int64_t row) const override { return scores(row); }
+  double tau(int64_t) const override { return given_tau; }
+  double level(int64_t, int64_t) const override { return given_at; }
+  double grad(int64_t row, int64_t) const override { return grads[row]; }
+  void* grad_x(int64_t row) const override { return grad_data + row * scores.bytes; }
+  void put_tau(int64_t, double) const override {}
+  void put(int64_t row, int64_t, double result) const override {
+    if (counts != nullptr) counts[row] = result;
+  }
+
+  Rows scores;
+  double given_at, given_tau;
+  double* counts = nullptr;
+  const double* grads = nullptr;
+  char* grad_data = nullptr;
+};
+
+CountSpec count_spec(const Tensor& x, Cdf cdf) {
+  return {{cdf, 0, Output::kValue, x.size(-1), nullptr}, 1, false};
+}
+
+Tensor count(const Tensor& x, double at, double tau, Cdf cdf) {
+  const int64_t rows = x.numel() / x.size(-1);
+  const Tensor scores = x.contiguous();
+  c10::SmallVector<double, 64> counts(rows);
+  Counts problem(scores, at, tau);
+  problem.counts = counts.data();
+  served->soft_count(count_spec(x, cdf), problem, rows);
+  return per_row(x, [&](int64_t row) { return counts[row]; });
+}
+
+class SoftCount : public torch::autograd::Function<SoftCount> {
+ public:
+  static Tensor forward(Context* context, const Tensor& x, double at, double tau, Cdf cdf) {
+    context->save_for_backward({x});
+    context->saved_data["problem"] = std::vector<double>{at, tau, static_cast<double>(cdf)};
+    return count(x, at, tau, cdf);
+  }
+
+  static Variables backward(Context* context, const Variables& grads) {
+    const Tensor x = context->get_saved_variables()[0], &grad = grads[0];
+    const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
+    const double at = given[0], tau = given[1];
+    const Cdf cdf = static_cast<Cdf>(static_cast<int>(given[2]));
+    if (at::GradMode::is_enabled() || !plain_state() || !plain_tensor(grad) || !plain_tensor(x)) {
+      // the formulas of khot/_ops/soft_count.py, in operations that can be differentiated and mapped
+      static const auto vjp =
+          c10::Dispatcher::singleton()
+              .findSchemaOrThrow("khot::soft_count_vjp", "")
+              .typed<Tensor(const Tensor&, const Tensor&, double, double, c10::string_view)>();
+      return {vjp.call(grad, x, at, tau, name_of(cdf, kCdfs)), Tensor(), Tensor(), Tensor()};
+    }
+    RECORD_FUNCTION("khot::soft_count_backward", std::vector<c10::IValue>());
+    Tensor result = at::empty(x.sizes(), x.options());
+    const Tensor incoming = grad.to(at::kDouble).contiguous(), scores = x.contiguous();
+    Counts problem(scores, at, tau);
+    problem.grads = incoming.const_data_ptr<double>();
+    problem.grad_data = static_cast<char*>(result.mutable_data_ptr());
+    served->soft_count_backward(count_spec(x, cdf), problem, incoming.numel());
+    return {result, Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -280,23 +402,55 @@ PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!k || !tau || !cdf || !(*k > 0 && *k <= x.size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
     Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
-  const Problem problem{{*cdf, 0, output, x.size(-1), nullptr}, *k, *tau};
+  Tensor y = solve(x, {{*cdf, 0, output, x.size(-1), nullptr}, *k, *tau});
+  if (!y.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
 
-  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
-  bool valid = true;
-  Tensor y;
+// The tensor, level or count, temperature and CDF of a soft count or its inverse.
+struct Levelled {
+  const Tensor* x = nullptr;
+  double level, tau;
+  Cdf cdf;
+};
+
+// (input, level, dim, tau, cdf)
+Levelled levelled(PyObject* const* args, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count == 5, "khot: soft_count and inverse_soft_count take 5 arguments");
+  const Tensor* x = rows_of(args[0], args[2], kAny);
+  if (x == nullptr) return {};
+  const auto level = number(args[1]), tau = number(args[3]);
+  const auto cdf = cdf_of(args[4]);
+  if (!level || std::isnan(*level) || !tau || !(*tau > 0 && std::isfinite(*tau)) || !cdf) return {};
+  return {x, *level, *tau, *cdf};
+}
+
+PyObject* soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
+  const Levelled call = levelled(args, given);
+  if (call.x == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::soft_count", std::vector<c10::IValue>());
+  const Tensor& x = *call.x;
+  Tensor result;
   {
     const pybind11::gil_scoped_release others_may_run;
-    if (at::GradMode::is_enabled() && x.requires_grad()) {
-      y = SoftTopk::apply(x, problem, &valid)[0];
-    } else {
-      y = at::empty(x.sizes(), x.options());
-      c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
-      valid = forward(x, problem, y, threshold.data(), threshold.data() + threshold.size() / 2);
-    }
+    const bool recorded = at::GradMode::is_enabled() && x.requires_grad();
+    result = recorded ? SoftCount::apply(x, call.level, call.tau, call.cdf)
+                      : count(x, call.level, call.tau, call.cdf);
   }
-  if (!valid) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(y));
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
+  const Levelled call = levelled(args, given);
+  if (call.x == nullptr || !(call.level > 0 && call.level <= call.x->size(-1))) Py_RETURN_NONE;
+  Tensor t =
+      solve(*call.x, {{call.cdf, 0, Output::kThreshold, call.x->size(-1), nullptr}, call.level, call.tau});
+  if (!t.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(t));
   END_HANDLE_TH_ERRORS
 }
 
@@ -476,6 +630,8 @@ PyCFunction method(PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)) {
 
 PyMethodDef methods[] = {{"serve", serve, METH_O, nullptr},
                          {"soft_topk", method(soft_topk), METH_FASTCALL, nullptr},
+                         {"soft_count", method(soft_count), METH_FASTCALL, nullptr},
+                         {"inverse_soft_count", method(inverse_soft_count), METH_FASTCALL, nullptr},
                          {"topk_mask", method(topk_mask), METH_FASTCALL, nullptr},
                          {"soft_rank", method(soft_rank), METH_FASTCALL, nullptr},
                          {"soft_sort", method(soft_sort), METH_FASTCALL, nullptr},

@@ -1,5 +1,7 @@
 // khot::soft_count and khot::soft_count_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
+#include "bindings/soft_count.h"
+
 #include <optional>
 #include <string>
 #include <tuple>
@@ -55,9 +57,7 @@ Tensor soft_count(Tensor x, Tensor at, Tensor tau, Text cdf, double shape, bool 
   Tensor out = empty(x, rows.shape, ScalarType::Double);
   if (n == 0) return torch::stable::fill_(out, 0);
   rows.results = out.mutable_data_ptr<double>();
-  share(spec, product(batch), [&](const CountSpec& spec, int64_t begin, int64_t end) {
-    kernels().soft_count(spec, rows, begin, end);
-  });
+  count_rows(spec, rows, product(batch));
   return out;
 }
 
@@ -77,15 +77,26 @@ std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Te
     rows.results = grad_at.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
     rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
     rows.row_bytes = n * size_of(rows.scores.dtype());
-    share(spec, product(batch), [&](const CountSpec& spec, int64_t begin, int64_t end) {
-      kernels().soft_count_backward(spec, rows, begin, end);
-    });
+    count_rows_backward(spec, rows, product(batch));
   }
   if (at.scalar_type() != ScalarType::Double) grad_at = torch::stable::to(grad_at, at.scalar_type());
   return {grad_x, grad_at, grad_tau};
 }
 
 }  // namespace
+
+void count_rows(const CountSpec& spec, const CountRows& rows, int64_t count) {
+  share(spec, count, [&](const CountSpec& spec, int64_t begin, int64_t end) {
+    kernels().soft_count(spec, rows, begin, end);
+  });
+}
+
+void count_rows_backward(const CountSpec& spec, const CountRows& rows, int64_t count) {
+  share(spec, count, [&](const CountSpec& spec, int64_t begin, int64_t end) {
+    kernels().soft_count_backward(spec, rows, begin, end);
+  });
+}
+
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

@@ -271,7 +271,7 @@ class LaneBudget : BudgetTile {
     return s;
   }
 
-  KHOT_INLINE VecF position(VecF x, VecF u) const { return ((x - hi_ * u) - lo_ * u) * scale_; }
+  KHOT_INLINE VecF position(VecF x, VecF u) const { return (fused<float>(-hi_, u, x) - lo_ * u) * scale_; }
 
   // The sums at hi + lo. It stores the odds, from which shift() and finish() go on, or y under compact
   // support.
@@ -282,7 +282,7 @@ class LaneBudget : BudgetTile {
     return add_up([&](int i, VecF u, VecF& z, VecF& y, VecF& f) {
       const VecF x = *column(x_, i);
       if constexpr (C::value_from_odds) {
-        const VecF e = exp2_held((hi * u - x) * scale + lo * u);
+        const VecF e = exp2_held(fused<float>(hi, u, -x) * scale + lo * u);
         *column(y_, i) = e;
         y = C::from_odds(e);
         f = C::density_of(y);

@@ -336,7 +336,7 @@ class OrdinaryBudget {
             most = there > most ? there : most;
             VecF z{}, y, f;
             if constexpr (C::value_from_odds) {
-              const VecF e = exp2_held((position.hi * u - x) * scale + lo * u);
+              const VecF e = exp2_held(fused<float>(splat(position.hi), u, -x) * scale + lo * u);
               if (storing) whole ? store(target + i, e) : store_part(target + i, lanes, e);
               y = C::from_odds(e);
               f = C::density_of(y);

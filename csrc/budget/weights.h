@@ -8,7 +8,7 @@
 
 namespace khot::KHOT_ISA {
 
-// Whether float carries x - t a. By value and without fused multiply-adds, it has the rounding error of t w.
+// Whether float carries x - t a. By value and without a fused multiply-add, it has the rounding error of t w.
 constexpr bool exact(bool by_value) { return kFused || !by_value; }
 
 // Arrays of a block have room for whole vectors.
@@ -29,7 +29,7 @@ struct Position {
         by_value(by_value ? ~Int<R>{} : Int<R>{}) {}
   KHOT_INLINE Vec<R> a(Vec<R> w) const { return by_value ? w : splat<R>(1); }
   KHOT_INLINE Vec<R> operator()(Vec<R> x, Vec<R> w) const {
-    const Vec<R> off = (x - hi * a(w)) - lo * a(w);
+    const Vec<R> each = a(w), off = fused<R>(splat(-hi), each, x) - lo * each;
     if constexpr (sizeof(R) == 8) return off / tau;  // 1/tau may overflow
     return off * scale;
   }

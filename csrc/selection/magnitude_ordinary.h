@@ -167,7 +167,7 @@ struct Pooled {
     for (int h = 0; h < 2; ++h) y.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]);
     const VecF pooled = narrow(y);
     if constexpr (e == 1 && kFused) {
-      return alone ? s * factor + s * factor_low : pooled;
+      return alone ? fused<float>(s, factor, s * factor_low) : pooled;
     } else {
       return any(alone) ? (alone ? narrow(unpooled<e>(s, tau)) : pooled) : pooled;
     }

@@ -6,6 +6,7 @@
 // compile to NEON, SSE or AVX alike. Functions on vectors are in simd/math.h.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -88,7 +89,7 @@ constexpr int kWidth = KHOT_VECTOR_BYTES / sizeof(R);
 template <class R>
 constexpr R kInf = std::numeric_limits<R>::infinity();
 
-// Whether a b + c is rounded once. SSE2 has no fused multiply-add.
+// Whether fused() rounds once. SSE2 has no fused multiply-add.
 #if defined(__SSE2__) && KHOT_VECTOR_BYTES == 16
 constexpr bool kFused = false;
 #else
@@ -98,6 +99,24 @@ constexpr bool kFused = true;
 template <class R>
 KHOT_INLINE Vec<R> splat(R value) {
   return value - Vec<R>{};
+}
+
+// a b + c, where the result has to be rounded once. Elsewhere compilers contract a * b + c, but not at every
+// level of optimisation, and where there are two products they may choose either.
+template <class R>
+KHOT_INLINE Vec<R> fused(Vec<R> a, Vec<R> b, Vec<R> c) {
+#if KHOT_VECTOR_BYTES == 64
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  if constexpr (sizeof(R) == 8) return (Vec<R>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+  if constexpr (sizeof(R) == 4) return (Vec<R>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  if constexpr (sizeof(R) == 8) return (Vec<R>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  if constexpr (!kFused) return a * b + c;
+  Vec<R> v;
+  for (int i = 0; i < kWidth<R>; ++i) v[i] = std::fma(a[i], b[i], c[i]);
+  return v;
+#endif
 }
 
 template <class R>

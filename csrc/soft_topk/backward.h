@@ -11,7 +11,7 @@
 namespace khot::KHOT_ISA {
 
 // One row: in float where that carries it, then in double, and with weights relative to the largest density
-// where the densities are too small for either, and for log y.
+// where the densities are too small for either, and for log y of the normal CDF and compact support.
 template <class C>
 void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo,
                   double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -26,6 +26,12 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     if (fast && spec.output == Output::kLog &&
         backward_ordinary_log(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) {
       return;
+    }
+    if (spec.output == Output::kLog && tau > 1e-100 && tau < 1e100) {
+      const LogDensity<double, C> density(F, t, tau);
+      if (backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau) ==
+          Gradients::kWritten)
+        return;
     }
   }
   if (fast && spec.output == Output::kValue) {

@@ -29,7 +29,7 @@ class LaneBackward {
     }
     const auto scores = [&](int64_t row) { return rows.x(row); };
     if constexpr (C::log_fits_float) {
-      if (output_ == Output::kLog) return run<LogDensity<C>>(rows, first, done, scores);
+      if (output_ == Output::kLog) return run<LogDensity<float, C>>(rows, first, done, scores);
     }
     run<ScoreDensity<float, C>>(rows, first, done, scores);
   }

@@ -15,8 +15,8 @@ struct GradientSums {
 // kUnreliable: the densities are too small. kFlat: all densities are 0.
 enum class Gradients { kWritten, kUnreliable, kFlat };
 
-// The gradients of y or, with v = 0, of t alone. x is what Density takes f from. The gradients are written
-// only if the densities are large enough.
+// The gradients of y or, with v = 0, of t alone; or those of log y in double. x is what Density takes f from.
+// The gradients are written only if the densities are large enough.
 template <class Density>
 Gradients backward_ordinary(const Spec& spec, const Density& density, const Row& x, const Row& grad,
                             double grad_lo, double tau, void* grad_x, double& grad_k, double& grad_tau) {
@@ -24,9 +24,10 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
   constexpr bool in_float = std::is_same_v<R, float>;
   constexpr Dtype own_dtype = in_float ? Dtype::kFloat : Dtype::kDouble;
   const FlushSubnormals flush(in_float);
-  // f is kept in the place of the result between the passes, if the row is so short that it is still in the
-  // cache then.
-  const bool own = x.dtype == own_dtype, keep = own && spec.n <= (1 << 20) / static_cast<int64_t>(sizeof(R));
+  // What the gradients are made of is kept in the place of the result between the passes, if the row is so
+  // short that it is still in the cache then.
+  const bool own = x.dtype == own_dtype;
+  const bool keep = Density::kKeeps && own && spec.n <= (1 << 20) / static_cast<int64_t>(sizeof(R));
   R* const kept = keep ? static_cast<R*>(grad_x) : nullptr;
   const GradientSums s = reduce<R, GradientSums>(
       x, spec.n, spec.inside, [=](GradientSums& sums, const R* p, int count, int64_t at) {
@@ -35,8 +36,8 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
         DensitySums<R> parts;
         vectors<R>(p, count, Density::kPad, [&](Vec<R> v, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
-          const Vec<R> f = density.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
-          if (keep) whole ? store(kept + at + i, f) : store_part(kept + at + i, lanes, f);
+          const Vec<R> now = density.density(v, whole ? load(g + i) : load_part(g + i, lanes, R(0)), parts);
+          if (keep) whole ? store(kept + at + i, now) : store_part(kept + at + i, lanes, now);
         });
         sums.f += sum<R>(parts.f), sums.fz += sum<R>(parts.fz);
         sums.fv += sum<R>(parts.fv), sums.fzv += sum<R>(parts.fzv), sums.y += sum<R>(parts.y);
@@ -57,9 +58,9 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
       R* const target = own ? static_cast<R*>(grad_x) + at : results;
       vectors<R>(p, count, R(0), [&](Vec<R> v, int i, int lanes) {
         const bool whole = lanes == kWidth<R>;
-        const Vec<R> f = keep ? v : density.density(v);
+        const Vec<R> kept = keep ? v : density.kept(v);
         const Vec<R> value =
-            f * density.scale * ((whole ? load(g + i) : load_part(g + i, lanes, R(0))) - offset);
+            density.gradient(kept, whole ? load(g + i) : load_part(g + i, lanes, R(0)), offset);
         whole ? store(target + i, value) : store_part(target + i, lanes, value);
       });
       if (!own) put(grad_x, x.dtype, at, count, results);
@@ -74,7 +75,7 @@ template <class C>
 bool backward_ordinary_log(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
                            double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
   const FlushSubnormals flush;
-  const LogDensity<C> density(F, t, tau);
+  const LogDensity<float, C> density(F, t, tau);
   // The states are kept in the place of the result between the passes, as in backward_ordinary().
   const bool own = x.dtype == Dtype::kFloat, keep = own && spec.n <= 1 << 18;
   float* const kept = keep ? static_cast<float*>(grad_x) : nullptr;

@@ -20,13 +20,13 @@ struct DensitySums {
   Vec<R> f{}, fz{}, fv{}, fzv{}, y{};
 };
 
-// A pass over a row by a source of f: density(x, v, sums) adds to the sums and returns what is worth keeping,
-// from which gradient(kept, v, offset) makes dL/dx. reliable(mass, y, n) says whether the sums have the
+// A pass over a row by a source of f: density(x, v, sums) adds to the sums and returns kept(x), from which
+// gradient(kept, v, offset) makes dL/dx. reliable(mass, y, n) says whether the sums have the
 // digits that matter. The traits of a source:
 //
 //   kPad       what stands beyond the end of a row: there f is 0
 //   kMoments   whether the sums of fz and fzv are collected, without which there is no dL/dtau
-//   kKeeps     whether density() returns more than what is as quickly made again
+//   kKeeps     whether kept(x) is more than what is as quickly made again
 
 // f from the scores x.
 template <class R, class C>
@@ -55,42 +55,43 @@ struct ScoreDensity {
     sums.fzv += fz * v;
     return f;
   }
-  KHOT_INLINE Vec<R> density(Vec<R> x) const { return F.template density<R>(standardized(x)); }
+  KHOT_INLINE Vec<R> kept(Vec<R> x) const { return F.template density<R>(standardized(x)); }
 
   KHOT_INLINE Vec<R> gradient(Vec<R> f, Vec<R> v, R offset) const { return f * scale * (v - offset); }
 
   static bool reliable(double mass, double /*y*/, int64_t /*n*/) { return mass > kLeastMass<R>; }
 };
 
-// The same for log y, in float.
-template <class C>
-struct LogDensity : ScoreDensity<float, C> {
-  using ScoreDensity<float, C>::ScoreDensity;
+// The same for log y.
+template <class R, class C>
+struct LogDensity : ScoreDensity<R, C> {
+  using ScoreDensity<R, C>::ScoreDensity;
 
   // What F and f are made of again. At an infinite score nothing moves.
-  KHOT_INLINE VecF state(VecF z) const {
-    const VecF value = C::log_state(z);
-    return abs<float>(z) < kInf<float> ? value : VecF{};
+  KHOT_INLINE Vec<R> state(Vec<R> z) const {
+    const Vec<R> value = C::log_state(z);
+    return abs<R>(z) < kInf<R> ? value : Vec<R>{};
   }
-  KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
-    const VecF z = this->standardized(x), kept = state(z);
-    VecF f;
-    const VecF u = v * C::log_slope(kept, f);
+  KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, DensitySums<R>& sums) const {
+    const Vec<R> z = this->standardized(x), kept = state(z);
+    Vec<R> f;
+    const Vec<R> u = v * C::log_slope(kept, f);
     sums.f += f;
-    sums.fz += f > 0 ? f * z : VecF{};
+    sums.fz += f > 0 ? f * z : Vec<R>{};
     sums.fv += u;
-    sums.fzv += u != 0 ? u * z : VecF{};
+    sums.fzv += u != 0 ? u * z : Vec<R>{};
     return kept;
   }
-  KHOT_INLINE VecF gradient(VecF kept, VecF v, float offset) const {
-    VecF f;
-    const VecF u = v * C::log_slope(kept, f);
+  KHOT_INLINE Vec<R> kept(Vec<R> x) const { return state(this->standardized(x)); }
+  KHOT_INLINE Vec<R> gradient(Vec<R> kept, Vec<R> v, R offset) const {
+    Vec<R> f;
+    const Vec<R> u = v * C::log_slope(kept, f);
     return (u - f * offset) * this->scale;
   }
 
-  // u does not become small with f, and its rounding errors are divided by the sum of f.
+  // u does not become small with f, and its rounding errors, which float has, are divided by the sum of f.
   static bool reliable(double mass, double /*y*/, int64_t n) {
-    return mass > 1e-2 * std::sqrt(static_cast<double>(n));
+    return mass > (sizeof(R) == 4 ? 1e-2 * std::sqrt(static_cast<double>(n)) : kLeastMass<R>);
   }
 };
 
@@ -105,14 +106,16 @@ struct ValueDensity {
   ValueDensity(const C&, Threshold, double tau) : scale(static_cast<float>(1 / tau)) {}
 
   KHOT_INLINE VecF density(VecF y, VecF v, DensitySums<float>& sums) const {
-    const VecF f = density(y);
+    const VecF f = C::density_of(y);
     sums.f += f;
     sums.fv += f * v;
     sums.y += y;
-    return f;
+    return y;
   }
-  KHOT_INLINE VecF density(VecF y) const { return C::density_of(y); }
-  KHOT_INLINE VecF gradient(VecF y, VecF v, float offset) const { return density(y) * scale * (v - offset); }
+  KHOT_INLINE VecF kept(VecF y) const { return y; }
+  KHOT_INLINE VecF gradient(VecF y, VecF v, float offset) const {
+    return C::density_of(y) * scale * (v - offset);
+  }
 
   // The rounding error of a y near 1 is as large in f. With this bound it is less than a millionth of the sum
   // of f.

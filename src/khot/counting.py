@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, precision
+from khot._core import arguments, eager, precision
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._ops.laplace_count import laplace_count
@@ -69,6 +70,10 @@ def soft_count(
         >>> khot.soft_count(x, 1.5, tau=0.01)
         tensor(2.)
     """
+    if not torch.compiler.is_compiling():
+        plain = eager.soft_count(input, at, dim, tau, cdf)
+        if plain is not None:
+            return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
@@ -109,6 +114,10 @@ def inverse_soft_count(
         >>> khot.inverse_soft_count(x, 2, tau=0.01)
         tensor(1.5000)
     """
+    if not torch.compiler.is_compiling():
+        plain = eager.inverse_soft_count(input, count, dim, tau, cdf)
+        if plain is not None:
+            return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)

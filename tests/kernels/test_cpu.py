@@ -269,6 +269,27 @@ def test_gradients_of_many_short_rows_as_the_reference(cdf: str, output: str, n:
 
 
 @needs_extension
+@pytest.mark.parametrize("cdf", ["logistic", "laplace"])
+@pytest.mark.parametrize("largest", [30.0, 100.0])
+def test_the_gradient_of_log_y_in_double_has_all_digits(cdf: str, largest: float) -> None:
+    """f/F is not the exponential of a difference of two logarithms. The threshold is 0, and so z is exact."""
+    mp = oracles.mp
+    half = torch.cat([torch.zeros(1), largest * torch.linspace(0.3, 1, 40)]).double()
+    x, grad = torch.cat([half, -half]), torch.linspace(1, 2, 82, dtype=torch.float64)
+    zero, tau = torch.zeros(1, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    given = (grad[None], zero, x[None], zero, zero, tau, cdf, 0.0, "log")
+    dx, dk, _ = torch.ops.khot.soft_topk_backward(*given)
+
+    F = oracles.CDFS[cdf]
+    f = [F.pdf(mp.mpf(z)) for z in x.tolist()]
+    u = [mp.mpf(v) * p / F.cdf(mp.mpf(z)) for v, p, z in zip(grad.tolist(), f, x.tolist(), strict=True)]
+    mean = mp.fsum(u) / mp.fsum(f)
+    want = torch.tensor([float(a - p * mean) for a, p in zip(u, f, strict=True)], dtype=torch.float64)
+    torch.testing.assert_close(dx[0], want, rtol=4 * 2.0**-52, atol=0)
+    assert dk.item() == pytest.approx(float(mean), rel=4 * 2.0**-52, abs=0)
+
+
+@needs_extension
 @every_cdf
 def test_densities_that_fade_have_the_reference_gradients(cdf: str) -> None:
     """t lies between two clusters, where f is from 1e-1 down to below 1e-300; the backward pass works with

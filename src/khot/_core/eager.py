@@ -1,9 +1,9 @@
 """Plain calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
-dispatch, checks and errors are there. Of all but the soft top-k, only small calls are taken. The extension is
-written in torch's C++ interface, which is not stable, so it is used with the torch that it was built with,
-whose version is in its name. Without it every call returns None.
+dispatch, checks and errors are there. Of all but the soft top-k, the soft count and its inverse, only small
+calls are taken. The extension is written in torch's C++ interface, which is not stable, so it is used with
+the torch that it was built with, whose version is in its name. Without it every call returns None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["in_use", "load", "pareto", "soft_rank", "soft_sort", "soft_topk", "topk_mask"]
+__all__ = [
+    "in_use",
+    "inverse_soft_count",
+    "load",
+    "pareto",
+    "soft_count",
+    "soft_rank",
+    "soft_sort",
+    "soft_topk",
+    "topk_mask",
+]
 
 
 def _ordinary(*_: Any) -> None:
@@ -27,6 +37,10 @@ _Call = Callable[..., Tensor | None]
 
 #: soft_topk(input, k, dim, tau, cdf, largest, mask, group, log), with its gradient
 soft_topk: _Call = _ordinary
+#: soft_count(input, at, dim, tau, cdf), with its gradient, at one level for all rows
+soft_count: _Call = _ordinary
+#: inverse_soft_count(input, count, dim, tau, cdf), with its gradient, for one count for all rows
+inverse_soft_count: _Call = _ordinary
 #: topk_mask(input, k, dim, largest, mask, group)
 topk_mask: _Call = _ordinary
 #: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
@@ -44,7 +58,7 @@ def in_use() -> bool:
 
 def load(kernels: ctypes.CDLL) -> None:
     """Use the extension for this torch, if there is one, with the compiled kernels."""
-    global soft_topk, topk_mask, soft_rank, soft_sort, pareto
+    global soft_topk, soft_count, inverse_soft_count, topk_mask, soft_rank, soft_sort, pareto
     version = torch.__version__.split("+")[0].replace(".", "_")
     try:
         extension = importlib.import_module(f"khot._eager_{version}")
@@ -55,4 +69,5 @@ def load(kernels: ctypes.CDLL) -> None:
     kernels.khot_served.restype = ctypes.c_void_p
     extension.serve(kernels.khot_served())
     soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
+    soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
     soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto

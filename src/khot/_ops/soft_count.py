@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from khot import cdfs
@@ -75,3 +76,15 @@ _reference_soft_count = define("reference_soft_count", _FORWARD, kernels.soft_co
 _reference_soft_count_backward = define(
     "reference_soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake
 )
+
+torch.library.define(
+    "khot::soft_count_vjp", "(Tensor grad, Tensor x, float at, float tau, str cdf) -> Tensor"
+)
+
+
+@torch.library.impl("khot::soft_count_vjp", "CompositeImplicitAutograd")
+def _differentiable(grad: Tensor, x: Tensor, at: float, tau: float, cdf: str) -> Tensor:
+    """The gradient of x, for plain calls (:mod:`khot._core.eager`) that are differentiated twice."""
+    level = torch.full((*x.shape[:-1], 1), at, dtype=wide_dtype(x.device))
+    scale = torch.full((), tau, dtype=wide_dtype(x.device))
+    return vjp_count(grad.unsqueeze(-1), x, level, scale, cdfs.resolve(cdf), False)[0]
