@@ -471,12 +471,14 @@ def _matrix(
     hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
     entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
     bad = unanswerable(x, tau).unsqueeze(-1)
+    all_finite = arguments.readable(infinite) and not bool(infinite.any())
 
     def part(start: int, stop: int) -> Tensor:
         ends = slice(start, stop + 1)
-        z = standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None])
-        share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
-        p = torch.where(infinite, of_share(share), between(z))
+        p = between(standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None]))
+        if not all_finite:
+            share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
+            p = torch.where(infinite, of_share(share), p)
         return p.masked_fill(bad, math.nan).to(x.dtype)
 
     return in_parts(part, x.shape[-1], x.numel())
