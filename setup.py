@@ -126,7 +126,8 @@ def extension() -> dict[str, Any]:
         [EAGER],
         depends=["csrc/kernels.h"],
         include_dirs=[os.path.abspath("csrc")],
-        extra_compile_args=["-O2", "-fvisibility=hidden", "-Wno-psabi", *debug, *sanitize],
+        # Most of it is torch's headers, and its own loops are over a few rows.
+        extra_compile_args=["-Os", "-fvisibility=hidden", "-Wno-psabi", *debug, *sanitize],
         extra_link_args=[*strip, *sanitize],
         optional=True,
     )

@@ -44,6 +44,7 @@ class BudgetBackward {
       if (ordinary<float>(grad_budget, grad_tau)) return;
     }
     if (ordinary<double>(grad_budget, grad_tau)) return;
+    if (!F_.full_support && flat_) return in_gap(grad_budget, grad_tau);
     careful(grad_budget, grad_tau);
   }
 
@@ -114,6 +115,7 @@ class BudgetBackward {
         });
     double price = 0;
     if (!fixed_) {
+      flat_ = s.mass == 0;
       if (!(s.mass > kLeastMass<R> && s.mass < 1 / kLeastMass<R>)) return false;
       price = (s.mean - (grad_lo_ == 0 ? 0 : grad_lo_ * tau_)) / s.mass;
       if (in_float && !(std::fabs(price) < 1e30 && std::fabs(s.moment) + std::fabs(s.pull) < kInfinity))
@@ -199,25 +201,30 @@ class BudgetBackward {
     double up = kInfinity, down = -kInfinity;
     void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
   };
-  struct CarefulSums {
-    double mass = 0, mean = 0, moment = 0;          // with weights relative to the largest density
-    double u = 0, uz = 0;                           // of a f v and f v z
+  struct EdgeSums {
+    double pull = 0;                                // of f v z
     double up = 0, up_v = 0, down = 0, down_v = 0;  // of w a and a v at the edges
+    void operator+=(const EdgeSums& o) {
+      pull += o.pull, up += o.up, up_v += o.up_v, down += o.down, down_v += o.down_v;
+    }
+  };
+  struct CarefulSums {
+    double mass = 0, mean = 0, moment = 0;  // with weights relative to the largest density
+    double u = 0, uz = 0;                   // of a f v and f v z
     void operator+=(const CarefulSums& o) {
       mass += o.mass, mean += o.mean, moment += o.moment, u += o.u, uz += o.uz;
-      up += o.up, up_v += o.up_v, down += o.down, down_v += o.down_v;
     }
   };
 
-  // body(parts, x, b, i, v) for all vectors of the row. b has neither F nor f.
+  // body(parts, x, b, i, v) for all vectors of the row. With `logs`, b has log f, and neither F nor f.
   template <class S, class Parts, class Body, class Put>
-  S collect(Parts start, Body body, Put put_parts) const {
+  S collect(bool logs, Parts start, Body body, Put put_parts) const {
     const Row cost = cost_, grad = grad_;
     return reduce<double, S>(x_, spec_.n, spec_.inside, [&](S& sums, const double* p, int count, int64_t at) {
       double costs[kBlock], incoming[kBlock];
       Block<double> b;
       entries(p, fetch(cost, at, count, costs), count, b);
-      F_.logs(b.z, count, b.y, b.log_f);
+      if (logs) F_.logs(b.z, count, b.y, b.log_f);
       const double* g = fetch(grad, at, count, incoming);
       Parts parts = start;
       vectors<double>(p, count, -kInfinity,
@@ -226,16 +233,64 @@ class BudgetBackward {
     });
   }
 
-  void careful(double& grad_budget, double& grad_tau) {
+  // No entry that costs something has a density: t lies in a gap of compact support.
+  void in_gap(double& grad_budget, double& grad_tau) {
     using Entries = Block<double>;
     const Position<double> position(t_, tau_, spec_.by_value);
     const double tau = tau_, median = F_.median;
+    auto leaves = [=](VecD x, VecD w) { return (x - tau) / position.a(w > 0 ? w : splat(1.0)); };
+    auto enters = [=](VecD x, VecD w) { return x / position.a(w > 0 ? w : splat(1.0)); };
+    auto counts = [](VecD x, VecD w) { return (abs<double>(x) < kInfinity) & (w > 0); };
+    struct Ends {
+      VecD up = splat(kInfinity), down = splat(-kInfinity);
+    };
+    const Edges edges = collect<Edges>(
+        false, Ends{},
+        [=](Ends& e, VecD x, const Entries& b, int i, VecD) {
+          const VecD w = load(b.w + i), up = leaves(x, w), down = enters(x, w);
+          const IntD here = counts(x, w), above = load(b.z + i) > median;
+          e.up = here & above & (up < e.up) ? up : e.up;
+          e.down = here & ~above & (down > e.down) ? down : e.down;
+        },
+        [](Edges& s, const Ends& e) { s += {minimum<double>(e.up), maximum<double>(e.down)}; });
+    struct Parts {
+      VecD pull{}, up{}, up_v{}, down{}, down_v{};
+    };
+    const EdgeSums s = collect<EdgeSums>(
+        false, Parts{},
+        [=](Parts& a, VecD x, const Entries& b, int i, VecD v) {
+          const VecD zero{}, w = load(b.w + i), z = load(b.z + i), each = position.a(w);
+          const IntD here = counts(x, w), above = z > median;
+          const IntD up = here & above & (leaves(x, w) == edges.up),
+                     down = here & ~above & (enters(x, w) == edges.down);
+          a.pull += load(b.f + i) * v * z;
+          a.up += up ? w * each : zero, a.up_v += up ? each * v : zero;
+          a.down += down ? w * each : zero, a.down_v += down ? each * v : zero;
+        },
+        [](EdgeSums& s, const Parts& a) {
+          s += {sum<double>(a.pull), sum<double>(a.up), sum<double>(a.up_v), sum<double>(a.down),
+                sum<double>(a.down_v)};
+        });
+    const double price = 0.5 * (s.up > 0 ? s.up_v / s.up : 0) + 0.5 * (s.down > 0 ? s.down_v / s.down : 0);
+    grad_budget = price;
+    grad_tau = -s.pull / tau_;
+    const double t = t_.hi + t_.lo;
+    each<double>([=](const Entries& b, int i, VecD v, VecD& dx, VecD& dw) {
+      dx = load(b.f + i) * v / tau;
+      dw = -price * load(b.y + i) - (position.by_value ? t * dx : VecD{});
+    });
+  }
+
+  void careful(double& grad_budget, double& grad_tau) {
+    using Entries = Block<double>;
+    const Position<double> position(t_, tau_, spec_.by_value);
+    const double tau = tau_;
     auto finite = [](VecD x) { return abs<double>(x) < kInfinity; };
     struct Most {
       VecD most;
     };
     const double top = collect<Largest>(
-                           Most{splat(-kInfinity)},
+                           true, Most{splat(-kInfinity)},
                            [=](Most& m, VecD x, const Entries& b, int i, VecD) {
                              const IntD counts = finite(x) & (load(b.w + i) > 0);
                              const VecD log_f = counts ? load(b.log_f + i) : splat(-kInfinity);
@@ -244,28 +299,11 @@ class BudgetBackward {
                            [](Largest& s, const Most& m) { s += {maximum<double>(m.most)}; })
                            .log_f;
     const double base = std::max(top, -kHuge);
-    Edges edges;
-    auto leaves = [=](VecD x, VecD w) { return (x - tau) / position.a(w > 0 ? w : splat(1.0)); };
-    auto enters = [=](VecD x, VecD w) { return x / position.a(w > 0 ? w : splat(1.0)); };
-    if (!F_.full_support) {
-      struct Ends {
-        VecD up, down;
-      };
-      edges = collect<Edges>(
-          Ends{splat(kInfinity), splat(-kInfinity)},
-          [=](Ends& e, VecD x, const Entries& b, int i, VecD) {
-            const VecD w = load(b.w + i), up = leaves(x, w), down = enters(x, w);
-            const IntD counts = finite(x) & (w > 0), above = load(b.z + i) > median;
-            e.up = counts & above & (up < e.up) ? up : e.up;
-            e.down = counts & ~above & (down > e.down) ? down : e.down;
-          },
-          [](Edges& s, const Ends& e) { s += {minimum<double>(e.up), maximum<double>(e.down)}; });
-    }
     struct Parts {
-      VecD mass{}, mean{}, moment{}, u{}, uz{}, up{}, up_v{}, down{}, down_v{};
+      VecD mass{}, mean{}, moment{}, u{}, uz{};
     };
     const CarefulSums s = collect<CarefulSums>(
-        Parts{},
+        true, Parts{},
         [=](Parts& a, VecD x, const Entries& b, int i, VecD v) {
           const VecD zero{}, w = load(b.w + i), z = load(b.z + i), log_f = load(b.log_f + i),
                              each = position.a(w);
@@ -277,24 +315,16 @@ class BudgetBackward {
           a.moment += w * counted * z;
           a.u += each * f * v;
           a.uz += f * v * z;
-          const IntD counts = free & (w > 0), above = z > median;
-          const IntD up = counts & above & (leaves(x, w) == edges.up),
-                     down = counts & ~above & (enters(x, w) == edges.down);
-          a.up += up ? w * each : zero, a.up_v += up ? each * v : zero;
-          a.down += down ? w * each : zero, a.down_v += down ? each * v : zero;
         },
         [](CarefulSums& s, const Parts& a) {
-          s += {sum<double>(a.mass), sum<double>(a.mean), sum<double>(a.moment),
-                sum<double>(a.u),    sum<double>(a.uz),   sum<double>(a.up),
-                sum<double>(a.up_v), sum<double>(a.down), sum<double>(a.down_v)};
+          s += {sum<double>(a.mass), sum<double>(a.mean), sum<double>(a.moment), sum<double>(a.u),
+                sum<double>(a.uz)};
         });
     const bool live = s.mass != 0;
+    if (!F_.full_support && !live) return in_gap(grad_budget, grad_tau);
     const double through_t = grad_lo_ - s.u / tau_, spread = live ? through_t / s.mass : 0;
     double price = live ? s.mean / s.mass : 0;
     if (live && grad_lo_ != 0) price -= grad_lo_ * std::exp(std::log(tau_) - std::log(s.mass) - top);
-    if (!F_.full_support && !live) {
-      price = 0.5 * (s.up > 0 ? s.up_v / s.up : 0) + 0.5 * (s.down > 0 ? s.down_v / s.down : 0);
-    }
     grad_budget = price;
     grad_tau = -s.uz / tau_ - (live ? spread * s.moment : 0);
     const double t = t_.hi + t_.lo;
@@ -314,6 +344,7 @@ class BudgetBackward {
   double grad_lo_, tau_;
   Threshold t_;
   void *grad_x_, *grad_cost_;
+  bool flat_ = false;                      // whether no entry that costs something has a density
   bool infinite_ = false, fixed_ = false;  // whether t is infinite, and whether it depends on anything
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "budget/ordinary.h"
 #include "simd/tile.h"
@@ -42,7 +43,7 @@ class BudgetTile {
       const double sum = static_cast<double>(total.whole[j]) + total.lost[j];
       const int power = good_[j] ? -std::ilogb(sum / n_) : 0;
       unit_[j] = std::ldexp(1.0f, power);
-      const double budget = rows.budget(first + j) * unit_[j], all = sum * unit_[j];
+      const double budget = given_[j] = rows.budget(first + j) * unit_[j], all = sum * unit_[j];
       budget_[j] = static_cast<float>(budget), budget_low_[j] = static_cast<float>(budget - budget_[j]);
       total_[j] = static_cast<float>(all);
       odds_[j] = static_cast<float>(budget / (all - budget));
@@ -61,7 +62,8 @@ class BudgetTile {
     lo_ = (before - hi_) + next;
   }
 
-  VecF missing(ExactBlockSum sum, VecF& spent) const {
+  template <class Sum>
+  VecF missing(Sum sum, VecF& spent) const {
     sum.flush();
     spent = sum.whole + sum.lost;
     return ((sum.whole - budget_) - budget_low_) + sum.lost;
@@ -71,6 +73,7 @@ class BudgetTile {
   IntF by_value_;
   VecF total_{}, budget_{}, budget_low_{}, odds_{}, unit_{}, most_{}, tau_{}, scale_{}, hi_{}, lo_{};
   IntF good_{};
+  double given_[width];  // the budget
   alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], a_[kShortRow * width], y_[kShortRow * width],
       rows_[kShortRow * width];
 };
@@ -91,6 +94,7 @@ class LaneBudget : BudgetTile {
     read(rows, first);
     guess();
     search();
+    if constexpr (!C::full_support) take_middle();
     for (int j = 0; j < width; ++j) {
       ordinary[j] = good_[j] != 0;
       // by value, t a = (t s) w for a = w s
@@ -102,7 +106,10 @@ class LaneBudget : BudgetTile {
 
  private:
   static constexpr int kPasses = 8 + C::extra_passes, kCurve = C::Derivatives::kCurve;
-  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 6;
+  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 2.5f;
+
+  // Under compact support a few costs may be undecided, or none, beside many that are paid in full.
+  using Spent = std::conditional_t<C::full_support, ExactBlockSum, PairSum>;
 
   struct Sums {
     VecF spent, miss;  // the sum of a y, and by how much it misses the budget
@@ -146,6 +153,10 @@ class LaneBudget : BudgetTile {
     } else {
       t = x - quantile(own, normal, noise, noise + variance);
     }
+    if constexpr (!C::full_support) {
+      const VecF k = budget_ / total_, share = k < 0.5f ? k : 1 - k;
+      guard_.start(static_cast<float>(n_) * share / square_root(noise + variance));
+    }
     good_ &= abs<float>(t) < 1e30f;
     hi_ = good_ ? origin + t * tau_ : VecF{};
     lo_ = VecF{};
@@ -157,10 +168,12 @@ class LaneBudget : BudgetTile {
     return (normal + (own - normal) * (noise / total)) * deviation;
   }
 
-  // How far the sum of a y may be from what is asked for, as in OrdinaryBudget.
-  IntF reaches(VecF miss, VecF S1) const {
+  // How far the sum of a y may be from what is asked for, as in OrdinaryBudget; but less where little is
+  // undecided.
+  IntF reaches(VecF miss, VecF S1, IntF much) const {
     const VecF steep = static_cast<float>(F_.pdf(F_.median)) * most_;
-    const VecF by_mass = 4e-7f * S1 / steep, least = 5e-8f * budget_, most = 4e-7f * budget_;
+    const VecF by_mass = 4e-7f * S1 / steep, most = 4e-7f * budget_;
+    const VecF least = (much ? splat(5e-8f) : splat(1e-12f)) * budget_;
     const VecF allowed = by_mass > least ? by_mass : least;
     return abs<float>(miss) <= (allowed < most ? allowed : most);
   }
@@ -170,10 +183,12 @@ class LaneBudget : BudgetTile {
     VecF moved{};  // by how much t has moved since the odds were stored, in tau
     IntF pending = good_, near{};
     for (int pass = 0; pass < kPasses; ++pass) {
-      good_ &= undecided(s);
-      if constexpr (!C::full_support) {
+      if constexpr (C::full_support) {
+        good_ &= undecided(s);
+      } else {
         // a row is done after a short step only, as in OrdinaryBudget
-        pending = good_ & ~(near & reaches(s.miss, s.S[0]));
+        pending = good_ & ~(near & reaches(s.miss, s.S[0], undecided(s)));
+        slope_ = s.S[0];
         if (!any(pending)) return;
       }
       VecF h = step(s);
@@ -201,20 +216,17 @@ class LaneBudget : BudgetTile {
     good_ &= ~pending;
     if constexpr (C::full_support) {
       const VecF left = stores_ ? finish(moved) : write();
-      const IntF off = good_ & ~reaches(left, s.S[0]);
+      const IntF off = good_ & ~reaches(left, s.S[0], good_);
       if (!any(off)) return;
       // float noise, or a Taylor polynomial that is not exact enough; the odds are gone
       const VecF more = off ? left / s.S[0] : VecF{};
       move(more);
-      good_ &= reaches(write(), s.S[0]) & (abs<float>(more) < kNear);
+      good_ &= reaches(write(), s.S[0], good_) & (abs<float>(more) < kNear);
     }
   }
 
   // Whether enough of the costs are undecided for float sums to tell the threshold.
-  IntF undecided(const Sums& s) const {
-    const VecF other = total_ - s.spent;
-    return s.S[0] * kDecided > (s.spent < other ? s.spent : other);
-  }
+  static IntF undecided(const Sums& s) { return s.S[0] * kDecided > s.spent; }
 
   // The step in t/tau. Rows that are not ordinary leave good_ and do not move.
   VecF step(const Sums& s) {
@@ -228,17 +240,48 @@ class LaneBudget : BudgetTile {
     if constexpr (C::full_support) {
       h = halley_step<C, LaneArithmetic>(sums, k, n, few, good_);
     } else {
-      const IntF fits =
-          good_ & (sums.count > 0) & (sums.rest > 0) & (sums.S1 > 1e-2f * clamp_above<float>(few, 1.0f));
-      good_ = fits;
-      const VecF one = splat(1.0f), count = fits ? sums.count : one, rest = fits ? sums.rest : one;
-      const VecF g = LaneArithmetic::log1p(divide<float>(n * miss, k * rest), fits);
-      h = divide<float>(g * count * rest, n * (fits ? sums.S1 : one));
+      h = guard_.step({k, left, few, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
+        const VecF g = LaneArithmetic::log1p(divide<float>(n * s.miss, k * s.rest), good_);
+        const VecF h = divide<float>(g * s.count * s.rest, n * s.S1);
+        return abs<float>(h) < 0.5f ? refined(h, s) : h;
+      });
+      good_ &= abs<float>(h) < kInf<float>;
+      return good_ ? h : VecF{};
     }
     const VecF reach = abs<float>(h) * most_;
     h = reach < 0.5f ? refined(h, sums) : h;
     good_ &= abs<float>(h) < 50;
     return good_ ? h : VecF{};
+  }
+
+  // Where the entries that are chosen whole cost the budget exactly, t is the middle of the gap between them
+  // and the others, as in soft_topk/lanes.h. Other rows are given back where too little is undecided to tell
+  // y.
+  void take_middle() {
+    VecF low = splat(-kInf<float>), high = splat(kInf<float>);
+    VecD spent[2] = {};
+    IntF decided = good_;
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i), a = *column(a_, i), y = *column(y_, i), end = x - tau_;
+      const IntF out = (y <= 1e-6f) & (a > 0), in = (y >= 1 - 1e-6f) & (a > 0);
+      decided &= out | in | (a == 0);
+      low = out & (x > low) ? x : low;
+      high = in & (end < high) ? end : high;
+      VecD half[2];
+      halves(in ? a : VecF{}, half[0], half[1]);
+      spent[0] += half[0], spent[1] += half[1];
+    }
+    constexpr int part = kWidth<double>;
+    const VecF middle = 0.5f * low + 0.5f * high;
+    decided &= (low < middle) & (middle < high);
+    for (int j = 0; j < width; ++j) {
+      const double off = spent[j / part][j % part] - given_[j];
+      decided[j] &= std::fabs(off) <= 8 * 0x1p-52 * given_[j] ? -1 : 0;
+    }
+    good_ &= decided | (slope_ > 1e-5f * budget_);
+    if (!any(decided)) return;
+    hi_ = decided ? middle : hi_, lo_ = decided ? VecF{} : lo_;
+    write();  // entries that cost nothing may be undecided
   }
 
   // ---- the passes
@@ -248,7 +291,7 @@ class LaneBudget : BudgetTile {
   KHOT_INLINE Sums add_up(Entry entry) {
     const typename C::Derivatives derivatives = F_.derivatives();
     const IntF by_value = by_value_;  // a local copy stays in registers
-    ExactBlockSum spent;
+    Spent spent;
     VecF S[kCurve + 1] = {};
     for (int i = 0; i < n_; ++i) {
       const VecF a = *column(a_, i), u = by_value ? a : splat(1.0f);
@@ -334,7 +377,9 @@ class LaneBudget : BudgetTile {
   }
 
   C F_;
-  bool stores_;  // whether a pass stores odds
+  Guard guard_;   // of compact support
+  VecF slope_{};  // the last sum of a f
+  bool stores_;   // whether a pass stores odds
 };
 
 }  // namespace khot::KHOT_ISA

@@ -84,4 +84,15 @@ struct ExactBlockSum {
   }
 };
 
+// The same without blocks, so that whole + lost has nearly twice the digits of float, whatever the terms.
+struct PairSum {
+  VecF whole{}, lost{};
+  KHOT_INLINE void add(VecF v, int /*i*/) {
+    const VecF next = whole + v, added = next - whole;
+    lost += (whole - (next - added)) + (v - added);
+    whole = next;
+  }
+  KHOT_INLINE void flush() {}
+};
+
 }  // namespace khot::KHOT_ISA

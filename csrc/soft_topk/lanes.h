@@ -113,8 +113,7 @@ class LaneSolver {
       deviation[j] = std::sqrt(total[j]);
     }
     if constexpr (!C::full_support) {
-      usual_ = few_ / deviation;
-      low_ = splat(-kInf<float>), high_ = splat(kInf<float>);
+      guard_.start(few_ / deviation);
     }
     const VecF quantile = normal + (own - normal) * (noise / total);
     hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
@@ -242,34 +241,13 @@ class LaneSolver {
     if constexpr (C::full_support) {
       h = refined_step<C, LaneArithmetic>(sums, k_, static_cast<float>(n_), few_, good_);
     } else {
-      h = guarded_step(sums);
+      h = guard_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
+        return refined_step<C, LaneArithmetic>(s, k_, static_cast<float>(n_), few_, good_);
+      });
     }
     good_ &= abs<float>(h) < 50;
     slope_ = slope_after(h, sums);
     return good_ ? h : VecF{};
-  }
-
-  // The step under a CDF of compact support, whose f may sum to nothing while the count is far from k, or
-  // where all entries are decided. It is not much longer than such a miss asks for, and where trials lie on
-  // both sides of the threshold, it ends between them.
-  VecF guarded_step(CountSums<VecF> s) {
-    auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
-    auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
-    low_ = s.miss > 0 ? hi_ : low_, high_ = s.miss < 0 ? hi_ : high_;
-    const VecF size = abs<float>(s.miss), longest = 0.5f + 1.5f * size / usual_;
-    // As entries leave 0 like z^e, the miss has a root of order e there, which a plain step only approaches.
-    const VecF bend = s.miss * s.S2 / (s.S1 * s.S1);
-    const IntF multiple = (bend > 0.6f) & (size < 0.5f);
-    const VecF to_multiple = s.miss / (s.S1 * (1 - at_most(bend, splat(0.75f))));
-
-    s.miss = at_most(at_least(s.miss, -0.9f * k_), 0.9f * left_);
-    s.count = k_ + s.miss, s.rest = left_ - s.miss;
-    s.S1 = at_least(s.S1, 0.02f * clamp_below<float>(few_, 1.0f));
-    VecF h = refined_step<C, LaneArithmetic>(s, k_, static_cast<float>(n_), few_, good_);
-    h = at_most(at_least(multiple ? to_multiple : h, -longest), longest);
-    const VecF next = hi_ + h * tau_;
-    const IntF outside = (abs<float>(h) > 0.01f) & ((next <= low_) | (next >= high_));
-    return outside ? (0.5f * low_ + 0.5f * high_ - hi_) * scale_ : h;
   }
 
   // Where all entries are decided, every t between two of them gives this count; the threshold is their
@@ -307,8 +285,7 @@ class LaneSolver {
   const float *from_, *to_;
   double k_all_[width];
   VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{}, slope_{};
-  // For guarded_step(): about the sum of f at the threshold, and the trials next to it.
-  VecF usual_{}, low_{}, high_{};
+  Guard guard_;  // of compact support
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];
 };

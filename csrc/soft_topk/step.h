@@ -99,4 +99,43 @@ KHOT_INLINE T refined_step(const CountSums<T>& s, T k, R n, T few, typename A::M
   return A::abs(h) < R(0.5) ? refined(h, s) : h;
 }
 
+// Guards the steps of several rows, one per lane, under a CDF of compact support, whose f may sum to nothing
+// while the count is far from k, or where all entries are decided. A step is not much longer than its miss
+// asks for, and where trials lie on both sides of the threshold, it ends between them.
+class Guard {
+ public:
+  struct Search {
+    VecF k, left, few;    // the count that is asked for, n less it, and the smaller of the two
+    VecF hi, tau, scale;  // where the search is, and 1/tau
+  };
+
+  // usual: about the sum of f at the threshold.
+  void start(VecF usual) { usual_ = usual, low_ = splat(-kInf<float>), high_ = splat(kInf<float>); }
+
+  // plain(sums): the step that is not guarded.
+  template <class Plain>
+  VecF step(const Search& at, CountSums<VecF> s, Plain plain) {
+    auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
+    auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
+    low_ = s.miss > 0 ? at.hi : low_, high_ = s.miss < 0 ? at.hi : high_;
+    const VecF size = abs<float>(s.miss), longest = 0.5f + 1.5f * size / usual_;
+    // As entries leave 0 like z^e, the miss has a root of order e there, which a plain step only approaches.
+    const VecF bend = s.miss * s.S2 / (s.S1 * s.S1);
+    const IntF multiple = (bend > 0.6f) & (size < 0.5f);
+    const VecF to_multiple = s.miss / (s.S1 * (1 - at_most(bend, splat(0.75f))));
+
+    s.miss = at_most(at_least(s.miss, -0.9f * at.k), 0.9f * at.left);
+    s.count = at.k + s.miss, s.rest = at.left - s.miss;
+    s.S1 = at_least(s.S1, 0.02f * clamp_below<float>(at.few, 1.0f));
+    VecF h = plain(s);
+    h = at_most(at_least(multiple ? to_multiple : h, -longest), longest);
+    const VecF next = at.hi + h * at.tau;
+    const IntF outside = (abs<float>(h) > 0.01f) & ((next <= low_) | (next >= high_));
+    return outside ? (0.5f * low_ + 0.5f * high_ - at.hi) * at.scale : h;
+  }
+
+ private:
+  VecF usual_{}, low_{}, high_{};  // low_ and high_: the trials next to the threshold
+};
+
 }  // namespace khot::KHOT_ISA

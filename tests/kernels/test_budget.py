@@ -162,6 +162,50 @@ def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: in
                 assert (excess <= 1)[~kinked].all(), name
 
 
+FEW_UNDECIDED = {
+    "equal": lambda shape, g: torch.full(shape, 2.0),
+    "whole": lambda shape, g: torch.randint(0, 4, shape, generator=g).float(),
+    "any": lambda shape, g: torch.rand(shape, generator=g) + 0.05,
+    "four decades": lambda shape, g: 10 ** (4 * torch.rand(shape, generator=g) - 2),
+}
+
+
+@every_cdf
+@pytest.mark.parametrize("costs", FEW_UNDECIDED)
+@pytest.mark.parametrize("share", [0.03, 0.125, 0.5, 0.9])
+def test_many_short_rows_with_few_undecided_entries(cdf: str, costs: str, share: float) -> None:
+    """Under a CDF of compact support often none: then a gap spends the budget, and t is its middle."""
+    g, shape = Generator().manual_seed(0), (512, 48)
+    x = torch.randn(shape, generator=g) * torch.logspace(-1, 3, 512)[:, None]
+    w = FEW_UNDECIDED[costs](shape, g)
+    budget = (share * w.sum(-1)).double()
+    if costs in ("equal", "whole"):
+        budget = budget.round() - budget.round() % (2 if costs == "equal" else 1)
+    rest = (*numbers(1.0), cdf, CDFS[cdf], "score", False)
+    y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
+    want, want_hi, want_lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
+    assert (((w.double() * y.double()).sum(-1) - budget).abs() <= 1e-6 * budget).all()
+    # where next to nothing is undecided, the budget determines y no better than this
+    z = (x.double() - (want_hi + want_lo)[:, None]).clamp(-1e30, 1e30)
+    f = reference.cdfs.resolve(cdf, CDFS[cdf]).pdf(z).nan_to_num(nan=0)
+    unclear = 2e-15 * budget * f.amax(-1) / (w.double() * f).sum(-1).clamp(min=1e-300)
+    sure = unclear < 1e-7
+    assert (far(y, want).amax(-1) <= 5e-7)[sure].all()
+    if cdf in ("uniform", "power"):
+        gap = (((want == 0) | (want == 1)) | (w == 0)).all(-1) & (want_hi.abs() < 1e30)
+        assert gap.sum() > (100 if costs in ("equal", "whole") else -1)
+        # an end of the gap, where an entry is undecided by rounding only, spends the budget as well
+        exact = gap & ((y == 0) | (y == 1) | (w == 0)).all(-1)
+        assert exact.sum() >= 0.99 * gap.sum()
+        off = ((hi + lo) - (want_hi + want_lo)).abs()
+        assert (off <= 2.5e-7 * want_hi.abs().clamp(min=1))[exact].all()
+        grad, zero = torch.randn(shape, generator=g), torch.zeros_like(hi)
+        got = torch.ops.khot.soft_budget_backward(grad, zero, x, w, hi, lo, *rest)
+        true = reference.soft_budget_backward(grad.double(), zero, x.double(), w.double(), hi, lo, *rest)
+        for found, wanted in zip(got, true, strict=True):
+            assert (far(found, wanted)[exact] <= 2e-5 * (1 + wanted.abs().amax())).all()
+
+
 @every_form
 def test_bad_rows_are_nan_alone(by: str) -> None:
     n = 40
