@@ -101,8 +101,8 @@ KHOT_INLINE Vec<R> splat(R value) {
   return value - Vec<R>{};
 }
 
-// a b + c, where the result has to be rounded once. Elsewhere compilers contract a * b + c, but not at every
-// level of optimisation, and where there are two products they may choose either.
+// a b + c, where the result has to be rounded once, or in double nearly so. Elsewhere compilers contract a *
+// b + c, but not at every level of optimisation, and where there are two products they may choose either.
 template <class R>
 KHOT_INLINE Vec<R> fused(Vec<R> a, Vec<R> b, Vec<R> c) {
 #if KHOT_VECTOR_BYTES == 64
@@ -112,7 +112,16 @@ KHOT_INLINE Vec<R> fused(Vec<R> a, Vec<R> b, Vec<R> c) {
   if constexpr (sizeof(R) == 4) return (Vec<R>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   if constexpr (sizeof(R) == 8) return (Vec<R>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 #else
-  if constexpr (!kFused) return a * b + c;
+  if constexpr (!kFused) {
+    const Vec<R> product = a * b, sum = product + c;
+    if constexpr (sizeof(R) == 4) return sum;
+    // In double, Dekker's rounding error of the product; it overflows where a factor is huge.
+    constexpr R kSplit = 134217729;  // 2^27 + 1
+    const Vec<R> p = a * kSplit, q = b * kSplit, high = p - (p - a), low = a - high, upper = q - (q - b),
+                 lower = b - upper;
+    const Vec<R> lost = ((high * upper - product) + high * lower + low * upper) + low * lower;
+    return lost - lost == 0 ? sum + lost : sum;
+  }
   Vec<R> v;
   for (int i = 0; i < kWidth<R>; ++i) v[i] = std::fma(a[i], b[i], c[i]);
   return v;
