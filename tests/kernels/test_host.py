@@ -175,6 +175,13 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "log_soft_topk": ((4096, 64), partial(khot.log_soft_topk, k=8), [1, 0], [1, 0]),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),
+    "nn.SoftTopK": ((4096, 64), khot.nn.SoftTopK(8), [2, 0], [1, 0]),
+    "nn.SoftTopK, eval": ((4096, 64), khot.nn.SoftTopK(8).eval(), [2, 0], [0, 0]),
+    "nn.SoftTopK, mask": (
+        (4096, 64),
+        lambda x: khot.nn.SoftTopK(8)(x, torch.empty(64, dtype=torch.bool, device="cuda")),
+        [2, 2], [1, 2],
+    ),
     "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 1], [0, 0]),
     "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 1], [0, 20]),
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),

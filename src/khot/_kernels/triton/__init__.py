@@ -43,6 +43,7 @@ from khot._kernels.triton.scans import laplace_sort as laplace_sort
 from khot._kernels.triton.scans import laplace_sort_backward as laplace_sort_backward
 from khot._kernels.triton.scans import laplace_thresholds as laplace_thresholds
 from khot._kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
+from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
@@ -63,6 +64,7 @@ __all__ = [
     "order_sample",
     "order_statistics",
     "pareto_sample",
+    "selectable",
     "soft_count",
     "soft_count_backward",
     "soft_topk",
