@@ -192,6 +192,9 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (1, 1_000_000), lambda x: khot.soft_topk(x.double(), k=8), [5, 1], [2, 3],
     ),
     "soft_topk_magnitude": ((4096, 64), partial(khot.soft_topk_magnitude, k=8), [1, 6], [1, 3]),
+    "soft_topk_magnitude (1, 1_000_000)": (
+        (1, 1_000_000), partial(khot.soft_topk_magnitude, k=8), [16, 7], [2, 3],
+    ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
     "soft_rank": ((4096, 64), khot.soft_rank, [4, 3], [6, 45]),
     "soft_sort": ((4096, 64), khot.soft_sort, [2, 90], [8, 205]),
