@@ -66,6 +66,9 @@ def cases() -> Iterator[Case]:
         x, wide = _nothing(rows, n), torch.empty(rows, dtype=torch.float64, device="meta")
         k = one
         shape = f"({rows:,}, {n:,})"
+        yield Case("soft_topk", shape, (x, k, one, "logistic", 0.0, "y"))
+        yield Case("soft_topk", f"{shape}, float64", (x.double(), k, one, "logistic", 0.0, "y"))
+        yield Case("soft_topk", f"{shape}, threshold alone", (x, k, one, "logistic", 0.0, "threshold"))
         yield Case("magnitude_with_signs", shape, (x, k, one, 2.0))
         yield Case("magnitude_with_signs_backward", shape, (x, wide, x, x, k, wide, wide, one, 2.0))
         yield Case("laplace_rank", shape, (x, one))

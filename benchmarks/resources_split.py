@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from khot import cdfs
-from khot._kernels.triton import layout, split, split_backward
+from khot._kernels.triton import layout, polish, split, split_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal
 from khot._kernels.triton.functions import OUTPUTS
 
@@ -33,15 +33,17 @@ class Case(NamedTuple):
     kernel: str
     entry: float | None
     spills: int = 0
+    fine: bool = False  # where t is to have the digits of float64
 
     @property
     def id(self) -> str:
-        return f"({self.rows:,}, {self.n:,}) {self.cdf.name}"
+        return f"({self.rows:,}, {self.n:,}) {self.cdf.name}{', fine' * self.fine}"
 
 
 def _cases() -> Iterator[Case]:
     # Loading an entry, with its mask, takes about 7. To an evaluation (at most 1.3 times its formulas' 22.7,
     # 11.4, 32.3, 12.0 and 12.8) comes the pass that counts the window's entries, about 20 with its loads.
+    # "fine" adds a difference in float64 for each entry that is loaded.
     bounds = {
         "logistic": (41.0, 15.7),
         "laplace": (32.0, 15.7),
@@ -54,8 +56,13 @@ def _cases() -> Iterator[Case]:
         yield Case(16, 1_000_000, F, "_sum_parts", evaluation)
         yield Case(16, 1_000_000, F, "_finish_parts", None, 32)
         yield Case(16, 1_000_000, F, "_write_parts", write)
+        yield Case(16, 1_000_000, F, "_polish_parts", None, 32, fine=True)
         if name == "logistic":
             yield Case(16, 1_000_000, F, "_sample_rows", None, 48)
+            yield Case(16, 1_000_000, F, "_sample_rows", None, 48, fine=True)
+            yield Case(16, 1_000_000, F, "_sum_parts", 48.0, fine=True)
+            yield Case(16, 1_000_000, F, "_finish_parts", None, 32, fine=True)
+            yield Case(16, 1_000_000, F, "_write_fine", None, fine=True)
             yield Case(16, 1_000_000, F, "_pull_parts", 34.0, 8)
             yield Case(16, 1_000_000, F, "_gradient_parts", 34.0)
             yield Case(1, 6_300_000, F, "_sum_parts", evaluation)
@@ -84,7 +91,7 @@ class SplitLine(NamedTuple):
 
 
 def _counts(case: Case, pieces: int, read: Callable[[bytes], Any], target: GPUTarget) -> Any:
-    kernels = {k.fn.__name__: k for k in (*split.KERNELS, *split_backward.KERNELS)}
+    kernels = {k.fn.__name__: k for k in (*split.KERNELS, *polish.KERNELS, *split_backward.KERNELS)}
     function = kernels[case.kernel]
     cut = layout.cut(case.rows, case.n)
     warps, width = cut.warps, cut.width
@@ -93,6 +100,7 @@ def _counts(case: Case, pieces: int, read: Callable[[bytes], Any], target: GPUTa
     given = {
         "CDF": layout.cdf_id(case.cdf.name), "WHOLE": layout.whole(case.cdf), "OUTPUT": OUTPUTS["y"],
         "PIECES": pieces, "WIDTH": width, "PARTS": triton.next_power_of_2(cut.parts),
+        "FINE": case.fine,
         "CHUNK": layout.RESCUE * warps, "BLOCK": layout.SAMPLE_BLOCK, "grad_column": 1,
         "k_pointer": None, "k_stride": 0, "tau_pointer": None, "tau_stride": 0,
     }  # fmt: skip

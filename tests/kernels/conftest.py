@@ -25,9 +25,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same, but rows count as long from 17 entries on."""
-    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "LAUNCHES": 16, "WINDOW": 32}
+    small = {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 12, "WINDOW": 32}
     for name, value in small.items():
-        monkeypatch.setattr(kernels.forward if name == "LAUNCHES" else kernels.layout, name, value)
+        monkeypatch.setattr(kernels.layout, name, value)
     # pieces of one entry per thread would only cost the interpreter time
     layout = kernels.layout
     monkeypatch.setattr(layout, "SAMPLE_BLOCK", 2)

@@ -175,10 +175,26 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "log_soft_topk": ((4096, 64), partial(khot.log_soft_topk, k=8), [1, 0], [1, 0]),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),
+    "nn.SoftTopK": ((4096, 64), khot.nn.SoftTopK(8), [2, 0], [1, 0]),
+    "nn.SoftTopK, eval": ((4096, 64), khot.nn.SoftTopK(8).eval(), [2, 0], [0, 0]),
+    "nn.SoftTopK, mask": (
+        (4096, 64),
+        lambda x: khot.nn.SoftTopK(8)(x, torch.empty(64, dtype=torch.bool, device="cuda")),
+        [2, 2], [1, 2],
+    ),
     "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 1], [0, 0]),
     "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 1], [0, 20]),
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),
+    "inverse_soft_count (1, 1_000_000)": (
+        (1, 1_000_000), partial(khot.inverse_soft_count, count=8), [4, 4], [2, 2],
+    ),
+    "soft_topk (1, 1_000_000), float64": (
+        (1, 1_000_000), lambda x: khot.soft_topk(x.double(), k=8), [5, 1], [2, 3],
+    ),
     "soft_topk_magnitude": ((4096, 64), partial(khot.soft_topk_magnitude, k=8), [1, 6], [1, 3]),
+    "soft_topk_magnitude (1, 1_000_000)": (
+        (1, 1_000_000), partial(khot.soft_topk_magnitude, k=8), [16, 7], [2, 3],
+    ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
     "soft_rank": ((4096, 64), khot.soft_rank, [4, 3], [6, 45]),
     "soft_sort": ((4096, 64), khot.soft_sort, [2, 90], [8, 205]),

@@ -136,3 +136,17 @@ def test_layouts_and_broadcasting(whole: Any) -> None:
         assert torch.equal(whole.soft_count(x, at, one, "normal", 0.0, False), at)
         dx, dat, dtau = whole.soft_count_backward(at, x, at, one, "normal", 0.0, False)
         assert dx.shape == shape and torch.equal(dat, at) and torch.equal(dtau, at[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 37, 1100])
+def test_entries_that_may_be_selected(kernels: ModuleType, n: int, dtype: torch.dtype) -> None:
+    """Each row has more of them than the one before; neither NaN nor a number that float32 takes for −inf is
+    one that may not."""
+    x = torch.full((5, n), -torch.inf, dtype=dtype)
+    for row, count in enumerate(want := [0, 1, n // 2, n - 1, n]):
+        x[row, :count] = torch.finfo(dtype).min
+    x[4, 0] = torch.nan
+    for most in (0.5, 7.1, 2000.0):
+        got = kernels.selectable(torch.stack((x, x), -1)[..., 0], most)
+        assert torch.equal(got, torch.tensor(want, dtype=torch.float64).clamp(max=most))

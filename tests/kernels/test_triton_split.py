@@ -26,6 +26,7 @@ pytestmark = [
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
 every_cdf = pytest.mark.parametrize("cdf", CDFS)
 FORWARD = ("_sample_rows", "_sum_parts", "_finish_parts", "_write_parts")
+FINE = (*FORWARD[:3], "_polish_parts")
 BACKWARD = ("_pull_parts", "_gradient_parts")
 
 
@@ -134,6 +135,86 @@ def test_half_precision_and_logarithms(larger: ModuleType, cdf: str, dtype: torc
         assert y.dtype == dtype and error(y, want) <= torch.finfo(dtype).eps
     else:
         check(larger, x, number(30.0), number(0.3), cdf, output)
+
+
+def error_in_tau(got: list[Tensor], want: list[Tensor], tau: float) -> Tensor:
+    """Of thresholds hi + lo; 0 where both have none."""
+    miss = ((got[0] - want[0]) + (got[1] - want[1])).abs() / tau
+    return miss.masked_fill((got[0] == want[0]) & (got[1] == want[1]) | got[0].isnan() & want[0].isnan(), 0)
+
+
+def clusters(n: int, tau: float, dtype: torch.dtype) -> Tensor:
+    """Two, far apart, of a width of τ each: z has few digits, by which its entries differ."""
+    x = tau * torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+    return torch.where(torch.arange(n) % 10 == 0, 300.0, -300.0).to(dtype) + x
+
+
+@every_cdf
+@pytest.mark.parametrize("where", ["kernels", "larger"])
+def test_thresholds_in_wide_gaps(request: pytest.FixtureRequest, where: str, cdf: str) -> None:
+    kernels = request.getfixturevalue(where)
+    x, k, tau = clusters(400, 0.01, torch.float32), number([40.0, 43.5]), number(0.01)
+    args = (k, tau, cdf, CDFS[cdf], "threshold")
+    _, *got = kernels.soft_topk(x, *args)
+    _, *want = reference.soft_topk(x.double(), *args)
+    assert error_in_tau(got, want, 0.01).max() <= (1e-6 if where == "kernels" else 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("cdf", "dtype"),
+    [*((cdf, torch.float32) for cdf in CDFS), ("logistic", torch.float64), ("power", torch.float64)],
+    ids=str,
+)
+def test_thresholds_with_the_digits_of_float64(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, dtype: torch.dtype
+) -> None:
+    """One launch more than for float32, and of float64 scores another one, which writes."""
+    monkeypatch.setattr(larger.layout, "RESCUE", 1024)
+    launches: list[str] = []
+    monkeypatch.setattr(larger.launch, "watch", launches.append)
+    n, tau, output = 411, 0.1, "threshold" if dtype == torch.float32 else "y"
+    x = kinds(n)[[0, 1, 2, 4, 6, 7]].to(dtype)
+    if dtype == torch.float64:
+        x[0] += 1e-9 * x[0].flip(0)  # digits that float32 does not have
+        x[0] += 1e6
+    args = (number([n / 2, 61.0, 60.5, 61.1, 2.0, 3.0]), number(tau), cdf, CDFS[cdf], output)
+    y, *got = larger.soft_topk(x, *args)
+    want_y, *want = reference.soft_topk(x.double(), *args)
+    assert tuple(launches) == (FINE if output == "threshold" else (*FINE, "_write_fine"))
+    assert torch.equal(got[0].isnan(), want[0].isnan())
+    # 2⁻⁵² of the scores is all that float64 holds of hi + lo, in τ
+    assert error_in_tau(got, want, tau).max() <= 1e-12 + x[x.isfinite()].abs().max() / tau * 2**-52
+    assert output == "threshold" or error(y, want_y) <= 1e-12
+
+
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("k", "tau"), [(500.5, 1.0), (20.5, 1e-4)])
+def test_ordinary_thresholds_take_one_step_in_float64(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, dtype: torch.dtype, k: float, tau: float
+) -> None:
+    """No program goes through the whole row by itself."""
+    monkeypatch.setattr(larger.layout, "WINDOW", 512)
+
+    def none(*_: object) -> None:
+        raise AssertionError("a row was solved by one program")
+
+    monkeypatch.setattr(larger.polish, "solve_row", none)
+    x = torch.randn(1, 1500, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(dtype)
+    args = (number(k), number(tau), cdf, CDFS[cdf], "threshold")
+    _, *got = larger.soft_topk(x, *args)
+    _, *want = reference.soft_topk(x.double(), *args)
+    assert error_in_tau(got, want, tau).max() <= 1e-12 + 2**-52 / tau
+
+
+def test_thresholds_of_many_rows(larger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whose windows there would be no room."""
+    monkeypatch.setattr(larger.layout, "STREAMS", 1)
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(9))
+    args = (number([10.5, 150.0, 20.0]), number(1e-3), "logistic", 0.0, "threshold")
+    _, *got = larger.soft_topk(x, *args)
+    _, *want = reference.soft_topk(x.double(), *args)
+    assert error_in_tau(got, want, 1e-3).max() <= 1e-12
 
 
 @pytest.mark.parametrize("n", [17, 31, 32, 33])

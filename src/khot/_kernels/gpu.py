@@ -29,6 +29,7 @@ KERNELS = (
     "magnitude_with_signs_backward",
     "topk_mask",
     "order_statistics",
+    "selectable",
     "uniform",
     "order_sample",
     "pareto_sample",

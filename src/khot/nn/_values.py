@@ -13,6 +13,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._core.torch_internals import is_transformed
+from khot._ops.selectable import selectable
 
 __all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "has_data", "positive"]
 
@@ -81,6 +82,8 @@ def available(k: Scalar, x: Tensor) -> Scalar:
     number = not isinstance(k, Tensor) and k <= x.shape[-1]
     if number and x.numel() and arguments.readable(x) and x.detach().amin().item() > -math.inf:
         return k  # not so with a NaN
+    if number and x.is_cuda and not torch.compiler.is_compiling() and not is_transformed(x):
+        return selectable(x.detach(), float(k))
     return widen((x != -math.inf).sum(-1)).clamp(max=k)
 
 

@@ -14,7 +14,9 @@ not converge, the float64 solver takes over in the same launch.
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
 sums and per-row scalars; float64 scores are float64 throughout. The method is the reference's
 (`_kernels.reference.solver`), with a bisection in place of its histograms: passes over what lies on chip are
-cheap. Rows that are split take all passes that a row could need, and those that are done skip theirs.
+cheap. Of longer rows, `polish` takes the float32 threshold to the digits of float64 in one more launch. For a
+top-k in magnitude, rows that are split take all passes that a row could need, and those that are done skip
+theirs.
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
@@ -41,6 +43,7 @@ from khot._kernels.triton.scans import laplace_sort as laplace_sort
 from khot._kernels.triton.scans import laplace_sort_backward as laplace_sort_backward
 from khot._kernels.triton.scans import laplace_thresholds as laplace_thresholds
 from khot._kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
+from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
@@ -61,6 +64,7 @@ __all__ = [
     "order_sample",
     "order_statistics",
     "pareto_sample",
+    "selectable",
     "soft_count",
     "soft_count_backward",
     "soft_topk",

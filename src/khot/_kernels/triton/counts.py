@@ -67,7 +67,7 @@ def _median(power, CDF: tl.constexpr):
 def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
         z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
-    tail, _ = side(z, z, False, 0.0, power, CDF)
+    tail, _ = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
     F = tl.where(z > 0, 1 - tail, tail) if full_support(CDF) else tl.where(z >= 1, 1.0, tail)
     return tl.where(z == z, F, z)
 
@@ -76,7 +76,7 @@ def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
 def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
         z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
-    _, density = side(z, z, False, 0.0, power, CDF)
+    _, density = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
     return tl.where(z == z, density, z)
 
 

@@ -187,24 +187,25 @@ def log_scales(a, b, CDF: tl.constexpr):
 
 
 @triton.jit
-def side(z, rest, above, near, power, CDF: tl.constexpr):
+def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
     """min(F, 1 − F) and f at z, of CDFs whose tails underflow relative to what they are at ±near.
 
     That is, times e^near (an exponential tail) or e^(near²/2) (a gaussian one): near = 0 leaves them as they
-    are, and with the z of the entry nearest to t they do not underflow however wide the gap.
+    are, and with the z of the entry nearest to t they do not underflow however wide the gap. `behind` is
+    near − |z|.
     """
     a = tl.abs(z)
     if CDF == LOGISTIC:
         e = tl.exp(-a)
-        E = tl.exp(near - a)
+        E = tl.exp(behind)
         tail = E / (1 + e)
         density = tail / (1 + e)
     elif CDF == LAPLACE:
-        tail = 0.5 * tl.exp(near - a)
+        tail = 0.5 * tl.exp(behind)
         density = tail
     elif CDF == NORMAL:
         a = tl.minimum(a, 1e15)  # its square stays finite
-        E = tl.exp(0.5 * (near - a) * (near + a))
+        E = tl.exp(0.5 * tl.maximum(behind, -1e15) * (near + a))
         tail = 0.5 * E * tl.exp(log_erfcx(a * 0.7071067811865476))
         density = E * 0.3989422804014327
     else:

@@ -11,6 +11,7 @@ from khot._kernels.triton.functions import (
     THRESHOLD,
     VALUE,
     full_support,
+    gaussian_tail,
     log_scale,
     log_scales,
     median,
@@ -36,14 +37,15 @@ def _cotangents(x, v, valid, hi, lo, tau, near, power, CDF: tl.constexpr, OUTPUT
     z = tl.where(valid, z, 0.0)
     above = z > median(power, CDF)
     near = near.to(z.dtype)[:, None]
-    _, density = side(z, rest, above, near, power, CDF)
+    a = tl.minimum(tl.abs(z), 1e15) if gaussian_tail(CDF) else tl.abs(z)
+    _, density = side(z, rest, above, near, near - a, power, CDF)
     density = tl.where(valid, density, 0.0)
     if OUTPUT == VALUE:
-        _, own = side(z, rest, above, 0.0, power, CDF)
+        _, own = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
         share = v * density
         u = tl.where(valid, v * own, 0.0)
     elif OUTPUT == LOG:
-        tail, own = side(z, rest, above, 0.0, power, CDF)
+        tail, own = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
         ratio = tl.where(valid, slope_of_log(z, own, tail, power, CDF), 0.0)
         u = tl.where(ratio == 0, 0.0, v * ratio)
         share = u

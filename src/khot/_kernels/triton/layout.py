@@ -94,6 +94,12 @@ class Cut(NamedTuple):
     warps: int
 
 
+def window(rows: int) -> int:
+    """For how many entries that the threshold may be among there is room. Of many rows, programs may as well
+    go through all entries."""
+    return WINDOW if rows < STREAMS else 0
+
+
 def cut(rows: int, n: int) -> Cut:
     return Cut(*parts(rows, n), 4, CHUNK // 4, max(1, CHUNK // 512))
 

@@ -65,7 +65,7 @@ def _potential(y, power, CDF: tl.constexpr):
         w = tl.minimum(y, 1 - y)
         z = -tl.abs(normal_icdf(tl.where(w > 0, w, 0.5)))
         for _ in tl.static_range(2):  # of Halley's steps, from an error of 5e-4
-            tail, density = side(z, z, False, 0.0, power, CDF)
+            tail, density = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
             step = (tail - w) / density
             z = tl.where(w > 0, z - step / (1 + 0.5 * z * step), z)
         value = tl.where(w > 0, -0.3989422804014327 * tl.exp(-0.5 * z * z), 0.0)

@@ -19,7 +19,7 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import digits, histograms, ordered, select, whole
 
 EVALUATIONS = 60  # at most, of a resident row; bisection alone would need about as many
-LAUNCHES = 24  # passes over a long row, most of which find it done
+LAUNCHES = 8  # passes over a long row by all programs: of rows of many kinds one in a hundred needs more
 
 # ----------------------------------------------------------------------------------- of an entry
 
@@ -286,6 +286,31 @@ def _part_evaluate(
         put(sums_after + (row * parts + part) * 3 + tl.arange(0, 1), sums)
 
 
+@triton.jit(do_not_specialize=["parts", "count", "evaluations"])
+def _finish_rows(
+    s_pointer, s_stride, sums_before, state_before, state_after, n, parts, count, evaluations,
+    P: tl.constexpr, SIGNED: tl.constexpr, COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The steps that few rows still need, by one program each."""
+    FINE: tl.constexpr = tl.float64 == COMPUTE
+    row = tl.program_id(0).to(tl.int64)
+    at = row * 8 + tl.arange(0, 1)
+    k, tau, anchor, offset, low, high, drop, done = _advance(
+        state_before + at, sums_before + row * parts * 3, parts, count, FINE, PARTS
+    )
+    left = tl.where(tl.sum(done) == 0, evaluations, 0)
+    while left > 0:
+        hi, lo = _gamma(anchor, offset, FINE)
+        zero = tl.zeros((1,), tl.float64)
+        alone, total, slope = chunks(
+            _add_sums, (zero, zero, zero), (hi, lo, tau, P),
+            s_pointer, s_stride, row, 0, n, n, COMPUTE, CHUNK, SIGNED,
+        )  # fmt: skip
+        offset, low, high, last = _step(alone, total, slope, k, anchor, offset, low, high, drop, FINE)
+        left = tl.where(tl.sum(tl.where(last, 1, 0)) > 0, 0, left - 1)
+    put(state_after + at, (k, tau, anchor, offset, low, high, drop, done * 0 + 1))
+
+
 @triton.jit
 def _write_chunk(sums, given, x, valid, row, column):
     pointer, n, hi, lo, tau = given[:5]
@@ -378,11 +403,16 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
         )  # fmt: skip
     last = LAUNCHES % 2
     launch(
+        _finish_rows, rows,
+        *source, sums[last], state[last], state[1 - last], n, parts, LAUNCHES, EVALUATIONS,
+        **which, **form, **chunk, **padded,
+    )  # fmt: skip
+    launch(
         _part_write,
         rows * parts,
         *source,
         sums[last],
-        state[last],
+        state[1 - last],
         y,
         hi,
         lo,
@@ -572,7 +602,7 @@ def _part_gradient_write(
 
 
 KERNELS = (
-    _resident, _part_below, _part_begin, _part_evaluate, _part_write,
+    _resident, _part_below, _part_begin, _part_evaluate, _finish_rows, _part_write,
     _resident_backward, _part_gradient_sums, _part_gradient_write,
 )  # fmt: skip
 

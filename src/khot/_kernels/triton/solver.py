@@ -66,7 +66,11 @@ def evaluate(x, valid, hi, lo, tau, near_up, near_down, power, CDF: tl.constexpr
     above = (z > median(power, CDF)) & valid
     below = (z <= median(power, CDF)) & valid
     near = tl.where(above, near_up.to(z.dtype)[:, None], near_down.to(z.dtype)[:, None])
-    tail, density = side(z, rest, above, near, power, CDF)
+    # near − |z| from the scores themselves: far out in a gap the digits of z would not tell them apart
+    up, down = hi + lo + near_up * tau, hi + lo - near_down * tau
+    nearest = tl.where(above, up.to(x.dtype)[:, None], down.to(x.dtype)[:, None])
+    behind = tl.where(near > 0, -(tl.abs(x - nearest) / tau.to(z.dtype)[:, None]), -tl.abs(z))
+    tail, density = side(z, rest, above, near, behind, power, CDF)
     tail, density = tail.to(tl.float64), density.to(tl.float64)
     m = tl.sum(tl.where(above, 1, 0), axis=1).to(tl.float64)
     A = tl.sum(tl.where(above, tail, 0.0), axis=1)
@@ -243,7 +247,7 @@ def write(pointer, x, valid, offset, hi, lo, tau, power, CDF: tl.constexpr, OUTP
         out = tl.where(z == float("-inf"), z, log_F(z, power, CDF))
     else:
         above = z > median(power, CDF)
-        tail, _ = side(z, rest, above, 0.0, power, CDF)
+        tail, _ = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
         out = tl.where(above, 1 - tail, tail)
     # a row without an answer is NaN everywhere
     out = tl.where((hi != hi)[:, None], float("nan"), out)
@@ -290,19 +294,23 @@ def write_chunk(sums, given, x, valid, row, column):
 
 
 @triton.jit
-def solve_row(pointer, stride, row, n, k, tau, power, evaluations, CDF: tl.constexpr, CHUNK: tl.constexpr):
+def solve_row(
+    pointer, stride, row, n, k, tau, power, evaluations,
+    CDF: tl.constexpr, CHUNK: tl.constexpr, COMPUTE: tl.constexpr = tl.float32,
+):  # fmt: skip
     """hi and lo of a row that one program reads a chunk at a time, for rows that nothing else can do."""
+    FINE: tl.constexpr = tl.float64 == COMPUTE
     zero = tl.zeros((1,), tl.float64)
     k, tau = k + zero, tau + zero
     sums = (zero, zero, zero, zero + float("inf"), zero - float("inf"), zero, zero)
     nan, size, pinned, low, high, mean, squares = chunks(
-        add_statistics, sums, (), pointer, stride, row, 0, n, n, tl.float32, CHUNK
+        add_statistics, sums, (), pointer, stride, row, 0, n, n, COMPUTE, CHUNK
     )
     variance = squares / tl.maximum(size, 1.0)
     k, size, tau, settled, hi, low, high = begin(
         nan, size, pinned, low, high, mean, variance, k, tau, power, CDF
     )
-    hi, lo = pair(hi, zero, False)
+    hi, lo = pair(hi, zero, FINE)
     near_up, near_down = zero, zero
     count = 0
     running = tl.sum(tl.where(settled == 0, 1, 0))
@@ -310,11 +318,11 @@ def solve_row(pointer, stride, row, n, k, tau, power, evaluations, CDF: tl.const
         sums = (zero, zero, zero, zero, zero, zero + float("inf"), zero - float("inf"))
         m, A, B, f_above, f_below, up, down = chunks(
             add_sums, sums, (hi, lo, tau, near_up, near_down, power, CDF),
-            pointer, stride, row, 0, n, n, tl.float32, CHUNK,
+            pointer, stride, row, 0, n, n, COMPUTE, CHUNK,
         )  # fmt: skip
         hi, lo, low, high, near_up, near_down, finished = take_step(
             m, A, B, f_above, f_below, up, down, pinned, k, size, tau,
-            hi, lo, low, high, near_up, near_down, count, False, power, CDF,
+            hi, lo, low, high, near_up, near_down, count, FINE, power, CDF,
         )  # fmt: skip
         count += 1
         running = tl.where(count < evaluations, tl.sum(tl.where(finished, 0, 1)), 0)

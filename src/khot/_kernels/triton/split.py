@@ -7,7 +7,8 @@
    also gives every part its place in a window of the row's entries.
 3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
    What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
-4. `_write_parts`.
+4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.polish`. FINE stands
+   for that: the arithmetic in float32 is on differences from the sample's threshold then, and t is one.
 
 Nothing waits for the host, and the first launch resets what the others count, so that a CUDA graph can hold
 them. What the programs of a launch leave for its last one is added in float64, in the order of the parts: the
@@ -16,6 +17,8 @@ same row has the same result each time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,23 +26,36 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import joined, reciprocal, split, two_sum
+from khot._kernels.triton.fast import double, joined, reciprocal, split, two_sum
 from khot._kernels.triton.functions import NORMAL, OUTPUTS, chunks, full_support, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import RESCUE_EVALUATIONS, number64, row_values, write_backwards
 from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
-from khot._kernels.triton.threshold import find, iterate, long_step, moment_terms, over, taylor_step
+from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
 
-__all__ = ["KERNELS", "last_of_row", "soft_topk", "total_of_parts"]
+__all__ = [
+    "BASE",
+    "HOPELESS",
+    "KERNELS",
+    "LEFT",
+    "STATE",
+    "STATUS",
+    "last_of_row",
+    "soft_topk",
+    "solve",
+    "total_of_parts",
+]
 
 EVALUATIONS = tl.constexpr(24)  # at most, of a sample, of a window, and of a row by one program
 LEFT = tl.constexpr(11)  # numbers that a part leaves: of an evaluation, then four counts
 FAR = tl.constexpr(1e37)  # of a bound that there is not
 
 # the numbers of a row, besides hi and lo
-STATUS, WIDE, LOW, HIGH, CROWD, TURN, ABOVE, COUNT, LOWEST, HIGHEST = (tl.constexpr(i) for i in range(10))
-STATE = tl.constexpr(10)
+STATUS, WIDE, LOW, HIGH, CROWD, TURN, ABOVE, COUNT, LOWEST, HIGHEST, BASE = (
+    tl.constexpr(i) for i in range(11)
+)
+STATE = tl.constexpr(11)
 # and what STATUS says: t is to be evaluated; done; the window is to be solved; done in float64, whose
 # functions write the result, too; not for sums in float32
 OPEN, DONE, GATHER, CAREFUL, HOPELESS = (tl.constexpr(float(i)) for i in range(5))
@@ -91,7 +107,7 @@ def _row_numbers(
 def _sample_rows(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     hi_pointer, lo_pointer, state_pointer, counter_pointer, n_columns, window, power_high,
-    CDF: tl.constexpr, WHOLE: tl.constexpr,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     SAMPLE: tl.constexpr = PIECES * WIDTH
@@ -103,13 +119,14 @@ def _sample_rows(
     power = tl.zeros((), tl.float32) + power_high
     at = x_pointer + row * x_stride
     spacing = n_columns // (SAMPLE // BLOCK)
+    start = double(tl.load(at))
+    start = tl.where(tl.abs(start) < float("inf"), start, 0.0)
     x = ()
     for i in tl.static_range(PIECES):
         number = tl.arange(0, WIDTH) + i * WIDTH
-        piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK).to(tl.float32)
-        x = x + (piece,)  # type: ignore[assignment]  # noqa: RUF005
-    origin = tl.load(at).to(tl.float32)
-    origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+        piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK)
+        x = x + (less(piece, start, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+    origin = less(start, start, FINE)
     size, _, second = over(x, at, SAMPLE, moment_terms, origin, 3, 1, PIECES, WIDTH, False)
     share = (k64 * SAMPLE / n_columns).to(tl.float32)
     share = tl.minimum(share, size - 0.01)
@@ -162,6 +179,12 @@ def _sample_rows(
         level += 1
     state = state_pointer + row * STATE
     ok = ok & (tl.abs(hi) < 1e30)
+    if FINE:
+        t = hi + lo
+        tl.store(state + BASE, start + t.to(tl.float64))
+        low = tl.where(tl.abs(low) < FAR, low - t, low)
+        high = tl.where(tl.abs(high) < FAR, high - t, high)
+        hi, lo = hi * 0, lo * 0
     tl.store(hi_pointer + row, hi.to(tl.float64))
     tl.store(lo_pointer + row, lo.to(tl.float64))
     tl.store(state + STATUS, tl.where(ok, OPEN, HOPELESS).to(tl.float64))
@@ -193,7 +216,8 @@ def _sum_parts(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer,
     n_columns, length, parts, window, power_high,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     state = state_pointer + row * STATE
@@ -207,7 +231,10 @@ def _sum_parts(
         start = part.to(tl.int64) * length
         at = x_pointer + row * x_stride + start + tl.arange(0, WIDTH)
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
-        _leave_sums(at, mine, hi, lo, inverse, power, left + part, parts, CDF, WHOLE, PIECES, WIDTH)
+        base = tl.load(state + BASE)
+        _leave_sums(
+            at, mine, hi, lo, inverse, power, left + part, parts, base, CDF, WHOLE, FINE, PIECES, WIDTH
+        )
         wide = tl.load(state + WIDE) != 0
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
         margin = _reach(n_columns, CDF) * tau
@@ -215,8 +242,9 @@ def _sum_parts(
         lowest, highest = _window(low, -1, margin), _window(high, 1, margin)
         if wide:
             more = over(
-                (), at, mine, _more_than, (lowest, t - margin, t + margin, highest), 4, 1, PIECES, WIDTH, True
-            )
+                (), at, mine, _more_than, (lowest, t - margin, t + margin, highest),
+                4, 1, PIECES, WIDTH, True, base, FINE,
+            )  # fmt: skip
             for i in tl.static_range(4):
                 tl.store(left + (7 + i) * parts + part, more[i])
 
@@ -261,13 +289,14 @@ def _sum_parts(
 
 @triton.jit
 def _leave_sums(
-    at, n, hi, lo, inverse, power, left, parts,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    at, n, hi, lo, inverse, power, left, parts, base,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     scale = inverse * unit(CDF)
     sums = over(
-        (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), term_count(CDF), 1, PIECES, WIDTH, True
-    )
+        (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), term_count(CDF), 1, PIECES, WIDTH, True,
+        base, FINE,
+    )  # fmt: skip
     for i in tl.static_range(term_count(CDF)):
         tl.store(left + i * parts, sums[i])
 
@@ -294,13 +323,14 @@ def _step(
 
 @triton.jit
 def _gather(
-    at, n, begin, lowest, highest, buffer, PIECES: tl.constexpr, WIDTH: tl.constexpr
+    at, n, begin, lowest, highest, buffer, base,
+    FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of a part's entries those between two numbers, in their order."""
     column = tl.arange(0, WIDTH)
     for start in range(0, n, WIDTH):
         x = tl.load(at + start, mask=column + start < n, other=float("-inf"))
-        value = x.to(tl.float32)
+        value = less(x, base, FINE)
         chosen = (value > lowest) & ~(value > highest)
         ones = tl.where(chosen, 1, 0)
         count = tl.sum(ones, axis=0)
@@ -314,13 +344,13 @@ def _finish_parts(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer, window_pointer,
     n_columns, length, parts, window, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     state = state_pointer + row * STATE
     status = tl.load(state + STATUS)
-    if (status != DONE) & ((status != HOPELESS) | (part == 0)):
+    if (status != DONE) & ((status != HOPELESS) | ((part == 0) & (not FINE))):
         k64, tau64, k, k_rest, tau, inverse = _row_numbers(
             k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
         )
@@ -334,13 +364,16 @@ def _finish_parts(
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
         buffer = window_pointer + row * window
+        base = tl.load(state + BASE)
         if status == GATHER:
             begin = tl.load(left + part).to(tl.int32)
             lowest = tl.load(state + LOWEST).to(tl.float32)
             highest = tl.load(state + HIGHEST).to(tl.float32)
-            _gather(at, mine, begin, lowest, highest, buffer, PIECES, WIDTH)
+            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, PIECES, WIDTH)
         elif status == OPEN:
-            _leave_sums(at, mine, hi, lo, inverse, power, left + part, parts, CDF, WHOLE, PIECES, WIDTH)
+            _leave_sums(
+                at, mine, hi, lo, inverse, power, left + part, parts, base, CDF, WHOLE, FINE, PIECES, WIDTH
+            )
 
         alone = status == HOPELESS
         if not alone:
@@ -367,17 +400,22 @@ def _finish_parts(
                 hi, lo, ok = iterate(
                     (), source + column, count, hi, lo, low, high, crowd, status == HOPELESS,
                     n, goal, goal_rest, tau, inverse, power, EVALUATIONS,
-                    CDF, WHOLE, 1, PIECES, WIDTH, True,
+                    CDF, WHOLE, 1, PIECES, WIDTH, True, False, base, FINE,
                 )  # fmt: skip
                 ok = ok & (status != HOPELESS)
                 t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
-                if not ok:
+                careful = ~ok
+                if FINE:  # a whole row is solved with the others' t
+                    careful = careful & gathered
+                if careful:
                     a, b = solve_row(
                         source, 0, row * 0, count, level, tau64, joined(power_high, power_low),
-                        RESCUE_EVALUATIONS, CDF, CHUNK,
+                        RESCUE_EVALUATIONS, CDF, CHUNK, tl.float64 if FINE else tl.float32,
                     )  # fmt: skip
                     t64, rest64 = tl.sum(a), tl.sum(b)
-                status = tl.where(ok, DONE, CAREFUL).to(tl.float64)
+                    if FINE:
+                        t64 -= base
+                status = tl.where(ok, DONE, tl.where(careful, CAREFUL, HOPELESS)).to(tl.float64)
                 inside = (t64 + rest64 >= low) & (t64 + rest64 <= high)
                 trying = gathered & ~inside  # one row in ten thousand
                 gathered = gathered & ~gathered
@@ -423,6 +461,57 @@ def _write_parts(
 KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)
 
 
+class Solved(NamedTuple):
+    """What the launches leave for those that follow: of each row its numbers, the count of the programs that
+    are through with it, and what its parts left; and how rows are cut."""
+
+    state: Tensor
+    counter: Tensor
+    left: Tensor
+    cut: layout.Cut
+
+
+def solve(
+    source: tuple[Tensor, int],
+    k: layout.Values,
+    tau: layout.Values,
+    hi: Tensor,
+    lo: Tensor,
+    rows: int,
+    n: int,
+    F: cdfs.CDF,
+    fine: bool,
+) -> Solved:
+    """Fill hi and lo; if fine, with what t is more than the row's BASE."""
+    cut, window = layout.cut(rows, n), layout.window(rows)
+    state = hi.new_empty(rows, STATE.value)
+    counter = hi.new_empty(rows, dtype=torch.int32)
+    left = hi.new_empty(rows, LEFT.value, cut.parts)
+    buffer = source[0].new_empty(rows, window)
+    numbers = (*source, *k, *tau)
+    which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": fine}
+    power = layout.power(F)
+    part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
+    programs, padded = rows * cut.parts, triton.next_power_of_2(cut.parts)
+    pieces, width, warps = layout.sample()
+    launch(
+        _sample_rows, rows,
+        *numbers, hi, lo, state, counter, n, window, power[0], **which,
+        PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
+    )  # fmt: skip
+    launch(
+        _sum_parts, programs,
+        *numbers, hi, lo, state, counter, left, n, cut.length, cut.parts, window, power[0],
+        **which, **part, PARTS=padded,
+    )  # fmt: skip
+    launch(
+        _finish_parts, programs,
+        *numbers, hi, lo, state, counter, left, buffer, n, cut.length, cut.parts, window, *power,
+        **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
+    )  # fmt: skip
+    return Solved(state, counter, left, cut)
+
+
 def soft_topk(
     source: tuple[Tensor, int],
     k: layout.Values,
@@ -436,34 +525,11 @@ def soft_topk(
     output: str,
 ) -> None:
     """Fill out, hi and lo."""
-    cut = layout.cut(rows, n)
-    state = hi.new_empty(rows, STATE.value)
-    counter = hi.new_empty(rows, dtype=torch.int32)
-    left = hi.new_empty(rows, LEFT.value, cut.parts)
-    window = out.new_empty(rows, layout.WINDOW)
-    numbers = (*source, *k, *tau)
-    which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F)}
-    power = layout.power(F)
-    part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
-    programs, padded = rows * cut.parts, triton.next_power_of_2(cut.parts)
-    pieces, width, warps = layout.sample()
+    state, _, _, cut = solve(source, k, tau, hi, lo, rows, n, F, fine=False)
     launch(
-        _sample_rows, rows,
-        *numbers, hi, lo, state, counter, n, layout.WINDOW, power[0], **which,
-        PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
-    )  # fmt: skip
-    launch(
-        _sum_parts, programs,
-        *numbers, hi, lo, state, counter, left, n, cut.length, cut.parts, layout.WINDOW, power[0],
-        **which, **part, PARTS=padded,
-    )  # fmt: skip
-    launch(
-        _finish_parts, programs,
-        *numbers, hi, lo, state, counter, left, window, n, cut.length, cut.parts, layout.WINDOW, *power,
-        **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
-    )  # fmt: skip
-    launch(
-        _write_parts, programs,
-        *numbers, out, hi, lo, state, n, cut.length, cut.parts, *power,
-        **which, **part, OUTPUT=OUTPUTS[output], CHUNK=layout.RESCUE * cut.warps,
+        _write_parts, rows * cut.parts,
+        *source, *k, *tau, out, hi, lo, state, n, cut.length, cut.parts, *layout.power(F),
+        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
+        PIECES=cut.pieces, WIDTH=cut.width, CHUNK=layout.RESCUE * cut.warps, num_warps=cut.warps,
+        **layout.registers(),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from khot._kernels.triton.fast import (
     LOG2E,
     any_row,
     before,
+    double,
     log2,
     plus,
     reciprocal,
@@ -41,7 +42,7 @@ from khot._kernels.triton.terms import (
     unit,
 )
 
-__all__ = ["FLUSH", "find", "iterate", "long_step", "moment_terms", "over", "taylor_step"]
+__all__ = ["FLUSH", "find", "iterate", "less", "long_step", "moment_terms", "over", "taylor_step"]
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
 # 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
@@ -60,11 +61,22 @@ FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions i
 
 
 @triton.jit
+def less(x, base, FINE: tl.constexpr):
+    """x in float32; if FINE, x − base: what entries near base differ from it by is exact then."""
+    if FINE:
+        return (double(x) - base).to(tl.float32)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def over(
     x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+    base=0.0, FINE: tl.constexpr = False,
 ):  # fmt: skip
-    """The sums over a row of the COUNT members of terms(x, given): of the pieces in x, or of what is at `at`.
+    """The sums over a row of the COUNT members of terms(x, given): of the pieces in x, or of what is at `at`,
+    which FINE takes less `base` (:func:`less`).
 
     A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
     its digits to the many entries that a thread adds up.
@@ -84,7 +96,7 @@ def over(
                 for i in tl.static_range(PIECES):  # all loads first
                     valid = column + (start + i * WIDTH) < n
                     piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
-                    held = held + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+                    held = held + (less(piece, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
                 for i in tl.static_range(PIECES):
                     part = plus(part, terms(held[i], given))
             part = total(part, 1)
@@ -316,6 +328,7 @@ def _min_max(a0, a1, b0, b1):
 def _nearest(
     x, at, n, hi, lo,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+    base=0.0, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """The least entry above hi + lo, and the greatest one that is not."""
     if STREAM:
@@ -323,7 +336,7 @@ def _nearest(
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
         for start in range(0, n, WIDTH):
-            piece = tl.load(at + start, mask=column + start < n, other=float("-inf")).to(tl.float32)
+            piece = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
             above = piece - hi > lo
             least = tl.minimum(least, tl.where(above, piece, float("inf")))
             greatest = tl.maximum(greatest, tl.where(above, float("-inf"), piece))
@@ -352,7 +365,7 @@ def _gap_terms(x, given):
 def _gap(
     x, at, n, hi, lo, scale, tau,
     CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    STREAM: tl.constexpr,
+    STREAM: tl.constexpr, base=0.0, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """t in a gap that no density crosses, and whether there is such a gap.
 
@@ -364,11 +377,11 @@ def _gap(
     if not full_support(CDF):
         lo = lo + 0.5 * tau
     hi, lo = wide(hi, TOGETHER), wide(lo, TOGETHER)
-    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM)
+    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM, base, FINE)
     middle, rest = two_sum(0.5 * up, 0.5 * down)
     if full_support(CDF):
         given = (wide(up, TOGETHER), wide(down, TOGETHER), wide(scale, TOGETHER))
-        A, B = over(x, at, n, _gap_terms, given, 2, TOGETHER, PIECES, WIDTH, STREAM)
+        A, B = over(x, at, n, _gap_terms, given, 2, TOGETHER, PIECES, WIDTH, STREAM, base, FINE)
         rest += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
         exists = up > down
     else:
@@ -405,12 +418,13 @@ def iterate(
     x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse, power, evaluations,
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    AGAIN: tl.constexpr = False,
+    AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
     AGAIN says that the entries can be read again at `at`, though they are held: in a gap, which few rows have
-    to search, there are not registers enough for both.
+    to search, there are not registers enough for both. FINE and base are as in :func:`over`: t is then less
+    base, too.
     """
     scale = inverse * unit(CDF)
     # as many halves as entries were looked at, those beyond the row's end among them
@@ -429,7 +443,7 @@ def iterate(
         sums = over(
             x, at, n_columns, terms,
             (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
-            term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+            term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM, base, FINE,
         )  # fmt: skip
         turn = nothing
         if not full_support(CDF):
@@ -461,7 +475,7 @@ def iterate(
         if any_row(deep, TOGETHER):
             gap_hi, gap_lo, exists = _gap(
                 x, at, n_columns, hi, lo, scale, tau,
-                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN,
+                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN, base, FINE,
             )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
