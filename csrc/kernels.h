@@ -202,7 +202,7 @@ struct Kernels {
                              int64_t end);
 };
 
-// Rows of at most so many units are calibrated together: so many at once, and longer ones one by one.
+// Rows of at most kFewUnits units are calibrated kRowsTogether at a time, and longer ones one by one.
 constexpr int64_t kFewUnits = 16, kRowsTogether = 8;
 constexpr int64_t rows_together(int64_t n) { return n <= kFewUnits ? kRowsTogether : 1; }
 

@@ -199,9 +199,9 @@ class FewRows {
       VecD error{}, left{};
       for (int i = 0; i < n_; ++i) {
         const VecD r = at_all(own_[i]) > 0 ? own_[i] - log<double>(yes_[i] / no_[i]) : VecD{};
-        const VecD off = abs<double>(yes_[i] / (yes_[i] + no_[i]) - wanted_[i]), size = abs<double>(r);
-        residual[i] = r, error = off > error ? off : error, left = size > left ? size : left;
-        good_ &= (size < kFewLogit) & (abs<double>(theta_[i]) < 2 * kFewLogit | (at_all(own_[i]) == 0));
+        const VecD off = abs<double>(yes_[i] / (yes_[i] + no_[i]) - wanted_[i]), far = abs<double>(r);
+        residual[i] = r, error = off > error ? off : error, left = far > left ? far : left;
+        good_ &= (far < kFewLogit) & (abs<double>(theta_[i]) < 2 * kFewLogit | (at_all(own_[i]) == 0));
       }
       for (int j = 0; j < width; ++j) iterations_[j] += pending[j] != 0;
       const IntD arrived =
@@ -267,7 +267,7 @@ class FewRows {
 };
 
 // The calibration of `count` consecutive rows, whose theta lie behind each other; the numbers of iterations
-// are of the conditional Poisson design only.
+// are of the conditional Poisson design only. Rows side by side with different k are calibrated one by one.
 template <bool kOrder>
 void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n, double* scratch,
                     double* theta, double* iterations) {
@@ -276,7 +276,8 @@ void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n,
   for (int64_t first = 0; first < count; first += width) {
     const int rows = static_cast<int>(std::min<int64_t>(width, count - first));
     const Row* const goal = goals + first;
-    bool few = n <= kFew && k[first] > 0 && k[first] < static_cast<double>(n);
+    bool few =
+        n <= kFew && k[first] > 0 && k[first] < static_cast<double>(n) && k[first] == std::floor(k[first]);
     for (int j = 1; j < rows; ++j) few &= k[first + j] == k[first];
     IntD done{};
     if (few) {

@@ -148,6 +148,8 @@ def test_ends_and_rows_that_are_not_numbers() -> None:
     assert theta[0].isnan().all()
     assert theta[1].tolist() == [math.inf, -math.inf, math.inf]
     assert theta[2, 0] == theta[2, 1] and theta[2, 2] == math.inf
+    half = torch.full((4,), 2.5, dtype=torch.float64)
+    assert torch.ops.khot.order_calibrate(scores(6, 1.0, 4), half).isnan().all()
     assert torch.ops.khot.order_inclusion(goal.double(), k)[0][0].isnan().all()
     for shape in ((0, 4), (3, 0), (2, 0, 3)):
         empty, size = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[:-1], dtype=torch.float64)
