@@ -267,7 +267,7 @@ class FewRows {
 };
 
 // The calibration of `count` consecutive rows, whose theta lie behind each other; the numbers of iterations
-// are of the conditional Poisson design only. Rows side by side with different k are calibrated one by one.
+// are of the conditional Poisson design only.
 template <bool kOrder>
 void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n, double* scratch,
                     double* theta, double* iterations) {
@@ -276,24 +276,30 @@ void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n,
   for (int64_t first = 0; first < count; first += width) {
     const int rows = static_cast<int>(std::min<int64_t>(width, count - first));
     const Row* const goal = goals + first;
-    bool few =
-        n <= kFew && k[first] > 0 && k[first] < static_cast<double>(n) && k[first] == std::floor(k[first]);
-    for (int j = 1; j < rows; ++j) few &= k[first + j] == k[first];
-    IntD done{};
-    if (few) {
-      double unused[kFew];
-      FewRows<kOrder> lanes([&](int j) { return goal[j < rows ? j : 0]; }, static_cast<int>(n),
-                            static_cast<int>(k[first]));
-      done = lanes.calibrate(accuracy, [&](int j) { return j < rows ? theta + (first + j) * n : unused; });
-      for (int j = 0; j < rows && !kOrder; ++j) iterations[first + j] = lanes.iterations(j);
-    }
+    const double* const size = k + first;
+    double* const to = theta + first * n;
+    bool tried[width] = {}, done[width] = {};
     for (int j = 0; j < rows; ++j) {
-      if (done[j] != 0) continue;
-      double* const to = theta + (first + j) * n;
+      if (!tried[j] && n <= kFew && size[j] > 0 && size[j] < static_cast<double>(n) &&
+          size[j] == std::floor(size[j])) {
+        // with all rows of the same size; the lanes of the others repeat this one
+        const auto together = [&](int i) { return i < rows && size[i] == size[j]; };
+        double unused[kFew];
+        FewRows<kOrder> lanes([&](int i) { return goal[together(i) ? i : j]; }, static_cast<int>(n),
+                              static_cast<int>(size[j]));
+        const IntD found =
+            lanes.calibrate(accuracy, [&](int i) { return together(i) ? to + i * n : unused; });
+        for (int i = 0; i < rows; ++i) {
+          if (!together(i)) continue;
+          tried[i] = true, done[i] = found[i] != 0;
+          if (!kOrder) iterations[first + i] = lanes.iterations(i);
+        }
+      }
+      if (done[j]) continue;
       if constexpr (kOrder) {
-        order_calibrate_row(goal[j], n, k[first + j], scratch, to);
+        order_calibrate_row(goal[j], n, size[j], scratch, to + j * n);
       } else {
-        iterations[first + j] = calibrate_row(goal[j], n, k[first + j], scratch, to);
+        iterations[first + j] = calibrate_row(goal[j], n, size[j], scratch, to + j * n);
       }
     }
   }

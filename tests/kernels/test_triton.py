@@ -464,12 +464,13 @@ from triton.compiler import ASTSource
 import triton
 import triton.language as tl
 from khot._kernels.triton import backward, counts, draws, forward, functions, losses, magnitude, places
-from khot._kernels.triton import scans, selection, transport
+from khot._kernels.triton import scans, selectable, selection, transport
 
 which = {
     forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     backward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selection: [{}],
+    selectable: [{}],
     places: [{}],
     magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
     draws: [{"WIDTH": 64}],
@@ -500,7 +501,8 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             else "*i32" if arg in integers
             else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer")
             else "*fp64" if arg.endswith(("pointer", "before", "after"))
-            else "fp32" if arg.startswith("power") or arg in ("least", "tolerance") else "i32"
+            else "fp32" if arg.startswith("power") or arg in ("least", "tolerance", "most_high", "most_low")
+            else "i32"
             for arg in function.arg_names
         }
         given = {arg: value for arg, value in constants.items() if arg in function.arg_names}
