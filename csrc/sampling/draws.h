@@ -68,8 +68,8 @@ inline bool pareto_rows(const Row* probs, int64_t rows, int64_t n, double least,
   double* const logits = scratch;              // of each row, with its phantom
   double* const theta = logits + rows * room;  // of the rows that are calibrated, behind each other
   double* const rest = theta + rows * (n + 1);
-  double sizes[kRowsTogether], goals[kRowsTogether];
-  Row logit[kRowsTogether];
+  double sizes[kRowsTogether], goals[kRowsTogether] = {};
+  Row logit[kRowsTogether] = {};
   int64_t calibrated[kRowsTogether], count = 0;
   for (int64_t row = 0; row < rows; ++row) {
     double buffer[kBlock], total = 0, d = 0;

@@ -201,7 +201,7 @@ class FewRows {
         const VecD r = at_all(own_[i]) > 0 ? own_[i] - log<double>(yes_[i] / no_[i]) : VecD{};
         const VecD off = abs<double>(yes_[i] / (yes_[i] + no_[i]) - wanted_[i]), far = abs<double>(r);
         residual[i] = r, error = off > error ? off : error, left = far > left ? far : left;
-        good_ &= (far < kFewLogit) & (abs<double>(theta_[i]) < 2 * kFewLogit | (at_all(own_[i]) == 0));
+        good_ &= (far < kFewLogit) & ((abs<double>(theta_[i]) < 2 * kFewLogit) | (at_all(own_[i]) == 0));
       }
       for (int j = 0; j < width; ++j) iterations_[j] += pending[j] != 0;
       const IntD arrived =
