@@ -238,7 +238,7 @@ def designs(out: Path) -> None:
     first.set_xlabel("largest error of an\ninclusion probability")
     bars(second, names, [found[name][1] for name in names], "{:.2f}")
     second.set_xlabel("entropy of a draw,\nnats")
-    bars(third, names, [float(cost[name][2].replace(",", "")) for name in names], "{:g}")
+    bars(third, names, [float(cost[name][1].replace(",", "")) for name in names], "{:g}")
     third.set_xscale("log")
     third.set_xlabel("cost at (128, 1000),\nin torch.topk")
     first.invert_yaxis()

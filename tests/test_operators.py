@@ -455,6 +455,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("reference_soft_count", ops.reference_soft_count.default, count))
             backward = ops.reference_soft_count_backward.default
             cases.append(("reference-count-backward", backward, (grad, *count)))
+        cases.append(("selectable", ops.selectable.default, (layout, 3.0)))
         grad = x.new_ones(1).expand(x.shape)
         _, order = ops.laplace_rank(layout, tau)
         cases.append(("laplace_rank", ops.laplace_rank.default, (layout, tau)))
@@ -517,7 +518,8 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize(("name", "op", "args"), dispatched(), ids=lambda v: v if isinstance(v, str) else "")
 def test_opcheck(name: str, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    differentiable = "backward" not in name and name not in ("topk_mask", "budget_mask", "power_blocks")
+    constant = ("topk_mask", "budget_mask", "power_blocks", "selectable")
+    differentiable = "backward" not in name and name not in constant
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])
     torch.library.opcheck(op, args)
