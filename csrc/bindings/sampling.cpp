@@ -29,20 +29,10 @@ Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
   return out;
 }
 
-// one(row, scratch) for every row.
-template <class One>
-void each_row(const Sizes& batch, int64_t n, const One& one) {
-  row_ranges(product(batch), n, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
-    for (int64_t row = begin; row < end; ++row) one(row, work.get());
-  });
-}
-
-// some(first, count, scratch) for groups of rows that are calibrated together. They do not depend on the
-// number of threads.
+// some(first, count, scratch) for groups of so many rows. They do not depend on the number of threads.
 template <class Some>
-void each_group(const Sizes& batch, int64_t n, const Some& some) {
-  const int64_t rows = product(batch), together = rows_together(n);
+void each_group(const Sizes& batch, int64_t n, int64_t together, const Some& some) {
+  const int64_t rows = product(batch);
   row_ranges((rows + together - 1) / together, together * n, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
     for (int64_t group = begin; group < end; ++group) {
@@ -50,6 +40,12 @@ void each_group(const Sizes& batch, int64_t n, const Some& some) {
       some(first, std::min(together, rows - first), work.get());
     }
   });
+}
+
+// one(row, scratch) for every row.
+template <class One>
+void each_row(const Sizes& batch, int64_t n, const One& one) {
+  each_group(batch, n, 1, [&](int64_t row, int64_t, double* work) { one(row, work); });
 }
 
 Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
@@ -92,7 +88,7 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
   Tensor drawn = empty(probs, std::vector<int64_t>{}, ScalarType::Bool);
   void* const out = sample.mutable_data_ptr();
   std::atomic<bool> all{true};
-  each_group(batch, n, [&](int64_t first, int64_t count, double* work) {
+  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t count, double* work) {
     if (!all) return;
     Row group[kRowsTogether];
     for (int64_t j = 0; j < count; ++j) group[j] = rows(first + j);
@@ -213,7 +209,7 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
   const RowScalars ks(k, batch);
   Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
   double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
-  each_group(batch, n, [&](int64_t first, int64_t some, double* work) {
+  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
     const Goals goals(rows, ks, first, some);
     sampling_kernels().calibrate(goals.row, goals.k, some, n, work, out + first * n, count + first);
   });
@@ -240,7 +236,7 @@ Tensor order_calibrate(Tensor goal, Tensor k) {
   const RowScalars ks(k, batch);
   Tensor theta = empty(goal, goal.sizes());
   double* const out = theta.mutable_data_ptr<double>();
-  each_group(batch, n, [&](int64_t first, int64_t some, double* work) {
+  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
     const Goals goals(rows, ks, first, some);
     sampling_kernels().order_calibrate(goals.row, goals.k, some, n, work, out + first * n, nullptr);
   });

@@ -21,11 +21,13 @@ constexpr int kCentring = 20;       // at most so many steps to where k are sele
 constexpr double kFarthest = 30;    // a longer step would go by the odds of one side alone
 constexpr double kSettling = 1e-9;  // the next step would be the square of this
 
-// Solves A x = b for a symmetric positive A. b becomes x, and A is overwritten.
-inline void solve(double (*A)[kDepth], double* b, int size) {
+// Solves A x = b for a symmetric positive A of numbers, or of one in each lane. b becomes x, and A is
+// overwritten.
+template <class T>
+KHOT_INLINE void solve(T (*A)[kDepth], T* b, int size) {
   for (int i = 0; i < size; ++i) {
     for (int row = i + 1; row < size; ++row) {
-      const double factor = A[row][i] / A[i][i];
+      const T factor = A[row][i] / A[i][i];
       for (int j = i; j < size; ++j) A[row][j] -= factor * A[i][j];
       b[row] -= factor * b[i];
     }
@@ -42,6 +44,7 @@ inline void solve(double (*A)[kDepth], double* b, int size) {
 struct Accuracy {
   double near, reached;
 };
+constexpr Accuracy kExact = {1e-13, 1e-14};
 
 // Shifts the logits z until the trials select k on average, to rounding. What is unlikely on the two sides of
 // 1/2 is summed on its own, so that no digit is lost where nearly everything is certain.
@@ -191,7 +194,7 @@ inline double calibrate_row(const Row& goal, int64_t n, double k, double* scratc
   } else {
     add_swaps(wanted, n, k, theta);
   }
-  return fixed_point(own, wanted, n, k, {1e-13, 1e-14}, scratch + 3 * length, theta,
+  return fixed_point(own, wanted, n, k, kExact, scratch + 3 * length, theta,
                      [&](const Trials& trials, double* pi, double* out) {
                        return inclusion_of(Conditioned(trials, n, k), pi, out);
                      });

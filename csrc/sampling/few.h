@@ -39,9 +39,9 @@ class FewRows {
   // theta(j)[i] are the logits that have the goal's probabilities, if the result's lane j is not 0; the
   // number of iterations is in iterations().
   template <class At>
-  IntD calibrate(const Accuracy& accuracy, const At& theta) {
+  IntD calibrate(const At& theta) {
     start();
-    if (any(good_)) iterate(accuracy);
+    if (any(good_)) iterate();
     for (int j = 0; j < width; ++j) {
       for (int i = 0; i < n_ && good_[j] != 0; ++i) theta(j)[i] = theta_[i][j];
     }
@@ -100,7 +100,7 @@ class FewRows {
   // there.
   VecD end(double side, VecD enough, VecD variance, VecD& widest) {
     const double share = size() / n_;
-    VecD t = square_root_of(2 * enough / variance);
+    VecD t = square_root(2 * enough / variance);
     t = side * clamp_above<double>(t, kFewEnd);
     for (int step = 0;; ++step) {
       const VecD e = exp<double>(t), less = exp<double>(-share * t);
@@ -120,10 +120,6 @@ class FewRows {
       t = there ? t : side * clamp_above<double>(side * next, kFewEnd);
     }
   }
-  static VecD square_root_of(VecD x) {
-    for (int j = 0; j < width; ++j) x[j] = std::sqrt(x[j]);
-    return x;
-  }
 
   // The coefficients c_ of order sampling (order.h), for logits that are centred.
   void coefficients(VecD variance) {
@@ -131,7 +127,7 @@ class FewRows {
     for (int i = 0; i < n_; ++i) least = q_[i] < least ? q_[i] : least, c_[i] = VecD{};
     const VecD low = end(-1, kFewNegligible - log<double>(least), variance, widest);
     const VecD high = end(1, splat(kFewNegligible), variance, widest);
-    const VecD step = clamp_above<double>(kFewNormalStep / square_root_of(widest), kFewStep);
+    const VecD step = clamp_above<double>(kFewNormalStep / square_root(widest), kFewStep);
     const VecD wanted = good_ ? (high - low) / step : VecD{};
     const int intervals = std::max(1, static_cast<int>(std::ceil(maximum<double>(wanted))));
     const VecD by = (high - low) / intervals;
@@ -179,7 +175,8 @@ class FewRows {
     }
   }
 
-  void iterate(const Accuracy& accuracy) {
+  void iterate() {
+    constexpr Accuracy accuracy = kOrder ? kOrderAccuracy : kExact;
     const VecD reached = smooth_ ? splat(accuracy.reached) : VecD{};
     Units residual, moves[kDepth], turns[kDepth];
     int kept = 0, next = 0;
@@ -243,17 +240,7 @@ class FewRows {
       trace += gram[a][a];
     }
     for (int a = 0; a < kept; ++a) gram[a][a] += kRidge * trace + std::numeric_limits<double>::min();
-    for (int a = 0; a < kept; ++a) {
-      for (int row = a + 1; row < kept; ++row) {
-        const VecD factor = gram[row][a] / gram[a][a];
-        for (int b = a; b < kept; ++b) gram[row][b] -= factor * gram[a][b];
-        gamma[row] -= factor * gamma[a];
-      }
-    }
-    for (int a = kept; a-- > 0;) {
-      for (int b = a + 1; b < kept; ++b) gamma[a] -= gram[a][b] * gamma[b];
-      gamma[a] /= gram[a][a];
-    }
+    solve(gram, gamma, kept);
     for (int a = 0; a < kept; ++a) {
       for (int i = 0; i < n_; ++i) move[i] -= gamma[a] * (moves[a][i] + turns[a][i]);
     }
@@ -272,7 +259,6 @@ template <bool kOrder>
 void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n, double* scratch,
                     double* theta, double* iterations) {
   constexpr int width = FewRows<kOrder>::width;
-  constexpr Accuracy accuracy = kOrder ? Accuracy{1e-7, 1e-9} : Accuracy{1e-13, 1e-14};
   for (int64_t first = 0; first < count; first += width) {
     const int rows = static_cast<int>(std::min<int64_t>(width, count - first));
     const Row* const goal = goals + first;
@@ -287,8 +273,7 @@ void calibrate_rows(const Row* goals, const double* k, int64_t count, int64_t n,
         double unused[kFew];
         FewRows<kOrder> lanes([&](int i) { return goal[together(i) ? i : j]; }, static_cast<int>(n),
                               static_cast<int>(size[j]));
-        const IntD found =
-            lanes.calibrate(accuracy, [&](int i) { return together(i) ? to + i * n : unused; });
+        const IntD found = lanes.calibrate([&](int i) { return together(i) ? to + i * n : unused; });
         for (int i = 0; i < rows; ++i) {
           if (!together(i)) continue;
           tried[i] = true, done[i] = found[i] != 0;

@@ -13,6 +13,7 @@ namespace khot::KHOT_ISA {
 constexpr double kNegligible = 40, kStep = 0.4, kNormalStep = 0.75, kLargest = 600, kSettled = 1e-10;
 constexpr double kAdjusted = 2.5;
 constexpr int kNewton = 6;
+constexpr Accuracy kOrderAccuracy = {1e-7, 1e-9};
 constexpr double kBeyond = 2;  // an end of the integral may lie so far beyond what is negligible
 constexpr int kNodes = 4;      // nodes of the quadrature that are computed together
 
@@ -176,7 +177,7 @@ inline void order_calibrate_row(const Row& goal, int64_t n, double k, double* sc
     for (int64_t i = 0; i < n; ++i) theta[i] += wanted.p[i] * wanted.q[i] * (0.5 - wanted.p[i]) * scale;
   }
   double* const free = scratch + 3 * length;
-  fixed_point(own, wanted, n, k, {1e-7, 1e-9}, free + kOrderArrays * length, theta,
+  fixed_point(own, wanted, n, k, kOrderAccuracy, free + kOrderArrays * length, theta,
               [&](const Trials& trials, double* pi, double* out) {
                 return order_inclusion_of(trials, n, k, free, pi, out);
               });

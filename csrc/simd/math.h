@@ -109,6 +109,12 @@ KHOT_INLINE VecF square_root(VecF v) {
 #endif
 }
 
+KHOT_INLINE VecD square_root(VecD v) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kWidth<double>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
+}
+
 // 1/(1 + e) for 0 <= e < 2^128. From e = 2^126 on the result may be flushed to 0, as it is subnormal.
 KHOT_INLINE VecF inverse_1p(VecF e) { return inverse(e + 1); }
 
