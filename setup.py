@@ -34,10 +34,12 @@ FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "
 # Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it. The
 # last is for old processors only.
 SMALL = [
-    os.path.join("csrc", "bindings", f"{name}.cpp")
-    for name in ("assign_pass", "sampling", "soft_budget", "soft_count", "soft_topk")
+    *(
+        os.path.join("csrc", "bindings", f"{name}.cpp")
+        for name in ("assign_pass", "sampling", "soft_budget", "soft_count", "soft_topk")
+    ),
+    os.path.join("csrc", "simd", "sampling_baseline.cpp"),
 ]
-SMALL.append(os.path.join("csrc", "simd", "sampling_baseline.cpp"))
 
 
 def pure(reason: str) -> dict[str, Any]:

@@ -101,14 +101,14 @@ def soft_topk(
     if rows == 0:
         return out, hi, lo
     source = layout.rows(x, n)
+    kernels = None
     if resident.serves(x.dtype, F, tau, output):
-        numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
         kernels = split if layout.splits(rows, n) else resident
-        kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
-        return out, hi, lo
-    if n > layout.RESIDENT:
+    elif n > layout.RESIDENT:
+        kernels = polish
+    if kernels is not None:
         numbers = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-        polish.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
+        kernels.soft_topk(source, *numbers, out, hi, lo, rows, n, F, output)
         return out, hi, lo
     width, together, warps = layout.block(n)
     launch(
