@@ -75,6 +75,9 @@ def cases() -> Iterator[Case]:
         given = (x, x, wide, wide, wide, one, "logistic", 0.0)
         yield Case("fenchel_young", shape, given)
         yield Case("fenchel_young_backward", shape, (wide, *given))
+        how = ("logistic", 0.0, "score", False)
+        yield Case("soft_budget", shape, (x, x, wide, one, *how))
+        yield Case("soft_budget_backward", shape, (x, wide, x, x, wide, wide, one, *how))
 
 
 def _nothing(rows: int, n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels of draws and of soft counts compile to: a part of `python -m benchmarks.resources`.
+"""What the kernels of draws, counts, losses and budgets compile to, for `python -m benchmarks.resources`.
 
 Instructions are all of a kernel, divided by the entries (and levels) that a thread holds at a time. A draw
 computes a uniform number for each: ten rounds of Philox, of which two entries share one, take about 40.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from khot._kernels.triton import counts, draws, losses
+from khot._kernels.triton import budget, counts, draws, losses
 
 REGISTERS = 128
 
@@ -75,6 +75,14 @@ def cases() -> list[Case]:
         *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
         *(_loss(losses._losses, cdf) for cdf in range(5)),
         *(_loss(losses._pull_losses, cdf) for cdf in range(5)),
+        *(
+            _budget(budget._budgets, cdf, bound)
+            for cdf, bound in enumerate((2_760, 2_500, 3_330, 1_780, 2_960))
+        ),
+        *(
+            _budget(budget._pull_budgets, cdf, bound)
+            for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
+        ),
     ]
 
 
@@ -83,6 +91,13 @@ def _loss(kernel: Any, cdf: int) -> Case:
     constants = {"CDF": cdf, "CHUNK": losses.CHUNK}
     bound = 1_700 if cdf == 2 else 800  # the normal CDF's potential needs a quantile
     return Case(kernel, f"CDF {cdf}", constants, losses.WARPS, losses.CHUNK / 32 / losses.WARPS, bound)
+
+
+def _budget(kernel: Any, cdf: int, bound: float) -> Case:
+    """By value, in float64: all passes, of which there are seven forward and four backward."""
+    constants = {"CDF": cdf, "BY_VALUE": True, "AT_MOST": False, "WIDTH": budget.WIDTH}
+    warps = budget.WIDTH // 64
+    return Case(kernel, f"CDF {cdf}", constants, warps, budget.WIDTH / 32 / warps, bound)
 
 
 class Line(NamedTuple):
@@ -112,6 +127,7 @@ TYPES = {
     "target_pointer": "*fp32", "seed_pointer": "*i64", "keys_pointer": "*i64", "drawn_pointer": "*i1",
     "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32",
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
+    "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32",
 }  # fmt: skip
 

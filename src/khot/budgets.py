@@ -105,8 +105,9 @@ def soft_budget(
         x = arguments.rows(input, dim, mask, largest)
         # the kernel looks at costs, too, and a row with a bad one is NaN; but a group agrees on errors before
         w = _costs(cost, input, dim, mask, check=not row.here)
-        amount = arguments.per_row(budget, "budget", x, low=0)
-        return x, w, amount, arguments.per_row(tau, "tau", x, low=0, low_open=True), F
+        amount = arguments.per_row(budget, "budget", x, low=0, by_value=row.here)
+        scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=row.here)
+        return x, w, amount, scale, F
 
     said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
     x, w, amount, scale, F = row.agree(

@@ -100,12 +100,7 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
     assert set(WAITS) <= {*ENTRIES, *LAYERS}
 
 
-@pytest.mark.parametrize(
-    "op",
-    # thousands of launches: one variant is among the entries
-    [pytest.param(op, marks=[pytest.mark.slow] * (op.name == "soft_budget")) for op in OPERATORS],
-    ids=lambda op: op.id,
-)
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
     waits = ("soft_assign", "budget_mask", "project_permutahedron")
     if op.name in waits or "projection" in op.id:
@@ -173,6 +168,11 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (128, 1_000), lambda x: khot.soft_topk(x, 8, tau=torch.empty(128, device="cuda")), [1, 0], [1, 0],
     ),
     "log_soft_topk": ((4096, 64), partial(khot.log_soft_topk, k=8), [1, 0], [1, 0]),
+    "soft_budget": ((4096, 64), lambda x: khot.soft_budget(x, x.detach(), 8.0, tau=0.5), [1, 0], [1, 0]),
+    "soft_budget, at_most": (
+        (16, 100_000), lambda x: khot.soft_budget(x, x.detach()[0], 8.0, by="value", at_most=True),
+        [1, 0], [1, 0],
+    ),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),
     "nn.SoftTopK": ((4096, 64), khot.nn.SoftTopK(8), [2, 0], [1, 0]),

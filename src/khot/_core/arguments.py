@@ -46,6 +46,7 @@ __all__ = [
     "readable",
     "rows",
     "shows_nan",
+    "unasked",
     "unrows",
 ]
 
@@ -254,6 +255,14 @@ def constant(number: float, like: Tensor, *, by_value: bool = False) -> Tensor:
     by_value = by_value and device.type == "cuda" and not torch.compiler.is_compiling()
     where = CPU if by_value else device
     return torch.full((), number, dtype=precision.wide_dtype(device), device=where)
+
+
+def unasked(like: Tensor) -> Tensor:
+    """What stands for a gradient in numbers like these that nobody asked for: a zero, on the CPU where the
+    kernels take numbers by value."""
+    if (like.is_cpu or like.is_cuda) and not torch.compiler.is_compiling():
+        return constant(0.0, like, by_value=True)
+    return like.new_zeros((), device="cpu")
 
 
 def _shares(like: Tensor, by_value: bool = False) -> bool:

@@ -34,6 +34,8 @@ KERNELS = (
     "order_sample",
     "pareto_sample",
     "tournament",
+    "soft_budget",
+    "soft_budget_backward",
     "soft_count",
     "soft_count_backward",
     "fenchel_young",

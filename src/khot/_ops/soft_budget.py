@@ -75,7 +75,7 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
         x, cost, tau, hi, lo = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
-        grad_lo = torch.zeros_like(hi) if grad_lo is None else grad_lo
+        grad_lo = arguments.unasked(hi) if grad_lo is None else grad_lo
         if by_kernel():
             backward = _reference_soft_budget_backward if ctx.group else _soft_budget_backward
             dx, dcost, dbudget, dtau = backward(

@@ -82,8 +82,7 @@ class _Rule(Rule):
         if grad is None:
             grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
         if grad_lo is None:  # this is so for every first derivative of y
-            shared = (hi.is_cpu or hi.is_cuda) and not torch.compiler.is_compiling()
-            grad_lo = arguments.constant(0.0, hi, by_value=True) if shared else hi.new_zeros((), device="cpu")
+            grad_lo = arguments.unasked(hi)
         if not by_kernel():
             row = rows.of(ctx.group)
             dx, dk, dtau = _vjp(grad, grad_lo, x, hi, lo, tau, ctx.cdf, ctx.output, row, near)

@@ -22,7 +22,7 @@ from khot._kernels.reference.steps import DIGITS
 from khot._kernels.reference.tiles import some, tiles, two_sum
 from khot.cdfs import CDF
 
-__all__ = ["soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
+__all__ = ["CLOSE", "SLACK", "soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
 
 EVALUATIONS = 96
 LOG_EVALUATIONS = 8

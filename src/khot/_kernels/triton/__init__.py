@@ -20,6 +20,8 @@ theirs.
 """
 
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
+from khot._kernels.triton.budget import soft_budget as soft_budget
+from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
 from khot._kernels.triton.counts import soft_count as soft_count
 from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
 from khot._kernels.triton.draws import order_sample as order_sample
@@ -65,6 +67,8 @@ __all__ = [
     "order_statistics",
     "pareto_sample",
     "selectable",
+    "soft_budget",
+    "soft_budget_backward",
     "soft_count",
     "soft_count_backward",
     "soft_topk",

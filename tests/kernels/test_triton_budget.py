@@ -1,0 +1,146 @@
+"""The soft budget of the Triton kernels, interpreted, against the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
+from khot._kernels.reference import soft_budget as reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+INF = math.inf
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+every_form = pytest.mark.parametrize("by", ["score", "value"])
+CASES = [
+    *((cdf, torch.float32, 1.0, cdf in ("logistic", "uniform")) for cdf in CDFS),
+    *((cdf, torch.float64, 0.01, False) for cdf in CDFS),
+]
+
+
+def some(n: int, dtype: torch.dtype, shares: tuple[float, ...], step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every step-th row of the table, which has another kind of scores, costs and budget each time."""
+    x, w, budget = table(n, dtype, shares)
+    return x[::step], w[::step], budget[::step]
+
+
+@every_form
+@pytest.mark.parametrize(("cdf", "dtype", "tau", "at_most"), CASES)
+def test_rows_as_the_reference(
+    kernels: ModuleType, cdf: str, by: str, dtype: torch.dtype, tau: float, at_most: bool
+) -> None:
+    x, w, budget = some(60, dtype, (0.0, 1e-6, 0.3, 0.9, 1.0), 27)
+    check_rows(kernels, x, w, budget, tau, cdf, by, at_most)
+
+
+@every_form
+@pytest.mark.parametrize(("cdf", "dtype", "tau", "at_most"), CASES)
+def test_gradients_as_the_reference(
+    kernels: ModuleType, cdf: str, by: str, dtype: torch.dtype, tau: float, at_most: bool
+) -> None:
+    x, w, budget = some(60, dtype, (0.0, 0.02, 0.3, 0.5, 1.0), 47)
+    check_gradients(kernels, x, w, budget, tau, cdf, by, at_most)
+
+
+@every_form
+def test_bad_rows_are_nan_alone(kernels: ModuleType, by: str) -> None:
+    n, g = 40, torch.Generator().manual_seed(0)
+    x, w = torch.randn(8, n, generator=g), torch.rand(8, n, generator=g) + 0.1
+    budget = w.sum(-1).double() / 2
+    rest = ("uniform", 0.0, by, False)
+    good = kernels.soft_budget(x, w, budget, *numbers(1.0), *rest)[0]
+    bad_x, bad_w, bad_budget = x.clone(), w.clone(), budget.clone()
+    bad_x[1, 3] = math.nan
+    bad_w[2, 3], bad_w[3, 3], bad_w[4, 3] = -1, INF, math.nan
+    bad_budget[5], bad_budget[6] = -1, 1e9
+    y, hi, lo = kernels.soft_budget(bad_x, bad_w, bad_budget, *numbers(1.0), *rest)
+    assert y[1:7].isnan().all() and hi[1:7].isnan().all()
+    assert torch.equal(y[[0, 7]], good[[0, 7]])
+    grads = kernels.soft_budget_backward(
+        torch.ones_like(x), torch.zeros(()), bad_x, bad_w, hi, lo, *numbers(1.0), *rest
+    )
+    for grad in grads:
+        assert grad[1:7].isnan().all() and not grad[[0, 7]].isnan().any()
+    for tau in (0.0, -1.0, math.nan, INF):
+        assert kernels.soft_budget(x[:1], w[:1], budget[:1], *numbers(tau), *rest)[0].isnan().all()
+    masked = x.masked_fill(bad_w != w, -INF)  # a masked entry's cost is ignored
+    y, hi, lo = kernels.soft_budget(masked, bad_w, budget, *numbers(1.0), *rest)
+    assert not y[2:5].isnan().any()
+    grads = kernels.soft_budget_backward(
+        torch.ones_like(x), torch.zeros(()), masked, bad_w, hi, lo, *numbers(1.0), *rest
+    )
+    assert not any(grad[2:5].isnan().any() for grad in grads)
+
+
+@every_form
+def test_layouts_and_broadcasting(kernels: ModuleType, by: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    base, prices = torch.randn(12, 24, generator=g), torch.rand(12, 24, generator=g) + 0.5
+    for x, w in (
+        (base.T[:6], prices[6:, ::2]),
+        (base[:6, ::2], prices.T[:6]),
+        (base[:1].expand(6, 24), prices[:6].flip(-1)),
+        (base[:6].unflatten(0, (2, 3)), prices[0]),
+        (base[:6].unflatten(0, (2, 3)), torch.tensor([[[2.0]], [[0.5]]])),
+        (base[0], prices[0]),
+    ):
+        budget = w.expand(x.shape).sum(-1).double() / 3
+        rest = (*numbers(0.5), "logistic", 0.0, by, False)
+        got, want = kernels.soft_budget(x, w, budget, *rest), reference.soft_budget(x, w, budget, *rest)
+        one = torch.ones(()).expand(x.shape)  # what sum() sends back: stride 0
+        given = (one, torch.zeros(()), x, w, *want[1:], *rest)
+        got += kernels.soft_budget_backward(*given)
+        want += reference.soft_budget_backward(*given)
+        for a, b in zip(got, want, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            if a.shape == x.shape or by == "score":  # the thresholds' two halves may differ
+                assert (far(a, b) <= 1e-6).all()
+    for shape in ((0, 5), (3, 0)):
+        x, budget = torch.randn(shape), torch.zeros(shape[0], dtype=torch.float64)
+        y, hi, lo = kernels.soft_budget(x, x, budget, *numbers(1.0), "normal", 0.0, by, False)
+        assert y.shape == shape and hi.shape == lo.shape == (shape[0],)
+        grads = kernels.soft_budget_backward(y, budget, x, x, hi, lo, *numbers(1.0), "normal", 0.0, by, False)
+        assert [g.shape for g in grads] == [shape, shape, (shape[0],), (shape[0],)]
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float_rounded(kernels: ModuleType, by: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 100, generator=g).to(dtype), (torch.rand(2, 100, generator=g) + 0.1).to(dtype)
+    budget, rest = w.double().sum(-1) / 4, (*numbers(0.7), "logistic", 0.0, by, False)
+    y, hi, lo = kernels.soft_budget(x, w, budget, *rest)
+    want = reference.soft_budget(x.double(), w.double(), budget, *rest)[0]
+    assert y.dtype == dtype
+    eps = torch.finfo(dtype).eps  # the interpreter cuts digits off where it stores bfloat16
+    assert (far(y, want) <= eps * want + 1e-12).all()
+    got = kernels.soft_budget_backward(x, torch.zeros_like(hi), x, w, hi, lo, *rest)
+    true = reference.soft_budget_backward(
+        x.double(), torch.zeros_like(hi), x.double(), w.double(), hi, lo, *rest
+    )
+    for a, b in zip(got, true, strict=True):
+        assert (far(a, b) <= eps * b.abs() + 1e-7).all()
+
+
+@every_cdf
+def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
+    monkeypatch.setattr(kernels.budget, "WIDTH", 64)
+    g = torch.Generator().manual_seed(0)
+    x, w = 3 * torch.randn(2, 150, generator=g), torch.rand(2, 150, generator=g) + 0.01
+    budget = torch.tensor([0.01, 0.6]) * w.double().sum(-1)
+    for by in ("score", "value"):
+        check_rows(kernels, x, w, budget, 0.5, cdf, by, False)
+        check_gradients(kernels, x, w, budget, 0.5, cdf, by, False)
