@@ -291,7 +291,9 @@ def soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    p = _matrix(x, tau, selected, F, lambda z: F.cdf(z).diff(dim=-2), lambda share: share)
+    # a difference of shares needs no more digits than these have
+    compute = torch.promote_types(x.dtype, torch.float32)
+    p = _matrix(x, tau, selected, F, lambda z: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
     return _places_first(p, input, dim)
 
 
@@ -472,6 +474,7 @@ def _matrix(
     entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
     bad = unanswerable(x, tau).unsqueeze(-1)
     all_finite = arguments.readable(infinite) and not bool(infinite.any())
+    all_good = arguments.readable(bad) and not bool(bad.any())
 
     def part(start: int, stop: int) -> Tensor:
         ends = slice(start, stop + 1)
@@ -479,7 +482,7 @@ def _matrix(
         if not all_finite:
             share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
             p = torch.where(infinite, of_share(share), p)
-        return p.masked_fill(bad, math.nan).to(x.dtype)
+        return (p if all_good else p.masked_fill(bad, math.nan)).to(x.dtype)
 
     return in_parts(part, x.shape[-1], x.numel())
 
