@@ -62,7 +62,7 @@ def cases() -> list[Case]:
         _pareto(4_096, 175),
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 90),
         Case(draws._part_keys, "long rows", {"PARTS": 512, **chunk}, 4, draws.CHUNK / 128, 300),
-        Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170),
+        Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170, spills=2),
         Case(draws._careful, "rows that are calibrated", careful, 4, 2, 3_700, spills=1),
         Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
         Case(draws._duels, "2,048 units", {"WIDTH": 2048, "LEVELS": 11, "LAST": True}, 8, 8, 310),

@@ -49,7 +49,7 @@ def _cases() -> Iterator[Case]:
         "laplace": (32.0, 15.7),
         "normal": (57.0, 30.0),
         "uniform": (47.0, 11.5),
-        "power": (42.0, 13.4),
+        "power": (46.0, 13.4),
     }
     for name, (evaluation, write) in bounds.items():
         F = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name)

@@ -60,11 +60,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def benchmarks() -> str:
-    """Every committed table, folded, under the first line of the script that wrote it."""
+    """Every committed table, folded, under the first line of the script that wrote it; after those of the
+    newest processor those of one without AVX-512."""
     parts = []
-    for path in sorted(BENCHMARKS.glob("*.md")):
+    for path in (*sorted(BENCHMARKS.glob("*.md")), *sorted(BENCHMARKS.glob("avx2/*.md"))):
         script = (ROOT / "benchmarks" / f"{path.stem}.py").read_text(encoding="utf-8")
         title = script.removeprefix('"""').splitlines()[0].partition(": `")[0].rstrip(".:")
+        if path.parent != BENCHMARKS:
+            title += " (AVX2)"
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"^(processor: .*)\n(.*)", r"<small>\1; \2</small>", text)
         text = re.sub(r"^#+ (.*)", r"**\1**", text, flags=re.MULTILINE)
@@ -74,7 +77,7 @@ def benchmarks() -> str:
             f"`python -m benchmarks.{path.stem}`",
             text,
         ]
-        plots = [p.name for p in sorted(BENCHMARKS.glob(f"{path.stem}*.png")) if p.name not in text]
+        plots = [p.name for p in sorted(path.parent.glob(f"{path.stem}*.png")) if p.name not in text]
         parts += [*(f"![{title}]({name})" for name in plots), "</details>"]
     return re.sub(r"\]\((\w+\.png)\)", r"](benchmarks/\1)", "\n\n".join(parts))
 
