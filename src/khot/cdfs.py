@@ -298,15 +298,15 @@ class Laplace(CDF, built_in=True):
     variance: ClassVar[float] = 2.0
 
     def cdf(self, z: Tensor) -> Tensor:
-        positive, above, below = _sides(z)
-        return torch.where(positive, 1 - 0.5 * torch.exp(-above), 0.5 * torch.exp(below))
+        above, below = _sides(z)
+        return 0.5 * torch.exp(below) + (0.5 - 0.5 * torch.exp(-above))
 
     def pdf(self, z: Tensor) -> Tensor:
         return 0.5 * torch.exp(-z.abs())
 
     def log_cdf(self, z: Tensor) -> Tensor:
-        positive, above, _ = _sides(z)
-        return torch.where(positive, torch.log1p(-0.5 * torch.exp(-above)), z - math.log(2))
+        above, below = _sides(z)
+        return below + torch.log1p(-0.5 * torch.exp(-above))
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -z.abs() - math.log(2)
@@ -323,8 +323,8 @@ class Laplace(CDF, built_in=True):
         return torch.xlogy(w, 2 * w) - w
 
     def conjugate(self, z: Tensor) -> Tensor:
-        positive, above, below = _sides(z)
-        return torch.where(positive, above + 0.5 * torch.exp(-above), 0.5 * torch.exp(below))
+        above, below = _sides(z)
+        return 0.5 * torch.exp(below) + (0.5 * torch.exp(-above) - 0.5) + above
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,9 @@ class Normal(CDF, built_in=True):
     def log_cdf(self, z: Tensor) -> Tensor:
         # torch.special.log_ndtr is the same function, but has no batching rule (torch 2.13)
         z, dtype = _at_least_float32(z)
-        positive, above, below = _sides(z * math.sqrt(0.5))
-        lower = torch.log(0.5 * torch.special.erfcx(-below)) - below * below
-        return torch.where(positive, torch.log1p(-0.5 * torch.erfc(above)), lower).to(dtype)
+        above, below = _sides(z * math.sqrt(0.5))
+        lower = torch.log(torch.special.erfcx(-below)) - below * below
+        return (lower + torch.log1p(-0.5 * torch.erfc(above))).to(dtype)
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
@@ -356,10 +356,9 @@ class Normal(CDF, built_in=True):
     def log_hazard(self, z: Tensor) -> Tensor:
         # Far below the median, the two squares in log f − log F would round off everything else.
         z, dtype = _at_least_float32(z)
-        positive, above, below = _sides(z)
-        upper = self.log_pdf(above) - self.log_cdf(above)
-        lower = 0.5 * math.log(2 / math.pi) - torch.log(torch.special.erfcx(below * -math.sqrt(0.5)))
-        return torch.where(positive, upper, lower).to(dtype)
+        above, below = _sides(z)
+        lower = torch.log(torch.special.erfcx(below * -math.sqrt(0.5)))
+        return (self.log_pdf(above) - self.log_cdf(above) - lower).to(dtype)
 
     def icdf(self, y: Tensor) -> Tensor:
         y, dtype = _at_least_float32(y)
@@ -384,13 +383,14 @@ class Normal(CDF, built_in=True):
         return torch.where(z < -40, 0, z.clamp(min=-40) * self.cdf(z) + self.pdf(z))
 
 
-def _sides(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether z > 0, z where it is and 0 elsewhere, and z where it is not.
+def _sides(z: Tensor) -> tuple[Tensor, Tensor]:
+    """z where it is positive and z where it is not, each 0 elsewhere, so that a function of either side is a
+    sum of two: where() and masked_fill() take several times as long as an exponential.
 
-    abs() and, in some versions of torch, clamp() have the derivative 0 at 0, where F's is not 0.
+    Their derivatives at 0 are 0 and 1, as F's is not 0 there; that of abs() is 0, and in some versions of
+    torch that of clamp().
     """
-    positive = z > 0
-    return positive, z.masked_fill(~positive, 0), z.masked_fill(positive, 0)
+    return torch.relu(z), -torch.threshold(-z, -torch.finfo(z.dtype).tiny, 0.0)
 
 
 def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
