@@ -128,7 +128,7 @@ TYPES = {
     "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32",
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
-    "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32",
+    "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "budget_rest": "fp32",
 }  # fmt: skip
 
 

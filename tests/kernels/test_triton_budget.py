@@ -144,3 +144,39 @@ def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     for by in ("score", "value"):
         check_rows(kernels, x, w, budget, 0.5, cdf, by, False)
         check_gradients(kernels, x, w, budget, 0.5, cdf, by, False)
+
+
+def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device gets numbers in float32, unlike the interpreter. More than all costs is not a budget."""
+    launch = kernels.budget.launch
+
+    def narrow(value: object) -> object:
+        return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+
+    monkeypatch.setattr(kernels.budget, "launch", lambda *given, **more: launch(*map(narrow, given), **more))
+    (all_costs,) = numbers(1.2505063413624407)
+    x = torch.zeros(1, 1, dtype=torch.float64)
+    y, _, _ = kernels.soft_budget(
+        x, all_costs.reshape(1, 1), all_costs, *numbers(1.0), "logistic", 0.0, "score", False
+    )
+    assert torch.equal(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize(("cdf", "by"), [("logistic", "score"), ("normal", "value")])
+def test_gaps_of_many_tau(kernels: ModuleType, cdf: str, by: str) -> None:
+    """Entries on either side of t that are all far from it are not for that equally near."""
+    x = torch.tensor([[1.38, -1.04, -1.72]], dtype=torch.float64)
+    w = torch.tensor([[72, 2.0**-12, 2.0**-17]], dtype=torch.float64)
+    given = kernels, x, w, w[:, :2].sum(-1), 1e-20, cdf, by, False
+    check_rows(*given)
+    check_gradients(*given)
+
+
+def test_scores_far_beyond_the_digits_of_tau(kernels: ModuleType) -> None:
+    """t differs by less than one digit from the score of the only entry that is taken in part."""
+    x = torch.tensor([[1e290, -3e289]], dtype=torch.float64)
+    budget = torch.tensor([1.25], dtype=torch.float64)
+    y, _, _ = kernels.soft_budget(
+        x, torch.ones_like(x), budget, *numbers(1.0), "uniform", 0.0, "score", False
+    )
+    assert (far(y, torch.tensor([[1, 0.25]])) <= 1e-12).all()

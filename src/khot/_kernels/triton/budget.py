@@ -37,6 +37,7 @@ EVALUATIONS = 128  # at most
 LOG_EVALUATIONS = tl.constexpr(8)
 WIDTH = 1024  # entries that a program holds at a time: two of a thread, as float64 fills registers
 FARTHEST = tl.constexpr(1e300)
+FARTHEST_Z = tl.constexpr(1e150)  # its square stays finite
 ROUNDING = tl.constexpr(2.0**-52)
 CLOSE = tl.constexpr(reference.CLOSE)
 DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
@@ -256,7 +257,7 @@ def _step(sums, state, left, scale, noise, tau, count, CDF: tl.constexpr):
     room = tl.where(close, 8 * ROUNDING * tl.abs(hi), 0.0)  # the ends were seen from another hi
     trial = lo + step
     other = _between(hi + low, hi + high) - hi
-    other = tl.where((other > low) & (other < high), other, 0.5 * low + 0.5 * high)
+    other = tl.where((other > low) & (other < high), other, _between(low, high))
     newton = (trial > low - room) & (trial < high + room) & ~slow
     done = done | ~(newton | ((other > low) & (other < high)))
     trial = tl.where(newton, trial, other)
@@ -402,15 +403,15 @@ def _store(at, value, mask):
 @triton.jit(do_not_specialize=["evaluations"])
 def _budgets(
     x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, hi_pointer, lo_pointer, n, slack, evaluations,
+    budget_pointer, budget_stride, budget_high, budget_low, budget_rest,
+    tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer, n, slack, evaluations,
     power_high, power_low,
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     power = joined(power_high, power_low)
     x_at, cost_at = x_pointer + row * x_stride, cost_pointer + row * cost_row
-    budget = number64(budget_pointer, budget_stride, budget_high, budget_low, row)
+    budget = number64(budget_pointer, budget_stride, budget_high, budget_low, row) + budget_rest
     tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
     hi, lo = _threshold(
         x_at, cost_at, cost_column, n, budget, tau, slack, evaluations, power, CDF, BY_VALUE, AT_MOST, WIDTH
@@ -443,7 +444,7 @@ def _closest(x, w, given):
 def _relative(z, rest, density, near, power, CDF: tl.constexpr):
     """f in units of its value where |z| = near. What is free may lie nearer, and stays finite."""
     if full_support(CDF):
-        a = tl.minimum(tl.abs(z), 1e15)
+        a = tl.minimum(tl.abs(z), FARTHEST_Z)
         most = 2 * DENSEST / tl.maximum(near + a, 1e-300) if gaussian_tail(CDF) else DENSEST
         _, relative = side(z, rest, z > median(power, CDF), near, tl.minimum(near - a, most), power, CDF)
         return tl.where(density == density, relative, density)
@@ -531,7 +532,7 @@ def _pull_budgets(
     near = hi * 0
     if full_support(CDF):
         near, _ = _ends(_closest, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH)
-        near = tl.minimum(near, 1e15)
+        near = tl.minimum(near, FARTHEST_Z)
     mass, mean, pull, u_moment, moment = _sums_with(
         _pull, (hi, lo, tau, near, power, CDF, BY_VALUE), 5,
         x_at, cost_at, cost_column, grad_at, grad_column, n, WIDTH,
@@ -604,9 +605,10 @@ def soft_budget(
     hi = torch.empty(batch, dtype=torch.float64, device=x.device)
     lo = torch.empty_like(hi)
     slack = reference.SLACK * torch.finfo(cost.dtype).eps
+    amount = layout.values(budget, batch, x.device)
     launch(
         _budgets, hi.numel(),
-        *layout.rows(x, n), *_matrix(cost, x), *layout.values(budget, batch, x.device),
+        *layout.rows(x, n), *_matrix(cost, x), *amount, layout.rest(budget, amount),
         *layout.values(tau, batch, x.device), y, hi, lo, n, slack, EVALUATIONS,
         *layout.power(cdfs.resolve(cdf, shape)), **_which(n, cdf, by, at_most),
     )  # fmt: skip

@@ -204,7 +204,7 @@ def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
         tail = 0.5 * tl.exp(behind)
         density = tail
     elif CDF == NORMAL:
-        a = tl.minimum(a, 1e15)  # its square stays finite
+        a = tl.minimum(a, 1e150 if a.dtype == tl.float64 else 1e15)  # its square stays finite
         E = tl.exp(0.5 * tl.maximum(behind, -1e15) * (near + a))
         tail = 0.5 * E * tl.exp(log_erfcx(a * 0.7071067811865476))
         density = E * 0.3989422804014327
