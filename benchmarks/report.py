@@ -163,7 +163,7 @@ def loglog(
         axis.set_xlabel(x_label)
         axis.grid(True, which="major", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(y=0.15)  # names that make room for each other stay below the title
+        axis.margins(y=0.2)  # names that make room for each other stay below the title
         label_ends(axis, ends)
     if caption:
         figure.text(0.01, -0.01, textwrap.fill(caption, 110), fontsize=8, va="top", color="0.35")
