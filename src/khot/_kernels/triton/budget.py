@@ -33,7 +33,7 @@ from khot._kernels.triton.functions import (
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import number64
 
-EVALUATIONS = tl.constexpr(128)  # at most
+EVALUATIONS = 128  # at most
 LOG_EVALUATIONS = tl.constexpr(8)
 WIDTH = 1024  # entries that a program holds at a time: two of a thread, as float64 fills registers
 FARTHEST = tl.constexpr(1e300)
@@ -257,9 +257,10 @@ def _step(sums, state, left, scale, noise, tau, count, CDF: tl.constexpr):
     room = tl.where(close, 8 * ROUNDING * tl.abs(hi), 0.0)  # the ends were seen from another hi
     trial = lo + step
     other = _between(hi + low, hi + high) - hi
-    # where hi has no digits left for a middle, lo has; and if halving does not end, so have its bits
-    half = tl.where(count > EVALUATIONS // 2, _between(low, high), 0.5 * low + 0.5 * high)
-    other = tl.where((other > low) & (other < high), other, half)
+    # where t has no digits left, lo may be far smaller than the last one
+    last = high - low <= 8 * ROUNDING * tl.abs(hi)
+    inner = tl.where(last, _between(low, high), 0.5 * low + 0.5 * high)
+    other = tl.where((other > low) & (other < high), other, inner)
     newton = (trial > low - room) & (trial < high + room) & ~slow
     done = done | ~(newton | ((other > low) & (other < high)))
     trial = tl.where(newton, trial, other)
@@ -611,7 +612,7 @@ def soft_budget(
     launch(
         _budgets, hi.numel(),
         *layout.rows(x, n), *_matrix(cost, x), *amount, layout.rest(budget, amount),
-        *layout.values(tau, batch, x.device), y, hi, lo, n, slack, EVALUATIONS.value,
+        *layout.values(tau, batch, x.device), y, hi, lo, n, slack, EVALUATIONS,
         *layout.power(cdfs.resolve(cdf, shape)), **_which(n, cdf, by, at_most),
     )  # fmt: skip
     return y, hi, lo
