@@ -347,8 +347,9 @@ class Normal(CDF, built_in=True):
         # torch.special.log_ndtr is the same function, but has no batching rule (torch 2.13)
         z, dtype = _at_least_float32(z)
         above, below = _sides(z * math.sqrt(0.5))
-        lower = torch.log(torch.special.erfcx(-below)) - below * below
-        return (lower + torch.log1p(-0.5 * torch.erfc(above))).to(dtype)
+        positive = (z > 0).to(z.dtype)  # each side is exactly 0 on the other: no digit is lost in the sum
+        lower = torch.log((0.5 + 0.5 * positive) * torch.special.erfcx(-below)) - below * below
+        return (lower + torch.log1p(-0.5 * positive * torch.erfc(above))).to(dtype)
 
     def log_pdf(self, z: Tensor) -> Tensor:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
