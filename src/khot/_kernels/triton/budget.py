@@ -15,7 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import soft_budget as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import double, joined, plus, total, two_sum
+from khot._kernels.triton.fast import double, joined, plus, store, total, two_sum
 from khot._kernels.triton.functions import (
     HUGE,
     TINY,
@@ -113,16 +113,27 @@ def _spend(x, w, given):
 
 
 @triton.jit
+def _cotangent(grad_at, grad_column, start, n, WIDTH: tl.constexpr):
+    column = start + tl.arange(0, WIDTH)
+    return double(tl.load(grad_at + column.to(tl.int64) * grad_column, mask=column < n, other=0.0))
+
+
+@triton.jit
 def _sums(
-    terms: tl.constexpr, given, COUNT: tl.constexpr, x_at, cost_at, cost_column, n, WIDTH: tl.constexpr
+    terms: tl.constexpr, given, COUNT: tl.constexpr, x_at, cost_at, cost_column, n, WIDTH: tl.constexpr,
+    grad_at=None, grad_column=0,
 ):  # fmt: skip
-    """The sums over a row of the COUNT members of terms(x, w, given)."""
+    """The sums over a row of the COUNT members of terms(x, w, given), or of terms(x, w, v, given) with the
+    cotangent v."""
     held = ()
     for _ in tl.static_range(COUNT):
         held = held + (tl.zeros((WIDTH,), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(0, n, WIDTH):
         x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
-        held = plus(held, terms(x, w, given))
+        if grad_at is None:
+            held = plus(held, terms(x, w, given))
+        else:
+            held = plus(held, terms(x, w, _cotangent(grad_at, grad_column, start, n, WIDTH), given))
     return total(held, 1)
 
 
@@ -152,29 +163,34 @@ def _range(x, w, given):
 
 
 @triton.jit
-def _beside(x, w, given):
-    """The levels next to t: of compact support, where y leaves 1 or 0."""
+def _parted(x, w, given):
+    """Of what is paid for: which entries are selected (z > median), which are not, and z."""
     hi, lo, tau, power = given[:4]
     CDF: tl.constexpr = given[4]
     BY_VALUE: tl.constexpr = given[5]
     counts = (tl.abs(x) < float("inf")) & (w > 0)
     z, _ = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, power, CDF, BY_VALUE)
     above = z > median(power, CDF)
+    return counts & above, counts & ~above, z
+
+
+@triton.jit
+def _beside(x, w, given):
+    """The levels next to t: of compact support, where y leaves 1 or 0."""
+    tau = given[2]
+    CDF: tl.constexpr = given[4]
+    BY_VALUE: tl.constexpr = given[5]
+    above, below, _ = _parted(x, w, given)
     up = _levels(x, w, 0.0 if full_support(CDF) else 1.0, tau, BY_VALUE)
     down = _levels(x, w, 0.0, tau, BY_VALUE)
-    return tl.where(counts & above, up, float("inf")), tl.where(counts & ~above, down, float("-inf"))
+    return tl.where(above, up, float("inf")), tl.where(below, down, float("-inf"))
 
 
 @triton.jit
 def _nearest(x, w, given):
     """The least z of what is selected, and the greatest of the rest."""
-    hi, lo, tau, power = given[:4]
-    CDF: tl.constexpr = given[4]
-    BY_VALUE: tl.constexpr = given[5]
-    counts = (tl.abs(x) < float("inf")) & (w > 0)
-    z, _ = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, power, CDF, BY_VALUE)
-    above = z > median(power, CDF)
-    return tl.where(counts & above, z, float("inf")), tl.where(counts & ~above, z, float("-inf"))
+    above, below, z = _parted(x, w, given)
+    return tl.where(above, z, float("inf")), tl.where(below, z, float("-inf"))
 
 
 # ---------------------------------------------------------------------------------------- of a row
@@ -288,20 +304,20 @@ def _threshold(
         answered = answered & (left <= free + slack)
     tau = tl.where(answered, tau, 1.0)
     left = tl.maximum(left, 0.0)
-    loose = answered & (free != free)
+    # what is left of the costs to rounding is not a share that could be spent
+    every = left >= free - 16 * ROUNDING * free
+    settled = tl.where(every, -HUGE, tl.where(left == 0, HUGE, 0.0))
+    solvable = answered & (settled == 0)
     if AT_MOST:
         zero = free * 0
         spent, lacking, excess, _, _ = _sums(
             _spend, (zero, zero, tau, 0.0, 0.0, power, CDF, BY_VALUE), 5,
             x_at, cost_at, cost_column, n, WIDTH,
         )  # fmt: skip
-        loose = answered & (spent - lacking + excess <= left)
-    # what is left of the costs to rounding is not a share that could be spent
-    every = left >= free - 16 * ROUNDING * free
-    settled = tl.where(every, -HUGE, tl.where(left == 0, HUGE, 0.0))
-    settled = tl.where(loose, 0.0, settled)
+        loose = spent - lacking + excess <= left
+        settled, solvable = tl.where(loose, 0.0, settled), solvable & ~loose
     hi, lo = tl.where(answered, settled, float("nan")), tl.where(answered, settled, float("nan"))
-    if answered & ~loose & (settled == 0):
+    if solvable:
         hi, lo = _solve(
             x_at, cost_at, cost_column, n, left, free, mean, square, tau, evaluations, power,
             CDF, BY_VALUE, AT_MOST, WIDTH,
@@ -396,13 +412,6 @@ def _share(x, w, hi, lo, tau, power, CDF: tl.constexpr, BY_VALUE: tl.constexpr):
     return tl.where(decided, tl.where(chosen, 1.0, 0.0), y), z, rest, tl.where(decided, 0.0, density), decided
 
 
-@triton.jit
-def _store(at, value, mask):
-    if at.dtype.element_ty != tl.float64:
-        value = value.to(tl.float32)  # half precision in two steps
-    tl.store(at, value.to(at.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["evaluations"])
 def _budgets(
     x_pointer, x_stride, cost_pointer, cost_row, cost_column,
@@ -426,7 +435,7 @@ def _budgets(
         y, _, _, _, _ = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
         y = tl.where(hi == hi, y, hi)
         column = start + tl.arange(0, WIDTH)
-        _store(out_pointer + row * n + column, y, column < n)
+        store(out_pointer + row * n + column, y, column < n)
 
 
 # ---------------------------------------------------------------------------------------- backward
@@ -456,14 +465,20 @@ def _relative(z, rest, density, near, power, CDF: tl.constexpr):
 
 
 @triton.jit
+def _slopes(x, w, v, hi, lo, tau, near, power, CDF: tl.constexpr, BY_VALUE: tl.constexpr):
+    """y, z, v f, and f relative to near."""
+    y, z, rest, density, decided = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
+    relative = tl.where(decided, 0.0, _relative(z, rest, density, near, power, CDF))
+    return y, z, tl.where(density == 0, 0.0, v * density), relative
+
+
+@triton.jit
 def _pull(x, w, v, given):
     """Σ w a f and Σ a v f, relative to near; Σ v f a and Σ v f z; and Σ w f z, relative to near."""
     hi, lo, tau, near, power = given[:5]
     CDF: tl.constexpr = given[5]
     BY_VALUE: tl.constexpr = given[6]
-    _, z, rest, density, decided = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
-    relative = tl.where(decided, 0.0, _relative(z, rest, density, near, power, CDF))
-    u = tl.where(density == 0, 0.0, v * density)
+    _, z, u, relative = _slopes(x, w, v, hi, lo, tau, near, power, CDF, BY_VALUE)
     paid = w * relative
     priced = v * relative
     moment = tl.where(paid == 0, 0.0, paid * z)
@@ -492,28 +507,6 @@ def _edges(x, w, v, given):
 
 
 @triton.jit
-def _sums_with(
-    terms: tl.constexpr, given, COUNT: tl.constexpr, x_at, cost_at, cost_column, grad_at, grad_column, n,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """:func:`_sums`, of terms that take the cotangent as well."""
-    held = ()
-    for _ in tl.static_range(COUNT):
-        held = held + (tl.zeros((WIDTH,), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(0, n, WIDTH):
-        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
-        v = _cotangent(grad_at, grad_column, start, n, WIDTH)
-        held = plus(held, terms(x, w, v, given))
-    return total(held, 1)
-
-
-@triton.jit
-def _cotangent(grad_at, grad_column, start, n, WIDTH: tl.constexpr):
-    column = start + tl.arange(0, WIDTH)
-    return double(tl.load(grad_at + column.to(tl.int64) * grad_column, mask=column < n, other=0.0))
-
-
-@triton.jit
 def _pull_budgets(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
     x_pointer, x_stride, cost_pointer, cost_row, cost_column, hi_pointer, lo_pointer,
@@ -534,11 +527,11 @@ def _pull_budgets(
 
     near = hi * 0
     if full_support(CDF):
-        near, _ = _ends(_closest, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH)
-        near = tl.minimum(near, FARTHEST_Z)
-    mass, mean, pull, u_moment, moment = _sums_with(
+        ends = _ends(_closest, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH)
+        near = tl.minimum(ends[0], FARTHEST_Z)
+    mass, mean, pull, u_moment, moment = _sums(
         _pull, (hi, lo, tau, near, power, CDF, BY_VALUE), 5,
-        x_at, cost_at, cost_column, grad_at, grad_column, n, WIDTH,
+        x_at, cost_at, cost_column, n, WIDTH, grad_at, grad_column,
     )  # fmt: skip
     dead = (mass == 0) | fixed
     mass = tl.where(dead, 1.0, mass)
@@ -553,9 +546,9 @@ def _pull_budgets(
             up, down = _ends(
                 _beside, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH
             )
-            up_paid, up_priced, down_paid, down_priced = _sums_with(
+            up_paid, up_priced, down_paid, down_priced = _sums(
                 _edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 4,
-                x_at, cost_at, cost_column, grad_at, grad_column, n, WIDTH,
+                x_at, cost_at, cost_column, n, WIDTH, grad_at, grad_column,
             )  # fmt: skip
             price = 0.5 * up_priced / tl.where(up_paid == 0, 1.0, up_paid)
             price += 0.5 * down_priced / tl.where(down_paid == 0, 1.0, down_paid)
@@ -567,17 +560,15 @@ def _pull_budgets(
     for start in range(0, n, WIDTH):
         x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
         v = _cotangent(grad_at, grad_column, start, n, WIDTH)
-        share, z, rest, density, decided = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
-        relative = tl.where(decided, 0.0, _relative(z, rest, density, near, power, CDF))
-        dx = tl.where(density == 0, 0.0, v * density) / tau + spread * w * relative
-        dx = tl.where(bad, hi, dx)
+        share, _, u, relative = _slopes(x, w, v, hi, lo, tau, near, power, CDF, BY_VALUE)
+        dx = tl.where(bad, hi, u / tau + spread * w * relative)
         dcost = -price * share
         if BY_VALUE:
             dcost -= t * dx
         dcost = tl.where(x == float("-inf"), 0.0, dcost)
         column = start + tl.arange(0, WIDTH)
-        _store(dx_pointer + row * n + column, dx, column < n)
-        _store(dcost_pointer + row * n + column, dcost, column < n)
+        store(dx_pointer + row * n + column, dx, column < n)
+        store(dcost_pointer + row * n + column, dcost, column < n)
 
 
 # -------------------------------------------------------------------------------------------- the host

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import joined
+from khot._kernels.triton.fast import joined, store
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
 from khot._kernels.triton.launch import launch
 
@@ -213,10 +213,7 @@ def _pull_entries(
         v = tl.where(tl.abs(level) == float("inf"), 0.0, v)
         z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
         total += v[:, None] * _pdf(z, power, CDF, CENTRED)
-    dx = tl.sum(total, axis=0) * scale
-    if dx_pointer.dtype.element_ty != tl.float64:
-        dx = dx.to(tl.float32)  # half precision in two steps
-    tl.store(dx_pointer + row * n + column, dx.to(dx_pointer.dtype.element_ty), mask=column < n)
+    store(dx_pointer + row * n + column, tl.sum(total, axis=0) * scale, column < n)
 
 
 KERNELS = (_count, _count_densities, _pull_levels, _pull_entries)

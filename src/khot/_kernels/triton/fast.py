@@ -21,6 +21,7 @@ __all__ = [
     "plus",
     "reciprocal",
     "split",
+    "store",
     "total",
     "two_sum",
     "wide",
@@ -82,6 +83,14 @@ def two_sum(a, b):
 def double(x):
     """In float64, which half precision reaches through float32."""
     return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x
+
+
+@triton.jit
+def store(at, value, mask):
+    """What :func:`double` is on the way back: half precision is reached through float32."""
+    if at.dtype.element_ty != tl.float64:
+        value = value.to(tl.float32)
+    tl.store(at, value.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.counts import distribution
-from khot._kernels.triton.fast import double, joined
+from khot._kernels.triton.fast import double, joined, store
 from khot._kernels.triton.functions import (
     HUGE,
     LAPLACE,
@@ -152,9 +152,7 @@ def _pull_losses(
         mass -= dx
         value = _conjugate(z, F, power, CDF) + _potential(T, power, CDF) - z * F
         rate += tl.where(free, value, 0.0)
-        if dx_pointer.dtype.element_ty != tl.float64:
-            dx = dx.to(tl.float32)  # half precision in two steps
-        tl.store(dx_pointer + row * n + column, dx.to(dx_pointer.dtype.element_ty), mask=column < n)
+        store(dx_pointer + row * n + column, dx, column < n)
     tl.store(mass_pointer + row * parts + part, tl.sum(mass, axis=0))
     tl.store(rate_pointer + row * parts + part, grad * tl.sum(rate, axis=0))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import double
+from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 
@@ -140,9 +140,7 @@ def _ranks(
     rank = (column + 1).to(tl.float64)[None, :] + 0.5 * (below - above)
     rank = tl.where(bad[:, None], float("nan"), rank)
     order = tl.load(order_pointer + offset, mask=there, other=0)
-    if out_pointer.dtype.element_ty != tl.float64:
-        rank = rank.to(tl.float32)  # half precision in two steps
-    tl.store(out_pointer + row[:, None] * n + order, rank.to(out_pointer.dtype.element_ty), mask=there)
+    store(out_pointer + row[:, None] * n + order, rank, there)
     tl.store(index_pointer + offset, order.to(tl.int32), mask=there)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import transport as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 
@@ -24,14 +25,7 @@ GOAL, FLOOR = tl.constexpr(reference.GOAL), tl.constexpr(reference.FLOOR)
 
 @triton.jit
 def _scores(pointer, column, n):
-    x = tl.load(pointer + column, mask=column < n, other=0.0)
-    return x.to(tl.float32).to(tl.float64) if x.dtype != tl.float64 else x  # half precision in two steps
-
-
-@triton.jit
-def _put(pointer, y, mask):
-    y = y.to(tl.float32) if pointer.dtype.element_ty != tl.float64 else y
-    tl.store(pointer, y.to(pointer.dtype.element_ty), mask=mask)
+    return double(tl.load(pointer + column, mask=column < n, other=0.0))
 
 
 @triton.jit
@@ -260,7 +254,7 @@ def _plan(
     weight = tl.exp(logits - tl.max(logits, axis=0)[None, :])
     y = weight / tl.sum(weight, axis=0)[None, :] + bad
     others = there & ((column < n) & ~_chosen(order, column))[None, :]
-    _put(out_pointer + column[None, :], y, others)
+    store(out_pointer + column[None, :], y, others)
     if part == 0:
         largest = tl.load(largest_pointer + row * k + anchor, mask=anchor < k, other=0.0)
         head = _head(hi_pointer, _beyond(largest), shift, scale, k, KEYS)
@@ -268,7 +262,7 @@ def _plan(
         share = 1 / tl.maximum(tl.load(taken_pointer + row), 1.0)
         first = (hi == FAR)[:, None] & (largest == float("inf"))[None, :]
         head = tl.where(first, share, head) + bad
-        _put(out_pointer + order[None, :], head, there & (anchor < k)[None, :])
+        store(out_pointer + order[None, :], head, there & (anchor < k)[None, :])
 
 
 KERNELS = (_newton, _plan)
