@@ -78,6 +78,7 @@ def cases() -> Iterator[Case]:
         how = ("logistic", 0.0, "score", False)
         yield Case("soft_budget", shape, (x, x, wide, one, *how))
         yield Case("soft_budget_backward", shape, (x, wide, x, x, wide, wide, one, *how))
+        yield Case("budget_mask", shape, (x, x, wide))
 
 
 def _nothing(rows: int, n: int) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from khot._kernels.triton import budget, counts, draws, losses
+from khot._kernels.triton import budget, counts, draws, greedy, losses
 
 REGISTERS = 128
 
@@ -83,6 +83,7 @@ def cases() -> list[Case]:
             _budget(budget._pull_budgets, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
         ),
+        Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 165),
     ]
 
 
@@ -129,6 +130,7 @@ TYPES = {
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "budget_rest": "fp32",
+    "place_pointer": "*i64",
 }  # fmt: skip
 
 

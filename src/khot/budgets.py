@@ -158,7 +158,7 @@ def budget_mask(
     _check_by(by)
     x = arguments.rows(input, dim, mask, largest)
     w = _costs(cost, input, dim, mask, check=True)
-    amount = arguments.per_row(budget, "budget", x, low=0)
+    amount = arguments.per_row(budget, "budget", x, low=0, by_value=True)
     return arguments.unrows(_greedy(x.detach(), w, amount, by, at_most), input, dim)
 
 

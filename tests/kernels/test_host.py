@@ -36,7 +36,6 @@ POOLED = "joins blocks until none is left to join"
 
 #: What waits, and why. Everything else must not.
 WAITS = {
-    "budget_mask": "takes what fits, round after round",
     "conditional_poisson.calibrate": CALIBRATED,
     "conditional_poisson.sample": REJECTS,
     "distributions.ConditionalPoisson": CHECKED,
@@ -102,7 +101,7 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
-    waits = ("soft_assign", "budget_mask", "project_permutahedron")
+    waits = ("soft_assign", "project_permutahedron")
     if op.name in waits or "projection" in op.id:
         pytest.skip("the operator waits whatever the variant")
     k = torch.empty(3, device="cuda")
@@ -172,6 +171,11 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_budget, at_most": (
         (16, 100_000), lambda x: khot.soft_budget(x, x.detach()[0], 8.0, by="value", at_most=True),
         [1, 0], [1, 0],
+    ),
+    "budget_mask": ((4096, 64), lambda x: khot.budget_mask(x, x.detach(), 8.0), [1, 1], [0, 0]),
+    "budget_mask, by value": (
+        (16, 100_000), lambda x: khot.budget_mask(x, x.detach()[0], 8.0, by="value", at_most=True),
+        [1, 19], [0, 0],
     ),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),

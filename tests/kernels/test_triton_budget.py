@@ -13,6 +13,7 @@ from torch import Tensor
 
 from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
 from khot._kernels.reference import soft_budget as reference
+from khot._kernels.reference.budget_mask import budget_mask as reference_mask
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-INF = math.inf
+INF, NAN = math.inf, math.nan
 every_cdf = pytest.mark.parametrize("cdf", CDFS)
 every_form = pytest.mark.parametrize("by", ["score", "value"])
 CASES = [
@@ -180,3 +181,57 @@ def test_scores_far_beyond_the_digits_of_tau(kernels: ModuleType) -> None:
         x, torch.ones_like(x), budget, *numbers(1.0), "uniform", 0.0, "score", False
     )
     assert (far(y, torch.tensor([[1, 0.25]])) <= 1e-12).all()
+
+
+# ------------------------------------------------------------------------------------ the hard selection
+
+
+@pytest.mark.parametrize("n", [1, 7, 150])
+@pytest.mark.parametrize("kind", ["real", "integers", "ties"])
+def test_the_mask_is_the_references(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, kind: str
+) -> None:
+    """150 entries are three chunks. Whole numbers fit exactly, or do not by one unit."""
+    monkeypatch.setattr(kernels.greedy, "WIDTH", 64)
+    g = torch.Generator().manual_seed(n)
+    x, cost = torch.randn(12, n, generator=g), torch.rand(12, n, generator=g)
+    if kind != "real":
+        cost = torch.randint(0, 9, (12, n), generator=g).float()
+    if kind == "ties":
+        x = x.round()
+    x[8:, 0], x[10:, -1] = -INF, INF
+    budget = torch.tensor([0.0, 0.02, 0.1, 0.5, 1.0, 3.0]).repeat(2).double() * cost.double().sum(-1)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        given = (x.to(dtype), cost, budget)
+        assert torch.equal(kernels.budget_mask(*given), reference_mask(*given))
+
+
+def test_bad_rows_of_the_mask_are_nan_alone(kernels: ModuleType) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, cost = torch.randn(7, 9, generator=g), torch.rand(7, 9, generator=g)
+    budget = torch.ones(7, dtype=torch.float64)
+    good = kernels.budget_mask(x, cost, budget)
+    bad, prices = x.clone(), cost.clone()
+    bad[1, 3], budget[5] = NAN, -1
+    prices[2, 3], prices[3, 3], prices[4, 3] = -1, INF, NAN
+    y = kernels.budget_mask(bad, prices, budget)
+    assert y[1:6].isnan().all() and torch.equal(y[[0, 6]], good[[0, 6]])
+    budget[5] = 1
+    hidden = x.masked_fill(prices != cost, -INF)  # a masked entry's cost is ignored
+    assert torch.equal(kernels.budget_mask(hidden, prices, budget), reference_mask(hidden, cost, budget))
+
+
+def test_layouts_of_the_mask(kernels: ModuleType) -> None:
+    g = torch.Generator().manual_seed(0)
+    base, prices = torch.randn(12, 24, generator=g), torch.rand(12, 24, generator=g)
+    for x, cost in (
+        (base.T[:6], prices[6:, ::2]),
+        (base[:6].unflatten(0, (2, 3)), prices[0]),
+        (base[:1].expand(6, 24), torch.tensor(0.5)),
+        (base[0], prices[0]),
+        (base[:0], prices[0]),
+        (base[:, :0], prices[:, :0]),
+    ):
+        for budget in (numbers(2.5)[0], torch.full(x.shape[:-1], 2.5, dtype=torch.float64)):
+            got, want = kernels.budget_mask(x, cost, budget), reference_mask(x, cost, budget)
+            assert got.shape == want.shape and torch.equal(got, want)

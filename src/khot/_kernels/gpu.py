@@ -36,6 +36,7 @@ KERNELS = (
     "tournament",
     "soft_budget",
     "soft_budget_backward",
+    "budget_mask",
     "soft_count",
     "soft_count_backward",
     "fenchel_young",

@@ -29,6 +29,7 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.forward import soft_topk as soft_topk
+from khot._kernels.triton.greedy import budget_mask as budget_mask
 from khot._kernels.triton.losses import fenchel_young as fenchel_young
 from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
 from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
@@ -50,6 +51,7 @@ from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 
 __all__ = [
+    "budget_mask",
     "decay_scan",
     "fenchel_young",
     "fenchel_young_backward",
