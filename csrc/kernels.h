@@ -133,6 +133,28 @@ struct CountRows {
   ~CountRows() = default;
 };
 
+// What each entry has of the places between `levels` falling thresholds
+// (khot/_kernels/reference/permutation.py), computed in blocks of entries.
+struct ShareSpec : Spec {
+  int64_t levels;  // the ends, at +inf and -inf, included
+};
+constexpr int64_t kShareBlock = 512;
+constexpr int64_t share_blocks(int64_t n) { return (n + kShareBlock - 1) / kShareBlock; }
+
+struct ShareRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual Threshold level(int64_t row, int64_t j) const = 0;
+  virtual void* out(int64_t row, int64_t place) const = 0;  // of x's dtype
+  virtual Row grad(int64_t row, int64_t place) const = 0;   // backward only, as the rest
+  virtual void* grad_x(int64_t row) const = 0;              // of x's dtype
+  virtual void put(int64_t block, int64_t j, double grad_level) const = 0;
+  virtual void put_tau(int64_t block, double grad_tau) const = 0;
+
+ protected:
+  ~ShareRows() = default;
+};
+
 // Top-k in magnitude of s >= 0, or of |x| with the signs of x. The formulas are explained in
 // khot/_kernels/reference/magnitude.py.
 struct MagnitudeSpec {
@@ -191,6 +213,8 @@ struct Kernels {
   void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
   void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
+  // The blocks [begin, end) of all rows: the shares, or their gradients.
+  void (*shares)(const ShareSpec& spec, const ShareRows& rows, int64_t begin, int64_t end, bool backward);
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);

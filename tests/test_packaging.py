@@ -78,8 +78,8 @@ def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
 def test_compiled_wheel(sdist: Path, tmp_path: Path) -> None:
     path = wheel(sdist, tmp_path)
     assert "-cp310-abi3-" in path.name
-    # 2.21 MB in November 2026. 1.3 MB of it are three copies of the kernels, one per instruction set.
-    assert path.stat().st_size < 2_250_000
+    # 2.27 MB in November 2026. 1.3 MB of it are three copies of the kernels, one per instruction set.
+    assert path.stat().st_size < 2_300_000
     told = run(
         *(TRY_WHEEL, sys.executable, sdist, path),
         *("-q", "tests/test_house.py", "tests/test_topk.py", "tests/kernels/test_cpu.py"),

@@ -24,11 +24,14 @@ struct Level {
 
   Level(const C& F, bool centred) : F(F), shift(static_cast<R>(centred ? F.median : 0.0)) {}
   Level(const C& F, double level, double tau, bool centred) : Level(F, centred) {
+    put({level, 0}, tau, hi, lo, scale, scale_low);
+  }
+  Level(const C& F, Threshold level, double tau) : Level(F, false) {
     put(level, tau, hi, lo, scale, scale_low);
   }
   void put(int lane, double level, double tau) {
     R high, low, steep, steep_low;
-    put(level, tau, high, low, steep, steep_low);
+    put({level, 0}, tau, high, low, steep, steep_low);
     hi[lane] = high, lo[lane] = low, scale[lane] = steep, scale_low[lane] = steep_low;
   }
 
@@ -55,9 +58,9 @@ struct Level {
   static constexpr double factor() { return kOdds ? kLog2E : 1; }
   // The level and 1/tau are pairs of floats: an error of one float would be the same in every term, so that
   // it would not average out in the sum.
-  static void put(double level, double tau, R& hi, R& lo, R& scale, R& scale_low) {
-    hi = static_cast<R>(level);
-    lo = static_cast<R>((level - static_cast<double>(hi)) * factor() / tau);
+  static void put(Threshold level, double tau, R& hi, R& lo, R& scale, R& scale_low) {
+    hi = static_cast<R>(level.hi);
+    lo = static_cast<R>((level.hi - static_cast<double>(hi) + level.lo) * factor() / tau);
     scale = static_cast<R>(factor() / tau);
     scale_low = static_cast<R>(factor() / tau - static_cast<double>(scale));
   }

@@ -33,6 +33,7 @@ from khot._ops.permutation import (
     standardize,
     unanswerable,
 )
+from khot._ops.permutation_shares import shares
 from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
 
@@ -291,9 +292,13 @@ def soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    # a difference of shares needs no more digits than these have
-    compute = torch.promote_types(x.dtype, torch.float32)
-    p = _matrix(x, tau, selected, F, lambda z: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
+    if F.built_in and x.is_cpu and x.numel() and not torch.compiler.is_compiling():
+        correct = _correction(x, tau, selected, lambda share: share)
+        p = correct(shares(x, *boundaries(x, tau, F), tau, F), 0, x.shape[-1])
+    else:
+        # a difference of shares needs no more digits than these have
+        compute = torch.promote_types(x.dtype, torch.float32)
+        p = _matrix(x, tau, selected, F, lambda z: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
     return _places_first(p, input, dim)
 
 
@@ -471,20 +476,32 @@ def _matrix(
         of_share: the same of the share that an infinite entry has of a place.
     """
     hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
+    entries, correct = x.unsqueeze(-2), _correction(x, tau, selected, of_share)
+
+    def part(start: int, stop: int) -> Tensor:
+        ends = slice(start, stop + 1)
+        p = between(standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None]))
+        return correct(p, start, stop).to(x.dtype)
+
+    return in_parts(part, x.shape[-1], x.numel())
+
+
+def _correction(
+    x: Tensor, tau: Tensor, selected: Tensor | None, of_share: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, int, int], Tensor]:
+    """What gives infinite entries their shares of the places from start to stop, and bad rows NaN."""
     entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
     bad = unanswerable(x, tau).unsqueeze(-1)
     all_finite = arguments.readable(infinite) and not bool(infinite.any())
     all_good = arguments.readable(bad) and not bool(bad.any())
 
-    def part(start: int, stop: int) -> Tensor:
-        ends = slice(start, stop + 1)
-        p = between(standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None]))
+    def correct(p: Tensor, start: int, stop: int) -> Tensor:
         if not all_finite:
             share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
-            p = torch.where(infinite, of_share(share), p)
-        return (p if all_good else p.masked_fill(bad, math.nan)).to(x.dtype)
+            p = torch.where(infinite, of_share(share).to(p.dtype), p)
+        return p if all_good else p.masked_fill(bad, math.nan)
 
-    return in_parts(part, x.shape[-1], x.numel())
+    return correct
 
 
 def _places_first(p: Tensor, input: Tensor, dim: int) -> Tensor:
