@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RESULTS = Path(__file__).parent / "results" / "launches.md"
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias"}
+FREE = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias",
+    "promote_types",
+}  # fmt: skip
 SEED = torch.tensor(1)
 
 
@@ -79,6 +82,10 @@ def cases() -> Iterator[Case]:
         yield Case("soft_budget", shape, (x, x, wide, one, *how))
         yield Case("soft_budget_backward", shape, (x, wide, x, x, wide, wide, one, *how))
         yield Case("budget_mask", shape, (x, x, wide))
+        places = (torch.empty_like(x, dtype=torch.int32) for _ in range(3))
+        yield Case("permutahedron", shape, (x, x[:1], one, "kl"))
+        yield Case("permutahedron_backward", shape, (x, x, x[:1], one, *places, "kl", True))
+    yield Case("power_blocks", "(4,096, 64)", (_nothing(4_096, 64), _nothing(1, 64), one, 1.5))
 
 
 def _nothing(rows: int, n: int) -> Tensor:

@@ -405,7 +405,8 @@ def main(arguments: list[str] | None = None) -> None:
     text = f"## Triton {triton.__version__}, {args.arch}\n\n{table(lines)}\n"
     if not args.few and args.arch == "sm_90":
         text += f"\n### Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
-        text += f"\n### Draws, soft counts, losses and budgets\n\n{resources_draws.table(draw_lines)}\n"
+        title = "Draws, soft counts, losses, budgets and projections"
+        text += f"\n### {title}\n\n{resources_draws.table(draw_lines)}\n"
     print(text)
     if not args.check:
         keep(text)

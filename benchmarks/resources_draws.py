@@ -1,4 +1,4 @@
-"""What the kernels of draws, counts, losses and budgets compile to, for `python -m benchmarks.resources`.
+"""What the kernels of draws, counts, losses, budgets and projections compile to: for `benchmarks.resources`.
 
 Instructions are all of a kernel, divided by the entries (and levels) that a thread holds at a time. A draw
 computes a uniform number for each: ten rounds of Philox, of which two entries share one, take about 40.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from khot._kernels.triton import budget, counts, draws, greedy, losses
+from khot._kernels.triton import budget, counts, draws, greedy, losses, power_norms, projection
 
 REGISTERS = 128
 
@@ -84,7 +84,49 @@ def cases() -> list[Case]:
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
         ),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 165),
-    ]
+        *(_project(*case) for case in PROJECTIONS),
+        *(_pull(*case) for case in PULLED),
+        Case(
+            power_norms._power_levels, "", {"WIDTH": power_norms.WIDTH}, power_norms.WIDTH // 32, 1, 2_000,
+            spills=2,
+        ),
+    ]  # fmt: skip
+
+
+# which passes, of "l2" or "kl", entries that a program holds, and the bound
+PROJECTIONS = [
+    ("row", False, 64, 700),
+    ("row", True, 64, 1_350),
+    ("row", False, projection.WIDTH, 750),
+    ("row", True, projection.WIDTH, 1_400),
+    ("part, begun", True, projection.WIDTH, 1_120),
+    ("parts, joined", True, projection.WIDTH, 1_040),
+    ("part, written", True, projection.WIDTH, 1_330),
+]
+PULLED = [
+    ("row", False, 710),
+    ("row", True, 1_140),
+    ("part, summed", True, 790),
+    ("part, written", True, 660),
+]
+
+
+def _project(passes: str, kl: bool, width: int, bound: float) -> Case:
+    """All passes over a row or a part of one, with one copy of the joining of two blocks, which is repeated
+    as often as there are blocks to join."""
+    begin, write = passes in ("row", "part, begun"), passes in ("row", "part, written")
+    constants = {"BEGIN": begin, "WRITE": write, "KL": kl, "WIDTH": width}
+    shape = f"{'kl' if kl else 'l2'}, {passes}, {width} places at a time"
+    return Case(projection._project, shape, constants, width // 64, 2, bound, spills=1)
+
+
+def _pull(passes: str, kl: bool, bound: float) -> Case:
+    constants = {
+        "SUM": passes in ("row", "part, summed"), "WRITE": passes in ("row", "part, written"), "KL": kl,
+        "WANT_W": True, "PARTS": 1 if passes == "row" else 256, "WIDTH": projection.WIDTH,
+    }  # fmt: skip
+    shape = f"{'kl' if kl else 'l2'}, {passes}"
+    return Case(projection._pull, shape, constants, projection.WIDTH // 64, 2, bound)
 
 
 def _loss(kernel: Any, cdf: int) -> Case:
@@ -132,6 +174,21 @@ TYPES = {
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "budget_rest": "fp32",
     "place_pointer": "*i64",
 }  # fmt: skip
+SORTED = {
+    "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i64", "w_order_pointer": "*i64",
+    "index_pointer": "*i32", "w_index_pointer": "*i32", "start_pointer": "*i32",
+}  # fmt: skip
+OWN_TYPES = {
+    "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
+    "_project": SORTED | {"stop_pointer": "*i32"},
+    "_pull": {
+        "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",
+        "start_pointer": "*i32", "dz_pointer": "*fp32", "dw_pointer": "*fp32",
+    },
+    "_power_levels": SORTED
+    | {"mark_pointer": "*i32"}
+    | dict.fromkeys(("less_high", "less_low", "exponent_high", "exponent_low"), "fp32"),
+}  # fmt: skip
 
 
 def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
@@ -142,8 +199,7 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
         else TYPES.get(name, "*fp64" if name.endswith("_pointer") else "i32")
         for name in names
     }  # fmt: skip
-    if case.kernel is draws._duels:
-        signature |= {"out_pointer": "*i1", "x_pointer": "*fp64"}
+    signature |= OWN_TYPES.get(case.kernel.fn.__name__, {})
     source = ASTSource(
         case.kernel,
         signature,

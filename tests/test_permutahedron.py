@@ -15,22 +15,11 @@ from torch import Tensor
 import khot
 import oracles
 from khot._kernels.reference import permutahedron as reference
+from projection_rows import ROUNDED, ROWS, f64, randn, ranks
 
 INF, NAN = math.inf, math.nan
 REGULARIZATIONS = ("l2", "kl")
 every_regularization = pytest.mark.parametrize("regularization", REGULARIZATIONS)
-
-
-def f64(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def ranks(n: int) -> Tensor:
-    return torch.arange(n, 0, -1, dtype=torch.float64)
 
 
 def project(z: Tensor, w: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) -> Tensor:
@@ -49,16 +38,6 @@ def sort(x: Tensor, tau: Any = 1.0, regularization: str = "l2", **options: Any) 
 
 POWERS = (1.2, 4 / 3, 2.5, 3.0)
 every_p = pytest.mark.parametrize("p", POWERS)
-ROWS: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
-    "normal": lambda n: (randn(n), randn(n, seed=1)),
-    "ranks": lambda n: (3 * randn(n), ranks(n)),
-    "ties": lambda n: (randn(n).round(), randn(n, seed=1).round()),
-    "all equal": lambda n: (torch.full((n,), 0.3).double(), ranks(n)),
-    "a cascade": lambda n: (ranks(n), torch.cat((ranks(n)[1:] / 2, f64([-100.0])))),
-    "one outlier": lambda n: (torch.cat((f64([1000.0]), randn(n - 1))), ranks(n)),
-    "top k": lambda n: (randn(n), (torch.arange(n) < n // 3).double()),
-    "ascending w": lambda n: (randn(n), torch.linspace(-1, 1, n).double()),
-}
 
 
 @every_regularization
@@ -321,7 +300,7 @@ def test_the_blocks_of_both_kernels_are_the_same() -> None:
         torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
         for a, b in zip(got[1:], want[1:], strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
-        if kind not in ("ties", "all equal", "top k"):  # rounding decides whether equal values are pooled
+        if kind not in ROUNDED:
             assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:], strict=True)), (kind, n)
 
 
@@ -380,6 +359,14 @@ def test_infinite_values_make_their_block_infinite() -> None:
     assert torch.autograd.grad(total, x)[0].isfinite().all()
     assert (sort(-x, descending=True) == -INF).any()
     assert sort(f64([INF, -INF]), 1e3).isnan().all()  # the mean of both is nothing
+
+
+def test_an_exponential_of_zero_takes_no_digits_from_its_block() -> None:
+    """With "kl", a block in which an entry of e^w is 0 has the sum of the others."""
+    z, w = ranks(4), f64([1.0, 0.5, 0.0, -INF])
+    for y in (torch.ops.khot.permutahedron(z, w, f64(1.0), "kl")[0], by_reference(z, w, 1.0, "kl")):
+        assert y[:2].tolist() == [1.0, 0.5]
+        torch.testing.assert_close(y[2:].exp(), f64([1.0, 0.0]).softmax(-1), rtol=1e-14, atol=0)
 
 
 @every_regularization

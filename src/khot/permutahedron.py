@@ -54,7 +54,7 @@ def project_permutahedron(
         tau: regularisation > 0; a number or a tensor that broadcasts with the batch shape (the input's shape
             without ``dim``).
         regularization: ``"l2"`` or ``"kl"``.
-        p: the norm of ``"l2"``, in [1.15, 3], a number. Other p than 2 have no compiled kernel.
+        p: the norm of ``"l2"``, in [1.15, 3], a number. Other p than 2 have no compiled CPU kernel.
         mask: bool, broadcastable to the input; True where an entry takes part. The entries of the input and
             of w under False are left out, even NaN and inf, so that n is the number of the others.
         hard: return the limit τ → 0, w permuted as the scores, with the gradient of the projection

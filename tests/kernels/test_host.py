@@ -19,6 +19,7 @@ from torch import Tensor
 import khot
 from device import Device, Waits, backward, pretend, tensor
 from khot import cdfs
+from khot._kernels.reference import permutahedron
 from operators import OPERATORS, Operator
 
 pytestmark = [
@@ -32,7 +33,6 @@ CALIBRATED = "iterates until all rows have arrived"
 REJECTS = "draws again until enough draws are accepted"
 CHECKED = "torch.distributions looks at the arguments unless validate_args=False"
 PAIRS = "solves matrix by matrix, on the host's numbers"
-POOLED = "joins blocks until none is left to join"
 
 #: What waits, and why. Everything else must not.
 WAITS = {
@@ -45,7 +45,6 @@ WAITS = {
     "estimators.sequential_softmax": "a loop of k softmaxes",
     "estimators.simple": REJECTS,
     "nn.BalancedRouter": PAIRS,
-    "project_permutahedron": POOLED,
     "sampling.inclusion_probs": PARETO,
     "sampling.sample, adjusted_conditional_poisson": PARETO,
     "sampling.sample, brewer": "draws unit by unit, as many as the row with most needs",
@@ -53,8 +52,6 @@ WAITS = {
     "sampling.sample, repeated_poisson": REJECTS,
     "sampling.sample, sampford": REJECTS,
     "soft_assign": PAIRS,
-    "soft_rank, projection": POOLED,
-    "soft_sort, projection": POOLED,
 }
 
 ENTRIES, LAYERS = list(latency.entries(N)), list(latency.layers(N))
@@ -101,8 +98,7 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
-    waits = ("soft_assign", "project_permutahedron")
-    if op.name in waits or "projection" in op.id:
+    if op.name == "soft_assign":
         pytest.skip("the operator waits whatever the variant")
     k = torch.empty(3, device="cuda")
     if op.name in ("soft_count", "inverse_soft_count"):
@@ -121,6 +117,17 @@ def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
 def test_no_loss_copies_its_settings(device: Device, loss: Callable[..., Tensor]) -> None:
     labels = torch.empty(4, dtype=torch.long, device="cuda")
     step(lambda x: loss(x, labels), 4, N)
+
+
+@pytest.mark.parametrize("regularization", ["l2", "kl"])
+def test_recorded_and_forward_derivatives_of_projections_wait_for_nothing(
+    device: Device, regularization: str
+) -> None:
+    """They are torch's own operations, on the blocks that the kernel found."""
+    z, w, tau = tensor(4, N).detach(), torch.empty(N, device="cuda"), torch.empty(4, device="cuda")
+    places = [torch.empty(4, N, dtype=torch.int32, device="cuda") for _ in range(3)]
+    permutahedron.vjp_permutahedron(z, z, w, tau, *places, regularization)
+    permutahedron.jvp_permutahedron(z, w, tau, z, w, tau, *places, regularization)
 
 
 def test_no_pruning_copies_its_settings(device: Device) -> None:
@@ -202,6 +209,18 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
     "soft_rank": ((4096, 64), khot.soft_rank, [4, 3], [6, 45]),
     "soft_sort": ((4096, 64), khot.soft_sort, [2, 90], [8, 205]),
+    "soft_rank, projection": ((4096, 64), partial(khot.soft_rank, method="projection"), [1, 4], [1, 1]),
+    "soft_sort, projection": ((4096, 64), partial(khot.soft_sort, method="projection"), [1, 7], [1, 3]),
+    "soft_sort, projection (16, 100_000), kl": (
+        (16, 100_000), partial(khot.soft_sort, method="projection", regularization="kl"), [3, 7], [2, 4],
+    ),
+    "project_permutahedron": (
+        (4096, 64), lambda x: khot.project_permutahedron(x, torch.empty(64, device="cuda")), [1, 3], [1, 1],
+    ),
+    "project_permutahedron, p": (
+        (4096, 64), lambda x: khot.project_permutahedron(x, torch.empty(64, device="cuda"), p=1.5),
+        [1, 129], [0, 99],
+    ),
 }  # fmt: skip
 
 

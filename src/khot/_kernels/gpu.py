@@ -51,6 +51,9 @@ KERNELS = (
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "sorted_soft_topk",
+    "permutahedron",
+    "permutahedron_backward",
+    "power_blocks",
 )
 
 

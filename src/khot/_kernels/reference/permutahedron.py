@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot._core.precision import widen
+from khot._core.precision import wide_dtype, widen
 
 __all__ = [
+    "farthest",
     "jvp_permutahedron",
     "permutahedron",
     "permutahedron_backward",
@@ -29,10 +30,10 @@ __all__ = [
 ]
 
 
-def _far(x: Tensor) -> float:
+def farthest(dtype: torch.dtype) -> float:
     """Scores in τ and entries of w count as infinite from this number on, or from 1e-4 of it for w. Sums of
     many of them still do not overflow."""
-    return 1e280 if x.dtype == torch.float64 else 1e28
+    return 1e280 if dtype == torch.float64 else 1e28
 
 
 def permutahedron(
@@ -56,7 +57,7 @@ def permutahedron(
     tau = widen(tau).expand(z.shape[:-1])
     bad = scores.isnan().any(-1) | weights.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))
     bad = bad.unsqueeze(-1)
-    far = _far(scores)
+    far = farthest(scores.dtype)
     u = (scores / tau.unsqueeze(-1)).clamp(-far, far)
     u = torch.where(scores.isinf(), 2 * u, u).masked_fill(bad, 0)
     v = weights.clamp(-1e-4 * far, 1e-4 * far).expand(u.shape).masked_fill(bad, 0)
@@ -92,7 +93,7 @@ def _blocks(u: Tensor, w: Tensor, regularization: str) -> _Blocks:
     n = u.shape[-1]
     width = 1 << max(n - 1, 0).bit_length()
     if width > n:  # places that no block of the row reaches
-        below = -torch.arange(4, 4 + width - n, device=u.device).to(u.dtype) * _far(u)
+        below = -torch.arange(4, 4 + width - n, device=u.device).to(u.dtype) * farthest(u.dtype)
         u = torch.cat((u, below.expand(*u.shape[:-1], -1)), -1)
         w = torch.cat((w, w.new_zeros(*w.shape[:-1], width - n)), -1)
     start = torch.arange(width, device=u.device).expand(u.shape)
@@ -116,7 +117,8 @@ def _join(u: Tensor, w: Tensor, blocks: _Blocks, regularization: str) -> _Blocks
     """
     length = u.shape[-1]
     here = torch.arange(length, device=u.device)
-    middle_u, middle_w = u[..., 1:, :1], w[..., 1:, :1]  # what differences are taken to
+    # what differences are taken to; where w is −∞ on the right, those to it would have no digits
+    middle_u, middle_w = u[..., 1:, :1], w[..., :1, -1:]
     value = (blocks.u - middle_u) - (blocks.w - middle_w) + blocks.m
     left, right = value[..., 0, :], value[..., 1, :]
     at = blocks.start[..., 0, :1]  # the first place of the segment
@@ -193,7 +195,7 @@ def power_blocks(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, T
     scores, order = torch.sort(widen(z).contiguous(), dim=-1, descending=True, stable=True)
     weights, w_order = torch.sort(widen(w).contiguous(), dim=-1, descending=True, stable=True)
     tau = widen(tau).expand(z.shape[:-1]).unsqueeze(-1)
-    far = _far(scores)
+    far = farthest(scores.dtype)
     u = (scores / tau).clamp(-far, far)
     u = torch.where(scores.isinf(), 2 * u, u).nan_to_num(0)
     weights = weights.clamp(-1e-4 * far, 1e-4 * far).nan_to_num(0).expand(u.shape)
@@ -255,7 +257,7 @@ def _linearize(
     z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor, regularization: str
 ) -> _Linear:
     order, w_order, start = order.long(), w_order.long(), start.long()
-    far = _far(widen(z))
+    far = farthest(wide_dtype(z.device))
     scores = widen(z).gather(-1, order)
     weights = widen(w).expand(z.shape).gather(-1, w_order)
     infinite, still = scores.isinf(), weights.abs() >= 1e-4 * far

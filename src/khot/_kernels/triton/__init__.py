@@ -37,6 +37,9 @@ from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magn
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
+from khot._kernels.triton.power_norms import power_blocks as power_blocks
+from khot._kernels.triton.projection import permutahedron as permutahedron
+from khot._kernels.triton.projection import permutahedron_backward as permutahedron_backward
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.scans import laplace_count as laplace_count
 from khot._kernels.triton.scans import laplace_count_backward as laplace_count_backward
@@ -68,6 +71,9 @@ __all__ = [
     "order_sample",
     "order_statistics",
     "pareto_sample",
+    "permutahedron",
+    "permutahedron_backward",
+    "power_blocks",
     "selectable",
     "soft_budget",
     "soft_budget_backward",

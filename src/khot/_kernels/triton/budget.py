@@ -576,12 +576,6 @@ def _pull_budgets(
 KERNELS = (_budgets, _pull_budgets)
 
 
-def _matrix(value: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
-    """A value of each entry: its rows, and the distances between rows and between columns."""
-    flat = value.expand(x.shape).reshape(-1, x.shape[-1])
-    return flat, flat.stride(0), flat.stride(1)
-
-
 def _which(n: int, cdf: str, by: str, at_most: bool) -> dict[str, int]:
     width = min(WIDTH, max(64, triton.next_power_of_2(n)))
     constants = {"CDF": layout.cdf_id(cdf), "BY_VALUE": by == "value", "AT_MOST": at_most, "WIDTH": width}
@@ -602,7 +596,7 @@ def soft_budget(
     amount = layout.values(budget, batch, x.device)
     launch(
         _budgets, hi.numel(),
-        *layout.rows(x, n), *_matrix(cost, x), *amount, layout.rest(budget, amount),
+        *layout.rows(x, n), *layout.matrix(cost, x), *amount, layout.rest(budget, amount),
         *layout.values(tau, batch, x.device), y, hi, lo, n, slack, EVALUATIONS,
         *layout.power(cdfs.resolve(cdf, shape)), **_which(n, cdf, by, at_most),
     )  # fmt: skip
@@ -623,8 +617,9 @@ def soft_budget_backward(
     dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
     launch(
         _pull_budgets, dbudget.numel(),
-        *_matrix(grad, x), *layout.values(grad_lo, batch, x.device), *layout.rows(x, n), *_matrix(cost, x),
-        hi.contiguous(), lo.contiguous(), *layout.values(tau, batch, x.device), dx, dcost, dbudget, dtau, n,
+        *layout.matrix(grad, x), *layout.values(grad_lo, batch, x.device), *layout.rows(x, n),
+        *layout.matrix(cost, x), hi.contiguous(), lo.contiguous(), *layout.values(tau, batch, x.device),
+        dx, dcost, dbudget, dtau, n,
         *layout.power(cdfs.resolve(cdf, shape)), **_which(n, cdf, by, at_most),
     )  # fmt: skip
     return dx, dcost, dbudget, dtau

@@ -132,6 +132,12 @@ def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
     return flat, flat.stride(0)
 
 
+def matrix(value: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
+    """A value of each entry of x: its rows, and the distances between rows and between columns."""
+    flat = value.expand(x.shape).reshape(-1, x.shape[-1])
+    return flat, flat.stride(0), flat.stride(1)
+
+
 def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Tensor, int]:
     """The per-row scalars, likewise, on the device; a single number may lie on the CPU."""
     if value.numel() == 1:

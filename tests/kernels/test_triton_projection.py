@@ -1,0 +1,206 @@
+"""The projection onto the permutahedron of the Triton kernels, interpreted, against the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot._kernels.reference import permutahedron as reference
+from projection_rows import ROUNDED, ROWS, f64, randn, ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+INF, NAN = math.inf, math.nan
+every_regularization = pytest.mark.parametrize("regularization", ["l2", "kl"])
+
+
+def table(n: int, taus: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Every kind of row at every τ."""
+    rows = [(*ROWS[kind](n), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
+    z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
+    return z, w, tau
+
+
+def check(
+    kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor, regularization: str, *, same: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The projection, its blocks in the rows that are `same` (None: in all), and all gradients."""
+    got = kernels.permutahedron(z, w, tau, regularization)
+    want = reference.permutahedron(z, w, tau, regularization)
+    near = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+    if z.dtype == torch.float64:
+        near |= {"rtol": 1e-12, "atol": 1e-13 * (1 + w.abs().nan_to_num(posinf=0).sum().item())}
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    torch.testing.assert_close(got[0], want[0], **({} if z.dtype == torch.float32 else near))
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert torch.equal(a if same is None else a[same], b if same is None else b[same])
+    grad = randn(*z.shape, seed=5).to(z.dtype)
+    for want_w in (False, True):
+        given = (grad, z, w, tau, *want[1:], regularization, want_w)
+        pulled = zip(
+            kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
+        )
+        for a, b in pulled:
+            assert a.shape == b.shape and a.dtype == b.dtype
+            scale = 1 + b.nan_to_num().abs().max().item() if b.numel() else 1
+            sharp = 1e-6 if b.dtype == torch.float32 else 1e-12
+            torch.testing.assert_close(a, b, rtol=sharp, atol=sharp * scale, equal_nan=True)
+    return got
+
+
+@every_regularization
+def test_rows_as_the_reference(kernels: ModuleType, regularization: str) -> None:
+    for n in (1, 2, 5):
+        check(kernels, *(t[::3] for t in table(n, (0.7,))), regularization)
+    z, w, tau = table(33, (0.1, 10.0))
+    same = torch.tensor([kind not in ROUNDED for kind in ROWS]).repeat_interleave(2)
+    check(kernels, z, w, tau, regularization, same=same)
+
+
+@every_regularization
+def test_float32_rows_as_the_reference(kernels: ModuleType, regularization: str) -> None:
+    z, w, tau = table(20, (1.0,))
+    check(kernels, z[::2].float(), w[::2].float(), tau[::2], regularization, same=torch.tensor([0, 2]))
+
+
+@every_regularization
+def test_rows_of_several_chunks_and_parts(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, regularization: str
+) -> None:
+    monkeypatch.setattr(kernels.projection, "WIDTH", 64)
+    z, w = (
+        torch.stack(values)
+        for values in zip(*(ROWS[kind](70) for kind in ("normal", "a cascade")), strict=True)
+    )
+    tau = f64([2.0, 1.0])
+    want = check(kernels, z, w, tau, regularization)
+    monkeypatch.setattr(kernels.layout, "CHUNK", 16)
+    monkeypatch.setattr(kernels.layout, "PROGRAMS", 10)
+    assert kernels.projection._parts(2, 70) == (5, 16)
+    for a, b in zip(check(kernels, z, w, tau, regularization), want, strict=True):
+        assert torch.equal(a, b)  # the halves are the same ones, whoever joins them
+    # one block of all parts, which none of them starts but the first
+    check(kernels, z[:1], w[:1], f64(1e3), regularization)
+
+
+@every_regularization
+def test_equal_scores_share_and_an_entry_alone_has_its_w(kernels: ModuleType, regularization: str) -> None:
+    for big in (1e20, 1e308):
+        z = f64([big, 1.0, big, -big, 0.5, -big])
+        y, _, _, start = kernels.permutahedron(
+            z, f64([7.3, 1.1, 4.4, 3.3, 9.9, 1.1]), f64(1e-3), regularization
+        )
+        assert y[0] == y[2] and y[3] == y[5] == 1.1 and y[1] == 4.4 and y[4] == 3.3
+        assert start.tolist() == [0, 0, 2, 3, 4, 4]
+
+
+@every_regularization
+def test_bad_rows_are_nan_alone(kernels: ModuleType, regularization: str) -> None:
+    z, w, tau = randn(7, 6), randn(7, 6, seed=1), torch.ones(7, dtype=torch.float64)
+    good = kernels.permutahedron(z, w, tau, regularization)[0]
+    z[1, 3], w[2, 0] = NAN, NAN
+    tau[3:6] = f64([0.0, -1.0, INF])
+    y, *places = kernels.permutahedron(z, w, tau, regularization)
+    assert y[1:6].isnan().all() and torch.equal(y[[0, 6]], good[[0, 6]])
+    for places_ in places:
+        assert places_.min() >= 0 and places_.max() < 6
+    grads = kernels.permutahedron_backward(y, z, w, tau, *places, regularization, True)
+    assert all(not grad[[0, 6]].isnan().any() for grad in grads)
+
+
+@every_regularization
+def test_infinite_scores_and_weights(kernels: ModuleType, regularization: str) -> None:
+    z = f64([[0.3, INF, -INF, -0.7, INF, 1.1, -INF], [INF, INF, INF, INF, 0.0, -INF, 2.0]])
+    check(kernels, z, ranks(7), f64(0.5), regularization)
+    w = f64([[1.0, INF, 0.0, 0.5], [INF, -INF, INF, 2.0], [-INF, 1.0, 0.0, 0.5]])
+    if regularization == "l2":
+        check(kernels, ranks(4).expand(3, 4), w, f64([1.0, 1e3, 1.0]), regularization)
+    else:  # where an entry of e^w is 0, a block has the sum of the others
+        y = kernels.permutahedron(ranks(4).expand(3, 4), w, f64([1.0, 1e3, 1.0]), regularization)[0]
+        assert (y[:2] == INF).all() and y[2, :2].tolist() == [1.0, 0.5]
+        torch.testing.assert_close(y[2, 2:].exp(), f64([1.0, 0.0]).softmax(-1), rtol=1e-14, atol=0)
+
+
+def test_layouts_and_broadcasting(kernels: ModuleType) -> None:
+    base, weights = randn(12, 9), randn(12, 9, seed=1)
+    for z, w, tau in (
+        (base.T[:4], weights[0].repeat(2)[:12], f64(0.5)),
+        (base[:4, ::2], weights.T[:4, :5], f64([0.5, 1.0, 2.0, 3.0])),
+        (base[:1].expand(3, 9), weights[:3].flip(-1), f64([1.0])),
+        (base[:6].unflatten(0, (2, 3)), weights[:3].unsqueeze(0), f64([[0.5], [2.0]])),
+        (base[0], weights[0], f64(1.0)),
+        (base[0, :1], weights[0, :1], f64(1.0)),
+    ):
+        want = check(kernels, z, w, tau, "l2")
+        one = torch.ones((), dtype=z.dtype).expand(z.shape)  # what sum() sends back: stride 0
+        given = (one, z, w, tau, *want[1:], "kl", True)
+        for a, b in zip(
+            kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for shape in ((0, 5), (3, 0)):
+        check(kernels, randn(*shape), randn(*shape), f64(1.0), "kl")
+
+
+@every_regularization
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float_rounded(
+    kernels: ModuleType, regularization: str, dtype: torch.dtype
+) -> None:
+    z, w = randn(2, 30).to(dtype), randn(30, seed=1).to(dtype)
+    y, *places = kernels.permutahedron(z, w, f64(0.7), regularization)
+    want, *want_places = reference.permutahedron(z.double(), w.double(), f64(0.7), regularization)
+    assert y.dtype == dtype and torch.equal(places[0], want_places[0])
+    eps = torch.finfo(dtype).eps  # the interpreter cuts digits off where it stores bfloat16
+    torch.testing.assert_close(y.double(), want, rtol=eps, atol=1e-12)
+    given = (tau := f64(0.7), *want_places, regularization, True)
+    got = kernels.permutahedron_backward(z, z, w, *given)
+    true = reference.permutahedron_backward(z.double(), z.double(), w.double(), *given)
+    assert [t.dtype for t in got] == [dtype, torch.float32, tau.dtype]
+    for a, b in zip(got, true, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [1.2, 3.0])
+def test_the_blocks_of_p_norms_as_the_reference(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, p: float
+) -> None:
+    z, w = (torch.stack(values) for values in zip(*(ROWS[kind](12) for kind in ROWS), strict=True))
+    check_powers(kernels, z, w, f64([0.1, 1.0, 10.0, 0.5, 1.0, 2.0, 20.0, 1.0]), p)
+    monkeypatch.setattr(kernels.power_norms, "WIDTH", 16)  # several chunks
+    check_powers(kernels, z[:2], w[1], f64(3.0), p)
+    check_powers(kernels, z[:1, :1].float(), w[:1, :1], f64(1.0), p)
+
+
+def check_powers(kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor, p: float) -> None:
+    got, want = kernels.power_blocks(z, w, tau, p), reference.power_blocks(z, w, tau, p)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+    spread = 1 + (z / tau.unsqueeze(-1)).abs().max().item()
+    torch.testing.assert_close(got[3], want[3], rtol=1e-13, atol=1e-14 * spread)
+
+
+def test_p_norms_of_unusual_rows(kernels: ModuleType) -> None:
+    z = f64([[INF, 1.0, 0.5, -INF, -INF], [NAN, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.1, 0.1, 0.1]])
+    w = f64([3.0, 2.0, 1.0, 0.0, 0.0])
+    _, _, start, v = kernels.power_blocks(z, w, f64([0.5, 0.5, NAN]), 1.5)
+    assert start[0].tolist() == [0, 1, 2, 3, 3]
+    assert v[0, 0].item() == pytest.approx(-math.sqrt(3), rel=1e-15)
+    assert start.min() >= 0 and start.max() < 5
+    for shape in ((0, 5), (3, 0), (1, kernels.power_norms.LONGEST + 1)):  # the reference's
+        x = torch.zeros(shape, dtype=torch.float64)
+        assert [t.shape for t in kernels.power_blocks(x, x, f64(1.0), 1.5)] == [shape] * 4
