@@ -6,7 +6,8 @@ thread, and hold what torch takes for empty tensors on the CPU instead of its al
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
-take for all of one dtype: short, long and very long rows of each CDF, forward and backward.
+take for all of one dtype: short, long and very long rows of each CDF, forward and backward. Then come the
+calls of `benchmarks.launches`, of every operator that has kernels, with every CDF.
 """
 
 from __future__ import annotations
@@ -165,19 +166,57 @@ def builds(shapes: list[tuple[int, int]]) -> int:
 
 def compile_all(cdf: str, shape: tuple[int, int]) -> float:
     with device():
-        start = time.process_time()
+        start = _used()
         calls(cdf, *shape)()
-        return time.process_time() - start
+        return _used() - start
 
 
-def seconds() -> tuple[float, float]:
-    """The wall time of two processes for all builds of float32, with an empty cache, and the CPU time."""
+def _used() -> float:
+    """CPU time, with that of ptxas, which is another process."""
+    return sum(os.times()[:4])
+
+
+def every_operator() -> list[tuple[str, tuple[Any, ...]]]:
+    """The operators and arguments of `benchmarks.launches`, on the CPU and with every CDF."""
+    from benchmarks import launches
+
+    def real(value: Any, cdf: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value
+        return cdf if value == "logistic" else value
+
+    def of(arguments: tuple[Any, ...], cdf: str) -> tuple[Any, ...]:
+        found = [real(value, cdf) for value in arguments]
+        if "power" in found:
+            found[found.index("power") + 1] = 4 / 3
+        return tuple(found)
+
+    import torch
+
+    return [
+        (case.name, of(case.arguments, cdf))
+        for case in launches.cases()
+        for cdf in (CDFS if "logistic" in case.arguments else CDFS[:1])
+    ]
+
+
+def compile_operator(number: int) -> float:
+    with device():
+        from khot._kernels import triton
+
+        name, arguments = every_operator()[number]
+        start = _used()
+        getattr(triton, name)(*arguments)
+        return _used() - start
+
+
+def seconds(compile_one: Callable[..., float], tasks: list[tuple[Any, ...]]) -> tuple[float, float]:
+    """The wall time of two processes for these builds, with an empty cache, and the CPU time."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         start = time.perf_counter()
         with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-            tasks = [pool.submit(compile_all, cdf, shape) for shape in SHAPES for cdf in CDFS]
-            used = sum(task.result() for task in tasks)
+            used = sum(pool.map(compile_one, *zip(*tasks, strict=True)))
         return time.perf_counter() - start, used
 
 
@@ -194,7 +233,9 @@ def main() -> None:
         rows = builds([(rows, 64) for rows in ROWS])
         lengths = builds([(128, n) for n in LENGTHS])
         times = microseconds() if "--builds" not in sys.argv else {}
-    wall, used = seconds()
+    wall, used = seconds(compile_all, [(cdf, shape) for shape in SHAPES for cdf in CDFS])
+    all_calls = [(number,) for number in range(len(every_operator()))]
+    all_wall, all_used = seconds(compile_operator, all_calls)
     lines = [
         "# The host of a GPU",
         (__doc__ or "").partition("\n\n")[2].strip(),
@@ -210,6 +251,8 @@ def main() -> None:
         ),
         f"All of float32, {len(SHAPES)} shapes with {len(CDFS)} CDFs, forward and backward, by two "
         f"processes: {wall:.0f} s of wall time, {used:.0f} s of CPU time.",
+        f"All {len(all_calls)} calls of `benchmarks.launches` with every CDF: {all_wall:.0f} s of wall time, "
+        f"{all_used:.0f} s of CPU time.",
     ]
     text = "\n\n".join(lines) + "\n"
     print(text)
