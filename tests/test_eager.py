@@ -149,11 +149,12 @@ SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
     lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
     partial(khot.soft_topk, hard=True),
 ]
+PAIRWISE = partial(khot.soft_rank, cdf="logistic")  # a sum over all pairs of entries
 RANKINGS: list[Callable[..., Tensor]] = [
     *(function.call for function in FUNCTIONS.values()),
     khot.soft_rank,
     partial(khot.soft_rank, descending=True),
-    partial(khot.soft_rank, cdf="logistic"),
+    PAIRWISE,
     khot.soft_sort,
     partial(khot.soft_sort, descending=True),
     partial(khot.soft_sort, method="projection"),
@@ -189,6 +190,8 @@ def test_forward_is_that_of_the_ordinary_way(rows: str, k: Any) -> None:
 def test_temperatures_are_those_of_the_ordinary_way(rows: str, tau: Any) -> None:
     for dtype in DTYPES:
         for i, rank in enumerate(RANKINGS):
+            if rank is PAIRWISE and rows == "long":
+                continue  # seconds of the ordinary way, twice
             here, there = both(partial(rank, ROWS[rows].to(dtype), tau=tau))
             assert same(here, there), (i, dtype, here, there)
 

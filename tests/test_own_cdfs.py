@@ -156,7 +156,8 @@ def test_derivatives(F: cdfs.CDF, operator: Any) -> None:
     def call(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
         return operator(x, k, tau=tau, cdf=F)
 
-    assert torch.autograd.gradcheck(call, (x, k, tau), check_forward_ad=True)
+    # along random directions: each of a whole Jacobian's rows solves for the threshold again
+    assert torch.autograd.gradcheck(call, (x, k, tau), check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, (x, k, tau), fast_mode=True)
 
 
@@ -173,7 +174,7 @@ def test_other_operators(F: cdfs.CDF) -> None:
     torch.testing.assert_close(ranks, 0.5 + F.cdf(z + F.median).sum(-1), rtol=1e-9, atol=1e-9)
     P = khot.soft_permutation(x, tau=0.5, cdf=F)
     torch.testing.assert_close(P.sum(-1), torch.ones(2, 6).double())
-    assert torch.autograd.gradcheck(lambda x: khot.soft_sort(x, tau=0.5, cdf=F), x)
+    assert torch.autograd.gradcheck(lambda x: khot.soft_sort(x, tau=0.5, cdf=F), x, fast_mode=True)
 
 
 @every

@@ -376,7 +376,7 @@ def test_gradcheck_to_second_order_in_both_modes(k: int, normalize: bool) -> Non
 
     leaves = normal(2, 4).requires_grad_(), f64([0.5, 1.7]).requires_grad_()
     gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
-    gradgradcheck(call, leaves, check_fwd_over_rev=True)
+    gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)  # along random directions
 
 
 def test_forward_mode_equals_reverse_mode() -> None:

@@ -73,13 +73,30 @@ def test_notebooks_are_committed_without_outputs(notebook: Path) -> None:
     assert '"outputs": [' not in text.replace('"outputs": []', "")
 
 
+def pictures_of_the_site(notebook: Path) -> list[bytes]:
+    """Of its page, if the site was built from all that is here now: then `make docs` executed it."""
+    page = ROOT / "site" / "notebooks" / notebook.stem / "index.html"
+    sources = [
+        notebook,
+        *(DOCS / "build").rglob("*.py"),
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / "src").rglob("*.so"),
+    ]
+    if not page.exists() or page.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+        return []
+    return [path.read_bytes() for path in page.parents[1].glob(f"{notebook.stem}-*.png")]
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(notebook: Path) -> None:
-    pytest.importorskip("nbclient")
-    pytest.importorskip("mkdocs")
-    hooks = runpy.run_path(str(DOCS / "build" / "hooks.py"))
-    page, *pictures = hooks["notebook"](notebook).values()
-    assert page.startswith("# ") and len(pictures) >= 2
+    pictures = pictures_of_the_site(notebook)
+    if not pictures:
+        pytest.importorskip("nbclient")
+        pytest.importorskip("mkdocs")
+        hooks = runpy.run_path(str(DOCS / "build" / "hooks.py"))
+        page, *pictures = hooks["notebook"](notebook).values()
+        assert page.startswith("# ")
+    assert len(pictures) >= 2
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 

@@ -61,11 +61,12 @@ def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
     assert (error <= (1e-9 + 2 * eps) * size + least).all()
 
 
-@pytest.mark.parametrize("tau", [1e-3, 0.1, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("first", [0, 2])
 @each_p
-def test_rows_of_every_length(p: float, tau: float) -> None:
+def test_rows_of_every_length(p: float, first: int) -> None:
     """Rows of 1 to 70 entries: a group of lanes and rows that are left over, and k up to both of its ends."""
     for n in range(1, 71):
+        tau = (1e-3, 0.1, 1.0, 30.0, 1e3)[(first + n) % 5]  # each beside every number of lanes that are left
         x = normal(19, n, seed=n)
         x[0] = x[0].round()
         x[1] = 0.75

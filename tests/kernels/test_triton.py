@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import subprocess
@@ -76,7 +77,7 @@ def check_forward(kernels: ModuleType, x: Tensor, k: Tensor, tau: float, cdf: st
     y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "y")
     want, _, _ = reference.soft_topk(x.double(), k, number(tau), cdf, shape, "y")
     assert error(y, want) <= FORWARD[dtype]
-    share = torch.minimum(k, (x[0] > -torch.inf).sum() - k).clamp(min=1)
+    share = torch.minimum(k, (x > -torch.inf).sum(-1) - k).clamp(min=1)
     goal = (1e-12 if dtype == torch.float64 else 1e-6) * share + x.shape[-1] * torch.finfo(dtype).eps / 2
     assert ((y.double().sum(-1) - k).abs() <= goal).all()
     log_y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "log")
@@ -85,9 +86,11 @@ def check_forward(kernels: ModuleType, x: Tensor, k: Tensor, tau: float, cdf: st
 
 
 @every_cdf
-@pytest.mark.parametrize("scores", oracles.ADVERSARIAL)
-def test_adversarial_rows(kernels: ModuleType, scores: str, cdf: str) -> None:
-    check_forward(kernels, *rows(scores, 45, torch.float32), 0.01, cdf)
+def test_adversarial_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
+    # all of them in few programs: the interpreter spends most of its time between instructions
+    monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(32, 2, 32, 1))
+    x, k = zip(*(rows(scores, 45, torch.float32) for scores in oracles.ADVERSARIAL), strict=True)
+    check_forward(kernels, torch.cat(x), torch.cat(k), 0.01, cdf)
 
 
 @pytest.mark.slow
@@ -108,37 +111,53 @@ def test_long_rows(split: ModuleType, cdf: str) -> None:
     check_forward(split, x[1::4], k[1::4], 0.01, cdf)
 
 
-@either
+@pytest.mark.parametrize(
+    ("where", "dtype", "output"),
+    [
+        *itertools.product(["kernels"], FORWARD, ["y", "log", "threshold"]),
+        *(
+            ("split", *case)
+            for case in zip([*FORWARD, torch.float32], ["y", "log", "threshold"], strict=True)
+        ),
+    ],
+    ids=str,
+)
 @every_cdf
-@every_dtype
-@every_output
 def test_backward(
     request: pytest.FixtureRequest, where: str, cdf: str, dtype: torch.dtype, output: str
 ) -> None:
-    kernels = request.getfixturevalue(where)
+    kernels, tau = request.getfixturevalue(where), 0.3
+    if where == "kernels":  # all in one program
+        tile = kernels.layout.Tile(16, 2, 16, 1)
+        request.getfixturevalue("monkeypatch").setattr(kernels.layout, "tile", lambda rows, n: tile)
     generator = torch.Generator().manual_seed(0)
-    for scores in ("normal_5", "clusters", "ties", "minus_inf"):
-        x, k = rows(scores, 21, dtype)
-        x, k = x[1::3], k[1::3]
-        batch = x.shape[:-1]
-        for tau in (0.3,):
-            _, hi, lo = reference.soft_topk(x.double(), k, number(tau), cdf, CDFS[cdf], output)
-            shape = (*batch, 0) if output == "threshold" else x.shape
-            grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            grad_lo = torch.randn(batch, generator=generator, dtype=torch.float64)
-            grad_lo = grad_lo * (output == "threshold")
-            args = (hi, lo, number(tau), cdf, CDFS[cdf], output)
-            want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *args)
-            # a number on the CPU means that the derivative of lo is not needed
-            asked = [grad_lo] if output == "threshold" else [grad_lo, torch.zeros(())]
-            for incoming_lo in asked:
-                got = kernels.soft_topk_backward(grad, incoming_lo, x, *args)
-                for a, b in zip(got, want, strict=True):
-                    assert error_in_scale(a, b) <= BACKWARD[dtype]
+    parts = [rows(scores, 21, dtype) for scores in ("normal_5", "clusters", "ties", "minus_inf")]
+    x, k = (torch.cat([part[i][1::3] for part in parts]) for i in (0, 1))
+    _, hi, lo = reference.soft_topk(x.double(), k, number(tau), cdf, CDFS[cdf], output)
+    shape = (len(x), 0) if output == "threshold" else x.shape
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    grad_lo = torch.randn(len(x), generator=generator, dtype=torch.float64)
+    grad_lo = grad_lo * (output == "threshold")
+    args = (hi, lo, number(tau), cdf, CDFS[cdf], output)
+    want = reference.soft_topk_backward(grad.double(), grad_lo, x.double(), *args)
+    # a number on the CPU means that the derivative of lo is not needed
+    asked = [grad_lo] if output == "threshold" else [grad_lo, torch.zeros(())]
+    for incoming_lo in asked:
+        got = kernels.soft_topk_backward(grad, incoming_lo, x, *args)
+        for a, b in zip(got, want, strict=True):
+            for some in torch.arange(len(x)).split([len(part[1][1::3]) for part in parts]):
+                assert error_in_scale(a[some], b[some]) <= BACKWARD[dtype]
 
 
-@either
-@every_cdf
+# what is read and where does not depend on the CDF
+@pytest.mark.parametrize(
+    ("where", "cdf"),
+    [
+        *(("kernels", cdf) for cdf in ("logistic", "normal", "power")),
+        ("split", "laplace"),
+        ("split", "uniform"),
+    ],
+)
 def test_layouts_and_numbers_a_row(request: pytest.FixtureRequest, where: str, cdf: str) -> None:
     kernels = request.getfixturevalue(where)
     x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1))
@@ -295,10 +314,17 @@ def test_gaps_of_rows_with_a_program_of_their_own(kernels: Any, cdf: str) -> Non
     torch.testing.assert_close(hi + lo, up + low, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tau", [1e-35, 1e-17])
-@pytest.mark.parametrize("cdf", ["uniform", "power"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@either
+@pytest.mark.parametrize(
+    ("where", "dtype", "cdf", "tau"),
+    # half of all combinations, among them all of any three
+    [
+        (where, dtype, cdf, (1e-35, 1e-17)[(i + j + m) % 2])
+        for i, where in enumerate(("kernels", "split"))
+        for j, dtype in enumerate(FORWARD)
+        for m, cdf in enumerate(("uniform", "power"))
+    ],
+    ids=str,
+)
 def test_temperatures_below_the_spacing_of_scores(
     request: pytest.FixtureRequest, where: str, dtype: torch.dtype, cdf: str, tau: float
 ) -> None:
@@ -373,6 +399,10 @@ def test_rows_that_are_hard_for_float32(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, n: int, k: float, tau: float
 ) -> None:
     monkeypatch.setattr(kernels.layout, "RESCUE", 2048)
+    if n < 100:  # all in one program
+        monkeypatch.setattr(
+            kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(16, -(-n // 32), 32, 1)
+        )
     x, args = hard_rows(n), (number(tau), cdf, CDFS[cdf], "y")
     y, hi, lo = kernels.soft_topk(x, number(k), *args)
     want, *t = reference.soft_topk(x.double(), number(k), *args)

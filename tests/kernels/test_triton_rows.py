@@ -6,6 +6,7 @@ The operators' table runs on them too, with KHOT_KERNELS=triton: tests/test_oper
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 from types import ModuleType
@@ -87,16 +88,33 @@ def test_order_statistics(request: pytest.FixtureRequest, where: str, dtype: tor
     x, _ = rows(n, dtype)
     k = torch.tensor([1, (n + 1) // 2, n - 1, n, n + 1, 1.5, torch.nan], dtype=torch.float64)
     k = torch.stack([k.roll(i)[:2] for i in range(len(x))])
-    for layout in (x, x.mT.contiguous().mT) if n > 1 else (x,):
+    for layout in (x, x.mT.contiguous().mT) if n > 1 and dtype == torch.float32 else (x,):
         got, want = kernels.order_statistics(layout, k), order_statistics.order_statistics(layout, k)
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(got.signbit() & (got == 0), torch.zeros_like(got, dtype=torch.bool))
 
 
-@either
-@pytest.mark.parametrize("p", [2.0, 4 / 3, pytest.param(1.15, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ACCURACY, ids=str)
+# all pairs
+MAGNITUDES = [
+    ("kernels", torch.float64, 4 / 3),
+    ("kernels", torch.float32, 2.0),
+    ("split", torch.float64, 2.0),
+    ("split", torch.float32, 4 / 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "p"),
+    [
+        *MAGNITUDES,
+        *(
+            pytest.param(where, dtype, 1.15, marks=pytest.mark.slow)
+            for where, dtype in itertools.product(("kernels", "split"), ACCURACY)
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("n", "tau"),
     [
@@ -196,8 +214,14 @@ def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
     assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14
 
 
-@pytest.mark.parametrize("chunk", [64, 16], ids=["whole", "split"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunk"),
+    [
+        *((dtype, 64) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+        *((dtype, 16) for dtype in (torch.float64, torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
 def test_laplace_rank(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
@@ -221,7 +245,11 @@ def test_laplace_rank(
         *(pytest.param(*a, marks=pytest.mark.slow) for a in ((40, 5, 0.05), (5, 5, 0.3), (40, 20, 0.1))),
     ],
 )
-def test_sorted_soft_topk(kernels: ModuleType, n: int, k: int, epsilon: float) -> None:
+def test_sorted_soft_topk(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, k: int, epsilon: float
+) -> None:
+    # a row without an answer takes all of them, which is a minute here
+    monkeypatch.setattr(sys.modules["khot._kernels.triton.transport"], "SWEEPS", 3)
     x = torch.randn(6, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x[1] = x[1].round()
     x[2, -1] = torch.nan

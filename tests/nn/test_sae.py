@@ -103,7 +103,8 @@ def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, 
     torch.testing.assert_close(got, want)
     parameters = list(sae.parameters())
     torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
-    torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
+    if k in (3, 12):  # the trace depends only on whether all latents are selected
+        torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
 
 
 def with_idle(inputs: int | None = 100, **options: object) -> TopKSAE:
@@ -215,8 +216,9 @@ def test_nested_widths_reconstruct_alone(options: dict[str, object], widths: lis
     torch.testing.assert_close(got, want)
     parameters = list(sae.parameters())
     torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
+    if len(widths) > 1:
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
     torch.testing.assert_close(sae(x), make(**given)(x))
 
 
