@@ -198,7 +198,7 @@ def _newton(
     # one loop for all, since every copy of the evaluation is long: the start, a sweep, Newton's steps, and
     # Sinkhorn's sweeps for a row that Newton leaves
     count = 0
-    left = 1
+    left = 1 - tl.max(tl.where(hi != hi, 1, 0), axis=0)  # a row without an answer is NaN already
     while left > 0:
         new_sums, new_gram, new_error = _evaluate(
             x_pointer, hi_pointer, n, k, scale, hi, last, largest, order, trial, target, KEYS, CHUNK
