@@ -78,6 +78,10 @@ def cases() -> Iterator[Case]:
         how = ("logistic", 0.0, "score", False)
         yield Case("soft_budget", shape, (x, x, wide, one, *how))
         yield Case("soft_budget_backward", shape, (x, wide, x, x, wide, wide, one, *how))
+    for rows, n in ((512, 8), (4_096, 64)):
+        x, per_row, per_column = _nothing(rows, n), one.expand(rows), one.expand(n)
+        given = (x, per_row, per_column, one.expand(1), per_column, "logistic", 0.0, False, "")
+        yield Case("soft_assign", f"({rows:,}, {n:,})", given)
 
 
 def _nothing(rows: int, n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels of draws, counts, losses and budgets compile to, for `python -m benchmarks.resources`.
+"""What kernels of draws, counts, losses, budgets, assignments become, for `python -m benchmarks.resources`.
 
 Instructions are all of a kernel, divided by the entries (and levels) that a thread holds at a time. A draw
 computes a uniform number for each: ten rounds of Philox, of which two entries share one, take about 40.
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from khot._kernels.triton import budget, counts, draws, losses
+from khot._kernels.triton import assign, budget, counts, draws, losses
 
-REGISTERS = 128
+REGISTERS = 128  # a thread, where several programs share a multiprocessor
+ALL = 255
 
 
 class Case(NamedTuple):
@@ -28,6 +29,8 @@ class Case(NamedTuple):
     held: float  # entries, or entries times levels, of a thread
     bound: float
     spills: int = 0  # stores a thread, in what few rows need
+    registers: int = REGISTERS
+    few: bool = False  # compiled by --few, too
 
     @property
     def id(self) -> str:
@@ -83,6 +86,7 @@ def cases() -> list[Case]:
             _budget(budget._pull_budgets, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
         ),
+        *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]
 
 
@@ -100,6 +104,16 @@ def _budget(kernel: Any, cdf: int, bound: float) -> Case:
     return Case(kernel, f"CDF {cdf}", constants, warps, budget.WIDTH / 32 / warps, bound)
 
 
+def _assign(cdf: str, bound: float) -> Case:
+    """Of 64 columns: everything, of which rows that look for their thresholds take a quarter."""
+    constants = assign.which(64, cdf, False)
+    warps = constants.pop("num_warps")
+    return Case(
+        assign._assignments, f"{cdf}, 64 columns", constants, warps, assign.TILE / 32 / warps, bound,
+        registers=ALL, few=cdf == "logistic",
+    )  # fmt: skip
+
+
 class Line(NamedTuple):
     number: int  # of the case, since a kernel cannot be sent to another process
     found: Any  # Counts of benchmarks.resources
@@ -115,7 +129,7 @@ class Line(NamedTuple):
     def faults(self) -> Iterator[str]:
         for what, value, limit in (
             ("instructions per entry", self.per_entry, self.case.bound),
-            ("registers", self.found.registers, REGISTERS),
+            ("registers", self.found.registers, self.case.registers),
             ("spills", self.found.spills, self.case.spills),
         ):
             if value > limit:

@@ -31,7 +31,6 @@ PARETO = "below d = 2.5 the formula does not hold, and which rows these are deci
 CALIBRATED = "iterates until all rows have arrived"
 REJECTS = "draws again until enough draws are accepted"
 CHECKED = "torch.distributions looks at the arguments unless validate_args=False"
-PAIRS = "solves matrix by matrix, on the host's numbers"
 POOLED = "joins blocks until none is left to join"
 
 #: What waits, and why. Everything else must not.
@@ -45,7 +44,6 @@ WAITS = {
     "distributions.RelaxedKHot": CHECKED,
     "estimators.sequential_softmax": "a loop of k softmaxes",
     "estimators.simple": REJECTS,
-    "nn.BalancedRouter": PAIRS,
     "project_permutahedron": POOLED,
     "sampling.inclusion_probs": PARETO,
     "sampling.sample, adjusted_conditional_poisson": PARETO,
@@ -53,7 +51,6 @@ WAITS = {
     "sampling.sample, conditional_poisson": CALIBRATED,
     "sampling.sample, repeated_poisson": REJECTS,
     "sampling.sample, sampford": REJECTS,
-    "soft_assign": PAIRS,
     "soft_rank, projection": POOLED,
     "soft_sort, projection": POOLED,
 }
@@ -102,7 +99,7 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
-    waits = ("soft_assign", "budget_mask", "project_permutahedron")
+    waits = ("budget_mask", "project_permutahedron")
     if op.name in waits or "projection" in op.id:
         pytest.skip("the operator waits whatever the variant")
     k = torch.empty(3, device="cuda")
@@ -172,6 +169,13 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_budget, at_most": (
         (16, 100_000), lambda x: khot.soft_budget(x, x.detach()[0], 8.0, by="value", at_most=True),
         [1, 0], [1, 0],
+    ),
+    "soft_assign": ((512, 8), partial(khot.soft_assign, k=2), [1, 9], [0, 135]),
+    "soft_assign, at_most": (
+        (512, 8), partial(khot.soft_assign, k=2, capacity=150.0, at_most=True), [1, 8], [0, 125],
+    ),
+    "nn.BalancedRouter": (
+        (512, 64), lambda x: khot.nn.BalancedRouter(64, 8, 2, device="cuda")(x).weights, [1, 40], [0, 142],
     ),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),

@@ -31,7 +31,7 @@ from khot._kernels.triton.launch import launch
 
 WIDEST = 256  # columns: beyond, factors of their matrix take one program longer than all the rest
 ENTRIES = 1 << 20  # of a matrix, for each matrix that there is: beyond, one program a matrix idles the device
-LONGEST = (1 << 31) - 1  # places in a matrix are integers of 32 bits
+LONGEST = 1 << 30  # places in a matrix are integers of 32 bits
 TILE = 512  # entries that a program holds at a time: two of a thread, as float64 fills registers
 BLOCK = 32  # columns of a block of the columns' matrix
 DEPTH = 32  # rows that such a block sums at a time
@@ -158,6 +158,7 @@ def _sweep(
         u = tl.where(open_, x - c[None, :], 0.0)
         r = tl.load(r_at + row, mask=there, other=0.0)
         r = _roots(u, open_, k, count, r, tau, power, CDF)
+        tl.debug_barrier()  # all threads have read what is stored again
         tl.store(r_at + row, r, mask=there)
         z = (u - r[:, None]) / tau
         tail, density = side(z, z, z > 0, 0.0, -tl.abs(z), power, CDF)
@@ -308,6 +309,7 @@ def _decide(
         broken = tl.maximum(broken, tl.where(open_row & ((k < -slack) | (k > left + slack)), 1, 0))
         some = open_row & (left > 0)
         state = tl.where(some & (k <= lack), round_, tl.where(some & (k >= left - lack), -round_, state))
+        tl.debug_barrier()  # all threads have read what is stored again
         tl.store(state_at + row, state, mask=there)
         taken += tl.where(finite & (there & (state < 0))[:, None], 1.0, 0.0)
         open_ = finite & (state == 0)[:, None] & (settled == 0)[None, :]
@@ -328,8 +330,8 @@ def _decide(
 
 @triton.jit(do_not_specialize=["m", "k_matrix", "steps"])
 def _assignments(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
-    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, y_pointer, r_pointer, c_pointer,
+    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacitout_pointer, capacity_matrix, capacity_column,
+    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, out_pointer, r_pointer, c_pointer,
     scratch_pointer, m, n, steps,
     CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr,
@@ -346,7 +348,7 @@ def _assignments(
     column = tl.arange(0, WIDTH)
     there = column < n
     place = column.to(tl.int64)
-    at = capacity_pointer + matrix * capacity_matrix + place * capacity_column
+    at = capacitout_pointer + matrix * capacity_matrix + place * capacity_column
     capacity = double(tl.load(at, mask=there, other=0.0))
     at = bias_pointer + matrix * bias_matrix + place * bias_column
     start = double(tl.load(at, mask=there, other=0.0))
@@ -430,6 +432,7 @@ def _assignments(
             off = tl.where(equal > 0, miss, (tl.maximum(price + miss / slope, 0.0) - price) * slope)
         square = tl.sum(off * off, axis=0)
         accepted = tl.where((first > 0) | (square < best), 1, 0)
+        tl.debug_barrier()  # all threads have read what is stored again
         stuck = tl.where((damping > 1e6) | (worst <= ROUNDED * most), 1, 0) * (1 - accepted)
         if accepted > 0:
             _put(vectors, C, tried, n, WIDTH)
@@ -511,10 +514,11 @@ def _assignments(
         chosen = tl.where(by_row, row_state, column_state) < 0
         decided = tl.where((x == INF) | (finite & chosen), 1.0, 0.0)
         y = tl.where(open_, tl.where(z > 0, 1 - tail, tail), decided)
-        at = y_pointer + matrix * m * n + (row[:, None] * n + column[None, :])
-        store(at, tl.where(solved, y, NAN), in_matrix[:, None] & there[None, :])
+        out_at = out_pointer + matrix * m * n + (row[:, None] * n + column[None, :])
+        store(out_at, tl.where(solved, y, NAN), in_matrix[:, None] & there[None, :])
         moves_row = tl.max(tl.where(open_, 1, 0), axis=1) > 0
         threshold = tl.where(state > 0, INF, tl.where(state < 0, -INF, tl.where(moves_row, r + shift, 0.0)))
+        tl.debug_barrier()  # all threads have read what is stored again
         tl.store(r_at + row, tl.where(solved, threshold, NAN), mask=in_matrix)
 
 
@@ -529,7 +533,7 @@ def _vectors(value: Tensor, batch: torch.Size, length: int) -> tuple[Tensor, int
     return flat, flat.stride(0), flat.stride(1)
 
 
-def _which(n: int, cdf: str, at_most: bool) -> dict[str, int]:
+def which(n: int, cdf: str, at_most: bool) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(n))
     rows = max(1, TILE // width)
     return {
@@ -561,6 +565,6 @@ def soft_assign(
         _assignments, count,
         flat, flat.stride(0), *_vectors(k, outer, m), *_vectors(capacity, outer, n), taus, taus.stride(0),
         *_vectors(bias, outer, n), y, r, c, scratch, m, n, STEPS,
-        **_which(n, cdf, at_most),
+        **which(n, cdf, at_most),
     )  # fmt: skip
     return y, r, c
