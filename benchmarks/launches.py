@@ -86,6 +86,10 @@ def cases() -> Iterator[Case]:
         yield Case("permutahedron", shape, (x, x[:1], one, "kl"))
         yield Case("permutahedron_backward", shape, (x, x, x[:1], one, *places, "kl", True))
     yield Case("power_blocks", "(4,096, 64)", (_nothing(4_096, 64), _nothing(1, 64), one, 1.5))
+    for rows, n in ((512, 8), (4_096, 64)):
+        x, per_row, per_column = _nothing(rows, n), one.expand(rows), one.expand(n)
+        given = (x, per_row, per_column, one.expand(1), per_column, "logistic", 0.0, False, "")
+        yield Case("soft_assign", f"({rows:,}, {n:,})", given)
 
 
 def _nothing(rows: int, n: int) -> Tensor:

@@ -394,8 +394,8 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         draws = [
             pool.submit(resources_draws.line, number, _read, TARGETS[args.arch])
-            for number in range(len(resources_draws.cases()))
-            if args.arch == "sm_90" and not args.few
+            for number, case in enumerate(resources_draws.cases())
+            if args.arch == "sm_90" and (case.few or not args.few)
         ]
         lines = [task.result() for task in tasks]
         draw_lines = [task.result() for task in draws]
@@ -405,8 +405,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = f"## Triton {triton.__version__}, {args.arch}\n\n{table(lines)}\n"
     if not args.few and args.arch == "sm_90":
         text += f"\n### Rows that many programs share\n\n{resources_split.table(split_lines)}\n"
-        title = "Draws, soft counts, losses, budgets and projections"
-        text += f"\n### {title}\n\n{resources_draws.table(draw_lines)}\n"
+        text += f"\n### {resources_draws.TITLE}\n\n{resources_draws.table(draw_lines)}\n"
     print(text)
     if not args.check:
         keep(text)

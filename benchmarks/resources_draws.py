@@ -1,4 +1,4 @@
-"""What the kernels of draws, counts, losses, budgets and projections compile to: for `benchmarks.resources`.
+"""What the kernels of :data:`TITLE` compile to, for `python -m benchmarks.resources`.
 
 Instructions are all of a kernel, divided by the entries (and levels) that a thread holds at a time. A draw
 computes a uniform number for each: ten rounds of Philox, of which two entries share one, take about 40.
@@ -13,9 +13,20 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from khot._kernels.triton import budget, counts, draws, greedy, losses, power_norms, projection
+from khot._kernels.triton import (
+    assign,
+    budget,
+    counts,
+    draws,
+    greedy,
+    losses,
+    power_norms,
+    projection,
+)
 
-REGISTERS = 128
+TITLE = "Draws, counts, losses, budgets, projections, assignments"
+REGISTERS = 128  # a thread, where several programs share a multiprocessor
+ALL = 255
 
 
 class Case(NamedTuple):
@@ -28,6 +39,8 @@ class Case(NamedTuple):
     held: float  # entries, or entries times levels, of a thread
     bound: float
     spills: int = 0  # stores a thread, in what few rows need
+    registers: int = REGISTERS
+    few: bool = False  # compiled by --few, too
 
     @property
     def id(self) -> str:
@@ -90,6 +103,7 @@ def cases() -> list[Case]:
             power_norms._power_levels, "", {"WIDTH": power_norms.WIDTH}, power_norms.WIDTH // 32, 1, 2_000,
             spills=2,
         ),
+        *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]  # fmt: skip
 
 
@@ -143,6 +157,16 @@ def _budget(kernel: Any, cdf: int, bound: float) -> Case:
     return Case(kernel, f"CDF {cdf}", constants, warps, budget.WIDTH / 32 / warps, bound)
 
 
+def _assign(cdf: str, bound: float) -> Case:
+    """Of 64 columns: everything, of which rows that look for their thresholds take a quarter."""
+    constants = assign.which(64, cdf, False)
+    warps = constants.pop("num_warps")
+    return Case(
+        assign._assignments, f"{cdf}, 64 columns", constants, warps, assign.TILE / 32 / warps, bound,
+        registers=ALL, few=cdf == "logistic",
+    )  # fmt: skip
+
+
 class Line(NamedTuple):
     number: int  # of the case, since a kernel cannot be sent to another process
     found: Any  # Counts of benchmarks.resources
@@ -158,7 +182,7 @@ class Line(NamedTuple):
     def faults(self) -> Iterator[str]:
         for what, value, limit in (
             ("instructions per entry", self.per_entry, self.case.bound),
-            ("registers", self.found.registers, REGISTERS),
+            ("registers", self.found.registers, self.case.registers),
             ("spills", self.found.spills, self.case.spills),
         ):
             if value > limit:

@@ -219,6 +219,33 @@ def test_derivatives_to_second_order(cdf: str, at_most: bool) -> None:
     assert torch.autograd.gradgradcheck(call, (x, k, tau))
 
 
+@pytest.mark.parametrize("gap", [5.0, 14.0, 16.0, 40.0])
+def test_derivatives_of_parts_that_are_nearly_separate(gap: float) -> None:
+    """What links the parts is a share of e^−gap/τ, which rounding reaches from gap = 18 on."""
+    x, weights = scores(6, 4), scores(6, 4, seed=1)
+    x[:3, 2:] -= gap
+    x[3:, :2] -= gap
+    x.requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_assign(x, 1.5, tau=0.5)
+
+    (dx,) = torch.autograd.grad((weights * call(x)).sum(), x)
+    assert dx.sum(-1).abs().max() <= 1e-14 and dx.sum(-2).abs().max() <= 1e-14
+    assert torch.autograd.gradcheck(call, x)
+    assert torch.autograd.gradgradcheck(call, x, weights)
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+def test_gradients_where_columns_hardly_move(cdf: str) -> None:
+    for tau in (1e-3, 3e-4, 1e-4):
+        x = scores(40, 6).requires_grad_()
+        (dx,) = torch.autograd.grad(
+            (scores(40, 6, seed=1) * khot.soft_assign(x, 2, tau=tau, cdf=cdf)).sum(), x
+        )
+        assert dx.sum(-1).abs().max() <= 1e-14 / tau and dx.sum(-2).abs().max() <= 1e-14 / tau
+
+
 def test_derivative_in_the_capacity() -> None:
     x = scores(5, 3)
     base = torch.tensor([2.0, 1.0, 3.25]).double()

@@ -32,7 +32,6 @@ PARETO = "below d = 2.5 the formula does not hold, and which rows these are deci
 CALIBRATED = "iterates until all rows have arrived"
 REJECTS = "draws again until enough draws are accepted"
 CHECKED = "torch.distributions looks at the arguments unless validate_args=False"
-PAIRS = "solves matrix by matrix, on the host's numbers"
 
 #: What waits, and why. Everything else must not.
 WAITS = {
@@ -44,14 +43,12 @@ WAITS = {
     "distributions.RelaxedKHot": CHECKED,
     "estimators.sequential_softmax": "a loop of k softmaxes",
     "estimators.simple": REJECTS,
-    "nn.BalancedRouter": PAIRS,
     "sampling.inclusion_probs": PARETO,
     "sampling.sample, adjusted_conditional_poisson": PARETO,
     "sampling.sample, brewer": "draws unit by unit, as many as the row with most needs",
     "sampling.sample, conditional_poisson": CALIBRATED,
     "sampling.sample, repeated_poisson": REJECTS,
     "sampling.sample, sampford": REJECTS,
-    "soft_assign": PAIRS,
 }
 
 ENTRIES, LAYERS = list(latency.entries(N)), list(latency.layers(N))
@@ -98,8 +95,6 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
-    if op.name == "soft_assign":
-        pytest.skip("the operator waits whatever the variant")
     k = torch.empty(3, device="cuda")
     if op.name in ("soft_count", "inverse_soft_count"):
         k = k.unsqueeze(-1)
@@ -183,6 +178,13 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "budget_mask, by value": (
         (16, 100_000), lambda x: khot.budget_mask(x, x.detach()[0], 8.0, by="value", at_most=True),
         [1, 19], [0, 0],
+    ),
+    "soft_assign": ((512, 8), partial(khot.soft_assign, k=2), [1, 9], [0, 135]),
+    "soft_assign, at_most": (
+        (512, 8), partial(khot.soft_assign, k=2, capacity=150.0, at_most=True), [1, 8], [0, 125],
+    ),
+    "nn.BalancedRouter": (
+        (512, 64), lambda x: khot.nn.BalancedRouter(64, 8, 2, device="cuda")(x).weights, [1, 40], [0, 142],
     ),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),

@@ -34,6 +34,7 @@ KERNELS = (
     "order_sample",
     "pareto_sample",
     "tournament",
+    "soft_assign",
     "soft_budget",
     "soft_budget_backward",
     "budget_mask",

@@ -22,8 +22,10 @@ from khot.cdfs import CDF
 
 __all__ = ["soft_assign"]
 
-#: Below it, relative, an eigenvalue of the columns' matrix is rounding: these columns move together.
+#: Below it, relative, a link between columns is rounding: they do not move one another.
 SINGULAR = 1e-13
+#: The inverse of a smaller sum of densities overflows: such a row does not move.
+LEAST = 1e-300
 
 
 def soft_assign(
@@ -170,7 +172,8 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
     z = z.masked_fill(fixed, 0)
     f = F.pdf(z).masked_fill(fixed, 0)
     by_row = f.sum(-1)
-    inverse = torch.where(by_row > 0, 1 / by_row.masked_fill(by_row == 0, 1), 0)
+    rests = by_row <= LEAST
+    inverse = torch.where(rests, 0, 1 / by_row.masked_fill(rests, 1))
     moves = row.count((f.detach() > 0).sum(-2)) > 0
     if at_most:
         moves = moves & (c.detach() > 0)
@@ -180,8 +183,15 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
     root = torch.where(moves, columns.masked_fill(~moves, 1).rsqrt(), 0)
     schur = columns.diag_embed() - overlap
     scaled = schur * root.unsqueeze(-1) * root.unsqueeze(-2)
-    inner = torch.linalg.pinv(scaled, rtol=0.0, atol=SINGULAR * x.shape[-1], hermitian=True)
-    inner = inner * root.unsqueeze(-1) * root.unsqueeze(-2)
+    null = _null_space(scaled, torch.where(moves, columns.masked_fill(~moves, 1).sqrt(), 0), moves)
+    regular = scaled + null + (1 - free).diag_embed()
+
+    def solve(b: Tensor) -> Tensor:
+        """The pseudo-inverse of the Schur complement times b. Nothing here waits for a device, as an
+        eigendecomposition or a check for errors would."""
+        b = (root * b).unsqueeze(-1)
+        inner = torch.linalg.solve_ex(regular, b - null @ b).result
+        return root * (inner - null @ inner).squeeze(-1)
 
     def centre(b: Tensor) -> Tensor:
         b = b * free
@@ -191,9 +201,30 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
 
     def fit(by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
         (through,) = row.total([(g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)])
-        b = row.same(centre((inner @ centre(by_column - through).unsqueeze(-1)).squeeze(-1)))
+        b = row.same(centre(solve(centre(by_column - through))))
         (b_here,) = row.share([b])
         return inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1)), b
 
     f = f.masked_fill(lost.any(-1)[..., None, None], math.nan)
     return z, f, fit, tau
+
+
+def _null_space(scaled: Tensor, weight: Tensor, moves: Tensor) -> Tensor:
+    """The projection onto the null space of D^−½ (D − overlap) D^−½, with weight = D^½ where columns move.
+
+    Columns that rows link, directly or through others, move together: their weights span the null space,
+    unless rows link them to a column that does not move.
+    """
+    n = scaled.shape[-1]
+    fixed = scaled.detach()
+    together = ((fixed.abs() > SINGULAR) | torch.eye(n, dtype=torch.bool, device=scaled.device)).to(
+        fixed.dtype
+    )
+    for _ in range(max(n - 1, 0).bit_length()):
+        together = (together @ together > 0).to(fixed.dtype)
+    total = (together @ weight.square().unsqueeze(-1)).squeeze(-1)
+    pulls = weight.detach() * (fixed @ weight.detach().unsqueeze(-1)).squeeze(-1)
+    pull = (together @ pulls.unsqueeze(-1)).squeeze(-1)
+    loose = moves & (pull.abs() <= SINGULAR * n * total.detach())
+    weight = weight * loose * total.masked_fill(~loose, 1).rsqrt()
+    return together * weight.unsqueeze(-1) * weight.unsqueeze(-2)

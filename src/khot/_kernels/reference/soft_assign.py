@@ -22,7 +22,20 @@ from khot._core.rows import HERE, Row
 from khot._kernels.reference.assign_pass import assign_pass
 from khot.cdfs import CDF
 
-__all__ = ["Problem", "descend", "follow", "soft_assign"]
+__all__ = [
+    "ACCEPTED",
+    "EQUAL",
+    "FINE",
+    "NEAR",
+    "REACH",
+    "ROUNDING",
+    "STAGE",
+    "STEPS",
+    "Problem",
+    "descend",
+    "follow",
+    "soft_assign",
+]
 
 STEPS = 60  # per stage
 NEAR = 0.1  # with an error below it, relative to the largest goal, Newton's method needs no stages

@@ -19,6 +19,7 @@ top-k in magnitude, rows that are split take all passes that a row could need, a
 theirs.
 """
 
+from khot._kernels.triton.assign import soft_assign as soft_assign
 from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
 from khot._kernels.triton.budget import soft_budget as soft_budget
 from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
@@ -75,6 +76,7 @@ __all__ = [
     "permutahedron_backward",
     "power_blocks",
     "selectable",
+    "soft_assign",
     "soft_budget",
     "soft_budget_backward",
     "soft_count",

@@ -1,0 +1,203 @@
+"""Two-sided assignments of the Triton kernel, interpreted, against the reference and their own conditions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot import cdfs
+from khot._core.dispatch import OPERATORS
+from khot._kernels.reference import soft_assign as reference
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+INF = math.inf
+EPS = torch.finfo(torch.float64).eps
+
+
+def scores(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64) + torch.linspace(0, 2, shape[-1]).double()
+
+
+def vector(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def closed(x: Tensor, *places: tuple[int, ...], value: float = -INF) -> Tensor:
+    for place in places:
+        x[place] = value
+    return x
+
+
+def given(x: Tensor, k: Any, capacity: Any, tau: Any, bias: Any, at_most: bool) -> tuple[Any, ...]:
+    *batch, m, n = x.shape
+    k = torch.as_tensor(k, dtype=torch.float64).expand(*batch, m)
+    capacity = k.sum(-1, keepdim=True) / n if capacity is None else capacity
+    capacity, bias = (torch.as_tensor(v, dtype=torch.float64).expand(*batch, n) for v in (capacity, bias))
+    return x, k, capacity, torch.as_tensor(tau, dtype=torch.float64).expand(*batch, 1), bias
+
+
+def check(
+    kernels: ModuleType, x: Tensor, k: Any, capacity: Any = None, tau: Any = 0.5, cdf: str = "logistic",
+    at_most: bool = False, bias: Any = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The results, which agree with the reference and meet the conditions that define them."""
+    arguments = given(x, k, capacity, tau, bias, at_most)
+    y, r, c = kernels.soft_assign(*arguments, cdf, 0.0, at_most, "")
+    want, _, price = reference.soft_assign(*arguments, cdf, 0.0, at_most, "")
+    x, k, capacity, tau = (v.double() for v in arguments[:4])
+    tau = tau.unsqueeze(-1)
+    scale = (torch.where(x.isfinite(), x, 0).abs().amax() / tau).nan_to_num(nan=1.0).abs().max().item()
+    digits = 1e-12 + 32 * EPS * scale + (0 if y.dtype == torch.float64 else torch.finfo(y.dtype).eps)
+    assert y.dtype == arguments[0].dtype and r.dtype == c.dtype == torch.float64
+    assert torch.equal(y.isnan(), want.isnan())
+    torch.testing.assert_close(y, want, rtol=0, atol=digits, equal_nan=True)
+    lost = y.isnan().any(-1).any(-1)
+    assert torch.equal(lost, y.isnan().all(-1).all(-1))
+    assert torch.equal(r.isnan(), lost.unsqueeze(-1).expand(r.shape))
+    assert torch.equal(c.isnan(), lost.unsqueeze(-1).expand(c.shape))
+    assert torch.equal(c.isinf(), price.isinf())
+    inside = x.isfinite() & r.isfinite().unsqueeze(-1) & c.isfinite().unsqueeze(-2)
+    z = torch.where(inside, (x - r.nan_to_num().unsqueeze(-1) - c.nan_to_num().unsqueeze(-2)) / tau, 0)
+    again = torch.where(inside, cdfs.resolve(cdf).cdf(z), y.double())
+    torch.testing.assert_close(again, y.double(), rtol=0, atol=digits, equal_nan=True)
+    k, capacity, y_, c_ = k[~lost], capacity[~lost], y[~lost].double(), c[~lost]
+    n, m = y.shape[-1], y.shape[-2]
+    assert ((y_.sum(-1) - k).abs() <= n * digits * k.clamp(min=1)).all()
+    over = y_.sum(-2) - capacity
+    assert (over <= m * digits * capacity.clamp(min=1)).all()
+    met = over.abs() <= m * digits * capacity.clamp(min=1)
+    assert (met | (c_ == 0) if at_most else met).all()
+    if at_most:
+        assert (c_ >= 0).all()
+    return y, r, c
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("tau", [1.0, 3e-3])
+def test_as_the_reference(kernels: ModuleType, cdf: str, tau: float) -> None:
+    check(kernels, scores(6, 3), 1, tau=tau, cdf=cdf)
+
+
+DECIDED = closed(closed(scores(6, 5, seed=8), (0, 1), (5,)), (2, 3), value=INF)
+CASES: dict[str, dict[str, Any]] = {
+    "one column": {"x": scores(4, 1), "k": vector(0.5, 0.2, 0.3, 0.4)},
+    "one row": {"x": scores(1, 4), "k": 2, "capacity": vector(0.1, 0.9, 0.6, 0.4)},
+    "ties": {"x": torch.zeros(6, 4).double(), "k": 1, "tau": 0.1},
+    "tied in part": {"x": scores(1, 4).expand(6, 4), "k": 1.5, "tau": 0.1},
+    "nothing": {"x": scores(4, 3), "k": 0},
+    "everything": {"x": scores(4, 3), "k": 3},
+    "empty and full columns": {"x": scores(6, 4), "k": 2, "capacity": vector(6, 0, 2.5, 3.5)},
+    "decided": {"x": DECIDED, "k": vector(2, 1.5, 2, 5, 0, 0), "capacity": vector(1.5, 1, 2, 3, 3)},
+    "masked": {"x": closed(scores(6, 3), (0, 0), (3, 2)), "k": 1.25},
+    "no entry left": {"x": closed(scores(5, 3), (1,)), "k": vector(1, 0, 1, 1, 1), "tau": 0.1},
+    "a row decides a column": {
+        "x": closed(scores(3, 3), (0, 0), (0, 1)), "k": vector(1, 1.2, 0.8), "capacity": vector(1, 1, 1),
+    },
+    "in thousands": {"x": scores(6, 3) + 1e3, "k": 1, "tau": 0.1},
+    "huge": {"x": 1e60 * scores(6, 2), "k": 1, "tau": 0.5e60},
+    "tiny": {"x": 1e-60 * scores(6, 2), "k": 1, "tau": 0.5e-60, "cdf": "normal"},
+    "gaps": {"x": scores(5, 2), "k": 1, "capacity": vector(2, 3), "tau": 1e-6, "cdf": "normal"},
+    "stairs": {
+        "x": torch.tensor(
+            [
+                [-22.73, -1.77], [7.25, -31.35], [6.21, -10.34], [-5.67, -8.30],
+                [-12.69, -6.56], [-8.90, 17.06], [0.01, -1.60], [1.41, -18.04],
+            ]
+        ).double(),
+        "k": vector(1.1524, 0.1346, 0.1160, 0.5541, 0.2600, 1.3300, 0.5012, 0.4692),
+        "capacity": vector(1.7548, 2.7627), "tau": 0.01,
+    },
+    "a guess": {"x": scores(6, 3), "k": 1, "tau": 0.1, "bias": vector(0.3, 0.8, 1.3)},
+    "a bad guess": {"x": scores(6, 3), "k": 1, "tau": 0.5, "bias": vector(9, -40, 3)},
+    "at most": {"x": scores(8, 4, seed=2), "k": 2, "capacity": 5.0, "tau": 0.3, "at_most": True},
+    "at most, with room": {"x": scores(6, 4, seed=2), "k": 2, "capacity": 60.0, "at_most": True},
+    "at most, no more": {"x": scores(6, 3, seed=2), "k": 1, "capacity": 2.0, "at_most": True},
+    "at most, sharply": {"x": scores(6, 3, seed=2), "k": 1, "capacity": 2.5, "tau": 3e-3, "at_most": True},
+    "float32": {"x": scores(6, 3).float(), "k": 1, "tau": 0.1},
+    "bfloat16": {"x": scores(6, 3).bfloat16(), "k": 1, "tau": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_matrices(kernels: ModuleType, name: str) -> None:
+    y, _, _ = check(kernels, **CASES[name])
+    assert not y.isnan().any()
+
+
+def test_bad_matrices_are_nan_alone(kernels: ModuleType) -> None:
+    good = scores(9, 4, 3)
+    x, k, capacity = good.clone(), torch.ones(9, 4).double(), torch.full((9, 3), 4 / 3).double()
+    tau, bias = torch.full((9, 1), 0.5).double(), torch.zeros(9, 3).double()
+    x[1, 2, 1] = math.nan
+    k[2, 0] = -1
+    k[3, 0] = math.nan
+    capacity[4] = 1.5  # another sum than that of the rows
+    capacity[5] = vector(-1, 2.5, 2.5)
+    tau[6] = 0
+    bias[7, 1] = INF
+    x[8, :3, :2] = -INF  # three rows have a single column, which has room for less
+    y, _, _ = check(kernels, x, k, capacity, tau, bias=bias)
+    assert y[1:].isnan().all() and not y[0].isnan().any()
+
+
+def test_layouts_and_batches(kernels: ModuleType) -> None:
+    base = scores(4, 10)
+    tau = vector(0.5, 2.0).unsqueeze(-1)
+    check(kernels, base.T[::2], 1, tau=2.0)
+    check(kernels, base[:3, ::3].unsqueeze(1).expand(3, 2, 4).movedim(1, 0), 2, tau=tau)
+    for shape in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
+        x = torch.empty(shape)
+        arguments = given(x, 0, 0, 1.0, 0.0, False)
+        y, r, c = kernels.soft_assign(*arguments, "logistic", 0.0, False, "")
+        assert y.shape == shape and r.shape == shape[:2] and c.shape == (shape[0], shape[2])
+
+
+def test_many_blocks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.assign, "TILE", 64)
+    monkeypatch.setattr(kernels.assign, "BLOCK", 16)
+    monkeypatch.setattr(kernels.assign, "DEPTH", 16)
+    check(kernels, closed(scores(9, 17), (3, 2), (8,)), vector(*[3.0] * 8, 0), tau=4.0)
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_derivatives(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, at_most: bool) -> None:
+    """The rule stands on the kernel's thresholds, in both modes, and mapped over a batch."""
+    x, weight = scores(2, 3, 2), scores(2, 3, 2, seed=1)
+    capacity = 2.0 if at_most else None
+
+    def value(x: Tensor, weight: Tensor) -> Tensor:
+        return (weight * khot.soft_assign(x, 1, capacity, tau=0.7, at_most=at_most)).sum()
+
+    def both() -> tuple[Tensor, Tensor]:
+        _, along = torch.func.jvp(lambda x: value(x, weight[0]), (x[0],), (weight[1],))
+        return torch.func.vmap(torch.func.grad(value))(x, weight), along
+
+    want = both()
+    monkeypatch.setattr(OPERATORS["soft_assign"], "compute", kernels.soft_assign)
+    torch.testing.assert_close(both(), want, rtol=0, atol=1e-11)
+
+
+def test_what_the_reference_serves(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that would take one program too long, and CDFs of the user's own."""
+    monkeypatch.setattr(kernels.assign, "launch", lambda *_, **__: pytest.fail("was launched"))
+    monkeypatch.setattr(kernels.assign, "ENTRIES", 20)
+    for x in (scores(2, 257), scores(7, 3)):
+        arguments = given(x, 1, None, 10.0, 0.0, False)
+        y, _, _ = kernels.soft_assign(*arguments, "logistic", 0.0, False, "")
+        torch.testing.assert_close(y.sum(-1), torch.ones(len(x)).double())
