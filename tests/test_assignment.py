@@ -419,6 +419,23 @@ def test_the_quick_way_gives_what_the_safe_way_does(
     torch.testing.assert_close(bias, price, rtol=0, atol=1e-9)
 
 
+def test_the_safe_way_passes_stairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that rise in steps many τ apart: where the stage before ended with an error of 1e-3, it was on the
+    wrong one, and no step led off it."""
+    x = torch.tensor(
+        [
+            [-22.73, -1.77], [7.25, -31.35], [6.21, -10.34], [-5.67, -8.30],
+            [-12.69, -6.56], [-8.90, 17.06], [0.01, -1.60], [1.41, -18.04],
+        ], dtype=torch.float64,
+    )  # fmt: skip
+    k = torch.tensor([1.1524, 0.1346, 0.1160, 0.5541, 0.2600, 1.3300, 0.5012, 0.4692], dtype=torch.float64)
+    capacity = torch.tensor([1.7548, 2.7627], dtype=torch.float64)
+    quick = khot.soft_assign(x, k, capacity * k.sum() / capacity.sum(), tau=0.01)
+    monkeypatch.setattr(solver, "follow", lambda *_: None)
+    safe = khot.soft_assign(x, k, capacity * k.sum() / capacity.sum(), tau=0.01)
+    torch.testing.assert_close(safe, quick, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30, 1e60])
 def test_scores_beyond_float32(size: float) -> None:
     x = scores(64, 2)

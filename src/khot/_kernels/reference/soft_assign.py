@@ -28,6 +28,7 @@ __all__ = [
     "FINE",
     "NEAR",
     "REACH",
+    "ROUGH",
     "ROUNDING",
     "STAGE",
     "STEPS",
@@ -39,7 +40,9 @@ __all__ = [
 
 STEPS = 60  # per stage
 NEAR = 0.1  # with an error below it, relative to the largest goal, Newton's method needs no stages
-ROUGH, FINE = 1e-3, 1e-14  # the error, relative to the largest goal, at which a stage ends, and the last
+# The error, relative to the largest goal, at which a stage ends, and the last. Sums rise in stairs of many τ:
+# a rougher solution may lie anywhere on one of nearly the right height, out of reach of the next stage.
+ROUGH, FINE = 1e-5, 1e-14
 ROUNDING = 1e-12  # an error of this size, relative to the largest goal, may be rounding
 REACH = 4.0  # the longest step, in τ
 ACCEPTED = 1e-9  # an error, relative to the largest goal, above which there is no solution

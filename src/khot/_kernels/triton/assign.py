@@ -41,9 +41,7 @@ LAST = tl.constexpr(1e-8)  # in τ: after a shorter step a row is done
 CLOSE = tl.constexpr(1e-2)  # in τ: below it steps of Newton's method need no bisection
 STAGE_STEPS = tl.constexpr(reference.STEPS)
 NEAR = tl.constexpr(reference.NEAR)
-# the error at which a stage but the last ends: sums rise in stairs of many τ, and a rougher solution may lie
-# anywhere on one of nearly the right height, out of reach of the next stage
-ROUGH, FINE = tl.constexpr(1e-5), tl.constexpr(reference.FINE)
+ROUGH, FINE = tl.constexpr(reference.ROUGH), tl.constexpr(reference.FINE)
 ACCEPTED, ROUNDED = tl.constexpr(reference.ACCEPTED), tl.constexpr(reference.ROUNDING)
 REACH, STAGE = tl.constexpr(reference.REACH), tl.constexpr(reference.STAGE)
 EQUAL = tl.constexpr(reference.EQUAL)
