@@ -96,7 +96,7 @@ def cases() -> list[Case]:
             _budget(budget._pull_budgets, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
         ),
-        Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 165),
+        Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
         *(_project(*case) for case in PROJECTIONS),
         *(_pull(*case) for case in PULLED),
         Case(

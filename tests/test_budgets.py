@@ -376,6 +376,19 @@ def test_the_mask_takes_each_entry_that_fits(by: str, kind: str) -> None:
     assert ((cost * y).sum(-1) <= budget * (1 + 1e-15)).all()
 
 
+@pytest.mark.parametrize("many", range(1, 9))
+def test_the_mask_takes_what_is_free_when_all_is_spent(many: int) -> None:
+    """Sums of tenths are rounded, and what is left of a budget that they use up may not fall below 0."""
+    cost = torch.tensor([0.1] * 8 + [0.0] * 2, dtype=torch.float64)
+    y = khot.budget_mask(-torch.arange(10, dtype=torch.float64), cost, sum([0.1] * many))
+    assert y.tolist() == [1] * many + [0] * (8 - many) + [1, 1]
+
+
+def test_the_mask_of_a_budget_without_limit() -> None:
+    x, cost, _ = problem("uniform", 3, 8)
+    assert khot.budget_mask(x, cost, INF).all() and khot.budget_mask(x, 1e308 + cost, INF).all()
+
+
 def test_the_mask_is_near_the_optimum() -> None:
     g = np.random.default_rng(0)
     value, cost = g.random(1000), g.random(1000) + 0.05

@@ -134,8 +134,8 @@ def budget_mask(
 
     Each entry in turn is taken if what is left of the budget pays for it: in the order of the scores, or
     ``by="value"`` in the order of value per cost. Ties go to the lowest index. The costs that are taken never
-    exceed the budget. By value, this is the greedy algorithm of the knapsack problem, whose value is short of
-    the optimum by less than that of one entry.
+    exceed the budget, but for the rounding of their sum in float64. By value, this is the greedy algorithm of
+    the knapsack problem, whose value is short of the optimum by less than that of one entry.
 
     Args:
         input, cost, dim, by, largest, mask: as for :func:`soft_budget`.

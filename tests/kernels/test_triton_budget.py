@@ -206,6 +206,13 @@ def test_the_mask_is_the_references(
         assert torch.equal(kernels.budget_mask(*given), reference_mask(*given))
 
 
+def test_the_mask_when_all_is_spent_and_without_a_limit(kernels: ModuleType) -> None:
+    cost = torch.tensor([0.1] * 8 + [0.0] * 2, dtype=torch.float64)
+    x = -torch.arange(10, dtype=torch.float64).expand(9, -1)
+    budget = torch.tensor([*(sum([0.1] * many) for many in range(1, 9)), INF], dtype=torch.float64)
+    assert kernels.budget_mask(x, cost, budget).sum(-1).tolist() == [*range(3, 11), 10]
+
+
 def test_bad_rows_of_the_mask_are_nan_alone(kernels: ModuleType) -> None:
     g = torch.Generator().manual_seed(0)
     x, cost = torch.randn(7, 9, generator=g), torch.rand(7, 9, generator=g)

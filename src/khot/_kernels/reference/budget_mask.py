@@ -36,16 +36,14 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
         | ~(budget >= 0)
     )
     price = price.where(there, 0)
-    taken = torch.zeros_like(there)
-    waiting = there & (price <= budget)
+    taken, left = torch.zeros_like(there), budget
+    waiting = there & (price <= left)
     while bool(waiting.any()):
-        spent = price.where(taken, 0).sum(-1, True)
-        run = spent + price.where(waiting, 0).cumsum(-1) <= budget
-        fits = waiting & run.long().cumprod(-1).bool()
+        run = price.where(waiting, 0).cumsum(-1)
+        fits = waiting & (run <= left)
         taken = taken | fits
-        left = budget - price.where(taken, 0).sum(-1, True)
+        # never below 0, so that free entries fit
+        left = left.where(left.isinf(), left - run.where(fits, 0).amax(-1, True))
         waiting = waiting & ~taken & (price <= left)
-        if not bool(fits.any()):
-            break  # only rounding keeps the next entry from fitting
     chosen = torch.zeros_like(taken).scatter(-1, order, taken)
     return chosen.to(x.dtype).masked_fill(bad, math.nan)

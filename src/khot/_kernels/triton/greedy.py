@@ -50,19 +50,20 @@ def _greedy(
         wrong = (x != x) | ~((price >= 0) & (price < float("inf")))
         worst = tl.maximum(worst, tl.where(wrong, 1, 0))
     bad = (tl.max(worst, axis=0) > 0) | ~(budget >= 0)
-    spent = budget * 0
+    left = budget
     for start in range(0, n, WIDTH):
         x, place, price, there = _chunk(x_at, place_at, cost_at, cost_column, start, n, WIDTH)
         taken = tl.zeros((WIDTH,), tl.int32)
-        waiting = tl.where((x != float("-inf")) & (price <= budget - spent) & ~bad, 1, 0)
+        waiting = tl.where((x != float("-inf")) & (price <= left) & ~bad, 1, 0)
         more = tl.max(waiting, axis=0)
         while more > 0:
             # the longest run from the front that fits; what then costs more than is left never fits
             run = tl.cumsum(tl.where(waiting > 0, price, 0.0), axis=0)
-            fits = tl.where((waiting > 0) & (run <= budget - spent), 1, 0)
+            fits = tl.where((waiting > 0) & (run <= left), 1, 0)
             taken += fits
-            spent += tl.sum(tl.where(fits > 0, price, 0.0), axis=0)
-            waiting = tl.where((waiting > 0) & (fits == 0) & (price <= budget - spent), 1, 0)
+            # never below 0, so that free entries fit
+            left = tl.where(left < float("inf"), left - tl.max(tl.where(fits > 0, run, 0.0), axis=0), left)
+            waiting = tl.where((waiting > 0) & (fits == 0) & (price <= left), 1, 0)
             # no progress: only rounding keeps the next entry from fitting
             more = tl.minimum(tl.max(waiting, axis=0), tl.max(fits, axis=0))
         y = tl.where(bad, float("nan"), taken.to(tl.float32))
