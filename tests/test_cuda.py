@@ -102,8 +102,9 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def fits(op: Operator, n: int) -> bool:
-    """Whether n is small enough for an operator that costs n² or more."""
-    quadratic = op.out_dims == 2 or (op.name in ("soft_rank", "soft_sort") and "laplace" not in op.id)
+    """Whether n is small enough for an operator that costs n² or more, or waits where rows are long."""
+    by_count = op.name in ("soft_rank", "soft_sort", "project_permutahedron") and "projection" not in op.id
+    quadratic = op.out_dims == 2 or op.name == "soft_assign" or (by_count and "laplace" not in op.id)
     return n <= 7 or not (quadratic or (n > 10_000 and op.name in ("soft_quantile", "soft_median")))
 
 
