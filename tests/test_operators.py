@@ -473,6 +473,12 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         cases.append(("laplace_count", ops.laplace_count.default, (layout, at, tau)))
         backward = (count.new_ones(1).expand(count.shape), layout, order, at, place, tau)
         cases.append(("count-backward", ops.laplace_count_backward.default, backward))
+        end = torch.finfo(torch.float64).max
+        hi = torch.tensor([end, 0.7, -0.4, -end], dtype=torch.float64).repeat(ROWS, 1)
+        shares = (layout, hi, 0 * hi, tau, "normal", 0.0)
+        cases.append(("permutation_shares", ops.permutation_shares.default, shares))
+        grad = x.new_ones(1).expand(ROWS, 3, N)
+        cases.append(("shares-backward", ops.permutation_shares_backward.default, (grad, *shares)))
         for reverse in (False, True):
             cases.append(("decay_scan-backward", ops.decay_scan.default, (layout, x.abs(), reverse)))
     for regularization in ("l2", "kl"):
