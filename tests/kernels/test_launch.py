@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
+import math
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,3 +169,16 @@ def test_an_old_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.available()
     monkeypatch.delattr(triton, "constexpr_function")
     assert not gpu.available()
+
+
+def test_no_global_of_a_kernel_is_nan() -> None:
+    """Triton compares the globals of a kernel before a launch with what they were when it was compiled. NaN
+    differs from itself, so that a second launch would be an error, which the interpreter does not see."""
+    import triton.language as tl
+
+    from khot._kernels import triton as kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for name, value in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
+            number = value.value if isinstance(value, tl.constexpr) else value
+            assert not (isinstance(number, float) and math.isnan(number)), f"{module.name}.{name}"

@@ -45,7 +45,7 @@ ROUGH, FINE = tl.constexpr(reference.ROUGH), tl.constexpr(reference.FINE)
 ACCEPTED, ROUNDED = tl.constexpr(reference.ACCEPTED), tl.constexpr(reference.ROUNDING)
 REACH, STAGE = tl.constexpr(reference.REACH), tl.constexpr(reference.STAGE)
 EQUAL = tl.constexpr(reference.EQUAL)
-INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+INF = tl.constexpr(float("inf"))
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -372,7 +372,7 @@ def _assignments(
     for first_row in range(0, m, ROWS):
         row = first_row + tl.arange(0, ROWS)
         tl.store(state_at + row, row * 0.0, mask=row < m)
-        tl.store(r_at + row, row * 0.0 + NAN, mask=row < m)
+        tl.store(r_at + row, row * 0.0 + float("nan"), mask=row < m)
     tl.debug_barrier()
     settled, load, below = goal * 0, goal, goal * 0
     low, high, round_ = total_k * 0, total_k * 0, total_k * 0 + 1
@@ -499,7 +499,7 @@ def _assignments(
     solved = status == 1
     thresholds = tl.where(settled > 0, INF, tl.where(settled < 0, -INF, c - shift))
     thresholds = tl.where(settled == INF, 0.0, thresholds)
-    tl.store(c_pointer + matrix * n + column, tl.where(solved, thresholds, NAN), mask=there)
+    tl.store(c_pointer + matrix * n + column, tl.where(solved, thresholds, float("nan")), mask=there)
     for first_row in range(0, m, ROWS):
         row, in_matrix, x = _rows(x_at, x_stride, first_row, m, n, ROWS, WIDTH)
         state = tl.load(state_at + row, mask=in_matrix, other=1.0)
@@ -515,11 +515,11 @@ def _assignments(
         decided = tl.where((x == INF) | (finite & chosen), 1.0, 0.0)
         y = tl.where(open_, tl.where(z > 0, 1 - tail, tail), decided)
         out_at = out_pointer + matrix * m * n + (row[:, None] * n + column[None, :])
-        store(out_at, tl.where(solved, y, NAN), in_matrix[:, None] & there[None, :])
+        store(out_at, tl.where(solved, y, float("nan")), in_matrix[:, None] & there[None, :])
         moves_row = tl.max(tl.where(open_, 1, 0), axis=1) > 0
         threshold = tl.where(state > 0, INF, tl.where(state < 0, -INF, tl.where(moves_row, r + shift, 0.0)))
         tl.debug_barrier()  # all threads have read what is stored again
-        tl.store(r_at + row, tl.where(solved, threshold, NAN), mask=in_matrix)
+        tl.store(r_at + row, tl.where(solved, threshold, float("nan")), mask=in_matrix)
 
 
 # ------------------------------------------------------------------------------------------- the host
