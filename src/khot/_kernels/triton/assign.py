@@ -330,7 +330,7 @@ def _decide(
 
 @triton.jit(do_not_specialize=["m", "k_matrix", "steps"])
 def _assignments(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacitout_pointer, capacity_matrix, capacity_column,
+    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
     tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, out_pointer, r_pointer, c_pointer,
     scratch_pointer, m, n, steps,
     CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -348,7 +348,7 @@ def _assignments(
     column = tl.arange(0, WIDTH)
     there = column < n
     place = column.to(tl.int64)
-    at = capacitout_pointer + matrix * capacity_matrix + place * capacity_column
+    at = capacity_pointer + matrix * capacity_matrix + place * capacity_column
     capacity = double(tl.load(at, mask=there, other=0.0))
     at = bias_pointer + matrix * bias_matrix + place * bias_column
     start = double(tl.load(at, mask=there, other=0.0))
@@ -527,12 +527,6 @@ def _assignments(
 KERNELS = (_assignments,)
 
 
-def _vectors(value: Tensor, batch: torch.Size, length: int) -> tuple[Tensor, int, int]:
-    """A number of each row or column: its vectors, and the distances between them and in them."""
-    flat = value.expand(*batch, length).reshape(-1, length)
-    return flat, flat.stride(0), flat.stride(1)
-
-
 def which(n: int, cdf: str, at_most: bool) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(n))
     rows = max(1, TILE // width)
@@ -563,8 +557,8 @@ def soft_assign(
     taus = tau.expand(*batch, 1).reshape(-1)
     launch(
         _assignments, count,
-        flat, flat.stride(0), *_vectors(k, outer, m), *_vectors(capacity, outer, n), taus, taus.stride(0),
-        *_vectors(bias, outer, n), y, r, c, scratch, m, n, STEPS,
+        flat, flat.stride(0), *layout.matrix(k, x[..., 0]), *layout.matrix(capacity, x[..., 0, :]),
+        taus, taus.stride(0), *layout.matrix(bias, x[..., 0, :]), y, r, c, scratch, m, n, STEPS,
         **which(n, cdf, at_most),
     )  # fmt: skip
     return y, r, c

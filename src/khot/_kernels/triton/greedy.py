@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._core.precision import on
 from khot._kernels.reference import budget_mask as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import double
@@ -64,8 +63,7 @@ def _greedy(
             # never below 0, so that free entries fit
             left = tl.where(left < float("inf"), left - tl.max(tl.where(fits > 0, run, 0.0), axis=0), left)
             waiting = tl.where((waiting > 0) & (fits == 0) & (price <= left), 1, 0)
-            # no progress: only rounding keeps the next entry from fitting
-            more = tl.minimum(tl.max(waiting, axis=0), tl.max(fits, axis=0))
+            more = tl.max(waiting, axis=0)
         y = tl.where(bad, float("nan"), taken.to(tl.float32))
         tl.store(out_at + place, y.to(out_pointer.dtype.element_ty), mask=there)
 
@@ -79,13 +77,12 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
     if x.numel() == 0:
         return reference.budget_mask(x, cost, budget)
     ordered, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-    prices = on(x.device, cost).expand(x.shape).reshape(-1, n)
     amount = layout.values(budget, x.shape[:-1], x.device)
     out = x.new_empty(x.shape)
     width = min(WIDTH, max(64, triton.next_power_of_2(n)))
     launch(
         _greedy, x.numel() // n,
-        ordered, order, prices, prices.stride(0), prices.stride(1),
+        ordered, order, *layout.matrix(cost, x),
         *amount, layout.rest(budget, amount), out, n, WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return out

@@ -256,10 +256,10 @@ def _linear(given, here, there, KL: tl.constexpr, WANT_W: tl.constexpr):
     (up to the sums of both), a = u less that at the block's first place, z and w."""
     grad_at, grad_column, z_at, w_at, w_column, order_at, w_order_at, start_at, tau = given
     first = tl.load(start_at + here, mask=there, other=0)
-    order = tl.load(order_at + here, mask=there, other=0).to(tl.int64)
+    order = _places(order_at, here, there)
     z = double(tl.load(z_at + order, mask=there, other=0.0))
     g = double(tl.load(grad_at + order * grad_column, mask=there, other=0.0))
-    first_order = tl.load(order_at + first, mask=there, other=0).to(tl.int64)
+    first_order = _places(order_at, first, there)
     first_z = double(tl.load(z_at + first_order, mask=there, other=0.0))
     a = bounded((_finite(z) - _finite(first_z)) / tau, FAR)
     p, q, w = tl.zeros_like(a) + 1, tl.zeros_like(a) + 1, a
