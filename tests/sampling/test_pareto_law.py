@@ -13,7 +13,7 @@ from torch import Tensor
 
 import khot
 from khot import sampling
-from subsets import subsets
+from subsets import assert_frequencies, subsets
 
 log_prob = sampling.designs["pareto"].log_prob
 
@@ -48,6 +48,42 @@ def test_log_prob_is_the_integral(n: int, k: int) -> None:
     torch.testing.assert_close(
         log_prob(S, probs), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8
     )
+
+
+@pytest.mark.parametrize("n, k, spread", [(5, 2, 1.0), (6, 3, 4.0)])
+def test_the_unadjusted_design(n: int, k: int, spread: float) -> None:
+    """Its parameters are the logits: log_prob by the integral, draws and moments by sums over all subsets."""
+    probs, S = probs_of(n, k, spread), subsets(n, k)
+    theta = logit(probs.numpy())
+    expected = torch.tensor([integral(x.bool().numpy(), theta) for x in S], dtype=torch.float64)
+    found = sampling.designs["unadjusted_pareto"].log_prob
+    assert found is not None
+    torch.testing.assert_close(found(S, probs), expected.log(), rtol=0, atol=1e-8)
+    exact = {"rtol": 0, "atol": 1e-9}
+    torch.testing.assert_close(sampling.inclusion_probs(probs, "unadjusted_pareto"), expected @ S, **exact)
+    joint = torch.einsum("s,si,sj->ij", expected, S, S)
+    torch.testing.assert_close(sampling.joint_inclusion_probs(probs, "unadjusted_pareto"), joint, **exact)
+    generator = torch.Generator().manual_seed(3)
+    x = sampling.sample(probs, "unadjusted_pareto", sample_shape=(40_000,), generator=generator)
+    which = (x @ S.mT == k).long().argmax(-1)
+    assert_frequencies(torch.bincount(which, minlength=len(S)).numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("p", [0.5, 0.6, 0.9, 0.999])
+def test_a_pair_of_the_unadjusted_design(p: float) -> None:
+    """In closed form; 0.957 for p = 0.9. Units that are certain, and the gradient of log p, as elsewhere."""
+    r = ((1 - p) / p) ** 2  # the larger of two logistic variables a distance −log r apart
+    expected = 0.5 if r == 1 else 1 / (1 - r) + r * math.log(r) / (1 - r) ** 2
+    probs = torch.tensor([p, 1 - p, 1, 0], dtype=torch.float64, requires_grad=True)
+    pi = sampling.inclusion_probs(probs, "unadjusted_pareto")
+    torch.testing.assert_close(pi, pi.new_tensor([expected, 1 - expected, 1, 0]), rtol=0, atol=1e-10)
+    found = sampling.designs["unadjusted_pareto"].log_prob
+    assert found is not None
+    value = found(probs.new_tensor([1, 0, 1, 0]), probs)
+    assert value.exp().item() == pytest.approx(expected, abs=1e-10)
+    (grad,) = torch.autograd.grad(value, probs)
+    assert grad.isfinite().all() and (grad[2:] == 0).all()
+    assert found(probs.new_tensor([1, 1, 0, 0]), probs) == -math.inf
 
 
 @pytest.mark.parametrize("n, k, spread", [(2, 1, 1.0), (4, 1, 2.0), (5, 2, 1.0), (6, 3, 4.0), (12, 6, 0.2)])

@@ -1,4 +1,4 @@
-"""The law of order sampling with Pareto variables, differentiable in its parameters by autograd.
+"""Order sampling with Pareto variables: the draw, and its law, differentiable in the parameters by autograd.
 
 The formulas are those of :mod:`khot._kernels.reference.order_sampling`, which has the inclusion probabilities
 and the calibration as kernels.
@@ -15,12 +15,22 @@ from torch.autograd import Function
 from khot._kernels.reference.order_sampling import coefficients
 from khot._ops import poisson_binomial as operators
 from khot._ops import tilting as conditional
+from khot._ops import uniform as philox
 from khot._ops.calibration import conjugate_gradients
+from khot._ops.draws import order_sample
 from khot._ops.tilting import mixture, tilt_rows
+from khot.sampling import conditional_poisson
 
-__all__ = ["calibrate", "inclusion", "joint", "log_weight", "solve"]
+__all__ = ["calibrate", "draw", "inclusion", "joint", "log_prob", "solve"]
 
 LEAST = 1e-24  # of the squared residual of the derivatives, beside its first: θ itself is known to 1e-8
+
+
+def draw(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+    """The k units of the least logit U_i − θ_i in each row, as a mask of this shape."""
+    seed = philox.new_seed(theta.device, generator)
+    chosen: Tensor = order_sample(theta.expand(shape), k.expand(shape[:-1]), seed)
+    return chosen
 
 
 def calibrate(probs: Tensor, k: Tensor) -> Tensor:
@@ -67,7 +77,18 @@ def joint(theta: Tensor, k: Tensor) -> Tensor:
     return both
 
 
-def log_weight(value: Tensor, theta: Tensor, k: Tensor) -> Tensor:
+def log_prob(value: Tensor, theta: Tensor, k: Tensor) -> Tensor:
+    """log P(S), of the broadcast batch shape; −inf where S cannot be drawn.
+
+    P(S) is an integral over the largest ranking variable of S. It is computed numerically, for all S by the
+    same n coefficients. Differentiable in θ, twice.
+    """
+    k = k.double()
+    base = conditional_poisson.log_prob(value, theta, k)
+    return torch.where(base == -torch.inf, base, base + _log_weight(value, theta, k))
+
+
+def _log_weight(value: Tensor, theta: Tensor, k: Tensor) -> Tensor:
     """log P(S), less that under the conditional Poisson design with the same θ: log Σ_S c − log E[Σ c x].
 
     Zero in rows whose units are all certain, or nearly so.

@@ -37,8 +37,8 @@ def sample(
 ) -> Tensor:
     """Random k-hot vectors with the given inclusion probabilities: E[x] = π and Σx = Σπ.
 
-    Two designs draw vectors of a random size, ``"poisson"`` and ``"iterative_poisson"``; with the latter and
-    with ``"repeated_poisson"`` E[x] is not π.
+    Two designs draw vectors of a random size, ``"poisson"`` and ``"iterative_poisson"``; with the latter,
+    ``"repeated_poisson"`` and ``"unadjusted_pareto"`` E[x] is not π.
 
     Args:
         probs: π in [0, 1]. Units with 0 are never selected, units with 1 always. Where a row does not sum to

@@ -21,12 +21,14 @@ from khot.sampling._designs import (
     repeated_poisson,
     sampford,
     systematic,
+    unadjusted_pareto,
 )
 
 __all__ = ["Design", "DesignName", "designs"]
 
 DesignName = Literal[
     "pareto",
+    "unadjusted_pareto",
     "conditional_poisson",
     "adjusted_conditional_poisson",
     "sampford",
@@ -82,6 +84,15 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
             pareto.log_prob,
             pareto.joint,
             marginals=pareto.marginals,
+        ),
+        "unadjusted_pareto": Design(
+            "one top-k of Pareto variables, as they are: less random than the probabilities say",
+            False,
+            unadjusted_pareto.draw,
+            unadjusted_pareto.log_prob,
+            unadjusted_pareto.joint,
+            unadjusted_pareto.marginals,
+            close=False,
         ),
         "conditional_poisson": Design(
             "independent trials, given their sum; maximum entropy",

@@ -16,10 +16,7 @@ from torch import Tensor
 from khot._core import eager
 from khot._kernels.reference.draws import adjusted
 from khot._kernels.reference.order_sampling import LEAST
-from khot._ops import uniform as philox
-from khot._ops.draws import order_sample
 from khot.sampling import _order as order
-from khot.sampling import conditional_poisson
 from khot.sampling._phantom import distinct, size
 
 __all__ = ["draw", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
@@ -27,7 +24,7 @@ __all__ = ["draw", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     rows = distinct(probs)
-    return _rank(_parameters(rows), size(rows), probs.shape, generator)
+    return order.draw(_parameters(rows), size(rows), probs.shape, generator)
 
 
 def draw_small(probs: Tensor, dim: int, generator: torch.Generator | None, exact: bool) -> Tensor | None:
@@ -42,7 +39,7 @@ def draw_exact(probs: Tensor, generator: torch.Generator | None = None) -> Tenso
     """As :func:`draw`, with the parameters whose inclusion probabilities are probs."""
     rows = distinct(probs)
     k = size(rows)
-    return _rank(order.calibrate(rows, k.double()), k, probs.shape, generator)
+    return order.draw(order.calibrate(rows, k.double()), k, probs.shape, generator)
 
 
 def marginals(probs: Tensor) -> Tensor:
@@ -51,14 +48,8 @@ def marginals(probs: Tensor) -> Tensor:
 
 
 def log_prob(value: Tensor, probs: Tensor) -> Tensor:
-    """log P(S) under :func:`draw`, of the broadcast batch shape; −inf where S cannot be drawn.
-
-    P(S) is an integral over the largest ranking variable of S. It is computed numerically, for all S by the
-    same n coefficients. Differentiable in probs, twice.
-    """
-    theta, k = _live_parameters(probs), size(probs.detach()).double()
-    base = conditional_poisson.log_prob(value, theta, k)
-    return torch.where(base == -torch.inf, base, base + order.log_weight(value, theta, k))
+    """log P(S) under :func:`draw`, of the broadcast batch shape; differentiable in probs, twice."""
+    return order.log_prob(value, _live_parameters(probs), size(probs.detach()))
 
 
 def joint(probs: Tensor) -> Tensor:
@@ -89,9 +80,3 @@ def _live_parameters(probs: Tensor) -> Tensor:
         theta = theta.clone()
         theta[few] = order.solve(rows, size(rows.detach()).double())
     return theta
-
-
-def _rank(theta: Tensor, k: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    seed = philox.new_seed(theta.device, generator)
-    chosen: Tensor = order_sample(theta.expand(shape), k.expand(shape[:-1]), seed)
-    return chosen
