@@ -21,7 +21,9 @@ from khot.experiments.harness import data
 from khot.experiments.harness.study import Args, Checkpoint
 
 __all__ = [
+    "PRECISIONS",
     "SAVE_EVERY",
+    "computing_in",
     "cosine_over_last_half",
     "images",
     "linear_over_last_third",
@@ -34,6 +36,10 @@ __all__ = [
 
 # Seconds of training between two checkpoints. A stop loses at most this much time.
 SAVE_EVERY = 30.0
+
+
+# What networks may compute in. Parameters, samples and losses are in float32.
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def images(args: Args) -> data.Images:
@@ -124,6 +130,11 @@ def cosine_over_last_half(progress: float) -> float:
     The cosine falls slowly at its end, so that the loss settles.
     """
     return 0.5 * (1 + math.cos(math.pi * max(0.0, 2 * progress - 1)))
+
+
+def computing_in(precision: torch.dtype, device: torch.device) -> torch.autocast:
+    """A context in which networks compute in that precision."""
+    return torch.autocast(device.type, precision, enabled=precision != torch.float32)
 
 
 def mlp(*widths: int) -> nn.Sequential:

@@ -14,7 +14,8 @@ Departures from the paper:
 
 - Every method, including Xie & Ermon, has k-hot samples in the forward pass, and a relaxed or expected sample
   in the backward pass.
-- `straight_through` and `second_order` draw by the pivotal design, whose inclusion probabilities are exact.
+- The paper does not name the design of `straight_through` and `second_order`. Here it is Pareto sampling
+  without adjustment, whose samples are less random than the probabilities say.
 - NCPSS is written anew from its description in the paper, with seven rounds of iterative Poisson sampling;
   samples whose size is not k are drawn again.
 - There are three seeds instead of five.

@@ -58,7 +58,6 @@ PAPER = {
 }
 CLOSE = 3.0  # points below the paper that we still count as met: it gives no deviations
 NETWORKS = {"small": (16, 0), "published": (32, 2)}  # filters of the first convolution, and the padding
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _by_cdf(cdf: CDFName) -> Loss:
@@ -97,7 +96,8 @@ class Args(study.Args):
     )
     network: str = field(default="small", metadata={"help": f"One of {', '.join(NETWORKS)}."})
     precision: str = field(
-        default="float32", metadata={"help": f"What the network computes in: {' or '.join(PRECISIONS)}."}
+        default="float32",
+        metadata={"help": f"What the network computes in: {' or '.join(training.PRECISIONS)}."},
     )
     pictures: int = field(default=100, metadata={"help": "Pictures per step."})
     steps: int = field(default=60_000, metadata={"help": "Training steps."})
@@ -107,7 +107,7 @@ class Args(study.Args):
         super().__post_init__()
         study.check_choices("methods", self.methods, LOSSES)
         study.check_choices("network", (self.network,), NETWORKS)
-        study.check_choices("precision", (self.precision,), PRECISIONS)
+        study.check_choices("precision", (self.precision,), training.PRECISIONS)
 
 
 def trials(args: Args) -> list[study.Trial]:
@@ -149,7 +149,7 @@ class Network(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         x = pictures.flatten(0, -3)
-        with torch.autocast(x.device.type, self.precision, enabled=self.precision != torch.float32):
+        with training.computing_in(self.precision, x.device):
             features = self.layers(x)
         # the scores are float32: two numbers of equal scores could not be told apart
         return self.score(features.float()).view(pictures.shape[:-2])
@@ -158,7 +158,9 @@ class Network(nn.Module):
 def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterator[study.Row]:
     images, n, seed = training.images(args), int(trial["n"]), int(trial["seed"])
     height, width = images.shape
-    network = Network(height, DIGITS * width, args.network, PRECISIONS[args.precision]).to(args.device)
+    network = Network(height, DIGITS * width, args.network, training.PRECISIONS[args.precision]).to(
+        args.device
+    )
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps, pct_start=0.1)
     state = {"network": network, "optimizer": optimizer, "schedule": schedule}

@@ -13,11 +13,14 @@ The paper gives neither batch size nor number of steps, and does not say whether
 mean, nor what the decoder sees in the test. These are ours: batches of 128, 50,000 steps, the mean, and the k
 largest logits, with which the paper's figures can be reached. Departures from the paper:
 
-- `straight_through` and `second_order` draw by the pivotal design, whose inclusion probabilities are exact.
+- The paper does not name the design of `straight_through` and `second_order`. Here it is Pareto sampling
+  without adjustment, whose samples are less random than the probabilities say.
+- Xie & Ermon has k-hot samples in the forward pass, and relaxed ones in the backward pass.
 - NCPSS is written anew from its description in the paper, with seven rounds of iterative Poisson sampling;
   samples whose size is not k are drawn again.
-- Xie & Ermon has k-hot samples in the forward pass, and relaxed ones in the backward pass.
 - There are three seeds instead of five.
+- With `--precision bfloat16` the networks train in bfloat16, with parameters, samples, losses and tests in
+  float32. This takes half the time on a CPU that has instructions for it.
 """
 
 from __future__ import annotations
@@ -77,6 +80,10 @@ class Args(study.Args):
     steps: int = field(default=50_000, metadata={"help": "Training steps."})
     batch: int = field(default=128, metadata={"help": "Images per step."})
     lr: float = field(default=1e-4, metadata={"help": "Learning rate."})
+    precision: str = field(
+        default="float32",
+        metadata={"help": f"What the networks train in: {' or '.join(training.PRECISIONS)}."},
+    )
     points: int = field(default=12, metadata={"help": "Number of points of the curve of test losses."})
     sizes: tuple[str, ...] = field(default=tuple(SIZES), metadata={"help": "Latent spaces.", "selects": True})
     methods: tuple[str, ...] = field(
@@ -88,6 +95,7 @@ class Args(study.Args):
         super().__post_init__()
         study.check_choices("methods", self.methods, methods.METHODS)
         study.check_choices("sizes", self.sizes, SIZES)
+        study.check_choices("precision", (self.precision,), training.PRECISIONS)
 
 
 def trials(args: Args) -> list[Trial]:
@@ -110,12 +118,17 @@ class _VAE(nn.Module):
         self.encoder = training.mlp(pixels, 512, 256, width)
         self.decoder = training.mlp(width, 256, 512, pixels)
 
-    def losses(self, images: Tensor, *, largest: bool = False) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, images: Tensor, *, largest: bool = False, precision: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """The reconstruction loss and the prior term of each image, of a sample or of the largest logits."""
-        logits = self.encoder(images).unflatten(-1, (self.latent.vectors, self.latent.n))
+        with training.computing_in(precision, images.device):
+            encoded = self.encoder(images)
+        logits = encoded.float().unflatten(-1, (self.latent.vectors, self.latent.n))
         k = self.latent.k
         latent = khot.topk_mask(logits, k).to(logits) if largest else methods.draw(self.method, logits, k)
-        decoded = self.decoder(latent.flatten(-2))
+        with training.computing_in(precision, images.device):
+            decoded = self.decoder(latent.flatten(-2)).float()
         loss = F.binary_cross_entropy_with_logits(decoded, images, reduction="none").sum(-1)
         log_p = torch.log_softmax(logits, -1)
         uniform = torch.full_like(log_p, 1 / self.latent.n).log()
@@ -139,7 +152,8 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
 
     for step in training.steps(checkpoint, state, args.steps):
         batch = training.minibatches(len(images), args.batch, step, int(trial["seed"])).to(args.device)
-        loss = torch.stack(model.losses(images[batch])).sum(0).mean()
+        parts = model.losses(images[batch], precision=training.PRECISIONS[args.precision])
+        loss = torch.stack(parts).sum(0).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
