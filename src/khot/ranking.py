@@ -27,7 +27,7 @@ from khot._ops.permutation import (
     boundaries,
     by_scans,
     infinite_shares,
-    log_difference,
+    log_between,
     places,
     quantiles,
     standardize,
@@ -298,7 +298,7 @@ def soft_permutation(
     else:
         # a difference of shares needs no more digits than these have
         compute = torch.promote_types(x.dtype, torch.float32)
-        p = _matrix(x, tau, selected, F, lambda z: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
+        p = _matrix(x, tau, selected, F, lambda z, *_: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
     return _places_first(p, input, dim)
 
 
@@ -329,8 +329,9 @@ def log_soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
+    compute = torch.promote_types(x.dtype, torch.float32)
     log_p = _matrix(
-        x, tau, selected, F, lambda z: log_difference(z[..., :-1, :], z[..., 1:, :], F), torch.log
+        x, tau, selected, F, lambda z, hi, lo, tau: log_between(z, hi, lo, tau, F, compute), torch.log
     )
     return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
@@ -466,13 +467,14 @@ def _matrix(
     tau: Tensor,
     selected: Tensor | None,
     F: CDF,
-    between: Callable[[Tensor], Tensor],
+    between: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     of_share: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The matrix (*batch, n, n) of places by entries, in parts of the places.
 
     Args:
-        between: of the entries' distances z to n + 1 thresholds, what each of the n places between them gets.
+        between: of the entries' distances z to thresholds, these as hi and lo, and τ, all of one part: what
+            each of the places between the thresholds gets.
         of_share: the same of the share that an infinite entry has of a place.
     """
     hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
@@ -480,7 +482,8 @@ def _matrix(
 
     def part(start: int, stop: int) -> Tensor:
         ends = slice(start, stop + 1)
-        p = between(standardize(entries, hi[..., ends, :], lo[..., ends, :], tau[..., None, None]))
+        at = hi[..., ends, :], lo[..., ends, :], tau[..., None, None]
+        p = between(standardize(entries, *at), *at)
         return correct(p, start, stop).to(x.dtype)
 
     return in_parts(part, x.shape[-1], x.numel())

@@ -18,7 +18,7 @@ __all__ = [
     "boundaries",
     "by_scans",
     "infinite_shares",
-    "log_difference",
+    "log_between",
     "log_shares",
     "places",
     "quantiles",
@@ -105,6 +105,46 @@ def log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
     apart = (log_b - log_a).masked_fill(all_below, 1).clamp(min=torch.finfo(a.dtype).tiny)
     difference = log_b + torch.log(-torch.expm1(-apart)).masked_fill(all_below, 0)
     return difference.masked_fill(nothing, -math.inf)
+
+
+def log_between(z: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF, dtype: torch.dtype) -> Tensor:
+    """log(F(z_i) − F(z_(i−1))), (*batch, m − 1, n), for distances z (*batch, m, n) to falling thresholds.
+
+    Where F is made of exponentials, the difference is a product, and its logarithm a sum without cancellation
+    in which the distance between the thresholds has a term of its own.
+
+    Args:
+        z, tau: as from and for :func:`standardize`.
+        hi, lo: (*batch, m, 1).
+        dtype: to compute in where that loses nothing but the last digits.
+    """
+    a, b = z[..., :-1, :], z[..., 1:, :]
+    if not (F.built_in and isinstance(F, (cdfs.Logistic, cdfs.Laplace))):
+        return log_difference(a, b, F)
+    infinite = hi.abs() == greatest(hi)
+    fall = hi.masked_fill(infinite, 0).diff(dim=-2) + lo.masked_fill(infinite, 0).diff(dim=-2)
+    gap = (-fall / widen(tau)).clamp(min=torch.finfo(z.dtype).tiny)  # rounding may make thresholds equal
+    gap = gap.masked_fill(infinite[..., 1:, :] | infinite[..., :-1, :], math.inf)
+    apart = torch.log(-torch.expm1(-gap)).to(dtype)
+    if isinstance(F, cdfs.Logistic):
+        return F.log_cdf(b.to(dtype)) + F.log_cdf(-a.to(dtype)) + apart
+    # F(b) − F(a) is ½e^b(1 − e^−gap) if b ≤ 0, and ½e^−a(1 − e^−gap) if a ≥ 0, where the places of negative z
+    # are over. An entry has at most one place where a < 0 < b.
+    last = (z < 0).sum(-2, keepdim=True) - 1
+    place = torch.arange(a.shape[-2], device=z.device).unsqueeze(-1)
+    log_p = torch.where(place > last, -a.to(dtype), b.to(dtype)) + (apart - math.log(2))
+    across = last.clamp(0, a.shape[-2] - 1)
+    below, above = a.gather(-2, across), -b.gather(-2, across)
+    crosses = (below < 0) & (above < 0)
+    below, above = (torch.where(crosses, side, -1) for side in (below, above))
+    rest = 0.5 * (torch.exp(below) + torch.exp(above))
+    share = -0.5 * (torch.expm1(below) + torch.expm1(above))
+    small = share < 0.5
+    log_share = torch.where(
+        small, torch.log(torch.where(small, share, 1)), torch.log1p(-torch.where(small, 0, rest))
+    )
+    there = torch.where(crosses, log_share.to(dtype), log_p.gather(-2, across))
+    return log_p.scatter(-2, across, there)
 
 
 def places(x: Tensor) -> Tensor:
