@@ -1,8 +1,8 @@
 """Pareto sampling as Rosén (1997) gives it: θ = logit π, without the adjustment of :mod:`.pareto`.
 
 Its inclusion probabilities lie further from ½ than π, the more so the fewer units are uncertain: of a pair
-with π = (0.9, 0.1) the first is selected in 957 draws of 1,000. With samples that are less random than the
-probabilities say, gradients through them have less noise.
+with π = (0.9, 0.1) the first is selected in 957 draws of 1,000. Rows that are nearly decided are decided
+otherwise less often than their probabilities say.
 """
 
 from __future__ import annotations
