@@ -220,7 +220,7 @@ def _draw(rows: list[Row], path: Path) -> None:
 EXPERIMENT = study.Experiment(
     source="sigmoid-topk, Table 4",
     needs="MNIST",
-    takes="8 hours of one core",
+    takes="10 hours of one core, half of it in bfloat16",
     Args=Args,
     smoke={"steps": 20, "points": 2, "seeds": 1},
     trials=trials,
