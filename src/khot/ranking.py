@@ -7,6 +7,7 @@ largest entry; ascending order is the descending order of the negative scores. :
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -330,9 +331,7 @@ def log_soft_permutation(
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
     compute = torch.promote_types(x.dtype, torch.float32)
-    log_p = _matrix(
-        x, tau, selected, F, lambda z, hi, lo, tau: log_between(z, hi, lo, tau, F, compute), torch.log
-    )
+    log_p = _matrix(x, tau, selected, F, functools.partial(log_between, F=F, dtype=compute), torch.log)
     return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
 
