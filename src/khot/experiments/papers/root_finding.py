@@ -10,12 +10,11 @@ with khot's own solver, in plain torch and compiled.
 
     khot reproduce root-finding
 
-As in the paper, the table has n = 10⁴ and is the mean over 100 draws of the problems. The paper's bracket is
-±(max |x| + σ⁻¹(1 − ε)), where it does not give ε. Here it is ±(max |x| + 10). The middle of the bracket and
-the point that a step takes narrow it; the guess does not, so that the first middle is zero. Departures from
-the paper:
+As in the paper, the table has n = 10⁴ and is the mean over 100 draws of the problems, and the figure has
+n = 10⁶. The paper's bracket is ±(max |x| + σ⁻¹(1 − ε)), where it does not give ε. Here it is
+±(max |x| + 10). The middle of the bracket and the point that a step takes narrow it; the guess does not, so
+that the first middle is zero. Departures from the paper:
 
-- The figure has n = 10⁵ instead of 10⁶ (`--wide 1000000`), which saves time.
 - Times are CPU times of one thread, as medians of calls that take turns, since the machine is shared. They
   are measured on the first draw only. The paper has wall times of a GPU.
 - khot's solver does not stop at 1e-8, but continues to the last digits. For it the table counts passes over
@@ -81,7 +80,7 @@ class Args(study.Args):
 
     seeds: int = field(default=100, metadata={"help": "Number of draws of the problems.", "selects": True})
     n: int = field(default=10_000, metadata={"help": "Scores per problem in the table."})
-    wide: int = field(default=100_000, metadata={"help": "Scores per problem in the figure."})
+    wide: int = field(default=1_000_000, metadata={"help": "Scores per problem in the figure."})
     rows: int = field(default=100, metadata={"help": "Problems that are solved at once."})
     seconds: float = field(default=1.0, metadata={"help": "Seconds for which each method is timed."})
 
