@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 import khot
 from khot._core import eager
+from khot.cdfs import CDFName
 
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
@@ -451,6 +452,62 @@ def test_samples_use_the_same_random_numbers(rows: str, dtype: torch.dtype) -> N
             assert torch.equal(after, then), i
 
 
+class Renamed(khot.cdfs.Logistic):
+    """Another class, which has the compiled kernels of its parent."""
+
+
+class Wider(khot.cdfs.Logistic):
+    """Another CDF."""
+
+    def cdf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z / 2)
+
+    def pdf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z / 2) * torch.sigmoid(-z / 2) / 2
+
+
+@every_function
+@pytest.mark.parametrize("name", CDFS)
+def test_objects_of_the_cdfs_are_taken_like_their_names(name: CDFName, output: str) -> None:
+    function, x = FUNCTIONS[output], scores(3, 9).requires_grad_()
+    found = []
+    for cdf in (name, khot.cdfs.resolve(name)):
+        with answers(function.name) as answered:
+            y = function.call(x, tau=0.7, cdf=cdf)
+        assert answered == [True]
+        found.append((y.detach(), *torch.autograd.grad(y.sin().sum(), x)))
+    for by_name, by_object in zip(*found, strict=True):
+        assert same(by_name, by_object)
+
+
+@every_function
+@pytest.mark.parametrize("cdf", [khot.cdfs.Power(1.5), Renamed(), Wider(), None, 3, object()], ids=str)
+def test_other_objects_are_left_to_the_ordinary_way(cdf: Any, output: str) -> None:
+    function, x = FUNCTIONS[output], scores(3, 9)
+    with answers(function.name) as answered:
+        here, there = both(lambda: function.call(x, tau=0.7, cdf=cdf))
+    assert not any(answered)
+    assert same(here, there)
+
+
+def test_ranks_take_the_laplace_object() -> None:
+    for call, name in ((khot.soft_rank, "soft_rank"), (khot.soft_sort, "soft_sort")):
+        with answers(name) as answered:
+            by_object = call(scores(3, 9), cdf=khot.cdfs.Laplace())
+            call(scores(3, 9), cdf=khot.cdfs.Logistic())
+        assert answered == [True, False]
+        assert same(by_object, call(scores(3, 9)))
+
+
+def test_layers_make_plain_calls() -> None:
+    """A layer keeps its CDF as an object."""
+    x = scores(4, 64).requires_grad_()
+    for layer in (khot.nn.SoftTopK(2), khot.nn.SoftTopK(2, cdf="normal"), khot.nn.KHotGate(64, 2)):
+        with answers("soft_topk") as answered:
+            layer(x)
+        assert answered == [True], layer
+
+
 def test_profiles_show_the_operators() -> None:
     x = scores(4, 64).requires_grad_()
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
@@ -477,7 +534,7 @@ def test_another_torch_leaves_the_extension_alone(monkeypatch: pytest.MonkeyPatc
     found = eager.soft_topk
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     with ordinary():
-        eager.load(None)  # type: ignore[arg-type]
+        eager.load(None, {})  # type: ignore[arg-type]
         assert not eager.in_use()
     assert eager.soft_topk is found
 

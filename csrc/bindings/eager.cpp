@@ -27,6 +27,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -45,6 +46,7 @@ using at::Tensor;
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max(), kMost = 1 << 14;
 
 const Served* served = nullptr;
+PyTypeObject* class_of[std::size(kCdfs)] = {};  // khot.cdfs.Logistic and so on, by their Cdf
 
 bool plain_state() {
   using c10::DispatchKey;
@@ -367,9 +369,11 @@ bool named(PyObject* value, const char* name) {
   return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, name) == 0;
 }
 
-std::optional<Cdf> cdf_of(PyObject* name) {
+// A CDF without a parameter, by its name or as an object, which layers keep.
+std::optional<Cdf> cdf_of(PyObject* cdf) {
   for (const Named<Cdf>& one : kCdfs) {
-    if (one.choice != Cdf::kPower && named(name, one.name)) return one.choice;
+    if (one.choice == Cdf::kPower) continue;
+    if (named(cdf, one.name) || Py_TYPE(cdf) == class_of[static_cast<int>(one.choice)]) return one.choice;
   }
   return std::nullopt;
 }
@@ -514,7 +518,7 @@ struct Ranked {
 // (input, dim, tau, cdf, descending, method, regularization, mask)
 Ranked ranked(PyObject* const* args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 8, "khot: soft_rank and soft_sort take 8 arguments");
-  if (!named(args[3], "laplace") || !PyBool_Check(args[4]) || !named(args[5], "count") ||
+  if (cdf_of(args[3]) != Cdf::kLaplace || !PyBool_Check(args[4]) || !named(args[5], "count") ||
       !named(args[6], "l2") || args[7] != Py_None) {
     return {};
   }
@@ -617,18 +621,27 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// What khot._C offers, by its address: serve(address).
-PyObject* serve(PyObject*, PyObject* address) {
-  served = static_cast<const Served*>(PyLong_AsVoidPtr(address));
+// serve(address, classes): what khot._C offers, and the class of each CDF by its name.
+PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2 && PyDict_Check(args[1]), "khot: serve takes an address and a dict");
+  for (const Named<Cdf>& one : kCdfs) {
+    PyObject* found = PyDict_GetItemString(args[1], one.name);
+    TORCH_CHECK_TYPE(found == nullptr || PyType_Check(found), "khot: ", one.name, " is not a class");
+    Py_XINCREF(found);
+    class_of[static_cast<int>(one.choice)] = reinterpret_cast<PyTypeObject*>(found);
+  }
+  served = static_cast<const Served*>(PyLong_AsVoidPtr(args[0]));
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyCFunction method(PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call));
 }
 
-PyMethodDef methods[] = {{"serve", serve, METH_O, nullptr},
+PyMethodDef methods[] = {{"serve", method(serve), METH_FASTCALL, nullptr},
                          {"soft_topk", method(soft_topk), METH_FASTCALL, nullptr},
                          {"soft_count", method(soft_count), METH_FASTCALL, nullptr},
                          {"inverse_soft_count", method(inverse_soft_count), METH_FASTCALL, nullptr},

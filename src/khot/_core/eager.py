@@ -56,8 +56,11 @@ def in_use() -> bool:
     return soft_topk is not _ordinary
 
 
-def load(kernels: ctypes.CDLL) -> None:
-    """Use the extension for this torch, if there is one, with the compiled kernels."""
+def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
+    """Use the extension for this torch, if there is one, with the compiled kernels.
+
+    A call takes a CDF by its name in ``cdfs``, or an object of exactly that class.
+    """
     global soft_topk, soft_count, inverse_soft_count, topk_mask, soft_rank, soft_sort, pareto
     version = torch.__version__.split("+")[0].replace(".", "_")
     try:
@@ -67,7 +70,7 @@ def load(kernels: ctypes.CDLL) -> None:
     if not hasattr(kernels, "khot_served"):  # built from other sources
         return
     kernels.khot_served.restype = ctypes.c_void_p
-    extension.serve(kernels.khot_served())
+    extension.serve(kernels.khot_served(), cdfs)
     soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
     soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
     soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto

@@ -12,9 +12,11 @@ import ctypes
 import os
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from khot import cdfs
 from khot._core import eager
 
 __all__ = ["CHOICES", "OLDEST_TORCH", "load"]
@@ -66,7 +68,7 @@ def load() -> tuple[str | None, str]:
         reason = " ".join(str(error).split())
         return None, f"{path} does not load, {_SLOWER}: {reason}; install khot again"
     library = ctypes.CDLL(path)
-    eager.load(library)
+    eager.load(library, {name: type(cdfs.resolve(name)) for name in get_args(cdfs.CDFName)})
     isa = library.khot_isa
     isa.restype = ctypes.c_char_p
     return isa().decode(), ""

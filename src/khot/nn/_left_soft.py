@@ -61,9 +61,11 @@ class LeftSoft(nn.Module):
         seen.passes += 1
         if y is None or seen.passes < seen.due or not y.numel():
             return
-        rows = y.detach().reshape(-1, y.shape[-1])
-        step = -(-len(rows) // max(1, ENTRIES // rows.shape[-1]))
-        seen.selection = rows[::step].clone()  # a view would keep all of it in memory
+        kept = y.detach()
+        if kept.numel() > ENTRIES:
+            rows = kept.reshape(-1, kept.shape[-1])
+            kept = rows[:: -(-len(rows) // max(1, ENTRIES // rows.shape[-1]))]
+        seen.selection = kept.clone()  # a view would keep all of it in memory
         seen.k = k.detach() if isinstance(k, Tensor) else k
 
     def _outside(self) -> float:
