@@ -10,6 +10,12 @@
 
 namespace khot::KHOT_ISA {
 
+// Writes 1 for the entries [begin, end) whose key reaches the level, and 0 for the others.
+template <class I>
+void mark(const I* p, int64_t begin, int64_t end, I level, I one, I* out) {
+  for (int64_t i = begin; i < end; ++i) out[i] = -static_cast<I>(Ordered<I>::key(p[i]) >= level) & one;
+}
+
 template <class I>
 void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* out) {
   const auto counts = order.keys(x, n, out);
@@ -23,10 +29,7 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   if (count == 0) return std::fill(out, out + n, I(0));
   const auto cut = order.kth_largest(x, n, count, out);
   const I* p = order.whole(x, n, out);
-  if (cut.reached == count) {
-    for (int64_t i = 0; i < n; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
-    return;
-  }
+  if (cut.reached == count) return mark(p, 0, n, cut.level, order.one, out);
   // Of the entries at the level, only the first are selected: those before `end`.
   const auto sum = [&](int64_t from, int64_t to, auto counts_here) {
     I total = 0;
@@ -44,8 +47,8 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
     left -= ties, end = next;
   }
   while (left > 0) left -= order.key(p[end++]) == cut.level;
-  for (int64_t i = 0; i < end; ++i) out[i] = order.key(p[i]) >= cut.level ? order.one : I(0);
-  for (int64_t i = end; i < n; ++i) out[i] = order.key(p[i]) > cut.level ? order.one : I(0);
+  mark(p, 0, end, cut.level, order.one, out);
+  mark(p, end, n, static_cast<I>(cut.level + 1), order.one, out);
 }
 
 // Rows of up to kShortRow entries, as many as a vector of floats has lanes. The k-th largest key of each row
