@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import isotonic_regression
 
-from khot.experiments.harness import study
+from khot.experiments.harness import reporting, study
 from khot.experiments.papers import runtime
 from khot.experiments.tasks.peers import PEERS, missing
 
@@ -66,3 +70,17 @@ def test_report_compares_errors(tmp_path: Path) -> None:
     body = runtime.report(runtime.Args(), rows, tmp_path)
     assert "| dykstra | 1.9e-01 | 7.7e-01 |" in body
     assert "at n = 256, closer are: khot.laplace_topk." in body
+
+
+@given(st.lists(st.floats(-100, 100), max_size=12), st.floats(0, 30))
+def test_names_are_apart_and_as_near_to_their_lines_as_they_can_be(ends: list[float], gap: float) -> None:
+    heights = sorted(ends)
+    places = reporting.spread_out(heights, gap)
+    offsets = gap * np.arange(len(heights))
+    nearest = isotonic_regression(np.array(heights) - offsets).x + offsets if heights else []
+    np.testing.assert_allclose(places, nearest, atol=1e-9)
+
+
+def test_names_stay_at_lines_that_are_apart() -> None:
+    assert reporting.spread_out([0, 20, 50], 14) == [0, 20, 50]
+    assert reporting.spread_out([0, 10, 50], 14) == [-2, 12, 50]

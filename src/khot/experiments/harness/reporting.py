@@ -25,6 +25,7 @@ __all__ = [
     "last_change",
     "log_axis",
     "spread",
+    "spread_out",
     "table",
     "where",
 ]
@@ -106,23 +107,42 @@ def log_axis(plot: Any) -> None:
 
 
 def label_ends(plot: Any, ends: Mapping[str, tuple[float, float, str]], gap: float = 14) -> None:
-    """Write each line's name beside its end (x, y, color), in that color and at least ``gap`` points apart.
-    Call it after everything is plotted."""
-    low, high = plot.get_ylim()
-    plot.set_ylim(low, high)  # from here on it stays
+    """Write each line's name beside its end (x, y, color), in that color.
+
+    The names of lines that end at the same x are at least ``gap`` points apart, and otherwise as close to
+    their ends as they can be. Call it after everything is plotted.
+    """
+    plot.set_ylim(plot.get_ylim())  # from here on it stays
     plot.figure.draw_without_rendering()  # the layout is made now
     to_points = 72 / plot.figure.dpi
-    floor = -math.inf
-    for name, (x, y, color) in sorted(ends.items(), key=lambda item: item[1][1]):
-        height = plot.transData.transform((x, y))[1] * to_points
-        floor = max(height, floor + gap)
-        plot.annotate(
-            name,
-            (x, y),
-            (8, floor - height),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            fontsize=9,
-            annotation_clip=False,
-        )
+    columns: dict[float, list[str]] = {}
+    for name, (x, _, _) in sorted(ends.items(), key=lambda item: item[1][1]):
+        columns.setdefault(x, []).append(name)
+    for x, names in columns.items():
+        heights = [plot.transData.transform((x, ends[name][1]))[1] * to_points for name in names]
+        for name, height, place in zip(names, heights, spread_out(heights, gap), strict=True):
+            plot.annotate(
+                name,
+                ends[name][:2],
+                (8, place - height),
+                textcoords="offset points",
+                color=ends[name][2],
+                va="center",
+                fontsize=9,
+                annotation_clip=False,
+            )
+
+
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """The places at least ``gap`` apart that are nearest to ascending heights, by the sum of squares.
+
+    Less i gaps, the places are the isotonic regression of the heights: neighbours that are too close share
+    their mean.
+    """
+    blocks: list[list[float]] = []
+    for i, height in enumerate(heights):
+        blocks.append([height - i * gap])
+        while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    shared = [statistics.fmean(block) for block in blocks for _ in block]
+    return [place + i * gap for i, place in enumerate(shared)]
