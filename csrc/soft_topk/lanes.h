@@ -57,7 +57,7 @@ class LaneSolver {
     if constexpr (!C::full_support) take_middle();
     // A row whose y does not have the sum that is asked for is given back.
     const VecF miss = result(moved, sums);
-    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + static_cast<float>(n_) * 0x1p-25f;
+    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + free_ * 0x1p-25f;
     good_ &= abs<float>(miss) <= allowed;
     scatter(rows, first, ordinary);
   }
@@ -84,31 +84,58 @@ class LaneSolver {
       one_[j] = 2 * k_all_[j] > n_;
       const double sum = k_all_[j] - (one_[j] ? n_ : 0);
       k_[j] = static_cast<float>(k_all_[j]);
-      left_[j] = static_cast<float>(n_ - k_all_[j]);
       sum_[j] = static_cast<float>(sum), sum_low_[j] = static_cast<float>(sum - sum_[j]);
     }
-    few_ = k_ < left_ ? k_ : left_;
-    good_ = (few_ > 0) & (tau_ > 1e-25f) & (tau_ < 1e25f);
+    good_ = (k_ > 0) & (tau_ > 1e-25f) & (tau_ < 1e25f);
     scale_ = 1 / tau_;
   }
 
-  void guess(Goal& goal) {
-    const VecF origin = *column(x_, 0);
-    VecF first{}, second{};
+  // Sums of the entries that may be selected: all, or where some are -inf the others.
+  struct Moments {
+    VecF origin, first{}, second{};  // of the deviations from the origin
+  };
+
+  Moments moments() {
+    Moments m{*column(x_, 0)};
     for (int i = 0; i < n_; ++i) {
-      const VecF d = *column(x_, i) - origin;
-      first += d;
-      second += d * d;
+      const VecF d = *column(x_, i) - m.origin;
+      m.first += d;
+      m.second += d * d;
     }
-    const VecF off = first / static_cast<float>(n_), variance = second / static_cast<float>(n_) - off * off;
-    good_ &= abs<float>(first) + second < kInf<float>;  // otherwise an entry is not finite
+    free_ = splat(static_cast<float>(n_));
+    const IntF finite = abs<float>(m.first) + m.second < kInf<float>;
+    return any(good_ & ~finite) ? moments_of_selectable() : m;
+  }
+
+  KHOT_APART Moments moments_of_selectable() {
+    Moments m{splat(-kInf<float>)};
+    free_ = VecF{};
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i);
+      const IntF out = x == -kInf<float>;
+      m.origin = m.origin == -kInf<float> ? x : m.origin;
+      const VecF d = out ? VecF{} : x - m.origin;
+      m.first += d;
+      m.second += d * d;
+      free_ += out ? VecF{} : splat(1.0f);
+    }
+    good_ &= abs<float>(m.first) + m.second < kInf<float>;  // otherwise an entry is +inf or NaN
+    return m;
+  }
+
+  void guess(Goal& goal) {
+    const auto [origin, first, second] = moments();
+    for (int j = 0; j < width; ++j) left_[j] = static_cast<float>(free_[j] - k_all_[j]);
+    few_ = k_ < left_ ? k_ : left_;
+    good_ &= few_ > 0;
+    const VecF off = first / free_, variance = second / free_ - off * off;
     // Goal::guess in units of tau, in which an ordinary row does not overflow.
     const float noise = static_cast<float>(F_.variance);
     const VecF total = noise + clamp_below<float>(variance * scale_, 0) * scale_;
     VecF own{}, normal{}, deviation{};
     for (int j = 0; j < width; ++j) {
       if (!good_[j]) continue;
-      goal.set(k_all_[j], n_, F_);
+      goal.set(k_all_[j], free_[j], F_);
       own[j] = static_cast<float>(goal.own), normal[j] = static_cast<float>(goal.normal);
       deviation[j] = std::sqrt(total[j]);
     }
@@ -147,14 +174,14 @@ class LaneSolver {
         return C::from_odds(e);
       });
     } else {
-      const VecF scale = scale_, hi = hi_, lo = lo_;
+      const VecF scale = scale_, hi = hi_, lo = lo_ * scale;
       const float median = static_cast<float>(F_.median);
       const C F = F_;
       IntF m{};
-      BlockSum D;
+      ExactBlockSum D;
       typename C::Derivatives sums = F.derivatives();
       for (int i = 0; i < n_; ++i) {
-        const VecF z = ((*column(x_, i) - hi) - lo) * scale;
+        const VecF z = (*column(x_, i) - hi) * scale - lo;  // one operation rounds less than two
         const IntF above = z > median;
         const TailDensity<float> v = F.template split<float>(z, above);
         m -= above;
@@ -172,11 +199,13 @@ class LaneSolver {
   }
 
   // By how much the count misses k. The count, less n where one_ is 1, is whole + rest.
-  VecF missing(VecF whole, const BlockSum& rest) const { return ((whole - sum_) - sum_low_) + rest.sum(); }
+  VecF missing(VecF whole, const ExactBlockSum& rest) const {
+    return ((whole - sum_) + rest.whole) + ((rest.block + rest.lost) - sum_low_);
+  }
 
   template <class Value>
   KHOT_INLINE LaneSums sum_values(Value value) {
-    BlockSum count;
+    ExactBlockSum count;
     typename C::Derivatives sums;
     const VecF one = one_;
     for (int i = 0; i < n_; ++i) {
@@ -201,13 +230,16 @@ class LaneSolver {
   // Replaces the odds by y.
   VecF finish(VecF h) {
     const VecF factor = exp<float>(h);
-    return write_values([=](int i) { return C::from_odds(*column(y_, i) * factor); });
+    return write_values([=](int i) {
+      const VecF e = *column(y_, i);
+      return e < kNever ? C::from_odds(e * factor) : VecF{};
+    });
   }
 
   VecF write() {
-    const VecF scale = scale_, hi = hi_, lo = lo_;
+    const VecF scale = scale_, hi = hi_, lo = lo_ * scale;
     const C F = F_;
-    return write_values([=](int i) { return F.template value<float>(((*column(x_, i) - hi) - lo) * scale); });
+    return write_values([=](int i) { return F.template value<float>((*column(x_, i) - hi) * scale - lo); });
   }
 
   void write_logs() {
@@ -222,7 +254,7 @@ class LaneSolver {
 
   template <class Value>
   KHOT_INLINE VecF write_values(Value value) {
-    BlockSum count;
+    ExactBlockSum count;
     const VecF one = one_;
     for (int i = 0; i < n_; ++i) {
       fetch_ahead<true>(to_, (n_ + i) * width);
@@ -239,10 +271,10 @@ class LaneSolver {
     if constexpr (C::value_from_odds) good_ &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
     VecF h;
     if constexpr (C::full_support) {
-      h = refined_step<C, LaneArithmetic>(sums, k_, static_cast<float>(n_), few_, good_);
+      h = refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good_);
     } else {
       h = guard_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
-        return refined_step<C, LaneArithmetic>(s, k_, static_cast<float>(n_), few_, good_);
+        return refined_step<C, LaneArithmetic>(s, k_, free_, few_, good_);
       });
     }
     good_ &= abs<float>(h) < 50;
@@ -284,7 +316,7 @@ class LaneSolver {
   float last_;
   const float *from_, *to_;
   double k_all_[width];
-  VecF k_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{}, slope_{};
+  VecF k_{}, free_{}, left_{}, few_{}, one_{}, sum_{}, sum_low_{}, tau_{}, scale_{}, hi_{}, lo_{}, slope_{};
   Guard guard_;  // of compact support
   IntF good_{};
   alignas(KHOT_VECTOR_BYTES) float x_[kShortRow * width], y_[kShortRow * width], rows_[kShortRow * width];

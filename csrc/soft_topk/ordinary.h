@@ -296,8 +296,8 @@ class OrdinarySolver {
 
   // Writes y at t in the row's dtype, and returns its sum before any rounding to half precision.
   double write(Threshold t, void* out) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>((t.hi - hi) + t.lo);
-    const float scale = static_cast<float>(1 / tau_);
+    const float hi = static_cast<float>(t.hi), scale = static_cast<float>(1 / tau_);
+    const float lo = static_cast<float>(((t.hi - hi) + t.lo) / tau_);
     const C F = F_;
     const bool own = row_.dtype == Dtype::kFloat;
     const Dtype dtype = row_.dtype;
@@ -307,7 +307,7 @@ class OrdinarySolver {
                                   float* const target = own ? static_cast<float*>(out) + at : results;
                                   LongSum total;
                                   auto add = [&](VecF x, int i, int lanes) {
-                                    const VecF y = F.template value<float>(((x - hi) - lo) * scale);
+                                    const VecF y = F.template value<float>((x - hi) * scale - lo);
                                     total.add(y);
                                     lanes == kWidth<float> ? store(target + i, y)
                                                            : store_part(target + i, lanes, y);
@@ -322,7 +322,7 @@ class OrdinarySolver {
   // The sums of a pass. It also writes y, unless out is null.
   OrdinarySums sum_tails(const Row& row, int64_t n, const Parallel* inside, Threshold t,
                          void* out = nullptr) const {
-    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo),
+    const float hi = static_cast<float>(t.hi), lo = static_cast<float>(t.lo / tau_),
                 scale = static_cast<float>(1 / tau_);
     const float median = static_cast<float>(F_.median);
     const C F = F_;
@@ -336,7 +336,7 @@ class OrdinarySolver {
           LongSum D;
           typename C::Derivatives sums = F.derivatives();
           auto add = [&](VecF x, int i, int lanes) {
-            const VecF z = ((x - hi) - lo) * scale;
+            const VecF z = (x - hi) * scale - lo;
             const IntF above = z > median;
             const TailDensity<float> v = F.template split<float>(z, above);
             m -= above;

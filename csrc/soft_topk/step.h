@@ -73,9 +73,9 @@ KHOT_INLINE T refined(T h, const CountSums<T>& s) {
 }
 
 // The step in t/tau to a count of k, where few = min(k, n - k). Rows that this kind of step does not suit
-// leave `good`, and what is returned for them means nothing.
-template <class C, class A, class T = typename A::Value, class R = typename A::Real>
-KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Mask& good) {
+// leave `good`, and what is returned for them means nothing. n is one number for all rows, or one for each.
+template <class C, class A, class T = typename A::Value, class R = typename A::Real, class N>
+KHOT_INLINE T halley_step(const CountSums<T>& s, T k, N n, T few, typename A::Mask& good) {
   good &= (s.count > 0) & (s.rest > 0) & (s.S1 > R(1e-2) * A::at_most(few, 1));
   const T S1 = good ? s.S1 : A::splat(1), rest = good ? s.rest : A::splat(1), count = good ? s.count : rest;
   // log(C/(n - C)) - log(k/(n - k))
@@ -93,8 +93,8 @@ KHOT_INLINE T halley_step(const CountSums<T>& s, T k, R n, T few, typename A::Ma
 }
 
 // The same, refined where it is short.
-template <class C, class A, class T = typename A::Value, class R = typename A::Real>
-KHOT_INLINE T refined_step(const CountSums<T>& s, T k, R n, T few, typename A::Mask& good) {
+template <class C, class A, class T = typename A::Value, class R = typename A::Real, class N>
+KHOT_INLINE T refined_step(const CountSums<T>& s, T k, N n, T few, typename A::Mask& good) {
   const T h = halley_step<C, A>(s, k, n, few, good);
   return A::abs(h) < R(0.5) ? refined(h, s) : h;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -99,6 +100,23 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, k: float) -> None:
         assert not ((hi + lo) - (want_hi + want_lo))[decided].abs().gt(1e-5).any()
     _, hi, lo = forward(x, k, 1.0, cdf, "threshold")
     assert ((hi + lo) - (want_hi + want_lo)).abs().max() <= 1e-9
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("masked", [0.0, 0.6])
+def test_many_short_rows_with_many_selected_entries(cdf: str, masked: float) -> None:
+    """A sum of up to 128 entries that are nearly 1 has to leave the digits of those that are not."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4_096, 256, generator=g) * torch.linspace(1, 20, 4_096)[:, None] + 20
+    x = x.masked_fill(torch.rand(x.shape, generator=g) < masked, -math.inf)
+    selectable = (x > -math.inf).sum(-1).double()
+    k = selectable * torch.rand(4_096, generator=g, dtype=torch.float64)
+    y, _, _ = forward(x, k, 1.5, cdf)
+    assert error(y, expected(x, k, 1.5, cdf)[0]) <= TOLERANCE[torch.float32]
+    assert not y[x == -math.inf].any()
+    log_y, _, _ = forward(x, k, 1.5, cdf, "log")
+    assert (log_y[x == -math.inf] == -math.inf).all()
 
 
 @needs_extension
