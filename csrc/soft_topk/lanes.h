@@ -68,7 +68,7 @@ class LaneSolver {
   double slope(int j) const { return slope_[j]; }
 
  private:
-  static constexpr int kPasses = C::full_support ? 6 : 12;
+  static constexpr int kPasses = C::full_support ? 9 : 12;
 
   struct LaneSums {
     VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the count misses k, and sums as in OrdinarySums
@@ -268,7 +268,8 @@ class LaneSolver {
   // The step in t/tau. Rows that are not ordinary leave good_ and do not move.
   VecF step(const LaneSums& s) {
     const CountSums<VecF> sums{k_ + s.miss, left_ - s.miss, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5};
-    if constexpr (C::value_from_odds) good_ &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
+    // these sums have more digits than those that the ratio is for
+    if constexpr (C::value_from_odds) good_ &= s.S1 * static_cast<float>(3 * C::decided_ratio) > k_;
     VecF h;
     if constexpr (C::full_support) {
       h = refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good_);
