@@ -234,7 +234,7 @@ def _draw(
     path: Path,
 ) -> None:
     """Plot the share of sequences in the right order during the training."""
-    figure, (axes,) = reporting.figure()
+    figure, (axes,) = reporting.figure(width=8.5)
     for color, (n, method) in zip(itertools.cycle(reporting.COLORS), kinds, strict=False):
         steps, right = reporting.curve(reporting.where(rows, n=n, method=method), "sequences")
         label = f"n = {n}, {method}"
@@ -244,7 +244,7 @@ def _draw(
     axes.set_xlabel(f"step, {args.pictures} pictures each")
     axes.set_ylabel("test sequences in the right order, %")
     axes.set_ylim(0, 100)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, fontsize=9, loc="outside right center")
     figure.savefig(path, dpi=120)
 
 
