@@ -13,6 +13,9 @@
 //   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials; and
 //                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
 //                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
+//   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the last
+//                       digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and `share` =
+//                       1 - exp(a - b), without a difference of numbers that are nearly equal
 //   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
 //                       are decided, and float has lost digits that matter
 //   density_from_value  density_of(y) is f
@@ -110,6 +113,7 @@ struct FullSupport {
 struct Logistic : FullSupport<Logistic> {
   static constexpr double variance = 3.28986813369645287294;  // pi^2/3
   static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
+  static constexpr bool rise_is_product = true;
   static constexpr double decided_ratio = 16;
   // The error after a step h of the fifth-degree polynomial is h^6/720 times a mean of the sixth derivative.
   static constexpr double last_step = 0.25;
@@ -172,6 +176,14 @@ struct Logistic : FullSupport<Logistic> {
   }
 
   static KHOT_INLINE VecF from_odds(VecF odds) { return inverse_1p(odds); }
+  static KHOT_INLINE VecF from_odds(VecF odds, VecF& rest) {
+    const VecF y = inverse_1p(odds);
+    rest = odds < 1 ? odds * y : 1 - y;
+    return y;
+  }
+  static KHOT_INLINE VecF rise(VecF /*a*/, VecF a_rest, VecF b, VecF /*b_rest*/, float share) {
+    return b * a_rest * share;
+  }
   static KHOT_INLINE VecF density_of(VecF y) { return y * (1 - y); }
 
   double cdf(double z) const { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
@@ -186,6 +198,7 @@ struct Logistic : FullSupport<Logistic> {
 struct Laplace : FullSupport<Laplace> {
   static constexpr double variance = 2;
   static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
+  static constexpr bool rise_is_product = true;
   static constexpr double decided_ratio = 6;
   // f has a kink, so that the error after a step h is of the size of h^2/2.
   static constexpr double last_step = 3e-4;
@@ -227,6 +240,16 @@ struct Laplace : FullSupport<Laplace> {
   }
 
   static KHOT_INLINE VecF from_odds(VecF odds) { return odds < 1 ? 1 - odds * 0.5f : inverse(odds) * 0.5f; }
+  static KHOT_INLINE VecF from_odds(VecF odds, VecF& rest) {
+    const VecF less = 0.5f * (odds < 1 ? odds : inverse(odds)), more = 1 - less;
+    rest = odds < 1 ? less : more;
+    return odds < 1 ? more : less;
+  }
+  // Where 0 lies between the two, with s = exp(a) and r = exp(-b), it is 1 - (s + r)/2, and rs = 1 - share.
+  static KHOT_INLINE VecF rise(VecF a, VecF a_rest, VecF b, VecF b_rest, float share) {
+    const VecF across = 0.5f * share + 2 * (0.5f - a) * (0.5f - b_rest);
+    return b <= 0.5f ? b * share : a > 0.5f ? a_rest * share : across;
+  }
   static KHOT_INLINE VecF density_of(VecF y) {
     const VecF rest = 1 - y;
     return rest < y ? rest : y;
@@ -245,6 +268,7 @@ struct Laplace : FullSupport<Laplace> {
 struct Normal : FullSupport<Normal> {
   static constexpr double variance = 1;
   static constexpr bool log_fits_float = false, value_from_odds = false, density_from_value = false;
+  static constexpr bool rise_is_product = false;
   static constexpr double last_step = 0.15;  // as for the logistic
   static double tail_reach(double a) { return 2 * std::sqrt(a); }
   using Derivatives = NormalDerivatives;
@@ -287,7 +311,8 @@ struct Normal : FullSupport<Normal> {
       const VecF near = clamp_above<float>(a, NormalDerivatives::kEnd),
                  e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
       const VecF power = a > NormalDerivatives::kEnd ? VecF{} : e, r = inverse(near + 3);
-      return {power * (r * polynomial(r, kTerms)), power * kRoot};
+      // rounding must not make it more than 1/2, where F and 1 - F would change places at 0
+      return {clamp_above<float>(power * (r * polynomial(r, kTerms)), 0.5f), power * kRoot};
     }
   }
   template <class R>
@@ -318,7 +343,7 @@ struct Normal : FullSupport<Normal> {
 template <bool kUniform>
 struct ClippedPower {
   static constexpr bool full_support = false, log_fits_float = false, value_from_odds = false;
-  static constexpr bool density_from_value = false;
+  static constexpr bool density_from_value = false, rise_is_product = false;
   static constexpr double last_step = 1e-7;  // F has a kink, so that only a step of no length is safe
   static constexpr int extra_passes = kUniform ? 0 : 4;  // steps overshoot where f is close to 0
   static constexpr double tail_reach(double) { return 1; }

@@ -81,3 +81,35 @@ def test_log_y_of_ties_at_a_tiny_k(cdf: Any, k: float) -> None:
 def test_log_y_of_ties_at_a_tiny_k_for_p_above_2(k: float) -> None:
     """z = y^(p−1) is what must stay above 1e-30: for p = 3 this is k = 1e-15."""
     test_log_y_of_ties_at_a_tiny_k(cdfs.Power(3), k)
+
+
+@pytest.mark.parametrize("k", [1e-9, 1e-13, 1e-16, 1e-30])
+@pytest.mark.parametrize("cdf", CDFS[:3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_equal_scores_at_a_tiny_k(dtype: torch.dtype, cdf: Any, k: float) -> None:
+    """With F > 0 everywhere, all of them have y = k/n."""
+    for n in (1, 2, 5, 300):
+        for value, tau in ((0.0, 1.0), (0.3, 100.0), (7.0, 0.01)):
+            x = torch.full((n,), value, dtype=dtype)
+            log_y = khot.log_soft_topk(x, k, tau=tau, cdf=cdf).double()
+            limit = 1e-12 if dtype == torch.float64 else 1e-6
+            torch.testing.assert_close(log_y, torch.full_like(log_y, math.log(k / n)), rtol=limit, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("cdf", CDFS[:3])
+@pytest.mark.parametrize("scale", [1e8, 1e10, 1e12, 1e14, 1e20])
+def test_float32_scores_of_many_tau(scale: float, cdf: Any, count: int) -> None:
+    """The entry at the threshold has the fraction of k: t holds its digits beside those of the scores."""
+    x = torch.tensor([3.0, 2.0, 1.0, 0.0]).mul(scale).repeat(count, 1)
+    want = torch.tensor([1.0, 0.7, 0.0, 0.0]).expand_as(x)
+    torch.testing.assert_close(khot.soft_topk(x, 1.7, cdf=cdf), want, rtol=0, atol=5e-7)
+    torch.testing.assert_close(khot.log_soft_topk(x, 1.7, cdf=cdf).exp(), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_float32_keeps_the_order_around_the_threshold(cdf: Any, count: int) -> None:
+    x = torch.linspace(-1e-5, 1e-5, 201).repeat(count, 1)
+    for k in (100, 100.5, 100.53):
+        assert (khot.soft_topk(x, k, cdf=cdf).diff(dim=-1) >= 0).all()

@@ -243,3 +243,29 @@ def test_y_does_not_move(k: int, cdf: Any) -> None:
     order = x.detach().argsort(-1, descending=True)
     sides = v.gather(-1, order)[:, k - 1 : k + 1]
     assert grads[2].item() == 0.5 * sides.sum().item()
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cdf", [CDFS[name] for name in COMPILED], ids=COMPILED)
+def test_k_within_rounding_of_none_and_of_all(cdf: Any, dtype: torch.dtype, count: int) -> None:
+    """Where rounding leaves no entry on one side of t, the next entry of the other side follows k."""
+    x = torch.tensor([[0.5, 0.0, -1.0, -2.0, -math.inf]], dtype=dtype).repeat(count, 1)
+    for value, moving in ((1e-9, 0), (1e-12, 0), (4 - 1e-8, 3), (4 - 1e-12, 3)):
+        k = torch.full((count,), value, dtype=torch.float64, requires_grad=True)
+        leaf = x.clone().requires_grad_()
+        weights = torch.arange(1, 6).to(dtype)
+
+        def y(k: Tensor) -> Tensor:
+            return khot.soft_topk(x, k, cdf=cdf)
+
+        first = torch.autograd.grad((y(k) * weights).sum(), k)[0]
+        recorded = torch.autograd.grad((y(k) * weights).sum(), k, create_graph=True)[0]
+        _, moved = torch.func.jvp(y, (k.detach(),), (torch.ones_like(k),))
+        want = torch.full_like(first, moving + 1)
+        torch.testing.assert_close(first, want, rtol=1e-3, atol=0)
+        torch.testing.assert_close(recorded.detach(), want, rtol=1e-3, atol=0)
+        torch.testing.assert_close(moved.argmax(-1), torch.full((count,), moving))
+        torch.testing.assert_close(moved.double().sum(-1), torch.ones_like(k), rtol=1e-2, atol=0)
+        grad = torch.autograd.grad((khot.soft_topk(leaf, k, cdf=cdf) * weights).sum(), leaf)[0]
+        assert grad.isfinite().all()

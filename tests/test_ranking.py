@@ -352,6 +352,21 @@ def test_theorem_3_6_the_soft_permutation_is_doubly_stochastic(name: str, scores
 
 
 @every_cdf
+@pytest.mark.parametrize("scores", ["normal_1", "normal_1e-06", "ties", "equal"])
+@pytest.mark.parametrize("n", [3, 64, 1000])
+def test_float32_permutations_are_doubly_stochastic(n: int, scores: str, name: str) -> None:
+    """Small shares keep their digits. Those of equal scores are all rounded in the same way, so that their
+    errors would add up."""
+    x, cdf = row(scores, n).float(), CDFS[name][0]
+    for tau in (1.0, 0.01):
+        P, want = (khot.soft_permutation(v, tau=tau, cdf=cdf).double() for v in (x, x.double()))
+        one = torch.ones(n, dtype=torch.float64)
+        torch.testing.assert_close(P.sum(-1), one, rtol=0, atol=1e-6)
+        torch.testing.assert_close(P.sum(-2), one, rtol=0, atol=1e-6)
+        torch.testing.assert_close(P, want, rtol=2e-5, atol=1e-12)
+
+
+@every_cdf
 def test_theorem_3_6_the_soft_permutation_tends_to_the_hard_one(name: str) -> None:
     x = randn(6, seed=4)
     hard = torch.eye(6, dtype=torch.float64)[x.argsort()]

@@ -44,6 +44,11 @@ struct Level {
       return F.template value<R>(scaled(x) + shift);
     }
   }
+  // F, and 1 - F to the last digit.
+  KHOT_INLINE VecF value(VecF x, VecF& rest) const {
+    static_assert(kOdds);
+    return C::from_odds(exp2_held(-scaled(x)), rest);
+  }
   // f, which is NaN where x is; and z, without the shift.
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R>& z) const {
     z = scaled(x) * static_cast<R>(1 / factor());

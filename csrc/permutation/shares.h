@@ -12,18 +12,38 @@
 
 namespace khot::KHOT_ISA {
 
-// F, or f and z, of a block of floats at one threshold. The passes around them exist once for all CDFs. The
-// results have room for one vector more.
+// What a block of entries has of the places before a threshold, and what is left of them: F and 1 - F, both to
+// the last digit.
+template <class R>
+struct Halves {
+  static constexpr int kRoom = static_cast<int>(kShareBlock) + kWidth<R>;
+  R below[kRoom], rest[kRoom];
+
+  void fill(int count, R value) {
+    std::fill(below, below + count, value), std::fill(rest, rest + count, 1 - value);
+  }
+};
+
+// F of a block of floats at a threshold and its rise between two, or f and z. The passes around them exist once
+// for all CDFs. The results have room for one vector more.
 class FloatLevel {
  public:
   using R = float;
 
   // F has to outlive it.
   template <class C>
-  explicit FloatLevel(const C& F) : self_(&F), values_(values_of<C>), densities_(densities_of<C>) {}
+  explicit FloatLevel(const C& F) : self_(&F), densities_(densities_of<C>) {
+    if constexpr (C::rise_is_product) values_ = values_of<C>, rise_ = rise_of<C>;
+  }
+  // Whether the rise is a product. A difference of floats near 1 would lose the digits of a small share.
+  bool has_rise() const { return rise_ != nullptr; }
 
-  void values(Threshold t, double tau, const float* x, int count, float* y) const {
+  void values(Threshold t, double tau, const float* x, int count, Halves<float>& y) const {
     values_(self_, t, tau, x, count, y);
+  }
+  // F at the lower threshold minus F at the upper one, where `share` is 1 - exp(-z) of their distance z.
+  void rise(const Halves<float>& upper, const Halves<float>& lower, float share, int count, float* out) const {
+    rise_(upper, lower, share, count, out);
   }
   void densities(Threshold t, double tau, const float* x, int count, float* f, float* z) const {
     densities_(self_, t, tau, x, count, f, z);
@@ -32,9 +52,20 @@ class FloatLevel {
  private:
   template <class C>
   static KHOT_PASS void values_of(const void* self, Threshold t, double tau, const float* x, int count,
-                                  float* y) {
+                                  Halves<float>& y) {
     const Level<float, C> at(*static_cast<const C*>(self), t, tau);
-    vectors<float>(x, count, 0, [&](VecF v, int i, int) { store(y + i, at.value(v)); });
+    vectors<float>(x, count, 0, [&](VecF v, int i, int) {
+      VecF rest;
+      store(y.below + i, at.value(v, rest)), store(y.rest + i, rest);
+    });
+  }
+  template <class C>
+  static KHOT_PASS void rise_of(const Halves<float>& upper, const Halves<float>& lower, float share, int count,
+                                float* out) {
+    vectors<float>(lower.below, count, 0, [&](VecF below, int i, int lanes) {
+      const VecF rise = C::rise(load(upper.below + i), load(upper.rest + i), below, load(lower.rest + i), share);
+      lanes == kWidth<float> ? store(out + i, rise) : store_part(out + i, lanes, rise);
+    });
   }
   template <class C>
   static KHOT_PASS void densities_of(const void* self, Threshold t, double tau, const float* x, int count,
@@ -47,7 +78,8 @@ class FloatLevel {
   }
 
   const void* self_;
-  void (*values_)(const void*, Threshold, double, const float*, int, float*);
+  void (*values_)(const void*, Threshold, double, const float*, int, Halves<float>&) = nullptr;
+  void (*rise_)(const Halves<float>&, const Halves<float>&, float, int, float*) = nullptr;
   void (*densities_)(const void*, Threshold, double, const float*, int, float*, float*);
 };
 
@@ -60,13 +92,17 @@ class DoubleLevel {
   explicit DoubleLevel(const C& F) : F_(F) {}
   bool fits_float() const { return F_.fits_float; }
 
-  void values(Threshold t, double tau, const double* x, int count, double* y) const {
-    double z[kRoom], f[kRoom];
+  void values(Threshold t, double tau, const double* x, int count, Halves<double>& halves) const {
+    double z[kRoom], f[kRoom], *const y = halves.below;
     F_.tails(Position<double>(t, tau, false), x, x, count, z, y, f);
     for (int i = 0; i < count; ++i) {
       if (z[i] > F_.median) y[i] = 1 - y[i];
       if (x[i] != x[i]) y[i] = kNan;
     }
+  }
+  void rise(const Halves<double>& upper, const Halves<double>& lower, double /*share*/, int count,
+            double* out) const {
+    for (int i = 0; i < count; ++i) out[i] = lower.below[i] - upper.below[i];
   }
   void densities(Threshold t, double tau, const double* x, int count, double* f, double* z) const {
     double tail[kRoom];
@@ -97,25 +133,29 @@ inline bool at_an_end(Threshold t) { return std::fabs(t.hi) == kInfinity; }
 template <class At, class R = typename At::R>
 KHOT_APART void shares_of(const At& F, const ShareSpec& spec, const ShareRows& rows,
                           const ShareBlock& block) {
-  constexpr int kRoom = static_cast<int>(kShareBlock) + kWidth<R>;
-  R buffer[kShareBlock], values[2][kRoom], results[kRoom];
+  R buffer[kShareBlock], results[kShareBlock];
+  Halves<R> values[2], *above = &values[0], *now = &values[1];
+  const double tau = rows.tau(block.row);
   const Row x = rows.x(block.row);
   const bool own = x.dtype == (sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble);
   const R* const p = fetch(x, block.begin, block.count, buffer);
-  R *before = values[0], *now = values[1];
-  std::fill(before, before + block.count, R(0));
+  Threshold last{kInfinity, 0};
+  above->fill(block.count, 0);
   for (int64_t j = 1; j < spec.levels; ++j) {
     const Threshold t = rows.level(block.row, j);
+    double share = 1;
     if (at_an_end(t)) {
-      std::fill(now, now + block.count, R(t.hi > 0 ? 0 : 1));
+      now->fill(block.count, t.hi > 0 ? 0 : 1);
     } else {
-      F.values(t, rows.tau(block.row), p, block.count, now);
+      F.values(t, tau, p, block.count, *now);
+      if (!at_an_end(last)) share = -std::expm1(((t.hi - last.hi) + (t.lo - last.lo)) / tau);
     }
     void* const out = rows.out(block.row, j - 1);
     R* const target = own ? static_cast<R*>(out) + block.begin : results;
-    for (int i = 0; i < block.count; ++i) target[i] = now[i] - before[i];
+    F.rise(*above, *now, static_cast<R>(share), block.count, target);
     if (!own) put(out, x.dtype, block.begin, block.count, results);
-    std::swap(before, now);
+    std::swap(above, now);
+    last = t;
   }
 }
 
@@ -183,7 +223,7 @@ inline KHOT_APART void each_share_block(const ShareSpec& spec, const ShareRows& 
   const FlushSubnormals flush(rows.x(0).dtype != Dtype::kDouble);
   for (int64_t i = begin; i < end; ++i) {
     const ShareBlock block = share_block(spec, i);
-    if (wide.fits_float() && shares_in_float(spec, rows, block.row)) {
+    if ((backward || narrow.has_rise()) && wide.fits_float() && shares_in_float(spec, rows, block.row)) {
       backward ? shares_gradients(narrow, spec, rows, block, i) : shares_of(narrow, spec, rows, block);
     } else {
       backward ? shares_gradients(wide, spec, rows, block, i) : shares_of(wide, spec, rows, block);

@@ -15,6 +15,11 @@ struct Edges {  // the nearest entry on each side of t, minus hi
 
 struct EdgeSums {
   double up_count = 0, up = 0, down_count = 0, down = 0;
+  // How far t follows each edge: half the way, or all of it where rounding has left no entry on the other side.
+  double up_part() const { return up_count == 0 ? 0 : down_count == 0 ? 1 : 0.5; }
+  double down_part() const { return down_count == 0 ? 0 : up_count == 0 ? 1 : 0.5; }
+  double up_mean() const { return up_count == 0 ? 0 : up / up_count; }
+  double down_mean() const { return down_count == 0 ? 0 : down / down_count; }
   void operator+=(const EdgeSums& o) {
     up_count += o.up_count, up += o.up, down_count += o.down_count, down += o.down;
   }
@@ -46,7 +51,8 @@ inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold
         vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
           const VecD offset = x - t.hi,
                      v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
-          const IntD above = offset == edges.up, below = offset == edges.down;
+          const IntD finite = abs<double>(offset) < kInfinity;
+          const IntD above = finite & (offset == edges.up), below = finite & (offset == edges.down);
           up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
           down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
         });
@@ -58,8 +64,8 @@ inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold
 // dL/dk where no entry has f > 0: the mean of v over the entries at both edges of the gap, as in
 // khot/_kernels/reference/soft_topk.py. Rejected entries have log y = -inf.
 inline double gap_gradient(const Spec& spec, const EdgeSums& s) {
-  const double mean = 0.5 * s.up / s.up_count;
-  return spec.output == Output::kValue ? mean + 0.5 * s.down / s.down_count : mean;
+  const double mean = s.up_part() * s.up_mean();
+  return spec.output == Output::kValue ? mean + s.down_part() * s.down_mean() : mean;
 }
 
 struct LargestDensity {
@@ -143,9 +149,10 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
         gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
     if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
     // t = (up + down)/2 - tau/2, because the support is (0, 1)
-    grad_tau = -0.5 * grad_lo;
-    up = gap.at.up, down = gap.at.down;
-    at_up = 0.5 * grad_lo / gap.sums.up_count, at_down = 0.5 * grad_lo / gap.sums.down_count;
+    const EdgeSums& edges = gap.sums;
+    grad_tau = -edges.up_part() * grad_lo;
+    if (edges.up_count > 0) up = gap.at.up, at_up = edges.up_part() * grad_lo / edges.up_count;
+    if (edges.down_count > 0) down = gap.at.down, at_down = edges.down_part() * grad_lo / edges.down_count;
   }
 
   const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;

@@ -82,7 +82,7 @@ class CarefulSolver {
     Bracket b;
     if (rank > k_ && rank >= 1) b.low = value - tau_ * F_.icdf(std::max(k_ / rank, kTiny)) - pad;
     if (rank - 1 < k_ && rank <= n_) {
-      const double share = (k_ - rank + 1) / (n_ - rank + 1);
+      const double share = (k_ - (rank - 1)) / (n_ - (rank - 1));  // k - rank may round
       b.high = value - tau_ * F_.icdf(std::min(std::max(share, kTiny), 1.0)) + pad;
     }
     return b;

@@ -49,12 +49,15 @@ class WideSolver {
   WideSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
       : row_(row), n_(n), tau_(tau), F_(F), inside_(inside) {}
 
+  // Below so many tau, the last digit of one double is small enough for t.
+  static constexpr double kSingle = 1e9;
+
   // Returns whether there is a threshold that float carries. Then out holds y, unless log y is wanted: that
   // is left to the caller.
   KHOT_APART bool solve(double k, Threshold& t, void* out, bool log) const {
     // Beyond this distance from the two entries, F or 1 - F is less than 1e-14 k/n: t differs from them by at
     // most the quantile that belongs to 1/n, or to the distance of k from the nearest integer.
-    const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - rank + 1);
+    const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - (rank - 1));
     const double far = 2 * std::log(static_cast<double>(n_) / off) + 32, reach = tau_ * C::tail_reach(far);
     Remainder rest;
     with_order(row_.dtype, out,
@@ -63,8 +66,8 @@ class WideSolver {
     OrdinarySolver<C> whole(row_, n_, tau_, F_, inside_), part(rest.row, rest.n, tau_, F_, inside_);
     const double guess = 0.5 * rest.cut.last + 0.5 * rest.cut.next - tau_ * F_.median;
     const bool all = rest.n == n_;
-    bool found;
-    {
+    bool found = false;
+    if (std::fabs(guess) < kSingle * tau_) {
       const FlushSubnormals flush;
       if (all && whole.refine(guess, k, rest.few, t, log ? nullptr : out)) return true;
       found = !(all && log) && part.refine(guess, rest.k, rest.few, t, nullptr);

@@ -297,9 +297,7 @@ def soft_permutation(
         correct = _correction(x, tau, selected, lambda share: share)
         p = correct(shares(x, *boundaries(x, tau, F), tau, F), 0, x.shape[-1])
     else:
-        # a difference of shares needs no more digits than these have
-        compute = torch.promote_types(x.dtype, torch.float32)
-        p = _matrix(x, tau, selected, F, lambda z, *_: F.cdf(z.to(compute)).diff(dim=-2), lambda share: share)
+        p = _matrix(x, tau, selected, F, lambda z, *_: F.cdf(z).diff(dim=-2), lambda share: share)
     return _places_first(p, input, dim)
 
 

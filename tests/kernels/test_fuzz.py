@@ -292,7 +292,8 @@ def budget_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     price = price.where(mass > 0, v.amax(-1) / d.w.masked_fill(d.w == 0, INF).amin(-1))
     dx = d.rate * (v + d.w * price.unsqueeze(-1)) / tau.unsqueeze(-1)
     t = ((hi + lo).abs() * value).masked_fill(hi.abs() > 1e300, 0)
-    units = (dx.amax(-1), price + t * dx.amax(-1), price, (dx * d.z.abs()).sum(-1))
+    z = d.z.abs() + 1e-5  # a z of 0 is only known to rounding
+    units = (dx.amax(-1), price + t * dx.amax(-1), price, (dx * z).sum(-1))
     for name, a, b, unit in zip(("dx", "dw", "dB", "dtau"), got, true, units, strict=True):
         error = far(a, _overflow(b, a.dtype)).reshape(len(x), -1).amax(-1)
         excess = error / ((2e-5 if single else 1e-10) * unit + 1e-30)

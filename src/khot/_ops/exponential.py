@@ -52,6 +52,9 @@ def exponential(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Te
     pinned = (fixed == math.inf).sum(-1, keepdim=True)
     bad = fixed.isnan().any(-1, keepdim=True) | (pinned > k)
     bad = bad | ~((k >= 0) & (k <= selectable) & (k == torch.floor(k))) | ~((tau > 0) & (tau < math.inf))
+    n = s.shape[-1]
+    if not n:
+        return s.clone(), torch.where(bad, math.nan, 0.0).to(s.dtype)
     k, tau = k.masked_fill(bad, 0), tau.masked_fill(bad, 1)
     absent = (s == -math.inf) | bad
     finite = s.masked_fill(s.isinf() | bad, 0)
@@ -62,7 +65,6 @@ def exponential(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Te
     single = torch.where(u > 0, torch.exp(e * (u - shift)), torch.exp(finite - 1 - e * u.exp()))
     drop = (e * u.exp()).detach()
 
-    n = s.shape[-1]
     ordered, order = fixed.masked_fill(absent, -math.inf).sort(-1, descending=True)
     last = (k - 1).clamp(min=0).long()
     least_in = ordered.gather(-1, last)

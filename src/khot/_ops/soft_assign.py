@@ -107,7 +107,10 @@ class _Rule(Rule):
         arguments.check_values(tau, "tau", low=0, low_open=True)
         if many:
             bad = facts[-1]
-            which = f", but got {k[bad][0].item()} for a row with {most[bad][0].item()}" if bad.any() else ""
+            which = ""
+            if bad.any():
+                got = arguments.plain(k[bad][0].item())
+                which = f", but got {got} for a row with {most[bad][0].item()}"
             raise ValueError(
                 "k must lie in [number of entries of +inf, number of entries that may be selected] of each "
                 f"row{which}"

@@ -20,7 +20,7 @@ from khot._core.dispatch import Rule, by_kernel, define
 from khot._core.precision import greatest, on, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_topk as kernels
-from khot._kernels.reference.soft_topk import log_scale, neighbours
+from khot._kernels.reference.soft_topk import gap_parts, log_scale, neighbours
 from khot._kernels.reference.solver import Threshold
 from khot.cdfs import CDF
 
@@ -217,7 +217,7 @@ def _linearize(
     if not cdf.full_support:
         ends = near or neighbours(x.detach(), hi, lo.detach())
         up, down = (x.detach().to(hi.dtype) == v.unsqueeze(-1) for v in ends)
-        gap = up & ~infinite.unsqueeze(-1), down & ~infinite.unsqueeze(-1)
+        gap = up & ~decided, down & ~decided
     if output == "log":
         still = still | (cdf.log_cdf(z.detach()) == -math.inf)
         # w/y through logarithms: y may underflow where w/y does not
@@ -238,14 +238,16 @@ def _k_rate(d: _Linear, factor: Tensor) -> Tensor:
 
 
 def _in_gap(dead: Tensor, counts: list[Tensor]) -> Tensor:
-    """Where no entry has f > 0 because t lies between two entries: t = ½(up + down) − ½(start + end)τ."""
-    return dead & (counts[0] > 0) & (counts[1] > 0)
+    """Where no entry has f > 0 because t lies between two entries: t = ½(up + down) − ½(start + end)τ, or
+    next to one of them where rounding has left no other."""
+    return dead & ((counts[0] > 0) | (counts[1] > 0))
 
 
 def _gap_means(output: str, counts: list[Tensor], sums: list[Tensor]) -> Tensor:
-    """½(the mean over the least entries above t + the mean over the greatest entries below t). For log y only
-    the first is used, because rejected entries have log y = −inf. A side without entries contributes 0."""
-    up, down = (0.5 * s / n.clamp(min=1) for n, s in zip(counts, sums, strict=True))
+    """½(the mean over the least entries above t + the mean over the greatest entries below t), or the mean of
+    one side where the other one has no entries. For log y only the first is used, because rejected entries
+    have log y = −inf."""
+    up, down = (p * s / n.clamp(min=1) for p, n, s in zip(gap_parts(*counts), counts, sums, strict=True))
     return up if output == "log" else up + down
 
 
@@ -282,9 +284,12 @@ def _vjp(
     if gap and d.gap is not None:
         dk = torch.where(dead, _gap_means(output, gap[:2], gap[2:]), dk)
         flat, (start, end) = _in_gap(dead, gap[:2]), cdf.support
-        half = (0.5 * grad_lo).masked_fill(~flat, 0)  # equal entries share it equally
-        dtau = torch.where(flat, -(start + end) * half, dtau)
-        for there, share in zip(d.gap, row.share([half / n.clamp(min=1) for n in gap[:2]]), strict=True):
+        up, down = gap_parts(*gap[:2])
+        pull = grad_lo.masked_fill(~flat, 0)
+        dtau = torch.where(flat, -(up * end + down * start) * pull, dtau)
+        # equal entries share it equally
+        shares = row.share([p * pull / n.clamp(min=1) for p, n in zip((up, down), gap[:2], strict=True)])
+        for there, share in zip(d.gap, shares, strict=True):
             dx = torch.where(there & flat.unsqueeze(-1), share.unsqueeze(-1), dx)
     dk = dk - _times_dt_dk(grad_lo, tau, mass, dead, d.log_scale)
     return dx.to(x.dtype), dk, dtau
@@ -330,7 +335,9 @@ def _jvp(
         gap = _gap_means(output, [c.unsqueeze(-1) for c in ends[:2]], [g.to(hi.dtype) for g in d.gap])
         along_k = torch.where(dead.unsqueeze(-1), gap * dk.unsqueeze(-1), along_k)
         flat, (start, end) = _in_gap(dead, ends[:2]), cdf.support
-        dlo = torch.where(flat, _gap_means("y", ends[:2], ends[2:]) - 0.5 * (start + end) * dtau, dlo)
+        up, down = gap_parts(*ends[:2])
+        moved = _gap_means("y", ends[:2], ends[2:]) - (up * end + down * start) * dtau
+        dlo = torch.where(flat, moved, dlo)
     out = d.rate * along / tau.unsqueeze(-1) + along_k
     dlo = dlo - _times_dt_dk(dk, tau, mass, dead, d.log_scale)
     if output == "threshold":

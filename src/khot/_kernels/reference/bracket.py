@@ -91,7 +91,7 @@ def order_bounds(
     digits = DIGITS[tau.dtype]
     pad = digits.quantile * tau + digits.value * value.abs()
     from_below = value - tau * cdf.icdf((k / rank).clamp(digits.tiny, 1)) - pad
-    share = (k - rank + 1) / (n - rank + 1)
+    share = (k - (rank - 1)) / (n - (rank - 1))  # k − rank may round
     from_above = value - tau * cdf.icdf(share.clamp(digits.tiny, 1)) + pad
     return (
         torch.where((rank > k) & (rank >= 1), from_below, -math.inf),

@@ -27,9 +27,9 @@ def permutation_shares(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str,
         tau: broadcasts with batch; > 0.
         cdf, shape: as for :func:`khot.cdfs.resolve`.
     """
-    F, compute = cdfs.resolve(cdf, shape), torch.promote_types(x.dtype, torch.float32)
+    F = cdfs.resolve(cdf, shape)
     parts = [
-        F.cdf(_standardized(x, hi[..., part], lo[..., part], tau).to(compute)).diff(dim=-2).to(x.dtype)
+        F.cdf(_standardized(x, hi[..., part], lo[..., part], tau)).diff(dim=-2).to(x.dtype)
         for part in _groups(x, hi.shape[-1] - 1, 1)
     ]
     return torch.cat(parts, -2)

@@ -21,6 +21,7 @@ from khot.cdfs import CDF
 
 __all__ = [
     "backward",
+    "gap_parts",
     "log_scale",
     "neighbours",
     "reference_soft_topk",
@@ -98,6 +99,7 @@ def soft_topk_backward(
 
     In a gap of compact support, t = ½(up + down) − ½(start + end)τ for the entries up and down next to it.
     There dL/dx is ½grad_lo on either side, shared by equal entries, and dL/dτ = −½(start + end)·grad_lo.
+    Where rounding has left no entry on one side, the other side has both halves.
     """
     F = cdfs.resolve(cdf, shape)
     near = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
@@ -182,19 +184,21 @@ def backward(
     grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
     grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
     pull = (grad_lo - u_sum / tau).where(live, 0)
-    flat, half = torch.zeros_like(live), 0.5 * grad_lo
+    flat, parts = torch.zeros_like(live), ()
     if gap:
         # The limit of the smooth CDFs: half the mean of v over the least selected entries, plus half the mean
         # over the greatest rejected entries. The latter is left out for log y, which is −inf for rejected
         # entries.
         up_count, up_sum, down_count, down_sum = gap
-        mean = 0.5 * up_sum / up_count
+        parts = up_part, down_part = gap_parts(up_count, down_count)
+        mean = up_part * up_sum / up_count.clamp(min=1)
         if output == "y":
-            mean = mean + 0.5 * down_sum / down_count
+            mean = mean + down_part * down_sum / down_count.clamp(min=1)
         flat = ~live & (hi.abs() != greatest(hi))
         if output != "threshold":
             grad_k = grad_k.where(live, mean.where(flat, 0))
-        grad_tau = torch.where(flat, -(F.support[0] + F.support[1]) * half, grad_tau)
+        start, end = F.support
+        grad_tau = torch.where(flat, -(up_part * end + down_part * start) * grad_lo, grad_tau)
 
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part, tile in tiles(x):
@@ -204,9 +208,9 @@ def backward(
         weight = torch.exp(log_f - top.clamp(min=-greatest(top)).unsqueeze(-1))
         spread = (pull / mass.masked_fill(~live, 1)).unsqueeze(-1)
         result = u / tau.unsqueeze(-1) + weight * spread
-        for edge, count in zip(near, gap[::2], strict=False):
-            there = flat.unsqueeze(-1) & (tile == edge.unsqueeze(-1))
-            result = torch.where(there, (half / count).unsqueeze(-1), result)
+        for edge, own, count in zip(near, parts, gap[::2], strict=False):
+            there = flat.unsqueeze(-1) & tile.isfinite() & (tile == edge.unsqueeze(-1))
+            result = torch.where(there, (own * grad_lo / count.clamp(min=1)).unsqueeze(-1), result)
         grad_x[..., part] = result
     return grad_x, grad_k, grad_tau
 
@@ -249,13 +253,19 @@ def neighbours(x: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, Tensor]:
     return up, down
 
 
+def gap_parts(up_count: Tensor, down_count: Tensor) -> tuple[Tensor, Tensor]:
+    """How far t follows either neighbour: half the way, or all of it where the other side has no entries."""
+    up, down = up_count > 0, down_count > 0
+    return up * (1 - 0.5 * down), down * (1 - 0.5 * up)
+
+
 def _gap_sums(v: Tensor | None, x: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
     """For each neighbour of t, how many entries are equal to it, and the sum of v over them (None: 0)."""
     sums = [torch.zeros_like(hi) for _ in range(4)]
     for part, tile in tiles(x):
         part_v = torch.zeros_like(tile) if v is None else widen(v[..., part])
         for i, near in enumerate((up, down)):
-            there = tile == near.unsqueeze(-1)
+            there = tile.isfinite() & (tile == near.unsqueeze(-1))
             sums[2 * i] += there.sum(-1)
             sums[2 * i + 1] += part_v.where(there, 0).sum(-1)
     return sums

@@ -86,6 +86,12 @@ def gradient_sums(x, v, valid, hi, lo, tau, power, CDF: tl.constexpr, OUTPUT: tl
 
 
 @triton.jit
+def _part(count, other):
+    """khot._kernels.reference.soft_topk.gap_parts, of one side."""
+    return tl.where(count > 0, tl.where(other > 0, 0.5, 1.0), 0.0)
+
+
+@triton.jit
 def gradient_row(
     near, mass, mass_z, u_sum, u_z, share_sum, up, up_count, up_sum, down, down_count, down_sum, grad_lo, hi,
     tau, CDF: tl.constexpr, OUTPUT: tl.constexpr,
@@ -102,18 +108,18 @@ def gradient_row(
         share = tl.where(share_sum == 0, 0.0, share * tl.exp(log_scale(near, CDF)))
     dk = tl.where(live, share, 0.0) - tl.where(live & (grad_lo != 0), grad_lo * through_t, 0.0)
     if not full_support(CDF) and OUTPUT != THRESHOLD:
-        gap = 0.5 * up_sum / tl.maximum(up_count, 1.0)
+        gap = _part(up_count, down_count) * up_sum / tl.maximum(up_count, 1.0)
         if OUTPUT == VALUE:
-            gap += 0.5 * down_sum / tl.maximum(down_count, 1.0)
+            gap += _part(down_count, up_count) * down_sum / tl.maximum(down_count, 1.0)
         dk = tl.where(live | (tl.abs(hi) == HUGE), dk, gap)
     pull = tl.where(live, (grad_lo - u_sum / tau) / safe, 0.0)
     dtau = (u_sum * z_mean - u_z) / tau - grad_lo * z_mean
     gap = (up, down, up, down)
     if not full_support(CDF):  # t = ½(up + down) − ½τ
         flat = (mass == 0) & (tl.abs(hi) != HUGE)
-        half = 0.5 * grad_lo
-        dtau = tl.where(flat, -half, dtau)
-        at_up, at_down = half / tl.maximum(up_count, 1.0), half / tl.maximum(down_count, 1.0)
+        at_up, at_down = _part(up_count, down_count) * grad_lo, _part(down_count, up_count) * grad_lo
+        dtau = tl.where(flat, -at_up, dtau)
+        at_up, at_down = at_up / tl.maximum(up_count, 1.0), at_down / tl.maximum(down_count, 1.0)
         gap = (tl.where(flat, up, float("nan")), tl.where(flat, down, float("nan")), at_up, at_down)
     bad = hi != hi
     return tl.where(bad, hi, dk), tl.where(bad, hi, dtau), tl.where(bad, hi, pull), gap

@@ -136,7 +136,7 @@ def order_bounds(value, rank, k, n, tau, power, CDF: tl.constexpr):
     pad = icdf_error(CDF) * tau + 1e-15 * tl.abs(value)
     share = tl.minimum(tl.maximum(k / tl.maximum(rank, 1.0), TINY), 1 - 1e-16)
     low = value - tau * icdf(share, power, CDF) - pad
-    share = (k - rank + 1) / tl.maximum(n - rank + 1, 1.0)
+    share = (k - (rank - 1.0)) / tl.maximum(n - (rank - 1.0), 1.0)  # k − rank may round
     high = value - tau * icdf(tl.minimum(tl.maximum(share, TINY), 1 - 1e-16), power, CDF) + pad
     low = tl.where((rank > k) & (rank >= 1) & (tl.abs(value) < HUGE), low, float("-inf"))
     return low, tl.where((rank - 1 < k) & (rank <= n) & (tl.abs(value) < HUGE), high, float("inf"))
