@@ -17,7 +17,7 @@ def test_smoke_run(smoke) -> None:
     assert found.last("sequences", n="3") > 0.5
     assert found.last("elements", n="3") > 0.6
     assert found.last("tau", n="3") != pytest.approx(permutation.START, abs=0.01)  # it is learned
-    assert "| 3, laplace |" in found.report
+    assert "| 3, laplace, small |" in found.report
     assert (found.folder / "order.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -80,8 +80,10 @@ def test_losses_prefer_the_true_order(method: str) -> None:
 
 
 def test_methods_and_lengths_are_trials() -> None:
-    args = permutation.Args(seeds=2, ns=(3, 5), methods=("laplace", "neuralsort"))
-    assert len(permutation.trials(args)) == 8
-    for wrong in ({"methods": ("vanilla",)}, {"network": "large"}, {"precision": "int8"}):
+    args = permutation.Args(
+        seeds=2, ns=(3, 5), methods=("laplace", "neuralsort"), networks=("small", "published")
+    )
+    assert len(permutation.trials(args)) == 16
+    for wrong in ({"methods": ("vanilla",)}, {"networks": ("large",)}, {"precision": "int8"}):
         with pytest.raises(study.ArgumentError, match="expected some of"):
             permutation.Args(**wrong)

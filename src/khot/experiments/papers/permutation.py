@@ -14,8 +14,8 @@ The options `--ns 7,9,15` and `--methods laplace,neuralsort` choose other length
 from the paper:
 
 - The network is smaller by default: two convolutions of 5 x 5 with 16 and 32 filters, without padding, each
-  followed by pooling, and 64 hidden units. `--network published` has the paper's 32 and 64 filters with
-  padding, and takes four times as long a step.
+  followed by pooling, and 64 hidden units. `--networks published` has the paper's 32 and 64 filters with
+  padding, and takes four times as long a step; `--networks small,published` trains both.
 - There are 60,000 steps of 100 pictures each. The paper's code takes 125,000 steps of 20 sequences at a
   constant rate and keeps the best epoch of a validation set. Here the rate of Adam rises to 2e-3 and falls to
   0, so that the last step is the one to keep, and no validation set is needed.
@@ -94,7 +94,9 @@ class Args(study.Args):
     methods: tuple[str, ...] = field(
         default=("laplace",), metadata={"help": f"Methods, out of {', '.join(LOSSES)}.", "selects": True}
     )
-    network: str = field(default="small", metadata={"help": f"One of {', '.join(NETWORKS)}."})
+    networks: tuple[str, ...] = field(
+        default=("small",), metadata={"help": f"Networks, out of {', '.join(NETWORKS)}.", "selects": True}
+    )
     precision: str = field(
         default="float32",
         metadata={"help": f"What the network computes in: {' or '.join(training.PRECISIONS)}."},
@@ -106,14 +108,15 @@ class Args(study.Args):
     def __post_init__(self) -> None:
         super().__post_init__()
         study.check_choices("methods", self.methods, LOSSES)
-        study.check_choices("network", (self.network,), NETWORKS)
+        study.check_choices("networks", self.networks, NETWORKS)
         study.check_choices("precision", (self.precision,), training.PRECISIONS)
 
 
 def trials(args: Args) -> list[study.Trial]:
     return [
-        {"n": n, "method": method, "seed": seed}
+        {"n": n, "method": method, "network": network, "seed": seed}
         for seed in range(args.seeds)
+        for network in args.networks
         for method in args.methods
         for n in args.ns
     ]
@@ -158,9 +161,8 @@ class Network(nn.Module):
 def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterator[study.Row]:
     images, n, seed = training.images(args), int(trial["n"]), int(trial["seed"])
     height, width = images.shape
-    network = Network(height, DIGITS * width, args.network, training.PRECISIONS[args.precision]).to(
-        args.device
-    )
+    precision = training.PRECISIONS[args.precision]
+    network = Network(height, DIGITS * width, str(trial["network"]), precision).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps, pct_start=0.1)
     state = {"network": network, "optimizer": optimizer, "schedule": schedule}
@@ -201,10 +203,13 @@ def judge(network: nn.Module, images: Images, n: int, count: int, device: str) -
 def report(args: Args, rows: list[study.Row], folder: Path) -> str:
     """The shares in the right order, next to the paper's."""
     paper = PAPER if args.setting()["dataset"] == "mnist" else {}
-    kinds = sorted({(int(row["n"]), str(row["method"])) for row in rows})
+    kinds = sorted(
+        {(int(row["n"]), str(row["method"]), str(row["network"])) for row in rows},
+        key=lambda kind: (kind[0], list(LOSSES).index(kind[1]), list(NETWORKS).index(kind[2])),
+    )
     lines = []
-    for n, method in kinds:
-        mine = reporting.where(rows, n=n, method=method)
+    for n, method, network in kinds:
+        mine = reporting.where(rows, n=n, method=method, network=network)
         last = reporting.where(mine, step=args.steps)
         right, elements = (
             [100 * x for x in reporting.column(last, kind)] for kind in ("sequences", "elements")
@@ -215,11 +220,13 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
             text = f"{difference:+.1f}"
             theirs = ["{} ({})".format(*paper[method][n]), f"**{text}**" if difference < -CLOSE else text]
         here = f"{reporting.spread(right, 1)} ({reporting.spread(elements, 1)})"
-        lines.append([f"{n}, {method}", here, *theirs, reporting.spread(reporting.column(last, "tau"), 2)])
+        tau = reporting.spread(reporting.column(last, "tau"), 2)
+        lines.append([f"{n}, {method}, {network}", here, *theirs, tau])
     _draw(args, rows, kinds, paper, folder / "order.png")
     return (
         reporting.table(
-            ["n, method", "here: sequences (elements), %", "paper", "difference", "tau, learned"], lines
+            ["n, method, network", "here: sequences (elements), %", "paper", "difference", "tau, learned"],
+            lines,
         )
         + f"\nThe paper gives no deviations; more than {CLOSE:g} points below it are bold.\n\n"
         "![Sequences in the right order](order.png)"
@@ -229,18 +236,25 @@ def report(args: Args, rows: list[study.Row], folder: Path) -> str:
 def _draw(
     args: Args,
     rows: list[study.Row],
-    kinds: list[tuple[int, str]],
+    kinds: list[tuple[int, str, str]],
     paper: dict[str, dict[int, tuple[float, float]]],
     path: Path,
 ) -> None:
     """Plot the share of sequences in the right order during the training."""
-    figure, (axes,) = reporting.figure(width=8.5)
-    for color, (n, method) in zip(itertools.cycle(reporting.COLORS), kinds, strict=False):
-        steps, right = reporting.curve(reporting.where(rows, n=n, method=method), "sequences")
-        label = f"n = {n}, {method}"
-        axes.plot(steps, [100 * x for x in right], "o-", color=color, markersize=3, label=label)
+    figure, (axes,) = reporting.figure(width=9)
+    lengths = sorted({n for n, _, _ in kinds})
+    color = dict(zip(lengths, itertools.cycle(reporting.COLORS), strict=False))
+    marker = dict(zip(LOSSES, "osD^v", strict=True))
+    for n, method, network in kinds:
+        mine = reporting.where(rows, n=n, method=method, network=network)
+        steps, right = reporting.curve(mine, "sequences")
+        style = marker[method] + ("--" if network == "published" else "-")
+        label = f"n = {n}, {method}" + (", published network" if network == "published" else "")
+        axes.plot(steps, [100 * x for x in right], style, color=color[n], markersize=4, label=label)
+    for n, method in dict.fromkeys(kind[:2] for kind in kinds):
         if n in paper.get(method, {}):
-            axes.axhline(paper[method][n][0], color=color, linestyle=":", label=f"{label}, published")
+            label = f"n = {n}, {method}, in the paper"
+            axes.axhline(paper[method][n][0], color=color[n], linestyle=":", label=label)
     axes.set_xlabel(f"step, {args.pictures} pictures each")
     axes.set_ylabel("test sequences in the right order, %")
     axes.set_ylim(0, 100)
