@@ -160,6 +160,20 @@ def test_empty_and_full_columns_and_rows() -> None:
     assert khot.soft_assign(x.expand(0, 6, 4), 2).shape == (0, 6, 4)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("at_most", [False, True])
+def test_no_columns(at_most: bool, shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    tau = torch.full(shape[:-2], 0.5, dtype=torch.float64, requires_grad=True)
+    capacity = 1 if at_most else None
+    y, bias = khot.soft_assign(x, 0, capacity, tau=tau, at_most=at_most, return_bias=True)
+    assert y.shape == shape and bias.shape == (*shape[:-2], 0)
+    y.sum().backward()
+    assert x.grad.shape == shape and (tau.grad == 0).all()
+    with pytest.raises(ValueError, match=r"^k must lie in \[0, 0\], but got 1"):
+        khot.soft_assign(x, 1)
+
+
 def test_nan_stays_in_its_matrix() -> None:
     x = scores(2, 6, 4)
     x[0, 1, 2] = float("nan")

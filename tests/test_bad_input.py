@@ -152,6 +152,39 @@ def test_k_above_what_is_not_minus_infinity(op: Operator, k: Any) -> None:
     assert_raises(ValueError, op.k, "row with 2", lambda: op(torch.where(MASK, X, -INF), k))
 
 
+def test_messages_write_whole_numbers_as_integers() -> None:
+    """Unless the user's own tensor has floats."""
+    for call, said in (
+        (lambda: khot.soft_topk(X, torch.tensor(7)), r"k must lie in \[0, 4\], but got 7"),
+        (lambda: khot.soft_topk(X, 3, mask=MASK), r"k must lie in .*, but got 3 for a row with 2"),
+        (lambda: khot.soft_topk(X, 2.5, mask=MASK), r"k must lie in .*, but got 2\.5 for a row with 2"),
+        (lambda: khot.soft_assign(X, 3, mask=MASK), r"k must lie in .*, but got 3 for a row with 2"),
+        (lambda: khot.kth_value(X, 3, mask=MASK), r"k must lie in .*, but got 3 for a row with 2"),
+        (
+            lambda: khot.inverse_soft_count(X, torch.tensor(-1)),
+            r"count must lie in \[0, 4\], but got -1",
+        ),
+        (
+            lambda: khot.sampling.conditional_poisson.log_normalizer(X, torch.tensor(9)),
+            r"k must be an integer in \[0, 4\], but got 9",
+        ),
+        (
+            lambda: khot.sampling.conditional_poisson.log_normalizer(X, 9),
+            r"k must be an integer in \[0, 4\], but got 9",
+        ),
+        (
+            lambda: khot.losses.FenchelYoungTopKLoss(-1),
+            r"k must lie in \[0, 1\.797\d*e\+308\], but got -1",
+        ),
+        (
+            lambda: khot.soft_assign(X, 2, torch.ones(4) / 2),
+            r"capacity must .* that of k, 4, but got 2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            call()
+
+
 @pytest.mark.parametrize("k", [2.5, f64(2.5), f64([2, 0.5])], ids=str)
 @named("soft_topk_magnitude")
 def test_k_not_an_integer(op: Operator, k: Any) -> None:

@@ -331,8 +331,9 @@ def test_cross_entropy_refuses() -> None:
         TopKCrossEntropyLoss(1, reduction="avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="k must be at most the number of classes, 2, but got 3"):
         TopKCrossEntropyLoss(3)(scores(1, 2), torch.tensor([0]))
-    with pytest.raises(ValueError, match="label"):
-        TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([2]))
+    for wrong in (2, -100):
+        with pytest.raises(ValueError, match=rf"^label must lie in \[0, 1\], but got {wrong}$"):
+            TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([wrong]))
     with pytest.raises(ValueError, match="label"):
         TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="int64"):
@@ -419,6 +420,14 @@ def test_permutation_cross_entropy_of_bad_arguments() -> None:
 
 
 # ------------------------------------------------------------------------------------ both
+
+
+def test_the_mean_over_nothing_is_nan_as_in_torch() -> None:
+    x, label = scores(0, 4), torch.zeros(0, dtype=torch.int64)
+    assert nn.functional.cross_entropy(x, label).isnan()
+    assert TopKCrossEntropyLoss(2)(x, label).isnan()
+    assert permutation_cross_entropy(x, label.expand(4, 0).mT).isnan()
+
 
 MODULES: dict[str, tuple[nn.Module, Tensor]] = {
     "FenchelYoungTopKLoss": (FenchelYoungTopKLoss(2, tau=0.5), labels(4, 6, 2)),

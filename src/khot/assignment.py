@@ -144,7 +144,8 @@ def soft_assign(
         if capacity is not None:
             most = math.inf if at_most or not row.here else m
             room = arguments.per_row(capacity, "capacity", x.mT, low=0, high=most).expand(*batch, width)
-        scale = arguments.per_row(tau, "tau", x[..., 0], low=0, low_open=True).expand(batch).unsqueeze(-1)
+        matrices = x[..., :1].flatten(-2)  # a row for each matrix, even where E = 0
+        scale = arguments.per_row(tau, "tau", matrices, low=0, low_open=True).expand(batch).unsqueeze(-1)
         if bias is None:
             start = x.new_zeros(*batch, width, dtype=wide_dtype(x.device))
         else:
@@ -175,6 +176,6 @@ def _check_sums(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> No
     if bool(bad.any()):
         relation = "at least" if at_most else "the same as"
         raise ValueError(
-            f"capacity must have a sum that is {relation} that of k, {need[bad][0].item()}, but got "
-            f"{room[bad][0].item()}"
+            f"capacity must have a sum that is {relation} that of k, {arguments.plain(need[bad][0].item())}, "
+            f"but got {arguments.plain(room[bad][0].item())}"
         )

@@ -156,9 +156,7 @@ def _levels(
         return arguments.per_row(value, name, x, low=low, high=high), True
     arguments.check_has_values(value, name, input)
     levels = precision.on(x.device, value.movedim(dim, -1))
-    if value.dim() != max(input.dim(), 1) or any(
-        a not in (1, b) for a, b in zip(levels.shape[:-1], x.shape[:-1], strict=True)
-    ):
+    if value.dim() != max(input.dim(), 1) or not arguments.broadcasts(levels.shape[:-1], x.shape[:-1]):
         raise ValueError(
             f"{name} must be a number, or broadcast with the batch shape {tuple(x.shape[:-1])}, or have the "
             f"input's {input.dim()} dims and broadcast with its shape {tuple(input.shape)} outside "

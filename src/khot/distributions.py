@@ -264,7 +264,7 @@ class KHot(_KHotVectors):
         if bool(bad.any()):
             raise ValueError(
                 f"probs must sum to k in every row, up to {tolerance[bad][0].item():.1e}, but got a sum of "
-                f"{total[bad][0].item()} for k = {self.k[bad][0].item()}"
+                f"{total[bad][0].item()} for k = {arguments.plain(self.k[bad][0].item())}"
             )
 
     @lazy_property

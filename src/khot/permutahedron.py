@@ -126,7 +126,7 @@ def _weights(w: Any, input: Tensor, dim: int, z: Tensor) -> Tensor:
         w = w.reshape((1,) * (z.dim() - 1) + (w.numel(),))
     elif w.dim() <= input.dim():
         w = w[(None,) * (input.dim() - w.dim())].movedim(dim, -1)
-    fits = w.dim() == z.dim() and all(a in (1, b) for a, b in zip(w.shape[:-1], z.shape[:-1], strict=True))
+    fits = w.dim() == z.dim() and arguments.broadcasts(w.shape[:-1], z.shape[:-1])
     if not fits or w.shape[-1] != n:
         raise ValueError(
             f"w must have the {n} entries of the input along dim, and one dim or a shape that broadcasts to "

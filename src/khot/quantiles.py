@@ -83,10 +83,10 @@ def kth_value(
     place = widen(on(x.device, place.detach())).expand(x.shape[:-1]).unsqueeze(-1)
     bad = place > counts
     if mask is not None and arguments.readable(bad) and bool(bad.any()):
-        most = counts.expand(place.shape)[bad][0].item()
+        most = arguments.plain(counts.expand(place.shape)[bad][0].item())
         raise ValueError(
-            f"k must lie in [1, number of entries that take part], but got {place[bad][0].item()} for a row "
-            f"with {most}"
+            f"k must lie in [1, number of entries that take part], but got "
+            f"{arguments.plain(place[bad][0].item())} for a row with {most}"
         )
     place = (place if largest else counts + 1 - place).masked_fill(bad, math.nan)
     return order_statistics(x, place, row).squeeze(-1)

@@ -276,6 +276,70 @@ def test_refuses() -> None:
         TopKAttention(8, 2, 0)
 
 
+@pytest.mark.parametrize("heads", [(2, 4), (4, 3), (4, 0)], ids=str)
+def test_heads_that_do_not_divide_the_queries(heads: tuple[int, int]) -> None:
+    own, others = heads
+    q, good, bad = normal(2, own, 4, 5), normal(2, 1, 6, 5), normal(2, others, 6, 5)
+    for name, k, v in (("key", bad, good), ("value", good, bad)):
+        with pytest.raises(ValueError, match=rf"^{name} must .* the query's, {own}, but got {others}$"):
+            topk_attention(q, k, v, 2, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"^query and key must have at least 3 .* \(4, 5\) and \(6, 5\)$"):
+        topk_attention(q[0, 0], good[0, 0], good[0, 0], 2, enable_gqa=True)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_refuses_other_shapes(hard: bool) -> None:
+    q, k, v = qkv()
+    for shape in ((3,), (6,), (2, 1, 1, 4)):
+        for name, options in (("top_k", {"tau": 1.0}), ("tau", {"top_k": 2})):
+            with pytest.raises(ValueError, match=rf"^{name} must broadcast to the shape \(2, 3, 4\)"):
+                topk_attention(q, k, v, **{name: torch.ones(shape)}, **options, hard=hard)
+    for dtype in (torch.bool, torch.float64):
+        for shape in ((3, 3), (4, 1, 6), (5, 1, 4, 6), (6, 4)):
+            mask = torch.ones(shape, dtype=dtype)
+            with pytest.raises(ValueError, match=r"^attn_mask must broadcast to the shape \(2, 3, 4, 6\)"):
+                topk_attention(q, k, v, 2, mask, hard=hard)
+    with pytest.raises(ValueError, match=r"^query, key and value must have batch dims .* \(2, 2, 6, 5\)"):
+        topk_attention(q, k[:, :2], v, 2, hard=hard)
+    with pytest.raises(ValueError, match=r"^query must have at least 2 dims, but got shape \(5,\)"):
+        topk_attention(q[0, 0, 0], k, v, 2, hard=hard)
+
+
+def test_a_mask_with_a_larger_batch() -> None:
+    q, k, v = (x[0, 0] for x in qkv())
+    masks = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3)) > 0.3
+    got = topk_attention(q, k, v, torch.tensor([[1], [2], [3]]), masks)
+    for i, mask in enumerate(masks):
+        torch.testing.assert_close(got[i], topk_attention(q, k, v, i + 1, mask))
+
+
+def test_refuses_several_dtypes_except_under_autocast() -> None:
+    q, k, v = (x.float() for x in qkv())
+    with pytest.raises(TypeError, match=r"^key must have .* dtype torch\.float32, but got torch\.float64"):
+        topk_attention(q, k.double(), v, 2)
+    with pytest.raises(TypeError, match=r"^value must have .* dtype torch\.float32, but got torch\.bfloat16"):
+        topk_attention(q, k, v.bfloat16(), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert topk_attention(q, k.bfloat16(), v, 2).dtype == torch.bfloat16
+
+
+def test_compiled_for_any_size_it_takes_masks_and_numbers_of_one_size() -> None:
+    q, k, v = qkv()
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask, top_k = torch.ones(4, 6, dtype=torch.bool).tril(2), torch.tensor([1.0, 2, 3, 2])
+        return topk_attention(q, k, v, top_k, mask)
+
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), f(q, k, v), rtol=0, atol=1e-12)
+
+
+def test_queries_without_features_find_all_keys_alike() -> None:
+    q, k, v = normal(4, 0), normal(6, 0), normal(6, 7)
+    torch.testing.assert_close(topk_attention(q, k, v, 6), F.scaled_dot_product_attention(q, k, v))
+
+
 # ------------------------------------------------------------------------------- the module
 
 

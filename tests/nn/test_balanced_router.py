@@ -423,6 +423,8 @@ def test_inputs_that_do_not_fit(training: bool) -> None:
     router = make().train(training)
     with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., 5\) for this BalancedRouter"):
         router(torch.zeros(2, DIM + 1))
+    with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., n, 5\) .* but got shape \(5,\)"):
+        router(torch.zeros(DIM))
     with pytest.raises(TypeError, match=r"mask must have dtype torch\.bool"):
         router(tokens(3, 9), MASK.double())
     with pytest.raises(ValueError, match="mask must broadcast"):

@@ -153,6 +153,15 @@ def test_padding_does_not_count() -> None:
     assert torch.equal(balancer.counts, want.counts)
 
 
+def test_one_token_counts_as_a_batch_of_one() -> None:
+    x = torch.randn(E, generator=torch.Generator().manual_seed(0))
+    for mask in (None, torch.tensor(True), torch.tensor(False)):
+        alone, batch = QuantileBalancer(E, K), QuantileBalancer(E, K)
+        assert torch.equal(alone(x, mask), batch(x[None], None if mask is None else mask[None])[0])
+        assert torch.equal(alone.counts, batch.counts)
+        assert bool(alone.counts.any()) == (mask is None or bool(mask))
+
+
 def test_counts_only_in_train_mode_with_gradients() -> None:
     x, balancer = skewed(50), QuantileBalancer(E, K)
     with torch.no_grad():

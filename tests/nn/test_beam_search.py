@@ -159,6 +159,20 @@ def test_the_loss() -> None:
     torch.testing.assert_close(got, F.nll_loss(searched.flatten(0, 1), target.flatten()))
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.8, 1.0])
+def test_the_loss_of_no_token_is_zero(rho: float) -> None:
+    h, out = normal(2, H, seed=14).requires_grad_(), OUT.clone().requires_grad_()
+
+    def its(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        new = step(x, h)[1]
+        return new @ out, new
+
+    loss = soft_beam_loss(its, TABLE, START, h, torch.full((2, 3), -100), 2, rho=rho)
+    loss.backward()
+    assert loss == 0 and (h.grad == 0).all() and (out.grad == 0).all()
+    assert soft_beam_loss(step, TABLE, START, h[:0], torch.zeros(0, 3).long(), 2, rho=rho) == 0
+
+
 def test_rows_do_not_mix_and_a_start_may_differ() -> None:
     h, start = normal(3, H, seed=10), normal(3, D, seed=11)
     together = soft_beam_search(step, TABLE, start, h, 4, 2)
@@ -212,3 +226,11 @@ def test_refuses() -> None:
         soft_beam_search(step, TABLE.long(), START, h, 3, 2)
     with pytest.raises(ValueError, match="rho must"):
         soft_beam_loss(step, TABLE, START, h, torch.zeros(2, 3).long(), 2, rho=1.5)
+    for rho in (0.0, 0.8, 1.0):
+        for wrong in (-1, V, -99):
+            target = torch.tensor([[0, 1, -100], [2, wrong, 1]])
+            with pytest.raises(ValueError, match=rf"^target must lie in \[0, 4\], or be -100.* {wrong}$"):
+                soft_beam_loss(step, TABLE, START, h, target, 2, rho=rho)
+        for shape in ((3,), (3, 3), (2, 0), (2, 3, 1)):
+            with pytest.raises(ValueError, match=r"^target must have shape \(2, length\)"):
+                soft_beam_loss(step, TABLE, START, h, torch.zeros(shape).long(), 2, rho=rho)

@@ -180,3 +180,26 @@ def test_refuses() -> None:
     assert SoftKNN(Anneal(5, 1, 3), 4).predict(query, template, label).shape == (3,)
     assert SoftKNN(1, 4)(query[:0], template, label).shape == (0, 4)
     assert math.isnan(SoftKNN(1, 4)(query, template, label, torch.zeros(4, dtype=torch.bool)).sum())
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, -100])
+def test_refuses_labels_of_no_class(wrong: int) -> None:
+    query, template, label = normal(3, 5), normal(6, 5), labels(6)
+    knn, said = SoftKNN(1, 4), rf"^label must lie in \[0, 3\], but got {wrong}$"
+    for i in range(6):  # also where it is no neighbour
+        bad = label.index_fill(0, torch.tensor(i), wrong)
+        for call in (knn, knn.predict):
+            with pytest.raises(ValueError, match=said):
+                call(query, template, bad)
+    with pytest.raises(ValueError, match="query_" + said[1:]):
+        knn.loss(query, torch.tensor([0, wrong, 1]), template, label)
+
+
+def test_refuses_other_shapes() -> None:
+    query, template, label, knn = normal(3, 5), normal(6, 5), labels(6), SoftKNN(1, 4)
+    with pytest.raises(ValueError, match=r"^query_label must have the shape \(3,\) .* but got \(2,\)"):
+        knn.loss(query, labels(2), template, label)
+    with pytest.raises(ValueError, match=r"\(\.\.\., q, d\) and .* but got \(5,\) and \(6, 5\)$"):
+        knn(query[0], template, label)
+    with pytest.raises(ValueError, match=r"\(q, d\) and \(m, d\), but got \(1, 3, 5\) and \(1, 6, 5\)"):
+        knn.predict(query[None], template[None], label[None])

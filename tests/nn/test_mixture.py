@@ -76,6 +76,38 @@ def test_a_learned_k_starts_as_the_number_and_differs_by_token() -> None:
     torch.testing.assert_close(router.eval()(x).selection.sum(-1), (k + 0.5).floor())
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("learnable_k", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_nan_stays_in_its_token(bad: float, learnable_k: bool, training: bool) -> None:
+    router, x = make("token", learnable_k=learnable_k), normal(3, 9, DIM)
+    if learnable_k:
+        with torch.no_grad():
+            router.k.weight.copy_(normal(1, DIM))
+    layer = MixtureOfExperts(router, [nn.Linear(DIM, 3, dtype=torch.float64) for _ in range(EXPERTS)])
+    layer.train(training)
+    want, routed = layer(x)
+    x[1, 2, 3] = bad
+    output, routing = layer(x)
+    others = torch.ones(3, 9, dtype=torch.bool)
+    others[1, 2] = False
+    assert output[~others].isnan().all()
+    torch.testing.assert_close(output[others], want[others])
+    for name in ("weights", "selection"):
+        got = getattr(routing, name)
+        assert got[~others].isnan().all()
+        torch.testing.assert_close(got[others], getattr(routed, name)[others])
+
+
+def test_a_k_that_is_nan_by_itself_makes_its_token_nan() -> None:
+    router, x = make("token", learnable_k=True), normal(2, DIM)
+    with torch.no_grad():
+        router.k.weight.copy_(torch.tensor([math.inf, 0, 0, 0, 0]))
+    x[0, 0] = 0
+    selection = router(x).selection
+    assert selection[0].isnan().all() and not selection[1].isnan().any()
+
+
 def test_a_learned_k_finds_out_which_tokens_need_more() -> None:
     # the target is what 1 or 3 experts say, and the first feature tells which
     torch.manual_seed(0)
@@ -272,4 +304,8 @@ def test_refuses() -> None:
         MixtureOfExperts(TokenChoiceRouter(DIM, 4, 2), [nn.Identity()])
     with pytest.raises(ValueError, match="mask"):
         make("token")(normal(2, 9, DIM), MASK)
+    for name in ("expert", "token"):
+        for layer in (make(name), mixture(name), make(name).eval(), mixture(name).eval()):
+            with pytest.raises(ValueError, match=r"^input must have shape \(\.\.\., n, 5\) .* \(5,\)$"):
+                layer(normal(DIM))
     assert khot.nn.Routing._fields[0] == "weights"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -102,3 +102,39 @@ def test_a_sample_shape_in_the_place_of_dim_is_named() -> None:
     ):
         with pytest.raises(TypeError, match="dim must be an int, but got tuple"):
             call()
+
+
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    **{
+        name: lambda shape, name=name: khot.sampling.sample(PROBS, name, 1, sample_shape=shape)
+        for name in designs
+    },
+    "gumbel": lambda shape: khot.sampling.gumbel_topk(LOGITS, 2, 1, sample_shape=shape),
+    "draws": lambda shape: conditional_poisson.sample(LOGITS, 2, 1, sample_shape=shape),
+}
+each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+
+
+@each_draw
+@pytest.mark.parametrize(
+    ("shape", "error", "said"),
+    [
+        (3, TypeError, "sample_shape must be a sequence of ints, .* but got int"),
+        (0, TypeError, "sample_shape must be a sequence of ints, .* but got int"),
+        (torch.tensor([2, 3]), TypeError, "sample_shape must be a sequence of ints, .* but got Tensor"),
+        ((2.0,), TypeError, "each size in sample_shape must be an int, but got float"),
+        ((2, -1), ValueError, "each size in sample_shape must be at least 0, but got -1"),
+    ],
+    ids=str,
+)
+def test_a_bad_sample_shape_is_named(
+    draw: Callable[..., Tensor], shape: object, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"^{said}$"):
+        draw(shape)
+
+
+@each_draw
+@pytest.mark.parametrize("shape", [(), [], torch.Size(), (0,), [2, 0], (3, 2)], ids=str)
+def test_a_sample_shape_comes_in_front(draw: Callable[..., Tensor], shape: Sequence[int]) -> None:
+    assert draw(shape).shape == (*shape, 2, 5, 3)

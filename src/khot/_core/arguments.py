@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from khot._core.torch_internals import as_usual, is_transformed
 
 __all__ = [
     "Scalar",
+    "broadcasts",
     "check_bool_or_real",
     "check_device",
     "check_dim",
@@ -42,6 +43,7 @@ __all__ = [
     "mask_rows",
     "not_binary",
     "per_row",
+    "plain",
     "quantile_levels",
     "readable",
     "rows",
@@ -176,7 +178,7 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     check_tensor(mask, "mask")
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must have dtype torch.bool, but got {mask.dtype}")
-    if not _broadcasts(mask.shape, input.shape):
+    if not broadcasts(mask.shape, input.shape):
         raise ValueError(
             f"mask must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(mask.shape)}"
         )
@@ -186,10 +188,12 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     return mask.expand(input.shape).movedim(dim, -1)
 
 
-def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of a shape can be expanded to another one."""
     if len(shape) > len(target):
         return False
-    return all(s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False))
+    # under torch.compile, `s in (1, t)` is False for a symbolic t that has the value of s
+    return all(s == 1 or s == t for s, t in zip(reversed(shape), reversed(target), strict=False))
 
 
 def per_row(
@@ -211,7 +215,7 @@ def per_row(
     """
     if isinstance(value, Tensor):
         check_real(value, name)
-        if not _broadcasts(value.shape, x.shape[:-1]):
+        if not broadcasts(value.shape, x.shape[:-1]):
             raise ValueError(
                 f"{name} must broadcast with the batch shape {tuple(x.shape[:-1])} (the input's shape "
                 f"without dim), but got {tuple(value.shape)}"
@@ -328,18 +332,27 @@ def check_values(
     integer: bool = False,
 ) -> Tensor:
     """The tensor in a floating-point dtype. Its values are checked if :func:`readable`."""
+    given = value
     if not value.is_floating_point():
         value = precision.widen(value)
     if readable(value):
         inside = (value > low) & (value < math.inf) if low_open else (value >= low) & (value <= high)
         inside = inside & (value == torch.floor(value)) if integer else inside
         if not bool(inside.all()):
-            bad = value.detach()[~inside][0].item()
+            bad = given.detach()[~inside][0].item()
             raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {bad}")
     return value
 
 
+def plain(number: float) -> float:
+    """A whole number as an int, so that messages do not write 3 as 3.0. Floats that are larger than all exact
+    integers stay as they are."""
+    whole = isinstance(number, float) and number.is_integer() and abs(number) < 2**53
+    return int(number) if whole else number
+
+
 def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
+    low, high = plain(low), plain(high)
     if low_open:
         return f"be finite and > {low}"
     return f"be an integer in [{low}, {high}]" if integer else f"lie in [{low}, {high}]"
@@ -406,7 +419,7 @@ def explain_nan(
     if bool(bad.any()):
         raise ValueError(
             f"{name} must lie in [0, number of entries that may be selected], but got "
-            f"{k[bad][0].item()} for a row with {selectable[bad][0].item()}"
+            f"{plain(k[bad][0].item())} for a row with {plain(selectable[bad][0].item())}"
         )
     if integer:
         check_values(k, name, low=0, integer=True)

@@ -118,8 +118,8 @@ class _Rule(Rule):
         relation = "at least" if at_most else "equal to"
         raise ValueError(
             f"capacity must be {relation} the sum of k in total, and leave room for k in the entries that "
-            f"may be selected, but got a capacity of {capacity.sum().item()} for a sum of k "
-            f"of {total.item()}"
+            f"may be selected, but got a capacity of {arguments.plain(capacity.sum().item())} for a sum of k "
+            f"of {arguments.plain(total.item())}"
         )
 
 

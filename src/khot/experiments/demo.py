@@ -58,7 +58,7 @@ class Args:
     seed: int = field(default=0, metadata={"help": "Seed of the weights, minibatches and random pixels."})
     out: Path = field(
         default=Path("khot-demo.png"),
-        metadata={"help": "PNG file to write, or a folder to write khot-demo.png into."},
+        metadata={"help": "PNG file to write, or a folder to write khot-demo.png into. It may be new."},
     )
 
     def __post_init__(self) -> None:
@@ -69,17 +69,19 @@ class Args:
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"seed = {self.seed}: expected 0 to 2**32 - 1")
         path = self.png
-        if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        if path.suffix.lower() != ".png":
             raise ArgumentError(
-                f"out = '{self.out}': expected a .png file in a folder that exists, or such a folder"
+                f"out = '{self.out}': expected a .png file, a folder that exists, or a name without a suffix "
+                "for a new folder"
             )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        place = next((p for p in (path, *path.parents) if p.exists()), Path())
+        if not os.access(place, os.W_OK) or not (place == path or place.is_dir()):
             raise ArgumentError(f"out = '{self.out}': expected a place that can be written to")
 
     @property
     def png(self) -> Path:
-        """The file to write: ``out``, or khot-demo.png in it if it is a folder."""
-        return self.out / "khot-demo.png" if self.out.is_dir() else self.out
+        """The file to write: ``out``, or khot-demo.png in it if it is a folder or may become one."""
+        return self.out / "khot-demo.png" if self.out.is_dir() or not self.out.suffix else self.out
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def run(args: Args) -> Result:
     k = usual_k if args.k is None else args.k
     if k > images.n:
         raise ArgumentError(f"k = {k}: expected at most {images.n}, the number of pixels of {images.name}")
+    args.png.parent.mkdir(parents=True, exist_ok=True)
 
     with one_thread(), _progress_bar((1 + len(LABELS)) * args.steps) as report:
         report(f"choosing {k} of {images.n} pixels", 0)

@@ -42,7 +42,8 @@ class TopKCrossEntropyLoss(nn.Module):
                 L = w_1 · (−log softmax(x)_label) + (1 − w_1) · (−log Σ_(k>1) w_k/(1 − w_1) · y^(k)_label)
         m: how many scores the loss looks at, in [2, n] and at least the largest k: that of the label, and the
             m − 1 largest of the others. All other scores have no influence and no gradient. None: all scores.
-        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``. As in PyTorch, the mean over no rows is
+            NaN.
 
     Shape:
         input: scores, of any floating-point dtype.

@@ -37,7 +37,8 @@ def permutation_cross_entropy(
             true values gives it, in the same order (``descending`` or not).
         dim: the dimension that is sorted.
         tau, cdf, descending: as for :func:`khot.soft_permutation`.
-        reduction: ``"mean"`` over all places, ``"sum"``, or ``"none"``.
+        reduction: ``"mean"`` over all places, ``"sum"``, or ``"none"``. As in PyTorch, the mean over no
+            places is NaN.
 
     Returns:
         A number of the input's dtype, ≥ 0; with ``"none"`` the loss of each place, of the input's shape.

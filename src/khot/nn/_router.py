@@ -80,6 +80,11 @@ class Router(LeftSoft):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Routing:
         check_width(input, self.in_features, self)
+        if input.dim() < 2:
+            raise ValueError(
+                f"input must have shape (..., n, {self.in_features}) for this {type(self).__name__}, but got "
+                f"shape {tuple(input.shape)}"
+            )
         if mask is not None:
             mask = arguments.mask_rows(mask, input[..., 0], -1)
             input = input.masked_fill(~mask.unsqueeze(-1), 0)

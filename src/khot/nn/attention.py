@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +77,10 @@ def topk_attention(
     in exported programs there is one.
 
     Raises:
-        ValueError: both ``attn_mask`` and ``is_causal``; top_k or tau out of range.
-        TypeError, IndexError: as :func:`khot.soft_topk`.
+        ValueError: both ``attn_mask`` and ``is_causal``; top_k or tau out of range; an argument of a
+            shape that does not fit; with ``enable_gqa``, a number of heads that does not divide the query's.
+        TypeError: query, key and value of different dtypes (autocast takes them), and as
+            :func:`khot.soft_topk`.
 
     Source: Xie et al. 2020, appendix I.3.
 
@@ -89,7 +92,7 @@ def topk_attention(
         >>> torch.allclose(khot.nn.topk_attention(query, key, value, top_k=5), plain, atol=1e-6)
         True
     """
-    _check_shapes(query, key, value)
+    _check_inputs(query, key, value)
     arguments.check_scalar(top_k, "top_k", low=0)
     arguments.check_scalar(tau, "tau", low=0, low_open=True)
     for name, value_ in (("top_k", top_k), ("tau", tau)):
@@ -99,8 +102,8 @@ def topk_attention(
         arguments.check_bool_or_real(attn_mask, "attn_mask")
         arguments.check_has_values(attn_mask, "attn_mask", query)
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        key, value = (_for_each_head(x, name, query) for x, name in ((key, "key"), (value, "value")))
+    _check_shapes(query, key, value, top_k, tau, attn_mask)
     return _attend(query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard)
 
 
@@ -313,9 +316,14 @@ def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: tor
     return total
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         arguments.check_input(x, name)
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have at least 2 dims, but got shape {tuple(x.shape)}")
+        # autocast casts all; a device that has none does not know the question
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(f"{name} must have the query's dtype {query.dtype}, but got {x.dtype}")
     if query.shape[-1:] != key.shape[-1:]:
         raise ValueError(
             f"query and key must have the same size along their last dim, but got shapes "
@@ -326,6 +334,51 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"key and value must have the same length along dim -2, but got shapes "
             f"{tuple(key.shape)} and {tuple(value.shape)}"
         )
+
+
+def _for_each_head(x: Tensor, name: str, query: Tensor) -> Tensor:
+    """The heads of key or value, each repeated for the heads of the query that it serves."""
+    if query.dim() < 3 or x.dim() < 3:
+        raise ValueError(
+            f"query and {name} must have at least 3 dims with enable_gqa, but got shapes "
+            f"{tuple(query.shape)} and {tuple(x.shape)}"
+        )
+    heads, own = query.shape[-3], x.shape[-3]
+    if not own or heads % own:
+        raise ValueError(
+            f"{name} must have a number of heads (dim -3) that divides the query's, {heads}, but got {own}"
+        )
+    return x.repeat_interleave(heads // own, -3)
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, top_k: Scalar, tau: Scalar, attn_mask: Tensor | None
+) -> None:
+    """Raise for shapes that do not broadcast."""
+    batches = [query.shape[:-2], key.shape[:-2], value.shape[:-2]]
+    if not all(_broadcast(*pair) for pair in itertools.combinations(batches, 2)):
+        raise ValueError(
+            f"query, key and value must have batch dims that broadcast, but got shapes {tuple(query.shape)}, "
+            f"{tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    scores = (*torch.broadcast_shapes(*batches[:2]), query.shape[-2], key.shape[-2])
+    if attn_mask is not None:
+        mask = attn_mask.shape
+        if not (_broadcast(mask, scores) and arguments.broadcasts(mask[-2:], scores[-2:])):
+            raise ValueError(
+                f"attn_mask must broadcast to the shape {scores} of the scores, but got {tuple(mask)}"
+            )
+        scores = tuple(torch.broadcast_shapes(mask, scores))  # the mask's batch may be the larger one
+    for name, x in (("top_k", top_k), ("tau", tau)):
+        if isinstance(x, Tensor) and not arguments.broadcasts(x.shape, scores[:-1]):
+            raise ValueError(
+                f"{name} must broadcast to the shape {scores[:-1]} of the queries, but got {tuple(x.shape)}"
+            )
+
+
+def _broadcast(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two shapes broadcast together."""
+    return all(s == t or s == 1 or t == 1 for s, t in zip(a[::-1], b[::-1], strict=False))
 
 
 def _attend(
@@ -385,7 +438,7 @@ def _weights(
         attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(first)
     if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise TypeError(f"attn_mask must be bool or floating-point, but got {attn_mask.dtype}")
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     products = (query * scale) @ key.transpose(-2, -1)  # scale first, because half precision overflows early
     dtype = products.dtype
     scores = products.to(torch.promote_types(dtype, torch.float32))

@@ -121,7 +121,7 @@ class QuantileBalancer(Biased):
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         check_width(scores, self.num_experts, self, "scores")
         if mask is not None:
-            mask = arguments.mask_rows(mask, scores[..., 0], -1)
+            mask = arguments.mask_rows(mask, scores[..., 0], -1).reshape(scores.shape[:-1])
         observes = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             biased = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self.bias
@@ -205,7 +205,8 @@ class QuantileBalancer(Biased):
             counted = counted & mask
         ones = counted.long().unsqueeze(-1).expand_as(place)
         zeros = torch.zeros_like(self.counts)
-        seen = zeros.scatter_add(0, place.flatten(0, -2), ones.flatten(0, -2))
+        tokens = (-1, self.num_experts)
+        seen = zeros.scatter_add(0, place.reshape(tokens), ones.reshape(tokens))
         self.counts.copy_(self.counts + seen)  # add_ would say nothing of vmap, which this cannot work in
 
     def _step(self, counts: Tensor) -> None:

@@ -16,6 +16,8 @@ from khot.transport import sorted_soft_topk
 
 __all__ = ["Beams", "soft_beam_loss", "soft_beam_search"]
 
+IGNORED = -100  # the target of a place that does not count, as torch.nn.functional.nll_loss has it
+
 # (input, state) → (logits, state), all of them (B, beams, ·)
 _Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -173,10 +175,13 @@ def soft_beam_loss(
             shortcuts from one correct token to the next, as with teacher forcing alone; near 0 it cannot.
 
     Returns:
-        A scalar ≥ 0, differentiable in everything that the steps and the embedding depend on.
+        A scalar ≥ 0, differentiable in everything that the steps and the embedding depend on; 0, with a
+        gradient of 0, where no place counts.
 
     Raises:
-        ValueError: rho out of range, and as :func:`soft_beam_search`.
+        ValueError: rho out of range, a target of another shape or with another token (on the CPU), and as
+            :func:`soft_beam_search`.
+        TypeError: a target that is not an int64 tensor, and as :func:`soft_beam_search`.
 
     Source: Xie et al. 2020, appendix D.2, with logarithms of the likelihoods.
 
@@ -189,7 +194,7 @@ def soft_beam_loss(
     """
     arguments.check_number(rho, "rho", low=0, high=1)
     _check_first(embedding, start, state)
-    arguments.check_index(target, "target", embedding)
+    _check_target(target, embedding, state)
     length, loss = target.shape[1], torch.zeros((), device=embedding.device)
     if rho > 0:
         x, h = _first(embedding, start, state)
@@ -198,13 +203,37 @@ def soft_beam_loss(
             logits, h = step(x, h)
             said.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
             x = embedding[target[:, t : t + 1].clamp(min=0)]
-        loss = loss + rho * F.nll_loss(torch.cat(said, 1).flatten(0, 1), target.flatten())
+        loss = loss + rho * _mean_loss(torch.cat(said, 1), target)
     if rho < 1:
         beams = soft_beam_search(
             step, embedding, start, state, length, k, epsilon=epsilon, normalize=normalize
         )
-        loss = loss + (1 - rho) * F.nll_loss(beams.log_probs.flatten(0, 1), target.flatten())
+        loss = loss + (1 - rho) * _mean_loss(beams.log_probs, target)
     return loss
+
+
+def _check_target(target: Tensor, embedding: Tensor, state: Tensor) -> None:
+    arguments.check_index(target, "target", embedding)
+    if target.dim() != 2 or target.shape[0] != state.shape[0] or not target.shape[1]:
+        raise ValueError(
+            f"target must have shape ({state.shape[0]}, length), with a length of at least 1, but got shape "
+            f"{tuple(target.shape)}"
+        )
+    if not arguments.readable(target):
+        return
+    last = embedding.shape[0] - 1
+    bad = ((target < 0) | (target > last)) & (target != IGNORED)
+    if bool(bad.any()):
+        raise ValueError(
+            f"target must lie in [0, {last}], or be {IGNORED} where it does not count, but got "
+            f"{target[bad][0].item()}"
+        )
+
+
+def _mean_loss(log_probs: Tensor, target: Tensor) -> Tensor:
+    """−log P of the tokens, (B, length, V), averaged over the places that count; 0 if there are none."""
+    total = F.nll_loss(log_probs.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (target != IGNORED).sum().clamp(min=1)
 
 
 def _check_first(embedding: Tensor, start: Tensor, state: Tensor) -> None:

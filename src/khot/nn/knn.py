@@ -97,7 +97,7 @@ class SoftKNN(LeftSoft):
             self.tau.reset_parameters()
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
-        _check(query, template, label)
+        self._check(query, template, label)
         near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
         k = available(current(self.k), near)
         if self.training:
@@ -125,6 +125,12 @@ class SoftKNN(LeftSoft):
         arguments.check_input(query, "query")
         arguments.check_index(query_label, "query_label", query)
         p = self(query, template, label, mask)
+        if query_label.shape != p.shape[:-1]:
+            raise ValueError(
+                f"query_label must have the shape {tuple(p.shape[:-1])} of the queries, but got "
+                f"{tuple(query_label.shape)}"
+            )
+        arguments.check_values(query_label, "query_label", low=0, high=self.num_classes - 1)
         return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
 
     @torch.no_grad()
@@ -143,7 +149,12 @@ class SoftKNN(LeftSoft):
             Labels (q,). Of classes with equally many votes, the lowest. Of equally near templates, the first
             are the neighbours, as in eval mode.
         """
-        _check(query, template, label)
+        self._check(query, template, label)
+        if query.dim() != 2 or template.dim() != 2:
+            raise ValueError(
+                f"query and template must have shapes (q, d) and (m, d), but got {tuple(query.shape)} and "
+                f"{tuple(template.shape)}"
+            )
         m = template.shape[0]
         if not m:
             raise ValueError("template must have at least one row, but got none")
@@ -166,6 +177,27 @@ class SoftKNN(LeftSoft):
             parts.append(counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1))
         return torch.cat(parts)
 
+    def _check(self, query: Tensor, template: Tensor, label: Tensor) -> None:
+        arguments.check_input(query, "query")
+        arguments.check_input(template, "template")
+        if query.shape[-1:] != template.shape[-1:]:
+            raise ValueError(
+                f"query and template must have equally many features along their last dim, but got shapes "
+                f"{tuple(query.shape)} and {tuple(template.shape)}"
+            )
+        if query.dim() < 2 or template.dim() < 2:
+            raise ValueError(
+                f"query and template must have shapes (..., q, d) and (..., m, d), but got "
+                f"{tuple(query.shape)} and {tuple(template.shape)}"
+            )
+        arguments.check_index(label, "label", template)
+        if label.shape != template.shape[:-1]:
+            raise ValueError(
+                f"label must have the template's shape without the last dim, {tuple(template.shape[:-1])}, "
+                f"but got {tuple(label.shape)}"
+            )
+        arguments.check_values(label, "label", low=0, high=self.num_classes - 1)
+
     def extra_repr(self) -> str:
         return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf)
 
@@ -178,19 +210,3 @@ def _distances(query: Tensor, template: Tensor) -> Tensor:
     if to_onnx():  # it has no cdist
         return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
     return torch.cdist(query, template, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def _check(query: Tensor, template: Tensor, label: Tensor) -> None:
-    arguments.check_input(query, "query")
-    arguments.check_input(template, "template")
-    if query.shape[-1:] != template.shape[-1:] or not query.dim():
-        raise ValueError(
-            f"query and template must have equally many features along their last dim, but got shapes "
-            f"{tuple(query.shape)} and {tuple(template.shape)}"
-        )
-    arguments.check_index(label, "label", template)
-    if label.shape != template.shape[:-1]:
-        raise ValueError(
-            f"label must have the template's shape without the last dim, {tuple(template.shape[:-1])}, but "
-            f"got {tuple(label.shape)}"
-        )

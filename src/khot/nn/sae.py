@@ -200,6 +200,8 @@ class TopKSAE(LeftSoft):
 
         With ``widths``, the first and the second error are means over these widths and n, each of what the
         first latents of the code reconstruct alone.
+
+        As in PyTorch, the mean over no inputs is NaN.
         """
         a = self._activations(input)
         idle = self.idle >= (self.revive or 0.0) * self.latents / current(self.k)  # before this batch

@@ -100,7 +100,12 @@ class TokenChoiceRouter(Router):
             self.balancer.reset_parameters()
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        k = self.k(x) if isinstance(self.k, _CountOfToken) else current(self.k)
+        if isinstance(self.k, _CountOfToken):
+            k = self.k(x)
+            unknown = k.isnan()  # the operators would raise an error, but a NaN has to stay in its row
+            k, scores = k.masked_fill(unknown, 1), scores.masked_fill(unknown.unsqueeze(-1), math.nan)
+        else:
+            k = current(self.k)
         biased = scores
         if self.balancer is not None:
             if self.balancer.training:

@@ -5,17 +5,31 @@ The dim is counted from the end, so that the same number holds for a result with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from khot._core import arguments
 
-__all__ = ["from_end", "to_dim", "to_last", "to_pair"]
+__all__ = ["check_sample_shape", "from_end", "to_dim", "to_last", "to_pair"]
 
 
 def from_end(input: Tensor, dim: int, name: str = "logits") -> int:
     """dim as a negative number, checked, as is the input; a 0-dim input counts as one with one entry."""
     arguments.check_input(input, name)
     return arguments.check_dim(input, dim) - max(input.dim(), 1)
+
+
+def check_sample_shape(sample_shape: Any) -> None:
+    """Raise unless it is a sequence of sizes."""
+    if not isinstance(sample_shape, Sequence):
+        raise TypeError(
+            f"sample_shape must be a sequence of ints, such as (3,) or a torch.Size, but got "
+            f"{type(sample_shape).__name__}"
+        )
+    for size in sample_shape:
+        arguments.check_integer(size, "each size in sample_shape", low=0)
 
 
 def to_last(input: Tensor, dim: int) -> Tensor:

@@ -26,7 +26,7 @@ from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows
 from khot.sampling import _hidden
-from khot.sampling._axes import from_end, to_dim, to_last, to_pair
+from khot.sampling._axes import check_sample_shape, from_end, to_dim, to_last, to_pair
 from khot.sampling._halving import draw_rows
 from khot.sampling._tilt import check_design, tilt
 
@@ -256,6 +256,7 @@ def sample(
         >>> sample(torch.tensor([0.0, torch.inf, -torch.inf, torch.inf]), 2)
         tensor([0., 1., 0., 1.])
     """
+    check_sample_shape(sample_shape)
     dim = from_end(logits, dim)
     theta, k = check_design(logits.detach(), k, dim)
     unsuited = theta.isnan().any(-1) | ((theta == math.inf).sum(-1) > k) | ((theta > -math.inf).sum(-1) < k)

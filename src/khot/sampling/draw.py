@@ -15,7 +15,7 @@ from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
 from khot._ops.draws import pareto_sample
 from khot.sampling import _hidden, _phantom, _shards
-from khot.sampling._axes import from_end, to_dim, to_last, to_pair
+from khot.sampling._axes import check_sample_shape, from_end, to_dim, to_last, to_pair
 from khot.sampling._designs import pareto
 from khot.sampling._lookup import resolve
 from khot.sampling.table import DesignName, designs
@@ -62,8 +62,8 @@ def sample(
 
     Raises:
         ValueError: probs outside [0, 1] or NaN (on the CPU; elsewhere that row is NaN), an unknown design,
-            adjust for a design that has none.
-        TypeError: probs that are not a floating-point tensor.
+            adjust for a design that has none, a negative size in sample_shape.
+        TypeError: probs that are not a floating-point tensor, a sample_shape that is not a sequence of ints.
         IndexError: dim out of range.
 
     Sources: Tillé 2006, *Sampling Algorithms*; Wijk, Vinuesa, Azizpour 2025, section 2.2.
@@ -74,6 +74,8 @@ def sample(
         >>> x.shape, bool((x.sum(-1) == 2).all())
         (torch.Size([1000, 4]), True)
     """
+    if sample_shape != ():
+        check_sample_shape(sample_shape)
     exact = adjust == "exact"
     if design == "pareto" and (exact or adjust is None) and group is seed is None and not sample_shape:
         small = pareto.draw_small(probs, dim, generator, exact)

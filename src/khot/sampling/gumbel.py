@@ -13,7 +13,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
 from khot._ops import uniform as philox
 from khot.sampling import _shards
-from khot.sampling._axes import from_end, to_dim
+from khot.sampling._axes import check_sample_shape, from_end, to_dim
 from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
@@ -49,8 +49,9 @@ def gumbel_topk(
         Not differentiable.
 
     Raises:
-        ValueError: k that is not an integer in [0, number of units that may be selected].
-        TypeError: logits that are not a floating-point tensor.
+        ValueError: k that is not an integer in [0, number of units that may be selected], a negative size in
+            sample_shape.
+        TypeError: logits that are not a floating-point tensor, a sample_shape that is not a sequence of ints.
         IndexError: dim out of range.
 
     Source: Kool, van Hoof, Welling 2019, section 3.
@@ -59,6 +60,7 @@ def gumbel_topk(
         >>> khot.sampling.gumbel_topk(torch.tensor([0.0, 200.0, 100.0, -100.0]), 2)
         tensor([0., 1., 1., 0.])
     """
+    check_sample_shape(sample_shape)
     arguments.check_input(logits, "logits")
     if group is not None:
         return _shards.gumbel_topk(logits, k, dim, sample_shape, generator, seed, group)

@@ -184,7 +184,8 @@ def backward(
     grad_k = grad_k - torch.where(live & (grad_lo != 0), grad_lo * through_t, 0)
     grad_tau = (u_sum * z_mean - uz_sum) / tau - grad_lo * z_mean
     pull = (grad_lo - u_sum / tau).where(live, 0)
-    flat, parts = torch.zeros_like(live), ()
+    flat = torch.zeros_like(live)
+    parts: tuple[Tensor, ...] = ()
     if gap:
         # The limit of the smooth CDFs: half the mean of v over the least selected entries, plus half the mean
         # over the greatest rejected entries. The latter is left out for log y, which is −inf for rejected
