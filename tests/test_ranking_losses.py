@@ -502,3 +502,19 @@ def test_what_cannot_be_raised_is_nan_in_its_list(name: str) -> None:
             call(target, negative)
     else:
         assert call(target, negative).isnan().tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("name", ["recall_at_k", "precision_at_k", "ndcg_at_k"])
+def test_float32_losses_of_equal_scores_keep_their_digits(name: str) -> None:
+    """Equal scores are all rounded in the same way: a soft top-k in float32 would be off by n of these."""
+    for n, k in ((2, 1.1), (45, 1.7), (51, 50.9), (1000, 999.9)):
+        x, labels = torch.ones(n), torch.ones(n, dtype=torch.long)
+        if name == "ndcg_at_k":
+            loss, want = losses.ndcg_loss(x, labels, math.floor(k)), None
+        elif name == "recall_at_k":
+            loss, want = losses.recall_at_k_loss(x, labels, k), 1 - k / n
+        else:
+            loss, want = losses.precision_at_k_loss(x, labels, k), 0.0
+        assert loss >= 0
+        if want is not None:
+            assert loss.item() == pytest.approx(want, rel=1e-6, abs=1e-12)

@@ -313,12 +313,12 @@ class _Lists(NamedTuple):
 
     def topk(self, k: Tensor) -> Tensor:
         """The soft top-k, of the whole list where that has fewer than k entries."""
-        x = self.x.to(torch.promote_types(self.scores.dtype, torch.float32))  # which has faster kernels
-        selectable = (self.selected & (x != -math.inf)).sum(-1)
+        selectable = (self.selected & (self.x != -math.inf)).sum(-1)
         k = torch.minimum(widen(k), widen(selectable))
-        return widen(soft_topk(x, k, tau=self.tau, cdf=self.cdf, mask=self.selected))
+        return soft_topk(self.x, k, tau=self.tau, cdf=self.cdf, mask=self.selected)
 
     def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+        loss = torch.where(loss < 0, loss - loss.detach(), loss)  # by rounding
         return reduce_counted(loss, counted, reduction).to(self.scores.dtype)
 
 

@@ -222,6 +222,7 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     cross = _against(pi, out, q.z.masked_fill(harmless, 0)) - pi * q.change
     # of p in the same way as of q, so that equal designs have a divergence of exactly 0
     result = log_size_prob(q) - log_size_prob(p) + _softness(q) - _softness(p) + (cross - own).sum(-1)
+    result = torch.where(result < 0, result - result.detach(), result)  # by rounding
     return result.to(p_logits.dtype)
 
 
