@@ -87,7 +87,7 @@ def log_shares(x: Tensor, index: Tensor, tau: Tensor, F: CDF) -> Tensor:
     before = standardize(chosen, hi[..., :-1], lo[..., :-1], tau)
     after = standardize(chosen, hi[..., 1:], lo[..., 1:], tau)
     share = infinite_shares(chosen, x, places(x))
-    log_p = torch.where(chosen.isinf(), share.log(), _log_sure_difference(before, after, F))
+    log_p = torch.where(chosen.isinf(), share.log(), log_difference(before, after, F))
     return log_p.masked_fill(unanswerable(x, tau.squeeze(-1)), math.nan).to(x.dtype)
 
 
@@ -105,19 +105,6 @@ def log_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
     apart = (log_b - log_a).masked_fill(all_below, 1).clamp(min=torch.finfo(a.dtype).tiny)
     difference = log_b + torch.log(-torch.expm1(-apart)).masked_fill(all_below, 0)
     return difference.masked_fill(nothing, -math.inf)
-
-
-def _log_sure_difference(a: Tensor, b: Tensor, F: CDF) -> Tensor:
-    """:func:`log_difference`, to the last digit next to 0, too: there it is the logarithm of 1 minus both
-    tails, of which the difference loses one."""
-    difference = log_difference(a, b, F)
-    if not F.full_support:
-        return difference
-    inside = (a < 0) & (b > 0) & a.isfinite() & b.isfinite()
-    below, above = a.where(inside, -1), b.where(inside, 1)
-    outside = F.cdf(below) + F.sf(above)
-    sure = inside & (outside < 0.5)
-    return torch.where(sure, torch.log1p(-outside.where(sure, 0)), difference)
 
 
 def log_between(z: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF, dtype: torch.dtype) -> Tensor:
