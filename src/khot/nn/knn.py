@@ -130,7 +130,7 @@ class SoftKNN(LeftSoft):
                 f"query_label must have the shape {tuple(p.shape[:-1])} of the queries, but got "
                 f"{tuple(query_label.shape)}"
             )
-        arguments.check_values(query_label, "query_label", low=0, high=self.num_classes - 1)
+        self._check_classes(query_label, "query_label")
         return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
 
     @torch.no_grad()
@@ -196,7 +196,14 @@ class SoftKNN(LeftSoft):
                 f"label must have the template's shape without the last dim, {tuple(template.shape[:-1])}, "
                 f"but got {tuple(label.shape)}"
             )
-        arguments.check_values(label, "label", low=0, high=self.num_classes - 1)
+        self._check_classes(label, "label")
+
+    def _check_classes(self, label: Tensor, name: str) -> None:
+        if label.numel() and arguments.readable(label):
+            least, most = (int(end) for end in label.aminmax())
+            if least < 0 or most >= self.num_classes:
+                bad = least if least < 0 else most
+                raise ValueError(f"{name} must lie in [0, {self.num_classes - 1}], but got {bad}")
 
     def extra_repr(self) -> str:
         return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf)
