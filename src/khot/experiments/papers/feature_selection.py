@@ -18,7 +18,8 @@ Departures from the paper:
   without adjustment, whose samples are less random than the probabilities say.
 - NCPSS is written anew from its description in the paper, with seven rounds of iterative Poisson sampling;
   samples whose size is not k are drawn again.
-- There are three seeds instead of five.
+- There are three seeds instead of five. Xie & Ermon is also run at τ = ½, the default of code that two of the
+  paper's authors published for an earlier paper.
 """
 
 from __future__ import annotations

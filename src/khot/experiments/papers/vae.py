@@ -18,7 +18,8 @@ largest logits, with which the paper's figures can be reached. Departures from t
 - Xie & Ermon has k-hot samples in the forward pass, and relaxed ones in the backward pass.
 - NCPSS is written anew from its description in the paper, with seven rounds of iterative Poisson sampling;
   samples whose size is not k are drawn again.
-- There are three seeds instead of five, but for Xie & Ermon, which has five.
+- There are three seeds instead of five, but for Xie & Ermon, which has five. It is also run at τ = ½, the
+  default of code that two of the paper's authors published for an earlier paper.
 - With `--precision bfloat16` the networks train in bfloat16, with parameters, samples, losses and tests in
   float32. This takes half the time on a CPU that has instructions for it.
 """
