@@ -16,6 +16,7 @@ __all__ = [
     "greatest",
     "in_float64",
     "large",
+    "not_below_zero",
     "on",
     "on_cpu",
     "vector",
@@ -105,3 +106,8 @@ def _here(value: Any) -> Any:
         seed = torch.randint(2**63 - 1, (), device=value.device, generator=value)
         return Generator().manual_seed(int(seed))
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def not_below_zero(x: Tensor) -> Tensor:
+    """x with 0 where rounding took it below; its gradient stays."""
+    return torch.where(x < 0, x - x.detach(), x)

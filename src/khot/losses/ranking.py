@@ -17,7 +17,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import not_below_zero, wide_dtype, widen
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce_counted
 from khot.ranking import soft_rank
@@ -318,8 +318,7 @@ class _Lists(NamedTuple):
         return soft_topk(self.x, k, tau=self.tau, cdf=self.cdf, mask=self.selected)
 
     def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-        loss = torch.where(loss < 0, loss - loss.detach(), loss)  # by rounding
-        return reduce_counted(loss, counted, reduction).to(self.scores.dtype)
+        return reduce_counted(not_below_zero(loss), counted, reduction).to(self.scores.dtype)
 
 
 def _lists(

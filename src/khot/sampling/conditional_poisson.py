@@ -21,7 +21,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import on_cpu
+from khot._core.precision import not_below_zero, on_cpu
 from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows
@@ -222,8 +222,7 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     cross = _against(pi, out, q.z.masked_fill(harmless, 0)) - pi * q.change
     # of p in the same way as of q, so that equal designs have a divergence of exactly 0
     result = log_size_prob(q) - log_size_prob(p) + _softness(q) - _softness(p) + (cross - own).sum(-1)
-    result = torch.where(result < 0, result - result.detach(), result)  # by rounding
-    return result.to(p_logits.dtype)
+    return not_below_zero(result).to(p_logits.dtype)
 
 
 @on_cpu
