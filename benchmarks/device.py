@@ -1,30 +1,32 @@
-"""The first ten minutes on a GPU: `python -m benchmarks.device check`, then `bench`, then `tests`.
+"""khot on a GPU, in three commands of less than five minutes each: `python -m benchmarks.device check`, then
+`bench`, then `layers`.
 
-`check` (at most 4 minutes) says what the machine is and what a copy moves, runs one forward and backward of
-each path through the kernels against the CPU in float64, and looks whether the host waits and whether a CUDA
-graph can be captured and replayed. `bench` (at most 9 minutes) times the soft top-k (logistic) on the shapes
-that the project has goals for, beside torch.softmax, torch.topk, a bisection of 50 steps under torch.compile
-and, where it is installed, entmax. `tests` runs the tests that need a GPU, spread over processes.
+`check` runs every row of the operators' table (tests/operators.py) forward and backward at a short and a long
+size, and each path through the soft top-k, against the CPU in float64, with memory that is filled with NaN
+before; and says whether the host waits and whether a CUDA graph can be captured and replayed. `bench` times
+the soft top-k on the shapes that the project has goals for, and the other operators, beside torch's softmax,
+sort and topk. `layers` times layers beside what one would write by hand.
 
-All run from a bare checkout, with PYTHONPATH=src, without git (KHOT_REVISION names the revision) and without
-a network. Each writes device.json and device.md into --out after every step, and goes on from there when it
-is started again. --dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and
-TRITON_INTERPRET=1 with the kernels themselves, interpreted.
-
-benchmarks.gpu times every other operator and every peer, and takes longer.
+All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
+without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
+write gpu.json and gpu.md into --out after every step, and go on from there when they are started again.
+--dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and TRITON_INTERPRET=1
+with the kernels themselves, interpreted.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
+import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as Late
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,28 +34,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import khot
-from benchmarks import gpu, report, timing
-from benchmarks.gpu import Case, scores
+from benchmarks import report, timing
+from benchmarks.cpu import spread_normal
+from khot import _kernels as kernels
+from khot import cdfs
+from khot.losses import FenchelYoungTopKLoss
 
-GOALS = [
-    Case(4_096, 64, 8, torch.float32, 1.5),
-    Case(128, 1_000, 100, torch.float32, 1.5),
-    Case(4_096, 8_192, 64, torch.float32, 1.5),
-    Case(32_768, 512, 32, torch.bfloat16, 1.5),
-    Case(2_048, 65_536, 64, torch.bfloat16, None),
-    Case(100, 100_000, 10_000, torch.float32, None),
-    Case(16, 1_000_000, 100_000, torch.float32, 2.0),
-    Case(1, 6_300_000, 64, torch.float32, 2.0),
+RESULTS = Path(__file__).parent / "results"
+SECONDS = {"check": 240, "bench": 240, "layers": 120}  # after which nothing new is begun
+REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take so many seconds
+TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
+
+Function = Callable[..., Any]
+
+
+class Case(NamedTuple):
+    """Scores N(0, s²), how many to select, and the goals in softmaxes: forward, forward + backward."""
+
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float32
+    goals: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def id(self) -> str:
+        return f"({self.rows:,}, {self.n:,}) {str(self.dtype).removeprefix('torch.')}"
+
+
+SOFT_TOPK = [
+    Case(4_096, 64, 8, goals=(1.3, 1.0)),
+    Case(128, 1_000, 100, goals=(1.5, 1.3)),
+    Case(4_096, 8_192, 64, goals=(1.5, 1.3)),
+    Case(32_768, 512, 32, torch.bfloat16, (1.5, 1.3)),
+    Case(2_048, 65_536, 64, torch.bfloat16, (1.2, 0.9)),
+    Case(100, 100_000, 10_000),
+    Case(16, 1_000_000, 100_000, goals=(2.0, 1.3)),
+    Case(1, 6_300_000, 64, goals=(2.0, 1.3)),
 ]
-DRY_GOALS = [Case(3, 20, 4, torch.float32, 1.5), Case(2, 33, 5, torch.bfloat16, None)]
-ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-SECONDS = {"check": 240, "bench": 540, "tests": 560}  # after which nothing new is begun
+MANY = [Case(4_096, 64, 8), Case(4_096, 8_192, 1_024)]
+SQUARES = [Case(256, 64, 8), Case(64, 256, 16)]
+DRY = [Case(3, 20, 4, goals=(1.5, 1.3)), Case(2, 33, 5, torch.bfloat16)]
 
 
 class Route(NamedTuple):
-    """One way through the kernels."""
+    """One way through the kernels of the soft top-k."""
 
     name: str
     rows: int
@@ -61,8 +89,7 @@ class Route(NamedTuple):
     k: float
     tau: float = 1.0
     dtype: torch.dtype = torch.float32
-    cdf: str = "logistic"
-    output: str = "y"
+    operator: str = "soft_topk-logistic"
 
 
 ROUTES = [
@@ -73,93 +100,120 @@ ROUTES = [
     Route("medium rows in bfloat16", 256, 512, 32, dtype=torch.bfloat16),
     Route("medium rows in float16", 256, 512, 32, dtype=torch.float16),
     Route("rows of several warps", 64, 8_192, 64),
-    Route("rows of several warps, logarithm", 64, 8_192, 64, output="log"),
+    Route("rows of several warps, logarithm", 64, 8_192, 64, operator="log_soft_topk-logistic"),
     Route("the longest rows on chip", 32, 32_768, 3_000),
     Route("rows that stream past", 64, 100_000, 10_000),
     Route("rows that stream past, small τ", 64, 70_001, 64, tau=0.01),
     Route("rows split over programs", 2, 1_000_000, 64),
     Route("short rows, float64", 64, 64, 8.5, dtype=torch.float64),
-    *(Route(f"medium rows, {cdf}", 64, 1_000, 100, cdf=cdf) for cdf in ("laplace", "normal", "uniform")),
-    Route("split rows, laplace", 2, 100_000, 64, cdf="laplace"),
+    Route("split rows, laplace", 2, 300_000, 64, operator="soft_topk-laplace"),
 ]
-DRY_ROUTES = [Route("short rows", 3, 20, 4.5), Route("short rows, logarithm", 2, 20, 4.5, output="log")]
+SIZES = (1_001, 40_001)  # of the table's rows; an operator that costs n² takes 7
 
 
-def call(route: Route, x: Tensor) -> Tensor:
-    operator = khot.log_soft_topk if route.output == "log" else khot.soft_topk
-    return operator(x, route.k, tau=route.tau, cdf=route.cdf)  # type: ignore[arg-type]
+def gpu_or_cpu(dry: bool) -> torch.device:
+    return torch.device("cpu" if dry else "cuda")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 # --------------------------------------------------------------------------------------- check
 
 
-def inputs(route: Route, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(route.rows, route.n, generator=generator).to(route.dtype) for _ in range(2))
-    return x.to(device).requires_grad_(), grad.to(device)
+def checks(dry: bool) -> dict[str, tuple[str, Any]]:
+    """What is looked at, by name: a row of the table and its size, or a route."""
+    from agreement import fits  # tests/ has to be on the path for `check` only
+    from operators import OPERATORS
 
-
-def examine(route: Route, device: torch.device) -> dict[str, Any]:
-    """The errors of y and of its gradient, whether the host waits, and whether a graph replays."""
-    x, grad = inputs(route, device)
-    start = time.perf_counter()
-    y = call(route, x)
-    (dx,) = torch.autograd.grad(y, x, grad)
-    synchronize(device)
-    found: dict[str, Any] = {"first call, s": round(time.perf_counter() - start, 1)}
-
-    some = slice(0, 8)
-    wide = x.detach()[some].double().cpu().requires_grad_()
-    want = call(route, wide)
-    (dwant,) = torch.autograd.grad(want, wide, grad[some].double().cpu())
-    relative = 1 + want.detach().abs() if route.output == "log" else torch.ones_like(want)
-    found["error of y"] = ((y.detach()[some].cpu().double() - want.detach()) / relative).abs().max().item()
-    scale = max(dwant.abs().max().item(), 1e-30)
-    found["error of the gradient"] = (dx[some].cpu().double() - dwant).abs().max().item() / scale
-    if route.output == "y":
-        found["error of the sum"] = (y.detach().double().sum(-1) - route.k).abs().max().item()
-    bound = 1e-5 if route.output == "log" else ROUNDING[route.dtype] + 5e-7 * (route.dtype != torch.float64)
-    found["right"] = bool(found["error of y"] <= bound and found["error of the gradient"] <= 4e-3 + bound)
-    if device.type == "cuda":
-        found["waits"] = waits(route, x, grad)
-        found["graph"] = replays(route, x)
+    if dry:
+        return {
+            "soft_topk-logistic, n = 7": ("soft_topk-logistic", 7),
+            "quantile-linear, n = 7": ("quantile-linear", 7),
+            "short rows, logarithm": ("", Route("", 2, 20, 4.5, operator="log_soft_topk-logistic")),
+        }
+    found: dict[str, tuple[str, Any]] = {}
+    for short in (True, False):
+        for op in OPERATORS:
+            n = SIZES[not short] if fits(op, SIZES[not short]) else 7
+            if short or n > SIZES[0]:
+                found[f"{op.id}, n = {n:,}"] = (op.id, n)
+        if short:
+            found |= {route.name: ("", route) for route in ROUTES}
     return found
 
 
-def waits(route: Route, x: Tensor, grad: Tensor) -> str:
+def examine(operator: str, what: Any, dry: bool) -> dict[str, Any]:
+    """The errors of the value and of the gradients in units of what is allowed, whether the host waits, and
+    whether a graph replays."""
+    import agreement
+    from operators import OPERATORS
+
+    device, start = gpu_or_cpu(dry), time.perf_counter()
+    table = {op.id: op for op in OPERATORS}
+    if isinstance(what, Route):
+        op, dtype = table[what.operator], what.dtype
+        # k and τ by value
+        call = partial(lambda op, x, k, tau, **options: op.call(x, what.k, what.tau, **options), op)
+        op = dataclasses.replace(op, call=call, integer_k=True, has_tau=False)
+        x = torch.randn(what.rows, what.n, generator=torch.Generator().manual_seed(0)).to(dtype)
+        args = [x, torch.ones(()), torch.ones(())]
+    else:
+        op, dtype = table[operator], torch.float32
+        args = agreement.arguments(op, what, dtype)
+    exact = agreement.leaves(op, [a.double() for a in args], "cpu")
+    want = agreement.value_and_gradients(op, exact)
+    given = agreement.leaves(op, args, device.type)
+    with agreement.poisoned():
+        got = agreement.value_and_gradients(op, given)
+    value, *rest = agreement.excess(op, got, want, args[0].shape[-1], dtype)
+    found: dict[str, Any] = {"value": value, "gradients": max(rest, default=0.0)}
+    found["right"] = value <= 1 and found["gradients"] <= 1
+    if device.type == "cuda":
+        found["waits"] = waits(op, given)
+        found["graph"] = replays(op, given)
+    found["seconds"] = round(time.perf_counter() - start, 1)
+    return found
+
+
+def waits(op: Any, args: list[Tensor]) -> str:
     """What makes the host wait for the device, if anything does."""
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
+    from agreement import never_waiting
+
     try:
-        torch.cuda.set_sync_debug_mode("error")
-        torch.autograd.grad(call(route, x), x, grad)
+        with never_waiting():
+            y = op.call(*args)
+            if op.differentiable:
+                torch.autograd.grad(y, [a for a in args if a.requires_grad], torch.ones_like(y))
     except RuntimeError as error:
         return str(error)[:200]
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     return ""
 
 
-def replays(route: Route, x: Tensor) -> bool:
+def replays(op: Any, args: list[Tensor]) -> bool:
     """Whether a graph captured with one input computes another's result."""
-    held = x.detach().clone()
-    graph = capture(lambda: call(route, held))
+    from agreement import error
+
+    held = [a.detach().clone() for a in args]
+    graph = capture(lambda: op.call(*held))
     if graph is None:
         return False
-    held.copy_(x.detach().flip(-1))
+    held[0].copy_(held[0].flip(-1) * 0.9)
     graph[0].replay()
-    return torch.equal(graph[1], call(route, held))
+    return error(graph[1], op.call(*held).cpu()) <= 1e-6
 
 
 def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph):
             result = function()
     except RuntimeError:
@@ -171,24 +225,17 @@ def copied(device: torch.device, dry: bool) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.randn(1 << (12 if dry else 28), device=device)
     target = torch.empty_like(source)
-    seconds = events(lambda: target.copy_(source), device)
+    seconds = events(lambda: target.copy_(source), device, REPEATS)
     return 2 * source.numel() * 4 / seconds
 
 
-# --------------------------------------------------------------------------------------- bench
+# ------------------------------------------------------------------------------- one measurement
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def events(function: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+def events(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """The median seconds of a call on the device, gaps between its kernels included."""
     if device.type != "cuda":
         return timing.medians({"": function}, seconds=0.01)[""]
-    for _ in range(3):
-        function()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -200,11 +247,10 @@ def events(function: Callable[[], Any], device: torch.device, repeats: int = 20)
     return statistics.median(times)
 
 
-def on_host(function: Callable[[], Any], device: torch.device, repeats: int = 100) -> float:
+def on_host(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """The median seconds until a call comes back, with an idle device and without waiting for it."""
-    function()
     times = []
-    for _ in range(repeats if device.type == "cuda" else 2):
+    for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
         function()
@@ -212,17 +258,81 @@ def on_host(function: Callable[[], Any], device: torch.device, repeats: int = 10
     return statistics.median(times)
 
 
-def replayed(function: Callable[[], Any], device: torch.device) -> float | None:
-    """The seconds of a replay: many in a row, so that no launch shows."""
-    if device.type != "cuda" or (graph := capture(function)) is None:
-        return None
-    count = 10
+def on_device(function: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Seconds that the kernels of a call take, the gaps between them left out; and how many there are."""
+    with torch.profiler.profile() as profile:
+        for _ in range(repeats):
+            function()
+        synchronize(device)
+    kind = getattr(torch.autograd.DeviceType, device.type.upper())
+    own = ("Activity Buffer Request", "Command Buffer Full", "Buffer Flush", "Lazy Function Loading")
+    found = [e for e in profile.events() if e.device_type == kind and e.name not in own]
+    return sum(e.time_range.elapsed_us() for e in found) / 1e6 / repeats, len(found) / repeats
 
-    def several() -> None:
-        for _ in range(count):
-            graph[0].replay()
 
-    return events(several, device) / count
+def times(function: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
+    """Seconds on the device, of a call, until it returns, and of a graph's replay; kernels and memory."""
+    function()
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    if seconds > 1:
+        return {"call": seconds}
+    repeats = max(3, min(REPEATS, int(LONG / seconds)))
+    for _ in range(repeats):  # the clocks are up then
+        function()
+    found: dict[str, float | None] = {
+        "call": events(function, device, repeats),
+        "host": on_host(function, device, repeats),
+    }
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function()
+        found["memory"] = torch.cuda.max_memory_allocated() - before
+        del result
+        found["device"], found["kernels"] = on_device(function, device, repeats)
+        graph = capture(function) if repeats == REPEATS else None
+        if graph is not None:
+            several = partial(_several, graph[0].replay)
+            found["replay"] = events(several, device, repeats) / TOGETHER
+    return found
+
+
+def _several(function: Callable[[], Any]) -> None:
+    for _ in range(TOGETHER):
+        function()
+
+
+def both_ways(function: Function, *inputs: Tensor, weights: Sequence[Tensor] = ()) -> list[Callable[[], Any]]:
+    """Forward without a gradient, and forward + backward if there is one, in the inputs and the weights."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return function(*inputs)
+
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    if not (isinstance(y, Tensor) and y.requires_grad):
+        return [forward]
+    cotangent = torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(1), device=y.device).to(
+        y
+    )
+
+    def both() -> Any:
+        return torch.autograd.grad(function(*leaves), [*leaves, *weights], cotangent, allow_unused=True)
+
+    return [forward, both]
+
+
+# --------------------------------------------------------------------------------------- bench
+
+
+def scores(case: Case, device: torch.device) -> Tensor:
+    x = spread_normal(case.rows, case.n, torch.Generator().manual_seed(0))
+    return x.to(device=device, dtype=case.dtype)
 
 
 def bisection(x: Tensor, k: float) -> Tensor:
@@ -236,16 +346,17 @@ def bisection(x: Tensor, k: float) -> Tensor:
     return torch.sigmoid(z - (low + high) / 2).to(x.dtype)
 
 
-def functions(case: Case, dry: bool) -> dict[str, Callable[[Tensor], Tensor]]:
-    found: dict[str, Callable[[Tensor], Tensor]] = {
+def soft_topks(case: Case, x: Tensor, dry: bool) -> dict[str, Function]:
+    found: dict[str, Function] = {
         "softmax": partial(torch.softmax, dim=-1),
-        "khot": lambda x: khot.soft_topk(x, case.k),
-        "khot, τ = 0.1": lambda x: khot.soft_topk(x, case.k, tau=0.1),
-        "khot, log": lambda x: khot.log_soft_topk(x, case.k),
-        "topk": lambda x: torch.topk(x, case.k).values,
+        "torch.topk": lambda x: torch.topk(x, case.k).values,
+        "soft_topk": lambda x: khot.soft_topk(x, case.k),
+        "soft_topk, τ = 0.1": lambda x: khot.soft_topk(x, case.k, tau=0.1),
+        "log_soft_topk": lambda x: khot.log_soft_topk(x, case.k),
+        "topk_mask": lambda x: khot.topk_mask(x, case.k),
     }
     if not dry:
-        compiled = torch.compile(bisection)
+        compiled = torch.compile(bisection, dynamic=False)
         found["bisection, compiled"] = lambda x: compiled(x, float(case.k))
     if importlib.util.find_spec("entmax") is not None:
         import entmax
@@ -254,188 +365,365 @@ def functions(case: Case, dry: bool) -> dict[str, Callable[[Tensor], Tensor]]:
     return found
 
 
-def measure(case: Case, device: torch.device, dry: bool) -> dict[str, Any]:
-    """Seconds of each function: device, host, replay; forward, and forward + backward."""
-    x = scores(case, device)
-    found: dict[str, Any] = {"bytes": x.numel() * x.element_size()}
-    for name, function in functions(case, dry).items():
-        both = [lambda f=function: f(x)]
-        if name not in ("topk", "bisection, compiled"):
-            both.append(timing.forward_backward(function, x))
+def others(case: Case, x: Tensor) -> dict[str, Function]:
+    """The operators of rows that cost no more than n log n, by default settings."""
+    k, costs, rising = case.k, 1 + x.flip(-1).abs(), torch.linspace(-1, 1, case.n).to(x).expand(x.shape)
+    mask, probs, fenchel_young = khot.topk_mask(x.flip(-1), k), khot.soft_topk(x, k), FenchelYoungTopKLoss(k)
+    relevance = (rising > 0.5).to(x)
+    return {
+        "softmax": partial(torch.softmax, dim=-1),
+        "torch.sort": lambda x: torch.sort(x).values,
+        "torch.topk": lambda x: torch.topk(x, k).values,
+        "torch.kthvalue": lambda x: torch.kthvalue(x, k).values,
+        **{
+            f"soft_topk, {cdf}": partial(khot.soft_topk, k=k, cdf=cdf)
+            for cdf in ("laplace", "normal", "uniform", cdfs.Power(4 / 3))
+        },
+        "soft_topk_magnitude": lambda x: khot.soft_topk_magnitude(x, k),
+        "soft_count": lambda x: khot.soft_count(x, 0.0),
+        "inverse_soft_count": lambda x: khot.inverse_soft_count(x, k),
+        "kth_value": lambda x: khot.kth_value(x, k),
+        "quantile": lambda x: khot.quantile(x, 0.5),
+        "FenchelYoungTopKLoss": lambda x: fenchel_young(x, mask),
+        "soft_budget, by score": lambda x: khot.soft_budget(x, costs, float(k)),
+        "soft_budget, by value": lambda x: khot.soft_budget(x, costs, float(k), by="value"),
+        "budget_mask": lambda x: khot.budget_mask(x, costs, float(k)),
+        "soft_rank": khot.soft_rank,
+        "soft_sort": khot.soft_sort,
+        "soft_rank, projection": partial(khot.soft_rank, method="projection"),
+        "ndcg_loss": lambda x: khot.losses.ndcg_loss(x, relevance),
+        "spearman_loss": lambda x: khot.losses.spearman_loss(x, rising),
+        "sample_khot": lambda x: khot.sample_khot(x, k),
+        "sample, systematic": lambda x: khot.sampling.sample(probs, "systematic"),
+        "sample, pivotal": lambda x: khot.sampling.sample(probs, "pivotal"),
+    }
+
+
+def slow(case: Case, x: Tensor) -> dict[str, Function]:
+    """What costs n² a row, or takes long."""
+    if case in MANY:
+        probs = khot.soft_topk(x, case.k)
+        return {
+            "softmax": partial(torch.softmax, dim=-1),
+            "soft_assign": lambda x: khot.soft_assign(x, 2, 2 * case.rows / case.n),
+            "sample, conditional_poisson": lambda x: khot.sampling.sample(probs, "conditional_poisson"),
+        }
+    return {
+        "softmax of n²": lambda x: torch.softmax(x.unsqueeze(-1) - x.unsqueeze(-2), -1),
+        "soft_permutation": khot.soft_permutation,
+        "sorted_soft_topk, k = 16": lambda x: khot.sorted_soft_topk(x, 16),
+    }
+
+
+def benches(dry: bool) -> dict[str, tuple[str, Case]]:
+    """What is timed, by name; the functions by the name of the one that makes them."""
+    if dry:
+        return {f"soft top-k, {case.id}": ("soft_topks", case) for case in DRY}
+    return {
+        **{f"soft top-k, {case.id}": ("soft_topks", case) for case in SOFT_TOPK},
+        **{f"other operators, {case.id}": ("others", case) for case in MANY},
+        **{f"n² and more, {case.id}": ("slow", case) for case in [*SQUARES, MANY[0]]},
+    }
+
+
+def functions(what: str, case: Case, x: Tensor, dry: bool) -> dict[str, Function]:
+    makers = {"soft_topks": partial(soft_topks, dry=dry), "others": others, "slow": slow}
+    return makers[what](case, x)
+
+
+def measure(what: str, case: Case, dry: bool) -> dict[str, Any]:
+    device = gpu_or_cpu(dry)
+    x, found = scores(case, device), {}
+    for name, function in functions(what, case, x, dry).items():
         try:
-            with torch.no_grad():
-                forward = times(both[0], device)
-            found[name] = [forward, *(times(each, device) for each in both[1:])]
+            found[name] = [times(call, device) for call in both_ways(function, x)]
         except Exception as error:  # what does not compile or fit: the others count
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
     return found
 
 
-def times(function: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
-    profiled = gpu.on_device(function, device) if device.type == "cuda" else (None, None)
+def warm(what: str, case: Case, part: int, jobs: int) -> None:
+    """Have Triton compile what every ``jobs``-th function needs; its cache is on disk, for all processes."""
+    x = scores(case, torch.device("cuda"))
+    for name, function in list(functions(what, case, x, False).items())[part::jobs]:
+        if not name.startswith(("softmax", "torch.", "entmax", "bisection")):
+            for call in both_ways(function, x):
+                call()
+
+
+# -------------------------------------------------------------------------------------- layers
+
+
+class Made(NamedTuple):
+    """A step that is timed, what it is held against, its inputs and the parameters that it trains."""
+
+    ours: Function
+    by_hand: Function
+    inputs: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...] = ()
+
+
+def layers(device: torch.device, dry: bool) -> dict[str, Callable[[], Made]]:
+    size = (lambda large, small: small) if dry else (lambda large, small: large)
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(device, dtype)
+
+    def autoencoder(loss: bool) -> Made:
+        width, latents, k = size(1_024, 16), size(16_384, 64), size(32, 4)
+        sae = khot.nn.TopKSAE(width, latents, k=k, device=device)
+
+        def by_hand(x: Tensor) -> Tensor:
+            scores = F.linear(x - sae.bias, sae.encoder, sae.encoder_bias)
+            values, indices = scores.topk(k)
+            code = torch.zeros_like(scores).scatter(-1, indices, values.relu())
+            return (code @ sae.decoder + sae.bias - x).square().mean()
+
+        ours = sae.loss if loss else lambda x: (sae(x) - x).square().mean()
+        return Made(ours, by_hand, (normal(size(4_096, 8), width),), tuple(sae.parameters()))
+
+    def router() -> Made:
+        width, experts, k = size(2_048, 16), size(64, 8), size(8, 2)
+        layer = khot.nn.TokenChoiceRouter(width, experts, k, device=device).eval()
+        (weight,) = layer.parameters()
+
+        def by_hand(x: Tensor) -> Tensor:
+            values, indices = F.linear(x, weight).topk(k)
+            return x.new_zeros(*x.shape[:-1], experts).scatter(-1, indices, values.softmax(-1))
+
+        return Made(lambda x: layer(x).weights, by_hand, (normal(size(16_384, 16), width),), (weight,))
+
+    def balancer() -> Made:
+        experts, k = size(256, 8), size(8, 2)
+        layer, bias = khot.nn.QuantileBalancer(experts, k).to(device), torch.zeros(experts, device=device)
+
+        def ours(x: Tensor) -> None:
+            layer(x)
+            layer.update()
+
+        def by_hand(x: Tensor) -> None:  # the sign rule
+            indices = (x + bias).topk(k).indices.flatten()
+            load = torch.zeros_like(bias).scatter_add_(0, indices, torch.ones_like(indices, dtype=bias.dtype))
+            bias.add_((load.mean() - load).sign(), alpha=1e-3)
+
+        return Made(ours, by_hand, (normal(size(16_384, 16), experts),))
+
+    def attention(hard: bool) -> Made:
+        k, scale = size(32, 4), size(64, 8) ** -0.5
+        shape = (size(8, 2), size(4_096, 16), size(64, 8))
+        dtype = torch.bfloat16 if not dry else torch.float32
+
+        def by_hand(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
+            scores = (q @ key.mT).float() * scale
+            least = scores.topk(k).values[..., -1:]
+            return scores.masked_fill(scores < least, -torch.inf).softmax(-1).to(v.dtype) @ v
+
+        return Made(
+            partial(khot.nn.topk_attention, top_k=k, hard=hard),
+            by_hand,
+            tuple(normal(*shape, dtype=dtype) for _ in range(3)),
+        )
+
     return {
-        "device": profiled[0],
-        "kernels": profiled[1],
-        "call": events(function, device),
-        "host": on_host(function, device),
-        "replay": replayed(function, device) if device.type == "cuda" else None,
+        "autoencoder, squared error": partial(autoencoder, False),
+        "autoencoder, its loss": partial(autoencoder, True),
+        "router, hard": router,
+        "balancer, with its update": balancer,
+        "attention, hard": partial(attention, True),
+        "attention, soft": partial(attention, False),
     }
 
 
-def warm(item: Case | Route, device: str) -> None:
-    """Have Triton compile what a case or a route needs; its cache is on disk, for all processes."""
-    there = torch.device(device)
-    if isinstance(item, Route):
-        x, grad = inputs(item, there)
-        torch.autograd.grad(call(item, x), x, grad)
-        return
-    x = scores(item, there)
-    for name, function in functions(item, False).items():
-        if name.startswith("khot"):
-            timing.forward_backward(function, x)()
-
-
-def warm_all(items: Sequence[Case | Route], device: torch.device, jobs: int) -> None:
-    """Compile for all of them, in parallel processes. What fails fails again where it is told."""
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for task in [pool.submit(warm, item, str(device)) for item in items]:
-            task.exception()
+def measure_layer(name: str, dry: bool) -> dict[str, Any]:
+    device, found = gpu_or_cpu(dry), {}
+    made = layers(device, dry)[name]()
+    for side, function in (("by hand", made.by_hand), ("khot", made.ours)):
+        try:
+            calls = both_ways(function, *made.inputs, weights=made.weights)
+            found[side] = [times(call, device) for call in calls]
+        except Exception as error:
+            found[side] = f"{type(error).__name__}: {str(error)[:200]}"
+    return found
 
 
 # ---------------------------------------------------------------------------------------- report
+
+
+def text(results: report.Results) -> str:
+    done = results["cases"]
+    setting = [f"- {key}: {value}" for key, value in results["setting"].items()]
+    setting += [f"- {key}: {value}" for key, value in done.get("copy", {}).items()]
+    parts = ["# khot on a GPU", "\n".join(setting)]
+    found = {n.removeprefix("check: "): f for n, f in done.items() if n.startswith("check: ")}
+    if found:
+        right = sum(f["right"] for f in found.values())
+        head = ["", *dict.fromkeys(key for each in found.values() for key in each)]
+        # of what is right, the least exact
+        worst = sorted(found, key=lambda n: (found[n]["right"], -found[n].get("value", 0)))
+        shown = [n for n in worst if not found[n]["right"]] + [n for n in worst if found[n]["right"]][:10]
+        rows = [[n, *(short(found[n].get(key, "–")) for key in head[1:])] for n in shown]
+        parts += [
+            "## Values and gradients beside the CPU in float64",
+            f"{right} of {len(found)} are right. Errors are in units of what is allowed; the worst ten.",
+            report.table(head, rows),
+        ]
+    for kind, title in (("bench", "Time, in microseconds"), ("layer", "Layers, in microseconds")):
+        found = {n.removeprefix(f"{kind}: "): f for n, f in done.items() if n.startswith(f"{kind}: ")}
+        rows = [row for name, each in found.items() for row in table_rows(name, each)]
+        if rows:
+            head = [
+                "", "", "device", "kernels", "ratio", "call", "host", "replay", "memory, MB",
+                "both: device", "kernels", "ratio", "call", "host", "memory, MB",
+            ]  # fmt: skip
+            parts += [f"## {title}", report.table(head, rows)]
+        parts += [
+            f"- {step}, {name}: {value}"
+            for step, each in found.items()
+            for name, value in each.items()
+            if isinstance(value, str)
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_rows(title: str, found: dict[str, Any]) -> Iterator[list[str]]:
+    """The first function is what the others are held against."""
+    measured = {name: value for name, value in found.items() if isinstance(value, list)}
+    unit = next(iter(measured.values()), [])
+    for name, value in measured.items():
+        forward, *both = value
+        row = [title, name, *cells(forward, unit[0]), microseconds(forward.get("replay")), memory(forward)]
+        empty = ["–"] * 6
+        against = unit[1] if len(unit) > 1 else None
+        yield [*row, *([*cells(both[0], against), memory(both[0])] if both else empty)]
+
+
+def cells(mine: dict[str, Any], unit: dict[str, Any] | None) -> list[str]:
+    key = "device" if mine.get("device") else "call"
+    against = (unit or {}).get(key)
+    kernels = mine.get("kernels")
+    return [
+        microseconds(mine.get("device")),
+        "–" if kernels is None else f"{kernels:,.0f}",
+        "–" if not against else report.ratio(mine[key] / against),
+        microseconds(mine.get("call")),
+        microseconds(mine.get("host")),
+    ]
 
 
 def microseconds(value: float | None) -> str:
     return "–" if value is None else f"{value * 1e6:,.1f}"
 
 
-def text(results: report.Results) -> str:
-    done = results["cases"]
-    setting = [f"- {key}: {value}" for key, value in results["setting"].items()]
-    parts = ["# khot on a GPU", "\n".join(setting)]
-    checks = {name: found for name, found in done.items() if name.startswith("check: ")}
-    if checks:
-        head = ["path", *dict.fromkeys(key for found in checks.values() for key in found)]
-        rows = [
-            [name.removeprefix("check: "), *(short(found.get(key)) for key in head[1:])]
-            for name, found in checks.items()
-        ]
-        parts += ["## One forward and backward of each path", report.table(head, rows)]
-    for direction, title in enumerate(("forward", "forward + backward")):
-        head = [
-            "shape", "", "device, µs", "kernels", "in softmaxes", "goal", "call, µs", "host, µs", "replay, µs"
-        ]  # fmt: skip
-        rows = []
-        for case in [*GOALS, *DRY_GOALS]:
-            found = done.get(f"bench: {case.id}", {})
-            for name, value in found.items():
-                if isinstance(value, list) and len(value) > direction:
-                    rows.append([case.id, name, *cells(value, found, case, name, direction)])
-        if rows:
-            parts += [f"## {title.capitalize()}", report.table(head, rows)]
-    for step, found in done.items():
-        if step.startswith("bench: "):
-            parts += [f"- {step}, {name}: {value}" for name, value in found.items() if isinstance(value, str)]
-    if "tests" in done:
-        parts += ["## Tests that need a GPU", "```\n" + done["tests"]["tail"] + "\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def cells(value: list[Any], found: dict[str, Any], case: Case, name: str, direction: int) -> list[str]:
-    mine, unit = value[direction], found["softmax"][direction]
-    key = "device" if mine["device"] is not None else "call"
-    goal = (case.goal, 1.3)[direction] if name == "khot" and case.goal else None
-    return [
-        microseconds(mine["device"]),
-        "–" if mine["kernels"] is None else f"{mine['kernels']:.0f}",
-        report.ratio(mine[key] / unit[key]),
-        "–" if goal is None else str(goal),
-        *(microseconds(mine[what]) for what in ("call", "host", "replay")),
-    ]
+def memory(found: dict[str, Any]) -> str:
+    return report.megabytes(found["memory"]) if "memory" in found else "–"
 
 
 def short(value: Any) -> str:
-    return f"{value:.1e}" if isinstance(value, float) and abs(value) < 0.01 else str(value)
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 # ------------------------------------------------------------------------------------------ main
 
 
-def run_tests(results: report.Results, jobs: int, dry: bool) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "needs_cuda", "tests"]
-    command += ["--collect-only"] if dry else ["-n", str(jobs)]
-    environment = os.environ if dry else {**os.environ, "KHOT_REQUIRE_CUDA": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            timeout=SECONDS["tests"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as stopped:
-        output, code = stopped.stdout or b"", 124
-    results["cases"]["tests"] = {"code": code, "tail": output.decode(errors="replace")[-6_000:]}
+def machine(device: torch.device) -> dict[str, str]:
+    """What the figures depend on, but for the name of the machine."""
+    own = report.machine(cpu_time=False)
+    found = {"device": own["processor"]}
+    if device.type == "cuda":
+        version = torch.version.cuda or f"ROCm {torch.version.hip}"
+        found = {"device": torch.cuda.get_device_name(device), "CUDA": version}
+    if kernels.active()["gpu"] == "triton":
+        import triton  # its metadata may be under another name, or missing
+
+        found["triton"] = triton.__version__
+    return {
+        **found,
+        "kernels": kernels.active()["gpu"],
+        "khot": own["khot"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=list(SECONDS))
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument(
-        "--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile and test"
-    )
-    parser.add_argument("--out", type=Path, default=gpu.RESULTS, help="folder for device.json and device.md")
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes")
+    parser.add_argument("--seconds", type=float, help="after which nothing new is begun")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for gpu.json and gpu.md")
     args = parser.parse_args(arguments)
-    begun = time.perf_counter()
-    device = torch.device("cpu" if args.dry_run else "cuda")
+    end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
+    dry: bool = args.dry_run
+    device = gpu_or_cpu(dry)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("benchmarks.device: torch sees no GPU, so nothing was measured", file=sys.stderr)
         raise SystemExit(2)
 
-    path = args.out / "device"
-    results = report.resume(path.with_suffix(".json"), gpu.machine(device))
+    path = args.out / "gpu"
+    results = report.resume(path.with_suffix(".json"), machine(device))
     done = results["cases"]
 
-    def keep() -> None:
+    def keep(name: str, found: dict[str, Any]) -> None:
+        done[name] = found
         report.save(path.with_suffix(".json"), results)
         path.with_suffix(".md").write_text(text(results), encoding="utf-8")
 
-    def late() -> bool:
-        return time.perf_counter() - begun > SECONDS[args.what]
-
+    if "copy" not in done:
+        keep("copy", {"a copy, GB/s": round(copied(device, dry) / 1e9)})
     if args.what == "check":
-        if "copy" not in done:
-            done["copy"] = {"GB/s": copied(device, args.dry_run) / 1e9}
-        routes = [
-            route for route in (DRY_ROUTES if args.dry_run else ROUTES) if f"check: {route.name}" not in done
-        ]
-        if routes and not args.dry_run:
-            warm_all(routes, device, args.jobs)
-        for route in routes:
-            if not late():
-                try:
-                    done[f"check: {route.name}"] = examine(route, device)
-                except Exception as error:  # the other paths count
-                    done[f"check: {route.name}"] = {"right": False, "error": f"{error!r}"[:300]}
-                keep()
+        todo = {n: c for n, c in checks(dry).items() if f"check: {n}" not in done}
+        tasks: dict[str, Callable[[], Any]] = {n: partial(examine, *c, dry) for n, c in todo.items()}
+        for name, found in run(tasks, 1 if dry else args.jobs, end):
+            if isinstance(found, Exception):
+                found = {"right": False, "error": f"{found!r}"[:300]}
+            keep(f"check: {name}", found)
     elif args.what == "bench":
-        cases = DRY_GOALS if args.dry_run else GOALS
-        cases = [case for case in cases if f"bench: {case.id}" not in done]
-        if cases and not args.dry_run:
-            warm_all(cases, device, args.jobs)
-        for case in cases:
-            if not late():
-                done[f"bench: {case.id}"] = measure(case, device, args.dry_run)
-                keep()
+        cases = {n: c for n, c in benches(dry).items() if f"bench: {n}" not in done}
+        if cases and not dry:
+            compiles: dict[str, Callable[[], Any]] = {
+                f"{n}, {part}": partial(warm, *c, part, 14 if c[0] == "others" else 4)
+                for n, c in cases.items()
+                for part in range(14 if c[0] == "others" else 4)
+            }
+            for _ in run(compiles, args.jobs, end):
+                pass  # what fails fails again where it is told
+        for name, (what, case) in cases.items():
+            if time.monotonic() < end:
+                keep(f"bench: {name}", measure(what, case, dry))
     else:
-        run_tests(results, args.jobs, args.dry_run)
-        keep()
+        for name in layers(device, dry):
+            if f"layer: {name}" not in done and time.monotonic() < end:
+                keep(f"layer: {name}", measure_layer(name, dry))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    bad = [name for name, found in done.items() if found.get("right") is False or found.get("code")]
+    bad = [name for name, found in done.items() if found.get("right") is False]
     print(*bad, sep="\n", file=sys.stderr)
     raise SystemExit(1 if bad else 0)
+
+
+def run(tasks: dict[str, Callable[[], Any]], jobs: int, end: float) -> Iterator[tuple[str, Any]]:
+    """What the tasks return, or the exception that they raise, as they come; until it is too late."""
+    if jobs == 1:
+        for name, task in tasks.items():
+            if time.monotonic() < end:
+                try:
+                    yield name, task()
+                except Exception as error:
+                    yield name, error
+        return
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+    futures = {pool.submit(task): name for name, task in tasks.items()}
+    try:
+        for future in as_completed(futures, timeout=max(0.0, end - time.monotonic())):
+            yield futures[future], future.exception() or future.result()
+    except Late:
+        print(f"{sum(not f.done() for f in futures)} were not reached in time", file=sys.stderr)
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
 
 
 if __name__ == "__main__":

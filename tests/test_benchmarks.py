@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, device, gpu, latency, operators, report, simple, timing
+from benchmarks import cpu, device, latency, operators, report, simple, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
 import khot
+import operators as operators_table
 
 
 class FakeClock:
@@ -263,101 +264,15 @@ def test_a_run_refuses_to_report_what_is_wrong(tmp_path: Path, monkeypatch: pyte
 # ------------------------------------------------------------------------------------------- GPU
 
 
-def run_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but Triton, on the CPU."""
-    small = {name: gpu.PEERS[name] for name in ("bisection", "pav", "lml")}
-    broken = dataclasses.replace(small["bisection"], call=lambda x, k, tau: x.new_tensor([1]) @ x)
-    monkeypatch.setattr(gpu, "PEERS", small | {"broken": broken})
-    cases = [gpu.Case(3, 50, 5, torch.float32, 1.5), gpu.Case(4, 70, 9, torch.bfloat16, None)]
-    monkeypatch.setattr(gpu, "CASES", cases)
-    monkeypatch.setattr(gpu, "OURS", {n: gpu.OURS[n] for n in ("soft_topk, logistic", "topk_mask")})
-    monkeypatch.setattr(gpu, "WARM", 0.0)
-    monkeypatch.setattr(gpu, "REPEATS", 2)
-    gpu.main(["--device", "cpu", "--jobs", "1", "--seconds", "0.001", "--out", str(tmp_path)])
-
-
-def test_a_gpu_run_writes_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(timing, "medians", lambda calls, **_: {name: 1.0 + len(name) for name in calls})
-    monkeypatch.setattr(gpu, "on_device", lambda call, device: (2.0, 3.0))
-    monkeypatch.setattr(gpu, "peak_memory", lambda call, device: 1_200)
-    run_gpu(tmp_path, monkeypatch)
-    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert text in capsys.readouterr().out
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
-    tables = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
-    assert [len(table.strip().splitlines()) for table in tables.values()] == [6, 4, 5, 6, 6, 6, 6, 6]
-    assert "|  | (3, 50) float32 | (4, 70) bfloat16 |" in text
-    assert "| *goal, logistic* | 1.5 | – |" in text
-    assert "| `soft_topk, logistic` | 2.50 / 2.50 | 2.50 / 2.50 |" in text  # calls: 20 letters to 8
-    assert "| `topk_mask` | 3 / – | 3 / – |" in text  # kernels
-    assert "| softmax | 2.00 / 2.00 | 2.14 / 2.14 |" in text  # memory
-    assert "| broken | fails: RuntimeError | fails: RuntimeError |" in text
-
-    before = (tmp_path / "gpu.json").read_bytes()
-    monkeypatch.setattr(gpu, "measure", None)  # nothing is measured twice
-    run_gpu(tmp_path, monkeypatch)
-    assert (tmp_path / "gpu.json").read_bytes() == before
-
-
-def test_a_gpu_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PEERS", {})
-    monkeypatch.setattr(gpu, "OURS", {})
-    monkeypatch.setattr(gpu, "WARM", 0.0)
-    case = gpu.Case(3, 50, 5, torch.float32, 1.5)
-    found = gpu.measure(case, torch.device("cpu"), 0.001)
-    for what in ("device", "kernels", "calls"):
-        assert [set(values) for values in found[what]] == [{"softmax", "topk", "copy"}, {"softmax"}]
-        assert all(value > 0 for values in found[what] for value in values.values())
-
-
-def test_a_gpu_run_has_no_figures_for_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(x: Tensor, k: int, *, tau: float) -> Tensor:
-        raise RuntimeError("does not compile")
-
-    right = gpu.OURS["soft_topk, logistic"]
-    off = dataclasses.replace(right, call=lambda x, k, *, tau: khot.sigmoid_topk(x, k, tau=tau) * 1.01)
-    monkeypatch.setattr(
-        gpu, "OURS", {"soft_topk, logistic": off, "broken": dataclasses.replace(right, call=fails)}
-    )
-    monkeypatch.setattr(gpu, "PEERS", {})
-    monkeypatch.setattr(gpu, "CASES", [gpu.Case(3, 50, 5, torch.float32, 1.5)])
-    monkeypatch.setattr(gpu, "WARM", 0.0)
-    with pytest.raises(SystemExit) as found:
-        gpu.main(["--device", "cpu", "--jobs", "1", "--seconds", "0.001", "--out", str(tmp_path)])
-    assert found.value.code == 1
-    said = capsys.readouterr()
-    assert "sums are off" in said.err and "does not compile" in said.err
-    assert "| `soft_topk, logistic` | – / – |" in said.out
-
-
-def test_a_gpu_run_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as found:
-        gpu.main([])
-    assert found.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_gpu_benchmark_leaves_no_operator_out() -> None:
-    from benchmarks.cpu import OURS as RENAMED
-
-    assert set(OPERATORS) - set(gpu.OURS) == {*RENAMED, "ot_topk"}
-    assert len({case.id for case in gpu.CASES}) == len(gpu.CASES)
-
-
 @pytest.mark.needs_cuda
-def test_the_profiler_sees_kernels() -> None:
+def test_the_device_is_measured() -> None:
     x = torch.randn(1_000, 1_000, device="cuda")
-    seconds, kernels = gpu.on_device(lambda: torch.softmax(x, -1), x.device)
-    assert kernels == 1 and 1e-6 < seconds < 1e-3
-    assert gpu.peak_memory(lambda: x + 1, x.device) == 4_000_000
+    found = device.times(lambda: torch.softmax(x, -1), x.device)
+    assert found["kernels"] == 1 and 1e-6 < found["device"] < 1e-3
+    assert found["memory"] == 4_000_000
 
 
-@pytest.mark.parametrize("what", ["check", "bench"])
+@pytest.mark.parametrize("what", ["check", "bench", "layers"])
 def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,19 +280,47 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     command = [what, "--dry-run", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="0"):
         device.main(command)
-    text = (tmp_path / "device.md").read_text(encoding="utf-8")
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "of the variable" in text
-    for name in ["short rows, logarithm"] if what == "check" else ["khot, log", "(2, 33) bfloat16"]:
-        assert name in text
-    before = (tmp_path / "device.json").read_bytes()
-    monkeypatch.setattr(device, "examine", None)  # nothing is done twice
-    monkeypatch.setattr(device, "measure", None)
+    expected = {
+        "check": ["short rows, logarithm", "3 of 3 are right"],
+        "bench": ["log_soft_topk", "(2, 33) bfloat16"],
+        "layers": ["autoencoder, its loss", "by hand"],
+    }
+    assert all(name in text for name in expected[what])
+    assert "Error: " not in text  # of a function that failed
+    before = (tmp_path / "gpu.json").read_bytes()
+    for name in ("examine", "measure", "measure_layer"):
+        monkeypatch.setattr(device, name, None)  # nothing is done twice
     with pytest.raises(SystemExit, match="0"):
         device.main(command)
-    assert (tmp_path / "device.json").read_bytes() == before
+    assert (tmp_path / "gpu.json").read_bytes() == before
 
 
-NEEDED = ("torch", "triton", "numpy")  # numpy by Triton's interpreter
+def test_every_function_of_the_bench_runs() -> None:
+    case = device.Case(3, 20, 16)
+    x = device.scores(case, torch.device("cpu"))
+    made = device.others(case, x) | device.slow(case, x)
+    for function in made.values():
+        for call in device.both_ways(function, x):
+            call()
+    assert len(made) > 25
+
+
+def test_the_report_has_what_is_slow_once_and_what_failed_by_name() -> None:
+    fast = [{"call": 3e-6, "host": 1e-6, "device": 2e-6, "kernels": 1.0, "memory": 8}]
+    found = {"softmax": fast, "slow": [{"call": 2.0}], "broken": "RuntimeError: does not compile"}
+    text = device.text({"setting": {}, "cases": {"bench: x": found}})
+    assert "| x | slow | – | – | 1,000,000 | 2,000,000.0 |" in text or "| x | slow | – | – | " in text
+    assert "- bench" not in text and "x, broken: RuntimeError: does not compile" in text
+
+
+def test_what_takes_too_long_is_left_for_the_next_run() -> None:
+    late = device.run({"a": lambda: 1}, 1, 0.0)
+    assert list(late) == []
+
+
+NEEDED = ("torch", "triton", "numpy", "scipy", "mpmath")  # the last two by the operators' table
 
 
 def needed(name: str) -> set[str]:
@@ -402,7 +345,7 @@ def test_the_rehearsal_for_a_device_needs_no_install(tmp_path: Path) -> None:
     """From the sources alone, by a Python that has torch, Triton and what they need, and nothing else."""
     root, bare, site = Path(__file__).parents[1], tmp_path / "bare", tmp_path / "site"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "src", "benchmarks"],
+        ["git", "ls-files", "-co", "--exclude-standard", "src", "benchmarks", "tests"],
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if listed.returncode:
@@ -420,24 +363,28 @@ def test_the_rehearsal_for_a_device_needs_no_install(tmp_path: Path) -> None:
                     Path(str(importlib.metadata.distribution(distribution).locate_file(top)))
                 )
     environment = {
-        "PATH": os.defpath, "HOME": str(tmp_path), "PYTHONPATH": f"{bare / 'src'}:{site}",
+        "PATH": os.defpath, "HOME": str(tmp_path), "PYTHONPATH": f"{bare / 'src'}:{bare / 'tests'}:{site}",
         "KHOT_REVISION": "of the variable", "KHOT_KERNELS": "triton", "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, "-S", "-m", "benchmarks.device", "check", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=bare, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "of the variable" in done.stdout and done.stdout.count("True") == 2
+    assert "of the variable" in done.stdout and "3 of 3 are right" in done.stdout
 
 
 def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = device.call
+    right = khot.soft_topk
     monkeypatch.setattr(
-        device, "call", lambda route, x: right(route, x) * (1 + 1e-3 * (x.dtype != torch.float64))
+        khot, "log_soft_topk", lambda x, *_, **__: right(x, 4.5) * (1 + 1e-3 * (x.dtype != torch.float64))
     )
+    monkeypatch.setattr(operators_table, "OPERATORS", [
+        dataclasses.replace(op, call=lambda x, k, tau: khot.log_soft_topk(x, k, tau=tau))
+        if op.id == "log_soft_topk-logistic" else op for op in operators_table.OPERATORS
+    ])  # fmt: skip
     with pytest.raises(SystemExit, match="1"):
         device.main(["check", "--dry-run", "--out", str(tmp_path)])
-    assert "False" in (tmp_path / "device.md").read_text(encoding="utf-8")
+    assert "2 of 3 are right" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,7 @@ that a failure. `pytest tests/test_cuda.py -n 12` compiles Triton's kernels in s
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +15,17 @@ from torch import Tensor
 
 import khot
 import oracles
+from agreement import (
+    ROUNDING,
+    arguments,
+    error,
+    excess,
+    fits,
+    leaves,
+    never_waiting,
+    poisoned,
+    value_and_gradients,
+)
 from khot import _kernels as kernels
 from khot import cdfs
 from operators import OPERATORS, Operator
@@ -27,8 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-TAU = [0.5, 1.0, 1.7]
 # the row shares a program with others; it has a program to itself; it streams past a program
 SIZES = (7, 1001, 40_001)
 
@@ -38,74 +45,6 @@ every_differentiable = pytest.mark.parametrize(
 )
 CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(4 / 3)]
 every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory is filled with NaN, to show what a kernel does not write."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are not deterministic
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    """An error as soon as the host waits for the device."""
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def arguments(op: Operator, n: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """On the CPU: x (3, n), and one k and one tau per row, in the operator's domain; k grows with n."""
-    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(dtype)
-    k = torch.tensor(op.k, dtype=torch.float64)
-    if op.name != "soft_count":
-        k = k * (n // 7)
-    if op.name in ("soft_count", "inverse_soft_count"):
-        k = k.unsqueeze(-1)  # levels lie along dim
-    return [x, k, torch.tensor(TAU, dtype=torch.float64)]
-
-
-def leaves(op: Operator, args: list[Tensor], device: str) -> list[Tensor]:
-    """Copies on the device, requiring grad where the operator is differentiable in them."""
-    wanted = [op.differentiable and there for there in (True, not op.integer_k, op.has_tau)]
-    return [a.detach().to(device, copy=True).requires_grad_(w) for a, w in zip(args, wanted, strict=True)]
-
-
-def value_and_gradients(op: Operator, args: list[Tensor], seed: int = 1) -> list[Tensor]:
-    y = op.call(*args)
-    if not op.differentiable:
-        return [y]
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
-    wanted = [a for a in args if a.requires_grad]
-    return [y, *torch.autograd.grad(y, wanted, cotangent.masked_fill(y.detach().isinf(), 0))]
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference in units of 1 + |want|; inf where only one is NaN or infinite."""
-    got, want = got.detach().cpu().double(), want.detach().double()
-    difference = (got - want).abs() / (1 + want.abs())
-    same = (got == want) | (got.isnan() & want.isnan())
-    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item() if want.numel() else 0.0
-
-
-def fits(op: Operator, n: int) -> bool:
-    """Whether n is small enough for an operator that costs n² or more, or waits where rows are long."""
-    by_count = op.name in ("soft_rank", "soft_sort", "project_permutahedron") and "projection" not in op.id
-    quadratic = op.out_dims == 2 or op.name == "soft_assign" or (by_count and "laplace" not in op.id)
-    return n <= 7 or not (quadratic or (n > 10_000 and op.name in ("soft_quantile", "soft_median")))
 
 
 def test_triton_serves() -> None:
@@ -126,11 +65,7 @@ def test_agrees_with_the_cpu(op: Operator, dtype: torch.dtype) -> None:
         with poisoned():
             got = value_and_gradients(op, leaves(op, args, "cuda"))
         assert got[0].dtype == dtype
-        tolerance = 2 * ROUNDING[dtype] + op.tolerance
-        assert error(got[0], want[0]) <= tolerance * (20 if not op.selects else 1), n
-        # the cotangent is rounded to the dtype, and an entry's share of a sum of n of them with it
-        for a, b in zip(got[1:], want[1:], strict=True):
-            assert error(a, b) <= 100 * tolerance * n**0.5, n
+        assert max(excess(op, got, want, n, dtype)) <= 1, n
 
 
 @every_cdf
