@@ -49,6 +49,7 @@ REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take s
 TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
 
 Function = Callable[..., Any]
+Maker = Callable[["Case", Tensor], dict[str, Function]]
 
 
 class Case(NamedTuple):
@@ -346,8 +347,8 @@ def bisection(x: Tensor, k: float) -> Tensor:
     return torch.sigmoid(z - (low + high) / 2).to(x.dtype)
 
 
-def soft_topks(case: Case, x: Tensor, dry: bool) -> dict[str, Function]:
-    found: dict[str, Function] = {
+def soft_topks(case: Case, x: Tensor) -> dict[str, Function]:
+    return {
         "softmax": partial(torch.softmax, dim=-1),
         "torch.topk": lambda x: torch.topk(x, case.k).values,
         "soft_topk": lambda x: khot.soft_topk(x, case.k),
@@ -355,9 +356,15 @@ def soft_topks(case: Case, x: Tensor, dry: bool) -> dict[str, Function]:
         "log_soft_topk": lambda x: khot.log_soft_topk(x, case.k),
         "topk_mask": lambda x: khot.topk_mask(x, case.k),
     }
-    if not dry:
-        compiled = torch.compile(bisection, dynamic=False)
-        found["bisection, compiled"] = lambda x: compiled(x, float(case.k))
+
+
+def peers(case: Case, x: Tensor) -> dict[str, Function]:
+    """The same function by what people use today."""
+    compiled = torch.compile(bisection, dynamic=False)
+    found: dict[str, Function] = {
+        "softmax": partial(torch.softmax, dim=-1),
+        "bisection, compiled": lambda x: compiled(x, float(case.k)),
+    }
     if importlib.util.find_spec("entmax") is not None:
         import entmax
 
@@ -415,26 +422,20 @@ def slow(case: Case, x: Tensor) -> dict[str, Function]:
     }
 
 
-def benches(dry: bool) -> dict[str, tuple[str, Case]]:
-    """What is timed, by name; the functions by the name of the one that makes them."""
-    if dry:
-        return {f"soft top-k, {case.id}": ("soft_topks", case) for case in DRY}
-    return {
-        **{f"soft top-k, {case.id}": ("soft_topks", case) for case in SOFT_TOPK},
-        **{f"other operators, {case.id}": ("others", case) for case in MANY},
-        **{f"n² and more, {case.id}": ("slow", case) for case in [*SQUARES, MANY[0]]},
-    }
+BENCHES = {
+    **{f"soft top-k, {case.id}": (soft_topks, case) for case in SOFT_TOPK},
+    **{f"other operators, {case.id}": (others, case) for case in MANY},
+    **{f"n² and more, {case.id}": (slow, case) for case in [*SQUARES, MANY[0]]},
+    **{f"peers, {case.id}": (peers, case) for case in SOFT_TOPK},
+}
+DRY_BENCHES = {f"soft top-k, {case.id}": (soft_topks, case) for case in DRY}
+COMPILING = 0.6  # of the time of `bench`, at most; what is not compiled by then is when it is timed
 
 
-def functions(what: str, case: Case, x: Tensor, dry: bool) -> dict[str, Function]:
-    makers = {"soft_topks": partial(soft_topks, dry=dry), "others": others, "slow": slow}
-    return makers[what](case, x)
-
-
-def measure(what: str, case: Case, dry: bool) -> dict[str, Any]:
+def measure(make: Maker, case: Case, dry: bool) -> dict[str, Any]:
     device = gpu_or_cpu(dry)
     x, found = scores(case, device), {}
-    for name, function in functions(what, case, x, dry).items():
+    for name, function in make(case, x).items():
         try:
             found[name] = [times(call, device) for call in both_ways(function, x)]
         except Exception as error:  # what does not compile or fit: the others count
@@ -442,11 +443,11 @@ def measure(what: str, case: Case, dry: bool) -> dict[str, Any]:
     return found
 
 
-def warm(what: str, case: Case, part: int, jobs: int) -> None:
-    """Have Triton compile what every ``jobs``-th function needs; its cache is on disk, for all processes."""
+def warm(make: Maker, case: Case, part: int, parts: int) -> None:
+    """Have Triton compile what every ``parts``-th function needs; its cache is on disk, for all processes."""
     x = scores(case, torch.device("cuda"))
-    for name, function in list(functions(what, case, x, False).items())[part::jobs]:
-        if not name.startswith(("softmax", "torch.", "entmax", "bisection")):
+    for name, function in list(make(case, x).items())[part::parts]:
+        if not name.startswith(("softmax", "torch.")):
             for call in both_ways(function, x):
                 call()
 
@@ -680,18 +681,22 @@ def main(arguments: list[str] | None = None) -> None:
                 found = {"right": False, "error": f"{found!r}"[:300]}
             keep(f"check: {name}", found)
     elif args.what == "bench":
-        cases = {n: c for n, c in benches(dry).items() if f"bench: {n}" not in done}
-        if cases and not dry:
-            compiles: dict[str, Callable[[], Any]] = {
-                f"{n}, {part}": partial(warm, *c, part, 14 if c[0] == "others" else 4)
-                for n, c in cases.items()
-                for part in range(14 if c[0] == "others" else 4)
-            }
-            for _ in run(compiles, args.jobs, end):
+        known = DRY_BENCHES if dry else BENCHES
+        cases = {n: c for n, c in known.items() if f"bench: {n}" not in done}
+        compiles: dict[str, Callable[[], Any]] = {
+            f"{n}, {part}": partial(warm, *c, part, parts)
+            for n, c in cases.items()
+            if c[0] is not peers
+            for parts in [12 if c[0] is others else 4]
+            for part in range(parts)
+        }
+        now = time.monotonic()
+        if compiles and not dry:
+            for _ in run(compiles, args.jobs, now + COMPILING * (end - now)):
                 pass  # what fails fails again where it is told
-        for name, (what, case) in cases.items():
+        for name, (make, case) in cases.items():
             if time.monotonic() < end:
-                keep(f"bench: {name}", measure(what, case, dry))
+                keep(f"bench: {name}", measure(make, case, dry))
     else:
         for name in layers(device, dry):
             if f"layer: {name}" not in done and time.monotonic() < end:

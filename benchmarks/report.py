@@ -117,8 +117,8 @@ def ratio(value: float) -> str:
 
 def peak_memory(call: timing.Call) -> int | None:
     """:func:`timing.peak_memory` in a process of its own, because what earlier calls left in the heap of one
-    process changed the figures. It has one thread, because OpenMP's others do not come along and it would wait
-    for them for ever."""
+    process changed the figures. It has one thread, because OpenMP's others do not come along, and it would
+    wait for them for ever."""
     context = multiprocessing.get_context("fork")
     theirs, ours = context.Pipe()
     process = context.Process(target=lambda: theirs.send(timing.peak_memory(call)))
