@@ -807,6 +807,7 @@ def distributions(to: Recorder) -> None:
     makes: dict[str, Callable[[Tensor], Any]] = {
         "ConditionalPoisson": lambda x: d.ConditionalPoisson(3, logits=x),
         "RelaxedKHot": lambda x: d.RelaxedKHot(0.5, 3, logits=x),
+        "LogitRelaxedKHot": lambda x: d.LogitRelaxedKHot(0.5, 3, logits=x),
     }
     for design in khot.sampling.designs:
         makes[f"KHot({design})"] = lambda x, design=design: d.KHot(3, logits=x, design=design)

@@ -94,6 +94,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
             k, logits=x
         ).rsample(),
         "distributions.RelaxedKHot": lambda x: khot.distributions.RelaxedKHot(1.0, k, x).rsample(),
+        "distributions.LogitRelaxedKHot": lambda x: khot.distributions.LogitRelaxedKHot(1.0, k, x).rsample(),
         "distributions.ConditionalPoisson": lambda x: khot.distributions.ConditionalPoisson(k, x).sample(),
         "sample_khot": lambda x: khot.sample_khot(x, k),
     }

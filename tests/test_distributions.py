@@ -5,21 +5,34 @@ Statistical tests fix their seed; each would fail for 1 seed in 10⁶ if the cla
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import itertools
 import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import mpmath
 import pytest
 import torch
+from mpmath import mp
+from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 from torch.distributions import Distribution, Independent, OneHotCategorical, kl_divergence
 
 import khot
 from khot import distributions, sampling
-from khot.distributions import ConditionalPoisson, KHot, KHotStraightThrough, RelaxedKHot
+from khot.distributions import (
+    ConditionalPoisson,
+    KHot,
+    KHotStraightThrough,
+    LogitRelaxedKHot,
+    RelaxedKHot,
+)
+from khot.sampling._noise import gumbel_noise
 
 F64 = torch.float64
 ONE = torch.tensor([0.9, -0.4, 0.1, -1.3, 0.0], dtype=F64)
@@ -51,19 +64,26 @@ EXAMPLES: dict[type[Distribution], list[dict[str, Any]]] = {
         {"k": 3, "probs": PROBS, "design": "pivotal"},
     ]
     for cls in (KHot, KHotStraightThrough)
-} | {
-    ConditionalPoisson: [{"k": 2, "logits": ONE}, {"k": K, "logits": BATCH}, {"k": 3, "logits": BATCH}],
-    RelaxedKHot: [
+}
+EXAMPLES[ConditionalPoisson] = [
+    {"k": 2, "logits": ONE},
+    {"k": K, "logits": BATCH},
+    {"k": 3, "logits": BATCH},
+]
+EXAMPLES |= {
+    cls: [
         {"temperature": 0.5, "k": 2, "logits": ONE},
         {"temperature": torch.tensor([0.5, 1.0], dtype=F64), "k": K, "logits": BATCH},
-    ],
+    ]
+    for cls in (RelaxedKHot, LogitRelaxedKHot)
 }
 CASES = [
     pytest.param(cls, arguments, id=f"{cls.__name__}-{i}")
     for cls, examples in EXAMPLES.items()
     for i, arguments in enumerate(examples)
 ]
-DISCRETE = [case for case in CASES if case.values[0] is not RelaxedKHot]
+RELAXED = (RelaxedKHot, LogitRelaxedKHot)
+DISCRETE = [case for case in CASES if case.values[0] not in RELAXED]
 
 
 def batch_shape(arguments: dict[str, Any]) -> torch.Size:
@@ -153,6 +173,7 @@ def test_dtypes(design: str, dtype: torch.dtype) -> None:
         KHot(50, probs=khot.sigmoid_topk(logits, 50), design=design),
         ConditionalPoisson(50, logits),
         RelaxedKHot(0.5, 50, logits),
+        LogitRelaxedKHot(0.5, 50, logits),
     ):
         x = p.sample((3,))
         assert x.dtype == dtype and p.support.check(x).all()
@@ -310,9 +331,11 @@ def test_ends_of_k(k: int) -> None:
         if has_log_prob(p):
             torch.testing.assert_close(p.log_prob(x), x.new_zeros(3), rtol=0, atol=1e-12)
     assert ConditionalPoisson(k, ONE).entropy().abs() <= 1e-12
-    relaxed = RelaxedKHot(0.5, k, ONE)
+    relaxed, logit = RelaxedKHot(0.5, k, ONE), LogitRelaxedKHot(0.5, k, ONE)
     assert torch.equal(relaxed.rsample(), x[0])
-    assert relaxed.log_prob(x).isnan().all()
+    assert relaxed.log_prob(x).isnan().all() and relaxed.log_prob(relaxed.sample()).isnan()
+    assert torch.equal(logit.rsample().sigmoid(), x[0])
+    assert logit.log_prob(logit.sample()).isnan()
 
 
 # ---------------------------------------------------------------------------------------------------- draws
@@ -378,9 +401,213 @@ def test_relaxed_density_is_that_of_the_noise(n: int, k: int) -> None:
 def test_relaxed_density_integrates_to_1() -> None:
     z = torch.linspace(-60, 60, 20_001, dtype=F64)
     y = torch.stack([torch.sigmoid(z), torch.sigmoid(-z)], -1)
-    # clamping y to eps cuts off less than 1e-6 here
     density = RelaxedKHot(1.5, 1, ONE[:2], validate_args=False).log_prob(y).exp() * y.prod(-1)
     assert (density.sum() * (z[1] - z[0])).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_logit_density_integrates_to_1() -> None:
+    """Over the differences of three logits to the last one, far into the tails."""
+    d = torch.linspace(-90, 90, 601, dtype=F64)
+    differences = torch.cartesian_prod(d, d)
+    z = torch.cat([differences, torch.zeros(len(differences), 1, dtype=F64)], -1)
+    density = LogitRelaxedKHot(0.5, 2, ONE[:3]).log_prob(z).exp()
+    assert (density.sum() * (d[1] - d[0]) ** 2).item() == pytest.approx(1, abs=1e-9)
+    torch.testing.assert_close(density, LogitRelaxedKHot(0.5, 1, ONE[:3]).log_prob(z + 3).exp())
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_two_densities_differ_by_the_change_of_variables(k: int) -> None:
+    """From y without its last entry to the differences of logit y to the last one."""
+    torch.manual_seed(0)
+    p, q = RelaxedKHot(0.7, k, ONE), LogitRelaxedKHot(0.7, k, ONE)
+    for y in p.sample((3,)):
+
+        def differences(free: Tensor) -> Tensor:
+            return torch.logit(free) - torch.logit(k - free.sum())
+
+        volume = torch.linalg.slogdet(torch.func.jacrev(differences)(y[:-1])).logabsdet
+        torch.testing.assert_close(p.log_prob(y), q.log_prob(torch.logit(y)) + volume, rtol=0, atol=1e-10)
+
+
+def exact_logits(perturbed: Tensor, k: int, tau: Any) -> list[Any]:
+    """perturbed/τ less the number for which the sigmoids sum to k, with mpmath."""
+    x = [mp.mpf(v) / tau for v in perturbed.tolist()]
+
+    def total(t: Any) -> Any:
+        return sum(1 / (1 + mp.exp(t - v)) for v in x) - k
+
+    t = mpmath.findroot(total, (min(x) - 200, max(x) + 200), solver="anderson", tol=1e-40, maxsteps=1000)
+    return [v - t for v in x]
+
+
+def exact_log_prob(z: list[Any], tau: Any, theta: list[float]) -> Any:
+    """log p of y = σ(z) by definition: the density of the noise times |∂noise/∂(y₁..y_{n−1}, shift)|,
+    integrated over the shift."""
+    n = len(z)
+    h = [1 / ((1 + mp.exp(-v)) * (1 + mp.exp(v))) for v in z]
+    jacobian = mp.zeros(n)
+    for i in range(n):
+        jacobian[i, n - 1] = 1
+        for j in range(n - 1):
+            jacobian[i, j] = (tau / h[i]) * (i == j) if i < n - 1 else -tau / h[i]
+    a = [tau * v - mp.mpf(t) for v, t in zip(z, theta, strict=True)]
+    # ∫ Π e^{−(a + s)} exp(−e^{−(a + s)}) ds, about its mode s = log(Σe^{−a}/n)
+    mode = mp.log(sum(mp.exp(-v) for v in a) / n)
+
+    def density(s: Any) -> Any:
+        return mp.exp(sum(-(v + s) - mp.exp(-(v + s)) + (v + mode + 1) for v in a))
+
+    integral = mp.quad(density, [mode - 8, mode - 2, mode, mode + 3, mode + 10, mode + 60])
+    return mp.log(integral) - sum(v + mode + 1 for v in a) + mp.log(abs(mp.det(jacobian)))
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.05])
+@pytest.mark.parametrize("n, k", [(2, 1), (5, 2), (5, 4)])
+def test_samples_are_judged_without_loss_in_float32(n: int, k: int, temperature: float) -> None:
+    """By another distribution, too. Most entries of these samples have rounded to 0 or 1."""
+    p = RelaxedKHot(temperature, k, ONE[:n].float())
+    q = RelaxedKHot(2 * temperature, k, torch.zeros(n))
+    torch.manual_seed(0)
+    y = p.rsample((2,))
+    torch.manual_seed(0)
+    logit = LogitRelaxedKHot(temperature, k, p.logits).rsample((2,))
+    torch.manual_seed(0)
+    perturbed = p.logits + gumbel_noise(p.logits.expand(2, n))
+    got = [p.log_prob(y), q.log_prob(y)]
+    for i in range(2):
+        with mp.workdps(30):
+            z = exact_logits(perturbed[i], k, mp.mpf(p.temperature.item()))
+            expected = [
+                float(exact_log_prob(z, mp.mpf(d.temperature.item()), d.logits.tolist())) for d in (p, q)
+            ]
+        assert [v[i].item() for v in got] == pytest.approx(expected, rel=2e-7, abs=2e-6)
+        torch.testing.assert_close(logit[i], torch.tensor([float(v) for v in z]), rtol=2e-6, atol=2e-6)
+
+
+def relaxed_kl(theta: Tensor) -> float:
+    """KL(relaxed with logits θ ‖ relaxed with logits 0) at the same temperature, by quadrature.
+
+    With E_i ~ Exp(1) it is Σθ + n(E log ΣE_i e^{−θ_i} − E log ΣE_i), and
+    E log S = ∫ (e^{−s} − E e^{−sS})/s ds (Frullani).
+    """
+    n, w = len(theta), torch.exp(-theta.double()).tolist()
+
+    def difference(u: float) -> float:  # s = e^u
+        s = math.exp(u)
+        return math.exp(-n * math.log1p(s)) - math.exp(-sum(math.log1p(s * v) for v in w))
+
+    value, _ = quad(difference, -60, 60, limit=500, epsabs=1e-12, epsrel=1e-12, points=[-math.log(n), 0])
+    return float(theta.double().sum() + n * value)
+
+
+@pytest.mark.parametrize("cls", RELAXED)
+@pytest.mark.parametrize("n, k, temperature, draws", [(10, 3, 0.2, 20_000), (1000, 100, 0.1, 200)])
+def test_kl_estimated_in_float32(
+    n: int, k: int, temperature: float, draws: int, cls: type[Distribution]
+) -> None:
+    theta = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    p, q = cls(temperature, k, theta), cls(temperature, k, torch.zeros(n))
+    torch.manual_seed(0)
+    x = p.sample((draws,))
+    ratio = (p.log_prob(x) - q.log_prob(x)).double()
+    assert_mean(ratio.unsqueeze(-1), torch.tensor([relaxed_kl(theta)], dtype=F64))
+
+
+@pytest.mark.parametrize("cls", RELAXED)
+def test_the_gradient_of_an_estimated_kl_in_float32(cls: type[Distribution]) -> None:
+    """At saturated samples, through the sample and through both densities: against the closed form of
+    log p − log q in the noise g, of which a = τz − θ is a shift."""
+    theta = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.manual_seed(0)
+    p, q = cls(0.05, 3, theta), cls(0.05, 3, torch.zeros(8, 10))
+    x = p.rsample((5,))
+    (got,) = torch.autograd.grad((p.log_prob(x) - q.log_prob(x)).sum(), theta)
+    torch.manual_seed(0)
+    g = gumbel_noise(theta.expand(5, 8, 10)).double()
+    wide = theta.detach().double().requires_grad_()
+    ratio = wide.sum(-1) + 10 * ((-g - wide).logsumexp(-1) - (-g).logsumexp(-1))
+    (expected,) = torch.autograd.grad(ratio.sum(), wide)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", RELAXED)
+def test_an_infinite_logit_leaves_the_density_of_the_others(cls: type[Distribution]) -> None:
+    inf = math.inf
+    theta = torch.tensor([[0.9, -inf, 0.1, inf, -1.3], [0.5, -inf, -inf, inf, 0.2]], requires_grad=True)
+    p = cls(0.3, 2, theta)
+    torch.manual_seed(0)
+    x = p.rsample((3,))
+    torch.autograd.grad(x[..., [0, 4]].sum(), theta, retain_graph=True)
+    for row, free in ((0, [0, 2, 4]), (1, [0, 4])):
+        others = cls(0.3, 1, theta.detach()[row, free])
+        values = x[:, row].detach()
+        expected = others.log_prob(values[:, free])
+        torch.testing.assert_close(p.log_prob(x)[:, row], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(p.log_prob(x.clone())[:, row], expected, rtol=1e-5, atol=1e-5)
+    for value in (x, x.detach().clone()):
+        (grad,) = torch.autograd.grad(p.log_prob(value).sum(), theta, retain_graph=True)
+        assert grad.isfinite().all() and (grad[theta.isinf()] == 0).all()
+    assert (grad[theta.isfinite()] != 0).all()
+    # what such an entry cannot be has no density
+    swapped = x.detach()[..., [1, 0, 2, 3, 4]]
+    assert (cls(0.3, 2, theta.detach()).log_prob(swapped) == -inf).all()
+    assert cls(0.3, 1, theta.detach(), validate_args=False).log_prob(x).isnan().all()
+
+
+def test_only_the_sample_as_it_was_drawn_is_remembered() -> None:
+    p = RelaxedKHot(0.02, 3, torch.zeros(8))
+    torch.manual_seed(0)
+    y, other = p.sample((50,)), p.sample((50,))
+    exact, rounded = p.log_prob(y), p.log_prob(y.clone())
+    assert not torch.allclose(exact, rounded, rtol=0.01)
+    assert torch.equal(p.expand((2,)).log_prob(y.unsqueeze(1))[:, 0], rounded)
+    assert torch.equal(p.log_prob(copy.deepcopy(y)), rounded)
+    assert torch.equal(p.log_prob(y), exact)  # and not forgotten for the sample that was drawn after it
+    leaf = other.requires_grad_()
+    torch.autograd.grad(p.log_prob(leaf).sum(), leaf)
+    y[0] = y[1].clone()
+    assert torch.equal(p.log_prob(y)[1:], rounded[1:]) and torch.equal(p.log_prob(y)[0], rounded[1])
+    with torch.inference_mode():
+        y = p.sample()
+        assert torch.equal(p.log_prob(y), p.log_prob(y.clone()))
+
+
+def test_a_remembered_sample_is_freed() -> None:
+    p = RelaxedKHot(0.5, 2, torch.zeros(4, requires_grad=True))
+    gc.collect()
+    before = len(distributions._drawn)
+    y = p.rsample()
+    p.log_prob(y).backward()
+    assert len(distributions._drawn) == before + 1
+    del y
+    assert len(distributions._drawn) == before
+
+
+def test_samples_under_transforms_are_judged_without_loss() -> None:
+    theta = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+    def ratio(cls: type[Distribution], theta: Tensor) -> Tensor:
+        p, q = cls(0.05, 2, theta), cls(0.05, 2, torch.zeros(6))
+        x = p.rsample()
+        return p.log_prob(x) - q.log_prob(x)
+
+    results = []
+    for cls in RELAXED:
+        each = torch.func.grad_and_value(functools.partial(ratio, cls))
+        torch.manual_seed(0)
+        results.append(torch.func.vmap(each, randomness="same")(theta))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_keeps_the_digits_that_it_has() -> None:
+    """Numbers near 0 are not taken for eps, in any dtype."""
+    for dtype, small in ((torch.float16, 2.0**-24), (torch.float32, 1e-30), (F64, 1e-40)):
+        y = torch.tensor([0.625, 0.375, small], dtype=dtype)
+        got = RelaxedKHot(0.5, 1, torch.zeros(3, dtype=dtype)).log_prob(y)
+        with mp.workdps(60):
+            z = [mp.log(mp.mpf(v) / (1 - mp.mpf(v))) for v in y.tolist()]
+            expected = float(exact_log_prob(z, mp.mpf("0.5"), [0.0] * 3))
+        assert got.item() == pytest.approx(expected, rel=2 * torch.finfo(dtype).eps)
 
 
 def test_relaxed_draws_have_the_density() -> None:
@@ -412,8 +639,17 @@ def test_relaxed_gradients() -> None:
         torch.manual_seed(0)
         return RelaxedKHot(tau, 2, theta).rsample()
 
+    def logit_log_prob(tau: Tensor, theta: Tensor, z: Tensor) -> Tensor:
+        return LogitRelaxedKHot(tau, 2, theta).log_prob(z)
+
+    def logit_rsample(tau: Tensor, theta: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return LogitRelaxedKHot(tau, 2, theta).rsample()
+
     assert torch.autograd.gradcheck(log_prob, (tau, theta))
     assert torch.autograd.gradcheck(rsample, (tau, theta))
+    assert torch.autograd.gradcheck(logit_log_prob, (tau, theta, torch.logit(y).requires_grad_()))
+    assert torch.autograd.gradcheck(logit_rsample, (tau, theta))
 
 
 # ------------------------------------------------------------------------- what rounding must not change

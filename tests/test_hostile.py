@@ -371,9 +371,12 @@ ROWS: dict[str, Row] = {
     },
     "khot.distributions.KHot by probs": Row(distributions.KHot, {"k": 2, "probs": PROBS}),
     "khot.distributions.ConditionalPoisson": Row(distributions.ConditionalPoisson, {"k": 2, "logits": X}),
-    "khot.distributions.RelaxedKHot": Row(
-        distributions.RelaxedKHot, {"temperature": 1.0, "k": 2, "logits": X}
-    ),
+    **{
+        f"khot.distributions.{name}": Row(
+            getattr(distributions, name), {"temperature": 1.0, "k": 2, "logits": X}
+        )
+        for name in ("RelaxedKHot", "LogitRelaxedKHot")
+    },
     "khot.distributions.KHot.log_prob": Row(
         distributions.KHot(2, logits=X, design="sampford", validate_args=True).log_prob,
         {"value": TWO_OF_FOUR},
@@ -384,6 +387,11 @@ ROWS: dict[str, Row] = {
     "khot.distributions.RelaxedKHot.log_prob": Row(
         distributions.RelaxedKHot(1.0, 2, X, validate_args=True).log_prob,
         {"value": PROBS},
+        {"value": "scores"},
+    ),
+    "khot.distributions.LogitRelaxedKHot.log_prob": Row(
+        distributions.LogitRelaxedKHot(1.0, 2, X, validate_args=True).log_prob,
+        {"value": X},
         {"value": "scores"},
     ),
     "khot.distributions.k_hot": Row(

@@ -182,7 +182,8 @@ def test_there_is_one_name_for_hard_selections() -> None:
 
 
 def test_no_parameter_has_an_abbreviated_or_a_second_name() -> None:
-    assert having("x", "temperature", "axis", "sharpness", "K") == ["khot.distributions.RelaxedKHot"]
+    as_torch = ["khot.distributions.LogitRelaxedKHot", "khot.distributions.RelaxedKHot"]
+    assert having("x", "temperature", "axis", "sharpness", "K") == as_torch
 
 
 def test_p_is_a_norm() -> None:

@@ -335,8 +335,11 @@ def test_distributions(device: single.Device) -> None:
     ):
         x = device.fetch(p.sample((4,)))
         torch.testing.assert_close(x.sum(-1), torch.full((4, 2), 3.0))
-    x = khot.distributions.RelaxedKHot(0.5, 3, logits=device.put(LOGITS)).rsample()
-    assert device.fetch(x).shape == (2, 5)
+    for relaxed in (khot.distributions.RelaxedKHot, khot.distributions.LogitRelaxedKHot):
+        p = relaxed(0.5, 3, logits=device.put(LOGITS))
+        x = p.rsample()
+        assert device.fetch(x).shape == (2, 5)
+        assert device.fetch(p.log_prob(x)).isfinite().all()
 
 
 def test_losses(device: single.Device) -> None:

@@ -7,6 +7,7 @@ KHot                   inclusion probabilities, and a design           k-hot    
 KHotStraightThrough    the same                                        k-hot            of the probabilities
 ConditionalPoisson     natural ones: p(x) ∝ exp(⟨logits, x⟩)           k-hot            none
 RelaxedKHot            temperature, logits                             sums to k        exact
+LogitRelaxedKHot       the same                                        its logits       exact
 =====================  ==============================================  ===============  =====================
 
 They can be used like torch's own distributions: with batch and event shapes, ``expand``, ``Independent``,
@@ -18,23 +19,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints, register_kl
 from torch.distributions.constraints import Constraint
 from torch.distributions.distribution import Distribution
-from torch.distributions.utils import clamp_probs, lazy_property
+from torch.distributions.utils import lazy_property
+from torch.nn.functional import logsigmoid
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from khot import estimators, sampling
+from khot import sampling
 from khot._core import arguments
 from khot._core.precision import in_float64, on, widen
+from khot.counting import inverse_soft_count
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._lookup import resolve
-from khot.topk import sigmoid_topk, topk_mask
+from khot.sampling._noise import gumbel_noise
+from khot.topk import sigmoid_topk, soft_topk, topk_mask
 
-__all__ = ["ConditionalPoisson", "KHot", "KHotStraightThrough", "RelaxedKHot", "capped_simplex", "k_hot"]
+__all__ = [
+    "ConditionalPoisson",
+    "KHot",
+    "KHotStraightThrough",
+    "LogitRelaxedKHot",
+    "RelaxedKHot",
+    "capped_simplex",
+    "k_hot",
+]
 
 
 class _WithK(Constraint):
@@ -94,6 +107,18 @@ class capped_simplex(_WithK):
         arguments.check_input(value, "value")
         inside = ((value >= 0) & (value <= 1)).all(-1)
         return inside & ((widen(value).sum(-1) - self.k).abs() <= _tolerance(value, self.k))
+
+
+class _real_vector(Constraint):
+    """Vectors without a NaN. torch's own does not take an empty sample."""
+
+    event_dim = 1
+
+    def __repr__(self) -> str:
+        return "real_vector"
+
+    def check(self, value: Tensor) -> Tensor:
+        return ~value.isnan().any(-1)
 
 
 def _tolerance(value: Tensor, k: float | Tensor) -> Tensor:
@@ -414,38 +439,8 @@ class ConditionalPoisson(_KHotVectors):
         return self
 
 
-class RelaxedKHot(_ChoiceOfK):
-    """Points of the k-capped simplex near its corners: σ_k((logits + g)/temperature), g_i ~ Gumbel(0, 1).
-
-    The k-hot counterpart of ``RelaxedOneHotCategorical``; as the temperature falls, a sample tends to the
-    k-hot vector of Gumbel top-k.
-
-    Args:
-        temperature: > 0; a number, or a tensor that broadcasts with the batch shape.
-        k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
-        logits: θ, (*batch, n).
-
-    ``rsample`` is differentiable in logits and temperature, exactly. ``log_prob`` is the density of
-    any n − 1 of the coordinates. With ℓ = logit y, h = y(1 − y) and a = τℓ − θ
-
-        log p(y) = log (n−1)! + (n−1) log τ + log Σh − Σ log h − Σa − n log Σe^−a
-
-    by a change of variables from g to y and a common shift of g, which does not affect y and is integrated
-    out in closed form, as for the Concrete distribution. It is differentiable in all arguments, and NaN for k
-    = 0 and k = n, which have no density. y is clamped to be an eps away from 0 and 1. Mean, variance and
-    entropy have no closed form.
-
-    Raises:
-        ValueError: temperature ≤ 0, k that is not an integer in [0, n].
-        TypeError: logits that are not a floating-point tensor.
-
-    Sources: Wijk, Vinuesa, Azizpour 2025, Algorithm 3; Maddison, Mnih, Teh 2017, appendix B.
-
-    Example:
-        >>> p = khot.distributions.RelaxedKHot(0.5, 2, torch.zeros(4))
-        >>> p.rsample((3,)).sum(-1).allclose(torch.tensor(2.0))
-        True
-    """
+class _Relaxed(_ChoiceOfK):
+    """The base of the relaxed ones: z = (logits + g)/temperature − t, of which they show σ(z) or z itself."""
 
     arg_constraints: ClassVar[dict[str, Constraint]] = {
         "temperature": constraints.positive,
@@ -465,28 +460,191 @@ class RelaxedKHot(_ChoiceOfK):
         arguments.check_scalar(temperature, "temperature", low=0, low_open=True)
         super().__init__(k, "logits", logits, validate_args, temperature)
 
+    def _perturbed(self, sample_shape: _Shape) -> Tensor:
+        """logits + g, in float32 at least."""
+        x = self.logits.expand(self._extended_shape(sample_shape))
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x + gumbel_noise(x)
+
+    def _check_value(self, value: Tensor) -> None:
+        arguments.check_input(value, "value")
+        arguments.check_has_values(value, "value", self.logits)
+        if self._validate_args:
+            self._validate_sample(value)
+
+    def _log_density(self, z: Tensor, of_simplex: bool) -> Tensor:
+        """log p of the differences of z (*sample, *batch, n), or of σ(z); in z's dtype."""
+        theta = self.logits.to(z.dtype)
+        free, pinned = theta.isfinite(), (theta == math.inf).sum(-1)
+        n = free.sum(-1)
+        # an infinite logit has an infinite z, and no other logit has one
+        inside = torch.where(free, ~z.isinf(), z == theta)
+        inside, free = inside.all(-1), free & ~z.isinf()
+        z = torch.where(free, z, 0)
+        tau = self.temperature.to(z.dtype)
+        a = torch.where(free, tau.unsqueeze(-1) * z - torch.where(free, theta, 0), 0)
+        log_total = (-a).masked_fill(~free, -math.inf).logsumexp(-1)
+        log_prob = torch.lgamma(n.to(z.dtype)) + (n - 1) * tau.log() - a.sum(-1) - n * log_total
+        if of_simplex:
+            log_h = logsigmoid(z) + logsigmoid(-z)
+            log_sum = log_h.masked_fill(~free, -math.inf).logsumexp(-1)
+            log_prob = log_prob + log_sum - torch.where(free, log_h, 0).sum(-1)
+        log_prob = log_prob.masked_fill(~inside, -math.inf)
+        return log_prob.masked_fill((self.k <= pinned) | (self.k >= pinned + n), math.nan)
+
+
+class RelaxedKHot(_Relaxed):
+    """Points of the k-capped simplex near its corners: σ_k((logits + g)/temperature), g_i ~ Gumbel(0, 1).
+
+    The k-hot counterpart of ``RelaxedOneHotCategorical``; as the temperature falls, a sample tends to the
+    k-hot vector of Gumbel top-k.
+
+    Args:
+        temperature: > 0; a number, or a tensor that broadcasts with the batch shape.
+        k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
+        logits: θ, (*batch, n). An entry with −inf is 0 in every sample and one with inf is 1; the density is
+            then that of the other entries.
+
+    ``rsample`` is differentiable in logits and temperature, exactly. ``log_prob`` is the density of
+    any n − 1 of the coordinates. With z = logit y, h = y(1 − y) and a = τz − θ
+
+        log p(y) = log (n−1)! + (n−1) log τ + log Σh − Σ log h − Σa − n log Σe^−a
+
+    by a change of variables from g to y and a common shift of g, which does not affect y and is integrated
+    out in closed form, as for the Concrete distribution. It is differentiable in all arguments, and NaN for k
+    = 0 and k = n, which have no density. Mean, variance and entropy have no closed form.
+
+    At a low temperature most entries of a sample round to 0 or 1, and their z, on which the density depends,
+    cannot be read from them any more. So what ``sample`` and ``rsample`` return is remembered with its z, as
+    long as that tensor lives: given to the ``log_prob`` of any RelaxedKHot, it has the density and the
+    gradient of the sample before rounding. This does not hold for a copy, a part or a changed sample, nor
+    under ``torch.compile``, ``torch.func`` and inference mode. There z is computed from y, where 0 counts as
+    half of the least number above 0, and 1 as the greatest one below 1. :class:`LogitRelaxedKHot` has z as
+    its sample and so loses nothing anywhere; for the same parameters, differences of log p between two
+    distributions, and so KL divergences, are the same in z and in y.
+
+    Raises:
+        ValueError: temperature ≤ 0, k that is not an integer in [0, n].
+        TypeError: logits that are not a floating-point tensor.
+
+    Sources: Wijk, Vinuesa, Azizpour 2025, Algorithm 3; Maddison, Mnih, Teh 2017, appendix B.
+
+    Example:
+        >>> p = khot.distributions.RelaxedKHot(0.5, 2, torch.zeros(4))
+        >>> p.rsample((3,)).sum(-1).allclose(torch.tensor(2.0))
+        True
+    """
+
     @constraints.dependent_property(is_discrete=False, event_dim=1)
     def support(self) -> Constraint:
         return capped_simplex(self.k)
 
     def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
-        logits = self.logits.expand(self._extended_shape(sample_shape))
-        return estimators.gumbel(logits, self.k, tau=self.temperature, hard=False)
+        perturbed = self._perturbed(sample_shape)
+        y = soft_topk(perturbed, self.k, tau=self.temperature).to(self.logits.dtype)
+        _remember(y, perturbed, self.k, self.temperature)
+        return y
 
     def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            arguments.check_input(value, "value")
-            self._validate_sample(value)
-        n = self.event_shape[0]
+        self._check_value(value)
+        z = _remembered(value)
+        if z is None:
+            z = _logit(value, self.logits.isfinite())
         dtype = torch.promote_types(value.dtype, self.logits.dtype)
-        y = clamp_probs(value.to(torch.promote_types(dtype, torch.float32)))
-        log_y, log_rest = y.log(), torch.log1p(-y)
-        log_h = log_y + log_rest
-        a = self.temperature.unsqueeze(-1) * (log_y - log_rest) - self.logits
-        log_jacobian = (n - 1) * self.temperature.log() + log_h.logsumexp(-1) - log_h.sum(-1)
-        log_gumbel = math.lgamma(n) - a.sum(-1) - n * (-a).logsumexp(-1)
-        log_prob = (log_jacobian + log_gumbel).to(dtype)
-        return log_prob.masked_fill((self.k == 0) | (self.k == n), math.nan)
+        return self._log_density(z, of_simplex=True).to(dtype)
+
+
+class LogitRelaxedKHot(_Relaxed):
+    """The logits of :class:`RelaxedKHot`: z = (logits + g)/temperature − t with t such that Σσ(z) = k.
+
+    The k-hot counterpart of ``LogitRelaxedBernoulli`` and ``ExpRelaxedCategorical``: ``z.sigmoid()`` is a
+    sample of RelaxedKHot, but z does not saturate. Take it for densities and KL divergences of relaxed
+    samples, above all in float32, at low temperatures and under ``torch.compile``.
+
+    Args:
+        temperature, k, logits: as for :class:`RelaxedKHot`. An entry with an infinite logit has that z; the
+            density is then that of the other entries.
+
+    ``rsample`` is differentiable in logits and temperature, exactly. ``log_prob`` is the density of the
+    differences z_i − z_j to any one entry j, so it is the same at z and at z + c. With a = τz − θ
+
+        log p(z) = log (n−1)! + (n−1) log τ − Σa − n log Σe^−a
+
+    It is differentiable in all arguments, and NaN for k = 0 and k = n, which have no density. That of
+    RelaxedKHot at y = σ(z) is larger by log Σh − Σ log h with h = y(1 − y), which depends on y alone.
+
+    Raises:
+        ValueError, TypeError: as for :class:`RelaxedKHot`.
+
+    Sources: those of :class:`RelaxedKHot`; Maddison, Mnih, Teh 2017, appendix C.3.
+
+    Example:
+        >>> p = khot.distributions.LogitRelaxedKHot(0.1, 2, torch.tensor([1.0, 0.0, 0.0, -1.0]))
+        >>> q = khot.distributions.LogitRelaxedKHot(0.1, 2, torch.zeros(4))
+        >>> z = p.rsample((1000,))
+        >>> kl = (p.log_prob(z) - q.log_prob(z)).mean()
+        >>> z.sigmoid().sum(-1).allclose(torch.tensor(2.0)), bool(kl > 0)
+        (True, True)
+    """
+
+    # the sum of σ(z) is not asked for, because the density is the same at z + c
+    support = _real_vector()
+
+    def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
+        z = _without_shift(self._perturbed(sample_shape), self.k, self.temperature)
+        return z.to(self.logits.dtype)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        self._check_value(value)
+        dtype = torch.promote_types(value.dtype, self.logits.dtype)
+        return self._log_density(widen(value), of_simplex=False).to(dtype)
+
+
+class _Drawn(NamedTuple):
+    """What a sample y = σ_k(perturbed/temperature) was computed from."""
+
+    perturbed: Tensor
+    k: Tensor
+    temperature: Tensor
+    version: int  # of the sample: a change in place raises it
+
+
+# A cache in the distribution, as torch's transforms have one, would not serve the other distribution of a KL
+# divergence, nor the last but one sample of a model with several layers.
+_drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _remember(y: Tensor, perturbed: Tensor, k: Tensor, temperature: Tensor) -> None:
+    # a trace has no tensors that live, and an inference tensor does not show a change in place
+    if not torch.compiler.is_compiling() and not y.is_inference():
+        _drawn[y] = _Drawn(perturbed, k, temperature, y._version)
+
+
+def _remembered(y: Tensor) -> Tensor | None:
+    """The logits of a sample that is as it was drawn, in the dtype of :func:`widen`."""
+    drawn = None if torch.compiler.is_compiling() or y.is_inference() else _drawn.get(y)
+    # a sample without a gradient that got one later is a point of its own, and so is a changed one
+    if drawn is None or drawn.version != y._version or (y.requires_grad and y.is_leaf):
+        return None
+    return _without_shift(drawn.perturbed, drawn.k, drawn.temperature)
+
+
+def _without_shift(perturbed: Tensor, k: Tensor, temperature: Tensor) -> Tensor:
+    """z = perturbed/temperature − t with Σσ(z) = k, in the dtype of :func:`widen`; infinite where perturbed
+    is."""
+    x, tau = widen(perturbed), widen(temperature)
+    t = inverse_soft_count(x, k, tau=tau)
+    infinite = x.isinf()
+    z = (x.masked_fill(infinite, 0) - t.unsqueeze(-1)) / tau.unsqueeze(-1)
+    return torch.where(infinite, x.detach(), z)
+
+
+def _logit(y: Tensor, free: Tensor) -> Tensor:
+    """logit y in the dtype of :func:`widen`; of 0 and 1 in free entries, that of a number nearby."""
+    given, y = torch.finfo(y.dtype), widen(y)
+    least = max(given.smallest_normal * given.eps / 2, torch.finfo(y.dtype).smallest_normal)
+    y = torch.where(free, y.clamp(least, 1 - given.eps / 2), y)
+    return y.log() - torch.log1p(-y)
 
 
 @register_kl(ConditionalPoisson, ConditionalPoisson)

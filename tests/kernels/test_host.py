@@ -40,6 +40,7 @@ WAITS = {
     "distributions.ConditionalPoisson": CHECKED,
     "distributions.KHot": CHECKED,
     "distributions.KHotStraightThrough": CHECKED,
+    "distributions.LogitRelaxedKHot": CHECKED,
     "distributions.RelaxedKHot": CHECKED,
     "estimators.sequential_softmax": "a loop of k softmaxes",
     "estimators.simple": REJECTS,
