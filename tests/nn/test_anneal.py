@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,3 +110,68 @@ def test_an_unknown_schedule_is_named() -> None:
         ValueError, match="schedule must be one of 'linear', 'cosine', 'exponential', but got 'exp'"
     ):
         Anneal(1.0, 0.1, 100, "exp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [float, np.float64, np.float32, lambda v: torch.tensor(v), lambda v: torch.tensor([v]).half()],
+    ids=["float", "float64", "float32", "tensor", "half tensor"],
+)
+def test_numbers_of_any_kind_have_the_same_schedule(number: Any) -> None:
+    tau, plain = Anneal(number(2.0), number(0.5), np.int64(4)), Anneal(2.0, 0.5, 4)
+    assert repr(tau) == repr(plain) and type(tau.steps) is int
+    assert tau.schedule == "exponential"
+    for each in (tau, plain):
+        each.step()
+    assert torch.equal(tau(), plain())
+    assert Anneal(number(2.0), number(-0.5), 4).schedule == "linear"
+
+
+@pytest.mark.parametrize("value", [[1.0], "1", None, True, 1j, np.ones(2), torch.ones(2), torch.tensor(True)])
+@pytest.mark.parametrize("name", ["start", "end"])
+def test_what_is_no_number_is_named(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be .* but got"):
+        Anneal(**{"start": 1.0, "end": 0.5, "steps": 4, name: value})
+
+
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, 10**400, torch.tensor(math.inf)], ids=lambda v: str(v)[:9]
+)
+@pytest.mark.parametrize("name", ["start", "end"])
+def test_what_is_not_finite_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must .* but got"):
+        Anneal(**{"start": 1.0, "end": 0.5, "steps": 4, name: value})
+
+
+@pytest.mark.parametrize(
+    "steps, error",
+    [
+        (torch.tensor(4), TypeError),
+        (math.inf, TypeError),
+        (math.nan, TypeError),
+        (1.5, TypeError),
+        ("4", TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1, ValueError),
+    ],
+    ids=str,
+)
+def test_steps_are_an_int_wherever_they_are_set(steps: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^steps must be .* but got"):
+        Anneal(1.0, 0.1, steps)
+    tau = Anneal(1.0, 0.1)
+    with pytest.raises(error, match=r"^steps must be .* but got"):
+        tau.steps = steps
+    assert tau.steps is None
+
+
+def test_without_steps_it_says_what_to_do() -> None:
+    layer = SoftTopK(2, tau=Anneal(1.0, 0.1))
+    with pytest.raises(RuntimeError) as info:
+        layer(torch.zeros(4))
+    said = str(info.value)
+    assert said.startswith("steps must be set before training")
+    assert "Anneal(1.0, 0.1, steps=None, schedule='exponential')" in said
+    for cure in ("steps=", "khot.lightning.AnnealCallback()", "khot.transformers.AnnealCallback()"):
+        assert cure in said

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,10 @@ class Anneal(nn.Module):
     mode (with the model that it is a part of): its number is still ``start``.
 
     Args:
-        start, end: finite numbers; for ``"exponential"`` both > 0.
-        steps: the number of steps from start to end, at least 1. None stands for the length of the training,
-            which the callbacks fill in; without them, set the attribute ``steps`` before training.
+        start, end: finite numbers, of Python, NumPy or a tensor with one entry; for ``"exponential"`` both
+            > 0.
+        steps: the number of steps from start to end, an int of at least 1. None stands for the length of the
+            training, which the callbacks fill in; without them, set the attribute ``steps`` before training.
         schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. The last is the default where both ends are
             > 0, because temperatures differ by factors; elsewhere the default is ``"linear"``.
 
@@ -60,6 +62,7 @@ class Anneal(nn.Module):
 
     Raises:
         ValueError: steps, schedule, start or end out of range.
+        TypeError: steps that is not an int, a start or end that is not a number.
         RuntimeError: called while ``steps`` is None.
 
     Example:
@@ -75,7 +78,6 @@ class Anneal(nn.Module):
 
     start: float
     end: float
-    steps: int | None
     schedule: ScheduleName
 
     taken: Tensor
@@ -84,22 +86,30 @@ class Anneal(nn.Module):
         self, start: float, end: float, steps: int | None = None, schedule: ScheduleName | None = None
     ) -> None:
         super().__init__()
+        start, end = _number(start, "start"), _number(end, "end")
         if schedule is None:
-            positive = all(isinstance(x, int | float) and x > 0 for x in (start, end))
-            schedule = "exponential" if positive else "linear"
+            schedule = "exponential" if start > 0 and end > 0 else "linear"
         if schedule not in get_args(ScheduleName):
             names = ", ".join(map(repr, SCHEDULES))
             raise ValueError(f"schedule must be one of {names}, but got {schedule!r}")
-        if steps is not None:
-            arguments.check_scalar(steps, "steps", low=1)
         for name, value in (("start", start), ("end", end)):
-            arguments.check_scalar(value, name, low=-math.inf)
-            if not math.isfinite(value) or (schedule == "exponential" and value <= 0):
-                domain = "finite and > 0" if schedule == "exponential" else "finite"
-                raise ValueError(f"{name} must be {domain} for the {schedule} schedule, but got {value}")
+            if schedule == "exponential" and value <= 0:
+                raise ValueError(f"{name} must be > 0 for the exponential schedule, but got {value}")
         self.start, self.end, self.steps, self.schedule = start, end, steps, schedule
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
         self._reads, self._warned = 0, False
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps from start to end, or None as long as it is not known."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int | None) -> None:
+        if steps is not None:
+            arguments.check_integer(steps, "steps", low=1)
+            steps = int(steps)
+        self._steps = steps
 
     def step(self) -> None:
         """Take one step towards the end; at the end nothing changes any more."""
@@ -125,9 +135,24 @@ class Anneal(nn.Module):
             elif not is_exporting():
                 self._reads = SEVERAL  # counting would compile a new graph for each number
         if self.steps is None:
-            raise RuntimeError("steps must be set before training, by its attribute or by a callback")
+            raise RuntimeError(
+                f"steps must be set before training, but got none for {self}: pass steps= to Anneal, set its "
+                "attribute, or give khot.lightning.AnnealCallback() or khot.transformers.AnnealCallback() to "
+                "the trainer, for the length of the training"
+            )
         t = (widen(self.taken) / self.steps).clamp(max=1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 
     def extra_repr(self) -> str:
         return f"{self.start}, {self.end}, steps={self.steps}, schedule={self.schedule!r}"
+
+
+def _number(value: Any, name: str) -> float:
+    """A finite number as one of Python's, which is all that the choice of a schedule looks at."""
+    arguments.check_scalar(value, name, low=-math.inf)
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
+        raise ValueError(f"{name} must be one number, but got a tensor of shape {tuple(value.shape)}")
+    number = value if type(value) is int else float(value)
+    if not abs(number) <= sys.float_info.max:  # which an int may exceed
+        raise ValueError(f"{name} must be finite, but got {value}")
+    return number
