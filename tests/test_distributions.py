@@ -756,6 +756,31 @@ HALF = torch.full((4,), 0.5)
         (lambda: KHot(0, logits=torch.tensor(0.5)), ValueError, "logits must have at least one dim"),
         (lambda: KHot(2, logits=HALF / 0 * 0), ValueError, "logits"),
         (lambda: ConditionalPoisson(-1, HALF), ValueError, "k must be an integer"),
+        (
+            lambda: KHot(torch.tensor([1, 2, 3]), logits=torch.zeros(2, 4)),
+            ValueError,
+            r"^k must have a shape that broadcasts with the batch shape \(2,\) .* of logits .* got \(3,\)",
+        ),
+        (
+            lambda: KHot(torch.ones(4), probs=torch.zeros(2, 4)),
+            ValueError,
+            r"^k must have a shape .* \(2,\) .* of probs .* got \(4,\)",
+        ),
+        (
+            lambda: RelaxedKHot(torch.ones(3), torch.tensor([1, 2]), HALF),
+            ValueError,
+            r"^temperature must have a shape that broadcasts with the batch shape \(2,\) .* got \(3,\)",
+        ),
+        (
+            lambda: ConditionalPoisson(2, HALF).rsample(),
+            NotImplementedError,
+            "^ConditionalPoisson has no rsample.* khot.estimators.simple",
+        ),
+        (
+            lambda: KHot(2, logits=HALF).rsample((3,)),
+            NotImplementedError,
+            "^KHot has no rsample.* KHotStraightThrough .*RelaxedKHot .*score_function",
+        ),
         (lambda: RelaxedKHot(0.0, 2, HALF), ValueError, "temperature must be finite and > 0"),
         (lambda: ConditionalPoisson(2, HALF).log_prob(HALF), ValueError, "within the support"),
         (lambda: ConditionalPoisson(2, HALF).log_prob(torch.eye(4)[0]), ValueError, "within the support"),

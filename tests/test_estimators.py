@@ -563,6 +563,114 @@ def test_designs_of_random_size_serve_only_where_the_size_is_learned(name: str, 
         assert_mean(x, torch.sigmoid(THETA))
 
 
+# ------------------------------------------------------------------------------------------------- masks
+
+# what lies under False, and where
+HIDDEN = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
+PLACES = torch.tensor([1, 2, 4, 6])  # of THETA among 7 entries
+ALLOWED = torch.zeros(7, dtype=torch.bool).index_fill(0, PLACES, True)
+
+
+def hidden(theta: Tensor) -> Tensor:
+    """Rows of 7 entries with theta, (..., 4), where they may be drawn."""
+    rows = torch.empty(*theta.shape[:-1], 7, dtype=theta.dtype)
+    rows[..., PLACES] = theta
+    rows[..., ~ALLOWED] = HIDDEN.to(theta.dtype)
+    return rows
+
+
+MASKED = [
+    *[(name, {"k": 2}) for name in NAMES],
+    *[(name, {"k": None}) for name in LEARN_SIZE],
+    *[("gumbel", {"k": k, "hard": False}) for k in (2, 1.5)],
+    ("sequential_softmax", {"k": 2, "hard": False}),
+    ("straight_through", {"k": 2, "cdf": "normal"}),
+    ("second_order", {"k": 2, "tau": 0.5, "cdf": "uniform"}),
+]
+
+
+@pytest.mark.parametrize("name, options", MASKED, ids=str)
+def test_a_masked_row_is_the_row_without_these_entries(name: str, options: dict[str, Any]) -> None:
+    """Its samples and their gradients have the same means, and the others get 0."""
+    if name in LEARN_SIZE:
+        options = {**options, "design": "pivotal"}
+    samples = 10_000
+    rows = hidden(THETA.expand(samples, 4)).requires_grad_()
+    x = sample_khot(rows, estimator=name, mask=ALLOWED, generator=generator(), **options)
+    assert (x[:, ~ALLOWED] == 0).all()
+    if name in SIZED and options["k"] is not None:
+        torch.testing.assert_close(x.sum(-1), torch.full_like(x[:, 0], options["k"]))
+    (grad,) = torch.autograd.grad(loss(x[:, PLACES]).sum(), rows)
+    assert (grad[:, ~ALLOWED] == 0).all() and grad.isfinite().all()
+    few = THETA.expand(samples, 4).clone().requires_grad_()
+    y = sample_khot(few, estimator=name, generator=generator(1), **options)
+    (expected,) = torch.autograd.grad(loss(y).sum(), few)
+    assert_mean((x[:, PLACES] - y).detach(), torch.zeros(4, dtype=torch.float64))
+    assert_mean(grad[:, PLACES] - expected, torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("design", sampling.designs)
+@pytest.mark.parametrize("k", [2, None])
+def test_masks_with_every_design(design: Any, k: int | None) -> None:
+    if k is not None and not sampling.designs[design].fixed_size:
+        return
+    rows = hidden(THETA.expand(500, 4))
+    x = sample_khot(rows, k, design=design, mask=ALLOWED, generator=generator())
+    assert (x[:, ~ALLOWED] == 0).all() and ((x == 0) | (x == 1)).all()
+    assert k is None or (x.sum(-1) == k).all()
+    probs = torch.sigmoid(THETA) if k is None else khot.sigmoid_topk(THETA, k)
+    if sampling.designs[design].exact:
+        assert_mean(x[:, PLACES], probs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_along_any_dim(name: str) -> None:
+    logits = torch.randn(5, 3, 4, generator=generator()).half()
+    mask = torch.tensor([True, False, True, True, True]).view(5, 1, 1)
+    k = torch.tensor([[1, 2, 3, 4]]).expand(3, 4)
+    logits[1] = math.nan
+    x = sample_khot(logits, k, 0, estimator=name, mask=mask, generator=generator())
+    assert x.shape == logits.shape and x.dtype == torch.half and (x[1] == 0).all()
+    assert name == "ncpss" or (x.sum(0) == k).all()
+    same = sample_khot(logits.movedim(0, -1), k, estimator=name, mask=mask.view(5), generator=generator())
+    assert torch.equal(same.movedim(-1, 0), x)
+    one = sample_khot(torch.tensor(0.3), 0, estimator=name, mask=torch.tensor(False))
+    assert one.shape == () and one == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [5, torch.tensor(5), torch.tensor([2, 5])], ids=str)
+def test_a_size_above_what_may_be_drawn(name: str, k: Any) -> None:
+    rows = hidden(THETA.expand(2, 4))
+    for options in ({}, {"hard": False}) if "softmax" in name or name == "gumbel" else ({},):
+        with pytest.raises(ValueError, match=r"^k must lie in .* but got 5 for a row with 4"):
+            sample_khot(rows, k, estimator=name, mask=ALLOWED, **options)
+
+
+def test_masks_that_fail_are_named() -> None:
+    for mask, error in ((ALLOWED[:3], ValueError), (ALLOWED.float(), TypeError), ([True] * 7, TypeError)):
+        with pytest.raises(error, match=r"^mask must"):
+            sample_khot(hidden(THETA), 2, mask=mask)  # type: ignore[arg-type]
+    # the mask of a row in which all may be drawn changes nothing
+    rows = torch.randn(20, 30, generator=generator())
+    everything = torch.ones(30, dtype=torch.bool)
+    plain, masked = (sample_khot(rows, 9, mask=m, generator=generator(1)) for m in (None, everything))
+    assert torch.equal(plain, masked)
+
+
+def test_masks_in_a_trace_and_under_vmap() -> None:
+    torch._dynamo.reset()
+    rows = hidden(THETA.expand(3, 4))
+    masks = torch.stack([ALLOWED, ALLOWED & (torch.arange(7) != 1), ALLOWED])
+
+    def draw(rows: Tensor, mask: Tensor) -> Tensor:
+        return sample_khot(rows, 2, mask=mask)
+
+    compiled = torch.compile(draw, fullgraph=True, backend="aot_eager")
+    for x in (compiled(rows, masks), torch.func.vmap(draw, randomness="different")(rows, masks)):
+        assert (x[~masks] == 0).all() and (x.sum(-1) == 2).all()
+
+
 def test_leave_one_out_cuts_the_variance() -> None:
     rows = THETA.expand(4000, -1).clone().requires_grad_()
     p = distributions.ConditionalPoisson(2, rows)

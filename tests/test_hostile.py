@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,24 +53,21 @@ OF_MODULES = {
     "khot.nn.sae_from_layout",
     "khot.nn.sae_to_layout",
 }
-# Options that are not checked: switches, sources of randomness, shapes of draws, what torch itself checks.
+# Options that are not checked: sources of randomness, shapes of draws, what torch itself checks.
 UNCHECKED = {
-    "return_bias",
     *(
-        "at_most",
-        "largest",
-        "hard",
-        "descending",
-        "keepdim",
-        "rescale",
-        "normalize",
-        "magnitude",
-        "batch",
-        "soft_eval",
+        "generator",
+        "seed",
+        "group",
+        "sample_shape",
+        "device",
+        "dtype",
+        "scale",
+        "dropout_p",
+        "dropout",
+        "bias",
     ),
-    *("learnable_k", "learnable_tau", "generator", "seed", "group", "sample_shape", "device", "dtype"),
-    *("validate_args", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout", "bias", "batch_first"),
-    *("need_weights", "average_attn_weights", "end", "chunk_size", "step_function"),
+    *("end", "chunk_size", "step_function"),
 }
 
 X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.25, 1.0, -2.0, 0.0]])
@@ -260,7 +258,14 @@ ROWS: dict[str, Row] = {
     "khot.soft_median": Row(khot.soft_median, OF_RANKS),
     "khot.sample_khot": Row(
         khot.sample_khot,
-        {**SAMPLED, "estimator": "second_order", "design": "systematic", "tau": 1.0, "cdf": "logistic"},
+        {
+            **SAMPLED,
+            "estimator": "second_order",
+            "design": "systematic",
+            "tau": 1.0,
+            "cdf": "logistic",
+            "mask": MASK,
+        },
         fine={"k": (None,)},
     ),
     "khot.baselines.sequential_softmax_topk": Row(
@@ -314,7 +319,8 @@ ROWS: dict[str, Row] = {
         baselines.dykstra_topk, {"input": X, "k": 1, "dim": -1, "tau": 1.0, "iterations": 5}
     ),
     "khot.estimators.sample_khot": Row(
-        estimators.sample_khot, {**SAMPLED, "estimator": "gumbel", "tau": 1.0, "cdf": "logistic"}
+        estimators.sample_khot,
+        {**SAMPLED, "estimator": "gumbel", "tau": 1.0, "cdf": "logistic", "mask": MASK},
     ),
     "khot.estimators.straight_through": Row(
         estimators.straight_through,
@@ -394,6 +400,12 @@ ROWS: dict[str, Row] = {
         {"value": X},
         {"value": "scores"},
     ),
+    **{
+        f"khot.distributions.{p}.enumerate_support": Row(
+            getattr(distributions, p)(2, logits=X).enumerate_support, {}
+        )
+        for p in ("KHot", "KHotStraightThrough", "ConditionalPoisson")
+    },
     "khot.distributions.k_hot": Row(
         distributions.k_hot(2).check, {"value": TWO_OF_FOUR}, fine={"value": ("meta",)}
     ),
@@ -450,7 +462,6 @@ ROWS: dict[str, Row] = {
         khot.nn.Anneal,
         {"start": 1.0, "end": 2.0, "steps": 3, "schedule": "linear"},
         {"start": "number", "end": "number"},
-        {"steps": (1.5, math.inf)},
     ),
     "khot.nn.SoftTopK": Row(
         khot.nn.SoftTopK,
@@ -527,6 +538,15 @@ ROWS: dict[str, Row] = {
         {"code": "target"},
     ),
     "khot.nn.TopKSAE.decode a whole code": Row(khot.nn.TopKSAE(4, 6, 2).decode, {"code": torch.ones(2, 6)}),
+    "khot.nn.sae_from_layout": Row(
+        khot.nn.sae_from_layout,
+        {
+            "state": khot.nn.sae_to_layout(khot.nn.TopKSAE(4, 6, 2), "dictionary_learning"),
+            "layout": "dictionary_learning",
+            "k": 2,
+        },
+        {"state": "function", "layout": "function", "k": "function"},
+    ),
     "khot.nn.topk_attention": Row(
         khot.nn.topk_attention,
         {
@@ -561,6 +581,16 @@ def parameters(row: Row) -> Mapping[str, inspect.Parameter]:
 
 def role(row: Row, name: str) -> str:
     return row.roles.get(name) or ROLES[name]
+
+
+def flags(call: Callable[..., Any]) -> list[str]:
+    """The arguments that are True or False, or None where that means not given."""
+    annotations = {name: str(p.annotation) for name, p in inspect.signature(call).parameters.items()}
+    return [name for name, of in annotations.items() if of in ("bool", "bool | None")]
+
+
+def flags_of(row: Row) -> list[str]:
+    return flags(row.call.forward if isinstance(row.call, nn.Module) else row.call)
 
 
 def takes_none(row: Row, name: str) -> bool:
@@ -679,7 +709,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
     optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
-    assert set(parameters(row)) - set(row.good) - UNCHECKED - optional <= {
+    assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
         "key_padding_mask",
         "attn_mask",
         "p",
@@ -713,3 +743,58 @@ def test_meta_tensors_where_values_are_needed(row: Row, argument: str) -> None:
 def test_scalars_that_no_argument_takes(row: Row, argument: str, values: list[Any]) -> None:
     errors = (TypeError, ValueError, IndexError) if argument == "dim" else (TypeError, ValueError)
     check_each(lambda value: assert_refused(row, argument, value, errors), values)
+
+
+# ---------------------------------------------------------------------------------------------- the flags
+
+NOT_FLAGS = ("False", "", 0, 1, None, 0.0, [True], MASK, torch.tensor(True), np.bool_(True))
+
+
+@pytest.mark.parametrize(
+    "row, flag",
+    [pytest.param(row, flag, id=f"{name}-{flag}") for name, row in ROWS.items() for flag in flags_of(row)],
+)
+def test_flags_that_are_not_bool(row: Row, flag: str) -> None:
+    """As in torch, which does not take 0 and 1 or NumPy's bool either. A call without a mask may take a
+    shorter way."""
+    goods = [row.good, {**row.good, "mask": None}] if "mask" in row.good else [row.good]
+
+    def check(value: Any) -> None:
+        for good in goods:
+            with pytest.raises(TypeError) as info:
+                row.call(**{**good, flag: value})
+            assert str(info.value) == f"{flag} must be a bool, but got {type(value).__name__}"
+
+    check_each(check, [v for v in NOT_FLAGS if v is not None or not takes_none(row, flag)])
+
+
+def test_every_flag_has_a_row() -> None:
+    """Those of public functions and constructors, and of the methods of public classes."""
+    calls = dict(PUBLIC)
+    for name, call in PUBLIC.items():
+        if inspect.isclass(call):
+            methods = inspect.getmembers(call, inspect.isfunction)
+            ours = [m for m in methods if m[1].__module__.startswith("khot") and not m[0].startswith("_")]
+            calls |= {f"{name}.{method}": function for method, function in ours}
+    wanted = {(name, flag) for name, call in calls.items() if name not in RECORDS for flag in flags(call)}
+    wanted = {(name, flag) for name, flag in wanted if not name.endswith(".train")}  # torch checks its mode
+    have = {(name.partition(" ")[0], flag) for name, row in ROWS.items() for flag in flags_of(row)}
+    assert len(wanted) > 50
+    assert wanted - have == set()
+
+
+@pytest.mark.parametrize(
+    "flag, call",
+    [
+        ("keepdim", lambda: khot.quantile(X, 0.5, -1, MASK)),
+        ("keepdim", lambda: khot.soft_quantile(X, 0.5, -1, MASK)),
+        ("keepdim", lambda: khot.soft_median(X, -1, MASK)),
+        ("validate_args", lambda: distributions.ConditionalPoisson(2, X, MASK)),
+        ("is_causal", lambda: khot.nn.topk_attention(*ATTENDED.values(), 2, None, 0.0, MASK)),
+        ("bias", lambda: khot.nn.TopKAttention(4, 2, 2, 0.0, MASK)),
+        ("need_weights", lambda: khot.nn.TopKAttention(4, 2, 2)(*ATTENDED.values(), None, MASK)),
+    ],
+)
+def test_a_mask_in_the_place_of_a_flag_is_named(flag: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{flag} must be a bool, but got Tensor$"):
+        call()

@@ -209,7 +209,7 @@ def test_every_function_that_draws_takes_a_generator() -> None:
 
 
 # The public operators that select along a row but have no mask. Only removals are welcome.
-WITHOUT_MASK = {"khot.inverse_soft_count", "khot.sample_khot", "khot.soft_count"}
+WITHOUT_MASK = {"khot.inverse_soft_count", "khot.soft_count"}
 
 
 def test_operators_take_a_mask() -> None:

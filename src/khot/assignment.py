@@ -127,6 +127,7 @@ def soft_assign(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, CDF]:
+        arguments.check_flags(at_most=at_most, return_bias=return_bias)
         arguments.check_input(input)
         if input.dim() < 2:
             raise ValueError(
@@ -163,7 +164,7 @@ def soft_assign(
         room = (total / max(x.shape[-1], 1)).expand(*x.shape[:-2], x.shape[-1])
     else:
         _check_sums(count, room, at_most, row)
-    y, _, c = assigned(x, count, room, scale, start, F, bool(at_most), row)
+    y, _, c = assigned(x, count, room, scale, start, F, at_most, row)
     return (y, -c.detach()) if return_bias else y
 
 

@@ -97,10 +97,11 @@ def soft_budget(
     """
     row = _row(input, group)
     _check_by(by)
-    if hard and not row.here:
-        raise ValueError("hard must be False with a group, but got True")
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor, CDF]:
+        arguments.check_flags(at_most=at_most, largest=largest, hard=hard)
+        if hard and not row.here:
+            raise ValueError("hard must be False with a group, but got True")
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
         # the kernel looks at costs, too, and a row with a bad one is NaN; but a group agrees on errors before
@@ -113,7 +114,7 @@ def soft_budget(
     x, w, amount, scale, F = row.agree(
         prepare, budget=budget, tau=tau, cdf=said, by=by, at_most=at_most, largest=largest
     )
-    y = budget_map(x, w, amount, scale, F, by, bool(at_most), row)
+    y = budget_map(x, w, amount, scale, F, by, at_most, row)
     if hard:
         y = _greedy(x, w, amount, by, at_most) + (y - y.detach())
     return arguments.unrows(y, input, dim)
@@ -156,6 +157,7 @@ def budget_mask(
     """
     _row(input, None)
     _check_by(by)
+    arguments.check_flags(at_most=at_most, largest=largest)
     x = arguments.rows(input, dim, mask, largest)
     w = _costs(cost, input, dim, mask, check=True)
     amount = arguments.per_row(budget, "budget", x, low=0, by_value=True)

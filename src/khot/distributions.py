@@ -130,6 +130,17 @@ def _tolerance(value: Tensor, k: float | Tensor) -> Tensor:
     return n * eps + (1e-12 if value.dtype == torch.float64 else 1e-6) * size
 
 
+def _broadcast(batch: torch.Size, shape: torch.Size, what: str, name: str) -> torch.Size:
+    """The batch shape, with that of k or the temperature."""
+    try:
+        return torch.broadcast_shapes(batch, shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{what} must have a shape that broadcasts with the batch shape {tuple(batch)} (that of {name} "
+            f"without its last dim), but got {tuple(shape)}"
+        ) from None
+
+
 _Shape = torch.Size | list[int] | tuple[int, ...]
 
 NO_SHAPE = torch.Size()
@@ -150,10 +161,14 @@ class _ChoiceOfK(Distribution):
         self, k: Any, name: str, param: Tensor, validate_args: bool | None, temperature: Any = None
     ) -> None:
         arguments.check_input(param, name)
+        if validate_args is not None:
+            arguments.check_flags(validate_args=validate_args)
         if param.dim() == 0:
             raise ValueError(f"{name} must have at least one dim, but got {param}")
-        scalars = [v.shape for v in (k, temperature) if isinstance(v, Tensor)]
-        batch_shape = torch.broadcast_shapes(param.shape[:-1], *scalars)
+        batch_shape = param.shape[:-1]
+        for what, value in (("k", k), ("temperature", temperature)):
+            if isinstance(value, Tensor):
+                batch_shape = _broadcast(batch_shape, value.shape, what, name)
         param = param.expand(batch_shape + param.shape[-1:])
         k = arguments.per_row(k, "k", param, low=0, high=param.shape[-1], integer=True)
         self.k = k.long().expand(batch_shape)
@@ -191,6 +206,7 @@ class _KHotVectors(_ChoiceOfK):
     """The base of the discrete ones: their support, and the moments given by the inclusion probabilities."""
 
     has_enumerate_support = True
+    _instead: str  # what has samples with a gradient
     probs: Any  # a tensor, which the subclasses compute on first use
 
     @constraints.dependent_property(is_discrete=True, event_dim=1)
@@ -205,8 +221,15 @@ class _KHotVectors(_ChoiceOfK):
     def variance(self) -> Tensor:
         return self.probs * (1 - self.probs)
 
+    def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no rsample, because its samples are discrete: use {self._instead}, "
+            "or khot.estimators.score_function with log_prob"
+        )
+
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """All k-hot vectors, (n choose k, *batch_shape, n); k has to be the same in every row."""
+        arguments.check_flags(expand=expand)
         n, k = self.event_shape[0], int(self.k.max()) if self.k.numel() else 0
         if self.k.numel() and int(self.k.min()) != k:
             raise NotImplementedError("enumerate_support needs the same k in every row")
@@ -255,6 +278,10 @@ class KHot(_KHotVectors):
         "probs": constraints.independent(constraints.unit_interval, 1),
         "logits": constraints.real_vector,
     }
+
+    _instead = (
+        "KHotStraightThrough for a surrogate gradient, RelaxedKHot for relaxed samples with an exact one"
+    )
 
     def __init__(
         self,
@@ -407,6 +434,8 @@ class ConditionalPoisson(_KHotVectors):
         "k": constraints.nonnegative_integer,
         "logits": constraints.real_vector,
     }
+
+    _instead = "khot.estimators.simple for the gradient of its inclusion probabilities"
 
     def __init__(self, k: int | Tensor, logits: Tensor, validate_args: bool | None = None) -> None:
         self.logits: Tensor

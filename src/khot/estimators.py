@@ -74,6 +74,7 @@ def sample_khot(
     tau: Scalar | None = None,
     cdf: CDFName | CDF = "logistic",
     hard: bool = True,
+    mask: Tensor | None = None,
     generator: Generator | None = None,
 ) -> Tensor:
     """Draw k of n at random, with a gradient: a k-hot sample, as F.gumbel_softmax draws a one-hot sample.
@@ -104,14 +105,16 @@ def sample_khot(
 
             (*) If k is given, one of fixed size: not ``poisson`` or ``iterative_poisson``.
 
-            ``ncpss`` keeps less than the others do: the size of its samples may differ from k, and infinite
-            logits are not certain.
+            ``ncpss`` keeps less than the others do: the size of its samples may differ from k, and logits of
+            +inf are not certain.
         design: the sampling design, a name in :data:`khot.sampling.designs`. None: ``"pareto"``, and for
             ``simple`` ``"conditional_poisson"``.
         tau: temperature > 0; see the estimator. None: 1.
         cdf: the CDF of the probabilities or of the relaxed sample, as for :func:`khot.soft_topk`, which then
             stands for σ_k; with ``k=None`` F(logits) stands for σ(logits).
         hard: False gives a relaxed sample that sums to k, in [0, 1]ⁿ except for ``sequential_softmax``.
+        mask: bool, broadcastable to the logits; True where an entry may be drawn. Entries under False are
+            ignored, even NaN and inf, and get 0.
         generator: the source of randomness, on the device of logits.
 
     Returns:
@@ -122,9 +125,9 @@ def sample_khot(
 
     Raises:
         ValueError: an unknown estimator or design, an option that has no effect with the estimator, k or tau
-            out of range. (The values of tensors are checked on the CPU in eager mode; elsewhere that row is
-            NaN.)
-        TypeError: logits that are not a floating-point tensor.
+            out of range, k larger than the number of entries that may be drawn. (The values of tensors are
+            checked on the CPU in eager mode; elsewhere that row is NaN.)
+        TypeError: logits that are not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
 
     Source: Wijk, Vinuesa, Azizpour 2025, Algorithms 1, 2, 3 and 5.
@@ -152,6 +155,7 @@ def sample_khot(
     F = cdfs.resolve(cdf)
     if not isinstance(F, cdfs.Logistic):
         given["cdf"] = F
+    arguments.check_flags(hard=hard)
     if not hard:
         given["hard"] = False
     for name in given:
@@ -160,6 +164,10 @@ def sample_khot(
             raise ValueError(
                 f"{name} has no effect with estimator {estimator!r}; it is used by {_listed(users)}"
             )
+    if mask is not None:
+        arguments.check_input(logits, "logits")
+        arguments.mask_rows(mask, logits, -1)
+        logits = torch.where(mask, logits, -math.inf)
     return draw(logits, k, dim, generator=generator, **given)
 
 
@@ -454,6 +462,7 @@ def sequential_softmax(
         >>> khot.estimators.sequential_softmax(torch.tensor([99.0, -99.0, 99.0]), 2)
         tensor([1., 0., 1.])
     """
+    arguments.check_flags(hard=hard)
     x = _rows(logits, dim)
     perturbed = x + gumbel_noise(x, generator=generator)
     # infinite scores, which would make softmax NaN, become finite ones that are still too large for sums
@@ -461,7 +470,9 @@ def sequential_softmax(
     finite = perturbed.clamp(-far, far)
     # for k = 0 there is no softmax, but there is a gradient, which is 0
     relaxed = baselines.sequential_softmax_topk(finite, k, tau=tau) + 0 * finite
-    sample = _through(topk_mask(perturbed.detach(), k), relaxed) if hard else relaxed
+    # the mask is NaN, or raises, for a row that has fewer entries than k
+    chosen = topk_mask(perturbed.detach(), k)
+    sample = _through(chosen, relaxed) if hard else relaxed.where(~chosen.isnan(), math.nan)
     return _unrows(sample, logits, dim)
 
 
@@ -484,7 +495,8 @@ def ncpss(
 
     This is an earlier method, to compare :func:`straight_through` with. Its defects: sizes come closer to k
     in each round, but need not reach it. The inclusion probabilities are not π, and adding a constant to the
-    logits changes them. An infinite logit does not make a unit certain.
+    logits changes them. A logit of +inf does not make a unit certain. A unit with −inf is never drawn, as
+    with the others.
 
     Args:
         logits, dim, generator: as for :func:`sample_khot`.
@@ -508,12 +520,14 @@ def ncpss(
     x = _rows(logits, dim)
     probs = baselines.rescaled_sigmoid_topk(x, k, tau=tau)
     k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1], integer=True)
-    sample = _iterative_poisson(probs.detach(), k.unsqueeze(-1), rounds, generator)
+    sample = _iterative_poisson(probs.detach(), k.unsqueeze(-1), x != -math.inf, rounds, generator)
     return _unrows(_through(sample.to(x.dtype), probs), logits, dim)
 
 
-def _iterative_poisson(probs: Tensor, k: Tensor, rounds: int, generator: Generator | None) -> Tensor:
-    """Independent draws, and corrections of the size: see :func:`ncpss`."""
+def _iterative_poisson(
+    probs: Tensor, k: Tensor, possible: Tensor, rounds: int, generator: Generator | None
+) -> Tensor:
+    """Independent draws of what is possible, and corrections of the size: see :func:`ncpss`."""
     probs = probs.to(wide_dtype(probs.device))
 
     def draw(p: Tensor) -> Tensor:
@@ -524,7 +538,7 @@ def _iterative_poisson(probs: Tensor, k: Tensor, rounds: int, generator: Generat
     for _ in range(rounds):
         size = x.sum(-1, keepdim=True)
         over = size > k
-        among = torch.where(over, x, 1 - x)
+        among = torch.where(over, x, possible * (1 - x))
         wanted = torch.where(over, k, k - size)
         count, total = among.sum(-1, keepdim=True), (among * probs).sum(-1, keepdim=True)
         down = probs * wanted / total.clamp_min(1e-12)

@@ -88,7 +88,7 @@ def soft_topk_magnitude(
             soft_topk_magnitude, input, k, dim, group, tau=tau, p=p, rescale=rescale, mask=mask
         )
     row = rows.named(group)
-    if mask is None and not rescale and row.here and isinstance(input, Tensor):
+    if mask is None and rescale is False and row.here and isinstance(input, Tensor):
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
         x = arguments.rows(input, dim)
@@ -98,6 +98,7 @@ def soft_topk_magnitude(
         return arguments.unrows(y, input, dim)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        arguments.check_flags(rescale=rescale)
         _check_p(p)
         s, sign = _absolute(input, dim, mask)
         count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True).detach()

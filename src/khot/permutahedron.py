@@ -86,6 +86,7 @@ def project_permutahedron(
         tensor([2.7500, 1.0000, 2.2500])
     """
     check_regularization(regularization)
+    arguments.check_flags(hard=hard)
     p = cdfs.Power(p).p
     if p != 2 and regularization != "l2":
         raise ValueError(f"p must be left out with regularization={regularization!r}, but got {p}")

@@ -67,12 +67,14 @@ def kth_value(
     """
     row = _row(input, group)
     if _is_one_number(k, mask, row):
+        arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim)
         n = x.shape[-1]
         arguments.check_scalar(k, "k", low=1, high=n, integer=True)
         return _entries(x, int(k) if largest else n + 1 - int(k)).squeeze(-1)
 
     def prepare() -> tuple[Tensor, Tensor]:
+        arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim, mask)
         return x, arguments.per_row(k, "k", x, low=1, high=row.limit(x), integer=True)
 
@@ -145,6 +147,7 @@ def quantile(
     row = _row(input, group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+        arguments.check_flags(keepdim=keepdim)
         check_interpolation(interpolation)
         flat, chosen, axis = _flattened(input, mask) if dim is None else (input, mask, dim)
         x = arguments.rows(flat, axis, chosen)

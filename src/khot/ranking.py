@@ -111,6 +111,7 @@ def soft_rank(
         small = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
         if small is not None:
             return small
+    arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
@@ -174,6 +175,7 @@ def soft_sort(
         small = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
         if small is not None:
             return small
+    arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_sort(input, dim, tau, descending, regularization, mask)
@@ -382,6 +384,7 @@ def soft_quantile(
         >>> khot.soft_quantile(x, 0.3, tau=0.01), khot.soft_quantile(x, 0.3, tau=0.01, interpolation="linear")
         (tensor(1.5051), tensor(1.8000))
     """
+    arguments.check_flags(keepdim=keepdim)
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, mask)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
@@ -454,6 +457,7 @@ def _oriented(
     input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all)."""
+    arguments.check_flags(descending=descending)
     x = arguments.rows(input, dim, mask, largest=descending)
     selected = None if mask is None else arguments.mask_rows(mask, input, dim)
     return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected

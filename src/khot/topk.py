@@ -93,7 +93,10 @@ def soft_topk(
     if not torch.compiler.is_compiling():
         small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
         if small is not None:
-            return small if not hard else topk_mask(input, k, dim) + (small - small.detach())
+            if hard is False:
+                return small
+            arguments.check_flags(hard=hard)
+            return topk_mask(input, k, dim) + (small - small.detach())
     if rows.is_dtensor(input):
         options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
         return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
@@ -152,6 +155,7 @@ def _soft(
     row = rows.HERE if group is None else rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
+        arguments.check_flags(largest=largest, hard=hard)
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
         return x, *arguments.k_and_tau(k, tau, x, high=row.limit(x), by_value=row.here), F
@@ -260,6 +264,7 @@ def ot_topk(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor]:
+        arguments.check_flags(largest=largest, normalize=normalize, hard=hard)
         x = arguments.rows(input, dim, mask, largest)
         scale = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True)
         # in the wider dtype, in which neither epsilon/2 nor a squared score overflows or underflows
@@ -358,6 +363,7 @@ def topk_mask(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor]:
+        arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim, mask, largest)
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
         return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count

@@ -73,6 +73,7 @@ def sorted_soft_topk(
         >>> khot.sorted_soft_topk(scores, 2, epsilon=0.01) @ scores
         tensor([3., 2.])
     """
+    arguments.check_flags(largest=largest, normalize=normalize)
     x = arguments.rows(input, dim, mask, largest)
     n = x.shape[-1]
     if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt, numbers.Integral)):

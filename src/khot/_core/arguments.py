@@ -27,6 +27,7 @@ __all__ = [
     "check_device",
     "check_dim",
     "check_dim_type",
+    "check_flags",
     "check_has_values",
     "check_index",
     "check_input",
@@ -134,6 +135,14 @@ def check_has_values(value: Tensor, name: str, input: Tensor) -> None:
     """Raise for a meta tensor, which has no values, together with an input that has."""
     if value.is_meta and not input.is_meta:
         check_device(value, name, input)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise unless each is True or False, as torch does. Others have a truth value, too, but seldom the one
+    that is meant: "False" is true, and so is a mask of one True in the place of a flag."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, but got {type(value).__name__}")
 
 
 def check_dim_type(dim: Any) -> None:

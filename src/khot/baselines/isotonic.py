@@ -186,6 +186,7 @@ def _isotonic_topk(
     input: Tensor, k: Any, dim: int, tau: Scalar, power: float, magnitude: bool, solve: Solver
 ) -> Tensor:
     """In units of τ: z = s/τ, and h_i' = w_i(c v + 1 − [magnitude]) − (z − v)^(q−1) with c = τ or 0."""
+    arguments.check_flags(magnitude=magnitude)
     x, k, tau = prepare(input, k, dim, tau, integer=True)
     if not x.numel():
         return torch.zeros_like(input)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,8 @@ __all__ = ["rescaled_sigmoid_topk"]
 def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scalar = 1.0) -> Tensor:
     """Sigmoids, scaled linearly so that they sum to k (NCPSS).
 
-    With s = σ(x/τ): s·k/Σs where Σs ≥ k, else 1 − (1 − s)(n − k)/(n − Σs).
+    With s = σ(x/τ): s·k/Σs where Σs ≥ k, else 1 − (1 − s)(n − k)/(n − Σs). Entries of −inf are 0 and do not
+    count in n.
 
     Defects: adding a constant to the scores changes the result. If all scores have the same sign, the limit
     τ → 0 is k/n everywhere instead of the top k. Saturated sigmoids have no gradient, even if their sum is
@@ -43,12 +46,15 @@ def rescaled_sigmoid_topk(input: Tensor, k: Scalar, dim: int = -1, *, tau: Scala
         tensor([0.3334, 0.3333, 0.3333])
     """
     x, k, tau = prepare(input, k, dim, tau)
-    n = x.shape[-1]
-    s, rest = torch.sigmoid(x / tau), torch.sigmoid(-x / tau)
+    possible = x != -math.inf
+    n = possible.sum(-1, keepdim=True)
+    z = x.where(possible, 0) / tau
+    s, rest = possible * torch.sigmoid(z), possible * torch.sigmoid(-z)
     total, left = s.sum(-1, keepdim=True), rest.sum(-1, keepdim=True)
     shrink = total >= k
     # neither branch may divide by 0, even where the other one is used, because the gradient would be NaN
     down = k / torch.where(shrink & (total > 0), total, 1)
     up = (n - k) / torch.where(shrink, 1, left)
-    y = torch.where(shrink, s * down, 1 - rest * up)
+    y = torch.where(shrink, s * down, possible.to(s) - rest * up).masked_fill(k > n, math.nan)
+    arguments.explain_nan(y, x, k.squeeze(-1))
     return arguments.unrows(y.to(input.dtype), input, dim)

@@ -58,6 +58,7 @@ def permutation_cross_entropy(
         >>> khot.losses.permutation_cross_entropy(scores, torch.tensor([0, 2, 1]), tau=0.5)
         tensor(0.3086)
     """
+    arguments.check_flags(descending=descending)
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)

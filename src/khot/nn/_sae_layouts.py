@@ -110,6 +110,7 @@ def sae_from_layout(
         >>> khot.nn.sae_from_layout(state, "dictionary_learning")
         TopKSAE(in_features=16, latents=64, k=4)
     """
+    arguments.check_flags(batch=batch)
     names = _names(layout)
     ours = {}
     for our, their, flipped in names:

@@ -93,6 +93,7 @@ def topk_attention(
         True
     """
     _check_inputs(query, key, value)
+    arguments.check_flags(is_causal=is_causal, enable_gqa=enable_gqa, hard=hard)
     arguments.check_scalar(top_k, "top_k", low=0)
     arguments.check_scalar(tau, "tau", low=0, low_open=True)
     for name, value_ in (("top_k", top_k), ("tau", tau)):
@@ -179,6 +180,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
     ) -> None:
         arguments.check_integer(embed_dim, "embed_dim", low=1)
         arguments.check_integer(num_heads, "num_heads", low=1)
+        arguments.check_flags(bias=bias, batch_first=batch_first)
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"num_heads must be a divisor of embed_dim, but got {num_heads} for embed_dim {embed_dim}"
@@ -213,6 +215,9 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        arguments.check_flags(
+            need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal
+        )
         self._check(query, key, value, key_padding_mask, attn_mask)
         batched = query.dim() == 3
         if not batched:

@@ -106,6 +106,7 @@ def soft_beam_search(
     """
     _check_first(embedding, start, state)
     B, V = state.shape[0], embedding.shape[0]
+    arguments.check_flags(normalize=normalize, hard=hard)
     arguments.check_integer(k, "k", low=1, high=V)
     arguments.check_integer(length, "length", low=1)
     x, h = _first(embedding, start, state)
@@ -193,6 +194,7 @@ def soft_beam_loss(
         >>> loss.backward()
     """
     arguments.check_number(rho, "rho", low=0, high=1)
+    arguments.check_flags(normalize=normalize)
     _check_first(embedding, start, state)
     _check_target(target, embedding, state)
     length, loss = target.shape[1], torch.zeros((), device=embedding.device)

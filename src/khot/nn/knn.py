@@ -87,6 +87,7 @@ class SoftKNN(LeftSoft):
         arguments.check_integer(num_classes, "num_classes", low=1)
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=math.inf)
+        arguments.check_flags(learnable_tau=learnable_tau)
         tau = positive(tau, "tau")
         self.k, self.tau = k, Positive(tau, "tau", device, dtype) if learnable_tau else tau
         self.num_classes, self.cdf = num_classes, cdfs.resolve(cdf)

@@ -139,6 +139,7 @@ class TopKSAE(LeftSoft):
         super().__init__()
         for name, size in (("in_features", in_features), ("latents", latents)):
             arguments.check_integer(size, name, low=1)
+        arguments.check_flags(hard=hard, batch=batch)
         positive(k, "k")
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")

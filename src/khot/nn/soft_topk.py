@@ -81,6 +81,9 @@ class SoftTopK(LeftSoft):
         super().__init__()
         k, tau = positive(k, "k"), positive(tau, "tau")
         arguments.check_dim_type(dim)
+        arguments.check_flags(
+            learnable_tau=learnable_tau, learnable_k=learnable_k, hard=hard, soft_eval=soft_eval
+        )
         self.k = Positive(k, "k", device, dtype) if learnable_k else k
         self.tau = Positive(tau, "tau", device, dtype) if learnable_tau else tau
         self.dim, self.cdf = dim, cdfs.resolve(cdf)

@@ -82,6 +82,7 @@ class TokenChoiceRouter(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_experts, tau, cdf, device, dtype)
+        arguments.check_flags(learnable_k=learnable_k)
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=num_experts)
         self.k = _CountOfToken(in_features, num_experts, k, device, dtype) if learnable_k else k
