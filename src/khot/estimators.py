@@ -155,8 +155,8 @@ def sample_khot(
     F = cdfs.resolve(cdf)
     if not isinstance(F, cdfs.Logistic):
         given["cdf"] = F
-    arguments.check_flags(hard=hard)
-    if not hard:
+    if hard is not True:
+        arguments.check_flags(hard=hard)
         given["hard"] = False
     for name in given:
         if name not in takes:

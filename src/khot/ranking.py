@@ -111,7 +111,8 @@ def soft_rank(
         small = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
         if small is not None:
             return small
-    arguments.check_flags(descending=descending)
+    if not isinstance(descending, bool):
+        arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
@@ -175,7 +176,8 @@ def soft_sort(
         small = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
         if small is not None:
             return small
-    arguments.check_flags(descending=descending)
+    if not isinstance(descending, bool):
+        arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_sort(input, dim, tau, descending, regularization, mask)

@@ -155,7 +155,8 @@ def _soft(
     row = rows.HERE if group is None else rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
-        arguments.check_flags(largest=largest, hard=hard)
+        if not (isinstance(largest, bool) and isinstance(hard, bool)):
+            arguments.check_flags(largest=largest, hard=hard)
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, dim, mask, largest)
         return x, *arguments.k_and_tau(k, tau, x, high=row.limit(x), by_value=row.here), F
@@ -363,7 +364,8 @@ def topk_mask(
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor]:
-        arguments.check_flags(largest=largest)
+        if not isinstance(largest, bool):
+            arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim, mask, largest)
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
         return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count
