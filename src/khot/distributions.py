@@ -616,8 +616,9 @@ class LogitRelaxedKHot(_Relaxed):
         (True, True)
     """
 
-    # the sum of σ(z) is not asked for, because the density is the same at z + c
-    support = _real_vector()
+    @constraints.dependent_property(is_discrete=False, event_dim=1)
+    def support(self) -> Constraint:
+        return _real_vector()  # of any sum of σ(z), because the density is the same at z + c
 
     def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         z = _without_shift(self._perturbed(sample_shape), self.k, self.temperature)
