@@ -21,6 +21,7 @@ from khot._core import precision
 from khot._core.torch_internals import as_usual, is_transformed
 
 __all__ = [
+    "batch_of",
     "Scalar",
     "broadcasts",
     "check_bool_or_real",
@@ -195,6 +196,12 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     if input.dim() == 0:
         return mask.reshape(1)
     return mask.expand(input.shape).movedim(dim, -1)
+
+
+def batch_of(a: Tensor, b: Tensor) -> torch.Size:
+    """The batch dims of the product of two matrices."""
+    # torch.broadcast_shapes would import sympy, which takes a quarter of a second
+    return torch.broadcast_tensors(a[..., :1, :1], b[..., :1, :1])[0].shape[:-2]
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

@@ -60,6 +60,11 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
+    def vmap(function: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """The result for arguments with one more dim, which ``in_dims`` names, and the dim of the results."""
+        return vmap_rows(function, info, in_dims, *args)
+
+    @staticmethod
     def examine(outputs: Any, *inputs: Any) -> None:
         """Raise if the outputs show that an input was out of its range."""
 
@@ -171,7 +176,7 @@ def define(
             torch.library.register_autograd(full, rule.vjp, setup_context=setup)
 
         def batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return vmap_rows(operator.overload, info, in_dims, *args)
+            return rule.vmap(operator.overload, info, in_dims, *args)
 
         torch.library.register_vmap(full, batch)
     return operator
@@ -213,7 +218,7 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return vmap_rows(Applied.apply, info, in_dims, *args)
+            return rule.vmap(Applied.apply, info, in_dims, *args)
 
     # A transform of a compiled function runs the Function as it is, and Dynamo is asked for its frames.
     run_as_is(Applied.forward, Applied.setup_context, Applied.backward, Applied.jvp, Applied.vmap)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "vector",
     "wide_dtype",
     "widen",
+    "without_autocast",
 ]
 
 WITHOUT_FLOAT64 = {"mps"}  # types of devices
@@ -106,6 +109,16 @@ def _here(value: Any) -> Any:
         seed = torch.randint(2**63 - 1, (), device=value.device, generator=value)
         return Generator().manual_seed(int(seed))
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast leaves what runs on the device in its own dtype.
+
+    Near ties decide what is chosen, so the numbers that are compared are not cast to half precision.
+    """
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def not_below_zero(x: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""Products whose results decide something, such as which keys a query attends to: in float32 at least."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import Rule, define
+from khot._core.precision import without_autocast
+from khot._kernels.reference import product as kernels
+
+__all__ = ["product"]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, or in float64 if one of them is: in half precision and under autocast, too.
+
+    Half precision has so few digits that other entries would be chosen, and scores above 65504 are infinite
+    in float16. The gradients have the dtypes of a and b; they are products of these dtypes, as those of a @ b
+    are, with sums in float32.
+
+    Args:
+        a: (..., n, d), or (d,) for a matrix b.
+        b: (..., d, m); the batch dims broadcast.
+    """
+    if a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16):
+        wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+        a, b = (x if x.dtype == wide else x.to(wide) for x in (a, b))
+        with without_autocast(a.device):
+            return a @ b
+    if b.dim() == 2 and a.dim() != 2:  # one product instead of many, and one gradient of b
+        rows: Tensor = _product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
+        return rows.view(*a.shape[:-1], b.shape[-1])
+    # which the rule for vmap keeps
+    a, b = (x[(None,) * (max(a.dim(), b.dim()) - x.dim())] for x in (a, b))
+    out: Tensor = _product(a, b)
+    return out
+
+
+class _Rule(Rule):
+    plain = True  # its derivatives are products again, so an expansion would not end
+
+    @staticmethod
+    def vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+        """The mapped dim goes to the front, and one of size 1 to that of a factor that is not mapped, so that
+        both have the same number of dims in every nested vmap."""
+        front = (x.unsqueeze(0) if d is None else x.movedim(d, 0) for x, d in zip(args, in_dims, strict=True))
+        return function(*front), 0
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        grad = grad.to(a.dtype)
+        return (
+            _product(grad, b.mT).sum_to_size(a.shape).to(a.dtype) if ctx.needs_input_grad[0] else None,
+            _product(a.mT, grad).sum_to_size(b.shape).to(b.dtype) if ctx.needs_input_grad[1] else None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        terms = [_product(*factors) for factors in ((da, b), (a, db)) if None not in factors]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _fake(a: Tensor, b: Tensor) -> Tensor:
+    return (a @ b).float()
+
+
+def _widened(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float()
+
+
+_product = define("product", "(Tensor a, Tensor b) -> Tensor", kernels.product, _fake, _Rule, _widened)
