@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import khot
 
@@ -428,3 +431,79 @@ def evaluate(model: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         model(x)
     model.train()
+
+
+# ------------------------------------------------------- layers that are trained together
+
+
+def sparse_autoencoder(**options: Any) -> khot.nn.TopKSAE:
+    """One of whose latents some are soon idle."""
+    torch.manual_seed(0)
+    sae = khot.nn.TopKSAE(8, 24, 3, **{"revive": 4} | options, dtype=torch.float64)
+    with torch.no_grad():
+        sae.encoder_bias[12:] = -1.5
+        sae.decoder.mul_(torch.linspace(0.5, 1.5, 24, dtype=torch.float64).unsqueeze(-1))
+    return sae
+
+
+def trained_sae(
+    group: Any, kind: str, options: dict[str, Any], batches: list[Tensor]
+) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """The losses of the steps, the state after them, and results of eval mode on the last batch. Rank i has
+    every world-th input from i on; a group of None has the whole batch."""
+    sae = sparse_autoencoder(**options)
+    sae.group = group
+    sae = copy.deepcopy(sae)  # as pickle.dumps, which processes that train for others need
+    part = slice(None) if group is None else slice(group.rank(), None, group.size())
+    model: nn.Module = sae
+    if kind.startswith("DDP"):
+        model = DistributedDataParallel(sae, process_group=group, broadcast_buffers="broadcast" in kind)
+    elif kind.startswith("FSDP2"):
+        model = fully_shard(sae, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        if "checkpoint" in kind:
+            loss = checkpoint(model, x[part], loss=True, use_reentrant=False)
+        else:
+            loss = sae.loss(x[part]) if kind.startswith("FSDP2") else model(x[part], loss=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    x = batches[-1]
+    with torch.no_grad():
+        values, indices = sae.top(x)
+        results = [values, indices, sae.encode(x), sae.decode(values, indices), sae(x), sae.loss(x)]
+    return losses, {name: _full(x).clone() for name, x in sae.state_dict().items()}, results
+
+
+def balanced_together(group: Any, batches: list[Tensor], cuts: list[int]) -> list[Tensor]:
+    """The selections of a BalancedRouter, its gradient and its biases."""
+    torch.manual_seed(0)
+    router = khot.nn.BalancedRouter(5, 4, 2, tau=0.5, group=group, dtype=torch.float64)
+    part = slice(None) if group is None else slice(cuts[group.rank()], cuts[group.rank() + 1])
+    selections = []
+    for x in batches:
+        routing = router(x[part])
+        selections.append(routing.selection.detach())
+        routing.weights.square().sum().backward()
+    grad = router.weight.grad
+    assert grad is not None
+    if group is not None:
+        dist.all_reduce(grad, group=group)
+    return [torch.cat(selections, -1), grad, router.bias]
+
+
+def told_its_group(group: Any) -> tuple[bool, bool]:
+    """Whether a layer that knows its group can be pickled, and whether it refuses what is no group."""
+    sae = sparse_autoencoder(group=group)
+    again = pickle.loads(pickle.dumps(sae))
+    try:
+        sae.group = "world"
+    except TypeError as error:
+        return again.group is group is sae.group, "group must be a torch.distributed.ProcessGroup" in str(
+            error
+        )
+    return False, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 class SAELens(nn.Module):
-    """What SAELens computes with its defaults, from its tensors."""
+    """What SAELens computes with its defaults, from its tensors; with ``rescale`` while it trains."""
 
-    def __init__(self, k: int | None) -> None:
+    def __init__(self, k: int | None, rescale: bool = False) -> None:
         super().__init__()
+        self.rescale = rescale
         self.W_enc, self.b_enc = nn.Parameter(normal(D, N)), nn.Parameter(normal(N, seed=1))
         self.W_dec, self.b_dec = nn.Parameter(normal(N, D, seed=2)), nn.Parameter(normal(D, seed=3))
         self.k = k
@@ -32,11 +34,15 @@ class SAELens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = (x - self.b_dec) @ self.W_enc + self.b_enc
+        if self.rescale:
+            a = a * self.W_dec.norm(dim=-1)
         if self.k is None:
             code = a.relu() * (a > self.threshold)
         else:
             best = a.topk(self.k)
             code = torch.zeros_like(a).scatter(-1, best.indices, best.values.relu())
+        if self.rescale:
+            code = code / self.W_dec.norm(dim=-1)
         return code @ self.W_dec + self.b_dec
 
 
@@ -64,6 +70,12 @@ LAYERS: dict[tuple[str, bool], Callable[[], nn.Module]] = {
     ("saelens", True): lambda: SAELens(None),
     ("dictionary_learning", False): lambda: DictionaryLearning(False),
     ("dictionary_learning", True): lambda: DictionaryLearning(True),
+}
+TOLD: dict[tuple[str, bool], dict[str, bool]] = {  # what a state does not tell
+    ("saelens", False): {"rescale_acts_by_decoder_norm": False},
+    ("saelens", True): {},
+    ("dictionary_learning", False): {"batch": False},
+    ("dictionary_learning", True): {"batch": True},
 }
 each = pytest.mark.parametrize("layout, batch", LAYERS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -95,7 +107,7 @@ def test_there(layout: str, batch: bool, dtype: torch.dtype) -> None:
 @each_dtype
 def test_and_back(layout: str, batch: bool, dtype: torch.dtype) -> None:
     other, x = LAYERS[layout, batch]().to(dtype), normal(50, D).to(dtype)
-    sae = sae_from_layout(other.state_dict(), layout, k=K, batch=batch)
+    sae = sae_from_layout(other.state_dict(), layout, k=K, **TOLD[layout, batch])
     assert sae.training and all(p.dtype == dtype and p.requires_grad for p in sae.parameters())
     torch.testing.assert_close(sae.eval()(x), other(x))
     for name, value in sae_to_layout(sae, layout).items():
@@ -108,7 +120,7 @@ def test_half_precision(layout: str, batch: bool) -> None:
     sae = trained(batch, dtype=torch.bfloat16)
     state = sae_to_layout(sae, layout)
     assert {x.dtype for name, x in state.items() if name not in ("k", "threshold")} == {torch.bfloat16}
-    copy = sae_from_layout(state, layout, k=K, batch=batch)
+    copy = sae_from_layout(state, layout, k=K, **TOLD[layout, batch])
     for name, value in sae.state_dict().items():
         assert name == "idle" or (
             value.equal(copy.state_dict()[name]) and value.dtype == copy.state_dict()[name].dtype
@@ -120,7 +132,7 @@ def test_half_precision(layout: str, batch: bool) -> None:
 def test_there_and_back_at_the_threshold_itself(layout: str, batch: bool, dtype: torch.dtype) -> None:
     """The activation that gave the threshold is selected by both, although theirs has to be exceeded."""
     sae = trained(batch, dtype=dtype)
-    copy = sae_from_layout(sae_to_layout(sae, layout), layout, k=K, batch=batch).eval()
+    copy = sae_from_layout(sae_to_layout(sae, layout), layout, k=K, **TOLD[layout, batch]).eval()
     for name, value in sae.state_dict().items():
         assert name == "idle" or value.equal(copy.state_dict()[name])
     if batch:
@@ -133,10 +145,94 @@ def test_there_and_back_at_the_threshold_itself(layout: str, batch: bool, dtype:
     assert sae.encoder.any()  # nothing is shared
 
 
-def test_the_state_of_a_batch_top_k_autoencoder_of_saelens_in_training() -> None:
-    state: State = SAELens(K).state_dict() | {"topk_threshold": torch.tensor(0.5, dtype=torch.float64)}
-    sae, other, x = sae_from_layout(state, "saelens", k=K, batch=True).eval(), SAELens(None), normal(50, D)
+def in_training(batch: bool, length: float | None = None) -> tuple[State, nn.Module]:
+    """A state of SAELens in training, with rows of its decoder of that length, and what it means."""
+    other = SAELens(None if batch else K, rescale=True)
+    with torch.no_grad():
+        other.W_dec[3] = 0
+        if length is not None:
+            other.W_dec.copy_(normal(N, D, seed=2))
+            other.W_dec.mul_(length / other.W_dec.norm(dim=-1, keepdim=True))
+    state: State = other.state_dict()
+    if batch:
+        state["topk_threshold"] = state.pop("threshold")[0].double()
+    return state, other
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_state_of_saelens_in_training(batch: bool) -> None:
+    state, other = in_training(batch)
+    x = normal(50, D)
+    with torch.no_grad():
+        want = other(x)
+    want = torch.where(want.isnan(), 0, want)
+    with pytest.raises(ValueError, match="rescale_acts_by_decoder_norm must be given.*lengths from 0 to"):
+        sae_from_layout(state, "saelens", k=K)
+    state["W_dec"][3] = 1e-3
+    sae = sae_from_layout(state, "saelens", k=K, rescale_acts_by_decoder_norm=True).eval()
+    assert sae.batch == batch
     torch.testing.assert_close(sae(x), other(x))
+    other.rescale = False
+    plain = sae_from_layout(state, "saelens", k=K, rescale_acts_by_decoder_norm=False).eval()
+    torch.testing.assert_close(plain(x), other(x))
+    assert (sae(x) - plain(x)).square().sum() > 0.01 * x.square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch, length", [(False, 1), (False, 0.1), (True, 1)])
+def test_where_rescaling_makes_no_difference_it_need_not_be_told(
+    batch: bool, length: float, dtype: torch.dtype
+) -> None:
+    state, other = in_training(batch, length)
+    rounded = {name: v.to(dtype) if name != "topk_threshold" else v for name, v in state.items()}
+    sae = sae_from_layout(rounded, "saelens", k=K).eval()
+    assert sae.encoder.equal(rounded["W_enc"].mT)
+    if dtype == torch.float32:
+        torch.testing.assert_close(sae(normal(50, D)), other(normal(50, D)))
+
+
+def test_the_threshold_of_batch_top_k_in_training_counts_rescaled_activations() -> None:
+    state, _ = in_training(True, length=0.5)
+    with pytest.raises(ValueError, match="rescale_acts_by_decoder_norm must"):
+        sae_from_layout(state, "saelens", k=K)
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    state, _ = in_training(False)
+    sae = sae_from_layout(state, "saelens", k=K, rescale_acts_by_decoder_norm=True)
+    assert (sae.decoder[3] == 0).all() and sae(normal(50, D)).isfinite().all()
+
+
+def test_a_state_of_saelens_with_a_threshold_selects_by_it() -> None:
+    """Whatever the configuration in training was: only layers for inference have that name."""
+    other, x = SAELens(None), normal(50, D)
+    for told in ({}, {"rescale_acts_by_decoder_norm": True}):
+        sae = sae_from_layout(other.state_dict(), "saelens", k=K, **told).eval()
+        assert sae.batch
+        torch.testing.assert_close(sae(x), other(x))
+
+
+def test_a_state_of_dictionary_learning_with_a_threshold_has_to_be_told() -> None:
+    for batch in (False, True):
+        other, x = DictionaryLearning(batch), normal(50, D)
+        other.threshold.fill_(0.3)
+        with pytest.raises(ValueError, match=r"batch must be given.*BatchTopKSAE \(batch=True\)"):
+            sae_from_layout(other.state_dict(), "dictionary_learning")
+        sae = sae_from_layout(other.state_dict(), "dictionary_learning", batch=batch).eval()
+        torch.testing.assert_close(sae(x), other(x))
+
+
+def test_the_way_there_to_a_layer_in_training() -> None:
+    """It must not rescale, or the rows of the decoder need one length."""
+    sae, x = trained(False), normal(50, D)
+    other = SAELens(K, rescale=False)
+    other.load_state_dict(sae_to_layout(sae, "saelens"))
+    torch.testing.assert_close(other(x), sae(x))
+    with torch.no_grad():
+        sae.decoder.div_(sae.decoder.norm(dim=-1, keepdim=True)).mul_(3)
+    other = SAELens(K, rescale=True)
+    other.load_state_dict(sae_to_layout(sae, "saelens"))
+    torch.testing.assert_close(other(x), sae(x))
 
 
 def test_the_number_of_latents() -> None:
@@ -161,7 +257,7 @@ def test_a_threshold_that_is_not_known_yet() -> None:
 
 
 def test_refuses() -> None:
-    lens: State = SAELens(K).state_dict()
+    lens: State = in_training(False, length=1)[0]
     with pytest.raises(ValueError, match=r"layout must be one of 'saelens', 'dictionary_learning'"):
         sae_to_layout(trained(False), "sae_lens")
     with pytest.raises(ValueError, match="layout must"):
@@ -178,6 +274,14 @@ def test_refuses() -> None:
         sae_from_layout(lens, "saelens", k=K, batch=True)
     with pytest.raises(ValueError, match="equal entries"):
         sae_from_layout(lens | {"threshold": torch.arange(float(N))}, "saelens", k=K, batch=True)
+    for state in ("sae.safetensors", Path("sae.pt"), SAELens(K)):
+        with pytest.raises(TypeError, match=r"state must be a mapping.*load a file first"):
+            sae_from_layout(state, "saelens", k=K)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"other names, too: 'W_skip', 'b_dec_out'"):
+        sae_from_layout(lens | {"b_dec_out": torch.zeros(D), "W_skip": torch.zeros(D, D)}, "saelens", k=K)
+    with pytest.raises(ValueError, match="rescale_acts_by_decoder_norm must not"):
+        state = DictionaryLearning(False).state_dict()
+        sae_from_layout(state, "dictionary_learning", rescale_acts_by_decoder_norm=True)
     with pytest.raises(TypeError, match="W_enc"):
         sae_from_layout(lens | {"W_enc": torch.ones(D, N).long()}, "saelens", k=K)
     with pytest.raises(ValueError, match="2 dims"):

@@ -31,11 +31,13 @@ __all__ = [
     "derivative_levels",
     "forward_mode_is_on",
     "is_exporting",
+    "is_recomputation",
     "is_transformed",
     "process_group",
     "run_as_is",
     "save_in_exports",
     "transforms_are_on",
+    "within_backward",
     "without_modes",
     "vmap_changes_draws",
 ]
@@ -115,6 +117,30 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_e
 def forward_mode_is_on() -> bool:
     """Whether tensors may carry tangents, which ``requires_grad`` does not show."""
     return forward_ad._current_level >= 0
+
+
+def within_backward() -> bool:
+    """Whether a backward pass is running, outside a trace."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+_hooks_on_top: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
+
+def is_recomputation() -> bool:
+    """Whether activation checkpointing computes again what it has computed with gradients before.
+
+    That is what it does with ``use_reentrant=False``, for the tensors that it did not save. With
+    ``use_reentrant=True`` its first pass is without gradients, and the second one is not a repetition of it.
+    """
+    if not within_backward():
+        return False
+    if _hooks_on_top is None:  # torch 2.6: the second pass is the backward pass of a Function of that name
+        return "Checkpoint" not in torch._C._current_autograd_node().name()
+    hooks = _hooks_on_top(False)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def derivative_levels() -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from khot._core.arguments import Scalar
+from khot._core.torch_internals import is_recomputation
 from khot.nn._values import SEVERAL, has_data
 from khot.nn.anneal import Anneal
 
@@ -56,6 +57,8 @@ class LeftSoft(nn.Module):
         """
         y = selection
         if y is not None and not (y.requires_grad and has_data(y)):
+            return
+        if is_recomputation():
             return
         seen: _Seen = self.__dict__.setdefault("_seen", _Seen())
         seen.passes += 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from khot._core import arguments
 from khot._core.precision import widen
 from khot._core.torch_internals import is_exporting
+from khot.nn._state import counts
 from khot.nn._values import SEVERAL
 
 __all__ = ["Anneal", "ScheduleName"]
@@ -131,7 +132,7 @@ class Anneal(nn.Module):
     def forward(self) -> Tensor:
         if self.training:
             if not torch.compiler.is_compiling():
-                self._reads += 1
+                self._reads += counts(self)
             elif not is_exporting():
                 self._reads = SEVERAL  # counting would compile a new graph for each number
         if self.steps is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,12 +13,13 @@ from khot.assignment import soft_assign
 from khot.cdfs import CDF, CDFName
 from khot.nn._bias import Biased
 from khot.nn._router import Router
+from khot.nn._state import Grouped, observes
 from khot.nn._values import Value, current, describe
 
 __all__ = ["BalancedRouter"]
 
 
-class BalancedRouter(Biased, Router):
+class BalancedRouter(Biased, Grouped, Router):
     """Each token chooses its k experts, and all experts get the same load, in every batch.
 
     With the probabilities p = softmax(Wx) of the experts for a token, and one bias b_e per expert:
@@ -40,12 +43,16 @@ class BalancedRouter(Biased, Router):
             (:class:`khot.nn.Anneal`).
         tau: temperature of the selection, > 0, in the units of log p; as k.
         cdf: as for :func:`khot.soft_assign`, which needs full support.
+        group: None, or the process group (a tuple of them for a grid) whose processes each have a part of the
+            tokens. In train mode all tokens of the group are then balanced together, and all processes have
+            to make the same calls. None: each process balances its own tokens.
         device, dtype: of the parameters.
 
     Attributes:
         bias: (num_experts,), a buffer in float32, which stays in float32 when the model is cast. It is saved.
             Each forward pass in train mode sets it while gradients are enabled. The next one starts from it,
             which saves time but does not change the result. Activation checkpointing is therefore safe.
+        group: as given; it may be set later, and is not saved.
 
     Shape:
         input: tokens (..., n, in_features), of any floating-point dtype; mask: (..., n), bool, False where a
@@ -56,8 +63,8 @@ class BalancedRouter(Biased, Router):
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
-    With several processes, each balances its own tokens. ``DistributedDataParallel`` copies the biases of the
-    first process to all others before each forward pass.
+    Without a group, each process has biases of its own; ``DistributedDataParallel`` copies those of the first
+    process to all others before each forward pass. With a group they are the same on all.
 
     Example:
         >>> router = khot.nn.BalancedRouter(16, num_experts=4, k=2)
@@ -79,6 +86,7 @@ class BalancedRouter(Biased, Router):
         *,
         tau: Value = 1.0,
         cdf: CDFName | CDF = "logistic",
+        group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -87,7 +95,7 @@ class BalancedRouter(Biased, Router):
             raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=num_experts)
-        self.k = k
+        self.k, self.group = k, group
         self.register_buffer("bias", torch.empty(num_experts, device=device, dtype=torch.float32))
         self.reset_parameters()
 
@@ -113,10 +121,12 @@ class BalancedRouter(Biased, Router):
             mask=None if mask is None else mask.flatten(0, -2),
             bias=self.bias,
             return_bias=True,
+            group=self.group,
         )
-        if torch.is_grad_enabled():
+        if observes(self):
             # a batch without tokens says nothing, nor does an expert that is closed, or a NaN
-            known = bias.isfinite() & (y.detach().sum() > 0)
+            (selected,) = self._shared().reduce([y.detach().sum()])
+            known = bias.isfinite() & (selected > 0)
             self.bias.copy_(torch.where(known, bias, self.bias))
         self._note(y)
         selection = y.view_as(scores)

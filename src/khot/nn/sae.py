@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
+from khot._core.rows import Shards
 from khot._core.torch_internals import transforms_are_on
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices, order
 from khot.nn._export import to_onnx
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
+from khot.nn._state import Grouped, Steady, counts
 from khot.nn._values import Value, current, describe, has_data, positive
 
 __all__ = ["TopKSAE"]
@@ -32,7 +35,7 @@ UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
 
-class TopKSAE(LeftSoft):
+class TopKSAE(Grouped, LeftSoft):
     """A sparse autoencoder: it writes every input as a sum of at most k of n learned directions.
 
     With pre-activations a = W(x − b) + c and a selection y of k of them,
@@ -66,6 +69,10 @@ class TopKSAE(LeftSoft):
             few: on activations of a network for digits, whose 256 latents had errors of 1.7 to 1.8 % from
             300 down to 50, and 1.9 % at 30, with 48, 17 and 10 % unused. None: they are left alone, which
             has the smallest error where unused latents do no harm (docs/results/sparse-autoencoder).
+        group: None, or the process group (a tuple of them for a grid) whose processes train one autoencoder,
+            each with a part of the batch (docs/distributed). In train mode ``idle``, ``threshold``, the
+            selection with ``batch`` and the pull on idle latents are then those of the whole batch, and all
+            processes have to make the same calls. None: those of this process.
         widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
             reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
             first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
@@ -85,7 +92,14 @@ class TopKSAE(LeftSoft):
         input: (..., in_features), of the parameters' dtype, or of one that torch promotes to it, as half
             precision to float32.
 
-        output: the reconstruction, of the input's shape.
+        loss: whether to return :meth:`loss` of the input instead.
+
+        output: the reconstruction, of the input's shape, or with ``loss`` the loss, 0-dim.
+
+    All other methods that compute with the parameters are forward passes, too: hooks of the module see them,
+    and so does ``fully_shard``. ``DistributedDataParallel`` does not: train on ``model(x, loss=True)``.
+    Activation checkpointing changes neither the gradient nor the counts, unless ``torch.compile`` has
+    compiled what it computes twice.
 
     Raises:
         ValueError, TypeError: an argument out of range.
@@ -133,6 +147,7 @@ class TopKSAE(LeftSoft):
         batch: bool = False,
         revive: float | None = REVIVE,
         widths: Sequence[int] | None = None,
+        group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -151,6 +166,7 @@ class TopKSAE(LeftSoft):
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
+        self.group, self._pulled = group, Steady()
         self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
         self.encoder_bias = nn.Parameter(torch.empty(latents, device=device, dtype=dtype))
         self.decoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
@@ -173,13 +189,15 @@ class TopKSAE(LeftSoft):
         if self.threshold is not None:
             self.threshold.fill_(UNKNOWN)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self._is_dense():
-            return self.decode(self.encode(input))
-        a = self._activations(input)
-        values, indices = self._best(a, self._count_of(1.0))
-        self._count(values > 0, indices)
-        return self.decode(values, indices)
+    def forward(
+        self, input: Tensor, loss: bool = False, *, _work: Callable[[Tensor], Any] | None = None
+    ) -> Tensor:
+        if not isinstance(loss, bool):
+            raise TypeError(f"loss must be a bool, but got {type(loss).__name__}")
+        result: Tensor = (_work or (self._loss if loss else self._reconstruct))(input)
+        if self.training:
+            self._pulled.until_backward_of(result)
+        return result
 
     def loss(self, input: Tensor) -> Tensor:
         """What to train on, a 0-dim tensor: the mean squared error of the reconstruction with k latents, plus
@@ -202,10 +220,25 @@ class TopKSAE(LeftSoft):
         With ``widths``, the first and the second error are means over these widths and n, each of what the
         first latents of the code reconstruct alone.
 
+        Latents that became idle since the last backward pass are pulled from the next one on.
+
         As in PyTorch, the mean over no inputs is NaN.
         """
+        loss: Tensor = self(input, loss=True)
+        return loss
+
+    def _reconstruct(self, input: Tensor) -> Tensor:
+        if self._is_dense():
+            return self._decode(self._encode(input))
         a = self._activations(input)
-        idle = self.idle >= (self.revive or 0.0) * self.latents / current(self.k)  # before this batch
+        values, indices = self._best(a, self._count_of(1.0))
+        self._count(values > 0, indices)
+        return self._decode(values, indices)
+
+    def _loss(self, input: Tensor) -> Tensor:
+        a = self._activations(input)
+        limit = (self.revive or 0.0) * self.latents / current(self.k)
+        idle = self._pulled.read(self.idle, lambda: self.idle >= limit)  # before this batch
         if self._is_dense():
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
@@ -226,6 +259,10 @@ class TopKSAE(LeftSoft):
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
+        code: Tensor = self(input, _work=self._encode)
+        return code
+
+    def _encode(self, input: Tensor) -> Tensor:
         a = self._activations(input)
         y = self._code(a)
         self._count(self._uses(a, y))
@@ -239,6 +276,10 @@ class TopKSAE(LeftSoft):
         m = ⌊k + ½⌋. With ``batch``, m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
+        code: tuple[Tensor, Tensor] = self(input, _work=self._top)
+        return code
+
+    def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         a = self._activations(input)
         if not self.batch:
             return self._best(a, self._count_of(1.0))
@@ -249,6 +290,10 @@ class TopKSAE(LeftSoft):
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
+        output: Tensor = self(code, _work=functools.partial(self._decode, indices=indices))
+        return output
+
+    def _decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         if indices is None:
             check_width(code, self.latents, self, "code")
             return F.linear(code.to(self.decoder.dtype), self.decoder.mT, self.bias)
@@ -264,7 +309,7 @@ class TopKSAE(LeftSoft):
                 f"{tuple(indices.shape)}"
             )
         if not indices.shape[-1]:  # which F.embedding_bag refuses
-            return self.decode(code.new_zeros(*code.shape[:-1], self.latents))
+            return self._decode(code.new_zeros(*code.shape[:-1], self.latents))
         return self._sum(code, indices) + self.bias
 
     def dead(self, inputs: int) -> Tensor:
@@ -308,9 +353,10 @@ class TopKSAE(LeftSoft):
         if wider > 1:
             k = k.clamp(max=self.latents) if isinstance(k, Tensor) else min(k, self.latents)
         k = self._size(a, k) if self.batch else k
+        group = self.group if self.batch and self.training else None
         if self.tau is None or not self.training:
-            return topk.topk_mask(rows, k).view(a.shape)
-        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
+            return topk.topk_mask(rows, k, group=group).view(a.shape)
+        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard, group=group)
         if wider == 1 and not self.hard:
             self._note(y)
         return y.view(a.shape)
@@ -328,41 +374,52 @@ class TopKSAE(LeftSoft):
 
     def _follow(self, a: Tensor, y: Tensor) -> None:
         """Move the threshold, in train mode, towards the smallest activation that the batch selects."""
-        if self.threshold is None or not self.training or not a.numel():
+        if self.threshold is None or not counts(self):
             return
         a, y = a.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
         if self.tau is not None and not self.hard:
-            y = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
-        level = torch.where(y > 0.5, a, math.inf).amin().clamp(min=0).to(self.threshold.dtype)
+            y = topk.topk_mask(a.flatten(), self._size(a), group=self.group).view(a.shape)
+        level = self._lowest(torch.where(y > 0.5, a, math.inf)).clamp(min=0).to(self.threshold.dtype)
         moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
     def _error(self, input: Tensor, code: tuple[Tensor, ...]) -> Tensor:
         """The mean squared error of the reconstruction, or with widths the mean of theirs."""
-        errors = [F.mse_loss(self.decode(*code), input)]
+        errors = [F.mse_loss(self._decode(*code), input)]
         for width in self.widths:
             values, *indices = code
             kept = indices[0] < width if indices else torch.arange(self.latents, device=values.device) < width
-            errors.append(F.mse_loss(self.decode(values * kept, *indices), input))
+            errors.append(F.mse_loss(self._decode(values * kept, *indices), input))
         return errors[0] if len(errors) == 1 else torch.stack(errors).mean()
 
     def _smallest(self, a: Tensor, y: Tensor) -> Tensor:
         """The smallest activation that a selection has, (..., 1), or (1, ..., 1) if the batch shares it."""
         selected = torch.where(y.detach() > 0.5, a.detach(), math.inf)
-        if self.batch and not a.numel():
-            return a.new_full((1,) * a.dim(), math.inf)
-        return selected.amin(() if self.batch else -1, keepdim=True).clamp(min=0)
+        if self.batch:
+            return self._lowest(selected).clamp(min=0).view((1,) * a.dim())
+        return selected.amin(-1, keepdim=True).clamp(min=0)
+
+    def _lowest(self, x: Tensor) -> Tensor:
+        """The smallest entry that all processes have, 0-dim; ∞ if they have none."""
+        lowest = x.amin() if x.numel() else x.new_full((), math.inf)
+        return -self._shared().reduce([], [-lowest])[0].to(x.dtype)
 
     def _pull(self, input: Tensor, a: Tensor, smallest: Tensor, idle: Tensor) -> Tensor:
         """What idle latents lack to be selected for the input that is nearest to it, in sum, over B."""
-        if not a[..., 0].numel() or not smallest.numel():  # no inputs, or a k that rounds to 0
-            return a.new_zeros(())
-        some = idle.any()
-        if arguments.readable(some) and not bool(some):
+        shared, some = self._shared(), idle.any()
+        if not smallest.shape[-1]:  # k rounds to 0
             return a.new_zeros(())
         inputs, rows = input.reshape(-1, self.in_features), a.detach().reshape(-1, self.latents)
+        if shared.here and (not len(rows) or (arguments.readable(some) and not bool(some))):
+            return a.new_zeros(())
         level = smallest.detach().expand(*a.shape[:-1], 1).reshape(-1, 1)
+        if isinstance(shared, Shards):  # of all processes, the one with the nearest input pulls
+            distance = (level - rows).amin(0) if len(rows) else rows.new_full((self.latents,), math.inf)
+            (distances,) = shared.reduce([shared.slots(distance)])
+            idle = idle & (distances.argmin(-1) == shared.rank)
+            if not len(rows):
+                return a.new_zeros(())
         nearest = (level - rows).argmin(0)
         level = level[nearest].squeeze(-1)
         lacking = level - ((inputs[nearest] - self.bias.detach()) * self.encoder).sum(-1) - self.encoder_bias
@@ -384,26 +441,28 @@ class TopKSAE(LeftSoft):
 
     def _size(self, a: Tensor, k: Scalar | None = None) -> Scalar:
         """How many latents a whole batch gets, k for each input."""
-        k, inputs = current(self.k) if k is None else k, a[..., 0].numel()
-        if torch.compiler.is_compiling():  # a number would fix the size of the batch
-            return k * torch.full((), inputs, dtype=wide_dtype(a.device), device=a.device)
-        return k * inputs
+        k, inputs, shared = current(self.k) if k is None else k, a[..., 0].numel(), self._shared()
+        if shared.here and not torch.compiler.is_compiling():
+            return k * inputs
+        # a number would fix the size of the batch in a trace
+        (total,) = shared.reduce([torch.full((), inputs, dtype=wide_dtype(a.device), device=a.device)])
+        return k * total
 
     @staticmethod
     def _uses(a: Tensor, y: Tensor) -> Tensor:
         return (a > 0) & (y > 0.5)
 
     def _count(self, used: Tensor, indices: Tensor | None = None) -> None:
-        """Count, in train mode, the inputs since a latent was used, (..., n), or (..., m) at indices."""
-        if not self.training:
+        """Count the inputs since a latent was used, (..., n), or (..., m) at indices."""
+        if not counts(self):
             return
-        inputs = math.prod(used.shape[:-1])
+        inputs = torch.full((), math.prod(used.shape[:-1]), device=used.device)
         if indices is None:
-            now = used.reshape(-1, self.latents).any(0)
+            times = used.reshape(-1, self.latents).any(0).long()
         else:  # the sizes do not depend on values
-            found = torch.zeros_like(self.idle).scatter_add_(0, indices.flatten(), used.flatten().long())
-            now = found > 0
-        self.idle.copy_(torch.where(now, 0, self.idle + inputs))
+            times = torch.zeros_like(self.idle).scatter_add_(0, indices.flatten(), used.flatten().long())
+        inputs, times = self._shared().reduce([inputs, times])
+        self._pulled.write(self.idle, torch.where(times > 0, 0, self.idle + inputs.long()))
 
     def _cure(self) -> str:
         return f"{super()._cure()}, set hard=True, or leave out tau"
@@ -418,8 +477,18 @@ class TopKSAE(LeftSoft):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.threshold is not None:  # states of khot 0.1 have none
-            state_dict.setdefault(prefix + "threshold", torch.full_like(self.threshold, UNKNOWN))
+        name = prefix + "threshold"
+        level = state_dict.get(name)
+        if self.threshold is None:
+            if level is not None:
+                args[-1].append(
+                    f"{name!r} belongs to a TopKSAE with batch=True, and this one has batch=False: make it "
+                    "with batch=True, or delete the name from the state for one with k latents per input"
+                )
+        elif level is None:  # states of khot 0.1 have none
+            state_dict[name] = torch.full_like(self.threshold, UNKNOWN)
+        else:  # assign=True would take it as it is
+            state_dict[name] = level.to(_single(level.dtype))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
