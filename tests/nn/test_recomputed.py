@@ -59,7 +59,7 @@ def trained(name: str, passes: int, call: Callable[[nn.Module, list[Tensor]], An
         seen[f"results {step}"] = [result.detach() for result in results]
         seen[f"gradients {step}"] = [p.grad for p in layer.parameters()]
         seen[f"gradients of inputs {step}"] = [x.grad for each in given for x in each]
-    seen |= {n: b for n, b in layer.named_buffers()}
+    seen |= dict(layer.named_buffers())
     for n, module in layer.named_modules():
         if "_seen" in module.__dict__:
             seen[f"passes of {n}"] = module._seen.passes

@@ -416,6 +416,31 @@ def test_the_threshold_keeps_its_digits_in_half_precision(dtype: torch.dtype, ca
         torch.testing.assert_close(sae.threshold.double(), exact, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_threshold_keeps_its_digits_when_a_state_is_assigned(dtype: torch.dtype) -> None:
+    state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in trained(steps=3).state_dict().items()}
+    sae = make(tau=None, batch=True)
+    sae.load_state_dict(state, assign=True)
+    assert sae.encoder.dtype == dtype and sae.threshold is not None and sae.threshold.dtype == torch.float32
+    assert sae.threshold.equal(state["threshold"].float()) and state["threshold"].dtype == dtype
+    before = sae.threshold.clone()
+    x = sae.bias.detach() + 1.02 * scores(64, 5, seed=102).to(dtype)  # the same level, nearly
+    sae.encode(x)
+    assert not sae.threshold.equal(before)  # a change that half precision rounds away
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_with_a_threshold_needs_a_layer_with_one(nested: bool) -> None:
+    other, state = torch.nn.Sequential(make(tau=None)), torch.nn.Sequential(trained(steps=1)).state_dict()
+    layer = other if nested else other[0]
+    name = "0.threshold" if nested else "threshold"
+    state = state if nested else trained(steps=1).state_dict()
+    with pytest.raises(RuntimeError, match=f"'{name}' belongs to a TopKSAE with batch=True.*make it with"):
+        layer.load_state_dict(state)
+    del state[name]
+    layer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_threshold_works_when_compiled_and_exported(training: bool, steps: int) -> None:
@@ -493,6 +518,52 @@ def test_half_precision_in_eval(dtype: torch.dtype, batch: bool) -> None:
     assert got.dtype == dtype
     # three products of numbers up to 3, rounded once each and summed
     torch.testing.assert_close(got.double(), want, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2, "hard": True}], ids=str)
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast", "bfloat16 under autocast"])
+def test_half_precision_does_not_change_the_choice(how: str, options: dict[str, object]) -> None:
+    """The code is that of the same numbers in float64, whose mean is far from 0 as that of activations is."""
+    torch.manual_seed(0)
+    dtype = {"float16": torch.float16, "autocast": torch.float32}.get(how, torch.bfloat16)
+    sae = TopKSAE(64, 512, 16, revive=None, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        sae.bias.copy_(3 * torch.randn(64))
+        sae.encoder_bias.copy_(0.1 * torch.randn(512))
+    sae = sae.to(dtype)
+    x = (torch.randn(300, 64) + sae.bias.detach().float()).to(dtype)
+    exact = copy.deepcopy(sae).double()
+    for training in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
+            code = sae.train(training).encode(x)
+            values, indices = sae.eval().top(x)
+        assert code.dtype == values.dtype == dtype
+        want = exact.train(training).encode(x.double())
+        # of the 4,800 latents, float32 may choose one differently by a near tie
+        assert ((code != 0) != (want != 0)).sum() <= 2
+        torch.testing.assert_close(code.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    if not options:
+        assert (indices != exact.eval().top(x.double())[1]).float().mean() < 2e-3
+
+
+def test_large_numbers_in_float16() -> None:
+    sae = TopKSAE(64, 128, 4, dtype=torch.float16)
+    with torch.no_grad():
+        sae.encoder.copy_(sae.encoder.sign() * 100)
+    x = torch.full((3, 64), 100.0, dtype=torch.float16)
+    want = (x.double() @ sae.encoder.double().mT).topk(4).indices.sort().values
+    assert (sae.top(x)[1].sort().values == want).float().mean() >= 0.5  # sums of signs are often equal
+
+
+def test_gradients_in_half_precision() -> None:
+    sae, x = make(dtype=torch.bfloat16, tau=None), scores(40, 5).bfloat16().requires_grad_()
+    exact, given = copy.deepcopy(sae).double(), x.detach().double().requires_grad_()
+    sae.loss(x).backward()
+    exact.loss(given).backward()
+    for got, want in zip((x, *sae.parameters()), (given, *exact.parameters()), strict=True):
+        assert got.grad is not None and want.grad is not None and got.grad.dtype == torch.bfloat16
+        error = (got.grad.double() - want.grad).norm() / want.grad.norm()
+        assert error < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_autocast_in_eval() -> None:
@@ -578,6 +649,8 @@ def test_an_input_of_another_dtype() -> None:
 
 
 def test_refuses() -> None:
+    with pytest.raises(TypeError, match="loss must be a bool, but got Tensor"):
+        make()(scores(2, 5), torch.ones(2, dtype=torch.bool))
     for inputs, error in ((0, ValueError), (-1, ValueError), (0.5, TypeError), ("9", TypeError)):
         with pytest.raises(error, match="inputs must"):
             make().dead(inputs)

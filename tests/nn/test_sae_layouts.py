@@ -166,7 +166,7 @@ def test_a_state_of_saelens_in_training(batch: bool) -> None:
     with torch.no_grad():
         want = other(x)
     want = torch.where(want.isnan(), 0, want)
-    with pytest.raises(ValueError, match="rescale_acts_by_decoder_norm must be given.*lengths from 0 to"):
+    with pytest.raises(ValueError, match=r"rescale_acts_by_decoder_norm must be given.*lengths from 0 to"):
         sae_from_layout(state, "saelens", k=K)
     state["W_dec"][3] = 1e-3
     sae = sae_from_layout(state, "saelens", k=K, rescale_acts_by_decoder_norm=True).eval()
@@ -279,9 +279,9 @@ def test_refuses() -> None:
             sae_from_layout(state, "saelens", k=K)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"other names, too: 'W_skip', 'b_dec_out'"):
         sae_from_layout(lens | {"b_dec_out": torch.zeros(D), "W_skip": torch.zeros(D, D)}, "saelens", k=K)
+    theirs = DictionaryLearning(False).state_dict()
     with pytest.raises(ValueError, match="rescale_acts_by_decoder_norm must not"):
-        state = DictionaryLearning(False).state_dict()
-        sae_from_layout(state, "dictionary_learning", rescale_acts_by_decoder_norm=True)
+        sae_from_layout(theirs, "dictionary_learning", rescale_acts_by_decoder_norm=True)
     with pytest.raises(TypeError, match="W_enc"):
         sae_from_layout(lens | {"W_enc": torch.ones(D, N).long()}, "saelens", k=K)
     with pytest.raises(ValueError, match="2 dims"):

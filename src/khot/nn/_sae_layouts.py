@@ -214,7 +214,7 @@ def _rescales(decoder: Tensor, state: Mapping[str, Tensor], batch: bool, given: 
         return given
     lengths = decoder.detach().double().norm(dim=-1)
     target = 1.0 if batch else lengths.mean()
-    # rows that were divided by their lengths have length 1 up to a rounding of the lengths and one of the rows
+    # rows that were divided by their lengths are of length 1 up to a rounding of the lengths and of the rows
     tolerance = 2 * torch.finfo(decoder.dtype).eps + 1e-6
     if bool(((lengths - target).abs() <= tolerance * target).all()):
         return False

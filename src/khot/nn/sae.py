@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import wide_dtype, widen, without_autocast
 from khot._core.rows import Shards
 from khot._core.torch_internals import transforms_are_on
+from khot._ops.product import product
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices, order
 from khot.nn._export import to_onnx
@@ -267,7 +268,7 @@ class TopKSAE(Grouped, LeftSoft):
         y = self._code(a)
         self._count(self._uses(a, y))
         self._follow(a, y)
-        return y * a.relu()
+        return (y * a.relu()).to(self.encoder.dtype)
 
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
@@ -282,11 +283,13 @@ class TopKSAE(Grouped, LeftSoft):
     def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         a = self._activations(input)
         if not self.batch:
-            return self._best(a, self._count_of(1.0))
+            values, indices = self._best(a, self._count_of(1.0))
+            return values.to(self.encoder.dtype), indices
         chosen = self._above(a)
         counts = (chosen != 0).sum(-1)
         indices = order(a, chosen, int(counts.max()) if counts.numel() else 0)
-        return a.gather(-1, indices).relu() * chosen.gather(-1, indices), indices
+        values = a.gather(-1, indices).relu() * chosen.gather(-1, indices)
+        return values.to(self.encoder.dtype), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
@@ -422,12 +425,13 @@ class TopKSAE(Grouped, LeftSoft):
                 return a.new_zeros(())
         nearest = (level - rows).argmin(0)
         level = level[nearest].squeeze(-1)
-        lacking = level - ((inputs[nearest] - self.bias.detach()) * self.encoder).sum(-1) - self.encoder_bias
+        centred = inputs[nearest] - self.bias.detach()
+        lacking = level - (centred * self.encoder).sum(-1, dtype=level.dtype) - self.encoder_bias
         # nothing was selected where the level is infinite
         return torch.where(idle & (level < math.inf), lacking.relu(), 0).sum() / len(rows)
 
     def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        indices = best_indices(a, m)
+        indices = best_indices(a.detach(), m)
         return a.gather(-1, indices).relu(), indices
 
     def _count_of(self, wider: float) -> int:
@@ -437,7 +441,13 @@ class TopKSAE(Grouped, LeftSoft):
     def _activations(self, input: Tensor) -> Tensor:
         check_width(input, self.in_features, self)
         check_dtype(input, self.encoder, self)
-        return F.linear(input - self.bias, self.encoder, self.encoder_bias)
+        if input.dtype == self.encoder.dtype != _single(input.dtype):
+            # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
+            products, centre = (product(x, self.encoder.mT) for x in (input, self.bias))
+            return products + (self.encoder_bias - centre)
+        with without_autocast(input.device):
+            centred = (input - self.bias).to(torch.promote_types(self.encoder.dtype, torch.float32))
+            return F.linear(centred, self.encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype))
 
     def _size(self, a: Tensor, k: Scalar | None = None) -> Scalar:
         """How many latents a whole batch gets, k for each input."""
