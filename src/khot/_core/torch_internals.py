@@ -13,6 +13,7 @@ import torch
 import torch._C._functorch as functorch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _autograd
 from torch._C._dynamo import eval_frame
 from torch._decomp import register_decomposition
 from torch._functorch.utils import unwrap_dead_wrappers
@@ -124,9 +125,7 @@ def within_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-_hooks_on_top: Callable[[bool], Any] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
+_hooks_on_top: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def is_recomputation() -> bool:

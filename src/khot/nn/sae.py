@@ -36,6 +36,13 @@ UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
 
 
+class _Instead:
+    """What a forward pass computes instead of the reconstruction, for the methods that are forward passes."""
+
+    def __init__(self, work: Callable[[Tensor], Any]) -> None:
+        self.work = work
+
+
 class TopKSAE(Grouped, LeftSoft):
     """A sparse autoencoder: it writes every input as a sum of at most k of n learned directions.
 
@@ -190,12 +197,12 @@ class TopKSAE(Grouped, LeftSoft):
         if self.threshold is not None:
             self.threshold.fill_(UNKNOWN)
 
-    def forward(
-        self, input: Tensor, loss: bool = False, *, _work: Callable[[Tensor], Any] | None = None
-    ) -> Tensor:
-        if not isinstance(loss, bool):
+    def forward(self, input: Tensor, loss: bool = False) -> Tensor:
+        asked: Any = loss
+        if not isinstance(asked, bool | _Instead):
             raise TypeError(f"loss must be a bool, but got {type(loss).__name__}")
-        result: Tensor = (_work or (self._loss if loss else self._reconstruct))(input)
+        work = self._loss if loss else self._reconstruct
+        result: Tensor = (asked.work if isinstance(asked, _Instead) else work)(input)
         if self.training:
             self._pulled.until_backward_of(result)
         return result
@@ -260,7 +267,7 @@ class TopKSAE(Grouped, LeftSoft):
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
-        code: Tensor = self(input, _work=self._encode)
+        code: Tensor = self(input, _Instead(self._encode))
         return code
 
     def _encode(self, input: Tensor) -> Tensor:
@@ -277,7 +284,7 @@ class TopKSAE(Grouped, LeftSoft):
         m = ⌊k + ½⌋. With ``batch``, m is the largest number of latents that an input of the batch has; the
         values of the other inputs end with zeros.
         """
-        code: tuple[Tensor, Tensor] = self(input, _work=self._top)
+        code: tuple[Tensor, Tensor] = self(input, _Instead(self._top))
         return code
 
     def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +300,7 @@ class TopKSAE(Grouped, LeftSoft):
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
-        output: Tensor = self(code, _work=functools.partial(self._decode, indices=indices))
+        output: Tensor = self(code, _Instead(functools.partial(self._decode, indices=indices)))
         return output
 
     def _decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
