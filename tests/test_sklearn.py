@@ -85,6 +85,8 @@ def test_same_random_state_same_result_and_torch_is_left_alone() -> None:
     other = KHotSelector(3, steps=20, random_state=5).fit(X, LABELS).scores_
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+    with torch.autocast("cpu", torch.bfloat16):
+        np.testing.assert_array_equal(KHotSelector(3, steps=20, random_state=4).fit(X, LABELS).scores_, first)
     torch.manual_seed(1)
     KHotSelector(3, steps=20).fit(X, LABELS)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads

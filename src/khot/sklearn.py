@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from khot._core.precision import without_autocast
 from khot.budgets import budget_mask, soft_budget
 from khot.topk import soft_topk, topk_mask
 
@@ -129,7 +130,8 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         size: float = self.k if self.k is not None else float(self.budget)  # type: ignore[arg-type]
         if (n if cost is None else cost.sum()) > size:
             # the caller may be in any of these modes
-            with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+            cpu = torch.device("cpu")
+            with cpu, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
                 features = torch.from_numpy(inputs[:, varies]).float()
                 logits, mask = _train(features, targets, size, cost, self.steps, seed, self.verbose)
                 scores[varies] = logits.double().numpy()

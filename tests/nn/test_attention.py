@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -321,6 +323,58 @@ def test_refuses_several_dtypes_except_under_autocast() -> None:
         topk_attention(q, k, v.bfloat16(), 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert topk_attention(q, k.bfloat16(), v, 2).dtype == torch.bfloat16
+
+
+def test_large_float16_scores_do_not_overflow() -> None:
+    q, k = (torch.full(shape, 100.0, dtype=torch.float16) for shape in ((2, 4, 64), (2, 6, 64)))
+    k[:, 2] = 101
+    v = normal(2, 6, 7).half()
+    for top_k in (6, 1):
+        got = topk_attention(q, k, v, top_k, hard=top_k < 6)
+        want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())  # key 2 has all the weight
+        torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=1e-3)
+
+
+def attended(q: Tensor, k: Tensor, top_k: int) -> Tensor:
+    """The keys that a hard selection attends to: (L, S)."""
+    return topk_attention(q, k, torch.eye(k.shape[-2], dtype=k.dtype), top_k, hard=True) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_attends_to_the_keys_of_float32(dtype: torch.dtype, autocast: bool) -> None:
+    q, k = normal(300, 64).to(dtype), normal(512, 64, seed=1).to(dtype)
+    # to the last of 16 keys weights of e⁻⁷ remain
+    want = torch.zeros(300, 512, dtype=torch.bool).scatter(
+        -1, (q.float() @ k.float().mT).topk(16).indices, True
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(attended(q, k, 16), want)
+        if autocast:
+            assert torch.equal(attended(q.float(), k.float(), 16), want)
+
+
+def test_half_precision_has_the_gradients_of_float32() -> None:
+    inputs = [normal(64, 16), normal(128, 16, seed=1), normal(128, 5, seed=2)]
+    grad = normal(64, 5, seed=3)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs)
+        out = topk_attention(q, k, v, 8, tau=0.3)
+        gradients.append(torch.autograd.grad(out, (q, k, v), grad.bfloat16().to(dtype)))
+    for got, want in zip(*gradients, strict=True):
+        assert got.dtype == torch.bfloat16
+        # 2⁻⁹ relative for each of the roundings on the way
+        assert (got.double() - want).norm() < 0.01 * want.norm()
+
+
+def test_the_first_call_does_not_import_sympy() -> None:
+    code = (
+        "import sys, torch, khot; q = torch.ones(2, 3); khot.nn.topk_attention(q, q, q, 1); "
+        "khot.nn.topk_attention(q[None], q, q, 1); print('sympy' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == "False"
 
 
 def test_compiled_for_any_size_it_takes_masks_and_numbers_of_one_size() -> None:

@@ -21,7 +21,7 @@ from khot._core import precision
 from khot._core.torch_internals import as_usual, is_transformed
 
 __all__ = [
-    "batch_of",
+    "broadcast_shape",
     "Scalar",
     "broadcasts",
     "check_bool_or_real",
@@ -198,10 +198,10 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     return mask.expand(input.shape).movedim(dim, -1)
 
 
-def batch_of(a: Tensor, b: Tensor) -> torch.Size:
-    """The batch dims of the product of two matrices."""
-    # torch.broadcast_shapes would import sympy, which takes a quarter of a second
-    return torch.broadcast_tensors(a[..., :1, :1], b[..., :1, :1])[0].shape[:-2]
+def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
+    """The shape that the shapes broadcast to: ``torch.broadcast_shapes``, which imports sympy."""
+    point = torch.empty(())
+    return torch.broadcast_tensors(*(point.expand(shape) for shape in shapes))[0].shape
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

@@ -15,8 +15,8 @@ from khot._kernels.reference import product as kernels
 __all__ = ["product"]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, or in float64 if one of them is: in half precision and under autocast, too.
+def product(a: Tensor, b: Tensor, scale: float | None = None) -> Tensor:
+    """scale · a @ b in float32, or in float64 if a or b is: of half precision and under autocast, too.
 
     Half precision has so few digits that other entries would be chosen, and scores above 65504 are infinite
     in float16. The gradients have the dtypes of a and b; they are products of these dtypes, as those of a @ b
@@ -30,14 +30,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
         a, b = (x if x.dtype == wide else x.to(wide) for x in (a, b))
         with without_autocast(a.device):
-            return a @ b
+            return (a if scale is None else a * scale) @ b  # fewer entries than those of the product
     if b.dim() == 2 and a.dim() != 2:  # one product instead of many, and one gradient of b
-        rows: Tensor = _product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
-        return rows.view(*a.shape[:-1], b.shape[-1])
-    # which the rule for vmap keeps
-    a, b = (x[(None,) * (max(a.dim(), b.dim()) - x.dim())] for x in (a, b))
-    out: Tensor = _product(a, b)
-    return out
+        rows = _product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
+        out: Tensor = rows.view(*a.shape[:-1], b.shape[-1])
+    else:
+        # the same number of dims, which the rule for vmap keeps
+        out = _product(*(x[(None,) * (max(a.dim(), b.dim()) - x.dim())] for x in (a, b)))
+    return out if scale is None else out * scale
 
 
 class _Rule(Rule):

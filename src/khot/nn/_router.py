@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from khot import cdfs
 from khot._core import arguments
+from khot._core.precision import without_autocast
 from khot._core.torch_internals import save_in_exports
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
@@ -88,9 +89,8 @@ class Router(LeftSoft):
         if mask is not None:
             mask = arguments.mask_rows(mask, input[..., 0], -1)
             input = input.masked_fill(~mask.unsqueeze(-1), 0)
-        # in float32 at least, even under autocast, because near ties decide which expert gets a token
         wide = torch.promote_types(input.dtype, torch.float32)
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input.device):
             x = input.to(wide)
             selection, weights = self._route(x, F.linear(x, self.weight.to(wide)).log_softmax(-1), mask)
         if mask is None:

@@ -15,6 +15,7 @@ from khot import cdfs, topk
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.parts import in_parts
+from khot._ops.product import product
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
 from khot.nn._left_soft import LeftSoft
@@ -369,14 +370,14 @@ def _check_shapes(
             f"query, key and value must have batch dims that broadcast, but got shapes {tuple(query.shape)}, "
             f"{tuple(key.shape)} and {tuple(value.shape)}"
         )
-    scores = (*torch.broadcast_shapes(*batches[:2]), query.shape[-2], key.shape[-2])
+    scores = (*arguments.broadcast_shape(*batches[:2]), query.shape[-2], key.shape[-2])
     if attn_mask is not None:
         mask = attn_mask.shape
         if not (_broadcast(mask, scores) and arguments.broadcasts(mask[-2:], scores[-2:])):
             raise ValueError(
                 f"attn_mask must broadcast to the shape {scores} of the scores, but got {tuple(mask)}"
             )
-        scores = tuple(torch.broadcast_shapes(mask, scores))  # the mask's batch may be the larger one
+        scores = tuple(arguments.broadcast_shape(mask, scores))  # the mask's batch may be the larger one
     for name, x in (("top_k", top_k), ("tau", tau)):
         if isinstance(x, Tensor) and not arguments.broadcasts(x.shape, scores[:-1]):
             raise ValueError(
@@ -405,7 +406,7 @@ def _attend(
 ) -> Tensor:
     """The output, in parts of the queries."""
     length = query.shape[-2]
-    batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    batch = math.prod(arguments.broadcast_shape(query.shape[:-2], key.shape[:-2]))
 
     def part(start: int, stop: int) -> Tensor:
         def of(x: Any, dim: int) -> Any:
@@ -447,9 +448,7 @@ def _weights(
     if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise TypeError(f"attn_mask must be bool or floating-point, but got {attn_mask.dtype}")
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
-    products = (query * scale) @ key.transpose(-2, -1)  # scale first, because half precision overflows early
-    dtype = products.dtype
-    scores = products.to(torch.promote_types(dtype, torch.float32))
+    scores = product(query, key.mT, scale)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
@@ -459,4 +458,4 @@ def _weights(
     log_A = topk.topk_mask(scores, k).log() if hard else topk.log_soft_topk(scores, k, tau=tau, cdf=cdf)
     logits = scores + log_A
     idle = (logits == -math.inf).all(-1, keepdim=True)  # softmax would turn them into NaN
-    return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0).to(dtype)
+    return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0).to(query.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._core.arguments import batch_of
+from khot._core.arguments import broadcast_shape
 from khot._core.precision import without_autocast
 
 __all__ = ["product"]
@@ -25,7 +25,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
             return a.float() @ b.float()
         if _widens_itself(a) and a.numel() and b.numel():
             return _by_device(a, b)
-        out = a.new_empty((*batch_of(a, b), a.shape[-2], b.shape[-1]), dtype=torch.float32)
+        batch = broadcast_shape(a.shape[:-2], b.shape[:-2])
+        out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=torch.float32)
         parted, whole, dim = (b, a.float(), -1) if b.numel() > a.numel() else (a, b.float(), -2)
         size = max(PART * parted.shape[dim] // max(parted.numel(), 1), 1)
         for part, result in zip(parted.split(size, dim), out.split(size, dim), strict=True):
@@ -42,6 +43,6 @@ def _widens_itself(a: Tensor) -> bool:
 def _by_device(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 2:
         return torch.mm(a, b, out_dtype=torch.float32)
-    batch = batch_of(a, b)
+    batch = broadcast_shape(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
     return torch.bmm(a, b, out_dtype=torch.float32).unflatten(0, batch)
