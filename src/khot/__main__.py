@@ -1,6 +1,6 @@
 """`python -m khot` is the same as the `khot` command."""
 
-from khot.experiments.harness.entry import main
+from _khot import main
 
 if __name__ == "__main__":
     main()

@@ -48,6 +48,52 @@ def test_info_prints_versions_devices_and_kernels() -> None:
     assert (lines["gpu kernels"] == "none") == (not torch.cuda.is_available())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+@pytest.mark.parametrize("command", [["info"], ["reproduce", "list"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "khot", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (run.returncode, run.stderr) == (2, "khot: cannot write the output: No space left on device\n")
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        run = subprocess.run(
+            [sys.executable, "-m", "khot", "info"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+def test_an_interrupt_while_torch_is_imported_is_quiet() -> None:
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    [(module, function)] = re.findall(r'^khot = "(.+):(.+)"$', pyproject, flags=re.MULTILINE)
+    # what Ctrl-C does, at the moment that the import of torch begins
+    code = f"""
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from {module} import {function}
+{function}()
+"""
+    run = python("-c", code)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
 def test_version() -> None:
     run = invoke("--version")
     assert (run.exit_code, run.stdout) == (0, f"khot {khot.__version__}\n")

@@ -1,8 +1,10 @@
-"""Where the `khot` command starts. It needs torch alone for --help, --version and info."""
+"""The `khot` command without its packages. It needs torch alone for --help, --version and info."""
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 
 import khot
@@ -29,7 +31,29 @@ This is the short help, because the packages of the demo are not installed: pip 
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the command. If its output cannot be written, say so in one line and exit with code 2."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has enough
+        _discard_output()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"khot: cannot write the output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _discard_output() -> None:
+    """Let Python's last flush, at its exit, not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run() -> None:
     try:
         cli = importlib.import_module("khot.experiments.harness.cli")
     except ImportError as error:
