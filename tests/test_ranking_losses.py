@@ -410,16 +410,48 @@ def test_equal_scores(name: str) -> None:
 @each_loss
 @each_cdf
 def test_infinite_scores(name: str, cdf: str) -> None:
-    # an entry at −inf is behind all others, and one at +inf before them, as one at ±1e6 is
+    # an entry at −inf is padding, and one at +inf before all others, as one at 1e6 is
     loss, F = LOSSES[name], FUNCTIONS[cdf][0]
     x, target = randn(6), loss.targets(6, seed=5)
     x[1], x[4] = -INF, INF
-    far = x.clamp(-1e6, 1e6)
+    some = torch.tensor([0, 2, 3, 4, 5])
     leaf = x.clone().requires_grad_()
     value = loss(leaf, target, tau=0.5, cdf=F)
-    torch.testing.assert_close(value, loss(far, target, tau=0.5, cdf=F), rtol=1e-9, atol=1e-9)
+    want = loss(x[some].clamp(max=1e6), target[some], tau=0.5, cdf=F)
+    torch.testing.assert_close(value, want, rtol=1e-9, atol=1e-9)
     value.backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
+@each_loss
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_of_minus_infinity_is_masked(name: str, masked: bool) -> None:
+    loss = LOSSES[name]
+    x, target = randn(3, 8), loss.targets(3, 8, seed=5)
+    there = torch.arange(8) < torch.tensor([[8], [5], [3]])
+    mask = torch.arange(8) > 0 if masked else None
+    got = loss(x.masked_fill(~there, -INF), target, mask=mask, reduction="none")
+    want = loss(x, target, mask=there if mask is None else there & mask, reduction="none")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int32])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_spearman_tells_large_integers_apart(dtype: torch.dtype, dim: int) -> None:
+    # identifiers or times in nanoseconds: float64 has no digits for the last ones
+    end = torch.iinfo(dtype)
+    steps = [[3, 0, 1, 1, 4, 2], [5, 5, 0, 4, 1, 2]]
+    values = [[end.max - s for s in row] for row in steps]
+    values[1][2] = end.min  # a difference that overflows
+    target, x = torch.tensor(values, dtype=dtype), randn(2, 6)
+    got = losses.spearman_loss(
+        x if dim else x.T, target if dim else target.T, dim, tau=1e-9, reduction="none"
+    )
+    want = [1 - stats.spearmanr(row, [-s for s in step])[0] for row, step in zip(x, steps[:1], strict=False)]
+    want.append(1 - stats.spearmanr(x[1], [-5, -5, -9, -4, -1, -2])[0])
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    scalar = losses.spearman_loss(torch.tensor(0.3), torch.tensor(end.max, dtype=dtype), tau=1e-9)
+    assert scalar == 0 == losses.spearman_loss(randn(0), target[:0, 0], tau=1e-9)
 
 
 @each_loss

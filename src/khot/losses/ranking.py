@@ -51,7 +51,8 @@ def spearman_loss(
     number.
 
     Args:
-        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        scores: of any floating-point dtype; each row along ``dim`` is a list. An entry with a score of −inf
+            takes no part, as one under the mask; if it is to count as the last one, give it a finite score.
         targets: the true values, of the scores' shape; bool, integer or floating-point. Only their order
             counts, and equal ones share the mean of their ranks.
         dim: the dimension along which the entries of a list lie.
@@ -84,7 +85,7 @@ def spearman_loss(
         tensor(0.2000)
     """
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
-    s = _rows(targets, "targets", lists)
+    s = _rows(targets, "targets", lists, only_order=True)
     hard = 1e12 * torch.finfo(s.dtype).tiny  # no two different targets are as close as this
     a = _centred(lists.rank(), lists)
     b = _centred(soft_rank(s, tau=hard, descending=True, mask=lists.selected), lists)
@@ -118,7 +119,8 @@ def ndcg_loss(
     two scores are equal; for exponential gains pass ``2**relevance - 1``.
 
     Args:
-        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        scores: of any floating-point dtype; each row along ``dim`` is a list. An entry with a score of −inf
+            takes no part, as one under the mask.
         relevance: finite and ≥ 0, of the scores' shape; bool, integer or floating-point.
         k: how many places count, > 0; a number or a tensor that broadcasts with the batch shape. Lists that
             are shorter count whole. None: all places.
@@ -175,7 +177,8 @@ def average_precision_loss(
     tends to ``sklearn.metrics.average_precision_score`` if no two scores are equal.
 
     Args:
-        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        scores: of any floating-point dtype; each row along ``dim`` is a list. An entry with a score of −inf
+            takes no part, as one under the mask.
         labels: 1 where an entry is positive (relevant), else 0, of the scores' shape; bool, integer or
             floating-point.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
@@ -222,7 +225,8 @@ def recall_at_k_loss(
     As τ → 0, 1 − L tends to the recall of the k largest scores, if the k-th and the next are not equal.
 
     Args:
-        scores: of any floating-point dtype; each row along ``dim`` is a list.
+        scores: of any floating-point dtype; each row along ``dim`` is a list. An entry with a score of −inf
+            takes no part, as one under the mask.
         labels: as for :func:`average_precision_loss`.
         k: how many entries are selected, > 0; a number or a tensor that broadcasts with the batch shape.
             Lists that are shorter are selected whole.
@@ -297,7 +301,7 @@ class _Lists(NamedTuple):
     scores: Tensor  # as given
     dim: int
     x: Tensor  # (*batch, n), in the wide dtype
-    selected: Tensor  # the entries that take part
+    selected: Tensor  # the entries that take part: none with a score of −inf, which is how padding is marked
     tau: Tensor  # broadcasts with batch
     cdf: CDF
 
@@ -313,8 +317,7 @@ class _Lists(NamedTuple):
 
     def topk(self, k: Tensor) -> Tensor:
         """The soft top-k, of the whole list where that has fewer than k entries."""
-        selectable = (self.selected & (self.x != -math.inf)).sum(-1)
-        k = torch.minimum(widen(k), widen(selectable))
+        k = torch.minimum(widen(k), widen(self.selected.sum(-1)))
         return soft_topk(self.x, k, tau=self.tau, cdf=self.cdf, mask=self.selected)
 
     def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
@@ -329,23 +332,39 @@ def _lists(
     arguments.check_input(scores, "scores")
     x = arguments.rows(scores, dim)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    if mask is None:
-        selected = torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    else:
-        selected = arguments.mask_rows(mask, scores, dim)
+    selected = x != -math.inf
+    if mask is not None:
+        selected = selected & arguments.mask_rows(mask, scores, dim)
     return _Lists(scores, dim, widen(x), selected, tau, F)
 
 
-def _rows(value: Any, name: str, lists: _Lists) -> Tensor:
-    """What belongs to the scores, as a constant with dim last, and 0 for entries that take no part."""
+def _rows(value: Any, name: str, lists: _Lists, *, only_order: bool = False) -> Tensor:
+    """What belongs to the scores, as a constant with dim last, and 0 for entries that take no part.
+
+    With ``only_order`` other numbers in the same order will do.
+    """
     arguments.check_bool_or_real(value, name)
     arguments.check_device(value, name, lists.scores)
     if value.shape != lists.scores.shape:
         raise ValueError(
             f"{name} must have the scores' shape {tuple(lists.scores.shape)}, but got {tuple(value.shape)}"
         )
+    if only_order and not value.is_floating_point() and value.dtype.itemsize > 2:
+        value = _places(value, lists.dim)
     v = arguments.rows(value.detach().to(wide_dtype(lists.x.device)), lists.dim)
     return torch.where(lists.selected, v, 0)
+
+
+def _places(value: Tensor, dim: int) -> Tensor:
+    """The place of each integer among the different ones of its list; a float lacks digits for large ones."""
+    if not value.dim() or not value.numel():
+        return value
+    if value.dtype == torch.uint64:  # torch does not sort it
+        value = value.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    ordered, order = value.long().sort(dim)
+    # a difference may overflow, but only that of equal numbers is 0
+    steps = ordered.diff(dim=dim, prepend=ordered.narrow(dim, 0, 1)) != 0
+    return torch.zeros_like(order).scatter(dim, order, steps.cumsum(dim))
 
 
 def _positive(labels: Any, lists: _Lists) -> tuple[Tensor, Tensor]:
