@@ -46,6 +46,24 @@ def test_sums_of_rows_and_columns(dtype: torch.dtype, tau: float, cdf: str) -> N
     assert_sums(y, 2.0, 20.0, ROUNDING[dtype])
 
 
+def test_capacities_in_half_precision_miss_the_sum_by_rounding() -> None:
+    x = scores(40, 3)
+    shares = torch.full((3,), 1 / 3, dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16):
+        capacity = (40 * 1.3 * shares).to(dtype).requires_grad_()
+        assert (capacity.double().sum() - 40 * 1.3).abs() > 1e-3
+        y = khot.soft_assign(x, 1.3, capacity, tau=0.3)
+        assert_sums(y, 1.3, capacity.double() * (40 * 1.3 / capacity.double().sum()), 1e-11)
+        (grad,) = torch.autograd.grad(y[0, 0], capacity)
+        assert grad.dtype == dtype and bool(grad.isfinite().all())
+        k = torch.full((40,), 0.3, dtype=dtype)
+        assert_sums(khot.soft_assign(x, k, 12 * shares, tau=0.3), k, k.double().sum() * shares, 1e-11)
+        full = khot.soft_assign(x, 1.3, capacity, tau=0.3, at_most=True)
+        assert bool((full.sum(-1) - 1.3).abs().max() < 1e-11)
+        with pytest.raises(ValueError, match=r"^capacity must have a sum that is the same as that of k, 52"):
+            khot.soft_assign(x, 1.3, capacity * 1.02)
+
+
 def test_own_capacities_fractional_k_and_batches() -> None:
     x, k = scores(2, 3, 8, 4), torch.tensor([1.5, 2.0, 0.25]).double()
     share = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)

@@ -81,7 +81,8 @@ def soft_assign(
             broadcasts with (*batch, m).
         capacity: the sum of each column, in [0, number of rows that may select it]; a number or a tensor that
             broadcasts with (*batch, E). By default the sum of the rows over E. Their sum must be that of the
-            rows; a difference of up to a relative 1e-6 counts as rounding, and is spread over the columns.
+            rows; a difference of up to a relative 1e-6, or of the resolution of k and capacity in half
+            precision, counts as rounding, and is spread over the columns.
         tau: temperature > 0, in the units of the input; a number or a tensor that broadcasts with the batch
             shape.
         cdf: F, a CDF whose support is the whole line: ``"logistic"``, ``"laplace"``, ``"normal"``, or a
@@ -163,20 +164,30 @@ def soft_assign(
         (total,) = row.total([widen(count).sum(-1, keepdim=True)])
         room = (total / max(x.shape[-1], 1)).expand(*x.shape[:-2], x.shape[-1])
     else:
-        _check_sums(count, room, at_most, row)
+        room = _balanced(count, room, at_most, row)
     y, _, c = assigned(x, count, room, scale, start, F, at_most, row)
     return (y, -c.detach()) if return_bias else y
 
 
-def _check_sums(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> None:
-    if not (arguments.readable(k) and arguments.readable(capacity)):
-        return
-    need, room = row.count(widen(k.detach()).sum(-1)), widen(capacity).sum(-1)
-    slack = 1e-6 * need.clamp(min=1)
-    bad = (room < need - slack) if at_most else ((room - need).abs() > slack)
-    if bool(bad.any()):
+def _balanced(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> Tensor:
+    """The capacities with the sum that they need, where they miss it by their rounding; or as given."""
+    half = [torch.finfo(x.dtype).eps for x in (k, capacity) if x.dtype in (torch.float16, torch.bfloat16)]
+    readable = arguments.readable(k) and arguments.readable(capacity)
+    if not (half or readable):
+        return capacity
+    (need,) = row.total([widen(k.detach()).sum(-1)])
+    room = widen(capacity.detach()).sum(-1)
+    short, slack = need - room, max([1e-6, *half]) * need.clamp(min=1)
+    far = short.abs() > slack
+    bad = far & (short > 0) if at_most else far
+    if readable and bool(bad.any()):
         relation = "at least" if at_most else "the same as"
         raise ValueError(
             f"capacity must have a sum that is {relation} that of k, {arguments.plain(need[bad][0].item())}, "
             f"but got {arguments.plain(room[bad][0].item())}"
         )
+    if not half:  # the solver takes up what is left
+        return capacity
+    off = ~far & ((short > 0) if at_most else (short != 0))
+    ratio = torch.where(off, need / room.masked_fill(room == 0, 1), 1)
+    return widen(capacity) * ratio.unsqueeze(-1)
