@@ -4,6 +4,7 @@ differentiable."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,53 @@ def test_soft_tends_to_hard(end: int | None) -> None:
     assert soft.tokens.equal(hard.tokens)
     torch.testing.assert_close(soft.log_likelihood, hard.log_likelihood, rtol=0, atol=1e-4)
     torch.testing.assert_close(soft.log_probs, hard.log_probs, rtol=0, atol=1e-4)
+
+
+def forbid(allowed: list[int]) -> Any:
+    """The decoder that says these tokens only."""
+    barrier = torch.full((V,), -torch.inf, dtype=torch.float64)
+    barrier[allowed] = 0
+
+    def some(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        logits, new = step(x, h)
+        return logits + barrier, new
+
+    return some
+
+
+@pytest.mark.parametrize("end", [None, 2])
+@pytest.mark.parametrize("allowed", [[2], [2, 4], [0, 2, 4]])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_fewer_allowed_tokens_than_beams(allowed: list[int], end: int | None, normalize: bool) -> None:
+    h = normal(3, H, seed=5).requires_grad_()
+    hard = soft_beam_search(forbid(allowed), TABLE, START, h, 3, 4, end=end, hard=True)
+    options: Any = {"epsilon": 1e-6, "normalize": normalize, "end": end}
+    soft = soft_beam_search(forbid(allowed), TABLE, START, h, 3, 4, **options)
+    known = hard.log_likelihood > -torch.inf
+    assert known.any(-1).all() and known.equal(soft.log_likelihood > -torch.inf)
+    assert soft.tokens[known].equal(hard.tokens[known])
+    assert set(soft.tokens[known].flatten().tolist()) <= set(allowed)
+    torch.testing.assert_close(soft.log_likelihood, hard.log_likelihood, rtol=0, atol=1e-4)
+    torch.testing.assert_close(soft.log_probs, hard.log_probs, rtol=0, atol=1e-4)
+    softer = soft_beam_search(forbid(allowed), TABLE, START, h, 3, 4, end=end)
+    (grad,) = torch.autograd.grad(softer.log_likelihood[known].sum(), h)
+    assert grad.isfinite().all()
+
+
+def test_a_row_with_too_few_tokens_changes_no_other() -> None:
+    h = normal(3, H, seed=5)
+    barrier = torch.zeros(3, 1, V, dtype=torch.float64)
+    barrier[1, :, 1:] = -torch.inf
+
+    def some(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        logits, new = step(x, h)
+        return logits + barrier, new
+
+    got = soft_beam_search(some, TABLE, START, h, 3, 3)
+    want = soft_beam_search(step, TABLE, START, h, 3, 3)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one[[0, 2]], other[[0, 2]])
+    assert got.tokens[1, 0].tolist() == [0, 0, 0] and got.log_likelihood[1, 0] == 0
 
 
 def test_log_probs_are_those_along_the_best_sequence() -> None:

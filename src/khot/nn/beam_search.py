@@ -83,6 +83,10 @@ def soft_beam_search(
             equally likely continuations the one of the first beam comes first, and within a beam the one with
             the lowest token.
 
+    Logits of −inf forbid tokens. Where fewer than k continuations are allowed, the other beams hold forbidden
+    ones, with a log-likelihood of −inf. With a soft selection this needs eager mode on the CPU; elsewhere
+    such an example is NaN.
+
     Returns:
         :class:`Beams`, sorted by likelihood if the selection is hard. log_probs and log_likelihood are
         differentiable in everything that the steps and the embedding depend on: exactly, except through the
@@ -113,6 +117,7 @@ def soft_beam_search(
     likelihood = x.new_zeros(B, 1, dtype=torch.promote_types(x.dtype, torch.float32))
     over = torch.zeros(B, 1, dtype=torch.bool, device=x.device)
     said, pointers, tokens = [], [], []
+    ranks = torch.arange(k, device=x.device)
     for _ in range(length):
         logits, h = step(x, h)
         log_p = logits.to(likelihood.dtype).log_softmax(-1)
@@ -127,8 +132,10 @@ def soft_beam_search(
             x = embedding[place % V]
             h = _along(h, place // V)
         else:
-            A = sorted_soft_topk(scores, k, epsilon=epsilon, normalize=normalize)
-            place = A.argmax(-1)
+            allowed = (scores.detach() > -torch.inf).sum(-1)
+            A = _choice(scores, k, allowed, epsilon, normalize)
+            # a beam without a continuation gets one that is forbidden
+            place = torch.where(ranks < allowed.unsqueeze(-1), A.argmax(-1), scores.argmin(-1, keepdim=True))
             A = A.unflatten(-1, (-1, V)).to(h.dtype)
             x, h = A.sum(-2) @ embedding, A.sum(-1) @ h
         likelihood = scores.gather(1, place)
@@ -138,13 +145,26 @@ def soft_beam_search(
             over = over.gather(1, pointers[-1]) | (tokens[-1] == end)
 
     best = likelihood.argmax(-1, keepdim=True)
-    beam = torch.arange(k, device=x.device).expand(B, k)
+    beam = ranks.expand(B, k)
     sequences, log_probs = [], []
     for t in reversed(range(length)):
         sequences.append(tokens[t].gather(1, beam))
         beam, best = pointers[t].gather(1, beam), pointers[t].gather(1, best)
         log_probs.append(_along(said[t], best))
     return Beams(torch.stack(sequences[::-1], -1), likelihood, torch.cat(log_probs[::-1], 1))
+
+
+def _choice(scores: Tensor, k: int, allowed: Tensor, epsilon: float, normalize: bool) -> Tensor:
+    """The sorted soft top-k, (B, k, mV); its last rows are 0 where fewer than k scores are above −inf."""
+    if not arguments.readable(allowed) or bool((allowed >= k).all()):
+        return sorted_soft_topk(scores, k, epsilon=epsilon, normalize=normalize)
+    A = scores.new_zeros(len(scores), k, scores.shape[-1])
+    counts = allowed.clamp(max=k)
+    for count in set(counts.tolist()) - {0}:
+        these = (counts == count).nonzero().squeeze(-1)
+        some = sorted_soft_topk(scores[these], count, epsilon=epsilon, normalize=normalize)
+        A = A.index_copy(0, these, F.pad(some, (0, 0, 0, k - count)))
+    return A
 
 
 def soft_beam_loss(
