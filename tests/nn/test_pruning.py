@@ -39,6 +39,35 @@ def pruned(amount: Any = 0.6, tau: Any = 0.8, p: float = 2.0) -> nn.Sequential:
     return model
 
 
+@pytest.mark.parametrize(
+    "cost", [None, [2.0, 1.0, 3.0], [torch.full((4, 1), 2.0), 1.0, torch.full((4,), 3.0)]]
+)
+def test_tied_weights_count_once(cost: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(3)))
+    for i, layer in enumerate(model):
+        layer.weight.data = scores(4, 4, seed=i)
+    plain = copy.deepcopy(model)
+    model[2].weight = model[0].weight
+    prune_global([(layer, "weight") for layer in model], 0.5, cost=cost)
+    prune_global([(plain[0], "weight"), (plain[1], "weight")], 0.5, cost=None if cost is None else [5.0, 1.0])
+    x = scores(3, 4, seed=5)
+    for train in (True, False):
+        model.train(train), plain.train(train)
+        assert torch.equal(model[0].weight, model[2].weight)
+        first = plain[0](x)
+        want = plain[0](plain[1](first))
+        got = model(x)
+        torch.testing.assert_close(got, want)
+        pairs = ((got, model), (want, plain))
+        slopes = (torch.autograd.grad(y.sum(), m[0].parametrizations.weight.original) for y, m in pairs)
+        torch.testing.assert_close(*slopes)
+    if cost is None:
+        assert sum(int((model[i].weight == 0).sum()) for i in (0, 1)) == 16
+    kept = model[0].weight.detach()
+    make_permanent(model)
+    assert torch.equal(model[0].weight, kept) and model[0].weight is model[2].weight
+
+
 def by_hand(x: Tensor, w: list[Tensor], b: list[Tensor], k: int, tau: Any, p: float = 2.0) -> Tensor:
     row = torch.cat([w[0].flatten(), w[1].flatten()])
     row = khot.soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True)

@@ -88,7 +88,9 @@ def prune_global(
     makes its own selection.
 
     Args:
-        parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``.
+        parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``. A parameter
+            that several modules share (tied weights) is given for each of them; it counts once and is pruned
+            alike in all of them, and its costs add up.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
         min_share: the least share of the entries of each parameter that is kept, in [0, 1], rounded to a
             number of entries. It protects small layers, and those with small weights, from being pruned away.
@@ -227,10 +229,10 @@ def make_permanent(module: nn.Module) -> nn.Module:
     for group in groups:
         with torch.no_grad():
             weights, _ = group.select(hard=True)
-        for (owner, name), weight in zip(group.members, weights, strict=True):
+        for (owner, name), place in zip(group.members, group.places, strict=True):
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             with torch.no_grad():
-                getattr(owner, name).copy_(weight)
+                getattr(owner, name).copy_(weights[place])
     return module
 
 
@@ -280,7 +282,7 @@ class _Blocks:
     """A parameter whose every m entries are a row of their own."""
 
     def __init__(self, member: tuple[nn.Module, str], n: int, m: int, dim: int, tau: Value) -> None:
-        self.members = [member]
+        self.members, self.places = [member], [0]
         self.n, self.m, self.dim, self.tau = n, m, dim, positive(tau, "tau")
 
     def part(self, index: int, hard: bool) -> Tensor:
@@ -332,8 +334,12 @@ class _Group:
         arguments.check_number(max_share, "max_share", low=min_share, high=1)
         self.members, self.p = members, p
         self.min_share, self.max_share = min_share, max_share
-        sizes = [module.get_parameter(name).numel() for module, name in members]
-        self.cost = None if cost is None else _checked_costs(cost, members)
+        tensors = [module.get_parameter(name) for module, name in members]
+        distinct = list({id(x): x for x in tensors}.values())
+        # which of them is the tensor of each member
+        self.places = [next(i for i, y in enumerate(distinct) if y is x) for x in tensors]
+        sizes = [x.numel() for x in distinct]
+        self.cost = None if cost is None else _summed(_checked_costs(cost, members), self.places)
         self.n: float = sum(sizes) if self.cost is None else _total(self.cost, sizes)
         self.least, self.most = ([round(share * size) for size in sizes] for share in (min_share, max_share))
         if self.cost is not None and (min_share > 0 or max_share < 1):
@@ -380,14 +386,14 @@ class _Group:
         """
         state = self._state(hard)
         if state is None:
-            return self.select(hard)[0][index]
+            return self.select(hard)[0][self.places[index]]
         selection: _Selection | None = getattr(self.last, "selection", None)
         if selection is not None and selection.state == state:
             part, learned = selection.parts.pop(index, (None, None))
             if part is not None and self._unchanged(index, learned):
                 return part
         parts, learned_parts = self.select(hard, shared=True)
-        pairs = dict(enumerate(zip(parts, learned_parts, strict=True)))
+        pairs = {i: (parts[place], learned_parts[place]) for i, place in enumerate(self.places)}
         self.last.selection = _Selection(state, pairs)
         return pairs.pop(index)[0]
 
@@ -397,13 +403,13 @@ class _Group:
         A change through ``.data`` or NumPy does not change the version that :meth:`_state` looks at. Values
         are compared only where this does not wait for a device.
         """
-        original = self.originals()[index]
+        original = self.originals()[self.places[index]]
         if learned is None or not arguments.readable(original):
             return True
         return torch.equal(learned.to(original.dtype), original)
 
     def select(self, hard: bool, shared: bool = False) -> tuple[list[Tensor], list[Tensor] | list[None]]:
-        """The weights of all members, each in its shape and dtype, and a copy of the learned tensors.
+        """The weights of all tensors, each in its shape and dtype, and a copy of the learned ones.
 
         With ``shared`` the weights can be parts of several losses, with a backward pass for each. There is no
         copy of DTensors.
@@ -447,7 +453,9 @@ class _Group:
         return row, learned
 
     def originals(self) -> list[Tensor]:
-        return [module.parametrizations[name].original for module, name in self.members]  # type: ignore
+        """The learned tensors, one that several members share (tied weights) only once."""
+        members = [self.members[self.places.index(i)] for i in range(max(self.places) + 1)]
+        return [module.parametrizations[name].original for module, name in members]  # type: ignore
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
         """What a selection depends on; None where it is unknown, while tracing and under transforms."""
@@ -496,6 +504,11 @@ def _checked_costs(cost: Any, members: list[tuple[nn.Module, str]]) -> list[floa
             arguments.check_number(each, "cost", low=0, high=sys.float_info.max)
         found.append(each)
     return found
+
+
+def _summed(cost: list[float | Tensor], places: list[int]) -> list[float | Tensor]:
+    """The cost of each tensor: of tied weights that of all their uses."""
+    return [sum(c for c, at in zip(cost, places, strict=True) if at == i) for i in range(max(places) + 1)]
 
 
 def _shown(cost: list[float | Tensor]) -> tuple[float | str, ...]:
