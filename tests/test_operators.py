@@ -490,6 +490,8 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             for want_w in (False, True):
                 backward = (y.new_ones(1).expand(y.shape), layout, w, tau, *places, regularization, want_w)
                 cases.append(("permutahedron-backward", ops.permutahedron_backward.default, backward))
+    for systems in (torch.eye(N).double() + scores(ROWS, N, N), scores(N, N).expand(ROWS, N, N)):
+        cases.append(("solve", ops.solve.default, (systems, strided)))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
     costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)

@@ -22,6 +22,7 @@ from khot._core.torch_internals import (
     decides_by_device,
     decompose_in_exports,
     derivative_levels,
+    differentiable,
     forward_mode_is_on,
     run_as_is,
     transforms_are_on,
@@ -41,6 +42,11 @@ class Rule:
     #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each.
     zeros: ClassVar[bool] = True
 
+    #: How many dims of its own each argument has after the batch dims, in the schema's order: 0 for one
+    #: number per row, 1 for a row or its levels, 2 for a matrix. Arguments that the tuple does not reach have
+    #: 0.
+    own_dims: ClassVar[tuple[int, ...]] = (1,)
+
     #: True if the kernel is plain torch code with exact derivatives, which transforms under a trace may use.
     plain: ClassVar[bool] = False
 
@@ -58,11 +64,6 @@ class Rule:
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Forward mode: the tangents of the outputs from those of the inputs."""
         raise NotImplementedError
-
-    @staticmethod
-    def vmap(function: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        """The result for arguments with one more dim, which ``in_dims`` names, and the dim of the results."""
-        return vmap_rows(function, info, in_dims, *args)
 
     @staticmethod
     def examine(outputs: Any, *inputs: Any) -> None:
@@ -176,7 +177,7 @@ def define(
             torch.library.register_autograd(full, rule.vjp, setup_context=setup)
 
         def batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return rule.vmap(operator.overload, info, in_dims, *args)
+            return vmap_rows(operator.overload, rule.own_dims, info, in_dims, args)
 
         torch.library.register_vmap(full, batch)
     return operator
@@ -213,12 +214,13 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
             return rule.vjp(ctx, *grads)
 
         @staticmethod
+        @differentiable
         def jvp(ctx: Any, *tangents: Any) -> Any:
             return rule.jvp(ctx, *tangents)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return rule.vmap(Applied.apply, info, in_dims, *args)
+            return vmap_rows(Applied.apply, rule.own_dims, info, in_dims, args)
 
     # A transform of a compiled function runs the Function as it is, and Dynamo is asked for its frames.
     run_as_is(Applied.forward, Applied.setup_context, Applied.backward, Applied.jvp, Applied.vmap)
@@ -241,19 +243,30 @@ def _(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
     return _constant(x), in_dims[0]
 
 
-def vmap_rows(function: Any, info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Any, Any]:
+def vmap_rows(
+    function: Callable[..., Any],
+    own_dims: tuple[int, ...],
+    info: Any,
+    in_dims: tuple[Any, ...],
+    args: tuple[Any, ...],
+) -> tuple[Any, Any]:
     """The vmap rule of an operator on rows: the mapped dimension becomes one more batch dim in front.
 
-    Tensors among args broadcast with the batch shape.
+    The first argument has all batch dims. Each of the others has either all of them or fewer, which
+    broadcast; its own dims follow them.
     """
-    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-    batch = x.dim() - 1
+    own = (*own_dims, *(0,) * (len(args) - len(own_dims)))
+    x, size = args[0], info.batch_size
+    batch = x.dim() - own[0] - (in_dims[0] is not None)  # before this dim is added
 
-    def align(value: Any, dim: int | None) -> Any:
-        if dim is None:
+    def align(value: Any, dim: int | None, own: int) -> Any:
+        if not isinstance(value, Tensor):
             return value
-        value = value.movedim(dim, 0)
-        return value.reshape(value.shape[0], *(1,) * (batch - value.dim()), *value.shape[1:])
+        if dim is not None:
+            value = value.movedim(dim, 0)
+            return value.reshape(size, *(1,) * (batch - (value.dim() - 1 - own)), *value.shape[1:])
+        # a value with fewer batch dims broadcasts, but kernels count on batch dims that are all there
+        return value.expand(size, *value.shape) if own and value.dim() - own == batch else value
 
-    out = function(x, *(align(a, d) for a, d in zip(args, in_dims[1:], strict=True)))
+    out = function(*map(align, args, in_dims, own))
     return out, (0,) * len(out) if isinstance(out, tuple) else 0

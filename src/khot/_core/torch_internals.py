@@ -6,6 +6,7 @@ asks for the name and not for the version.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._C._dynamo import eval_frame
 from torch._decomp import register_decomposition
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -30,6 +32,7 @@ __all__ = [
     "decides_by_device",
     "decompose_in_exports",
     "derivative_levels",
+    "differentiable",
     "forward_mode_is_on",
     "is_exporting",
     "is_recomputation",
@@ -179,6 +182,42 @@ def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) ->
             args = unwrap_dead_wrappers(args)
             break
     return super(Function, function).apply(*args)  # type: ignore[misc]
+
+
+class _Constants:
+    """A Function's context in which the saved tensors carry no tangents of the given level."""
+
+    def __init__(self, ctx: Any, level: int) -> None:
+        self.ctx = ctx
+        self.saved_tensors = _without_tangents(ctx.saved_tensors, level)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
+def _without_tangents(values: tuple[Any, ...], level: int) -> tuple[Any, ...]:
+    return tuple(
+        functorch._unwrap_for_grad(value, level) if isinstance(value, Tensor) else value for value in values
+    )
+
+
+def differentiable(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's jvp for use inside other forward modes, such as a jacfwd of a jacfwd.
+
+    torch switches every forward mode off while it calls a jvp, so that the derivative of the rule itself
+    would be missing. Here the outer ones are on, and the tensors carry no tangents of the inner one.
+    """
+
+    @functools.wraps(jvp)
+    def run(ctx: Any, *tangents: Any) -> Any:
+        if not transforms_are_on():  # torch has one forward mode outside of torch.func
+            return jvp(ctx, *tangents)
+        level = functorch.maybe_current_level()
+        assert level is not None  # because a transform is on
+        with _set_fwd_grad_enabled(True):
+            return jvp(_Constants(ctx, level), *_without_tangents(tangents, level))
+
+    return run
 
 
 def decompose_in_exports(overload: Any, function: Callable[..., Any]) -> None:

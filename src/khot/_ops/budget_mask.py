@@ -16,6 +16,7 @@ __all__ = ["greedy_mask"]
 class _Rule(Rule):
     """No derivative. The rule makes vmap work, and reports bad values from inside it."""
 
+    own_dims = (1, 1)
     differentiable = False
 
     @staticmethod

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from khot._core.torch_internals import differentiable
 from khot._ops import poisson_binomial as operators
 from khot._ops.soft_topk import threshold_map
 from khot._ops.tilting import covariance_product, in_front, inclusion, tilt_rows
@@ -62,6 +63,7 @@ class _Calibrate(Function):
         return _Solve.apply(theta, k, grad), None
 
     @staticmethod
+    @differentiable
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         theta, k = ctx.saved_tensors
         return _Solve.apply(theta, k, tangent)
@@ -84,6 +86,7 @@ class _Solve(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:2], output)
+        ctx.save_for_forward(*inputs[:2], output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -91,6 +94,18 @@ class _Solve(Function):
         w = _Solve.apply(theta, k, grad)
         vjp = torch.func.vjp(lambda theta: covariance_product(tilt_rows(theta, k), u), theta)[1]
         return -vjp(w)[0], None, w
+
+    @staticmethod
+    @differentiable
+    def jvp(ctx: Any, of_theta: Tensor | None, _: None, of_v: Tensor | None) -> Tensor:
+        theta, k, u = ctx.saved_tensors
+        right = torch.zeros_like(u) if of_v is None else of_v
+        if of_theta is not None:
+            image = torch.func.jvp(
+                lambda theta: covariance_product(tilt_rows(theta, k), u), (theta,), (of_theta,)
+            )[1]
+            right = right - image
+        return _Solve.apply(theta, k, right)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> tuple[Tensor, int]:

@@ -15,11 +15,14 @@ __all__ = ["scan"]
 
 def scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), differentiable; see the reference kernel."""
-    out: Tensor = _decay_scan(*torch.broadcast_tensors(w, g), reverse)
+    # not broadcast_tensors, which the vmap of torch.autograd.functional lacks
+    shape = torch.broadcast_shapes(w.shape, g.shape)
+    out: Tensor = _decay_scan(w.expand(shape), g.expand(shape), reverse)
     return out
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
     plain = True  # its derivatives are scans again, so an expansion would not end
 
     @staticmethod

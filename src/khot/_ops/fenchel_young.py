@@ -32,6 +32,8 @@ def row_losses(
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
         *tensors, name, shape = inputs

@@ -29,6 +29,7 @@ def laplace_count(x: Tensor, levels: Tensor, tau: Tensor) -> Tensor:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
     constants = (1, 2)
 
     @staticmethod

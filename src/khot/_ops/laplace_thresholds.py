@@ -37,6 +37,7 @@ def found(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
     constants = (0, 2, 3)
 
     @staticmethod

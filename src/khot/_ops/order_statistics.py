@@ -32,6 +32,8 @@ def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
         x, _, *group = inputs

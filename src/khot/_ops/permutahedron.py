@@ -37,7 +37,7 @@ def permutahedron(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> Ten
 
     Args:
         z: (*batch, n).
-        w: broadcasts with z and has n entries. If vmap may map it, it has as many dims as z.
+        w: broadcasts with z and has n entries.
         tau: broadcasts with batch.
     """
     y: Tensor = _permutahedron(z, w, tau, regularization)[0]
@@ -92,6 +92,7 @@ def without(z: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
     constants = (1, 2, 3)
 
     @staticmethod
@@ -145,6 +146,7 @@ def _backward_fake(
 
 
 class _OfBlocks(Rule):
+    own_dims = (1, 1)
     differentiable = False
 
 

@@ -30,6 +30,8 @@ def shares(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF) -> Tensor:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1, 1)
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
         x, hi, lo, tau, *ctx.key = inputs

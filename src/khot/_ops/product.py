@@ -42,13 +42,7 @@ def product(a: Tensor, b: Tensor, scale: float | None = None) -> Tensor:
 
 class _Rule(Rule):
     plain = True  # its derivatives are products again, so an expansion would not end
-
-    @staticmethod
-    def vmap(function: Any, info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-        """The mapped dim goes to the front, and one of size 1 to that of a factor that is not mapped, so that
-        both have the same number of dims in every nested vmap."""
-        front = (x.unsqueeze(0) if d is None else x.movedim(d, 0) for x, d in zip(args, in_dims, strict=True))
-        return function(*front), 0
+    own_dims = (2, 2)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from khot._core.dispatch import Rule, define
 from khot._core.precision import in_float64, wide_dtype, widen
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_assign as kernels
+from khot._ops.solve import solve
 from khot.cdfs import CDF
 
 __all__ = ["soft_assign"]
@@ -45,6 +46,8 @@ def soft_assign(
 
 
 class _Rule(Rule):
+    own_dims = (2, 1, 1, 1, 1)
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, k, capacity, tau, _, name, shape, ctx.at_most, ctx.group = inputs
@@ -189,12 +192,12 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
     null = _null_space(scaled, torch.where(moves, columns.masked_fill(~moves, 1).sqrt(), 0), moves)
     regular = scaled + null + (1 - free).diag_embed()
 
-    def solve(b: Tensor) -> Tensor:
+    def pseudo_inverse(b: Tensor) -> Tensor:
         """The pseudo-inverse of the Schur complement times b. Nothing here waits for a device, as an
         eigendecomposition or a check for errors would."""
-        b = (root * b).unsqueeze(-1)
-        inner = torch.linalg.solve_ex(regular, b - null @ b).result
-        return root * (inner - null @ inner).squeeze(-1)
+        b = root * b
+        inner = solve(regular, b - (null @ b.unsqueeze(-1)).squeeze(-1))
+        return root * (inner - (null @ inner.unsqueeze(-1)).squeeze(-1))
 
     def centre(b: Tensor) -> Tensor:
         b = b * free
@@ -204,7 +207,7 @@ def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, ro
 
     def fit(by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
         (through,) = row.total([(g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)])
-        b = row.same(centre(solve(centre(by_column - through))))
+        b = row.same(centre(pseudo_inverse(centre(by_column - through))))
         (b_here,) = row.share([b])
         return inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1)), b
 

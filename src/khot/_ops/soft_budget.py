@@ -59,6 +59,7 @@ def check_costs(cost: Tensor) -> None:
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
     constants = (1,)
     zeros = False
 

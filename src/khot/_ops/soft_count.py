@@ -32,6 +32,8 @@ def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = Fa
 
 
 class _Rule(Rule):
+    own_dims = (1, 1)
+
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
         x, at, tau, *ctx.key, ctx.centred = inputs

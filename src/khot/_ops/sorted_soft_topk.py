@@ -11,7 +11,8 @@ from khot._core import arguments
 from khot._core.dispatch import Rule, define
 from khot._core.precision import wide_dtype
 from khot._kernels.reference import transport as kernels
-from khot._kernels.reference.transport import FAR, plan, scale_of, solve_laplacian
+from khot._kernels.reference.transport import FAR, laplacian, pinned, plan, scale_of
+from khot._ops.solve import solve
 
 __all__ = ["sorted_soft_topk"]
 
@@ -117,7 +118,7 @@ def _vjp(
     between = flow[..., :-1]
     grad_b = (between - between.mT).sum(-1) + flow[..., -1]
     grad_b_shift = torch.nn.functional.pad(grad_shift, (1, 0))[..., :-1] - grad_shift
-    through_b = solve_laplacian(gamma @ gamma.mT, hi, grad_b + grad_b_shift)
+    through_b = _solve_laplacian(gamma @ gamma.mT, hi, grad_b + grad_b_shift)
     v = placed * (v - through_b.unsqueeze(-1))
     along = anchors[:-1] @ v - (anchors @ gamma) * v.sum(-2)
     dscale = (centred * along).sum(-1) + (w[..., :-1] * grad_b_shift).sum(-1)
@@ -144,9 +145,24 @@ def _jvp(
     gram = gamma @ gamma.mT
     flow = (gamma * along.unsqueeze(-2)) @ gamma.mT * (anchors.unsqueeze(-1) - anchors)
     flow = flow - gram * (dw.unsqueeze(-1) - dw.unsqueeze(-2))
-    db = -solve_laplacian(gram, hi, flow.sum(-1)[..., :-1])
+    db = -_solve_laplacian(gram, hi, flow.sum(-1)[..., :-1])
     db = torch.nn.functional.pad(db, (0, 1))
     dlogits = anchors.unsqueeze(-1) * along.unsqueeze(-2) + (db - dw).unsqueeze(-1)
     mean = (gamma * dlogits).sum(-2, keepdim=True)
     dy = gamma[..., :-1, :] * (dlogits[..., :-1, :] - mean)
     return dy.to(x.dtype), db.diff(dim=-1)
+
+
+def _solve_laplacian(gram: Tensor, hi: Tensor, v: Tensor) -> Tensor:
+    """K⁻¹v, where K may have underflowed in part or be nearly singular.
+
+    Rows are scaled to a diagonal of 1. A little damping keeps the potential of an anchor bounded if its
+    coupling to the others is lost in rounding; the plan hardly depends on such a potential.
+    """
+    K = laplacian(gram, pinned(hi))
+    diagonal = K.diagonal(dim1=-2, dim2=-1)
+    idle = diagonal <= 0
+    root = torch.rsqrt(diagonal.masked_fill(idle, 1))
+    damping = torch.diag_embed(torch.full_like(hi, 1e-15).masked_fill(idle, 1))
+    scaled = K * root.unsqueeze(-1) * root.unsqueeze(-2) + damping
+    return root * solve(scaled, v * root)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from khot._core import arguments
+from khot._core.torch_internals import differentiable
 from khot._kernels.reference import poisson_binomial
 from khot._kernels.reference.poisson_binomial import Frequencies
 from khot._ops import poisson_binomial as operators
@@ -103,6 +104,7 @@ class _LogSizeProb(Function):
         return grad.unsqueeze(-1) * _Inclusion.apply(*ctx.saved_tensors)[1], None, None
 
     @staticmethod
+    @differentiable
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return (tangent * _Inclusion.apply(*ctx.saved_tensors)[1]).sum(-1)
 
@@ -138,6 +140,7 @@ class _Inclusion(Function):
         return total, None, None
 
     @staticmethod
+    @differentiable
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> tuple[Tensor, Tensor, Tensor]:
         change, z, k = ctx.saved_tensors
         image = _Covariance.apply(change, tangent, z, k)
@@ -172,6 +175,7 @@ class _Covariance(Function):
         return by_change, _Covariance.apply(change, grad, z, k), None, None
 
     @staticmethod
+    @differentiable
     def jvp(ctx: Any, of_change: Tensor | None, of_u: Tensor | None, *_: None) -> Tensor:
         change, u, z, k = ctx.saved_tensors
         total = torch.zeros_like(u) if of_u is None else _Covariance.apply(change, of_u, z, k)

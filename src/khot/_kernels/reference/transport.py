@@ -29,9 +29,10 @@ __all__ = [
     "STEPS",
     "TOLERANCE",
     "begin",
+    "laplacian",
+    "pinned",
     "plan",
     "scale_of",
-    "solve_laplacian",
     "sorted_soft_topk",
 ]
 
@@ -155,22 +156,6 @@ def pinned(hi: Tensor) -> Tensor:
     """The ridge that fixes the potential of an anchor that takes no finite entry. If the last anchor takes
     none, the one before it is fixed, because then only differences of potentials matter."""
     return (hi.abs() == FAR).to(hi.dtype)
-
-
-def solve_laplacian(gram: Tensor, hi: Tensor, v: Tensor) -> Tensor:
-    """K⁻¹v, where K may have underflowed in part or be nearly singular.
-
-    Rows are scaled to a diagonal of 1. A little damping keeps the potential of an anchor bounded if its
-    coupling to the others is lost in rounding; the plan hardly depends on such a potential.
-    """
-    K = laplacian(gram, pinned(hi))
-    diagonal = K.diagonal(dim1=-2, dim2=-1)
-    idle = diagonal <= 0
-    root = torch.rsqrt(diagonal.masked_fill(idle, 1))
-    damping = torch.diag_embed(torch.full_like(hi, 1e-15).masked_fill(idle, 1))
-    scaled = K * root.unsqueeze(-1) * root.unsqueeze(-2) + damping
-    solution, _ = torch.linalg.solve_ex(scaled, (v * root).unsqueeze(-1))
-    return root * solution.squeeze(-1)
 
 
 def begin(x: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
