@@ -321,6 +321,38 @@ def test_smallest_is_largest_of_the_negative(op: Operator) -> None:
     assert torch.equal(op.call(x, 2.0, 0.7, largest=False), op.call(-x, 2.0, 0.7))
 
 
+@every_differentiable
+def test_results_can_be_changed_in_place(op: Operator) -> None:
+    x, k, tau = arguments(op)
+    grads = []
+    for change in (torch.mul, Tensor.mul_):
+        leaf = x.clone().requires_grad_()
+        y = change(op.call(leaf, k, tau), 2)
+        try:
+            y.nan_to_num(0, 0, 0).sin().sum().backward()
+        except RuntimeError as error:  # as for torch.exp, the gradient is computed from the result
+            if "modified by an inplace operation" in str(error):
+                return
+            raise
+        assert leaf.grad is not None
+        grads.append(leaf.grad)
+        assert torch.equal(leaf, x)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["soft_assign", "sorted_soft_topk"])
+def test_whole_results_can_be_changed_in_place(name: str) -> None:
+    """The table has only rows and sums of these."""
+    grads = []
+    for change in (torch.mul, Tensor.mul_):
+        leaf = scores().requires_grad_()
+        y: Tensor = change(getattr(khot, name)(leaf, 2), 2)
+        y.sin().sum().backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 # --------------------------------------------------------------------------------- transforms
 
 

@@ -47,8 +47,9 @@ __all__ = [
 ]
 
 # A context in which an operator's own autograd rule is skipped. Inside a Function that rule is not needed,
-# and it costs more than the kernel for a small row.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+# and it costs more than the kernel for a small row. Views are not recorded, either: torch would refuse to
+# change a result in place that is a view of a kernel's buffer.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def _any_requires_grad(*args: Any) -> bool:
