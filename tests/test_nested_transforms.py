@@ -184,7 +184,7 @@ ROWS = [
     ),
     *(
         Row(
-            f"soft_assign-{cdf}",
+            f"soft_assign-{cdf}-capacity",
             lambda x, k, capacity, tau, cdf=cdf: khot.soft_assign(x, k, capacity, tau=tau, cdf=cdf),
             (matrix, sums, capacities, TAU),
             (0, 3),
