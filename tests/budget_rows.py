@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
+import oracles
 from khot._kernels.reference import soft_budget as reference
 
-__all__ = ["CDFS", "check_gradients", "check_rows", "far", "numbers", "table"]
+__all__ = [
+    "CDFS",
+    "GAP_EXAMPLES",
+    "GAP_TAUS",
+    "check_gap_gradients",
+    "check_gap_shares",
+    "check_gradients",
+    "check_rows",
+    "check_spend",
+    "far",
+    "gaps",
+    "numbers",
+    "table",
+]
 
 INF = math.inf
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -138,3 +154,138 @@ def check_gradients(
             fits = ~b.to(a.dtype).isinf()  # a finite gradient of float64 may be infinite in float32
             excess = ((far(a, b) / (relative * unit)).masked_fill(~fits, 0)).reshape(len(x), -1).amax(-1)
             assert (excess <= 1)[~kinked].all(), name
+
+
+# ------------------------------------------------------------------------------------------------- gaps
+
+GAP_TAUS = (1e-6, 0.01, 1.0, 100.0)
+GAP_SCORES = {
+    "normal": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64),
+    "wide": lambda n, g: 300 * torch.randn(n, generator=g, dtype=torch.float64),
+    "tied levels": lambda n, g: torch.randint(-3, 4, (n,), generator=g).double(),
+}
+GAP_COSTS = {
+    "twelve decades": COSTS["twelve decades"],
+    "four decades": lambda n, g: 10 ** (4 * torch.rand(n, generator=g, dtype=torch.float64) - 2),
+    "whole": lambda n, g: torch.randint(1, 10, (n,), generator=g).double(),
+    "equal": COSTS["equal"],
+}
+# scores, costs, budget, τ: the step of Newton's method left the gap
+GAP_EXAMPLES = (
+    ((0.0, 2.0, 5.0), (5.0, 1.0, 10.0), 1.0, 0.01),
+    ((1e6, 8.7, -10.0), (155438.0, 433952.0, 1e-4), 589390.0, 1.0),
+    ((1.38, -1.04, -1.72), (72.0, 2.0**-12, 2.0**-17), 72 + 2.0**-12, 1e-20),
+)
+
+
+def gaps(
+    n: int, dtype: torch.dtype, by: str, count: int = 24, exact: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose budget is the cost of their first entries, to the last digit or by one digit more or less.
+
+    Args:
+        exact: costs of few digits, whose sums are exact, over four decades at most; the budget is a sum.
+    """
+    g = Generator().manual_seed(n)
+    narrow = exact or dtype in (torch.float16, torch.bfloat16)
+    costs = [prices for name, prices in GAP_COSTS.items() if not (narrow and name == "twelve decades")]
+    scores, rows, prices, budgets = list(GAP_SCORES.values()), [], [], []
+    for i in range(count):
+        w = costs[i % len(costs)](n, g)
+        w = (w.bfloat16() if exact else w).to(dtype)
+        tied = i % len(scores) == 2
+        x = scores[i % len(scores)](n, g)
+        x = (x * w.double() if tied and by == "value" else x).to(dtype)
+        level = x.double() / (w.double() if by == "value" else 1)
+        ordered = w.double()[level.argsort(descending=True, stable=True)].tolist()
+        budget = math.fsum(ordered[: int(torch.randint(1, n, (), generator=g))])
+        towards = (budget, math.inf, 0.0)[i // 2 % 3] if not exact else budget
+        rows.append(x), prices.append(w), budgets.append(math.nextafter(budget, towards))
+    return torch.stack(rows), torch.stack(prices), torch.tensor(budgets, dtype=torch.float64)
+
+
+def check_spend(
+    kernels: Any, x: Tensor, w: Tensor, budget: Tensor, tau: float, cdf: str, by: str, at_most: bool = False
+) -> Tensor:
+    """The spend is the budget, to a part of the greatest cost; the shares."""
+    y = kernels.soft_budget(x, w, budget, *numbers(tau), cdf, CDFS[cdf], by, at_most)[0]
+    assert ((y >= 0) & (y <= 1)).all()
+    w = w.double()
+    dearest, missing = w.amax(-1), w.sum(-1) - budget
+    sharp = 1e-12 if x.dtype == torch.float64 else 1e-6
+    limit = sharp * torch.maximum(dearest, torch.minimum(budget, missing))
+    limit = limit + x.shape[-1] * torch.finfo(x.dtype).eps / 2 * dearest
+    over = (w * y.double()).sum(-1) - budget
+    free = reference.cdfs.resolve(cdf, CDFS[cdf]).cdf(x.double() / tau)
+    slack = at_most & ((w * free).sum(-1) <= budget)  # all that F(x/τ) asks for is paid
+    assert (over <= limit).all() and (over >= -limit)[~slack].all(), (over / limit).tolist()
+    return y
+
+
+@functools.cache
+def _shares(
+    x: tuple[float, ...], w: tuple[float, ...], budget: float, tau: float, cdf: str, by: str, at_most: bool
+) -> np.ndarray:
+    return oracles.soft_budget(x, w, budget, tau, cdf, _power(cdf), by, at_most)[0]
+
+
+def _power(cdf: str) -> float | None:
+    return CDFS[cdf] if cdf == "power" else None
+
+
+def check_gap_shares(
+    kernels: Any, x: Tensor, w: Tensor, budget: Tensor, tau: float, cdf: str, by: str, at_most: bool = False
+) -> None:
+    """Every share is that of the 50-digit oracle."""
+    y = check_spend(kernels, x, w, budget, tau, cdf, by, at_most).double()
+    limit = 1e-12 if x.dtype == torch.float64 else 5e-7
+    for i in range(len(x)):
+        row = tuple(x[i].tolist()), tuple(w[i].tolist()), budget[i].item()
+        want = torch.from_numpy(_shares(*row, tau, cdf, by, at_most))
+        assert (far(y[i], want) <= limit).all(), (row, tau, cdf, by, y[i].tolist(), want.tolist())
+
+
+@functools.cache
+def _grads(
+    x: tuple[float, ...],
+    w: tuple[float, ...],
+    budget: float,
+    tau: float,
+    cdf: str,
+    v: tuple[float, ...],
+    by: str,
+) -> tuple[Any, ...]:
+    t = oracles.soft_budget(x, w, budget, tau, cdf, _power(cdf), by)[1]
+    signed = oracles.soft_budget_grad(x, w, budget, tau, cdf, v, _power(cdf), by)
+    sizes = oracles.soft_budget_grad(x, w, budget, tau, cdf, tuple(map(abs, v)), _power(cdf), by)
+    return t, signed, sizes
+
+
+def check_gap_gradients(
+    kernels: Any, x: Tensor, w: Tensor, budget: Tensor, tau: float, cdf: str, by: str
+) -> None:
+    """The gradients of a sum of shares are those of the 50-digit oracle."""
+    g = Generator().manual_seed(1)
+    v = torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)
+    rest = (*numbers(tau), cdf, CDFS[cdf], by, False)
+    _, hi, lo = kernels.soft_budget(x, w, budget, *rest)
+    got = kernels.soft_budget_backward(v, torch.zeros_like(hi), x, w, hi, lo, *rest)
+    relative = 1e-10 if x.dtype == torch.float64 else 1e-5
+    for i in range(len(x)):
+        row = tuple(x[i].tolist()), tuple(w[i].tolist()), budget[i].item()
+        t, want, sizes = _grads(*row, tau, cdf, tuple(v[i].tolist()), by)
+        price = torch.tensor(sizes[2], dtype=torch.float64)  # the mean of abs(v)
+        wide = w[i].double()
+        z = ((x[i].double() - t * (wide if by == "value" else 1)) / tau).abs()
+        # the logarithms of densities have this many digits before the point
+        depth = (z.square() if cdf == "normal" else z).amin()
+        limit = relative + 16 * torch.finfo(torch.float64).eps * depth
+        f = reference.cdfs.resolve(cdf, CDFS[cdf]).pdf(
+            (x[i].double() - t * (wide if by == "value" else 1)) / tau
+        )
+        unit = f * (v[i].double().abs() + wide * price) / tau
+        t_unit = abs(t) * unit if by == "value" else 0 * unit
+        units = (unit, price + t_unit, price, (unit * z).sum())
+        for name, a, b, size in zip(("dx", "dw", "dB", "dtau"), got, want, units, strict=True):
+            error = far(a[i], torch.as_tensor(b, dtype=torch.float64))
+            assert (error <= limit * size + 1e-30).all(), (name, row, tau, cdf, by, a[i].tolist(), b)

@@ -39,6 +39,8 @@ __all__ = [
     "relaxed_sum_pav",
     "signed_pav",
     "sinkhorn_topk",
+    "soft_budget",
+    "soft_budget_grad",
     "soft_levels",
     "soft_permutation",
     "soft_rank",
@@ -500,6 +502,120 @@ def soft_topk_grad_fd(
     with mp.workdps(mp.dps + int(mp.ceil(-mp.log10(step)))):
         dk = slope(lambda d: value(row, mass + d, scale), step)
     return _floats(dx), float(dk), float(dtau)
+
+
+# ---------------------------------------------------------------------------------------- budgets
+
+
+def _budget_threshold(
+    x: Sequence[Mpf], w: Sequence[Mpf], budget: Mpf, tau: Mpf, F: MpCdf, by: str
+) -> tuple[Mpf, tuple[list[int], list[int]]]:
+    """t with sum_i w_i F((x_i - t a_i) / tau) = budget; and, in a gap of compact support, the entries next
+    to it on either side (else two empty lists). Finite x, w > 0, 0 < budget < sum(w)."""
+    a = [v if by == "value" else mp.one for v in w]
+    half = F.icdf(mp.mpf("0.5"))
+    if F.compact:
+        starts = [v / s for v, s in zip(x, a, strict=True)]  # y = 0 from here on
+        ends = [(v - tau) / s for v, s in zip(x, a, strict=True)]  # y = 1 up to here
+        for flat0 in set(starts):
+            above = [i for i, start in enumerate(starts) if start > flat0]
+            flat1 = min((ends[i] for i in above), default=mp.ninf)
+            if flat1 >= flat0 and sum(w[i] for i in above) == budget:
+                sides = (
+                    [i for i in above if ends[i] == flat1],
+                    [i for i, start in enumerate(starts) if start == flat0],
+                )
+                a_up, a_down = (_mean_slope(side, w, a) for side in sides)
+                return (a_up * flat1 + a_down * flat0) / (a_up + a_down), sides
+
+    def excess(t: Mpf, split: Sequence[bool]) -> Mpf:
+        """Decreasing in t, with the sign of the spend less the budget; however small both sides are, it is
+        the difference of their logarithms."""
+        P = Q = mp.zero
+        over = sum((w_i for w_i, up in zip(w, split, strict=True) if up), mp.zero) - budget
+        for v, w_i, s, up in zip(x, w, a, split, strict=True):
+            z = (v - t * s) / tau
+            if not up:
+                P += w_i * F.cdf(z)
+            else:
+                Q += w_i * (1 - F.cdf(z) if F.compact else F.cdf(-z))
+        P, Q = P + max(over, mp.zero), Q + max(-over, mp.zero)
+        return P - Q if P == 0 or Q == 0 else mp.log(P) - mp.log(Q)
+
+    def split_at(t: Mpf) -> list[bool]:
+        return [(v - t * s) / tau > half for v, s in zip(x, a, strict=True)]
+
+    share = F.icdf(budget / sum(w))
+    alone = [(v - tau * share) / s for v, s in zip(x, a, strict=True)]
+    pad = mp.mpf("1e-30") * (tau / min(a) + max(map(abs, alone)))
+    low, high = min(alone) - pad, max(alone) + pad
+    bends = (mp.zero, half, mp.one) if F.compact else (mp.zero,)
+    points = {(v - tau * z) / s for v, s in zip(x, a, strict=True) for z in bends}
+    knots = [low, *sorted(v for v in points if low < v < high), high]
+    first, last = 0, len(knots) - 1
+    while last - first > 1:
+        middle = (first + last) // 2
+        if excess(knots[middle], split_at(knots[middle])) > 0:
+            first = middle
+        else:
+            last = middle
+    split = split_at((knots[first] + knots[last]) / 2)  # the same between two knots
+    t = _root(lambda t: excess(t, split), knots[first], knots[last], tau / max(a) * mp.mpf("1e-40"))
+    return t, ([], [])
+
+
+def _mean_slope(side: Sequence[int], w: Sequence[Mpf], a: Sequence[Mpf]) -> Mpf:
+    return sum(w[i] * a[i] for i in side) / sum(w[i] for i in side)
+
+
+def soft_budget(
+    x: Row,
+    w: Row,
+    budget: float,
+    tau: float,
+    cdf: str,
+    p: float | None = None,
+    by: str = "score",
+    at_most: bool = False,
+) -> tuple[np.ndarray, float]:
+    """y_i = F((x_i - t a_i) / tau) with sum w y = budget, and t; a = 1 by score, a = w by value.
+
+    Finite x, w > 0, 0 < budget < sum(w). With `at_most`, t = 0 where that spends no more.
+    """
+    F, scale = _cdf(cdf, p), mp.mpf(tau)
+    row, cost = ([mp.mpf(float(v)) for v in _float64(part)] for part in (x, w))
+    t, _ = _budget_threshold(row, cost, mp.mpf(budget), scale, F, by)
+    t = max(t, mp.zero) if at_most else t
+    a = [v if by == "value" else mp.one for v in cost]
+    return _floats([F.cdf((v - t * s) / scale) for v, s in zip(row, a, strict=True)]), float(t)
+
+
+def soft_budget_grad(
+    x: Row, w: Row, budget: float, tau: float, cdf: str, v: Row, p: float | None = None, by: str = "score"
+) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """The gradients of sum v y in x, w, the budget and tau, by implicit differentiation in 50 digits.
+
+    In a gap of compact support, dL/dB is the mean of the derivatives to either side, weighted by the slopes
+    a of the entries there.
+    """
+    F, scale = _cdf(cdf, p), mp.mpf(tau)
+    row, cost, pull = ([mp.mpf(float(u)) for u in _float64(part)] for part in (x, w, v))
+    t, sides = _budget_threshold(row, cost, mp.mpf(budget), scale, F, by)
+    a = [u if by == "value" else mp.one for u in cost]
+    entries = range(len(row))
+    z = [(row[i] - t * a[i]) / scale for i in entries]
+    y, f = [F.cdf(u) for u in z], [F.pdf(u) for u in z]
+    if sides[0]:
+        slopes = [_mean_slope(side, cost, a) for side in sides]
+        rises = [sum(a[i] * pull[i] for i in side) / sum(cost[i] * a[i] for i in side) for side in sides]
+        price = sum(s * rise for s, rise in zip(slopes, rises, strict=True)) / sum(slopes)
+    else:
+        mass = sum(cost[i] * a[i] * f[i] for i in entries)
+        price = sum(a[i] * f[i] * pull[i] for i in entries) / mass
+    dx = [f[i] * (pull[i] - cost[i] * price) / scale for i in entries]
+    dw = [-price * y[i] - (t * dx[i] if by == "value" else 0) for i in entries]
+    dtau = -sum(dx[i] * z[i] for i in entries)
+    return _floats(dx), _floats(dw), float(price), float(dtau)
 
 
 # ----------------------------------------------------------------------------- convex programmes

@@ -298,3 +298,57 @@ def test_adversarial_rows(name: str, n: int) -> None:
     assert torch.equal(x, again)
     ks = adversarial_ks(int(x.isfinite().sum()))
     assert len(ks) == 7 and min(ks) >= 0 and max(ks) <= n
+
+
+# ---------------------------------------------------------------------------------------- budgets
+
+
+def budget_problem(by: str, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """Scores, costs, their order, and the cost of the first two, or somewhat more."""
+    x, w = row(5), np.array([7.0, 6.0, 5.0, 3.0, 3.0])
+    order = np.argsort(-x / (w if by == "value" else 1))
+    return x, w, order, w[order][:2].sum() + (0 if whole else 0.3)
+
+
+@kinds
+@pytest.mark.parametrize("by", ["score", "value"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_soft_budget_spends_it_and_its_gradient_is_a_difference_quotient(
+    cdf: str, p: float | None, by: str, whole: bool
+) -> None:
+    x, w, _, budget = budget_problem(by, whole)
+    v, tau, step = row(5, 1), 5.0, 1e-5
+    y, _ = oracles.soft_budget(x, w, budget, tau, cdf, p, by)
+    assert w @ y == pytest.approx(budget, rel=1e-14)
+    point = np.array([*x, *w, budget, tau])
+
+    def value(point: np.ndarray) -> float:
+        x, w, (budget, tau) = point[:5], point[5:10], point[10:]
+        return float(oracles.soft_budget(x, w, budget, tau, cdf, p, by)[0] @ v)
+
+    want = [(value(point + step * e) - value(point - step * e)) / (2 * step) for e in np.eye(12)]
+    dx, dw, dbudget, dtau = oracles.soft_budget_grad(x, w, budget, tau, cdf, v, p, by)
+    np.testing.assert_allclose([*dx, *dw, dbudget, dtau], want, rtol=1e-6, atol=1e-8)
+
+
+@kinds
+@pytest.mark.parametrize("by", ["score", "value"])
+def test_soft_budget_in_a_gap_follows_the_entries_next_to_it(cdf: str, p: float | None, by: str) -> None:
+    x, w, order, budget = budget_problem(by, whole=True)
+    v = row(5, 1)
+    y, _ = oracles.soft_budget(x, w, budget, 1e-6, cdf, p, by)
+    assert w @ y == pytest.approx(budget, rel=1e-14)
+    price = oracles.soft_budget_grad(x, w, budget, 1e-6, cdf, v, p, by)[2]
+    pair = order[1:3]
+    want = v[pair].sum() / w[pair].sum() if by == "value" else (v[pair] / w[pair]).mean()
+    assert price == pytest.approx(want, rel=1e-8)  # the normal CDF's is near its limit, and not there
+
+
+def test_soft_budget_of_equal_costs_is_soft_topk() -> None:
+    x = row(6)
+    for cdf, p in (("logistic", None), ("power", 1.5)):
+        for by in ("score", "value"):
+            y, t = oracles.soft_budget(x, np.full(6, 2.0), 6.0, 0.3, cdf, p, by)
+            want, _, t_want = oracles.soft_topk(x, 3, 0.3, cdf, p)
+            np.testing.assert_allclose(y, want, rtol=0, atol=1e-15)
+            assert t * (2 if by == "value" else 1) == pytest.approx(t_want, abs=1e-14)

@@ -1,0 +1,99 @@
+"""Budgets that equal the cost of the best entries, so that the threshold lies in a gap: every engine against
+50 digits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from budget_rows import (
+    CDFS,
+    GAP_EXAMPLES,
+    GAP_TAUS,
+    check_gap_gradients,
+    check_gap_shares,
+    check_spend,
+    gaps,
+)
+from khot import _kernels
+from khot._kernels.reference import soft_budget as reference
+
+wrong = pytest.mark.xfail(reason="by value, a step of Newton's method may leave the gap", strict=False)
+compiled = pytest.mark.skipif(
+    not _kernels.active()["cpu"].startswith("compiled"), reason="the compiled kernels are not in use"
+)
+# Triton reads this variable at import, so a test cannot set it
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs with Triton and TRITON_INTERPRET=1",
+)
+# the interpreter computes with NumPy, which warns of infinities; they are intended
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ENGINES = [
+    pytest.param("reference", marks=[wrong]),
+    pytest.param("compiled", marks=[compiled, wrong]),
+    pytest.param("triton", marks=[interpreted, wrong]),
+]
+every_cdf = pytest.mark.parametrize("cdf", CDFS)
+every_form = pytest.mark.parametrize("by", ["score", "value"])
+wide_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    """Where soft_budget and soft_budget_backward are."""
+    if request.param == "reference":
+        return reference
+    return torch.ops.khot if request.param == "compiled" else request.getfixturevalue("kernels")
+
+
+def part(engine: Any) -> slice:
+    """The interpreter is slow, and takes every fifth row."""
+    return slice(None) if engine is reference or engine is torch.ops.khot else slice(None, None, 5)
+
+
+@every_cdf
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_budget_is_spent(engine: Any, cdf: str, by: str, dtype: torch.dtype) -> None:
+    for n in (2, 7, 300) if dtype.itemsize > 2 else (7,):
+        x, w, budget = (v[part(engine)] for v in gaps(n, dtype, by))
+        for i, tau in enumerate(GAP_TAUS):
+            check_spend(engine, x, w, budget, tau, cdf, by, at_most=(n + i) % 4 == 0)
+        check_spend(engine, x[-1:], w[-1:], budget[-1:], 0.01, cdf, by)
+
+
+@every_cdf
+@every_form
+@wide_dtypes
+@pytest.mark.parametrize("at_most", [False, True])
+def test_the_examples(engine: Any, cdf: str, by: str, dtype: torch.dtype, at_most: bool) -> None:
+    for scores, costs, amount, tau in GAP_EXAMPLES:
+        x, w = torch.tensor([scores], dtype=dtype), torch.tensor([costs], dtype=dtype)
+        budget = torch.tensor([amount], dtype=torch.float64)
+        check_gap_shares(engine, x, w, budget, tau, cdf, by, at_most)
+
+
+@every_cdf
+@every_form
+@wide_dtypes
+@pytest.mark.parametrize("n", [2, 7])
+def test_every_share_is_right(engine: Any, cdf: str, by: str, dtype: torch.dtype, n: int) -> None:
+    x, w, budget = (v[part(engine)] for v in gaps(n, dtype, by, 12))
+    for tau in GAP_TAUS:
+        check_gap_shares(engine, x, w, budget, tau, cdf, by, at_most=tau == 1)
+
+
+@every_cdf
+@every_form
+@wide_dtypes
+def test_gradients(engine: Any, cdf: str, by: str, dtype: torch.dtype) -> None:
+    """Among them dL/dB in a gap: ½(v_u/w_u + v_d/w_d) by score, and (v_u + v_d)/(w_u + w_d) by value."""
+    for tau in GAP_TAUS:
+        x, w, budget = (v[part(engine)] for v in gaps(5, dtype, by, 12, exact=True))
+        check_gap_gradients(engine, x, w, budget, tau, cdf, by)
