@@ -560,8 +560,9 @@ def _budget_threshold(
         else:
             last = middle
     split = split_at((knots[first] + knots[last]) / 2)  # the same between two knots
-    t = _root(lambda t: excess(t, split), knots[first], knots[last], tau / max(a) * mp.mpf("1e-40"))
-    return t, ([], [])
+    reach = max(abs(knots[first]), abs(knots[last]))
+    tolerance = max(tau / max(a) * mp.mpf("1e-30"), reach * mp.mpf(10) ** (4 - mp.dps))
+    return _root(lambda t: excess(t, split), knots[first], knots[last], tolerance), ([], [])
 
 
 def _mean_slope(side: Sequence[int], w: Sequence[Mpf], a: Sequence[Mpf]) -> Mpf:
