@@ -114,7 +114,8 @@ class _Rule(Rule):
         along = moved - d.z * dtau.unsqueeze(-1)  # τ dz at a fixed t
         pay = d.w * d.a
         parts = [pay * d.weight, d.w * d.weight * along, d.share * dcost]
-        parts += [pay.where(edge, 0) for edge in d.edges]
+        for edge in d.edges:
+            parts += [d.w.where(edge, 0), pay.where(edge, 0)]
         mass, shift, paid, *ends = row.total([part.sum(-1) for part in parts])
         dead = (mass == 0) | d.fixed
         mass = mass.masked_fill(dead, 1)
@@ -123,8 +124,9 @@ class _Rule(Rule):
         out = d.rate * (along - d.a * dlo.unsqueeze(-1)) / tau.unsqueeze(-1)
         rise = d.a * d.weight * (left / mass).masked_fill(dead, 0).unsqueeze(-1)
         if not ctx.cdf.full_support:
-            for edge, n in zip(d.edges, ends, strict=True):
-                part = (0.5 * left / n.masked_fill(n == 0, 1)).unsqueeze(-1)
+            shares = kernels.gap_parts(*ends)
+            for edge, n, share in zip(d.edges, ends[1::2], shares, strict=True):
+                part = (share * left / n.masked_fill(n == 0, 1)).unsqueeze(-1)
                 rise = torch.where((dead & ~d.fixed).unsqueeze(-1) & edge, d.a * part, rise)
         idle = dead | (left == 0)
         lean = torch.exp(torch.log(tau) - (torch.log(mass) + d.log_scale).masked_fill(idle, 0))
