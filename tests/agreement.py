@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from operators import Operator
+from operators import Operator, log_limit
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TAU = [0.5, 1.0, 1.7]
@@ -86,7 +86,12 @@ def fits(op: Operator, n: int) -> bool:
 def excess(op: Operator, got: list[Tensor], want: list[Tensor], n: int, dtype: torch.dtype) -> list[float]:
     """The errors of a value and of its gradients, in units of what the contract allows: 1 is the limit."""
     tolerance = 2 * ROUNDING[dtype] + op.tolerance
-    value = error(got[0], want[0]) / (tolerance * (20 if not op.selects else 1))
+    if op.log_of is None:
+        value = error(got[0], want[0]) / (tolerance * (20 if not op.selects else 1))
+    else:
+        y, exact = got[0].detach().cpu().double(), want[0].detach()
+        off = ((y - exact).abs() / log_limit(op.log_of, exact, ROUNDING[dtype])).masked_fill(y == exact, 0)
+        value = off.nan_to_num(nan=torch.inf).max().item()
     # the cotangent is rounded to the dtype, and an entry's share of a sum of n of them with it
     rest = [error(a, b) / (100 * tolerance * n**0.5) for a, b in zip(got[1:], want[1:], strict=True)]
     return [value, *rest]

@@ -47,6 +47,7 @@ class Operator:
     masked: float = 0.0  # the value of an entry that may not be selected
     k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one per row, inside the domain
     all_infinite: bool = False
+    log_of: str | cdfs.CDF | None = None  # the CDF of y, if the values are its logarithms
 
     @property
     def keeps_dim(self) -> bool:
@@ -155,6 +156,18 @@ _CDFS: dict[str, str | cdfs.CDF] = {
 _SMOOTH = ("logistic", "laplace", "normal")
 
 
+def log_limit(cdf: str | cdfs.CDF, log_y: Tensor, rounding: float) -> Tensor:
+    """How far a logarithm of y may be off, given float32's or float64's rounding of y: by 1e-5 or 1e-12 of
+    itself, or by what an error of z within that of y is multiplied by. Where y leaves 0, that is f/F = e/z,
+    without a bound."""
+    F = cdfs.resolve(cdf)
+    relative = (1e-12 if rounding <= 1e-12 else max(1e-5, 2 * rounding)) * (1 + log_y.abs())
+    if F.full_support:
+        return relative
+    z = F.icdf(log_y.double().exp())
+    return (relative + rounding * torch.exp(F.log_hazard(z))).masked_fill(log_y == -torch.inf, 0)
+
+
 def _sorted(normalize: bool) -> Callable[..., Tensor]:
     """Per-row scalars for two places of sorted_soft_topk: its own k is an int, so k is the weight of the
     second."""
@@ -203,6 +216,7 @@ OPERATORS: list[Operator] = [
             _variant("log_soft_topk", cdf=c),
             _soft(c, 1),
             masked=-float("inf"),
+            log_of=c,
         )
         for n, c in _CDFS.items()
     ),

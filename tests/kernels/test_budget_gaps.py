@@ -18,6 +18,7 @@ from budget_rows import (
     check_gap_shares,
     check_spend,
     gaps,
+    numbers,
 )
 from khot import _kernels
 from khot._kernels.reference import soft_budget as reference
@@ -96,3 +97,26 @@ def test_gradients(engine: Any, cdf: str, by: str, dtype: torch.dtype) -> None:
     x, w, budget = (v[part(engine)] for v in gaps(5, dtype, by, 6, exact=True))
     for tau in (1e-6, 0.01, 1.0):
         check_gap_gradients(engine, x, w, budget, tau, cdf, by)
+
+
+@every_cdf
+@every_form
+def test_the_reference_reads_a_row_at_most_ten_times(
+    cdf: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+
+    def counting(*args: Any) -> Any:
+        found = root(*args)
+        passes.append(found[2])
+        return found
+
+    root = reference.root
+    monkeypatch.setattr(reference, "root", counting)
+    for n in (2, 7, 300):
+        x, w, budget = gaps(n, torch.float64, by, 12)
+        ordinary = 0.3 * w.sum(-1)
+        for tau in GAP_TAUS:
+            for amount in (budget, ordinary):
+                reference.soft_budget(x, w, amount, *numbers(tau), cdf, CDFS[cdf], by, False)
+    assert torch.cat(passes).max() + 1 <= 10  # one pass for the costs comes first

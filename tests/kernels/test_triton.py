@@ -18,6 +18,7 @@ from torch import Tensor
 import oracles
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
+from operators import log_limit
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -579,3 +580,18 @@ def test_an_id_that_no_cdf_has_fails(kernels: ModuleType) -> None:
     functions = sys.modules["khot._kernels.triton.functions"]
     with pytest.raises(ValueError, match="no CDF has the id 5"):
         functions.full_support(len(CDFS))
+
+
+@pytest.mark.parametrize("cdf", ["uniform", "power"])
+@every_dtype
+def test_logs_where_y_leaves_0(kernels: ModuleType, cdf: str, dtype: torch.dtype) -> None:
+    """There, log y multiplies the error of z by e/z: this row is off by more than twice y's own tolerance."""
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(7), dtype=torch.float64).float().to(dtype)
+    args = number([2.3, 3.0, 4.6]), number([0.5, 1.0, 1.7]), cdf, CDFS[cdf], "log"
+    got, _, _ = kernels.soft_topk(x, *args)
+    want, _, _ = reference.soft_topk(x.double(), *args)
+    limit = log_limit(cdfs.resolve(cdf, CDFS[cdf]), want, FORWARD[dtype])
+    assert torch.equal(got.isinf(), want.isinf())
+    assert ((got.double() - want).abs().nan_to_num(0) <= limit).all()
+    if cdf == "power" and dtype == torch.float32:
+        assert error(got, want, relative=True) > 1e-6

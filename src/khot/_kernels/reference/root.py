@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from khot.cdfs import CDF
 __all__ = ["Costs", "Problem", "add_costs", "all_costs", "residual", "root"]
 
 PASSES = 24
+# Rows whose bracket is at most this wide, in τ, are first evaluated at so many single points: Newton's method
+# is right for most of them, and the other rules cost twenty times as much.
+WIDE, SINGLE = 64.0, 4
+RULES, COMPACT_RULES = (2, 1, 0), (0, 2, 4)  # of the steps of a point, which to take for a single one
 LANES = 256  # entries of a row that a pass keeps, from which the next pass chooses points
 # ranks, among these entries, next to the one at which the budget is spent
 RANKS = (0, -1, 1, -2, 2, -3, 4, -5, 8, -9, 16, -17)
@@ -80,6 +84,19 @@ class _Point(NamedTuple):
     steps: Tensor  # (..., M): where the rules say that the root is, relative to this point
 
 
+class _State(NamedTuple):
+    """Where the search stands."""
+
+    left: _Point
+    right: _Point
+    sample: _Sample
+    guess: Tensor
+    fresh: Tensor  # the rows that were not evaluated yet
+    best_hi: Tensor
+    best_lo: Tensor
+    best: Tensor  # how far off the best point is; negative if it is the root
+
+
 class _Sums(NamedTuple):
     """The sums over a row at a point."""
 
@@ -116,36 +133,87 @@ def _halves(v: Tensor) -> tuple[Tensor, Tensor]:
     return high, v - high
 
 
-def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, int]:
-    """t = hi + lo of the batch shape, where ``live``, and the number of passes. Other rows may hold anything
-    but have to have a positive budget, less than their costs."""
+def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """t = hi + lo where ``live``, and the number of passes over each row; all of the batch shape.
+
+    Other rows may hold anything but have to have a positive budget, less than their costs.
+    """
+    batch, n = p.tau.shape, p.x.shape[-1]
+    flat = [v.reshape(-1) for v in (*p.costs, p.budget, p.tau, live)]
+    costs, (budget, tau, live) = Costs(*flat[:4]), flat[4:]
+    p = Problem(p.x.reshape(-1, n), p.cost.reshape(-1, n), costs, budget, tau, *p[5:])
     scales = _scales(p)
     low, high, guess, sample = _first_pass(p, scales)
     zero, infinite = torch.zeros_like(low), torch.full_like(low, math.inf)
     unknown = torch.full_like(low, math.nan)
-    none = torch.full((*low.shape, 0), math.nan, dtype=low.dtype, device=low.device)
-    left = _Point(low, zero, scales.rest, zero + 1, infinite, unknown, unknown, unknown, none)
-    right = _Point(high, zero, -p.budget, zero - 1, -infinite, unknown, unknown, unknown, none)
-    best_hi, best_lo, best = guess.clamp(low, high), zero, infinite
-    running, passes = live, 1
-    while passes < PASSES and some(running, p.row):
-        hi, lo, found = _trials(p, left, right, sample, guess if passes == 1 else None)
-        # where no point lies between the ends, the root is known to the last digit
-        running = running & (found | (best == math.inf))
-        passes += 1
-        points, done, ends, sample = _evaluate(p, scales, hi, lo, left, right)
-        left, right = _narrow(left, right, points)
-        # the best point so far, or better the one from which the root is known
-        size = (points.log_ratio if p.cdf.full_support else points.excess).abs()
-        size = size.nan_to_num(math.inf).clamp(max=greatest(hi) / 4)
-        size = torch.where(done, -1 / (1 + size), size)
-        value, index = size.min(-1)
-        better = running & (value < best)
-        best_hi = torch.where(better, _pick(ends[0], index), best_hi)
-        best_lo = torch.where(better, _pick(ends[1], index), best_lo)
-        best = torch.where(better, value, best)
-        running = running & ~done.any(-1)
-    return best_hi, best_lo, passes
+    no_steps = low.new_full((*low.shape, 4 if p.cdf.full_support else 6), math.nan)
+    left = _Point(low, zero, scales.rest, zero + 1, infinite, unknown, unknown, unknown, no_steps)
+    right = _Point(high, zero, -p.budget, zero - 1, -infinite, unknown, unknown, unknown, no_steps)
+    state = _State(left, right, sample, guess, torch.ones_like(live), guess, zero, infinite)
+
+    passes = zero + 1
+    reach = (p.costs.dearest if p.by_value else 1) * (high - low)
+    ordinary = live & (reach <= WIDE * p.tau)
+    running = ordinary
+    for single in (True, False):
+        if not single:
+            running = live & (~ordinary | running)
+        for _ in range(SINGLE if single else PASSES):
+            if not some(running, p.row):
+                break
+            passes = passes + running
+            state, running = _on_some(p, scales, state, running, single)
+    return state.best_hi.view(batch), state.best_lo.view(batch), passes.view(batch)
+
+
+def _on_some(
+    p: Problem, scales: _Scales, state: _State, running: Tensor, single: bool
+) -> tuple[_State, Tensor]:
+    """One pass over the rows that are running."""
+    if p.x.is_cuda or 2 * int(running.sum()) > len(running):
+        return _step(p, scales, state, running, single)
+    some = running.nonzero().squeeze(-1)
+    part, done = _step(*(_rows(v, some) for v in (p, scales, state)), running[some], single)
+    return _put(state, some, part), running.index_put((some,), done)
+
+
+def _rows(value: Any, some: Tensor) -> Any:
+    """The rows of all tensors in it."""
+    if isinstance(value, Tensor):
+        return value[some]
+    return (
+        type(value)(*(_rows(v, some) for v in value))
+        if isinstance(value, tuple) and hasattr(value, "_fields")
+        else (tuple(_rows(v, some) for v in value) if isinstance(value, tuple) else value)
+    )
+
+
+def _put(value: Any, some: Tensor, part: Any) -> Any:
+    """The inverse of :func:`_rows`."""
+    if isinstance(value, Tensor):
+        return value.index_put((some,), part)
+    return type(value)(*(_put(old, some, new) for old, new in zip(value, part, strict=True)))
+
+
+def _step(p: Problem, scales: _Scales, state: _State, running: Tensor, single: bool) -> tuple[_State, Tensor]:
+    """One pass, at one point or at many."""
+    left, right, fresh = state.left, state.right, state.fresh
+    hi, lo, found = _trials(p, state, single)
+    points, done, ends, sample = _evaluate(p, scales, hi, lo, left, right)
+    left, right = _narrow(left, right, points)
+    # the best point so far, or better the one from which the root is known
+    size = (points.log_ratio if p.cdf.full_support else points.excess).abs()
+    size = size.nan_to_num(math.inf).clamp(max=greatest(hi) / 4)
+    size = torch.where(done, -1 / (1 + size), size)
+    value, index = size.min(-1)
+    better = running & (value < state.best)
+    best_hi = torch.where(better, _pick(ends[0], index), state.best_hi)
+    best_lo = torch.where(better, _pick(ends[1], index), state.best_lo)
+    best = torch.where(better, value, state.best)
+    # where no point lies between the ends, the root is known to the last digit
+    running = running & ~done.any(-1) & (found | fresh)
+    state = _State(left, right, sample, state.guess, torch.zeros_like(fresh), best_hi, best_lo, best)
+    return state, running
 
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
@@ -304,29 +372,53 @@ def _sample_of(level: Tensor, cost: Tensor) -> _Sample:
 # ------------------------------------------------------------------------------------------------- trials
 
 
-def _trials(
-    p: Problem, left: _Point, right: _Point, sample: _Sample, guess: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Points inside the bracket, (*batch, K) as hi and lo; and whether there are any besides its ends."""
+def _trials(p: Problem, state: _State, single: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Points inside the bracket, (*batch, K) as hi and lo; and whether there are any besides its middle.
+
+    A single point is Newton's from the nearer end, or the middle of the bracket.
+    """
+    left, right = state.left, state.right
     width = (right.hi - left.hi) + (right.lo - left.lo)
-    points = [_shift(left, left.steps), _shift(right, right.steps)]
-    if guess is not None:
-        tiny = 16 * torch.finfo(width.dtype).eps * torch.maximum(left.hi.abs(), right.hi.abs())
-        tiny = torch.minimum(tiny, 0.25 * width)
-        near = torch.stack((guess, left.hi + tiny, right.hi - tiny), -1)
-        points.append((near, torch.zeros_like(near)))
-    else:
-        points += _between(p, left, right, width)
-    pivots = _pivots(left, right, sample)
-    points.append((pivots, torch.zeros_like(pivots)))
     middle = _shift(left, (0.5 * width).unsqueeze(-1))
-    by_size = _middle_of_sizes(left.hi, right.hi).unsqueeze(-1)
-    points += [middle, (by_size, torch.zeros_like(by_size))]
+    guess = _alone(torch.where(state.fresh, state.guess, math.nan))
+    if single:
+        nearer = left.log_ratio.abs() < right.log_ratio.abs()
+        order = list(RULES if p.cdf.full_support else COMPACT_RULES)
+        ends = [_shift(end, end.steps[..., order]) for end in (left, right)]
+        points = [
+            guess,
+            tuple(torch.where(nearer.unsqueeze(-1), u, v) for u, v in zip(*ends, strict=True)),
+        ]
+    else:
+        tiny = 16 * torch.finfo(width.dtype).eps * torch.maximum(left.hi.abs(), right.hi.abs())
+        tiny = torch.minimum(tiny, 0.25 * width).where(state.fresh, math.nan)
+        points = [
+            guess,
+            _alone(left.hi + tiny),
+            _alone(right.hi - tiny),
+            _shift(left, left.steps),
+            _shift(right, right.steps),
+            *_between(p, left, right, width),
+            _alone(_pivots(left, right, state.sample)),
+            _alone(_middle_of_sizes(left.hi, right.hi)),
+        ]
     hi, lo = (torch.cat(parts, -1) for parts in zip(*points, strict=True))
     from_left = (hi - left.hi.unsqueeze(-1)) + (lo - left.lo.unsqueeze(-1))
     from_right = (right.hi.unsqueeze(-1) - hi) + (right.lo.unsqueeze(-1) - lo)
     inside = (from_left > 0) & (from_right > 0)
-    return torch.where(inside, hi, middle[0]), torch.where(inside, lo, middle[1]), inside.any(-1)
+    hi, lo = torch.where(inside, hi, middle[0]), torch.where(inside, lo, middle[1])
+    found = inside.any(-1) | (
+        (middle[0] - left.hi.unsqueeze(-1)) + (middle[1] - left.lo.unsqueeze(-1)) > 0
+    ).squeeze(-1)
+    if single:
+        first = inside.to(torch.int8).argmax(-1)
+        return _pick(hi, first).unsqueeze(-1), _pick(lo, first).unsqueeze(-1), found
+    return torch.cat((hi, middle[0]), -1), torch.cat((lo, middle[1]), -1), found
+
+
+def _alone(hi: Tensor) -> tuple[Tensor, Tensor]:
+    hi = hi if hi.dim() > 1 else hi.unsqueeze(-1)
+    return hi, torch.zeros_like(hi)
 
 
 def _shift(point: _Point, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -389,7 +481,6 @@ def _narrow(left: _Point, right: _Point, points: _Point) -> tuple[_Point, _Point
                 picked = new.gather(
                     -2, index[..., None, None].expand(*index.shape, 1, new.shape[-1])
                 ).squeeze(-2)
-                old = old if old.shape[-1] else torch.full_like(picked, math.nan)
                 fields.append(picked.where(known.unsqueeze(-1), old))
             else:
                 fields.append(_pick(new, index).where(known, old))
@@ -432,19 +523,21 @@ def _evaluate(
         for i, piece in enumerate(cut):
             slices[i] = slices[i] + piece.where(above & counts, 0).sum(-1)
         log_f = F.log_pdf(z)
-        slope = log_f + log_a
-        steepest = torch.maximum(steepest, slope.where(counts, -math.inf).amax(-1))
-        slope = slope + log_w
+        steepest = torch.maximum(steepest, (log_f + log_a).where(counts, -math.inf).amax(-1))
         tail = F.log_tail(z, above) + log_w
-        for i, side in enumerate((~above & counts, above & counts)):
-            if full:
+        sides = ~above & counts, above & counts
+        if full:
+            for i, side in enumerate(sides):
                 top = torch.maximum(tops[i], tail.where(side, -math.inf).amax(-1))
                 rescale = torch.exp(tops[i] - top).nan_to_num(0)
-                sums[i] = [total * rescale for total in sums[i]]
-                tops[i] = top
-            scale = tops[i].nan_to_num(neginf=0).unsqueeze(-1)
-            for j, term in enumerate((tail, slope, slope + log_a)):
-                sums[i][j] = sums[i][j] + torch.exp(term - scale).where(side, 0).sum(-1)
+                sums[i], tops[i] = [total * rescale for total in sums[i]], top
+        below, over = (top.nan_to_num(neginf=0).unsqueeze(-1) for top in tops)
+        scale = torch.where(above, over, below)
+        tail, rate = torch.exp(tail - scale), torch.exp(log_f + log_w - scale)
+        rate = rate * a
+        for i, side in enumerate(sides):
+            for j, term in enumerate((tail, rate, rate * a)):
+                sums[i][j] = sums[i][j] + term.where(side, 0).sum(-1)
         if not full:
             edges = edges.seen(distance, z, w, a, above, counts, tau, start, end)
     local = _Sums(slices, tops, sums, steepest, None if full else edges)
