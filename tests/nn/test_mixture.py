@@ -279,6 +279,11 @@ def test_bf16_routes_in_float32(name: str) -> None:
     torch.testing.assert_close(inside, single(x.float()), rtol=0, atol=0)
 
 
+def test_the_meta_device_has_no_autocast() -> None:
+    router = ExpertChoiceRouter(DIM, EXPERTS, device="meta")
+    assert router(torch.empty(3, 8, DIM, device="meta")).weights.shape == (3, 8, EXPERTS)
+
+
 def test_capacity_and_k_may_be_annealed() -> None:
     capacity = Anneal(4, 1, 1)
     router = ExpertChoiceRouter(DIM, EXPERTS, capacity).eval()
