@@ -134,7 +134,8 @@ def sae_from_layout(
         >>> khot.nn.sae_from_layout(state, "dictionary_learning")
         TopKSAE(in_features=16, latents=64, k=4)
     """
-    arguments.check_flags(batch=batch)
+    flags = {"batch": batch, "rescale_acts_by_decoder_norm": rescale_acts_by_decoder_norm}
+    arguments.check_flags(**{name: flag for name, flag in flags.items() if flag is not None})
     if not isinstance(state, Mapping):
         raise TypeError(
             f"state must be a mapping from names to tensors, but got {type(state).__name__}; load a file "
