@@ -1,8 +1,10 @@
 """Soft budgets, forward and backward: a program a row, which it reads a chunk at a time, in float64.
 
 The equations, the order of the edge cases and the gradients are the reference's
-(`_kernels.reference.soft_budget`). The root is found by Newton's method on log P = log Q inside a bracket,
-whose ends are kept relative to hi, so that they have digits that hi has not.
+(`_kernels.reference.soft_budget`). The root is found by Newton's method on log P = log Q. Every trial is
+clamped into a bracket, whose ends are pairs as t is one, and a bracket that does not shrink is bisected. By
+value the slopes of log P and log Q carry the costs, which may differ by many decades: where one cost hands
+over to another, a step of Newton's may lead anywhere.
 """
 
 from __future__ import annotations
@@ -15,14 +17,25 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import soft_budget as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import double, joined, plus, store, total, two_sum
+from khot._kernels.triton.fast import (
+    double,
+    exact_total,
+    joined,
+    plus,
+    plus_exactly,
+    store,
+    total,
+    two_sum,
+)
 from khot._kernels.triton.functions import (
     HUGE,
+    POWER,
     TINY,
     full_support,
     gaussian_tail,
     icdf,
     icdf_error,
+    log1p,
     log_scale,
     log_scales,
     median,
@@ -34,12 +47,15 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import number64
 
 EVALUATIONS = 128  # at most
-LOG_EVALUATIONS = tl.constexpr(8)
 WIDTH = 1024  # entries that a program holds at a time: two of a thread, as float64 fills registers
 FARTHEST = tl.constexpr(1e300)
 FARTHEST_Z = tl.constexpr(1e150)  # its square stays finite
 ROUNDING = tl.constexpr(2.0**-52)
-CLOSE = tl.constexpr(reference.CLOSE)
+NOISE = tl.constexpr(1e-15)  # of log P − log Q, for each unit of the logarithms
+IDLE = tl.constexpr(1e3)  # so many times as much may be noise, if it does not fall any more
+LAST = tl.constexpr(1e-9)  # in units of z: a shorter step leaves an error of about its square
+ENOUGH = tl.constexpr(-1.4)  # the logarithm of a part of the miss, which the nearest entries make up for
+NEAR_ZERO = tl.constexpr(1e15)  # units beyond which 1 + x is x
 DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
 
 
@@ -56,7 +72,7 @@ def _load(x_at, cost_at, cost_column, start, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _standardized(x, w, hi, lo, tau, power, CDF: tl.constexpr, BY_VALUE: tl.constexpr):
+def _standardized(x, w, hi, lo, tau, CDF: tl.constexpr, BY_VALUE: tl.constexpr):
     """z = (x − t a)/τ, of finite t; and 1 − z, where the support ends at 1."""
     if BY_VALUE:
         off, low = tl.fma(-hi, w, x), lo * w
@@ -74,15 +90,22 @@ def _levels(x, w, place_, tau, BY_VALUE: tl.constexpr):
 
 
 @triton.jit
-def _costs(x, w, given):
-    """How many entries are bad; the costs of finite entries, and of those that are +inf; and moments of the
-    finite ones, weighted with the costs."""
-    there, finite = x != float("-inf"), tl.abs(x) < float("inf")
-    bad = (x != x) | (there & ~((w >= 0) & (w < float("inf"))))
-    free = tl.where(finite, w, 0.0)
-    d = tl.where(finite, x, 0.0)
-    pinned = tl.where(x == float("inf"), w, 0.0)
-    return tl.where(bad, 1.0, 0.0).to(tl.float64), free, pinned, free * d, free * d * d
+def _facts(x_at, cost_at, cost_column, n, WIDTH: tl.constexpr):
+    """How many entries are bad; the costs of finite entries, and of those that are +inf, as pairs; and moments
+    of the finite ones, weighted with the costs."""
+    zero = tl.zeros((WIDTH,), tl.float64)
+    free, free_rest, pinned, pinned_rest = zero, zero, zero, zero
+    held = (zero, zero, zero)
+    for start in range(0, n, WIDTH):
+        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
+        there, finite = x != float("-inf"), tl.abs(x) < float("inf")
+        bad = (x != x) | (there & ~((w >= 0) & (w < float("inf"))))
+        paid, d = tl.where(finite, w, 0.0), tl.where(finite, x, 0.0)
+        free, free_rest = plus_exactly(free, free_rest, paid)
+        pinned, pinned_rest = plus_exactly(pinned, pinned_rest, tl.where(x == float("inf"), w, 0.0))
+        held = plus(held, (tl.where(bad, 1.0, 0.0).to(tl.float64), paid * d, paid * d * d))
+    bad, mean, square = total(held, 1)
+    return bad, exact_total(free, free_rest), exact_total(pinned, pinned_rest), mean, square
 
 
 @triton.jit
@@ -93,23 +116,83 @@ def _cost_moments(x, w, given):
 
 
 @triton.jit
-def _spend(x, w, given):
-    """What selected entries (z > median) cost and lack, what the others spend, and the slopes of both."""
-    hi, lo, tau, near_up, near_down, power = given[:6]
-    CDF: tl.constexpr = given[6]
-    BY_VALUE: tl.constexpr = given[7]
-    w = tl.where(tl.abs(x) < float("inf"), w, 0.0)
-    z, rest = _standardized(tl.where(w > 0, x, 0.0), w, hi, lo, tau, power, CDF, BY_VALUE)
-    above = z > median(power, CDF)
-    near = tl.where(above, near_up, near_down)
-    tail, density = side(z, rest, above, near, near - tl.abs(z), power, CDF)
-    tail, slope = tl.where(w > 0, tail * w, 0.0), tl.where(w > 0, density * w, 0.0)
-    if BY_VALUE:
-        slope *= w
+def _evaluate(
+    x_at, cost_at, cost_column, n, hi, lo, tau, near_up, near_down, power,
+    CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What selected entries (z > median) cost, as a pair; what they lack, what the others spend, and the
+    slopes of both, relative to near_up and near_down (:func:`.functions.side`); and the least |z| of either
+    kind, where tails may underflow."""
+    zero = tl.zeros((WIDTH,), tl.float64)
+    spent, spent_rest = zero, zero
+    held = (zero, zero, zero, zero)
+    least_up, least_down = zero + float("inf"), zero + float("inf")
+    for start in range(0, n, WIDTH):
+        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
+        w = tl.where(tl.abs(x) < float("inf"), w, 0.0)
+        counts = w > 0
+        z, rest = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, CDF, BY_VALUE)
+        above, size = z > median(power, CDF), tl.abs(z)
+        near = tl.where(above, near_up, near_down)
+        tail, density = side(z, rest, above, near, near - size, power, CDF)
+        tail, slope = tl.where(counts, tail * w, 0.0), tl.where(counts, density * w, 0.0)
+        if BY_VALUE:
+            slope *= w
+        spent, spent_rest = plus_exactly(spent, spent_rest, tl.where(above, w, 0.0))
+        held = plus(
+            held,
+            (
+                tl.where(above, tail, 0.0), tl.where(above, 0.0, tail),
+                tl.where(above, slope, 0.0), tl.where(above, 0.0, slope),
+            ),
+        )  # fmt: skip
+        if full_support(CDF):
+            least_up = tl.minimum(least_up, tl.where(counts & above, size, float("inf")))
+            least_down = tl.minimum(least_down, tl.where(counts & ~above, size, float("inf")))
     return (
-        tl.where(above, w, 0.0), tl.where(above, tail, 0.0), tl.where(above, 0.0, tail),
-        tl.where(above, slope, 0.0), tl.where(above, 0.0, slope),
+        exact_total(spent, spent_rest), total(held, 1),
+        (_finite(tl.min(least_up, axis=0)), _finite(tl.min(least_down, axis=0))),
     )  # fmt: skip
+
+
+@triton.jit
+def _finite(near):
+    """|z| of the nearest entry; 0 if there is none."""
+    return tl.where(near < float("inf"), tl.minimum(near, FARTHEST_Z), 0.0)
+
+
+@triton.jit
+def _next(
+    x_at, cost_at, cost_column, n, hi, lo, tau, power,
+    CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of compact support: the least level at which a selected entry leaves y = 1, with the entry's score and
+    cost, and the greatest at which another one leaves y = 0. Of entries of one level it is the cheapest."""
+    infinite = tl.full((WIDTH,), float("inf"), tl.float64)
+    up, up_x, up_w, down, down_x, down_w = -infinite, infinite, infinite, -infinite, infinite, infinite
+    for start in range(0, n, WIDTH):
+        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
+        above, below, _ = _parted(x, w, (hi, lo, tau, power, CDF, BY_VALUE))
+        leaves = tl.where(above, -_levels(x, w, 1.0, tau, BY_VALUE), float("-inf"))
+        enters = tl.where(below, _levels(x, w, 0.0, tau, BY_VALUE), float("-inf"))
+        up, up_x, up_w = _nearer(up, up_x, up_w, leaves, x, w, above)
+        down, down_x, down_w = _nearer(down, down_x, down_w, enters, x, w, below)
+    up, up_x, up_w = _nearest_of_all(up, up_x, up_w)
+    down, down_x, down_w = _nearest_of_all(down, down_x, down_w)
+    return -up, up_x, up_w, down, down_x, down_w
+
+
+@triton.jit
+def _nearer(level, x, w, other, other_x, other_w, there):
+    closer = there & ((other > level) | ((other == level) & (other_w < w)))
+    return tl.where(closer, other, level), tl.where(closer, other_x, x), tl.where(closer, other_w, w)
+
+
+@triton.jit
+def _nearest_of_all(level, x, w):
+    most = tl.max(level, axis=0)
+    cheapest = tl.min(tl.where(level == most, w, float("inf")), axis=0)
+    return most, tl.min(tl.where((level == most) & (w == cheapest), x, float("inf")), axis=0), cheapest
 
 
 @triton.jit
@@ -138,28 +221,39 @@ def _sums(
 
 
 @triton.jit
-def _ends(
-    places: tl.constexpr, given, x_at, cost_at, cost_column, n, WIDTH: tl.constexpr
+def _least(
+    places: tl.constexpr, given, COUNT: tl.constexpr, x_at, cost_at, cost_column, n, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The least of the first, and the greatest of the second of what places(x, w, given) gives."""
-    least = tl.full((WIDTH,), float("inf"), tl.float64)
-    greatest = tl.full((WIDTH,), float("-inf"), tl.float64)
+    """The least of each of the COUNT members of places(x, w, given)."""
+    held = ()
+    for _ in tl.static_range(COUNT):
+        held = held + (tl.full((WIDTH,), float("inf"), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(0, n, WIDTH):
         x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
-        low, high = places(x, w, given)
-        least, greatest = tl.minimum(least, low), tl.maximum(greatest, high)
-    return tl.min(least, axis=0), tl.max(greatest, axis=0)
+        seen, lower = places(x, w, given), ()
+        for i in tl.static_range(COUNT):
+            lower = lower + (tl.minimum(held[i], seen[i]),)  # type: ignore[assignment]  # noqa: RUF005
+        held = lower
+    least = ()
+    for i in tl.static_range(COUNT):
+        least = least + (tl.min(held[i], axis=0),)  # type: ignore[assignment]  # noqa: RUF005
+    return least
 
 
 @triton.jit
 def _range(x, w, given):
-    """The levels at which entries have the share B/W, with room for the error of its quantile."""
+    """The levels at which entries have the share B/W, with room for rounding: least, and greatest with the
+    sign changed; and the greatest cost, likewise."""
     quantile, tau, error = given[:3]
     BY_VALUE: tl.constexpr = given[3]
     counts = (tl.abs(x) < float("inf")) & (w > 0)
-    low = _levels(x, w, quantile + error, tau, BY_VALUE)
-    high = _levels(x, w, quantile - error, tau, BY_VALUE)
-    return tl.where(counts, low, float("inf")), tl.where(counts, high, float("-inf"))
+    room = 4e-15 * tl.abs(x) + (error + 8e-15 * (1 + tl.abs(quantile))) * tau
+    low = _levels(x - room, w, quantile, tau, BY_VALUE)
+    high = _levels(x + room, w, quantile, tau, BY_VALUE)
+    return (
+        tl.where(counts, low, float("inf")), tl.where(counts, -high, float("inf")),
+        tl.where(counts, -w, float("inf")),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -169,48 +263,38 @@ def _parted(x, w, given):
     CDF: tl.constexpr = given[4]
     BY_VALUE: tl.constexpr = given[5]
     counts = (tl.abs(x) < float("inf")) & (w > 0)
-    z, _ = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, power, CDF, BY_VALUE)
+    z, _ = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, CDF, BY_VALUE)
     above = z > median(power, CDF)
     return counts & above, counts & ~above, z
-
-
-@triton.jit
-def _beside(x, w, given):
-    """The levels next to t: of compact support, where y leaves 1 or 0."""
-    tau = given[2]
-    CDF: tl.constexpr = given[4]
-    BY_VALUE: tl.constexpr = given[5]
-    above, below, _ = _parted(x, w, given)
-    up = _levels(x, w, 0.0 if full_support(CDF) else 1.0, tau, BY_VALUE)
-    down = _levels(x, w, 0.0, tau, BY_VALUE)
-    return tl.where(above, up, float("inf")), tl.where(below, down, float("-inf"))
-
-
-@triton.jit
-def _nearest(x, w, given):
-    """The least z of what is selected, and the greatest of the rest."""
-    above, below, z = _parted(x, w, given)
-    return tl.where(above, z, float("inf")), tl.where(below, z, float("-inf"))
 
 
 # ---------------------------------------------------------------------------------------- of a row
 
 
 @triton.jit
-def _key(v):
-    bits = tl.abs(v).to(tl.int64, bitcast=True)
-    return tl.where(v >= 0, bits, -bits)
+def _less(a_hi, a_lo, b_hi, b_lo):
+    """The difference of two pairs."""
+    return (a_hi - b_hi) + (a_lo - b_lo)
 
 
 @triton.jit
-def _between(low, high):
-    """A point between the two: the middle, or that of their bits where one is far larger than the other."""
-    a, b = _key(low), _key(high)
-    half = (a & b) + ((a ^ b) >> 1)
-    by_bits = tl.abs(half).to(tl.float64, bitcast=True)
-    by_bits = tl.where(half < 0, -by_bits, by_bits)
-    far = ((low < 0) & ((high > 0) | (low < 4 * high))) | ((low >= 0) & (high > 4 * low))
-    return tl.where(far & (tl.abs(by_bits) < float("inf")), by_bits, 0.5 * low + 0.5 * high)
+def _to_log(t, unit):
+    v = tl.abs(t) / unit
+    size = tl.where(v < NEAR_ZERO, tl.log(1 + v), tl.log(tl.abs(t)) - tl.log(unit))
+    return tl.where(t < 0, -size, size)
+
+
+@triton.jit
+def _from_log(v, unit):
+    a = tl.abs(v)
+    size = tl.where(a < 30, (tl.exp(a) - 1) * unit, tl.exp(a + tl.log(unit)))
+    return tl.where(v < 0, -size, size)
+
+
+@triton.jit
+def _far(low, high):
+    """Whether one is far larger than the other."""
+    return ((low < 0) & ((high > 0) | (low < 4 * high))) | ((low >= 0) & (high > 4 * low))
 
 
 @triton.jit
@@ -241,53 +325,132 @@ def _guess(
 
 
 @triton.jit
-def _step(sums, state, left, scale, noise, tau, count, CDF: tl.constexpr):
-    """The state after the sums at t: hi, lo; the bracket, relative to hi; the best t so far, and its miss;
-    the width of the bracket some time ago; and whether this was the last step, or t lies in a gap."""
-    spent, lacking, excess, slope_above, slope_below = sums
-    hi, lo, low, high, best_hi, best_lo, best, span = state
-    over = spent - left
-    over = tl.where(tl.abs(over) <= 8 * ROUNDING * tl.maximum(spent, left), 0.0, over)
-    P, Q = excess + tl.maximum(over, 0.0), lacking + tl.maximum(-over, 0.0)
-    miss = P - Q
-    if full_support(CDF):
-        gap = (over == 0) & (tl.minimum(lacking, excess) < TINY)
+def _quantile(left, rest, free, power, CDF: tl.constexpr):
+    """F⁻¹(left/free), from what is left of the budget and what it does not pay for."""
+    least = tl.maximum(tl.minimum(left, rest) / free, TINY)
+    if full_support(CDF):  # which are symmetric
+        z = icdf(tl.minimum(least, 0.5), power, CDF)
+        return tl.where(left < rest, z, -z)
     else:
-        gap = (over == 0) & (lacking == 0) & (excess == 0)
-    size = tl.abs(miss)
-    done = (size <= 1e-15 * scale) | ((size <= noise) & (size >= 0.5 * best))
-    better = size < best
+        return icdf(tl.minimum(tl.maximum(left / free, TINY), 1.0), power, CDF)
+
+
+@triton.jit
+def _logs(over, tails, near, nearest, CDF: tl.constexpr):
+    """P − Q; Newton's step in t/τ; how far log P = log Q is missed, in units of rounding; whether tails
+    underflow that decide it; and whether the entries nearest to t may make up for the miss.
+
+    P = excess + over and Q = lacking where more is spent than there is, and the other way round. Tails are
+    relative to `near`.
+    """
+    lacking, excess, slope_above, slope_below = tails
+    scale_up, scale_down = log_scale(near[0], CDF), log_scale(near[1], CDF)
+    by_up = tl.where(over < 0, tl.exp(-scale_up), 1.0)
+    by_down = tl.where(over > 0, tl.exp(-scale_down), 1.0)
+    P = tl.maximum(over, 0.0) + excess * by_down
+    Q = tl.maximum(-over, 0.0) + lacking * by_up
+    log_P, log_Q = tl.log(P), tl.log(Q)
+    scales = tl.where(over > 0, scale_up, -scale_down)
+    scales = tl.where(over == 0, log_scales(near[0], near[1], CDF), scales)
+    relative = (P - Q) / Q
+    alike = tl.abs(relative) < 0.5
+    ratio = tl.where(alike, log1p(tl.where(alike, relative, 0.0)), log_P - log_Q) + scales
+    rate_P, rate_Q = slope_below * by_down / P, slope_above * by_up / Q
+    rate = rate_P + rate_Q
+    miss = over + (excess * tl.exp(-scale_down) - lacking * tl.exp(-scale_up))
+    deep = ((over >= 0) & (lacking < TINY)) | ((over <= 0) & (excess < TINY))
+    # the logarithms of what lies within a τ or so of the nearest entries
+    up = tl.log(lacking) + log_scales(nearest[0], near[0], CDF)
+    down = tl.log(excess) + log_scales(nearest[1], near[1], CDF)
+    if gaussian_tail(CDF):
+        up, down = up + tl.log(1 + nearest[0]), down + tl.log(1 + nearest[1])
+    enough = tl.where(over > 0, up - log_P, down - log_Q) > ENOUGH
+    log_P -= tl.where(over > 0, 0.0, scale_down)
+    log_Q -= tl.where(over < 0, 0.0, scale_up)
+    if gaussian_tail(CDF):  # far out the square roots of logarithms are linear in t
+        top = tl.where(over > 0, up, tl.where(over < 0, down, tl.maximum(up, down)))
+        top = tl.maximum(top, tl.maximum(log_P, log_Q))
+        root_P, root_Q = tl.sqrt(1 + 2 * (top - log_P)), tl.sqrt(1 + 2 * (top - log_Q))
+        rate = 0.5 * (root_P + root_Q) * (rate_P / root_P + rate_Q / root_Q)
+    # deep in a gap the digits of the logarithms are few
+    size = tl.abs(ratio) / (NOISE * (2 + tl.abs(log_P)))
+    return miss, ratio / rate, size, deep, (over == 0) | enough
+
+
+@triton.jit
+def _differences(over, tails, width, miss_low, miss_high, tau, power, CDF: tl.constexpr):
+    """Of compact support: P − Q; Newton's step in t/τ; how far P = Q is missed, and how far rounding may miss
+    it; and whether more is spent near t than in the rest of the bracket."""
+    lacking, excess, slope_above, slope_below = tails
+    P, Q = excess + tl.maximum(over, 0.0), lacking + tl.maximum(-over, 0.0)
+    miss, slope = P - Q, slope_above + slope_below
+    step = miss / slope
+    dense = slope * width >= 0.25 * tau * (miss_low - miss_high)
+    if CDF == POWER:  # where one side alone moves, its tail is a power of the distance to where it ends
+        alone = (over <= 0) & (slope_above == 0) & (slope_below > 0) & (Q <= 4 * P)
+        ratio = tl.where(alone, Q / tl.where(alone, P, 1.0), 0.0)
+        step = tl.where(alone, power * (P / slope_below) * (1 - tl.exp(tl.log(ratio) / power)), step)
+        dense = dense | alone
+    return miss, step, tl.abs(miss), 2 * NOISE * tl.maximum(P, Q), dense
+
+
+@triton.jit
+def _step(
+    state, miss, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, count, CDF: tl.constexpr
+):  # fmt: skip
+    """The state after an evaluation at t: t; the ends of the bracket, and the misses there; the side that
+    moved last; the best t so far, and its size of a miss; the width of the bracket some time ago. And whether
+    that is all.
+
+    Trials are a `jump`, if there is one; Newton's step, where the nearest entries make up for the miss; a
+    secant of the spend, if the last one did not leave the same end behind; and the middle, on a scale that is
+    logarithmic if the ends are far from each other.
+    """
+    hi, lo, low_hi, low_lo, high_hi, high_lo, miss_low, miss_high, moved, best_hi, best_lo, best, span = state
+    done = (size <= rounding) | ((size <= IDLE * rounding) & (size >= 0.5 * best))
+    better = (size < best) | (best == float("inf"))
+    fast = size <= 0.25 * best
     best_hi, best_lo = tl.where(better, hi, best_hi), tl.where(better, lo, best_lo)
     best = tl.where(better, size, best)
-    low, high = tl.where(miss > 0, tl.maximum(low, lo), low), tl.where(miss < 0, tl.minimum(high, lo), high)
+    up, down = step > 0, step < 0
+    again = tl.where(up, moved > 0, moved < 0)
+    miss_low, miss_high = tl.where(up, miss, miss_low), tl.where(down, miss, miss_high)
+    low_hi, low_lo = tl.where(up, hi, low_hi), tl.where(up, lo, low_lo)
+    high_hi, high_lo = tl.where(down, hi, high_hi), tl.where(down, lo, high_lo)
+    moved = tl.where(up, 1.0, tl.where(down, -1.0, moved))
+    width = _less(high_hi, high_lo, low_hi, low_lo)
 
-    step = tau * miss / (slope_above + slope_below)
-    if full_support(CDF):
-        logs = tau * (tl.log(P) - tl.log(Q)) / (slope_below / P + slope_above / Q)
-        step = tl.where(tl.abs(logs) < float("inf"), logs, step)
-    close = size <= CLOSE * scale
-    # a bracket that has not become half as wide in three evaluations is bisected
+    # a bracket that has not become half as wide in three evaluations is bisected, unless Newton's method works
     third = count % 3 == 0
-    slow = third & (high - low > 0.5 * span) & ~close
-    span = tl.where(third, high - low, span)
-    room = tl.where(close, 8 * ROUNDING * tl.abs(hi), 0.0)  # the ends were seen from another hi
-    trial = lo + step
-    other = _between(hi + low, hi + high) - hi
-    # where t has no digits left, lo may be far smaller than the last one
-    last = high - low <= 8 * ROUNDING * tl.abs(hi)
-    inner = tl.where(last, _between(low, high), 0.5 * low + 0.5 * high)
-    other = tl.where((other > low) & (other < high), other, inner)
-    newton = (trial > low - room) & (trial < high + room) & ~slow
-    done = done | ~(newton | ((other > low) & (other < high)))
-    trial = tl.where(newton, trial, other)
-    # close to the root another hi would round the products with the costs anew
-    new_hi, new_lo = two_sum(hi, trial)
-    moved = tl.where(close, 0.0, new_hi - hi)
-    new_hi, new_lo = tl.where(close, hi, new_hi), tl.where(close, trial, new_lo)
+    slow = third & (width > 0.5 * span) & ~fast
+    span = tl.where(third, width, span)
+    far = _far(low_hi, high_hi)
+    unit = tau / most
+    share = miss_low / (miss_low - miss_high)
+    share = tl.where(slow | far | again | ~(tl.abs(share) <= 1), 0.5, share)
+    other_hi, other_lo = two_sum(low_hi, low_lo + tl.minimum(tl.maximum(share, 0.02), 0.98) * width)
+    middle = _from_log(0.5 * _to_log(low_hi, unit) + 0.5 * _to_log(high_hi, unit), unit)
+    inner = far & (middle > low_hi) & (middle < high_hi)
+    other_hi, other_lo = tl.where(inner, middle, other_hi), tl.where(inner, 0.0, other_lo)
+
+    jumps = jump_hi == jump_hi
+    newton_hi, newton_lo = two_sum(hi, lo + step * tau)
+    newton_hi, newton_lo = tl.where(jumps, jump_hi, newton_hi), tl.where(jumps, jump_lo, newton_lo)
+    inside = (_less(newton_hi, newton_lo, low_hi, low_lo) > 0) & (
+        _less(newton_hi, newton_lo, high_hi, high_lo) < 0
+    )
+    inside = inside & (reaches | jumps) & ~slow
+    new_hi, new_lo = tl.where(inside, newton_hi, other_hi), tl.where(inside, newton_lo, other_lo)
+    stuck = ~(_less(new_hi, new_lo, low_hi, low_lo) > 0) | ~(_less(new_hi, new_lo, high_hi, high_lo) < 0)
+    leap = _less(newton_hi, newton_lo, hi, lo) / tau
+    last = tl.abs(tl.where(jumps | (leap == 0), leap, step)) * most <= (
+        LAST if full_support(CDF) else 4 * ROUNDING
+    )
+    best_hi, best_lo = tl.where(last & ~done, newton_hi, best_hi), tl.where(last & ~done, newton_lo, best_lo)
     return (
-        (new_hi, new_lo, low - moved, high - moved, best_hi, best_lo, best, span),
-        tl.where(gap, 2, tl.where(done, 1, 0)),
-    )  # fmt: skip
+        new_hi, new_lo, low_hi, low_lo, high_hi, high_lo, miss_low, miss_high, moved, best_hi, best_lo, best,
+        span,
+    ), tl.where(done | stuck | last, 1, 0)  # fmt: skip
 
 
 @triton.jit
@@ -296,104 +459,153 @@ def _threshold(
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """hi and lo of a row."""
-    bad, free, pinned, mean, square = _sums(_costs, (), 5, x_at, cost_at, cost_column, n, WIDTH)
-    slack *= free + pinned
-    left = budget - pinned
+    bad, free, pinned, mean, square = _facts(x_at, cost_at, cost_column, n, WIDTH)
+    slack *= free[0] + pinned[0]
+    left, left_rest = two_sum(budget, -pinned[0])
+    left_rest -= pinned[1]
     answered = (bad == 0) & (tau > 0) & (tau < float("inf")) & (left >= -slack)
     if not AT_MOST:
-        answered = answered & (left <= free + slack)
+        answered = answered & (left <= free[0] + slack)
     tau = tl.where(answered, tau, 1.0)
-    left = tl.maximum(left, 0.0)
+    left, left_rest = tl.where(left > 0, left, 0.0), tl.where(left > 0, left_rest, 0.0)
+    rest = _less(free[0], free[1], left, left_rest)
     # what is left of the costs to rounding is not a share that could be spent
-    every = left >= free - 16 * ROUNDING * free
+    every = rest <= 16 * ROUNDING * free[0]
     settled = tl.where(every, -HUGE, tl.where(left == 0, HUGE, 0.0))
-    solvable = answered & (settled == 0)
-    if AT_MOST:
-        zero = free * 0
-        spent, lacking, excess, _, _ = _sums(
-            _spend, (zero, zero, tau, 0.0, 0.0, power, CDF, BY_VALUE), 5,
-            x_at, cost_at, cost_column, n, WIDTH,
-        )  # fmt: skip
-        loose = spent - lacking + excess <= left
-        settled, solvable = tl.where(loose, 0.0, settled), solvable & ~loose
     hi, lo = tl.where(answered, settled, float("nan")), tl.where(answered, settled, float("nan"))
-    if solvable:
+    live = answered if AT_MOST else answered & (settled == 0)
+    if live:
         hi, lo = _solve(
-            x_at, cost_at, cost_column, n, left, free, mean, square, tau, evaluations, power,
-            CDF, BY_VALUE, AT_MOST, WIDTH,
+            x_at, cost_at, cost_column, n, left, left_rest, rest, settled, free[0], mean, square, tau,
+            evaluations, power, CDF, BY_VALUE, AT_MOST, WIDTH,
         )  # fmt: skip
     return hi, lo
 
 
 @triton.jit
 def _solve(
-    x_at, cost_at, cost_column, n, left, free, mean, square, tau, evaluations, power,
+    x_at, cost_at, cost_column, n, left, left_rest, rest, settled, free, mean, square, tau,
+    evaluations, power,
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    share = tl.minimum(tl.maximum(left / free, TINY), 1 - 1e-16)
-    low, high = _ends(
-        _range, (icdf(share, power, CDF), tau, icdf_error(CDF), BY_VALUE),
-        x_at, cost_at, cost_column, n, WIDTH,
-    )  # fmt: skip
-    low, high = tl.maximum(low, -FARTHEST), tl.minimum(high, FARTHEST)
-    pad = 1e-14 * tl.maximum(tl.abs(low), tl.abs(high))
-    low, high = low - pad, high + pad
-    if AT_MOST:
-        low = tl.maximum(low, 0.0)
+    quantile = _quantile(left, rest, free, power, CDF)
+    low, high, most = _least(
+        _range, (quantile, tau, icdf_error(CDF), BY_VALUE), 3, x_at, cost_at, cost_column, n, WIDTH
+    )
+    low, high, most = tl.maximum(low, -FARTHEST), tl.minimum(-high, FARTHEST), -most
+    if not BY_VALUE:
+        most = most * 0 + 1
     costs, products, cubes = free, free, free
     if BY_VALUE:
         costs, products, cubes = _sums(_cost_moments, (), 3, x_at, cost_at, cost_column, n, WIDTH)
+    share = tl.minimum(tl.maximum(left / free, TINY), 1 - 1e-16)
     guess = _guess(free, mean, square, costs, products, cubes, share, tau, power, CDF, BY_VALUE)
-    hi = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
-    lo = hi * 0
-    scale = tl.maximum(tl.minimum(left, free - left), 1e-13 * left)
-    noise = tl.maximum(1e-14 * scale, 8 * ROUNDING * left)  # below it, rounding keeps a miss up
-    infinite = lo + float("inf")
-    state = (hi, lo, low - hi, high - hi, hi, lo, infinite, infinite)
+    guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
+    zero = guess * 0
+    hi, lo = zero if AT_MOST else guess, zero
+    infinite = zero + float("inf")
+    state = (hi, lo, low, zero, high, zero, rest, -left, zero, hi, lo, infinite, infinite)
+    near_up, near_down, relative = zero, zero, 0
     status = 0
     count = 1
     while status == 0:
         hi, lo = state[0], state[1]
-        sums = _sums(
-            _spend, (hi, lo, tau, 0.0, 0.0, power, CDF, BY_VALUE), 5, x_at, cost_at, cost_column, n, WIDTH
+        spent, tails, nearest = _evaluate(
+            x_at, cost_at, cost_column, n, hi, lo, tau, near_up, near_down, power, CDF, BY_VALUE, WIDTH
         )
-        state, status = _step(sums, state, left, scale, noise, tau, count, CDF)
+        over, over_rest = two_sum(spent[0], -left)
+        over += over_rest + (spent[1] - left_rest)
+        jump_hi, jump_lo = zero + float("nan"), zero
+        again = over != over
+        if full_support(CDF):
+            miss, step, size, deep, reaches = _logs(over, tails, (near_up, near_down), nearest, CDF)
+            rounding = zero + 1
+            again = deep & (relative == 0)
+        else:
+            lacking, excess = tails[0], tails[1]
+            width = _less(state[4], state[5], state[2], state[3])
+            miss, step, size, rounding, reaches = _differences(
+                over, tails, width, state[6], state[7], tau, power, CDF
+            )
+            if ((over >= 0) & (lacking == 0)) | ((over <= 0) & (excess == 0)):
+                jump_hi, jump_lo, between = _jump(
+                    x_at, cost_at, cost_column, n, hi, lo, over, miss, tau, power, CDF, BY_VALUE, WIDTH
+                )
+                jump_hi = tl.where(reaches & ~between, float("nan"), jump_hi)
+                status = tl.where(between, 2, status)
+        if AT_MOST:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if count == 1:
+                loose = miss <= 0
+                again = again & ~loose
+                status = tl.where(loose, 3, tl.where(settled != 0, 4, 0))
+                jump_hi, jump_lo = guess, zero
+        if again:
+            near_up, near_down, relative = nearest[0], nearest[1], 1
+        elif status == 0:
+            state, status = _step(
+                state, miss, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, count, CDF
+            )
+            near_up, near_down, relative = zero, zero, 0
+        elif status == 2:
+            state = (jump_hi, jump_lo) + state[2:9] + (jump_hi, jump_lo) + state[11:]
         count += 1
         status = tl.where((status == 0) & (count > evaluations), 1, status)
-    if status == 2:
-        hi, lo = _in_gap(x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH)
-    else:
-        hi, lo = state[4], state[5]
+    hi, lo = state[9], state[10]
+    if AT_MOST:
+        hi, lo = tl.where(status == 3, 0.0, hi), tl.where(status == 3, 0.0, lo)
+        hi, lo = tl.where(status == 4, settled, hi), tl.where(status == 4, settled, lo)
     return hi, lo
 
 
 @triton.jit
-def _in_gap(
-    x_at, cost_at, cost_column, n, hi, lo, tau, power,
+def _jump(
+    x_at, cost_at, cost_column, n, hi, lo, over, miss, tau, power,
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """t in the gap that it lies in: its middle, or, with tails, where log P = log Q."""
-    up, down = _ends(_beside, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH)
-    # with no entry on one side, nothing or everything is paid for, but for rounding
-    settled = tl.where(down == float("-inf"), -HUGE, tl.where(up == float("inf"), HUGE, 0.0))
-    hi, lo = tl.where(settled == 0, 0.5 * up + 0.5 * down, settled), settled
-    if full_support(CDF):
-        left = tl.where(settled == 0, LOG_EVALUATIONS, 0)
-        while left > 0:
-            near_up, near_down = _ends(
-                _nearest, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH
-            )
-            near_up, near_down = tl.maximum(near_up, 0.0), tl.maximum(-near_down, 0.0)
-            _, A, B, slope_above, slope_below = _sums(
-                _spend, (hi, lo, tau, near_up, near_down, power, CDF, BY_VALUE), 5,
-                x_at, cost_at, cost_column, n, WIDTH,
-            )  # fmt: skip
-            ratio = tl.log(B) - tl.log(A) + log_scales(near_up, near_down, CDF)
-            step = tau * ratio / (slope_above / A + slope_below / B)
-            usable = tl.abs(step) < float("inf")
-            lo = tl.where(usable, lo + step, lo)  # another hi would round the products with the costs anew
-            left = tl.where(usable & (tl.abs(step) > 1e-12 * tau), left - 1, 0)
-    return hi, lo
+    """Of compact support, where one side of t has no entry with 0 < y < 1: the threshold at which the next
+    entry alone makes up for the miss, NaN if it is not dear enough; or in a gap the limit of smooth CDFs, and
+    whether it is one."""
+    up, up_x, up_w, down, down_x, down_w = _next(
+        x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH
+    )
+    up_cost, up_paid, down_cost, down_paid = _sums(
+        _edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 4, x_at, cost_at, cost_column, n, WIDTH
+    )
+    between = (over == 0) & (up >= down)
+    above = miss > 0
+    x, w = tl.where(above, up_x, down_x), tl.where(above, up_w, down_w)
+    share = tl.abs(miss) / tl.where(above, up_cost, down_cost)
+    place_ = icdf(tl.where(above, 1 - share, share), power, CDF)
+    a = w if BY_VALUE else w * 0 + 1
+    t = x / a
+    rest = (tl.fma(-t, a, x) - tau * place_) / a
+    t = tl.where((share > 0) & (share < 1), t, float("nan"))
+    a_up, a_down = up_paid / up_cost, down_paid / down_cost
+    flat = a_up / (a_up + a_down) * up + a_down / (a_up + a_down) * down
+    t, rest = two_sum(t, rest)
+    return tl.where(between, flat, t), tl.where(between, 0.0, rest), between
+
+
+@triton.jit
+def _at_edges(x, w, given):
+    """Whether an entry is next to a gap, above and below; and a."""
+    hi, lo, tau, up, down, power = given[:6]
+    CDF: tl.constexpr = given[6]
+    BY_VALUE: tl.constexpr = given[7]
+    above, below, _ = _parted(x, w, (hi, lo, tau, power, CDF, BY_VALUE))
+    at_up = above & (_levels(x, w, 1.0, tau, BY_VALUE) == up)
+    at_down = below & (_levels(x, w, 0.0, tau, BY_VALUE) == down)
+    return at_up, at_down, w if BY_VALUE else w * 0 + 1
+
+
+@triton.jit
+def _edges(x, w, given):
+    """Of the entries next to a gap, on either side: Σ w and Σ w a."""
+    at_up, at_down, a = _at_edges(x, w, given)
+    return (
+        tl.where(at_up, w, 0.0), tl.where(at_up, w * a, 0.0),
+        tl.where(at_down, w, 0.0), tl.where(at_down, w * a, 0.0),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -405,7 +617,7 @@ def _share(x, w, hi, lo, tau, power, CDF: tl.constexpr, BY_VALUE: tl.constexpr):
     decided = held | (tl.abs(x) == float("inf"))
     chosen = tl.where(tl.abs(x) == float("inf"), x > 0, hi < 0)
     hi, lo = tl.where(infinite, 0.0, hi), tl.where(infinite, 0.0, lo)
-    z, rest = _standardized(tl.where(decided, 0.0, x), w, hi, lo, tau, power, CDF, BY_VALUE)
+    z, rest = _standardized(tl.where(decided, 0.0, x), w, hi, lo, tau, CDF, BY_VALUE)
     above = z > median(power, CDF)
     tail, density = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
     y = tl.where(above, 1 - tail, tail)
@@ -448,8 +660,7 @@ def _closest(x, w, given):
     CDF: tl.constexpr = given[4]
     BY_VALUE: tl.constexpr = given[5]
     _, z, _, _, decided = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
-    near = tl.where(decided | ~(w > 0), float("inf"), tl.abs(z))
-    return near, near
+    return (tl.where(decided | ~(w > 0), float("inf"), tl.abs(z)),)
 
 
 @triton.jit
@@ -489,21 +700,10 @@ def _pull(x, w, v, given):
 
 
 @triton.jit
-def _edges(x, w, v, given):
-    """Of the entries next to a gap, on either side: Σ w a and Σ a v."""
-    hi, lo, tau, up, down, power = given[:6]
-    CDF: tl.constexpr = given[6]
-    BY_VALUE: tl.constexpr = given[7]
-    _, z, _, _, decided = _share(x, w, hi, lo, tau, power, CDF, BY_VALUE)
-    payable = (w > 0) & ~decided
-    above = z > median(power, CDF)
-    leaves, enters = _levels(x, w, 1.0, tau, BY_VALUE), _levels(x, w, 0.0, tau, BY_VALUE)
-    at_up, at_down = payable & above & (leaves == up), payable & ~above & (enters == down)
-    a = w if BY_VALUE else w * 0 + 1
-    return (
-        tl.where(at_up, w * a, 0.0), tl.where(at_up, a * v, 0.0),
-        tl.where(at_down, w * a, 0.0), tl.where(at_down, a * v, 0.0),
-    )  # fmt: skip
+def _priced_edges(x, w, v, given):
+    """:func:`_edges`, and Σ a v on either side."""
+    at_up, at_down, a = _at_edges(x, w, given)
+    return _edges(x, w, given) + (tl.where(at_up, a * v, 0.0), tl.where(at_down, a * v, 0.0))  # noqa: RUF005
 
 
 @triton.jit
@@ -527,8 +727,10 @@ def _pull_budgets(
 
     near = hi * 0
     if full_support(CDF):
-        ends = _ends(_closest, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH)
-        near = tl.minimum(ends[0], FARTHEST_Z)
+        (near,) = _least(
+            _closest, (hi, lo, tau, power, CDF, BY_VALUE), 1, x_at, cost_at, cost_column, n, WIDTH
+        )
+        near = tl.minimum(near, FARTHEST_Z)
     mass, mean, pull, u_moment, moment = _sums(
         _pull, (hi, lo, tau, near, power, CDF, BY_VALUE), 5,
         x_at, cost_at, cost_column, n, WIDTH, grad_at, grad_column,
@@ -543,15 +745,17 @@ def _pull_budgets(
     price -= tl.where(dead | (grad_lo == 0), 0.0, grad_lo * lean)
     if not full_support(CDF):  # noqa: SIM102 (the first is known to the compiler)
         if dead & ~fixed:
-            up, down = _ends(
-                _beside, (hi, lo, tau, power, CDF, BY_VALUE), x_at, cost_at, cost_column, n, WIDTH
+            up, _, _, down, _, _ = _next(
+                x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH
             )
-            up_paid, up_priced, down_paid, down_priced = _sums(
-                _edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 4,
+            up_cost, up_paid, down_cost, down_paid, up_priced, down_priced = _sums(
+                _priced_edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 6,
                 x_at, cost_at, cost_column, n, WIDTH, grad_at, grad_column,
             )  # fmt: skip
-            price = 0.5 * up_priced / tl.where(up_paid == 0, 1.0, up_paid)
-            price += 0.5 * down_priced / tl.where(down_paid == 0, 1.0, down_paid)
+            up_cost = tl.where(up_cost == 0, 1.0, up_cost)
+            down_cost = tl.where(down_cost == 0, 1.0, down_cost)
+            price = up_priced / up_cost + down_priced / down_cost
+            price /= up_paid / up_cost + down_paid / down_cost
     bad = hi != hi
     price = tl.where(bad, hi, price)
     tl.store(dbudget_pointer + row, price)

@@ -15,10 +15,12 @@ __all__ = [
     "any_row",
     "double",
     "before",
+    "exact_total",
     "half_with_sign",
     "joined",
     "log2",
     "plus",
+    "plus_exactly",
     "reciprocal",
     "split",
     "store",
@@ -77,6 +79,37 @@ def two_sum(a, b):
     s = a + b
     v = s - a
     return s, (a - (s - v)) + (b - v)
+
+
+@triton.jit
+def plus_exactly(sums, rests, values):
+    """Sums with what rounding took from them, once the values are added."""
+    sums, rest = two_sum(sums, values)
+    return sums, rests + rest
+
+
+@triton.jit
+def _add_pairs(a, a_rest, b, b_rest):
+    s, rest = two_sum(a, b)
+    return s, (a_rest + b_rest) + rest
+
+
+@triton.constexpr_function
+def _halvings(size):
+    return size.bit_length() - 1
+
+
+@triton.jit
+def exact_total(sums, rests):
+    """The total of a vector of such sums, and its rest: exact but for rounding of the rest."""
+    if INTERPRETED:  # its reduction by a function takes a call for each entry
+        for _ in tl.static_range(_halvings(sums.shape[0])):
+            a, b = tl.split(tl.reshape(sums, (sums.shape[0] // 2, 2)))
+            a_rest, b_rest = tl.split(tl.reshape(rests, (rests.shape[0] // 2, 2)))
+            sums, rests = _add_pairs(a, a_rest, b, b_rest)
+        return tl.sum(sums, axis=0), tl.sum(rests, axis=0)
+    else:
+        return tl.reduce((sums, rests), 0, _add_pairs)
 
 
 @triton.jit
