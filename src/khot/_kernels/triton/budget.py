@@ -55,7 +55,6 @@ NOISE = tl.constexpr(1e-15)  # of log P − log Q, for each unit of the logarith
 IDLE = tl.constexpr(1e3)  # so many times as much may be noise, if it does not fall any more
 LAST = tl.constexpr(1e-9)  # in units of z: a shorter step leaves an error of about its square
 ENOUGH = tl.constexpr(-1.4)  # the logarithm of a part of the miss, which the nearest entries make up for
-NEAR_ZERO = tl.constexpr(1e15)  # units beyond which 1 + x is x
 DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
 
 
@@ -91,8 +90,8 @@ def _levels(x, w, place_, tau, BY_VALUE: tl.constexpr):
 
 @triton.jit
 def _facts(x_at, cost_at, cost_column, n, WIDTH: tl.constexpr):
-    """How many entries are bad; the costs of finite entries, and of those that are +inf, as pairs; and moments
-    of the finite ones, weighted with the costs."""
+    """How many entries are bad; the costs of finite entries, and of those that are +inf, as pairs; and
+    moments of the finite ones, weighted with the costs."""
     zero = tl.zeros((WIDTH,), tl.float64)
     free, free_rest, pinned, pinned_rest = zero, zero, zero, zero
     held = (zero, zero, zero)
@@ -120,16 +119,15 @@ def _evaluate(
     x_at, cost_at, cost_column, n, hi, lo, tau, near_up, near_down, power,
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What selected entries (z > median) cost, as a pair; what they lack, what the others spend, and the
-    slopes of both, relative to near_up and near_down (:func:`.functions.side`); and the least |z| of either
-    kind, where tails may underflow."""
+    """What selected entries (z > median, or +inf) cost, as a pair; and what they lack, what the others spend,
+    and the slopes of both, relative to near_up and near_down (:func:`.functions.side`)."""
     zero = tl.zeros((WIDTH,), tl.float64)
     spent, spent_rest = zero, zero
     held = (zero, zero, zero, zero)
-    least_up, least_down = zero + float("inf"), zero + float("inf")
     for start in range(0, n, WIDTH):
-        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
-        w = tl.where(tl.abs(x) < float("inf"), w, 0.0)
+        x, cost = _load(x_at, cost_at, cost_column, start, n, WIDTH)
+        finite = tl.abs(x) < float("inf")
+        w = tl.where(finite, cost, 0.0)
         counts = w > 0
         z, rest = _standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, CDF, BY_VALUE)
         above, size = z > median(power, CDF), tl.abs(z)
@@ -138,7 +136,7 @@ def _evaluate(
         tail, slope = tl.where(counts, tail * w, 0.0), tl.where(counts, density * w, 0.0)
         if BY_VALUE:
             slope *= w
-        spent, spent_rest = plus_exactly(spent, spent_rest, tl.where(above, w, 0.0))
+        spent, spent_rest = plus_exactly(spent, spent_rest, tl.where(above | ~finite, cost, 0.0))
         held = plus(
             held,
             (
@@ -146,53 +144,13 @@ def _evaluate(
                 tl.where(above, slope, 0.0), tl.where(above, 0.0, slope),
             ),
         )  # fmt: skip
-        if full_support(CDF):
-            least_up = tl.minimum(least_up, tl.where(counts & above, size, float("inf")))
-            least_down = tl.minimum(least_down, tl.where(counts & ~above, size, float("inf")))
-    return (
-        exact_total(spent, spent_rest), total(held, 1),
-        (_finite(tl.min(least_up, axis=0)), _finite(tl.min(least_down, axis=0))),
-    )  # fmt: skip
+    return exact_total(spent, spent_rest), total(held, 1)
 
 
 @triton.jit
 def _finite(near):
     """|z| of the nearest entry; 0 if there is none."""
     return tl.where(near < float("inf"), tl.minimum(near, FARTHEST_Z), 0.0)
-
-
-@triton.jit
-def _next(
-    x_at, cost_at, cost_column, n, hi, lo, tau, power,
-    CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Of compact support: the least level at which a selected entry leaves y = 1, with the entry's score and
-    cost, and the greatest at which another one leaves y = 0. Of entries of one level it is the cheapest."""
-    infinite = tl.full((WIDTH,), float("inf"), tl.float64)
-    up, up_x, up_w, down, down_x, down_w = -infinite, infinite, infinite, -infinite, infinite, infinite
-    for start in range(0, n, WIDTH):
-        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
-        above, below, _ = _parted(x, w, (hi, lo, tau, power, CDF, BY_VALUE))
-        leaves = tl.where(above, -_levels(x, w, 1.0, tau, BY_VALUE), float("-inf"))
-        enters = tl.where(below, _levels(x, w, 0.0, tau, BY_VALUE), float("-inf"))
-        up, up_x, up_w = _nearer(up, up_x, up_w, leaves, x, w, above)
-        down, down_x, down_w = _nearer(down, down_x, down_w, enters, x, w, below)
-    up, up_x, up_w = _nearest_of_all(up, up_x, up_w)
-    down, down_x, down_w = _nearest_of_all(down, down_x, down_w)
-    return -up, up_x, up_w, down, down_x, down_w
-
-
-@triton.jit
-def _nearer(level, x, w, other, other_x, other_w, there):
-    closer = there & ((other > level) | ((other == level) & (other_w < w)))
-    return tl.where(closer, other, level), tl.where(closer, other_x, x), tl.where(closer, other_w, w)
-
-
-@triton.jit
-def _nearest_of_all(level, x, w):
-    most = tl.max(level, axis=0)
-    cheapest = tl.min(tl.where(level == most, w, float("inf")), axis=0)
-    return most, tl.min(tl.where((level == most) & (w == cheapest), x, float("inf")), axis=0), cheapest
 
 
 @triton.jit
@@ -268,6 +226,63 @@ def _parted(x, w, given):
     return counts & above, counts & ~above, z
 
 
+@triton.jit
+def _distances(x, w, given):
+    """|z| of what is selected, and of the rest."""
+    above, below, z = _parted(x, w, given)
+    return tl.where(above, z, float("inf")), tl.where(below, -z, float("inf"))
+
+
+@triton.jit
+def _levels_beside(x, w, given):
+    """Of compact support: the levels next to t at which y leaves 1, and 0 with the sign changed."""
+    tau = given[2]
+    BY_VALUE: tl.constexpr = given[5]
+    above, below, _ = _parted(x, w, given)
+    return (
+        tl.where(above, _levels(x, w, 1.0, tau, BY_VALUE), float("inf")),
+        tl.where(below, -_levels(x, w, 0.0, tau, BY_VALUE), float("inf")),
+    )
+
+
+@triton.jit
+def _beside(
+    x_at, cost_at, cost_column, n, hi, lo, tau, power,
+    CDF: tl.constexpr, BY_VALUE: tl.constexpr, WIDTH: tl.constexpr, grad_at=None, grad_column=0,
+):  # fmt: skip
+    """Of compact support: the level next to t at which selected entries leave y = 1, their score, their cost,
+    their mean slope a, and Σ a v for the cotangent v, if there is one; and the same where others leave 0."""
+    up, down = _least(
+        _levels_beside, (hi, lo, tau, power, CDF, BY_VALUE), 2, x_at, cost_at, cost_column, n, WIDTH
+    )
+    zero = tl.zeros((WIDTH,), tl.float64)
+    held = (zero, zero, zero, zero, zero, zero)
+    up_x, down_x = zero - float("inf"), zero - float("inf")
+    for start in range(0, n, WIDTH):
+        x, w = _load(x_at, cost_at, cost_column, start, n, WIDTH)
+        level, other = _levels_beside(x, w, (hi, lo, tau, power, CDF, BY_VALUE))
+        at_up, at_down = level == up, other == down
+        a = w if BY_VALUE else zero + 1
+        v = zero
+        if grad_at is not None:
+            v = _cotangent(grad_at, grad_column, start, n, WIDTH)
+        up_x = tl.maximum(up_x, tl.where(at_up, x, float("-inf")))
+        down_x = tl.maximum(down_x, tl.where(at_down, x, float("-inf")))
+        held = plus(
+            held,
+            (
+                tl.where(at_up, w, 0.0), tl.where(at_down, w, 0.0),
+                tl.where(at_up, w * a, 0.0), tl.where(at_down, w * a, 0.0),
+                tl.where(at_up, a * v, 0.0), tl.where(at_down, a * v, 0.0),
+            ),
+        )  # fmt: skip
+    up_cost, down_cost, up_paid, down_paid, up_priced, down_priced = total(held, 1)
+    return (
+        (up, tl.max(up_x, axis=0), up_cost, up_paid / up_cost, up_priced),
+        (-down, tl.max(down_x, axis=0), down_cost, down_paid / down_cost, down_priced),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------- of a row
 
 
@@ -279,15 +294,13 @@ def _less(a_hi, a_lo, b_hi, b_lo):
 
 @triton.jit
 def _to_log(t, unit):
-    v = tl.abs(t) / unit
-    size = tl.where(v < NEAR_ZERO, tl.log(1 + v), tl.log(tl.abs(t)) - tl.log(unit))
+    size = tl.log(1 + tl.minimum(tl.abs(t) / unit, FARTHEST))
     return tl.where(t < 0, -size, size)
 
 
 @triton.jit
 def _from_log(v, unit):
-    a = tl.abs(v)
-    size = tl.where(a < 30, (tl.exp(a) - 1) * unit, tl.exp(a + tl.log(unit)))
+    size = (tl.exp(tl.abs(v)) - 1) * unit
     return tl.where(v < 0, -size, size)
 
 
@@ -336,17 +349,16 @@ def _quantile(left, rest, free, power, CDF: tl.constexpr):
 
 
 @triton.jit
-def _logs(over, tails, near, nearest, CDF: tl.constexpr):
-    """P − Q; Newton's step in t/τ; how far log P = log Q is missed, in units of rounding; whether tails
-    underflow that decide it; and whether the entries nearest to t may make up for the miss.
+def _logs(over, tails, near, CDF: tl.constexpr):
+    """P − Q; log P − log Q; log P and log Q; their rates in t/τ; and whether tails underflow that decide.
 
     P = excess + over and Q = lacking where more is spent than there is, and the other way round. Tails are
     relative to `near`.
     """
     lacking, excess, slope_above, slope_below = tails
     scale_up, scale_down = log_scale(near[0], CDF), log_scale(near[1], CDF)
-    by_up = tl.where(over < 0, tl.exp(-scale_up), 1.0)
-    by_down = tl.where(over > 0, tl.exp(-scale_down), 1.0)
+    in_up, in_down = tl.exp(-scale_up), tl.exp(-scale_down)
+    by_up, by_down = tl.where(over < 0, in_up, 1.0), tl.where(over > 0, in_down, 1.0)
     P = tl.maximum(over, 0.0) + excess * by_down
     Q = tl.maximum(-over, 0.0) + lacking * by_up
     log_P, log_Q = tl.log(P), tl.log(Q)
@@ -355,82 +367,71 @@ def _logs(over, tails, near, nearest, CDF: tl.constexpr):
     relative = (P - Q) / Q
     alike = tl.abs(relative) < 0.5
     ratio = tl.where(alike, log1p(tl.where(alike, relative, 0.0)), log_P - log_Q) + scales
-    rate_P, rate_Q = slope_below * by_down / P, slope_above * by_up / Q
-    rate = rate_P + rate_Q
-    miss = over + (excess * tl.exp(-scale_down) - lacking * tl.exp(-scale_up))
-    deep = ((over >= 0) & (lacking < TINY)) | ((over <= 0) & (excess < TINY))
-    # the logarithms of what lies within a τ or so of the nearest entries
-    up = tl.log(lacking) + log_scales(nearest[0], near[0], CDF)
-    down = tl.log(excess) + log_scales(nearest[1], near[1], CDF)
-    if gaussian_tail(CDF):
-        up, down = up + tl.log(1 + nearest[0]), down + tl.log(1 + nearest[1])
-    enough = tl.where(over > 0, up - log_P, down - log_Q) > ENOUGH
     log_P -= tl.where(over > 0, 0.0, scale_down)
     log_Q -= tl.where(over < 0, 0.0, scale_up)
-    if gaussian_tail(CDF):  # far out the square roots of logarithms are linear in t
-        top = tl.where(over > 0, up, tl.where(over < 0, down, tl.maximum(up, down)))
-        top = tl.maximum(top, tl.maximum(log_P, log_Q))
-        root_P, root_Q = tl.sqrt(1 + 2 * (top - log_P)), tl.sqrt(1 + 2 * (top - log_Q))
-        rate = 0.5 * (root_P + root_Q) * (rate_P / root_P + rate_Q / root_Q)
-    # deep in a gap the digits of the logarithms are few
-    size = tl.abs(ratio) / (NOISE * (2 + tl.abs(log_P)))
-    return miss, ratio / rate, size, deep, (over == 0) | enough
+    deep = ((over >= 0) & (lacking < TINY)) | ((over <= 0) & (excess < TINY))
+    miss = over + (excess * in_down - lacking * in_up)
+    return miss, ratio, (log_P, log_Q), (slope_below * by_down / P, slope_above * by_up / Q), deep
 
 
 @triton.jit
-def _differences(over, tails, width, miss_low, miss_high, tau, power, CDF: tl.constexpr):
-    """Of compact support: P − Q; Newton's step in t/τ; how far P = Q is missed, and how far rounding may miss
-    it; and whether more is spent near t than in the rest of the bracket."""
+def _newton(over, tails, near, nearest, ratio, logs, rates, CDF: tl.constexpr):
+    """Newton's step in t/τ for log P = log Q; and whether the nearest entries may make up for the miss."""
+    # the logarithms of what lies within a τ or so of these
+    up = tl.log(tails[0]) + log_scales(nearest[0], near[0], CDF)
+    down = tl.log(tails[1]) + log_scales(nearest[1], near[1], CDF)
+    rate = rates[0] + rates[1]
+    if gaussian_tail(CDF):
+        up, down = up + tl.log(1 + nearest[0]), down + tl.log(1 + nearest[1])
+        # far out the square roots of logarithms are linear in t
+        top = tl.where(over > 0, up, tl.where(over < 0, down, tl.maximum(up, down)))
+        top = tl.maximum(top, tl.maximum(logs[0], logs[1]))
+        root_P, root_Q = tl.sqrt(1 + 2 * (top - logs[0])), tl.sqrt(1 + 2 * (top - logs[1]))
+        rate = 0.5 * (root_P + root_Q) * (rates[0] / root_P + rates[1] / root_Q)
+    enough = tl.where(over > 0, up - logs[0], down - logs[1]) > ENOUGH
+    return ratio / rate, (over == 0) | enough
+
+
+@triton.jit
+def _differences(over, tails, power, CDF: tl.constexpr):
+    """Of compact support: P − Q; Newton's step in t/τ; and how far rounding may miss P = Q."""
     lacking, excess, slope_above, slope_below = tails
     P, Q = excess + tl.maximum(over, 0.0), lacking + tl.maximum(-over, 0.0)
-    miss, slope = P - Q, slope_above + slope_below
-    step = miss / slope
-    dense = slope * width >= 0.25 * tau * (miss_low - miss_high)
+    miss = P - Q
+    step = miss / (slope_above + slope_below)
     if CDF == POWER:  # where one side alone moves, its tail is a power of the distance to where it ends
-        alone = (over <= 0) & (slope_above == 0) & (slope_below > 0) & (Q <= 4 * P)
+        alone = (over <= 0) & (slope_above == 0) & (slope_below > 0)
         ratio = tl.where(alone, Q / tl.where(alone, P, 1.0), 0.0)
         step = tl.where(alone, power * (P / slope_below) * (1 - tl.exp(tl.log(ratio) / power)), step)
-        dense = dense | alone
-    return miss, step, tl.abs(miss), 2 * NOISE * tl.maximum(P, Q), dense
+    return miss, step, 2 * NOISE * tl.maximum(P, Q)
 
 
 @triton.jit
 def _step(
-    state, miss, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, count, CDF: tl.constexpr
+    state, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, count, CDF: tl.constexpr
 ):  # fmt: skip
-    """The state after an evaluation at t: t; the ends of the bracket, and the misses there; the side that
-    moved last; the best t so far, and its size of a miss; the width of the bracket some time ago. And whether
-    that is all.
+    """The state after an evaluation at t: t; the ends of the bracket, and its width some time ago; the least
+    size of a miss so far. And whether that is all.
 
-    Trials are a `jump`, if there is one; Newton's step, where the nearest entries make up for the miss; a
-    secant of the spend, if the last one did not leave the same end behind; and the middle, on a scale that is
-    logarithmic if the ends are far from each other.
+    Trials are a `jump`, if there is one; Newton's step, where the nearest entries make up for the miss; and
+    the middle of the bracket, on a scale that is logarithmic if the ends are far from each other.
     """
-    hi, lo, low_hi, low_lo, high_hi, high_lo, miss_low, miss_high, moved, best_hi, best_lo, best, span = state
+    hi, lo, low_hi, low_lo, high_hi, high_lo, span, best = state
     done = (size <= rounding) | ((size <= IDLE * rounding) & (size >= 0.5 * best))
-    better = (size < best) | (best == float("inf"))
     fast = size <= 0.25 * best
-    best_hi, best_lo = tl.where(better, hi, best_hi), tl.where(better, lo, best_lo)
-    best = tl.where(better, size, best)
-    up, down = step > 0, step < 0
-    again = tl.where(up, moved > 0, moved < 0)
-    miss_low, miss_high = tl.where(up, miss, miss_low), tl.where(down, miss, miss_high)
-    low_hi, low_lo = tl.where(up, hi, low_hi), tl.where(up, lo, low_lo)
-    high_hi, high_lo = tl.where(down, hi, high_hi), tl.where(down, lo, high_lo)
-    moved = tl.where(up, 1.0, tl.where(down, -1.0, moved))
+    best = tl.minimum(best, size)
+    low_hi, low_lo = tl.where(step > 0, hi, low_hi), tl.where(step > 0, lo, low_lo)
+    high_hi, high_lo = tl.where(step < 0, hi, high_hi), tl.where(step < 0, lo, high_lo)
     width = _less(high_hi, high_lo, low_hi, low_lo)
 
-    # a bracket that has not become half as wide in three evaluations is bisected, unless Newton's method works
+    # a bracket that has not become half as wide in three evaluations is bisected, unless Newton's steps help
     third = count % 3 == 0
     slow = third & (width > 0.5 * span) & ~fast
     span = tl.where(third, width, span)
-    far = _far(low_hi, high_hi)
     unit = tau / most
-    share = miss_low / (miss_low - miss_high)
-    share = tl.where(slow | far | again | ~(tl.abs(share) <= 1), 0.5, share)
-    other_hi, other_lo = two_sum(low_hi, low_lo + tl.minimum(tl.maximum(share, 0.02), 0.98) * width)
+    other_hi, other_lo = two_sum(low_hi, low_lo + 0.5 * width)
     middle = _from_log(0.5 * _to_log(low_hi, unit) + 0.5 * _to_log(high_hi, unit), unit)
-    inner = far & (middle > low_hi) & (middle < high_hi)
+    inner = _far(low_hi, high_hi) & (middle > low_hi) & (middle < high_hi)
     other_hi, other_lo = tl.where(inner, middle, other_hi), tl.where(inner, 0.0, other_lo)
 
     jumps = jump_hi == jump_hi
@@ -446,11 +447,11 @@ def _step(
     last = tl.abs(tl.where(jumps | (leap == 0), leap, step)) * most <= (
         LAST if full_support(CDF) else 4 * ROUNDING
     )
-    best_hi, best_lo = tl.where(last & ~done, newton_hi, best_hi), tl.where(last & ~done, newton_lo, best_lo)
-    return (
-        new_hi, new_lo, low_hi, low_lo, high_hi, high_lo, miss_low, miss_high, moved, best_hi, best_lo, best,
-        span,
-    ), tl.where(done | stuck | last, 1, 0)  # fmt: skip
+    stays, goes = done | (stuck & ~last), last & ~done
+    new_hi = tl.where(stays, hi, tl.where(goes, newton_hi, new_hi))
+    new_lo = tl.where(stays, lo, tl.where(goes, newton_lo, new_lo))
+    state = (new_hi, new_lo, low_hi, low_lo, high_hi, high_lo, span, best)
+    return state, tl.where(stays | goes, 1, 0)
 
 
 @triton.jit
@@ -476,7 +477,7 @@ def _threshold(
     live = answered if AT_MOST else answered & (settled == 0)
     if live:
         hi, lo = _solve(
-            x_at, cost_at, cost_column, n, left, left_rest, rest, settled, free[0], mean, square, tau,
+            x_at, cost_at, cost_column, n, budget, left, rest, settled, free[0], mean, square, tau,
             evaluations, power, CDF, BY_VALUE, AT_MOST, WIDTH,
         )  # fmt: skip
     return hi, lo
@@ -484,8 +485,7 @@ def _threshold(
 
 @triton.jit
 def _solve(
-    x_at, cost_at, cost_column, n, left, left_rest, rest, settled, free, mean, square, tau,
-    evaluations, power,
+    x_at, cost_at, cost_column, n, budget, left, rest, settled, free, mean, square, tau, evaluations, power,
     CDF: tl.constexpr, BY_VALUE: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     quantile = _quantile(left, rest, free, power, CDF)
@@ -504,29 +504,38 @@ def _solve(
     zero = guess * 0
     hi, lo = zero if AT_MOST else guess, zero
     infinite = zero + float("inf")
-    state = (hi, lo, low, zero, high, zero, rest, -left, zero, hi, lo, infinite, infinite)
-    near_up, near_down, relative = zero, zero, 0
+    state = (hi, lo, low, zero, high, zero, infinite, infinite)
+    near_up, near_down = zero, zero
     status = 0
-    count = 1
+    remaining = evaluations
     while status == 0:
         hi, lo = state[0], state[1]
-        spent, tails, nearest = _evaluate(
+        spent, tails = _evaluate(
             x_at, cost_at, cost_column, n, hi, lo, tau, near_up, near_down, power, CDF, BY_VALUE, WIDTH
         )
-        over, over_rest = two_sum(spent[0], -left)
-        over += over_rest + (spent[1] - left_rest)
+        over, over_rest = two_sum(spent[0], -budget)
+        over += over_rest + spent[1]
         jump_hi, jump_lo = zero + float("nan"), zero
         again = over != over
         if full_support(CDF):
-            miss, step, size, deep, reaches = _logs(over, tails, (near_up, near_down), nearest, CDF)
-            rounding = zero + 1
-            again = deep & (relative == 0)
-        else:
-            lacking, excess = tails[0], tails[1]
-            width = _less(state[4], state[5], state[2], state[3])
-            miss, step, size, rounding, reaches = _differences(
-                over, tails, width, state[6], state[7], tau, power, CDF
+            miss, ratio, logs, rates, deep = _logs(over, tails, (near_up, near_down), CDF)
+            again = deep & (near_up + near_down == 0)
+            next_up, next_down = near_up, near_down
+            if (near_up + near_down == 0) & ~(tl.abs(ratio) <= 1):
+                next_up, next_down = _least(
+                    _distances, (hi, lo, tau, power, CDF, BY_VALUE), 2, x_at, cost_at, cost_column, n, WIDTH
+                )
+                next_up, next_down = _finite(next_up), _finite(next_down)
+            step, reaches = _newton(
+                over, tails, (near_up, near_down), (next_up, next_down), ratio, logs, rates, CDF
             )
+            # deep in a gap the digits of the logarithms are few
+            size, rounding = tl.abs(ratio) / (NOISE * (2 + tl.abs(logs[0]))), zero + 1
+        else:
+            lacking, excess, slope_above, slope_below = tails
+            miss, step, rounding = _differences(over, tails, power, CDF)
+            size, reaches = tl.abs(miss), slope_above + slope_below > 0
+            next_up, next_down = near_up, near_down
             if ((over >= 0) & (lacking == 0)) | ((over <= 0) & (excess == 0)):
                 jump_hi, jump_lo, between = _jump(
                     x_at, cost_at, cost_column, n, hi, lo, over, miss, tau, power, CDF, BY_VALUE, WIDTH
@@ -534,23 +543,23 @@ def _solve(
                 jump_hi = tl.where(reaches & ~between, float("nan"), jump_hi)
                 status = tl.where(between, 2, status)
         if AT_MOST:  # noqa: SIM102 (known when it is compiled, the other is not)
-            if count == 1:
+            if remaining == evaluations:
                 loose = miss <= 0
                 again = again & ~loose
                 status = tl.where(loose, 3, tl.where(settled != 0, 4, 0))
                 jump_hi, jump_lo = guess, zero
         if again:
-            near_up, near_down, relative = nearest[0], nearest[1], 1
+            near_up, near_down = next_up, next_down
         elif status == 0:
             state, status = _step(
-                state, miss, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, count, CDF
+                state, size, rounding, step, reaches, jump_hi, jump_lo, tau, most, remaining, CDF
             )
-            near_up, near_down, relative = zero, zero, 0
+            near_up, near_down = zero, zero
         elif status == 2:
-            state = (jump_hi, jump_lo) + state[2:9] + (jump_hi, jump_lo) + state[11:]
-        count += 1
-        status = tl.where((status == 0) & (count > evaluations), 1, status)
-    hi, lo = state[9], state[10]
+            state = (jump_hi, jump_lo) + state[2:]  # noqa: RUF005
+        remaining -= 1
+        status = tl.where((status == 0) & (remaining <= 0), 1, status)
+    hi, lo = state[0], state[1]
     if AT_MOST:
         hi, lo = tl.where(status == 3, 0.0, hi), tl.where(status == 3, 0.0, lo)
         hi, lo = tl.where(status == 4, settled, hi), tl.where(status == 4, settled, lo)
@@ -565,47 +574,18 @@ def _jump(
     """Of compact support, where one side of t has no entry with 0 < y < 1: the threshold at which the next
     entry alone makes up for the miss, NaN if it is not dear enough; or in a gap the limit of smooth CDFs, and
     whether it is one."""
-    up, up_x, up_w, down, down_x, down_w = _next(
-        x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH
-    )
-    up_cost, up_paid, down_cost, down_paid = _sums(
-        _edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 4, x_at, cost_at, cost_column, n, WIDTH
-    )
-    between = (over == 0) & (up >= down)
+    up, down = _beside(x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH)
+    between = (over == 0) & (up[0] >= down[0])
+    flat = (up[3] * up[0] + down[3] * down[0]) / (up[3] + down[3])
     above = miss > 0
-    x, w = tl.where(above, up_x, down_x), tl.where(above, up_w, down_w)
-    share = tl.abs(miss) / tl.where(above, up_cost, down_cost)
+    share = tl.abs(miss) / tl.where(above, up[2], down[2])
     place_ = icdf(tl.where(above, 1 - share, share), power, CDF)
-    a = w if BY_VALUE else w * 0 + 1
+    x, a = tl.where(above, up[1], down[1]), tl.where(above, up[3], down[3])
     t = x / a
     rest = (tl.fma(-t, a, x) - tau * place_) / a
     t = tl.where((share > 0) & (share < 1), t, float("nan"))
-    a_up, a_down = up_paid / up_cost, down_paid / down_cost
-    flat = a_up / (a_up + a_down) * up + a_down / (a_up + a_down) * down
     t, rest = two_sum(t, rest)
     return tl.where(between, flat, t), tl.where(between, 0.0, rest), between
-
-
-@triton.jit
-def _at_edges(x, w, given):
-    """Whether an entry is next to a gap, above and below; and a."""
-    hi, lo, tau, up, down, power = given[:6]
-    CDF: tl.constexpr = given[6]
-    BY_VALUE: tl.constexpr = given[7]
-    above, below, _ = _parted(x, w, (hi, lo, tau, power, CDF, BY_VALUE))
-    at_up = above & (_levels(x, w, 1.0, tau, BY_VALUE) == up)
-    at_down = below & (_levels(x, w, 0.0, tau, BY_VALUE) == down)
-    return at_up, at_down, w if BY_VALUE else w * 0 + 1
-
-
-@triton.jit
-def _edges(x, w, given):
-    """Of the entries next to a gap, on either side: Σ w and Σ w a."""
-    at_up, at_down, a = _at_edges(x, w, given)
-    return (
-        tl.where(at_up, w, 0.0), tl.where(at_up, w * a, 0.0),
-        tl.where(at_down, w, 0.0), tl.where(at_down, w * a, 0.0),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -700,13 +680,6 @@ def _pull(x, w, v, given):
 
 
 @triton.jit
-def _priced_edges(x, w, v, given):
-    """:func:`_edges`, and Σ a v on either side."""
-    at_up, at_down, a = _at_edges(x, w, given)
-    return _edges(x, w, given) + (tl.where(at_up, a * v, 0.0), tl.where(at_down, a * v, 0.0))  # noqa: RUF005
-
-
-@triton.jit
 def _pull_budgets(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
     x_pointer, x_stride, cost_pointer, cost_row, cost_column, hi_pointer, lo_pointer,
@@ -745,17 +718,11 @@ def _pull_budgets(
     price -= tl.where(dead | (grad_lo == 0), 0.0, grad_lo * lean)
     if not full_support(CDF):  # noqa: SIM102 (the first is known to the compiler)
         if dead & ~fixed:
-            up, _, _, down, _, _ = _next(
-                x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH
+            up, down = _beside(
+                x_at, cost_at, cost_column, n, hi, lo, tau, power, CDF, BY_VALUE, WIDTH, grad_at, grad_column
             )
-            up_cost, up_paid, down_cost, down_paid, up_priced, down_priced = _sums(
-                _priced_edges, (hi, lo, tau, up, down, power, CDF, BY_VALUE), 6,
-                x_at, cost_at, cost_column, n, WIDTH, grad_at, grad_column,
-            )  # fmt: skip
-            up_cost = tl.where(up_cost == 0, 1.0, up_cost)
-            down_cost = tl.where(down_cost == 0, 1.0, down_cost)
-            price = up_priced / up_cost + down_priced / down_cost
-            price /= up_paid / up_cost + down_paid / down_cost
+            price = up[4] / up[2] + down[4] / down[2]
+            price /= up[3] + down[3]
     bad = hi != hi
     price = tl.where(bad, hi, price)
     tl.store(dbudget_pointer + row, price)
