@@ -197,16 +197,9 @@ class BudgetBackward {
     double log_f = -kInfinity;
     void operator+=(const Largest& o) { log_f = std::max(log_f, o.log_f); }
   };
-  struct Edges {  // the levels where the entries next to a gap of compact support leave it
-    double up = kInfinity, down = -kInfinity;
-    void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
-  };
   struct EdgeSums {
-    double pull = 0;                                // of f v z
-    double up = 0, up_v = 0, down = 0, down_v = 0;  // of w a and a v at the edges
-    void operator+=(const EdgeSums& o) {
-      pull += o.pull, up += o.up, up_v += o.up_v, down += o.down, down_v += o.down_v;
-    }
+    double pull = 0, up = 0, down = 0;  // of f v z, and of a v at the ends of the gap
+    void operator+=(const EdgeSums& o) { pull += o.pull, up += o.up, down += o.down; }
   };
   struct CarefulSums {
     double mass = 0, mean = 0, moment = 0;  // with weights relative to the largest density
@@ -233,45 +226,44 @@ class BudgetBackward {
     });
   }
 
-  // No entry that costs something has a density: t lies in a gap of compact support.
+  // No entry that costs something has a density: t lies in a gap of compact support, and dL/dB is the limit of
+  // smooth CDFs, of which the entries next to the gap have w f in common.
   void in_gap(double& grad_budget, double& grad_tau) {
     using Entries = Block<double>;
     const Position<double> position(t_, tau_, spec_.by_value);
     const double tau = tau_, median = F_.median;
-    auto leaves = [=](VecD x, VecD w) { return (x - tau) / position.a(w > 0 ? w : splat(1.0)); };
-    auto enters = [=](VecD x, VecD w) { return x / position.a(w > 0 ? w : splat(1.0)); };
+    auto leaves = [=](VecD x, VecD a) { return (x - tau) / a; };
+    auto enters = [=](VecD x, VecD a) { return x / a; };
     auto counts = [](VecD x, VecD w) { return (abs<double>(x) < kInfinity) & (w > 0); };
     struct Ends {
-      VecD up = splat(kInfinity), down = splat(-kInfinity);
+      EdgeLanes up{splat(kInfinity)}, down{splat(kInfinity)};
     };
-    const Edges edges = collect<Edges>(
+    const BudgetGap gap = collect<BudgetGap>(
         false, Ends{},
-        [=](Ends& e, VecD x, const Entries& b, int i, VecD) {
-          const VecD w = load(b.w + i), up = leaves(x, w), down = enters(x, w);
+        [=](Ends& ends, VecD x, const Entries& b, int i, VecD) {
+          const VecD w = load(b.w + i);
           const IntD here = counts(x, w), above = load(b.z + i) > median;
-          e.up = here & above & (up < e.up) ? up : e.up;
-          e.down = here & ~above & (down > e.down) ? down : e.down;
+          const VecD a = position.a(here ? w : splat(1.0));
+          ends.up.add(leaves(x, a), w, a, here & above);
+          ends.down.add(-enters(x, a), w, a, here & ~above);
         },
-        [](Edges& s, const Ends& e) { s += {minimum<double>(e.up), maximum<double>(e.down)}; });
+        [](BudgetGap& s, const Ends& ends) { s += {ends.up.least(1), ends.down.least(-1)}; });
     struct Parts {
-      VecD pull{}, up{}, up_v{}, down{}, down_v{};
+      VecD pull{}, up{}, down{};
     };
     const EdgeSums s = collect<EdgeSums>(
         false, Parts{},
-        [=](Parts& a, VecD x, const Entries& b, int i, VecD v) {
-          const VecD zero{}, w = load(b.w + i), z = load(b.z + i), each = position.a(w);
+        [=](Parts& parts, VecD x, const Entries& b, int i, VecD v) {
+          const VecD zero{}, w = load(b.w + i), z = load(b.z + i);
           const IntD here = counts(x, w), above = z > median;
-          const IntD up = here & above & (leaves(x, w) == edges.up),
-                     down = here & ~above & (enters(x, w) == edges.down);
-          a.pull += load(b.f + i) * v * z;
-          a.up += up ? w * each : zero, a.up_v += up ? each * v : zero;
-          a.down += down ? w * each : zero, a.down_v += down ? each * v : zero;
+          const VecD a = position.a(here ? w : splat(1.0));
+          parts.pull += load(b.f + i) * v * z;
+          parts.up += here & above & (leaves(x, a) == gap.up.level) ? a * v : zero;
+          parts.down += here & ~above & (enters(x, a) == gap.down.level) ? a * v : zero;
         },
-        [](EdgeSums& s, const Parts& a) {
-          s += {sum<double>(a.pull), sum<double>(a.up), sum<double>(a.up_v), sum<double>(a.down),
-                sum<double>(a.down_v)};
-        });
-    const double price = 0.5 * (s.up > 0 ? s.up_v / s.up : 0) + 0.5 * (s.down > 0 ? s.down_v / s.down : 0);
+        [](EdgeSums& s, const Parts& a) { s += {sum<double>(a.pull), sum<double>(a.up), sum<double>(a.down)}; });
+    const double above = gap.up.wa > 0 ? s.up / gap.up.wa : 0, below = gap.down.wa > 0 ? s.down / gap.down.wa : 0;
+    const double price = gap.share() * above + (1 - gap.share()) * below;
     grad_budget = price;
     grad_tau = -s.pull / tau_;
     const double t = t_.hi + t_.lo;

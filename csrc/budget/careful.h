@@ -2,7 +2,9 @@
 // of the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
 //
 // P - Q is sum w y - B without cancellation: P is what rejected entries spend and Q is what selected ones do
-// not. The edge cases are those of khot/_kernels/reference/soft_budget.py.
+// not. By value log P - log Q is far from linear, as its slopes carry the costs, so that no step is taken that
+// leaves the bracket, and a bracket that does not shrink is bisected. The edge cases are those of
+// khot/_kernels/reference/soft_budget.py.
 #pragma once
 
 #include <algorithm>
@@ -21,39 +23,45 @@ class CarefulBudget {
   KHOT_APART Threshold solve(double budget) {
     if (!(tau_ > 0 && tau_ < kInfinity)) return {kNan, kNan};
     const Costs costs = add_up();
-    const double slack = spec_.slack * (costs.free + costs.pinned);
-    double left = budget - costs.pinned;
-    if (costs.bad != 0 || !(left >= -slack)) return {kNan, kNan};
-    if (!spec_.at_most && !(left <= costs.free + slack)) return {kNan, kNan};
-    left = std::max(left, 0.0);
+    const double slack = spec_.slack * (costs.free.value() + costs.pinned.value());
+    left_ = costs.pinned.minus(budget), left_ = {-left_.whole, -left_.lost};
+    if (costs.bad != 0 || !(left_.value() >= -slack)) return {kNan, kNan};
+    if (!spec_.at_most && !(left_.value() <= costs.free.value() + slack)) return {kNan, kNan};
+    most_ = spec_.by_value ? costs.most : 1;
     if (spec_.at_most) {
       const SpendSums s = evaluate({0, 0});
-      if (s.spent - s.lacking + s.excess <= left) return {0, 0};
+      if (s.spent.minus(left_).value() + s.excess <= s.lacking) return {0, 0};
     }
-    if (left >= costs.free) return {-kHuge, -kHuge};
-    if (left == 0) return {kHuge, kHuge};
-    left_ = left, free_ = costs.free;
+    rest_ = costs.free.minus(left_).value();
+    if (rest_ <= 0) return {-kHuge, -kHuge};
+    if (left_.value() <= 0) return {kHuge, kHuge};
     return newton();
   }
 
  private:
-  static constexpr int kEvaluations = 128, kLogEvaluations = 8, kHistograms = 4, kBins = 1024;
+  static constexpr int kEvaluations = 128, kHistograms = 4, kBins = 1024;
   static constexpr double kFarthest = 1e300;
-  static constexpr double kClose = 1e-9;  // a miss, relative to what can be missed, that only lo has to mend
+  // From a step on that moves no z by more than this, the error that is left is its square.
+  static constexpr double kLastStep = 1e-8;
+  static constexpr double kSure = 1e-9;  // a larger miss of the logarithms is none of rounding
 
   struct Costs {
-    double free = 0, pinned = 0, bad = 0;  // of finite entries, of those that are +inf; how many are bad
-    void operator+=(const Costs& o) { free += o.free, pinned += o.pinned, bad += o.bad; }
+    Pair free, pinned;         // of finite entries, and of those that are +inf
+    double bad = 0, most = 0;  // how many are bad, and the largest of finite entries
+    void operator+=(const Costs& o) {
+      free += o.free, pinned += o.pinned, bad += o.bad, most = std::max(most, o.most);
+    }
   };
 
   // The sums of a pass at t.
   struct SpendSums {
-    double spent = 0;                         // w over the entries above: z > median
+    Pair spent;                               // w over the entries above: z > median
     double lacking = 0, excess = 0;           // w (1 - F) over these, and w F over the others
     double slope_above = 0, slope_below = 0;  // w a f
+    double steep = 0;                         // the largest a f
     void operator+=(const SpendSums& o) {
       spent += o.spent, lacking += o.lacking, excess += o.excess;
-      slope_above += o.slope_above, slope_below += o.slope_below;
+      slope_above += o.slope_above, slope_below += o.slope_below, steep = std::max(steep, o.steep);
     }
   };
 
@@ -63,17 +71,20 @@ class CarefulBudget {
                                  [=](Costs& sums, const double* p, int count, int64_t at) {
                                    double buffer[kBlock];
                                    const double* q = fetch(cost, at, count, buffer);
-                                   VecD free{}, pinned{}, bad{};
-                                   const VecD one = splat(1.0);
+                                   PairSum<double> free, pinned;
+                                   VecD bad{}, most{};
+                                   const VecD one = splat(1.0), zero{};
                                    vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
                                      const VecD w = beside(q, i, lanes);
                                      const IntD there = x != -kInfinity;
                                      const IntD wrong = (x != x) | (there & ~((w >= 0) & (w < kInfinity)));
-                                     bad += wrong ? one : VecD{};
-                                     free += abs<double>(x) < kInfinity ? w : VecD{};
-                                     pinned += x == kInfinity ? w : VecD{};
+                                     const VecD own = abs<double>(x) < kInfinity ? w : zero;
+                                     bad += wrong ? one : zero;
+                                     free.add(own);
+                                     pinned.add(x == kInfinity ? w : zero);
+                                     most = own > most ? own : most;
                                    });
-                                   sums += {sum<double>(free), sum<double>(pinned), sum<double>(bad)};
+                                   sums += {total(free), total(pinned), sum<double>(bad), maximum<double>(most)};
                                  });
   }
 
@@ -86,21 +97,82 @@ class CarefulBudget {
           double buffer[kBlock], z[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
           const double* q = fetch(cost, at, count, buffer);
           F.tails(position, p, q, count, z, tails, densities);
-          VecD spent{}, lacking{}, excess{}, slope_above{}, slope_below{};
+          PairSum<double> spent;
+          VecD lacking{}, excess{}, slope_above{}, slope_below{}, steep{};
           const VecD zero{};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = abs<double>(x) < kInfinity ? beside(q, i, lanes) : zero;
             const IntD above = load(z + i) > F.median;
-            const VecD tail = w > 0 ? w * load(tails + i) : zero,
-                       slope = w > 0 ? w * position.a(w) * load(densities + i) : zero;
-            spent += above ? w : zero;
+            const VecD rate = w > 0 ? position.a(w) * load(densities + i) : zero;
+            const VecD tail = w > 0 ? w * load(tails + i) : zero, slope = w * rate;
+            spent.add(above ? w : zero);
             lacking += above ? tail : zero;
             excess += above ? zero : tail;
             slope_above += above ? slope : zero;
             slope_below += above ? zero : slope;
+            steep = rate > steep ? rate : steep;
           });
-          sums += {sum<double>(spent), sum<double>(lacking), sum<double>(excess), sum<double>(slope_above),
-                   sum<double>(slope_below)};
+          sums += {total(spent),
+                   sum<double>(lacking),
+                   sum<double>(excess),
+                   sum<double>(slope_above),
+                   sum<double>(slope_below),
+                   maximum<double>(steep)};
+        });
+  }
+
+  struct LogSum {  // total e^top
+    double top = -kInfinity, total = 0;
+    void operator+=(LogSum o) {
+      if (o.top > top) std::swap(*this, o);
+      if (o.top > -kInfinity) total += o.total * std::exp(o.top - top);
+    }
+    double log() const { return top + std::log(total); }
+  };
+  struct LogSums {  // of w (1 - F) and w a f over the entries above, and of w F and w a f over the others
+    LogSum part[4];
+    void operator+=(const LogSums& o) {
+      for (int j = 0; j < 4; ++j) part[j] += o.part[j];
+    }
+  };
+
+  // The logarithms of what evaluate() sums, where tails underflow.
+  LogSums evaluate_logs(Threshold t) const {
+    const Position<double> position(t, tau_, spec_.by_value);
+    const BlockCdf F = F_;
+    const Row cost = cost_;
+    return reduce<double, LogSums>(
+        x_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, int count, int64_t at) {
+          double buffer[kBlock], place[kWhole<double>], logs[2][kWhole<double>];
+          const double* q = fetch(cost, at, count, buffer);
+          position.put(p, q, count, place);
+          F.logs(place, count, logs[0], logs[1]);
+          VecD most[4], totals[4] = {};
+          for (int j = 0; j < 4; ++j) most[j] = splat(-kInfinity);
+          const VecD never = splat(-kInfinity);
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+            const VecD w = beside(q, i, lanes);
+            const IntD counts = (abs<double>(x) < kInfinity) & (w > 0), above = load(place + i) > F.median;
+            const VecD log_w = log_apart(counts ? w : splat(1.0));
+            const VecD tail = counts ? log_w + load(logs[0] + i) : never;
+            const VecD slope =
+                counts ? log_w + load(logs[1] + i) + (position.by_value ? log_w : VecD{}) : never;
+            store(logs[0] + i, tail), store(logs[1] + i, slope);
+            for (int j = 0; j < 4; ++j) {
+              const VecD v = j % 2 == 0 ? tail : slope;
+              most[j] = (j < 2 ? above : ~above) & (v > most[j]) ? v : most[j];
+            }
+          });
+          double tops[4];
+          for (int j = 0; j < 4; ++j) tops[j] = maximum<double>(most[j]);
+          for (int i = 0; i < count; i += kWidth<double>) {
+            const IntD above = load(place + i) > F.median;
+            for (int j = 0; j < 4; ++j) {
+              const IntD here = (j < 2 ? above : ~above) & (load(logs[j % 2] + i) > never);
+              totals[j] += here ? exp<double>(load(logs[j % 2] + i) - tops[j]) : VecD{};
+            }
+          }
+          for (int j = 0; j < 4; ++j) sums.part[j] += {tops[j], sum<double>(totals[j])};
         });
   }
 
@@ -109,9 +181,10 @@ class CarefulBudget {
     void operator+=(const Range& o) { low = std::min(low, o.low), high = std::max(high, o.high); }
   };
 
-  // The least and the greatest threshold at which an entry that costs something lies at z.
-  Range levels(double z) const {
-    const double offset = tau_ * z;
+  // The least and the greatest threshold at which an entry that costs something lies at z, with room for the
+  // rounding of so many digits.
+  Range levels(double z, double digits) const {
+    const double offset = tau_ * z, room = digits * (std::fabs(offset) + tau_);
     const Position<double> position({0, 0}, tau_, spec_.by_value);
     const Row cost = cost_;
     return reduce<double, Range>(x_, spec_.n, spec_.inside,
@@ -122,37 +195,38 @@ class CarefulBudget {
                                    vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
                                      const VecD w = beside(q, i, lanes);
                                      const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                                     const VecD level = (x - offset) / position.a(counts ? w : splat(1.0));
-                                     low = counts & (level < low) ? level : low;
-                                     high = counts & (level > high) ? level : high;
+                                     const VecD scale = 1 / position.a(counts ? w : splat(1.0));
+                                     const VecD pad = digits * abs<double>(x) + room;
+                                     const VecD least = ((x - offset) - pad) * scale,
+                                                most = ((x - offset) + pad) * scale;
+                                     low = counts & (least < low) ? least : low;
+                                     high = counts & (most > high) ? most : high;
                                    });
                                    range += {minimum<double>(low), maximum<double>(high)};
                                  });
   }
 
-  // The levels next to t: the least one of the entries above and the greatest one of the others. Under
-  // compact support they are where y leaves 1 or 0.
-  Range neighbours(Threshold t) const {
+  // Levels are those of the median, and under compact support where y leaves 1 or 0.
+  BudgetGap neighbours(Threshold t) const {
     const Position<double> position(t, tau_, spec_.by_value);
-    const double median = F_.median, end = F_.full_support ? median : 1, start = F_.full_support ? median : 0;
-    const double tau = tau_;
+    const double median = F_.median, tau = tau_, end = tau * (F_.full_support ? median : 1),
+                 start = tau * (F_.full_support ? median : 0);
     const Row cost = cost_;
-    return reduce<double, Range>(x_, spec_.n, spec_.inside,
-                                 [=](Range& range, const double* p, int count, int64_t at) {
-                                   double buffer[kBlock];
-                                   const double* q = fetch(cost, at, count, buffer);
-                                   VecD up = splat(kInfinity), down = -up;
-                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-                                     const VecD w = beside(q, i, lanes);
-                                     const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                                     const IntD above = position(x, w) > median;
-                                     const VecD a = position.a(counts ? w : splat(1.0));
-                                     const VecD leaves = (x - end * tau) / a, enters = (x - start * tau) / a;
-                                     up = counts & above & (leaves < up) ? leaves : up;
-                                     down = counts & ~above & (enters > down) ? enters : down;
-                                   });
-                                   range += {minimum<double>(up), maximum<double>(down)};
-                                 });
+    return reduce<double, BudgetGap>(
+        x_, spec_.n, spec_.inside, [=](BudgetGap& gap, const double* p, int count, int64_t at) {
+          double buffer[kBlock];
+          const double* q = fetch(cost, at, count, buffer);
+          EdgeLanes up{splat(kInfinity)}, down{splat(kInfinity)};
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+            const VecD w = beside(q, i, lanes);
+            const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
+            const VecD a = position.a(counts ? w : splat(1.0)), off = position.offset(x, a);
+            const IntD above = off / tau > median;
+            up.add((off - end) / a, w, a, counts & above);
+            down.add((start - off) / a, w, a, counts & ~above);
+          });
+          gap += {up.least(1), down.least(-1)};
+        });
   }
 
   struct Bins {
@@ -188,7 +262,7 @@ class CarefulBudget {
       int i = kBins + 1;
       for (; i > 0; --i) {
         spent += bins.spent[i];
-        if (spent >= left_) break;
+        if (spent >= left_.whole) break;
       }
       if (i == 0 || i == kBins + 1) break;
       range.low = bottom + (i - 1) * width, range.high = bottom + i * width;
@@ -197,157 +271,159 @@ class CarefulBudget {
     return 0.5 * range.low + 0.5 * range.high;
   }
 
-  // A point between the two: the middle, or the middle of their bits where one is far larger than the other.
-  static double between(double low, double high) {
-    const double middle = 0.5 * low + 0.5 * high;
-    const bool far = low < 0 ? (high > 0 || low < 4 * high) : high > 4 * low;
-    if (!far) return middle;
-    auto key = [](double v) {
-      int64_t bits;
-      const double size = std::fabs(v);
-      std::memcpy(&bits, &size, 8);
-      return v >= 0 ? bits : -bits;
-    };
-    const int64_t a = key(low), b = key(high), half = (a & b) + ((a ^ b) >> 1);
-    const int64_t size = half < 0 ? -half : half;
-    double value;
-    std::memcpy(&value, &size, 8);
-    value = half < 0 ? -value : value;
-    return std::fabs(value) < kInfinity ? value : middle;
+  // Numbers whose size matters by its ratio to tau, where it is larger, and by its difference otherwise.
+  double fold(double v) const {
+    const double ratio = std::log(std::fabs(v)) - std::log(tau_) + std::log(most_);
+    return std::copysign(ratio < 700 ? std::log1p(std::exp(ratio)) : ratio, v);
+  }
+  double unfold(double v) const {
+    const double ratio = std::fabs(v) < 700 ? std::log(std::expm1(std::fabs(v))) : std::fabs(v);
+    return std::copysign(std::exp(ratio + std::log(tau_) - std::log(most_)), v);
   }
 
-  // Makes hi + lo the threshold, with the rounding error of the new hi as its lo. Returns by how much hi
-  // moved.
-  static double move(Threshold& t, double lo) {
-    const double hi = t.hi + lo, part = hi - t.hi, before = t.hi;
-    t = {hi, (before - (hi - part)) + (lo - part)};
-    return hi - before;
+  // A point between the two, for a bisection.
+  Threshold between(Threshold low, Threshold high) const {
+    const bool far = low.hi < 0 ? (high.hi > 0 || low.hi < 4 * high.hi) : high.hi > 4 * low.hi;
+    const Threshold middle{far ? unfold(0.5 * fold(low.hi) + 0.5 * fold(high.hi)) : 0.5 * low.hi + 0.5 * high.hi,
+                           0};
+    if (less(low, middle) && less(middle, high)) return middle;
+    return moved(low, 0.5 * distance(low, high));
   }
 
-  Threshold newton() const {
-    const double share = std::min(std::max(left_ / free_, kTiny), 1 - 1e-16);
-    const Range ends = levels(F_.icdf(share)), centres = levels(F_.median);
-    auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
-    double low = held(ends.low), high = held(ends.high);
-    const double pad = 1e-14 * std::max(std::fabs(low), std::fabs(high)) + (spec_.by_value ? 0 : 1e-9 * tau_);
-    low -= pad, high += pad;
-    if (spec_.at_most) low = std::max(low, 0.0);
-    Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
-    if (!(t.hi > low && t.hi < high)) t = {0.5 * low + 0.5 * high, 0};
-    low -= t.hi, high -= t.hi;  // from here on, bounds are relative to t.hi, and have digits that it has not
-    Threshold best = t;
-    const double scale = std::max(std::min(left_, free_ - left_), 1e-13 * left_);
-    const double noise = std::max(1e-14 * scale, 8 * 0x1p-52 * left_);  // below it, rounding keeps a miss up
-    double best_miss = kInfinity, span = kInfinity;
-    for (int count = 1; count <= kEvaluations; ++count) {
-      const SpendSums s = evaluate(t);
-      double over = s.spent - left_;
-      if (std::fabs(over) <= 8 * 0x1p-52 * std::max(s.spent, left_)) over = 0;
-      const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0), miss = P - Q;
-      const bool nothing =
-          F_.full_support ? s.lacking < kTiny || s.excess < kTiny : s.lacking == 0 && s.excess == 0;
-      if (over == 0 && nothing) {
-        const Range gap = neighbours(t);
-        // with no entry on one side of the gap, nothing or everything is paid for, but for rounding
-        if (gap.high == -kInfinity) return {-kHuge, -kHuge};
-        if (gap.low == kInfinity) return {kHuge, kHuge};
-        const double middle = 0.5 * gap.low + 0.5 * gap.high;
-        return F_.full_support ? log_newton({middle, 0}) : Threshold{middle, 0};
-      }
-      const bool settled = std::fabs(miss) <= noise && std::fabs(miss) >= 0.5 * best_miss;
-      if (std::fabs(miss) < best_miss) best = t, best_miss = std::fabs(miss);
-      if (settled || std::fabs(miss) <= 1e-15 * scale) break;
-      if (miss > 0) low = std::max(low, t.lo);
-      if (miss < 0) high = std::min(high, t.lo);
-      double step = tau_ * miss / (s.slope_above + s.slope_below);
-      if (F_.full_support) {
-        const double logs = tau_ * (std::log(P) - std::log(Q)) / (s.slope_below / P + s.slope_above / Q);
-        if (std::fabs(logs) < kInfinity) step = logs;
-      }
-      double trial = t.lo + step;
-      const bool close = std::fabs(miss) <= kClose * scale;
-      // a bracket that has not become half as wide in three evaluations is bisected
-      const bool slow = count % 3 == 0 && high - low > 0.5 * span && !close;
-      if (count % 3 == 0) span = high - low;
-      const double room = close ? 8 * 0x1p-52 * std::fabs(t.hi) : 0;  // bounds were seen from another hi
-      if (!(trial > low - room && trial < high + room) || slow) {
-        trial = between(t.hi + low, t.hi + high) - t.hi;
-        if (!(trial > low && trial < high)) trial = 0.5 * low + 0.5 * high;
-        if (!(trial > low && trial < high)) break;
-      }
-      if (close) {  // another hi would round the products with the costs anew
-        t.lo = trial;
-      } else {
-        const double moved = move(t, trial);
-        low -= moved, high -= moved;
-      }
-    }
-    return best;
+  static double distance(Threshold from, Threshold to) { return (to.hi - from.hi) + (to.lo - from.lo); }
+  static bool less(Threshold a, Threshold b) { return distance(a, b) > 0; }
+  static Threshold moved(Threshold t, double by) {
+    const Pair sum = Pair{t.hi, t.lo}.plus({by, 0});
+    return {sum.whole, sum.lost};
   }
 
-  struct LogSums {  // of w (1 - F) and w a f over the entries above, and of w F and w a f over the others
-    double top[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
-    double total[4] = {};
-    void operator+=(const LogSums& o) {
-      for (int i = 0; i < 4; ++i) top[i] = std::max(top[i], o.top[i]), total[i] += o.total[i];
-    }
+  // What a pass tells about the root.
+  struct Verdict {
+    double miss;       // its sign is that of P - Q, and its size log P - log Q or, under compact support, P - Q
+    double tolerance;  // what rounding may make of a miss of 0
+    double step;       // Newton's, which may be NaN or infinite
+    double doubt;      // by how much a y is wrong, if the slopes tell
   };
 
-  // Newton's method on log P = log Q in a gap so wide that tails underflow.
-  Threshold log_newton(Threshold t) const {
-    const BlockCdf F = F_;
-    const Row cost = cost_;
-    for (int i = 0; i < kLogEvaluations; ++i) {
-      const Position<double> position(t, tau_, spec_.by_value);
-      LogSums tops;
-      auto pass = [&](bool add) {
-        const LogSums known = tops;
-        return reduce<double, LogSums>(
-            x_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, int count, int64_t at) {
-              double buffer[kBlock], place[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
-              const double* q = fetch(cost, at, count, buffer);
-              position.put(p, q, count, place);
-              F.logs(place, count, tails, densities);
-              VecD most[4], total[4];
-              for (int j = 0; j < 4; ++j) most[j] = splat(-kInfinity), total[j] = VecD{};
-              vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-                const VecD w = beside(q, i, lanes);
-                const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                const VecD log_w = log_apart(counts ? w : splat(1.0));
-                const IntD above = load(place + i) > F.median;
-                const VecD tail = log_w + load(tails + i);
-                const VecD slope = log_w + load(densities + i) + (position.by_value ? log_w : VecD{});
-                for (int j = 0; j < 4; ++j) {
-                  const IntD here = counts & (j < 2 ? above : ~above);
-                  const VecD v = here ? (j % 2 == 0 ? tail : slope) : splat(-kInfinity);
-                  most[j] = v > most[j] ? v : most[j];
-                  if (add) total[j] += here ? exp<double>(v - known.top[j]) : VecD{};
-                }
-              });
-              for (int j = 0; j < 4; ++j) {
-                sums.top[j] = std::max(sums.top[j], maximum<double>(most[j]));
-                sums.total[j] += sum<double>(total[j]);
-              }
-            });
-      };
-      tops = pass(false);
-      const LogSums sums = pass(true);
-      double logs[4];
-      for (int j = 0; j < 4; ++j) logs[j] = tops.top[j] + std::log(sums.total[j]);
-      const double rate = std::exp(logs[1] - logs[0]) + std::exp(logs[3] - logs[2]);
-      const double step = tau_ * (logs[2] - logs[0]) / rate;
-      if (!(std::fabs(step) < kInfinity)) break;
-      move(t, t.lo + step);
-      if (std::fabs(step) <= 1e-12 * tau_) break;
+  Verdict judge(Threshold t, const SpendSums& s, double over, double P, double Q) const {
+    constexpr double eps = 0x1p-52;
+    const double plain = (P - Q) / (s.slope_above + s.slope_below), doubt = std::fabs(plain) * s.steep;
+    if (!F_.full_support) return {P - Q, 2 * eps * (P + Q), tau_ * plain, doubt};
+    if (P >= kTiny && Q >= kTiny) {
+      const double ratio = (P - Q) / Q, miss = std::fabs(ratio) < 0.5 ? std::log1p(ratio) : std::log(P) - std::log(Q);
+      return {miss, 4 * eps * (1 + std::fabs(std::log(std::min(P, Q) / (left_.value() + rest_)))),
+              tau_ * miss / (s.slope_below / P + s.slope_above / Q), std::fabs(miss) <= kSure ? doubt : kInfinity};
     }
-    return t;
+    const LogSums logs = evaluate_logs(t);
+    LogSum both[2] = {logs.part[2], logs.part[0]};
+    if (over != 0) both[over < 0] += {std::log(std::fabs(over)), 1};
+    const double log_P = both[0].log(), log_Q = both[1].log(), miss = log_P - log_Q;
+    const double rate = std::exp(logs.part[3].log() - log_P) + std::exp(logs.part[1].log() - log_Q);
+    return {miss, 16 * eps * std::fabs(std::min(log_P, log_Q)), tau_ * miss / rate, kInfinity};
+  }
+
+  // Whether rounding this distance between thresholds changes no y.
+  bool near(double distance) const { return std::fabs(distance) * most_ <= 4 * tau_; }
+
+  Threshold newton() const {
+    const double share = left_.value() / (left_.value() + rest_);
+    // a tail may be so small that a share near 1 has lost its digits
+    const double z = F_.full_support && left_.value() > rest_
+                         ? -F_.icdf(std::max(rest_ / (left_.value() + rest_), kTiny))
+                         : F_.icdf(std::max(share, kTiny));
+    auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
+    const Range ends = levels(z, 16 * 0x1p-52), centres = levels(F_.median, 0);
+    Threshold low{held(ends.low), 0}, high{held(ends.high), 0};
+    if (spec_.at_most) low.hi = std::max(low.hi, 0.0);
+    Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
+    if (!(less(low, t) && less(t, high))) t = between(low, high);
+    Threshold best = t;
+    double best_miss = kInfinity, span = kInfinity, missed = kInfinity;
+    double before = kNan;
+    bool tried = false, alone = true;
+    for (int count = 1; count <= kEvaluations; ++count) {
+      const SpendSums s = evaluate(t);
+      const double over = s.spent.minus(left_).value();
+      Threshold gap{kNan, kNan};
+      if (over == 0 && std::min(s.lacking, s.excess) < (F_.full_support ? kTiny : 0x1p-1074)) {
+        const BudgetGap around = neighbours(t);
+        gap = moved(t, around.middle());
+        if (!F_.full_support && around.down.level <= around.up.level) {
+          if (tried || near(around.middle())) return gap;
+          t = gap, tried = true;  // from afar, its distance is rounded
+          continue;
+        }
+      }
+      const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0);
+      const Verdict now = judge(t, s, over, P, Q);
+      const double size = std::fabs(now.miss), step = now.step;
+      // every y is known, and rounding keeps the miss up: 1 - F is rounded where F is near 1
+      const bool rounded = !F_.full_support && s.slope_above > 0 && now.doubt <= 2 * 0x1p-52;
+      const bool settled = (size >= 0.5 * best_miss || rounded) && now.doubt <= 1e-14;
+      if (size < best_miss) best = t, best_miss = size;
+      if (size <= now.tolerance) return t;
+      if (settled) return best;
+      if (F_.full_support && std::fabs(step) * most_ <= kLastStep * tau_) return moved(t, step);
+      if (now.miss > 0) low = t;
+      if (now.miss < 0) high = t;
+      if (distance(low, high) * most_ <= 0x1p-54 * tau_) return t;  // no z differs
+      const auto inside = [&](Threshold v) { return std::isfinite(v.hi) && less(low, v) && less(v, high); };
+      Threshold trial = moved(t, step);
+      // steps that become shorter by the same ratio, as on a power of t, lead to a limit
+      const double ratio = step / before;
+      if (ratio > 0.2 && ratio < 0.95) {
+        const Threshold limit = moved(t, step / (1 - ratio));
+        if (inside(limit)) trial = limit;
+      }
+      if (F_.full_support) {
+        // from the middle of a gap, the entries next to it are as far away
+        if (!tried && inside(gap)) trial = gap, tried = true;
+      } else if (s.slope_above == 0 || s.slope_below == 0) {
+        const bool still = s.slope_above + s.slope_below == 0;
+        if (still || alone) {
+          // the entry at the edge of what moves makes up for the rest alone, or less than that is missing
+          const bool up = still ? now.miss > 0 : s.slope_above > 0;
+          const BudgetGap around = neighbours(t);
+          const BudgetEdge edge = up ? around.up : around.down;
+          const double y = std::min((up ? P : Q) / edge.w, 1.0);
+          const Threshold end = moved(t, edge.level);
+          const Threshold bound = moved(end, tau_ * (up ? 1 - F_.icdf(1 - y) : -F_.icdf(y)) / edge.a());
+          if (still && up && y <= 0x1p-50) {  // at the end, to rounding
+            if (near(edge.level)) return end;
+            trial = end;
+          } else {
+            // nothing moves before, but for the rounding of the distance
+            const Threshold before_end = moved(end, (up ? -4 : 4) * 0x1p-52 * std::fabs(edge.level));
+            if (still && inside(before_end)) (up ? low : high) = before_end;
+            if (inside(bound)) trial = bound;
+          }
+        }
+        alone = !alone;
+      }
+      // a bracket that has not become half as wide in three steps, nor the miss an eighth, is bisected
+      bool slow = false;
+      if (count % 3 == 0) {
+        const double width = distance(low, high);
+        slow = width > 0.5 * span && size > 0.125 * missed;
+        span = width, missed = size;
+      }
+      const bool bisects = slow || !inside(trial);
+      if (bisects) {
+        trial = between(low, high);
+        if (!inside(trial)) return t;
+      }
+      before = bisects ? kNan : step;
+      t = trial;
+    }
+    return best;
   }
 
   BudgetSpec spec_;
   BlockCdf F_;
   Row x_, cost_;
   double tau_;
-  double left_ = 0, free_ = 0;  // the budget for the finite entries, and the sum of their costs
+  Pair left_;                  // the budget for the finite entries
+  double rest_ = 0, most_ = 1;  // what it leaves of the sum of their costs, and the largest a
 };
 
 }  // namespace khot::KHOT_ISA

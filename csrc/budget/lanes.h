@@ -109,7 +109,7 @@ class LaneBudget : BudgetTile {
   static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 2.5f;
 
   // Under compact support a few costs may be undecided, or none, beside many that are paid in full.
-  using Spent = std::conditional_t<C::full_support, ExactBlockSum, PairSum>;
+  using Spent = std::conditional_t<C::full_support, ExactBlockSum, PairSum<float>>;
 
   struct Sums {
     VecF spent, miss;  // the sum of a y, and by how much it misses the budget
@@ -276,7 +276,7 @@ class LaneBudget : BudgetTile {
     decided &= (low < middle) & (middle < high);
     for (int j = 0; j < width; ++j) {
       const double off = spent[j / part][j % part] - given_[j];
-      decided[j] &= std::fabs(off) <= 8 * 0x1p-52 * given_[j] ? -1 : 0;
+      decided[j] &= off == 0 ? -1 : 0;  // a budget that misses by rounding is not that of a gap
     }
     good_ &= decided | (slope_ > 1e-5f * budget_);
     if (!any(decided)) return;

@@ -4,12 +4,32 @@
 #include <algorithm>
 #include <cmath>
 
+#include "simd/tile.h"
 #include "soft_topk/guess.h"
 
 namespace khot::KHOT_ISA {
 
 // Whether float carries x - t a. By value and without a fused multiply-add, it has the rounding error of t w.
 constexpr bool exact(bool by_value) { return kFused || !by_value; }
+
+// A double with twice the digits, so that sums of costs miss a budget by what they do and not by rounding.
+struct Pair {
+  double whole = 0, lost = 0;
+  Pair plus(Pair o) const {
+    const double sum = whole + o.whole, added = sum - whole,
+                 rest = (whole - (sum - added)) + (o.whole - added) + (lost + o.lost), next = sum + rest;
+    return {next, rest - (next - sum)};
+  }
+  Pair minus(Pair o) const { return plus({-o.whole, -o.lost}); }
+  Pair minus(double v) const { return plus({-v, 0}); }
+  void operator+=(Pair o) { *this = plus(o); }
+  double value() const { return whole + lost; }
+};
+KHOT_APART inline Pair total(const PairSum<double>& sums) {
+  Pair all;
+  for (int i = 0; i < kWidth<double>; ++i) all += {sums.whole[i], sums.lost[i]};
+  return all;
+}
 
 // Arrays of a block have room for whole vectors.
 template <class R>
@@ -28,8 +48,10 @@ struct Position {
         tau(static_cast<R>(tau)),
         by_value(by_value ? ~Int<R>{} : Int<R>{}) {}
   KHOT_INLINE Vec<R> a(Vec<R> w) const { return by_value ? w : splat<R>(1); }
+  // x - t a
+  KHOT_INLINE Vec<R> offset(Vec<R> x, Vec<R> a) const { return fused<R>(splat(-hi), a, x) - lo * a; }
   KHOT_INLINE Vec<R> operator()(Vec<R> x, Vec<R> w) const {
-    const Vec<R> each = a(w), off = fused<R>(splat(-hi), each, x) - lo * each;
+    const Vec<R> off = offset(x, a(w));
     if constexpr (sizeof(R) == 8) return off / tau;  // 1/tau may overflow
     return off * scale;
   }
@@ -47,6 +69,39 @@ template <class R>
 KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
   return lanes == kWidth<R> ? load(p + i) : load_part(p + i, lanes, pad);
 }
+
+// The entries at one end of a gap: their level, from where on they lie in it, and sums of w and w a.
+struct BudgetEdge {
+  double level, w = 0, wa = 0;
+  double a() const { return w > 0 ? wa / w : 1; }
+  void join(const BudgetEdge& o, double sign) {
+    if (sign * o.level < sign * level) *this = o;
+    else if (o.level == level) w += o.w, wa += o.wa;
+  }
+};
+// The same for the least level in each lane.
+struct EdgeLanes {
+  VecD level, w{}, wa{};
+  KHOT_INLINE void add(VecD at, VecD cost, VecD a, IntD here) {
+    const IntD nearer = here & (at < level), same = here & (at == level);
+    const VecD zero{};
+    level = nearer ? at : level;
+    w = (nearer ? zero : w) + (nearer | same ? cost : zero);
+    wa = (nearer ? zero : wa) + (nearer | same ? cost * a : zero);
+  }
+  KHOT_INLINE BudgetEdge least(double sign) const {
+    BudgetEdge edge{sign * kInfinity};
+    for (int i = 0; i < kWidth<double>; ++i) edge.join({sign * level[i], w[i], wa[i]}, sign);
+    return edge;
+  }
+};
+struct BudgetGap {
+  BudgetEdge up{kInfinity}, down{-kInfinity};
+  void operator+=(const BudgetGap& o) { up.join(o.up, 1), down.join(o.down, -1); }
+  // What the entries above it have of a limit of smooth CDFs, in which those at both ends are as far away in z.
+  double share() const { return up.a() / (up.a() + down.a()); }
+  double middle() const { return share() * up.level + (1 - share()) * down.level; }
+};
 
 // Weighted moments of the scores d = x - origin and of the costs, over the finite entries.
 struct Moments {

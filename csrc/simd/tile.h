@@ -84,11 +84,12 @@ struct ExactBlockSum {
   }
 };
 
-// The same without blocks, so that whole + lost has nearly twice the digits of float, whatever the terms.
+// The same without blocks, so that whole + lost has nearly twice the digits of R, whatever the terms.
+template <class R>
 struct PairSum {
-  VecF whole{}, lost{};
-  KHOT_INLINE void add(VecF v, int /*i*/) {
-    const VecF next = whole + v, added = next - whole;
+  Vec<R> whole{}, lost{};
+  KHOT_INLINE void add(Vec<R> v, int /*i*/ = 0) {
+    const Vec<R> next = whole + v, added = next - whole;
     lost += (whole - (next - added)) + (v - added);
     whole = next;
   }
