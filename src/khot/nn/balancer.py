@@ -3,47 +3,62 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from khot._core import arguments, rows
+from khot._core.torch_internals import is_exporting
 from khot.nn._best import best_indices
 from khot.nn._bias import Biased
 from khot.nn._inputs import check_width
-from khot.nn._two_sided import column_thresholds, even_shares
-from khot.nn._values import describe
+from khot.nn._values import SEVERAL, describe, has_data
 
 __all__ = ["QuantileBalancer"]
 
-OCTAVES = 32  # from 2⁻²³ to 2⁹: a distance outside them counts in the first or the last bin
-SMALLEST = 104 << 23  # the bits of 2⁻²³ as a float32
+OCTAVES = 64  # that the bins of one sign cover
+WIDER = 1  # log2 of how many times as many octaves they cover while the size of the distances is not known
+MIDDLE = 127  # the exponent of 1 in the bits of a float32: the wide octaves lie around it
+ABOVE = 2  # octaves above the largest quantile: the next one may be larger
+LOWEST, HIGHEST = OCTAVES + 1, 255  # exponents at which the octaves of normal float32 numbers end
+LARGEST = 0x7F7FFFFF  # the bits of the largest float32
 MANTISSA = 23  # bits
-FEWEST_BINS, MOST_BINS = 2 * OCTAVES, 2 * OCTAVES << 10
+FEWEST_BINS, MOST_BINS = OCTAVES, OCTAVES << 10
+ROUNDS, SOLVED = 40, 0.01  # of a cold start: updates at most, and the error of a load at which it ends
+
+_Self = TypeVar("_Self", bound="QuantileBalancer")
 
 
 class QuantileBalancer(Biased):
     """Chooses k experts for each token, with a bias per expert that gives all experts the same load.
 
-    A token gets the k experts with the largest biased scores s + b. Let its cutoff be the (k+1)-th largest of
-    them. An expert e gets the token if its distance, cutoff − (s_e + b_e), is negative. Once per step of the
-    optimizer, :meth:`update` moves every bias by the k/E quantile of the distances of all tokens since the
-    last update, so that the expert would have got its share k/E of these tokens, and subtracts the mean of
-    the biases:
+    A token gets the k experts with the largest biased scores s + b. The distance of an expert from a token
+    says how much its bias has to rise for it to get the token, or, where this is negative, to fall for it to
+    lose the token: cutoff − (s_e + b_e), with the (k+1)-th largest biased score as the cutoff of the experts
+    that have the token, and the k-th as that of the others. Once per step of the optimizer, :meth:`update`
+    moves every bias by a quantile of the distances of all tokens since the last update, so that the expert
+    would have got its share k/E of these tokens, and subtracts the largest of the biases:
 
-        b_e ← b_e + quantile(distances of e, k/E),    b ← b − mean(b)
+        b_e ← b_e + quantile(distances of e, k/E),    b ← b − max(b)
+
+    Where all numbers between two distances are quantiles, the bias moves to the nearest. All experts move at
+    once. So every second update measures the distances of a token from the middle of its two cutoffs:
+    otherwise two experts that exchange tokens would exchange them again and again.
 
     The distances are counted in bins that follow the bits of a floating-point number: sign, exponent, and the
-    first bits of the mantissa. The bins are finest around the cutoff, so they need no bounds, whatever the
-    scores are: logits, probabilities or log-probabilities. The counts are integers, so the biases are the
-    same, bit for bit, for any number of processes, in any order, and for any number of micro-batches.
+    first bits of the mantissa. The bins are finest around the cutoff. The first update covers distances from
+    2⁻⁶⁴ to 2⁶⁴, at half the resolution. Each of the next covers 64 octaves, up to 4 to 8 times the largest
+    quantile of the last one, and if a quantile lies outside of them, the next is like the first. So the
+    scores may be of any kind and scale: logits, probabilities or log-probabilities. The counts are integers,
+    so the biases are the same, bit for bit, for any number of processes, in any order, and for any number of
+    micro-batches.
 
-    Distances of more than 512 count as 512, and those of less than 2⁻²³ as 2⁻²³. So a bias that is further
-    away takes several updates: one for every 512. If your scores are larger, such as logits times 10⁴, start
-    with :meth:`solve`, or divide the scores by a power of two, which changes no choice.
+    A balancer that counted in several forward passes but was never updated warns once when it is switched to
+    eval mode (with the model that it is a part of): its biases are still those it started with.
 
     Only the choice depends on the biases. Compute the weights of the experts from the scores without them.
 
@@ -55,12 +70,15 @@ class QuantileBalancer(Biased):
         num_experts: E, at least 2.
         k: how many experts a token gets, from 1 to E − 1.
         bins: how many bins, a power of two from 64 to 65,536. Half of them are for negative distances, and
-            each half has 32 octaves. The default has 16 bins per octave.
+            each half has 64 octaves. The default has 8 bins per octave, and 4 in the first update.
         ema: in [0, 1); the share of the old bias that an update keeps: a bias moves by 1 − ema times the
             quantile. 0 adapts fastest.
 
     Attributes:
-        bias: (E,), a buffer in float32, which stays in float32 when the model is cast. It is saved.
+        bias: (E,), a buffer in float32, ≤ 0, which stays in float32 when the model is cast. It is saved.
+        updates: how many updates there were, a 0-dim buffer in int64. It is saved.
+        octave: where the bins end, a 0-dim buffer in int64: their last octave ends at 2 to the power of it
+            less 127. 0 stands for the octaves of the first update. It is saved.
         counts: (bins + 1, E), a buffer in int64 that is not saved: the tokens since the last update by their
             distance. The last row has the tokens that the expert is closed to, by a score of −inf.
 
@@ -69,6 +87,8 @@ class QuantileBalancer(Biased):
         not counted.
 
         mask: (...), bool; False where a token is padding, which is not counted.
+
+        A DTensor has whole rows, sharded along other dims or replicated. Its indices are a DTensor, too.
 
         Returns the indices (..., k) of the experts, int64, the one with the largest biased score first. Of
         equal ones the lowest indices are chosen.
@@ -97,6 +117,8 @@ class QuantileBalancer(Biased):
     bins: int
     ema: float
     bias: Tensor
+    updates: Tensor
+    octave: Tensor
     counts: Tensor
 
     def __init__(self, num_experts: int, k: int, *, bins: int = 1024, ema: float = 0.0) -> None:
@@ -109,9 +131,12 @@ class QuantileBalancer(Biased):
         arguments.check_number(ema, "ema", low=0, high=math.nextafter(1, 0))
         self.num_experts, self.k, self.bins, self.ema = num_experts, k, bins, ema
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32))
+        self.register_buffer("updates", torch.empty((), dtype=torch.int64))
+        self.register_buffer("octave", torch.empty((), dtype=torch.int64))
         self.register_buffer(
             "counts", torch.empty(bins + 1, num_experts, dtype=torch.int64), persistent=False
         )
+        self._passes, self._warned = 0, False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,15 +145,35 @@ class QuantileBalancer(Biased):
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         check_width(scores, self.num_experts, self, "scores")
-        if mask is not None:
-            mask = arguments.mask_rows(mask, scores[..., 0], -1).reshape(scores.shape[:-1])
+        if rows.is_dtensor(scores):
+            return rows.on_rows(self._of_rows, scores, 1, "scores", valid=mask)
+        mask = self._mask(mask, scores)
         observes = self.training and torch.is_grad_enabled()
+        if observes:
+            if not torch.compiler.is_compiling():
+                self._passes += 1
+            elif not is_exporting():
+                self._passes = SEVERAL  # counting would compile a new graph for each number
         with torch.no_grad():
-            biased = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self.bias
-            best = best_indices(biased, self.k + observes)
-            if observes:
-                self._observe(biased, best, mask)
+            best = self._choose(scores, mask, observes)
         return best[..., : self.k]
+
+    def _of_rows(self, scores: Tensor, valid: Tensor | None) -> Tensor:
+        """The forward pass of this process's part of a DTensor, with a mask that has one value per row."""
+        return self.forward(scores, valid)
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        """As in ``torch.nn.Module``; warns about forgotten updates when training ends."""
+        ends = self.training and not mode and self._passes >= SEVERAL
+        if ends and not self._warned and has_data(self.updates) and int(self.updates) == 0:
+            self._warned = True
+            warnings.warn(
+                f"{self} counted tokens in training but was never updated, so that its biases do not balance "
+                "the load; call khot.nn.QuantileBalancer.update_all(model) once per step of the optimizer",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().train(mode)
 
     @torch.no_grad()
     def update(self, group: Any = None) -> None:
@@ -157,46 +202,63 @@ class QuantileBalancer(Biased):
                 raise TypeError(f"modules must be modules, but one of them is {type(each).__name__}")
         # a dict, because modules may share balancers, and because a set has no order
         found = dict.fromkeys(m for each in roots for m in each.modules() if isinstance(m, QuantileBalancer))
-        shards = rows.named(group)
-        totals = [balancer.counts for balancer in found]
-        if isinstance(shards, rows.Shards) and found:
-            block = torch.cat([counts.flatten().to(totals[0].device) for counts in totals])
-            for grid_dim in shards.groups:
-                dist.all_reduce(block, group=grid_dim)
-            parts = block.split([counts.numel() for counts in totals])
-            totals = [
-                part.view_as(counts).to(counts.device) for part, counts in zip(parts, totals, strict=True)
-            ]
-        for balancer, total in zip(found, totals, strict=True):
-            balancer._step(total)
+        for balancer, total in zip(found, _totals(list(found), group), strict=True):
+            balancer._step(total, 1 - balancer.ema)
 
     @torch.no_grad()
     def solve(self, scores: Tensor, mask: Tensor | None = None, group: Any = None) -> None:
         """Set the biases to those that balance these scores: a start that needs no updates.
 
-        It solves the soft assignment of tokens to experts in which every token has the sum k and every expert
-        the same load, at a temperature of 0.01 standard deviations of the scores, by Newton's method in
-        float64. The result does not depend on the present biases. What was counted is forgotten.
+        These are the best of at most 40 updates with the same scores. The result does not depend on the
+        present biases. What was counted is forgotten.
 
         Args:
             scores, mask: as in a forward pass; a batch of at least some tokens per expert.
             group: as for :meth:`update`, for processes that each have a part of the tokens.
         """
         check_width(scores, self.num_experts, self, "scores")
-        x = scores.double().reshape(-1, self.num_experts)
-        known = ~x.isnan().any(-1)
-        if mask is not None:
-            known &= arguments.mask_rows(mask, scores[..., 0], -1).expand(scores.shape[:-1]).reshape(-1)
-        self.bias.copy_(-column_thresholds(x[known], self.k, rows.named(group)))
+        arguments.check_input(scores, "scores")
+        mask = self._mask(mask, scores)
+        self._reset_bias()
+        best, least = self.bias.clone(), math.inf
+        for _ in range(ROUNDS):
+            self.counts.zero_()
+            self._choose(scores, mask, True)
+            (total,) = _totals([self], group)
+            shares, _ = self._shares(total)
+            error = (total[: self.bins // 2].sum(0) - shares).amax() / shares.amax().clamp(min=1)
+            if error.item() < least:
+                best, least = self.bias.clone(), error.item()
+            if least <= SOLVED:
+                break
+            self._step(total, 1.0)
+        self.bias.copy_(best)
+        self.updates.zero_()
         self.counts.zero_()
+
+    def _mask(self, mask: Tensor | None, scores: Tensor) -> Tensor | None:
+        if mask is None:
+            return None
+        return arguments.mask_rows(mask, scores[..., 0], -1).reshape(scores.shape[:-1])
+
+    def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
+        """The k best experts of each token; if this is to be counted, also the next one."""
+        biased = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self.bias
+        best = best_indices(biased, self.k + observes)
+        if observes:
+            self._observe(biased, best, mask)
+        return best
 
     def _observe(self, biased: Tensor, best: Tensor, mask: Tensor | None) -> None:
         """Count the tokens by their distances. ``best`` has the k + 1 best experts of each."""
         half = self.bins // 2
-        cutoff = biased.gather(-1, best[..., self.k :])
+        last, next = biased.gather(-1, best[..., self.k - 1 :]).split(1, -1)
+        middle = torch.where(last == next, last, last / 2 + next / 2).nan_to_num(0.0, math.inf, -math.inf)
         chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best[..., : self.k], True)
+        cutoff = torch.where(self._both(), torch.where(chosen, next, last), middle)
         distance = (cutoff - biased).float().masked_fill(biased == cutoff, 0)  # ∞ − ∞ is NaN
-        size = ((distance.abs().view(torch.int32) - SMALLEST) >> self._dropped()).clamp(0, half - 1)
+        lowest, dropped = self._window()
+        size = ((distance.abs().view(torch.int32) - lowest) >> dropped).clamp(0, half - 1)
         # by the choice and not by the sign: the negative bins are then the load even where scores are equal
         place = torch.where(chosen, half - 1 - size, half + size)
         place = place.masked_fill(biased == -math.inf, self.bins).long()
@@ -209,38 +271,98 @@ class QuantileBalancer(Biased):
         seen = zeros.scatter_add(0, place.reshape(tokens), ones.reshape(tokens))
         self.counts.copy_(self.counts + seen)  # add_ would say nothing of vmap, which this cannot work in
 
-    def _step(self, counts: Tensor) -> None:
-        """An update with these counts."""
-        below = counts[:-1].cumsum(0)
-        available = below[-1]
+    def _shares(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """How many tokens every expert should get, in float64, and how many are open to it."""
+        available = counts[:-1].sum(0)
         tokens = available + counts[-1]
-        rank = even_shares((tokens.amax() * self.k).double(), available.double())
-        i = (below < rank).sum(0, keepdim=True).clamp(max=self.bins - 1)
+        return even_shares((tokens.amax() * self.k).double(), available.double()), available
+
+    def _step(self, counts: Tensor, part: float) -> None:
+        """An update with these counts, by this part of the quantiles."""
+        half = self.bins // 2
+        below = counts[:-1].cumsum(0)
+        shares, available = self._shares(counts)
+        i = (below < shares).sum(0, keepdim=True).clamp(max=self.bins - 1)
         inside = counts.gather(0, i)
-        fraction = ((rank - below.gather(0, i) + inside) / inside.clamp(min=1)).clamp(0, 1)
+        fraction = ((shares - below.gather(0, i) + inside) / inside.clamp(min=1)).clamp(0, 1)
         low, high = self._edge(i), self._edge(i + 1)
-        step = torch.where(available > 0, (low + fraction * (high - low)).squeeze(0), 0)
-        bias = self.bias.double() + (1 - self.ema) * step
-        self.bias.copy_(torch.where(tokens > 0, (bias - bias.mean()).float(), self.bias))
+        inner = low + fraction * (high - low)
+        # all between the tokens of bin i and those of the next bin that has any
+        far = self._edge((below <= shares).sum(0, keepdim=True).clamp(max=self.bins))
+        nearest = torch.maximum(torch.minimum(far, high.clamp(min=0)), high)
+        quantile = torch.where(below.gather(0, i) == shares, nearest, inner)
+        opened = available > 0
+        step = torch.where(opened, quantile.squeeze(0), 0)
+        bias = self.bias.double() + part * step
+        # experts that fill up with tokens of tiny scores are exact around 0, so the largest bias is 0
+        top = bias.masked_fill(~opened, -math.inf).amax()
+        counted = opened.any()
+        self.bias.copy_(torch.where(counted & opened, (bias - top).float(), self.bias))
+        size = torch.where(i < half, half - 1 - i, i - half).squeeze(0).masked_fill(~opened, 0).amax()
+        self.octave.copy_(torch.where(counted, self._next_octave(size), self.octave))
+        self.updates.copy_(self.updates + counted)
         self.counts.zero_()
+
+    def _both(self) -> Tensor:
+        """Whether the next update is from both cutoffs, and not from the middle between them."""
+        return self.updates % 2 == 0
+
+    def _window(self) -> tuple[Tensor, Tensor]:
+        """The bits of the smallest distance that has a bin of its own, and how many bits at the end of a
+        float32 make no difference to the bin."""
+        wide = self.octave == 0
+        octave = torch.where(wide, MIDDLE - (OCTAVES << WIDER) // 2, self.octave - OCTAVES)
+        dropped = MANTISSA + OCTAVES.bit_length() - (self.bins // 2).bit_length()
+        return (octave << MANTISSA).int(), (dropped + WIDER * wide).int()
+
+    def _next_octave(self, size: Tensor) -> Tensor:
+        """Where the next bins end, if this bin of a sign has the largest quantile."""
+        lowest, dropped = self._window()
+        octave = ((size << dropped) + lowest) >> MANTISSA
+        outside = (size == self.bins // 2 - 1) | ((size == 0) & (self.octave > 0))
+        return torch.where(outside, 0, (octave + 1 + ABOVE).clamp(LOWEST, HIGHEST))
 
     def _edge(self, i: Tensor) -> Tensor:
         """The lower edge of bin i, in float64."""
+        lowest, dropped = self._window()
         steps = i - self.bins // 2
-        size = ((steps.abs() << self._dropped()) + SMALLEST).to(torch.int32).view(torch.float32).double()
-        return size * steps.sign()
-
-    def _dropped(self) -> int:
-        """How many bits at the end of a mantissa make no difference to the bin."""
-        return MANTISSA - (self.bins // FEWEST_BINS).bit_length() + 1
+        bits = ((steps.abs() << dropped) + lowest).clamp(max=LARGEST).int()
+        return bits.view(torch.float32).double() * steps.sign()
 
     def _reset_bias(self) -> None:
         super()._reset_bias()
+        self.updates.zero_()
+        self.octave.zero_()
         self.counts.zero_()  # they were counted with other biases
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("updates", "octave"):  # older states do not have them
+            saved = state_dict.get(prefix + name, torch.zeros_like(self.get_buffer(name)))
+            state_dict[prefix + name] = saved.to(torch.int64)  # which a cast of all the state has changed
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.counts.zero_()  # they were counted with other biases
 
     def extra_repr(self) -> str:
         return describe(num_experts=self.num_experts, k=self.k, bins=self.bins, ema=self.ema)
+
+
+def _totals(balancers: list[QuantileBalancer], group: Any) -> list[Tensor]:
+    """The counts of each, over all processes of the group."""
+    shards = rows.named(group)
+    totals = [balancer.counts for balancer in balancers]
+    if not isinstance(shards, rows.Shards) or not totals:
+        return totals
+    block = torch.cat([counts.flatten().to(totals[0].device) for counts in totals])
+    for grid_dim in shards.groups:
+        dist.all_reduce(block, group=grid_dim)
+    parts = block.split([counts.numel() for counts in totals])
+    return [part.view_as(counts).to(counts.device) for part, counts in zip(parts, totals, strict=True)]
+
+
+def even_shares(total: Tensor, most: Tensor) -> Tensor:
+    """The same for all, min(s, most_j), with the sum ``total``; or ``most`` where that is not enough."""
+    ordered = most.sort().values
+    others = torch.arange(len(most), 0, -1, device=most.device)  # that get more than all before them
+    s = (total - ordered.cumsum(0) + ordered) / others
+    # s rises up to the first that it does not fill, and does not rise from there on
+    return most.clamp(max=s.amax())
