@@ -507,3 +507,181 @@ def told_its_group(group: Any) -> tuple[bool, bool]:
             error
         )
     return False, False
+
+
+# -------------------------------------------------------------------- whole rows of DTensors
+
+
+def whole_rows() -> dict[str, tuple[Any, bool]]:
+    """Functions of (x, k, tau) on the rows of x (5, 6), one k and tau each, and whether k is a constant."""
+    from operators import OPERATORS  # imported late, because few tests here need the oracles
+
+    targets, losses, prob = torch.arange(30).view(5, 6) * 7 % 11, khot.losses, torch.sigmoid
+    targets[1] = 0  # a list that is left out of the mean
+    labels, order = (targets > 6).long(), targets.argsort(-1)
+    mask, levels = targets % 5 > 0, torch.arange(15).view(5, 3) / 4 + 0.5
+    design, poisson = khot.sampling, khot.sampling.conditional_poisson
+    # one row of the table for each operator
+    first = {op.name: (op.call, op.integer_k) for op in reversed(OPERATORS)}
+    every: dict[str, tuple[Any, bool]] = {
+        name: row for name, row in first.items() if name not in ("sorted_soft_topk", "soft_assign")
+    }
+    every |= {
+        "sorted_soft_topk": (lambda x, k, tau: khot.sorted_soft_topk(x, 2, epsilon=tau), True),
+        "along the first dim": (lambda x, k, tau: khot.soft_sort(x[None], 2, tau=tau[None]), True),
+        "masked": (lambda x, k, tau: khot.soft_rank(x, tau=tau, mask=mask), True),
+        "masked alike": (lambda x, k, tau: khot.soft_rank(x, tau=tau, mask=mask[0]), True),
+        "many levels": (lambda x, k, tau: khot.soft_count(x, levels, tau=tau), True),
+        "several quantiles": (lambda x, k, tau: khot.quantile(x, torch.tensor([0.1, 0.7]).double()), True),
+        "kept dim": (lambda x, k, tau: khot.quantile(x, 0.3, keepdim=True), True),
+        "costs": (lambda x, k, tau: khot.soft_budget(x, mask + torch.ones(6).double(), k, tau=tau), False),
+        "own shape": (lambda x, k, tau: khot.project_permutahedron(x, tau[:1] * targets[0], tau=tau), True),
+        "inclusion_probs": (lambda x, k, tau: design.inclusion_probs(prob(x), "sampford"), True),
+        "joint": (lambda x, k, tau: design.joint_inclusion_probs(prob(x), "poisson"), True),
+        "marginals": (lambda x, k, tau: poisson.marginals(x, k.detach().round()), True),
+        "log_normalizer": (lambda x, k, tau: poisson.log_normalizer(x, k.detach().round()), True),
+        "kl": (lambda x, k, tau: poisson.kl(x, x.detach().sin(), 2), True),
+    }
+    for how in ("mean", "sum", "none"):
+        given: dict[str, Any] = {"reduction": how}
+        every |= {
+            f"spearman {how}": (
+                lambda x, k, tau, o=given: losses.spearman_loss(x, targets, tau=tau, **o),
+                True,
+            ),
+            f"ndcg {how}": (
+                lambda x, k, tau, o=given: losses.ndcg_loss(x, targets, k.detach(), tau=tau, mask=mask, **o),
+                True,
+            ),
+            f"average precision {how}": (
+                lambda x, k, tau, o=given: losses.average_precision_loss(x, labels, tau=tau, **o),
+                True,
+            ),
+            f"recall {how}": (
+                lambda x, k, tau, o=given: losses.recall_at_k_loss(x, labels, k.detach(), tau=tau, **o),
+                True,
+            ),
+            f"precision {how}": (
+                lambda x, k, tau, o=given: losses.precision_at_k_loss(x, labels, 2, tau=tau, **o),
+                True,
+            ),
+            f"permutation {how}": (
+                lambda x, k, tau, o=given: losses.permutation_cross_entropy(x, order, tau=tau, **o),
+                True,
+            ),
+            f"Fenchel-Young {how}": (
+                lambda x, k, tau, o=given: losses.FenchelYoungTopKLoss(2, tau=tau, **o)(
+                    x, (order < 2).long()
+                ),
+                True,
+            ),
+            f"cross-entropy {how}": (
+                lambda x, k, tau, o=given: losses.TopKCrossEntropyLoss({2: 0.5, 3: 0.5}, tau=tau, **o)(
+                    x, order[:, 0]
+                ),
+                True,
+            ),
+        }
+    every["size_penalty"] = (lambda x, k, tau: losses.size_penalty(prob(x), tau), True)
+    return every
+
+
+def differ_on_whole_rows(group: Any, place: str) -> list[str]:
+    """The functions whose results or gradients differ from those of plain tensors: r(eplicated), p(artial),
+    or sharded along dim 0."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    start = torch.Generator().manual_seed(0)
+    args = [
+        torch.randn(5, 6, generator=start).double(),
+        torch.tensor([2.0, 3.0, 2.0, 3.0, 3.0]).double(),
+        torch.linspace(0.5, 1.5, 5).double(),
+    ]
+    where = {"r": Replicate(), "p": Partial(), "0": Shard(0)}[place]
+    wrong = []
+    for name, (function, constant) in whole_rows().items():
+        plain = [v.clone().requires_grad_() for v in args]
+        spread = [v.clone().requires_grad_() for v in args]
+        if place == "p":
+            spread[0] = DTensor.from_local(args[0] / group.size(), mesh, [where]).requires_grad_()
+        else:
+            spread[0] = distribute_tensor(args[0], mesh, [where]).requires_grad_()
+        if constant:
+            plain[1], spread[1] = plain[1].detach(), spread[1].detach()
+        try:
+            want, got = function(*plain), function(*spread)
+            if not isinstance(got, DTensor) or got.shape != want.shape:
+                raise AssertionError(f"got {type(got)} of shape {tuple(got.shape)}")
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+            scattered = any(isinstance(p, Shard) for p in got.placements)
+            if scattered != (
+                place == "0" and bool(got.dim()) and not name.endswith((" mean", " sum", "penalty"))
+            ):
+                raise AssertionError(f"got the placements {got.placements}")
+            leaves = [i for i in range(3) if want.requires_grad and plain[i].requires_grad]
+            if leaves:
+                w = torch.arange(want.numel()).double().cos().view(want.shape)
+                options = {"allow_unused": True, "materialize_grads": True}
+                expected = torch.autograd.grad(want, [plain[i] for i in leaves], w, **options)
+                grads = torch.autograd.grad(
+                    got, [spread[i] for i in leaves], distribute_tensor(w, mesh, got.placements), **options
+                )
+                for a, b in zip(grads, expected, strict=True):
+                    torch.testing.assert_close(_full(a), b, rtol=1e-8, atol=1e-8)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    return wrong
+
+
+def refusals(group: Any) -> dict[str, str]:
+    """The errors of what takes no DTensor, and of rows that are not whole."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    whole = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)).double()
+    x, spread = distribute_tensor(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(1)])
+    design, poisson, estimators = khot.sampling, khot.sampling.conditional_poisson, khot.estimators
+    calls: dict[str, Any] = {
+        "soft_assign": lambda: khot.soft_assign(x, 2, 4),
+        "sample_khot": lambda: khot.sample_khot(x, 2),
+        "sample": lambda: design.sample(x),
+        "gumbel_topk": lambda: design.gumbel_topk(x, 2),
+        "conditional Poisson": lambda: poisson.sample(x, 2),
+        "log_prob": lambda: poisson.log_prob(whole.round(), x, 2),
+        "reinmax with tau": lambda: estimators.reinmax(x, tau=2.0),
+        "gumbel": lambda: estimators.gumbel(x, 2),
+        "reinmax": lambda: estimators.reinmax(x),
+        **{
+            name: lambda name=name: getattr(estimators, name)(x, 2)
+            for name in ("straight_through", "second_order", "simple", "imle", "sequential_softmax", "ncpss")
+        },
+        "KHot": lambda: khot.distributions.KHot(x),
+        "solve": lambda: khot.nn.QuantileBalancer(6, 2).solve(x),
+        "a mask alone": lambda: khot.soft_rank(whole, mask=x > 0.5),
+        "a target alone": lambda: khot.losses.spearman_loss(whole, x),
+        "a tau alone": lambda: khot.soft_topk(whole, 2, tau=x[:, 0]),
+        "group": lambda: khot.quantile(x, 0.5, group=group),
+        **{
+            f"spread {name}": lambda name=name: getattr(khot, name)(spread)
+            for name in ("soft_rank", "soft_permutation", "soft_median")
+        },
+        "spread loss": lambda: khot.losses.spearman_loss(spread, whole),
+        "spread scores": lambda: khot.nn.QuantileBalancer(6, 2)(spread),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "no error"
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+        except Exception as error:
+            found[name] = repr(error)
+    return found
+
+
+def balanced_on_dtensors(group: Any, x: Tensor, mask: Tensor, place: str) -> list[Tensor]:
+    """The experts of a batch, and the bias after an update."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    balancer = khot.nn.QuantileBalancer(x.shape[-1], 2)
+    scores = distribute_tensor(x, mesh, [Replicate() if place == "r" else Shard(int(place))])
+    experts = balancer(scores, mask)
+    balancer.update(group)
+    return [experts.full_tensor(), balancer.bias]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import khot
+import operators
 import oracles
 import processes
 import shards
@@ -301,6 +302,38 @@ def test_dtensors(shape: tuple[int, ...], places: str) -> None:
     mask = torch.arange(N) % 11 != 4
     for name, options in (("soft_topk", {}), ("soft_topk_magnitude", {"mask": mask}), ("topk_mask", {})):
         check_dtensors(name, options, args, shape, places)
+
+
+@pytest.mark.parametrize("place", ["r", "0", "p"])
+def test_dtensors_with_whole_rows(place: str) -> None:
+    """Every operator and loss: values, gradients and placements are those of a plain tensor."""
+    for wrong in processes.run(2, shards.differ_on_whole_rows, place):
+        assert not wrong, "\n".join(wrong)
+
+
+def test_every_operator_and_loss_is_tried_on_dtensors() -> None:
+    tried = {name.partition(" ")[0] for name in shards.whole_rows()}
+    assert {op.name for op in operators.OPERATORS} - tried == {"soft_assign"}
+    losses = {name for name in khot.losses.__all__ if name.islower()}
+    assert {name.removesuffix("_loss").replace("_at_k", "").split("_")[0] for name in losses} <= {
+        name.split("_")[0] for name in tried
+    }
+
+
+def test_dtensors_that_do_not_work_say_what_to_do() -> None:
+    for told in processes.run(2, shards.refusals):
+        for name, message in told.items():
+            assert "DTensor" in message and re.search("local|redistribute|group", message), (name, message)
+
+
+@pytest.mark.parametrize("place", ["r", "0", "1"])
+def test_a_balancer_takes_dtensors(place: str) -> None:
+    x, mask = scores(3, 40, 6), torch.arange(120).view(3, 40) % 7 > 0
+    alone = khot.nn.QuantileBalancer(6, 2)
+    want = alone(x, mask)
+    alone.update()
+    for experts, bias in processes.run(2, shards.balanced_on_dtensors, x, mask, place):
+        assert torch.equal(experts, want) and torch.equal(bias, alone.bias)
 
 
 @pytest.mark.parametrize("name", ["soft_topk", "soft_topk_magnitude"])

@@ -12,6 +12,7 @@ from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import on, widen
+from khot._core.rows import by_rows
 from khot._ops.budget_mask import greedy_mask
 from khot._ops.soft_budget import budget_map, check_costs
 from khot.cdfs import CDF, CDFName
@@ -21,6 +22,7 @@ __all__ = ["budget_mask", "soft_budget"]
 BudgetName = Literal["score", "value"]
 
 
+@by_rows(1)
 def soft_budget(
     input: Tensor,
     cost: Tensor,
@@ -83,7 +85,7 @@ def soft_budget(
             unknown cdf or ``by``; ``hard`` with a group; arguments that differ between the processes of a
             group. (The values of tensors are checked on the CPU in eager mode; elsewhere a row with a bad
             value is NaN.)
-        TypeError: input that is not a floating-point tensor or is a DTensor, cost that is not a tensor of
+        TypeError: input that is not a floating-point tensor, cost that is not a tensor of
             real numbers, mask that is not bool.
         IndexError: dim out of range.
 
@@ -95,7 +97,7 @@ def soft_budget(
         >>> round((cost * y).sum().item(), 4)
         3.0
     """
-    row = _row(input, group)
+    row = rows.named(group)
     _check_by(by)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor, CDF]:
@@ -120,6 +122,7 @@ def soft_budget(
     return arguments.unrows(y, input, dim)
 
 
+@by_rows(1)
 def budget_mask(
     input: Tensor,
     cost: Tensor,
@@ -155,7 +158,6 @@ def budget_mask(
         >>> khot.budget_mask(scores, cost, 3.0)
         tensor([1., 1., 0., 0.])
     """
-    _row(input, None)
     _check_by(by)
     arguments.check_flags(at_most=at_most, largest=largest)
     x = arguments.rows(input, dim, mask, largest)
@@ -196,14 +198,6 @@ def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None, check: bool)
     if check:
         check_costs(w)
     return w
-
-
-def _row(input: Any, group: Any) -> rows.Row:
-    if rows.is_dtensor(input):
-        raise TypeError(
-            "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
-        )
-    return rows.named(group)
 
 
 def _check_by(by: Any) -> None:

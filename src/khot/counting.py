@@ -16,6 +16,7 @@ from khot import cdfs
 from khot._core import arguments, eager, precision
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
+from khot._core.rows import by_rows
 from khot._ops.laplace_count import laplace_count
 from khot._ops.laplace_thresholds import laplace_thresholds
 from khot._ops.permutation import by_scans
@@ -37,6 +38,7 @@ FEW_ON_CPU = _Few(levels=32, counts=6)  # measured
 FEW_ELSEWHERE = _Few(levels=2048, counts=256)  # from the instructions per entry; a sort is many launches
 
 
+@by_rows(0)
 def soft_count(
     input: Tensor, at: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
 ) -> Tensor:
@@ -87,6 +89,7 @@ def soft_count(
     return count.squeeze(-1) if one else count.movedim(-1, dim)
 
 
+@by_rows(0)
 def inverse_soft_count(
     input: Tensor, count: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
 ) -> Tensor:

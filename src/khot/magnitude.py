@@ -16,6 +16,7 @@ from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
+from khot._core.rows import by_rows
 from khot._ops.exponential import exponential
 from khot._ops.magnitude import magnitude, magnitude_with_signs, rescaled
 from khot._ops.soft_topk import threshold_map
@@ -122,6 +123,7 @@ def _absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Ten
     return s, sign
 
 
+@by_rows(1)
 def soft_topk_signed(
     input: Tensor,
     k: Scalar,
@@ -170,6 +172,7 @@ def soft_topk_signed(
     return arguments.unrows(y.to(input.dtype) * sign, input, dim)
 
 
+@by_rows(1)
 def soft_topk_exp(
     input: Tensor,
     k: int | Tensor,
@@ -213,6 +216,7 @@ def soft_topk_exp(
     return arguments.unrows(y.to(input.dtype), input, dim)
 
 
+@by_rows(0)
 def soft_topk_sum(
     input: Tensor,
     k: Scalar,
@@ -285,6 +289,7 @@ def soft_topk_sum(
     return torch.where(endless, math.inf, value).to(input.dtype)
 
 
+@by_rows(0)
 def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
     """The k-support norm: its unit ball is the convex hull of the k-sparse vectors of Euclidean length 1.
 
@@ -326,6 +331,7 @@ def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tenso
     return torch.where(size.squeeze(-1) == math.inf, math.inf, norm).to(input.dtype)
 
 
+@by_rows(0)
 def k_support_negentropy(
     input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None
 ) -> Tensor:

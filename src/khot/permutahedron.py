@@ -11,6 +11,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
+from khot._core.rows import by_rows
 from khot._ops.permutahedron import (
     RegularizationName,
     check_regularization,
@@ -22,6 +23,7 @@ from khot._ops.permutahedron import (
 __all__ = ["project_permutahedron"]
 
 
+@by_rows(1)
 def project_permutahedron(
     input: Tensor,
     w: Tensor,

@@ -12,13 +12,14 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.precision import on, wide_dtype, widen
-from khot._core.rows import Row
+from khot._core.rows import Row, by_rows
 from khot._ops import shared
 from khot._ops.order_statistics import order_statistics
 
 __all__ = ["kth_value", "quantile"]
 
 
+@by_rows(0)
 def kth_value(
     input: Tensor,
     k: Scalar,
@@ -55,7 +56,7 @@ def kth_value(
         ValueError: k is not an integer in [1, n]; a mask or k does not broadcast; arguments differ between
             the processes of a group. (The values of tensors are checked on the CPU in eager mode; elsewhere,
             and with a group under ``torch.compile``, a row with a bad k is NaN.)
-        TypeError: input that is not a floating-point tensor or is a DTensor, mask that is not bool.
+        TypeError: input that is not a floating-point tensor, mask that is not bool.
         IndexError: dim out of range.
 
     Example:
@@ -65,7 +66,7 @@ def kth_value(
         >>> khot.kth_value(x, 2, largest=False)
         tensor(1.5000)
     """
-    row = _row(input, group)
+    row = rows.named(group)
     if _is_one_number(k, mask, row):
         arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim)
@@ -94,6 +95,7 @@ def kth_value(
     return order_statistics(x, place, row).squeeze(-1)
 
 
+@by_rows(0)
 def quantile(
     input: Tensor,
     q: Scalar,
@@ -144,7 +146,7 @@ def quantile(
         >>> khot.quantile(x, torch.tensor([0.0, 0.5, 0.9]), interpolation="higher")
         tensor([1., 3., 9.])
     """
-    row = _row(input, group)
+    row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
         arguments.check_flags(keepdim=keepdim)
@@ -240,14 +242,6 @@ def _flattened(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | Non
         arguments.mask_rows(mask, input, -1)
         mask = mask.expand(input.shape).reshape(-1)
     return input.reshape(-1), mask, -1
-
-
-def _row(input: Any, group: Any) -> Row:
-    if rows.is_dtensor(input):
-        raise TypeError(
-            "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
-        )
-    return rows.named(group)
 
 
 def _empty(input: Tensor) -> str:

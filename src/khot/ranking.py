@@ -21,6 +21,7 @@ from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, between, check_interpolation
 from khot._core.parts import in_parts
 from khot._core.precision import wide_dtype, widen
+from khot._core.rows import by_rows
 from khot._ops.laplace_rank import laplace_rank
 from khot._ops.laplace_sort import laplace_sort
 from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
@@ -51,6 +52,7 @@ MethodName = Literal["count", "projection"]
 _METHODS = get_args(MethodName)
 
 
+@by_rows(1)
 def soft_rank(
     input: Tensor,
     dim: int = -1,
@@ -130,6 +132,7 @@ def soft_rank(
     return arguments.unrows(rank, input, dim)
 
 
+@by_rows(1)
 def soft_sort(
     input: Tensor,
     dim: int = -1,
@@ -255,6 +258,7 @@ def _descending(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], 0, -1, dtype=wide_dtype(x.device), device=x.device)
 
 
+@by_rows(2)
 def soft_permutation(
     input: Tensor,
     dim: int = -1,
@@ -305,6 +309,7 @@ def soft_permutation(
     return _places_first(p, input, dim)
 
 
+@by_rows(2)
 def log_soft_permutation(
     input: Tensor,
     dim: int = -1,
@@ -337,6 +342,7 @@ def log_soft_permutation(
     return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
 
+@by_rows(0)
 def soft_quantile(
     input: Tensor,
     q: Scalar,

@@ -11,11 +11,13 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import large, on_cpu
+from khot._core.rows import by_rows
 from khot._ops.sorted_soft_topk import sorted_soft_topk as transported
 
 __all__ = ["sorted_soft_topk"]
 
 
+@by_rows(2)
 @on_cpu
 def sorted_soft_topk(
     input: Tensor,

@@ -41,6 +41,7 @@ __all__ = [
     "constant",
     "detached",
     "explain_nan",
+    "is_dtensor",
     "k_and_tau",
     "mask_rows",
     "not_binary",
@@ -73,18 +74,28 @@ INTEGERS = frozenset(
 )
 
 
-def check_input(input: Any, name: str = "input") -> None:
+def is_dtensor(value: Any) -> bool:
+    return type(value) is not Tensor and hasattr(value, "placements")
+
+
+def check_input(input: Any, name: str = "input", distributed: bool = False) -> None:
     """Raise unless it is a dense tensor of a floating-point dtype that one can compute with."""
-    check_tensor(input, name)
+    check_tensor(input, name, distributed)
     if input.dtype not in FLOATS:
         least = " of at least 16 bits" if input.is_floating_point() else ""
         raise TypeError(f"{name} must have a floating-point dtype{least}, but got {input.dtype}")
 
 
-def check_tensor(value: Any, name: str) -> None:
-    """Raise unless it is a dense tensor: not sparse, not nested, and not in a layout of one library."""
+def check_tensor(value: Any, name: str, distributed: bool = False) -> None:
+    """Raise unless it is a dense tensor: not sparse, not nested, and not in a layout of one library; nor a
+    DTensor, unless ``distributed``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but got {type(value).__name__}")
+    if not distributed and is_dtensor(value):
+        raise TypeError(
+            f"{name} must be a plain tensor here, but got a DTensor: pass the part of this process, "
+            f"{name}.to_local()"
+        )
     # Dynamo cannot read the layout of a tensor inside a Function that it maps over a batch
     if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
         got = "a nested tensor" if value.is_nested else f"the layout {value.layout}"

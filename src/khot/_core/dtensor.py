@@ -1,12 +1,14 @@
 """Operators on DTensors: each process computes its own shard, together with the group that shares its rows.
 
-Shards along ``dim`` stay where they are. Other mesh dimensions shard the batch, so they separate the rows
-into independent groups.
+Mesh dimensions that shard the batch separate the rows into independent groups: every operator computes the
+rows that its process has (:func:`by_rows`). Shards along ``dim`` stay where they are, for the few operators
+that work on rows spread over processes (:func:`apply`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from khot._core import arguments
 
-__all__ = ["Pieces", "apply", "local", "with_whole_dim"]
+__all__ = ["Pieces", "apply", "by_rows", "local", "with_whole_dim"]
+
+#: Arguments that broadcast with the input, and those that are the same for all rows. All other tensors have
+#: one value per row.
+OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets"})
+OF_ALL = frozenset({"q", "w"})
 
 
 def apply(
@@ -32,16 +39,16 @@ def apply(
             tensor that is the same on every process.
         mask: a DTensor, or a plain tensor for all the entries.
     """
-    arguments.check_input(input)
+    arguments.check_input(input, distributed=True)
     dim = arguments.check_dim(input, dim)
     mesh = input.device_mesh
     placements = tuple(Replicate() if p.is_partial() else p for p in input.placements)
     if placements != input.placements:
         input = input.redistribute(placements=placements)
-    rows = [d for d in range(input.dim()) if d != dim]
+    batch = [d for d in range(input.dim()) if d != dim]
 
     def shard(value: Any) -> Any:
-        return local(value, mesh, placements, rows) if isinstance(value, Tensor) else value
+        return local(value, mesh, placements, batch) if isinstance(value, Tensor) else value
 
     if isinstance(mask, Tensor):
         mask = local(mask, mesh, placements, list(range(input.dim())))
@@ -55,23 +62,92 @@ def apply(
     )
 
 
-def local(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: list[int]) -> Tensor:
-    """This process's part of a tensor whose dimensions are these dims of the input, aligned at the right.
+def by_rows(
+    function: Callable[..., Any],
+    input: DTensor,
+    out: int,
+    name: str,
+    batch_over: Callable[[list[dist.ProcessGroup]], AbstractContextManager[None]] | None,
+    options: dict[str, Any],
+) -> Any:
+    """The function on this process's rows of a DTensor, which must be whole; see ``rows.by_rows``.
+
+    Partial sums of the input are added up first. The results have the placements of the rows, and a reduced
+    loss is replicated.
+
+    Args:
+        batch_over: for a loss, the context of its reduction over the processes of some groups.
+        options: the other arguments of the function, which takes all of them as keywords. A tensor is a
+            DTensor, or a plain tensor that is the same on every process.
+    """
+    arguments.check_input(input, name, distributed=True)
+    mesh, dim = input.device_mesh, options.get("dim", -1)
+    at = arguments.check_dim(input, dim)
+    placements = tuple(Replicate() if p.is_partial() else p for p in input.placements)
+    if any(p.is_shard(at) for p in placements):
+        raise ValueError(
+            f"{name} must have whole rows along dim={dim} on every process, but got a DTensor with the "
+            f"placements {tuple(input.placements)}: redistribute it, such as to Replicate()"
+        )
+    every = list(range(input.dim()))
+    batch = [d for d in every if d != at]
+
+    def shard(key: str, value: Any) -> Any:
+        nonlocal out
+        if not isinstance(value, Tensor):
+            return value
+        of_entries = key in OF_ENTRIES
+        if key not in OF_ENTRIES | OF_ALL and value.dim() == input.dim():  # several levels per row
+            of_entries, out = True, 1
+        return local(value, mesh, placements, every if of_entries else batch, shared=key in OF_ALL)
+
+    if placements != input.placements:
+        input = input.redistribute(placements=placements)
+    out = 1 if options.get("keepdim", False) else out
+    options = {key: shard(key, value) for key, value in options.items()}
+    split = [i for i, p in enumerate(placements) if isinstance(p, Shard)]
+    with nullcontext() if batch_over is None else batch_over([mesh.get_group(i) for i in split]):
+        result = function(**{name: input.to_local(), **options})
+    if batch_over is not None and options.get("reduction", "mean") != "none":
+        parts = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
+        total = DTensor.from_local(result, mesh, parts, run_check=False)
+        return total.redistribute(placements=[Replicate()] * mesh.ndim)
+    before = result.dim() - len(batch) - out  # dims of one value for all rows, such as many quantiles
+    size, places = list(result.shape), list(placements)
+    for i in split:
+        d = placements[i].dim  # type: ignore[attr-defined]
+        moved = before + (d if d < at else d - 1 + out)
+        size[moved], places[i] = input.shape[d], Shard(moved)
+    like = torch.empty(size, device="meta")
+    return DTensor.from_local(
+        result.contiguous(), mesh, places, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local(
+    value: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    dims: list[int],
+    shared: bool = False,
+) -> Tensor:
+    """This process's part of a tensor whose dimensions are these dims of the input, aligned at the right. One
+    that is ``shared`` has none of them: it is the same for all rows.
 
     Where the processes share the input's rows, each of them has the whole gradient of the tensor. Where they
     have different rows, the gradient is the sum over the processes.
     """
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    own = dims[len(dims) - value.dim() :] if value.dim() <= len(dims) else []
+    own = dims[len(dims) - value.dim() :] if not shared and value.dim() <= len(dims) else []
     places: list[Placement] = []
     grads: list[Placement] = []
     for p in placements:
         at = own.index(p.dim) if isinstance(p, Shard) and p.dim in own else None
         split = at is not None and value.shape[at] > 1
         places.append(Shard(at) if at is not None and split else Replicate())
-        shared = not isinstance(p, Shard) or p.dim not in dims
-        grads.append(places[-1] if split or shared else Partial())
+        same_rows = not isinstance(p, Shard) or p.dim not in dims
+        grads.append(places[-1] if split or same_rows else Partial())
     return value.redistribute(placements=places).to_local(grad_placements=grads)
 
 

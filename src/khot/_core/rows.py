@@ -11,10 +11,13 @@ replicated as well, and counts once and not once per process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +25,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from khot._core import arguments
+from khot._core.arguments import is_dtensor
 from khot._core.torch_internals import collective_device, process_group
 
-__all__ = ["BLOCK", "HERE", "Row", "Shards", "is_dtensor", "named", "of", "on_dtensor"]
+__all__ = [
+    "BLOCK",
+    "HERE",
+    "Row",
+    "Shards",
+    "batch",
+    "batch_over",
+    "by_rows",
+    "is_dtensor",
+    "named",
+    "of",
+    "on_dtensor",
+    "on_rows",
+]
 
 #: So many numbers take as long to transfer as an all-reduce takes to start. They are 0.5 MB, which a link of
 #: 10 GB/s transfers twice in 100 µs; over 1,000 processes the latencies add up to about that.
 BLOCK = 1 << 16
 
 Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Row:
@@ -244,10 +262,6 @@ def named(group: Any) -> Row:
     return Shards(",".join(each.group_name for each in groups))
 
 
-def is_dtensor(input: Any) -> bool:
-    return type(input) is not Tensor and hasattr(input, "placements")
-
-
 def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group: Any, **options: Any) -> Any:
     """The operator on a DTensor, with the group that shares its rows."""
     from khot._core import dtensor  # imported late, because torch.distributed.tensor takes a second to import
@@ -255,6 +269,71 @@ def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group
     if group is not None:
         raise TypeError("group must be None for a DTensor, which has its own group, but got one")
     return dtensor.apply(operator, input, k, dim, **options)
+
+
+def by_rows(out: int, *, loss: bool = False) -> Callable[[_Function], _Function]:
+    """Let a function on rows take DTensors whose rows are whole: batch-sharded or replicated ones.
+
+    The first argument has the rows. The function must not draw random numbers: they would be the same for
+    different rows, or different for copies of a row.
+
+    Args:
+        out: by how many dims the results replace ``dim``; 1 with ``keepdim``.
+        loss: whether the function has one of the reductions of losses over its rows.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters))
+
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            input = args[0] if args else options.get(first)
+            if type(input) is Tensor or not is_dtensor(input):
+                return function(*args, **options)
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            named = dict(bound.arguments)
+            return on_rows(function, named.pop(first), out, first, loss=loss, **named)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def on_rows(
+    function: Callable[..., Any],
+    input: Any,
+    out: int,
+    name: str = "input",
+    loss: bool = False,
+    **options: Any,
+) -> Any:
+    """The function on a DTensor whose rows are whole, as for :func:`by_rows`."""
+    from khot._core import dtensor  # imported late, because torch.distributed.tensor takes a second to import
+
+    if options.get("group") is not None:
+        raise TypeError("group must be None for a DTensor, which has its own group, but got one")
+    return dtensor.by_rows(function, input, out, name, batch_over if loss else None, options)
+
+
+# The processes that have other rows of the batch, while a loss is reduced that every process has a part of.
+_BATCH: ContextVar[Row] = ContextVar("_BATCH", default=HERE)
+
+
+def batch() -> Row:
+    """Who has the other rows of the batch that a loss is reduced over."""
+    return HERE if torch.compiler.is_compiling() else _BATCH.get()
+
+
+@contextlib.contextmanager
+def batch_over(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Let the processes of these groups have the other rows of the batch."""
+    token = _BATCH.set(named(tuple(groups)) if groups else HERE)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
 
 
 def _text(value: Any) -> str:

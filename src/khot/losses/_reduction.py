@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from khot._core.rows import batch
+
 __all__ = ["Reduction", "check_reduction", "reduce", "reduce_counted"]
 
 Reduction = Literal["mean", "sum", "none"]
@@ -19,10 +21,20 @@ def check_reduction(reduction: Reduction) -> Reduction:
 
 
 def reduce(loss: Tensor, reduction: Reduction) -> Tensor:
+    """The reduction; of a batch that is spread over processes, this process's part of the sum over them."""
+    if reduction == "mean" and not batch().here:
+        return loss.sum() / _over_batch(torch.tensor(loss.numel(), device=loss.device))
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
 def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
     """The reduction over the rows that are counted. The others are 0, and the mean of none is 0, too."""
     loss = torch.where(counted, loss, 0)
-    return loss.sum() / counted.sum().clamp(min=1) if reduction == "mean" else reduce(loss, reduction)
+    if reduction == "mean":
+        return loss.sum() / _over_batch(counted.sum()).clamp(min=1)
+    return reduce(loss, reduction)
+
+
+def _over_batch(rows: Tensor) -> Tensor:
+    """The number of rows on all processes, from that on this one."""
+    return rows if batch().here else batch().count(rows).long()

@@ -14,6 +14,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import greatest, vector, widen
+from khot._core.rows import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce
@@ -113,30 +114,7 @@ class TopKCrossEntropyLoss(nn.Module):
         )
 
     def forward(self, input: Tensor, label: Tensor) -> Tensor:
-        x = arguments.rows(input, self.dim)
-        n = x.shape[-1]
-        for name, size in (("k", max(self.k)), ("m", self.m)):
-            if size is not None and size > n:
-                raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
-        label = _check_labels(label, x).unsqueeze(-1)
-        tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
-        at = x.gather(-1, label)
-        if self.m is not None:
-            x = torch.cat((at, x.scatter(-1, label, -math.inf).topk(self.m - 1).values), -1)
-        # the logarithm of the label's share in each selection, and the weight of this selection
-        weights, logs = dict(self.k), []
-        first = weights.pop(1, 0.0) if self.top1_mode != "topk" else 0.0
-        if first:
-            logs.append(widen(at) - torch.logsumexp(widen(x), -1, keepdim=True))
-        if weights:
-            logs.append(self._log_selected(x, widen(at), tau, list(weights)))
-        if first and self.top1_mode == "cross_entropy":
-            loss = -first * logs[0].squeeze(-1)
-            if weights:
-                loss = loss - (1 - first) * _log_mixture([w / (1 - first) for w in weights.values()], logs[1])
-        else:
-            loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
-        return reduce(loss, self.reduction).to(input.dtype)
+        return _loss(input, label, self.dim, self.tau, self.reduction, self)
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the score ``at`` (*batch, 1) for each k: (*batch, number of ks)."""
@@ -147,6 +125,37 @@ class TopKCrossEntropyLoss(nn.Module):
         every = hi == -greatest(hi)
         z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / widen(tau)
         return self.cdf.log_cdf(z).masked_fill(every, 0)
+
+
+@by_rows(0, loss=True)
+def _loss(
+    input: Tensor, label: Tensor, dim: int, tau: Scalar, reduction: Reduction, of: TopKCrossEntropyLoss
+) -> Tensor:
+    """The loss ``of`` a module, with what it has for each row as arguments."""
+    x = arguments.rows(input, dim)
+    n = x.shape[-1]
+    for name, size in (("k", max(of.k)), ("m", of.m)):
+        if size is not None and size > n:
+            raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
+    label = _check_labels(label, x).unsqueeze(-1)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    at = x.gather(-1, label)
+    if of.m is not None:
+        x = torch.cat((at, x.scatter(-1, label, -math.inf).topk(of.m - 1).values), -1)
+    # the logarithm of the label's share in each selection, and the weight of this selection
+    weights, logs = dict(of.k), []
+    first = weights.pop(1, 0.0) if of.top1_mode != "topk" else 0.0
+    if first:
+        logs.append(widen(at) - torch.logsumexp(widen(x), -1, keepdim=True))
+    if weights:
+        logs.append(of._log_selected(x, widen(at), tau, list(weights)))
+    if first and of.top1_mode == "cross_entropy":
+        loss = -first * logs[0].squeeze(-1)
+        if weights:
+            loss = loss - (1 - first) * _log_mixture([w / (1 - first) for w in weights.values()], logs[1])
+    else:
+        loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
+    return reduce(loss, reduction).to(input.dtype)
 
 
 def _log_mixture(weights: list[float], logs: Tensor) -> Tensor:

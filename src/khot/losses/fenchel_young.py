@@ -12,6 +12,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype
+from khot._core.rows import by_rows
 from khot._ops.fenchel_young import row_losses
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
@@ -93,13 +94,19 @@ class FenchelYoungTopKLoss(nn.Module):
         return f"k={self.k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}, reduction={self.reduction!r}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        x = arguments.rows(input, self.dim)
-        k = arguments.per_row(self.k, "k", x, low=0, high=x.shape[-1]).detach()
-        tau = arguments.per_row(self.tau, "tau", x, low=0, low_open=True)
-        T, share = _target_rows(target, input, self.dim, k)
-        _, hi, lo = threshold_map(x, k, tau, self.cdf, "threshold")
-        loss = row_losses(x, T, share, hi, lo, tau, self.cdf)
-        return reduce(loss, self.reduction).to(input.dtype)
+        return _loss(input, target, self.k, self.dim, self.tau, self.cdf, self.reduction)
+
+
+@by_rows(0, loss=True)
+def _loss(
+    input: Tensor, target: Tensor, k: Scalar, dim: int, tau: Scalar, cdf: CDF, reduction: Reduction
+) -> Tensor:
+    x = arguments.rows(input, dim)
+    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1]).detach()
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    T, share = _target_rows(target, input, dim, k)
+    _, hi, lo = threshold_map(x, k, tau, cdf, "threshold")
+    return reduce(row_losses(x, T, share, hi, lo, tau, cdf), reduction).to(input.dtype)
 
 
 def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import not_below_zero, wide_dtype, widen
+from khot._core.rows import by_rows
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce_counted
 from khot.ranking import soft_rank
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@by_rows(0, loss=True)
 def spearman_loss(
     scores: Tensor,
     targets: Tensor,
@@ -98,6 +100,7 @@ def spearman_loss(
     return lists.reduce(1 - correlation, ~equal_targets, reduction)
 
 
+@by_rows(0, loss=True)
 def ndcg_loss(
     scores: Tensor,
     relevance: Tensor,
@@ -159,6 +162,7 @@ def ndcg_loss(
     return lists.reduce(1 - NDCG, counted, reduction)
 
 
+@by_rows(0, loss=True)
 def average_precision_loss(
     scores: Tensor,
     labels: Tensor,
@@ -207,6 +211,7 @@ def average_precision_loss(
     return lists.reduce(1 - precision.masked_fill(bad, math.nan), (m > 0) | bad, reduction)
 
 
+@by_rows(0, loss=True)
 def recall_at_k_loss(
     scores: Tensor,
     labels: Tensor,
@@ -256,6 +261,7 @@ def recall_at_k_loss(
     return lists.reduce(1 - recall, (m > 0) | bad, reduction)
 
 
+@by_rows(0, loss=True)
 def precision_at_k_loss(
     scores: Tensor,
     labels: Tensor,

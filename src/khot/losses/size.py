@@ -6,10 +6,13 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.rows import by_rows
+from khot.losses._reduction import reduce
 
 __all__ = ["size_penalty"]
 
 
+@by_rows(0, loss=True)
 def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
     """The price of a subset whose size is learned: λ Σ_i π_i, averaged over the batch.
 
@@ -39,4 +42,4 @@ def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
     arguments.check_input(probs, "probs")
     x = arguments.rows(probs, dim)
     weight = arguments.per_row(weight, "weight", x, low=0)
-    return (weight.to(x.dtype) * x.sum(-1)).mean()
+    return reduce(weight.to(x.dtype) * x.sum(-1), "mean")

@@ -13,7 +13,7 @@ __all__ = ["check_dtype", "check_width"]
 def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input") -> None:
     """Raise unless it is a floating-point tensor whose last dim has the layer's size, because broadcasting
     would hide another size."""
-    arguments.check_input(input, name)
+    arguments.check_input(input, name, distributed=True)
     if input.shape[-1:] != (width,):
         raise ValueError(
             f"{name} must have shape (..., {width}) for this {type(layer).__name__}, but got shape "

@@ -22,6 +22,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import not_below_zero, on_cpu
+from khot._core.rows import by_rows
 from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 
+@by_rows(0)
 @on_cpu
 def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """log Z_k(θ) = log Σ_{|S|=k} exp(Σ_{i∈S} θ_i): its gradient is the marginals, its Hessian the covariance.
@@ -74,6 +76,7 @@ def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return (theta + _softness(trials) + log_size_prob(trials)).to(logits.dtype)
 
 
+@by_rows(1)
 @on_cpu
 def marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """The inclusion probabilities π_i = P(i ∈ S): the gradient of :func:`log_normalizer`.
@@ -97,6 +100,7 @@ def marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return to_dim(inclusion(tilt(logits, k, dim))[1].to(logits.dtype), logits, dim)
 
 
+@by_rows(2)
 @on_cpu
 def joint_marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """P(i ∈ S and j ∈ S) for all pairs; on the diagonal the marginals.
@@ -164,6 +168,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return result.masked_fill(impossible, -math.inf).masked_fill(wrong, math.nan).to(logits.dtype)
 
 
+@by_rows(0)
 @on_cpu
 def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """−Σ_S P(S) log P(S) = log Z_k(θ) − Σ_i π_i θ_i.
@@ -194,6 +199,7 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return (level + against.sum(-1)).to(logits.dtype)
 
 
+@by_rows(0)
 @on_cpu
 def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     """KL(p ‖ q) = Σ_S p(S) log(p(S)/q(S)) of two such designs of the same size.
@@ -267,6 +273,7 @@ def sample(
     return to_dim(drawn.to(logits.dtype).masked_fill(unsuited.unsqueeze(-1), math.nan), logits, dim)
 
 
+@by_rows(1)
 @on_cpu
 def calibrate(probs: Tensor, dim: int = -1) -> Tensor:
     """The logits θ whose :func:`marginals` are probs: with k = Σ probs, π(θ) = probs.

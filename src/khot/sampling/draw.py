@@ -11,6 +11,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
+from khot._core.rows import by_rows
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
 from khot._ops.draws import pareto_sample
@@ -102,6 +103,7 @@ def sample(
     return to_dim(x, probs, dim)
 
 
+@by_rows(1)
 @on_cpu
 def inclusion_probs(probs: Tensor, design: DesignName = "pareto", dim: int = -1) -> Tensor:
     """The inclusion probabilities P(x_i = 1) that :func:`sample` really has: π itself for an exact design.
@@ -138,6 +140,7 @@ def inclusion_probs(probs: Tensor, design: DesignName = "pareto", dim: int = -1)
     return to_dim(_marked(true.to(probs.dtype), valid), probs, dim)
 
 
+@by_rows(2)
 @on_cpu
 def joint_inclusion_probs(probs: Tensor, design: DesignName, dim: int = -1) -> Tensor:
     """The joint inclusion probabilities P(x_i = 1 and x_j = 1), with P(x_i = 1) on the diagonal.
