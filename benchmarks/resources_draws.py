@@ -90,7 +90,7 @@ def cases() -> list[Case]:
         *(_loss(losses._pull_losses, cdf) for cdf in range(5)),
         *(
             _budget(budget._budgets, cdf, bound)
-            for cdf, bound in enumerate((2_760, 2_500, 3_330, 1_780, 2_960))
+            for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
         ),
         *(
             _budget(budget._pull_budgets, cdf, bound)

@@ -239,10 +239,8 @@ def _levels_beside(x, w, given):
     tau = given[2]
     BY_VALUE: tl.constexpr = given[5]
     above, below, _ = _parted(x, w, given)
-    return (
-        tl.where(above, _levels(x, w, 1.0, tau, BY_VALUE), float("inf")),
-        tl.where(below, -_levels(x, w, 0.0, tau, BY_VALUE), float("inf")),
-    )
+    level = _levels(x, w, tl.where(above, 1.0, 0.0), tau, BY_VALUE)
+    return tl.where(above, level, float("inf")), tl.where(below, -level, float("inf"))
 
 
 @triton.jit
@@ -501,7 +499,7 @@ def _solve(
     share = tl.minimum(tl.maximum(left / free, TINY), 1 - 1e-16)
     guess = _guess(free, mean, square, costs, products, cubes, share, tau, power, CDF, BY_VALUE)
     guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
-    zero = guess * 0
+    zero = tl.zeros((), tl.float64)
     hi, lo = zero if AT_MOST else guess, zero
     infinite = zero + float("inf")
     state = (hi, lo, low, zero, high, zero, infinite, infinite)
