@@ -226,8 +226,8 @@ class BudgetBackward {
     });
   }
 
-  // No entry that costs something has a density: t lies in a gap of compact support, and dL/dB is the limit of
-  // smooth CDFs, of which the entries next to the gap have w f in common.
+  // No entry that costs something has a density: t lies in a gap of compact support, and dL/dB is the limit
+  // of smooth CDFs, of which the entries next to the gap have w f in common.
   void in_gap(double& grad_budget, double& grad_tau) {
     using Entries = Block<double>;
     const Position<double> position(t_, tau_, spec_.by_value);
@@ -261,8 +261,11 @@ class BudgetBackward {
           parts.up += here & above & (leaves(x, a) == gap.up.level) ? a * v : zero;
           parts.down += here & ~above & (enters(x, a) == gap.down.level) ? a * v : zero;
         },
-        [](EdgeSums& s, const Parts& a) { s += {sum<double>(a.pull), sum<double>(a.up), sum<double>(a.down)}; });
-    const double above = gap.up.wa > 0 ? s.up / gap.up.wa : 0, below = gap.down.wa > 0 ? s.down / gap.down.wa : 0;
+        [](EdgeSums& s, const Parts& a) {
+          s += {sum<double>(a.pull), sum<double>(a.up), sum<double>(a.down)};
+        });
+    const double above = gap.up.wa > 0 ? s.up / gap.up.wa : 0,
+                 below = gap.down.wa > 0 ? s.down / gap.down.wa : 0;
     const double price = gap.share() * above + (1 - gap.share()) * below;
     grad_budget = price;
     grad_tau = -s.pull / tau_;

@@ -2,8 +2,8 @@
 // of the costs where the scores spread far wider than tau, and Newton's method on log P = log Q.
 //
 // P - Q is sum w y - B without cancellation: P is what rejected entries spend and Q is what selected ones do
-// not. By value log P - log Q is far from linear, as its slopes carry the costs, so that no step is taken that
-// leaves the bracket, and a bracket that does not shrink is bisected. The edge cases are those of
+// not. By value log P - log Q is far from linear, as its slopes carry the costs, so that no step is taken
+// that leaves the bracket, and a bracket that does not shrink is bisected. The edge cases are those of
 // khot/_kernels/reference/soft_budget.py.
 #pragma once
 
@@ -33,7 +33,8 @@ class CarefulBudget {
       if (s.spent.minus(left_).value() + s.excess <= s.lacking) return {0, 0};
     }
     rest_ = costs.free.minus(left_).value();
-    if (rest_ <= 0) return {-kHuge, -kHuge};
+    // what is left of the costs to rounding is not a share that could be spent
+    if (rest_ <= 16 * 0x1p-52 * costs.free.value()) return {-kHuge, -kHuge};
     if (left_.value() <= 0) return {kHuge, kHuge};
     return newton();
   }
@@ -59,9 +60,11 @@ class CarefulBudget {
     double lacking = 0, excess = 0;           // w (1 - F) over these, and w F over the others
     double slope_above = 0, slope_below = 0;  // w a f
     double steep = 0;                         // the largest a f
+    double rounded = 0;                       // w where 1 - F is the difference of numbers near 1
     void operator+=(const SpendSums& o) {
       spent += o.spent, lacking += o.lacking, excess += o.excess;
-      slope_above += o.slope_above, slope_below += o.slope_below, steep = std::max(steep, o.steep);
+      slope_above += o.slope_above, slope_below += o.slope_below;
+      steep = std::max(steep, o.steep), rounded += o.rounded;
     }
   };
 
@@ -84,7 +87,8 @@ class CarefulBudget {
                                      pinned.add(x == kInfinity ? w : zero);
                                      most = own > most ? own : most;
                                    });
-                                   sums += {total(free), total(pinned), sum<double>(bad), maximum<double>(most)};
+                                   sums += {total(free), total(pinned), sum<double>(bad),
+                                            maximum<double>(most)};
                                  });
   }
 
@@ -98,7 +102,7 @@ class CarefulBudget {
           const double* q = fetch(cost, at, count, buffer);
           F.tails(position, p, q, count, z, tails, densities);
           PairSum<double> spent;
-          VecD lacking{}, excess{}, slope_above{}, slope_below{}, steep{};
+          VecD lacking{}, excess{}, slope_above{}, slope_below{}, steep{}, rounded{};
           const VecD zero{};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = abs<double>(x) < kInfinity ? beside(q, i, lanes) : zero;
@@ -111,13 +115,15 @@ class CarefulBudget {
             slope_above += above ? slope : zero;
             slope_below += above ? zero : slope;
             steep = rate > steep ? rate : steep;
+            rounded += above & (rate > 0) ? w : zero;
           });
           sums += {total(spent),
                    sum<double>(lacking),
                    sum<double>(excess),
                    sum<double>(slope_above),
                    sum<double>(slope_below),
-                   maximum<double>(steep)};
+                   maximum<double>(steep),
+                   sum<double>(rounded)};
         });
   }
 
@@ -284,8 +290,8 @@ class CarefulBudget {
   // A point between the two, for a bisection.
   Threshold between(Threshold low, Threshold high) const {
     const bool far = low.hi < 0 ? (high.hi > 0 || low.hi < 4 * high.hi) : high.hi > 4 * low.hi;
-    const Threshold middle{far ? unfold(0.5 * fold(low.hi) + 0.5 * fold(high.hi)) : 0.5 * low.hi + 0.5 * high.hi,
-                           0};
+    const double linear = 0.5 * low.hi + 0.5 * high.hi;
+    const Threshold middle{far ? unfold(0.5 * fold(low.hi) + 0.5 * fold(high.hi)) : linear, 0};
     if (less(low, middle) && less(middle, high)) return middle;
     return moved(low, 0.5 * distance(low, high));
   }
@@ -299,7 +305,7 @@ class CarefulBudget {
 
   // What a pass tells about the root.
   struct Verdict {
-    double miss;       // its sign is that of P - Q, and its size log P - log Q or, under compact support, P - Q
+    double miss;       // log P - log Q or, under compact support, P - Q
     double tolerance;  // what rounding may make of a miss of 0
     double step;       // Newton's, which may be NaN or infinite
     double doubt;      // by how much a y is wrong, if the slopes tell
@@ -308,11 +314,12 @@ class CarefulBudget {
   Verdict judge(Threshold t, const SpendSums& s, double over, double P, double Q) const {
     constexpr double eps = 0x1p-52;
     const double plain = (P - Q) / (s.slope_above + s.slope_below), doubt = std::fabs(plain) * s.steep;
-    if (!F_.full_support) return {P - Q, 2 * eps * (P + Q), tau_ * plain, doubt};
+    if (!F_.full_support) return {P - Q, eps * (2 * (P + Q) + s.rounded), tau_ * plain, doubt};
     if (P >= kTiny && Q >= kTiny) {
-      const double ratio = (P - Q) / Q, miss = std::fabs(ratio) < 0.5 ? std::log1p(ratio) : std::log(P) - std::log(Q);
-      return {miss, 4 * eps * (1 + std::fabs(std::log(std::min(P, Q) / (left_.value() + rest_)))),
-              tau_ * miss / (s.slope_below / P + s.slope_above / Q), std::fabs(miss) <= kSure ? doubt : kInfinity};
+      const double ratio = (P - Q) / Q, depth = std::log(std::min(P, Q) / (left_.value() + rest_));
+      const double miss = std::fabs(ratio) < 0.5 ? std::log1p(ratio) : std::log(P) - std::log(Q);
+      return {miss, 4 * eps * (1 + std::fabs(depth)), tau_ * miss / (s.slope_below / P + s.slope_above / Q),
+              std::fabs(miss) <= kSure ? doubt : kInfinity};
     }
     const LogSums logs = evaluate_logs(t);
     LogSum both[2] = {logs.part[2], logs.part[0]};
@@ -357,11 +364,10 @@ class CarefulBudget {
       const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0);
       const Verdict now = judge(t, s, over, P, Q);
       const double size = std::fabs(now.miss), step = now.step;
-      // every y is known, and rounding keeps the miss up: 1 - F is rounded where F is near 1
-      const bool rounded = !F_.full_support && s.slope_above > 0 && now.doubt <= 2 * 0x1p-52;
-      const bool settled = (size >= 0.5 * best_miss || rounded) && now.doubt <= 1e-14;
+      // every y is known, and rounding keeps the miss up
+      const bool settled = size >= 0.5 * best_miss && now.doubt <= 1e-14;
       if (size < best_miss) best = t, best_miss = size;
-      if (size <= now.tolerance) return t;
+      if (size <= now.tolerance) return F_.full_support && std::isfinite(step) ? moved(t, step) : t;
       if (settled) return best;
       if (F_.full_support && std::fabs(step) * most_ <= kLastStep * tau_) return moved(t, step);
       if (now.miss > 0) low = t;

@@ -75,8 +75,11 @@ struct BudgetEdge {
   double level, w = 0, wa = 0;
   double a() const { return w > 0 ? wa / w : 1; }
   void join(const BudgetEdge& o, double sign) {
-    if (sign * o.level < sign * level) *this = o;
-    else if (o.level == level) w += o.w, wa += o.wa;
+    if (sign * o.level < sign * level) {
+      *this = o;
+    } else if (o.level == level) {
+      w += o.w, wa += o.wa;
+    }
   }
 };
 // The same for the least level in each lane.
@@ -98,7 +101,7 @@ struct EdgeLanes {
 struct BudgetGap {
   BudgetEdge up{kInfinity}, down{-kInfinity};
   void operator+=(const BudgetGap& o) { up.join(o.up, 1), down.join(o.down, -1); }
-  // What the entries above it have of a limit of smooth CDFs, in which those at both ends are as far away in z.
+  // What the entries above have of a limit of smooth CDFs, in which those at both ends are as far away in z.
   double share() const { return up.a() / (up.a() + down.a()); }
   double middle() const { return share() * up.level + (1 - share()) * down.level; }
 };

@@ -271,7 +271,7 @@ def budget_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     if torch.rand((), generator=g) < 0.3:  # what the best entries cost, so that t lies in a gap
         paid = w.double().where(there & ~pinned & (w > 0), 0)
         level = (x.double() / paid if by == "value" else x.double()).masked_fill(paid == 0, -INF)
-        prefix = paid.gather(-1, level.argsort(-1, descending=True, stable=True)).cumsum(-1)
+        prefix = paid.gather(-1, level.argsort(dim=-1, descending=True, stable=True)).cumsum(-1)
         last = (share.clamp(0, 1) * n).long().clamp(max=n - 1).unsqueeze(-1)
         budget = least + prefix.gather(-1, last).squeeze(-1)
     at_most = bool(torch.randint(2, (), generator=g))
