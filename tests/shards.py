@@ -652,7 +652,7 @@ def refusals(group: Any) -> dict[str, str]:
             name: lambda name=name: getattr(estimators, name)(x, 2)
             for name in ("straight_through", "second_order", "simple", "imle", "sequential_softmax", "ncpss")
         },
-        "KHot": lambda: khot.distributions.KHot(x),
+        "KHot": lambda: khot.distributions.KHot(2, logits=x),
         "solve": lambda: khot.nn.QuantileBalancer(6, 2).solve(x),
         "a mask alone": lambda: khot.soft_rank(whole, mask=x > 0.5),
         "a target alone": lambda: khot.losses.spearman_loss(whole, x),

@@ -144,6 +144,7 @@ def train(layer: nn.Module, case: Case, steps: int = SEVERAL) -> None:
     inputs = learnable(case)
     for _ in range(steps):
         layer(*inputs, **dict(case.keywords))
+        khot.nn.QuantileBalancer.update_all(layer)
 
 
 def said(layer: nn.Module, mode: bool = False) -> str:
