@@ -206,11 +206,14 @@ def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:
         raise TypeError(f"method must be a name, but got {type(method).__name__}")
     if method not in _METHODS:
         raise ValueError(f"method must be one of {', '.join(_METHODS)}, but got {method!r}")
-    check_regularization(regularization)
+    if not (isinstance(regularization, str) and regularization == "l2"):
+        check_regularization(regularization)
+        if method == "count":
+            raise ValueError(
+                f"regularization must be left out with method='count', but got {regularization!r}"
+            )
     if method == "projection" and cdf != "laplace":
         raise ValueError(f"cdf must be left out with method='projection', but got {cdf!r}")
-    if method == "count" and regularization != "l2":
-        raise ValueError(f"regularization must be left out with method='count', but got {regularization!r}")
     return F
 
 

@@ -91,7 +91,7 @@ def check_tensor(value: Any, name: str, distributed: bool = False) -> None:
     DTensor, unless ``distributed``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but got {type(value).__name__}")
-    if not distributed and is_dtensor(value):
+    if type(value) is not Tensor and not distributed and is_dtensor(value):
         raise TypeError(
             f"{name} must be a plain tensor here, but got a DTensor: pass the part of this process, "
             f"{name}.to_local()"
