@@ -3,8 +3,16 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace khot {
+
+// A subnormal tau counts as the least normal number: 1/tau would be infinite. This changes only rows whose
+// scores differ by less than 1e-305.
+inline double invertible(double tau) {
+  constexpr double least = std::numeric_limits<double>::min();
+  return tau > 0 && tau < least ? least : tau;
+}
 
 enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
 enum class Cdf { kLogistic, kLaplace, kNormal, kUniform, kPower };

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import khot
+import oracles
 from khot import cdfs
 
 ROW = torch.tensor([0.9, 0.3, -0.2, -1.0, 0.1], dtype=torch.float64)
@@ -113,3 +114,32 @@ def test_float32_keeps_the_order_around_the_threshold(cdf: Any, count: int) -> N
     x = torch.linspace(-1e-5, 1e-5, 201).repeat(count, 1)
     for k in (100, 100.5, 100.53):
         assert (khot.soft_topk(x, k, cdf=cdf).diff(dim=-1) >= 0).all()
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+@pytest.mark.parametrize("tau", [1e-303, 2.3e-308, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_ties_at_temperatures_near_0(cdf: Any, tau: float, dtype: torch.dtype) -> None:
+    """Entries equal to the threshold's share what the others leave of k, whatever tau is."""
+    g = torch.Generator().manual_seed(0)
+    for n in (3, 5):
+        for scale in (1e-3, 1e5):
+            x = (torch.randn(16, n, generator=g, dtype=torch.float64).round() * scale).to(dtype)
+            for k in (0.5, 1.0, 1.5):
+                y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+                above = (x.unsqueeze(-2) > x.unsqueeze(-1)).sum(-1)
+                tied = (x.unsqueeze(-2) == x.unsqueeze(-1)).sum(-1)
+                want = ((k - above.double()) / tied).clamp(0, 1)
+                limit = 1e-6 if dtype == torch.float32 else 1e-12
+                torch.testing.assert_close(y.double(), want, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+@pytest.mark.parametrize("k", [1e-280, 1e-291, 1e-300, 2e-307])
+def test_logarithms_where_nearly_nothing_is_selected(cdf: Any, k: float) -> None:
+    got = khot.log_soft_topk(ROW, k, cdf=cdf)
+    if cdf in ("logistic", "laplace", "normal"):
+        want = torch.from_numpy(oracles.soft_topk(ROW, k, 1.0, cdf)[1])
+    else:  # the greatest entry alone is selected
+        want = torch.full_like(ROW, -math.inf).masked_fill(ROW == ROW.max(), math.log(k))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)

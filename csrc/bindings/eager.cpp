@@ -140,7 +140,7 @@ struct Forward final : ForwardRows {
       : scores(x, dtype), problem(problem), y(static_cast<char*>(y)), hi(hi), lo(lo) {}
   Row x(int64_t row) const override { return scores(row); }
   double k(int64_t) const override { return problem.k; }
-  double tau(int64_t) const override { return problem.tau; }
+  double tau(int64_t) const override { return invertible(problem.tau); }
   void* out(int64_t row) const override { return y + row * scores.bytes; }
   void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
 
@@ -155,7 +155,7 @@ struct Backward final : BackwardRows {
   Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, Dtype dtype, const Tensor* y,
            double tau, const double* hi, const double* lo, Tensor& grad_x)
       : scores(x, dtype),
-        given_tau(tau),
+        given_tau(invertible(tau)),
         hi(hi),
         lo(lo),
         given_lo(grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr),

@@ -31,7 +31,7 @@ struct Forward final : ForwardRows {
       : scores(x, batch), ks(k, batch), taus(tau, batch), hi(hi), lo(lo) {}
   Row x(int64_t row) const override { return scores(row); }
   double k(int64_t row) const override { return ks(row); }
-  double tau(int64_t row) const override { return taus(row); }
+  double tau(int64_t row) const override { return invertible(taus(row)); }
   void* out(int64_t row) const override { return out_data + row * row_bytes; }
   void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
 };
@@ -84,7 +84,7 @@ struct Backward final : BackwardRows {
   Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
   Row grad(int64_t row) const override { return incoming(row); }
   double grad_lo(int64_t row) const override { return incoming_lo(row); }
-  double tau(int64_t row) const override { return taus(row); }
+  double tau(int64_t row) const override { return invertible(taus(row)); }
   Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
   void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
   void put(int64_t row, double grad_k, double grad_tau) const override {

@@ -12,7 +12,8 @@ namespace khot::KHOT_ISA {
 
 constexpr double kHuge = std::numeric_limits<double>::max();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kTiny = 1e-290;  // smaller tails are taken in logarithms
+// Smaller tails are taken in logarithms: numbers below it have fewer digits.
+constexpr double kTiny = std::numeric_limits<double>::min();
 
 struct Statistics {
   double free = 0;    // the number of finite entries

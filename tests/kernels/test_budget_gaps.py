@@ -62,7 +62,7 @@ def part(engine: Any) -> slice:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_the_budget_is_spent(engine: Any, cdf: str, by: str, dtype: torch.dtype) -> None:
     for n in (2, 7, 300) if dtype.itemsize > 2 else (7,):
-        x, w, budget = (v[part(engine)] for v in gaps(n, dtype, by))
+        x, w, budget = (v[part(engine)] for v in gaps(n, dtype, by, 24 if n < 300 else 6))
         for i, tau in enumerate(GAP_TAUS):
             check_spend(engine, x, w, budget, tau, cdf, by, at_most=(n + i) % 4 == 0)
         check_spend(engine, x[-1:], w[-1:], budget[-1:], 0.01, cdf, by)

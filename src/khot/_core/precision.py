@@ -17,6 +17,7 @@ __all__ = [
     "WITHOUT_FLOAT64",
     "greatest",
     "in_float64",
+    "invertible",
     "large",
     "not_below_zero",
     "on",
@@ -78,6 +79,13 @@ def greatest(x: Tensor) -> float:
 def large(x: Tensor) -> float:
     """A number of x's dtype that is larger than all numbers that matter, and still far from overflow."""
     return 1e300 if x.dtype == torch.float64 else 1e30
+
+
+def invertible(tau: Tensor) -> Tensor:
+    """tau, with the least normal number in place of a subnormal one: 1/tau would be infinite. This changes
+    only rows whose scores differ by less than 1e-305."""
+    least = torch.finfo(tau.dtype).tiny
+    return torch.where((tau > 0) & (tau < least), least, tau)
 
 
 def in_float64(x: Tensor) -> Tensor:

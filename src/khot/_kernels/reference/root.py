@@ -44,7 +44,7 @@ RANKS = (0, -1, 1, -2, 2, -3, 4, -5, 8, -9, 16, -17)
 class Costs(NamedTuple):
     """What the entries of finite x and positive cost have in common, of the batch shape."""
 
-    count: Tensor
+    entries: Tensor  # how many
     dearest: Tensor
     total: Tensor  # the sum of the costs, with the next digits of it in:
     digits: Tensor
@@ -172,27 +172,27 @@ def _on_some(
     """One pass over the rows that are running."""
     if p.x.is_cuda or 2 * int(running.sum()) > len(running):
         return _step(p, scales, state, running, single)
-    some = running.nonzero().squeeze(-1)
-    part, done = _step(*(_rows(v, some) for v in (p, scales, state)), running[some], single)
-    return _put(state, some, part), running.index_put((some,), done)
+    rows = running.nonzero().squeeze(-1)
+    part = _rows(p, rows), _rows(scales, rows), _rows(state, rows)
+    moved, still = _step(*part, running[rows], single)
+    return _put(state, rows, moved), running.index_put((rows,), still)
 
 
-def _rows(value: Any, some: Tensor) -> Any:
-    """The rows of all tensors in it."""
+def _rows(value: Any, rows: Tensor) -> Any:
+    """These rows of all tensors in it."""
     if isinstance(value, Tensor):
-        return value[some]
-    return (
-        type(value)(*(_rows(v, some) for v in value))
-        if isinstance(value, tuple) and hasattr(value, "_fields")
-        else (tuple(_rows(v, some) for v in value) if isinstance(value, tuple) else value)
-    )
+        return value[rows]
+    if not isinstance(value, tuple):
+        return value
+    parts = [_rows(v, rows) for v in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
-def _put(value: Any, some: Tensor, part: Any) -> Any:
-    """The inverse of :func:`_rows`."""
+def _put(value: Any, rows: Tensor, part: Any) -> Any:
+    """The value with these rows replaced."""
     if isinstance(value, Tensor):
-        return value.index_put((some,), part)
-    return type(value)(*(_put(old, some, new) for old, new in zip(value, part, strict=True)))
+        return value.index_put((rows,), part)
+    return type(value)(*(_put(old, rows, new) for old, new in zip(value, part, strict=True)))
 
 
 def _step(p: Problem, scales: _Scales, state: _State, running: Tensor, single: bool) -> tuple[_State, Tensor]:
@@ -234,7 +234,7 @@ def _costs(p: Problem, part: slice, tile: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _scales(p: Problem) -> _Scales:
     rest = _sum((p.costs.total, -p.budget, p.costs.digits))
     quantile = p.tau * _quantile(p.cdf, p.budget, rest)
-    return _Scales(_slices(p.costs.count, p.costs.dearest), torch.log(p.costs.dearest), rest, quantile)
+    return _Scales(_slices(p.costs.entries, p.costs.dearest), torch.log(p.costs.dearest), rest, quantile)
 
 
 def _first_pass(p: Problem, scales: _Scales) -> tuple[Tensor, Tensor, Tensor, _Sample]:
@@ -254,7 +254,7 @@ def _first_pass(p: Problem, scales: _Scales) -> tuple[Tensor, Tensor, Tensor, _S
         weight, score = w / p.costs.total.unsqueeze(-1), x / a
         mean, square = mean + (weight * score).sum(-1), square + (weight * score * score).sum(-1)
         ones = ones + (weight / a).sum(-1)
-        sample, keys = _keep(p, sample, keys, level, w, counts, part.start)
+        sample, keys = _keep(sample, keys, level, w, counts, part.start)
     if p.row.here:
         low = -low
     else:
@@ -301,14 +301,12 @@ def _sum_of_two(terms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return total, digits
 
 
-def add_costs(seen: Costs | None, w: Tensor) -> Costs:
+def add_costs(seen: Costs, w: Tensor) -> Costs:
     """The costs with those of a tile, which are positive where the entries take part, else 0."""
     count, dearest = widen((w > 0).sum(-1)), w.amax(-1)
     parts = [piece.sum(-1) for piece in _cut(w, _slices(torch.full_like(count, w.shape[-1]), dearest))]
-    if seen is None:
-        return Costs(count, dearest, *_sum_of_two(parts))
     total, digits = _sum_of_two([seen.total, *parts, seen.digits])
-    return Costs(seen.count + count, torch.maximum(seen.dearest, dearest), total, digits)
+    return Costs(seen.entries + count, torch.maximum(seen.dearest, dearest), total, digits)
 
 
 def all_costs(costs: Costs, row: Row) -> Costs:
@@ -316,7 +314,7 @@ def all_costs(costs: Costs, row: Row) -> Costs:
     if row.here:
         return costs
     totals, digits = (row.slots(v) for v in costs[2:])  # type: ignore[attr-defined]
-    count, totals, digits, dearest = row.reduce([costs.count, totals, digits], [costs.dearest])
+    count, totals, digits, dearest = row.reduce([costs.entries, totals, digits], [costs.dearest])
     return Costs(count, dearest, *_sum_of_two([*totals.unbind(-1), *digits.unbind(-1)]))
 
 
@@ -336,7 +334,7 @@ def _no_sample(zero: Tensor) -> _Sample:
 
 
 def _keep(
-    p: Problem, sample: _Sample, keys: Tensor | None, level: Tensor, w: Tensor, there: Tensor, start: int
+    sample: _Sample, keys: Tensor | None, level: Tensor, w: Tensor, there: Tensor, start: int
 ) -> tuple[_Sample, Tensor]:
     """One entry for each lane, of those that are there: which one is as good as random, so that it does not
     matter if a row is sorted."""
@@ -511,7 +509,7 @@ def _evaluate(
         w, x, a = _costs(p, part, tile)
         level = (x - scales.quantile.unsqueeze(-1)) / a
         there = (w > 0) & (level > left.hi.unsqueeze(-1)) & (level < right.hi.unsqueeze(-1))
-        sample, keys = _keep(p, sample, keys, level, w, there, part.start)
+        sample, keys = _keep(sample, keys, level, w, there, part.start)
         cut = [piece.unsqueeze(-2) for piece in _cut(w, scales.slices)]
         w, x, a = w.unsqueeze(-2), x.unsqueeze(-2), a.unsqueeze(-2)
         counts, log_w = w > 0, torch.log(w)

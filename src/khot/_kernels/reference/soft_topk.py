@@ -13,7 +13,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import rows
-from khot._core.precision import greatest, large, on, widen
+from khot._core.precision import greatest, invertible, large, on, widen
 from khot._core.rows import HERE, Row
 from khot._kernels.reference.solver import Threshold, solve
 from khot._kernels.reference.tiles import standardize, tiles
@@ -64,6 +64,7 @@ def reference_soft_topk(
 def _forward(x: Tensor, k: Tensor, tau: Tensor, F: CDF, output: str, row: Row) -> tuple[Tensor, Threshold]:
     batch = x.shape[:-1]
     k, tau = (widen(on(x.device, number)).expand(batch) for number in (k, tau))
+    tau = invertible(tau)
     t, _ = solve(x, k, tau, F, row)
     if output == "threshold":
         return x.new_empty(*batch, 0), t
@@ -150,7 +151,7 @@ def backward(
     The neighbours in ``t`` are needed for compact support and for shards.
     """
     hi, lo, *near = t
-    tau = widen(on(x.device, tau)).expand(x.shape[:-1])
+    tau = invertible(widen(on(x.device, tau)).expand(x.shape[:-1]))
     zero = torch.zeros_like(hi)
     top, mass, u_sum, uz_sum, wz_sum, v_sum = zero - math.inf, zero, zero, zero, zero, zero
     if output == "log":  # f/F does not become small with f: relative to a far tile's f it would overflow

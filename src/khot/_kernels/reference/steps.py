@@ -28,7 +28,7 @@ class Digits(NamedTuple):
 
 
 DIGITS = {
-    torch.float64: Digits(1e-290, 1 - 1e-16, 1e-15, 1e-9, 1e-6, 1e-12, 1e-6, 1e-8, 1e-12),
+    torch.float64: Digits(2.3e-308, 1 - 1e-16, 1e-15, 1e-9, 1e-6, 1e-12, 1e-6, 1e-8, 1e-12),
     torch.float32: Digits(1e-30, 1 - 6e-8, 5e-7, 0.25, 1e-3, 2e-6, 1e-4, 1e-4, 1e-6),
 }
 
