@@ -697,15 +697,14 @@ def _conclude(
     if s.edges is None:
         done = done | (ratio.abs() <= 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi)))
         jump = (change * bend < eps / 4) & (bend < 1e-7)
+        move = plain.where(jump & ~done, 0)
     else:
         more, gap, inside = _edge_steps(p, s.edges, over, P, Q, miss, scale, slopes[0], tau)
         steps += more
         jump = inside & (change < 8 * eps)
-        to_gap = gap.isfinite()
-        done = (excess.abs() <= 64 * eps * s.edges.least_cost()) & ~to_gap
-    move = plain.where(jump & ~done, 0)
-    if s.edges is not None:
-        move, done = gap.where(to_gap, move), done | to_gap
+        done = excess.abs() <= 64 * eps * s.edges.least_cost()
+        move = gap.where(gap.isfinite(), plain.where(jump & ~done, 0))
+        done = done | gap.isfinite()
     ends = two_sum(hi, lo + move)
     points = _Point(hi, lo, over, miss, ratio, logit, excess, absolute, torch.stack(steps, -1))
     return points, done | jump, ends

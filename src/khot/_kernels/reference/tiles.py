@@ -9,7 +9,7 @@ from torch import Tensor
 from khot._core.precision import widen
 from khot._core.rows import Row
 
-__all__ = ["some", "standardize", "tiles", "two_sum"]
+__all__ = ["TILE", "some", "standardize", "tiles", "two_sum"]
 
 TILE = 1 << 18  # entries per tile: its few float64 temporaries stay in a 2 MiB cache
 
