@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
+from budget_rows import CDFS, GAP_EXAMPLES, check_gradients, check_rows, far, gaps, numbers, table
 from khot._kernels.reference import soft_budget as reference
 from khot._kernels.reference.budget_mask import budget_mask as reference_mask
 
@@ -171,6 +171,28 @@ def test_gaps_of_many_tau(kernels: ModuleType, cdf: str, by: str) -> None:
     given = kernels, x, w, w[:, :2].sum(-1), 1e-20, cdf, by, False
     check_rows(*given)
     check_gradients(*given)
+
+
+@every_cdf
+def test_a_hard_row_takes_few_evaluations(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
+) -> None:
+    """A method that creeps still ends in its bracket, only later. These rows take 18 at most."""
+    evaluate, taken = kernels.budget._evaluate, []
+
+    def counted(*given: object) -> object:
+        taken.append(1)
+        return evaluate(*given)
+
+    monkeypatch.setattr(kernels.budget, "_evaluate", counted)
+    rows = [(x, w, budget, tau) for x, w, budget, tau in GAP_EXAMPLES]
+    x, w, budget = gaps(5, torch.float64, "value", 6)
+    rows += [(*row, 0.01) for row in zip(x.tolist(), w.tolist(), budget.tolist(), strict=True)]
+    for scores, costs, amount, tau in rows:
+        x, w = (torch.tensor([v], dtype=torch.float64) for v in (scores, costs))
+        taken.clear()
+        kernels.soft_budget(x, w, *numbers(amount, tau), cdf, CDFS[cdf], "value", False)
+        assert len(taken) <= 20, (scores, costs, amount, tau)
 
 
 def test_scores_far_beyond_the_digits_of_tau(kernels: ModuleType) -> None:
