@@ -21,7 +21,7 @@ CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
 RESCUE = 128  # entries per warp that the float64 solver takes at a time: more would not fit into registers
 # Long rows have a program each where there are many of them, and where a row is done by one in the time that
-# the host takes for the launches of a row split over programs. Both by reckoning: no device has been asked.
+# the host takes for the launches of a row split over programs. Both by reckoning.
 STREAMS = 64  # rows
 STREAMED = 1 << 18  # entries
 # Of a row that is split over programs. A sample of s entries places the threshold with a deviation of at most
