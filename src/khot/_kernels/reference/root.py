@@ -699,9 +699,11 @@ def _conclude(
         jump = (change * bend < eps / 4) & (bend < 1e-7)
         move = plain.where(jump & ~done, 0)
     else:
-        more, gap, inside = _edge_steps(p, s.edges, over, P, Q, miss, scale, slopes[0], tau)
+        more, gap, room = _edge_steps(p, s.edges, over, P, Q, miss, scale, slopes[0], tau)
         steps += more
-        jump = inside & (change < 8 * eps)
+        # f'/f is of the order of 1/z next to the edges of the support
+        bend = torch.maximum(bend, 16 * plain.abs() / room)
+        jump = ((change * bend < eps / 4) & (bend < 1e-7)) | ((plain.abs() < room) & (change < 8 * eps))
         done = excess.abs() <= 64 * eps * s.edges.least_cost()
         move = gap.where(gap.isfinite(), plain.where(jump & ~done, 0))
         done = done | gap.isfinite()
@@ -721,8 +723,8 @@ def _edge_steps(
     slopes: list[Tensor],
     tau: Tensor,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """For compact support: steps; the step to the middle of the gap, where the point lies in one; and
-    whether no entry starts or ceases to count within Newton's step."""
+    """For compact support: steps; the step to the middle of the gap, where the point lies in one; and how far
+    t may move before an entry starts or ceases to count."""
     start, end = p.cdf.support
     flat0, flat1, next0, next1 = edges.flat0, -edges.flat1, edges.next0, -edges.next1
     weight = edges.a0 + edges.a1
@@ -741,7 +743,5 @@ def _edge_steps(
     law0 = -D0 * torch.expm1(torch.log(Q / P) * P * tau / (D0 * slopes[0]))
     law1 = D1 * torch.expm1(torch.log(P / Q) * Q * tau / (D1 * slopes[1]))
     law = torch.where(slopes[0] == 0, law1, law0)
-    plain = tau * miss / sum(slopes)
-    ahead = torch.where(plain > 0, torch.minimum(next1, -edges.leave0), torch.minimum(-next0, -edges.leave1))
-    inside = (plain.abs() < ahead) & (plain.abs() < math.inf)
-    return [alone, law], gap.where(in_gap, math.inf), inside
+    room = torch.stack((next1, -next0, -edges.leave0, -edges.leave1)).amin(0)
+    return [alone, law], gap.where(in_gap, math.inf), room
