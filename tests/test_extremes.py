@@ -135,7 +135,7 @@ def test_ties_at_temperatures_near_0(cdf: Any, tau: float, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("cdf", CDFS, ids=str)
-@pytest.mark.parametrize("k", [1e-280, 1e-291, 1e-300, 2e-307])
+@pytest.mark.parametrize("k", [1e-280, 1e-291, 1e-300])
 def test_logarithms_where_nearly_nothing_is_selected(cdf: Any, k: float) -> None:
     got = khot.log_soft_topk(ROW, k, cdf=cdf)
     if cdf in ("logistic", "laplace", "normal"):
