@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_iris, make_friedman1
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -32,6 +32,21 @@ def selected(selector: KHotSelector, X: Any, y: Any) -> list[int]:
 
 def test_selects_features_that_only_tell_together() -> None:
     assert selected(KHotSelector(2, random_state=0), X, LABELS) == [1, 5]
+
+
+@pytest.mark.parametrize("share, seed", [(0.02, 0), (0.05, 2)])
+def test_a_rare_class_counts_like_the_other(share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(1000, 30))
+    labels = (rng.random(1000) < share).astype(int)
+    features[labels == 1, :3] += 1.5
+    assert selected(KHotSelector(3, steps=600, random_state=seed), features, labels) == [0, 1, 2]
+
+
+@pytest.mark.xfail(strict=True, reason="a feature that counts by its square alone loses to noise at first")
+def test_a_feature_that_counts_by_its_square_alone() -> None:
+    features, target = make_friedman1(500, n_features=20, noise=1.0, random_state=2)
+    assert selected(KHotSelector(5, task="regression", random_state=2), features, target) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])

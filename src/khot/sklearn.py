@@ -45,6 +45,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
     of learned logits, and go to four networks, which are trained with the logits. All have a linear part, a
     hidden layer and a penalty on their weights, so that they suit small data, too. While tau falls, the
     weights turn from equal ones into a choice. Features are therefore judged together and not one by one.
+    Classes count alike, however rare they are.
     Features and regression targets are standardised inside; ``transform`` returns the selected columns
     unchanged. Constant features are selected last.
 
@@ -213,7 +214,7 @@ def _train(
             shares = soft_topk(logits, size, tau=tau)
         else:
             shares = soft_budget(logits, prices, size, tau=tau)
-        batch = torch.randint(examples, (NETWORKS, BATCH), generator=generator)
+        batch = _draw(targets, generator)
         predicted, wanted = networks(features[batch] * shares).flatten(0, 1), targets[batch].flatten(0, 1)
         error = F.mse_loss(predicted, wanted) if regression else F.cross_entropy(predicted, wanted)
         # each network has a loss of its own: the error is a mean over all of them
@@ -225,6 +226,15 @@ def _train(
             print(f"KHotSelector: step {step + 1} of {steps}, tau {tau:.2f}, error {error.item():.3f}")
     found = logits.detach()
     return found, topk_mask(found, size) if prices is None else budget_mask(found, prices, size)
+
+
+def _draw(targets: Tensor, generator: torch.Generator) -> Tensor:
+    """The examples of a step, (NETWORKS, B). Each class is drawn as often as any other, because a rare one
+    would hardly be seen, and nothing be learned about what tells it."""
+    if targets.is_floating_point():
+        return torch.randint(len(targets), (NETWORKS, BATCH), generator=generator)
+    chances = 1 / targets.bincount()[targets]
+    return chances.multinomial(NETWORKS * BATCH, True, generator=generator).view(NETWORKS, BATCH)
 
 
 class _Networks:
