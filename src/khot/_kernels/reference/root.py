@@ -138,10 +138,10 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Other rows may hold anything but have to have a positive budget, less than their costs.
     """
-    batch, n = p.tau.shape, p.x.shape[-1]
+    batch, rows, n = p.tau.shape, p.tau.numel(), p.x.shape[-1]
     flat = [v.reshape(-1) for v in (*p.costs, p.budget, p.tau, live)]
     costs, (budget, tau, live) = Costs(*flat[:4]), flat[4:]
-    p = Problem(p.x.reshape(-1, n), p.cost.reshape(-1, n), costs, budget, tau, *p[5:])
+    p = Problem(p.x.reshape(rows, n), p.cost.reshape(rows, n), costs, budget, tau, *p[5:])
     scales = _scales(p)
     low, high, guess, sample = _first_pass(p, scales)
     zero, infinite = torch.zeros_like(low), torch.full_like(low, math.inf)
