@@ -69,7 +69,12 @@ def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         held = archive.namelist()
     assert "khot/py.typed" in held
-    assert {Path(name).parts[0] for name in held} == {"khot", f"khot-{path.name.split('-')[1]}.dist-info"}
+    information = f"khot-{path.name.split('-')[1]}.dist-info"
+    assert {Path(name).parts[0] for name in held} == {
+        "khot",
+        "_khot.py",
+        information,
+    }  # the command starts there
     told = run(TRY_WHEEL, sys.executable, sdist, path, "-q", "tests/test_cdfs.py")
     assert "passed" in told
 

@@ -170,7 +170,7 @@ def _on_some(
     p: Problem, scales: _Scales, state: _State, running: Tensor, single: bool
 ) -> tuple[_State, Tensor]:
     """One pass over the rows that are running."""
-    if p.x.is_cuda or 2 * int(running.sum()) > len(running):
+    if not p.x.is_cpu or 2 * int(running.sum()) > len(running):
         return _step(p, scales, state, running, single)
     rows = running.nonzero().squeeze(-1)
     part = _rows(p, rows), _rows(scales, rows), _rows(state, rows)
@@ -381,8 +381,10 @@ def _trials(p: Problem, state: _State, single: bool) -> tuple[Tensor, Tensor, Te
     guess = _alone(torch.where(state.fresh, state.guess, math.nan))
     if single:
         nearer = left.log_ratio.abs() < right.log_ratio.abs()
-        order = list(RULES if p.cdf.full_support else COMPACT_RULES)
-        ends = [_shift(end, end.steps[..., order]) for end in (left, right)]
+        order = RULES if p.cdf.full_support else COMPACT_RULES
+        # an index list would be copied to the device
+        steps = [torch.stack([end.steps[..., i] for i in order], -1) for end in (left, right)]
+        ends = [_shift(end, each) for end, each in zip((left, right), steps, strict=True)]
         points = [
             guess,
             tuple(torch.where(nearer.unsqueeze(-1), u, v) for u, v in zip(*ends, strict=True)),
