@@ -236,10 +236,11 @@ class CarefulSolver {
           std::fabs(step) < kInfinity ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
       if constexpr (!C::full_support) {
         // A jump of so many tau that its rounding exceeds tau ends at the entry that it leads to: with every
-        // jump that misses it, only 16 more digits would be known.
+        // jump that misses it, only 16 more digits would be known. Larger tau are reached in a few jumps, and
+        // then from a point that ties share.
         for (const double next : {s.next_above, s.next_below}) {
           const double jump = std::fabs(next - lo);
-          if (jump > 1e12 * tau_ && std::fabs(trial - next) <= 1e-12 * jump) trial = next;
+          if (tau_ < 1e-250 && jump > 1e12 * tau_ && std::fabs(trial - next) <= 1e-12 * jump) trial = next;
         }
       }
       const double middle = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
