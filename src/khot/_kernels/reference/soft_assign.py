@@ -33,7 +33,6 @@ __all__ = [
     "STAGE",
     "STEPS",
     "Problem",
-    "descend",
     "follow",
     "soft_assign",
 ]

@@ -20,11 +20,8 @@ from khot._kernels.reference.root import Costs, Problem, add_costs, all_costs, r
 from khot._kernels.reference.tiles import tiles
 from khot.cdfs import CDF
 
-__all__ = ["CLOSE", "SLACK", "gap_parts", "soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
+__all__ = ["SLACK", "gap_parts", "soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
 
-# For the kernels on a GPU: a miss, relative to what can be missed, from which on every step improves it, or
-# rounding prevents that.
-CLOSE = 1e-9
 # A budget so near to the sum of the costs, in units of the rounding of the costs' dtype, is that sum: a user
 # adds the costs in their own dtype and order.
 SLACK = 4.0
