@@ -9,7 +9,7 @@ sort and topk. `layers` times layers beside what one would write by hand.
 
 All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
 without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
-write gpu.json and gpu.md into --out after every step, and go on from there when they are started again.
+write device.json and device.md into --out after every step, and go on from there when they are started again.
 --dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and TRITON_INTERPRET=1
 with the kernels themselves, interpreted.
 """
@@ -653,7 +653,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seconds", type=float, help="after which nothing new is begun")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for gpu.json and gpu.md")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for device.json and device.md")
     args = parser.parse_args(arguments)
     end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
     dry: bool = args.dry_run
@@ -662,7 +662,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("benchmarks.device: torch sees no GPU, so nothing was measured", file=sys.stderr)
         raise SystemExit(2)
 
-    path = args.out / "gpu"
+    path = args.out / "device"
     results = report.resume(path.with_suffix(".json"), machine(device))
     done = results["cases"]
 

@@ -280,7 +280,7 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     command = [what, "--dry-run", "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="0"):
         device.main(command)
-    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    text = (tmp_path / "device.md").read_text(encoding="utf-8")
     assert "of the variable" in text
     expected = {
         "check": ["short rows, logarithm", "3 of 3 are right"],
@@ -289,12 +289,12 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     }
     assert all(name in text for name in expected[what])
     assert "Error: " not in text  # of a function that failed
-    before = (tmp_path / "gpu.json").read_bytes()
+    before = (tmp_path / "device.json").read_bytes()
     for name in ("examine", "measure", "measure_layer"):
         monkeypatch.setattr(device, name, None)  # nothing is done twice
     with pytest.raises(SystemExit, match="0"):
         device.main(command)
-    assert (tmp_path / "gpu.json").read_bytes() == before
+    assert (tmp_path / "device.json").read_bytes() == before
 
 
 def test_every_function_of_the_bench_runs() -> None:
@@ -384,7 +384,7 @@ def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: 
     ])  # fmt: skip
     with pytest.raises(SystemExit, match="1"):
         device.main(["check", "--dry-run", "--out", str(tmp_path)])
-    assert "2 of 3 are right" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "2 of 3 are right" in (tmp_path / "device.md").read_text(encoding="utf-8")
 
 
 def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -327,7 +327,7 @@ def batch() -> Row:
 
 
 @contextlib.contextmanager
-def batch_over(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+def batch_over(groups: Sequence[dist.ProcessGroup]) -> Generator[None]:
     """Let the processes of these groups have the other rows of the batch."""
     token = _BATCH.set(named(tuple(groups)) if groups else HERE)
     try:
