@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+CSRC := $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp)
 KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ help: ## list these commands
 
 # torch goes in first and the build is not isolated, so that compiled parts are built against it. pip, which
 # keeps one core busy, fetches the other packages beside the compiler.
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py csrc/*.h csrc/*/*.h csrc/*/*.cpp)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(CSRC)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
 	KHOT_PURE=1 $(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]' & pip=$$!; \
@@ -46,11 +47,13 @@ bench: $(INSTALLED) ## time the operators beside torch.softmax
 lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; $(BIN)/mypy; found=$$?; wait $$types && exit $$found
 
 format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
 
 check: lint test docs ## run all that should pass before a push: lint, tests, types, documentation, distributions
 	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
