@@ -10,9 +10,9 @@ same tokens, all of them in each update:
 
 - khot: `khot.nn.QuantileBalancer`, whose 1,024 bins follow the bits of the distance from a token's cutoff.
 - exact: the same step with the exact quantiles of all tokens. It needs all scores at once.
-- histogram: the same step with 1,000 bins of equal width, between the smallest bias less 1 and the largest
-  bias plus 1.
-- micro-batches: exact quantiles of each of 8 parts of the batch, and their average.
+- histogram: quantiles of the bias at which an expert would just get a token, cutoff − score with one cutoff
+  per token, from 1,000 bins of equal width between the smallest bias less 1 and the largest bias plus 1.
+- micro-batches: exact quantiles of the same of each of 8 parts of the batch, and their average.
 - sign rule: each bias moves by 0.001 towards the mean load.
 - cold start: `QuantileBalancer.solve`, without any update.
 
@@ -111,8 +111,22 @@ def violation(scores: Tensor, bias: Tensor, k: int) -> float:
     return (loads.max() / loads.mean() - 1).item()
 
 
+def _exact(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
+    """The step of `khot.nn.QuantileBalancer`, from all distances. `updates` is how many came before."""
+    biased = scores + bias
+    best = biased.topk(k + 1, -1)
+    last, after = best.values[:, k - 1 :].split(1, -1)
+    chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best.indices[:, :k], True)
+    cutoff = torch.where(chosen, after, last) if updates % 2 == 0 else (last + after) / 2
+    distance = (cutoff - biased).sort(0).values
+    share = k / scores.shape[-1] * len(scores)
+    low, high = distance[math.ceil(share) - 1], distance[math.floor(share)]  # all between them are quantiles
+    bias = bias + torch.zeros_like(bias).clamp(low, high)
+    return bias - bias.max()
+
+
 def _wanted(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """The bias at which each expert would just get each token."""
+    """The bias at which each expert would just get each token, if no other changed its own."""
     return (scores + bias).topk(k + 1, -1).values[:, k:] - scores
 
 
@@ -120,12 +134,12 @@ def _centred(bias: Tensor) -> Tensor:
     return bias - bias.mean()
 
 
-def _exact(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+def _quantiles(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     wanted = _wanted(scores, bias, k)
     return _centred(wanted.quantile(k / scores.shape[-1], 0))
 
 
-def _histogram(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+def _histogram(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     wanted, p = _wanted(scores, bias, k), k / scores.shape[-1]
     low, high = bias.min() - 1, bias.max() + 1
     width = (high - low) / BINS
@@ -139,30 +153,50 @@ def _histogram(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     return _centred(low + width * (i + part).squeeze(0))
 
 
-def _micro_batches(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    return torch.stack([_exact(part, bias, k) for part in scores.chunk(MICRO_BATCHES)]).mean(0)
+def _micro_batches(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
+    return torch.stack([_quantiles(part, bias, k, updates) for part in scores.chunk(MICRO_BATCHES)]).mean(0)
 
 
-def _sign_rule(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+def _sign_rule(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     loads = _load(scores, bias, k)
     return bias + RATE * (loads.mean() - loads).sign().float()
 
 
-def _khot(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    balancer = khot.nn.QuantileBalancer(scores.shape[-1], k)
-    balancer.bias.copy_(bias)
-    balancer(scores)
-    balancer.update()
-    return balancer.bias
+def _khot(experts: int, k: int) -> Callable[[Tensor], Tensor]:
+    balancer = khot.nn.QuantileBalancer(experts, k)
+
+    def update(scores: Tensor) -> Tensor:
+        balancer(scores)
+        balancer.update()
+        return balancer.bias.clone()
+
+    return update
 
 
-#: One update each: scores, the bias so far and k → the next bias.
-RULES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+def _from_zero(
+    step: Callable[[Tensor, Tensor, int, int], Tensor],
+) -> Callable[[int, int], Callable[[Tensor], Tensor]]:
+    """The rule that takes this step again and again."""
+
+    def start(experts: int, k: int) -> Callable[[Tensor], Tensor]:
+        biases = [torch.zeros(experts)]
+
+        def update(scores: Tensor) -> Tensor:
+            biases.append(step(scores, biases[-1], k, len(biases) - 1))
+            return biases[-1]
+
+        return update
+
+    return start
+
+
+#: E and k → one update: scores → the next bias. The first bias is 0.
+RULES: dict[str, Callable[[int, int], Callable[[Tensor], Tensor]]] = {
     "khot": _khot,
-    "exact": _exact,
-    "histogram": _histogram,
-    "micro-batches": _micro_batches,
-    "sign rule": _sign_rule,
+    "exact": _from_zero(_exact),
+    "histogram": _from_zero(_histogram),
+    "micro-batches": _from_zero(_micro_batches),
+    "sign rule": _from_zero(_sign_rule),
 }
 COLD = "cold start"
 
@@ -173,10 +207,10 @@ def run(args: Args, trial: study.Trial, checkpoint: study.Checkpoint) -> Iterato
     score = KINDS[str(trial["scores"])]
     x, other = score(logits), score(fresh)
     for method, rule in RULES.items():
-        bias = torch.zeros(experts)
+        bias, update = torch.zeros(experts), rule(experts, k)
         yield {"method": method, "step": 0, "violation": violation(x, bias, k)}
         for step in range(1, max(SHOWN) + 1):
-            bias = rule(x, bias, k)
+            bias = update(x)
             yield {"method": method, "step": step, "violation": violation(x, bias, k)}
         yield {"method": method, "fresh": violation(other, bias, k)}
     balancer = khot.nn.QuantileBalancer(experts, k)
