@@ -524,6 +524,8 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
                 cases.append(("permutahedron-backward", ops.permutahedron_backward.default, backward))
     for systems in (torch.eye(N).double() + scores(ROWS, N, N), scores(N, N).expand(ROWS, N, N)):
         cases.append(("solve", ops.solve.default, (systems, strided)))
+    for layout in (x, strided, expanded):
+        cases.append(("product", ops.product.default, (layout.bfloat16(), layout.mT.bfloat16())))
     whole = torch.tensor([1, 2, 4]).double()
     cases.append(("topk_mask", ops.topk_mask.default, (x, whole)))
     costs = torch.linspace(0.5, 1.5, x.shape[-1]).expand(x.shape)
