@@ -13,7 +13,7 @@ CSRC := $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp)
 KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-all matrix bench lint format check docs figures dist dist-test clean
+.PHONY: help .venv demo reproduce test test-all matrix bench lint format check docs figures dist dist-test clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -30,7 +30,10 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(CSRC)
 	touch $@
 
 demo: $(INSTALLED) ## learn which pixels distinguish digits, and draw them
-	$(BIN)/khot demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+reproduce: $(INSTALLED) ## run the papers' experiments (ARGS="list" names them)
+	$(BIN)/python -m reproduce $(ARGS)
 
 test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of them)
 	$(BIN)/pytest $(ARGS)
@@ -81,4 +84,4 @@ dist-test: dist ## install each wheel in a new environment, and run the tests ou
 clean: ## remove build output and caches (.venv stays)
 	rm -rf build dist site docs/katex/node_modules src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f src/khot/*.so khot-demo.png $(INSTALLED)
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests reproduce -name __pycache__ -type d -prune -exec rm -rf {} +

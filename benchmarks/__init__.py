@@ -1,3 +1,3 @@
 """Benchmarks of khot. Their clocks are those of the runtime experiment."""
 
-from khot.experiments.harness import timing as timing
+from reproduce.harness import timing as timing

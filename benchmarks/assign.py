@@ -26,7 +26,7 @@ from torch import Tensor
 
 import khot
 from benchmarks import report
-from khot.experiments.harness import timing
+from reproduce.harness import timing
 
 SHAPES = ((1024, 16), (1024, 64), (4096, 64))
 GAP, SUMS = 2e-4, 1e-6

@@ -19,7 +19,7 @@ from torch import Tensor
 import khot
 from benchmarks import report
 from khot import _kernels as kernels
-from khot.experiments.harness import timing
+from reproduce.harness import timing
 
 SHAPES = ((4096, 64), (128, 1000), (100, 10_000), (100, 100_000), (16, 1_000_000))
 SHARE = 0.1

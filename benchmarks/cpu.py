@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks import report, timing
 from benchmarks.operators import CDFS, OPERATORS, Operator, disagreement
-from khot.experiments.harness.timing import Call
-from khot.experiments.tasks.peers import PEERS, missing
+from reproduce.harness.timing import Call
+from reproduce.tasks.peers import PEERS, missing
 
 RESULTS = Path(__file__).parent / "results"
 

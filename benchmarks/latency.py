@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import khot
 from benchmarks import report, timing
-from khot.experiments.harness.timing import Call
+from reproduce.harness.timing import Call
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((1, 16), (4, 64), (32, 64), (256, 64))

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 import khot
 from benchmarks import report
-from khot.experiments.harness.data import Images, load_digits
 from khot.nn import Anneal
+from reproduce.harness.data import Images, load_digits
 
 K, BATCH, RATE = 10, 64, 0.03
 TAUS = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01)

@@ -1,6 +1,6 @@
 """Packages that choose k of n, beside khot.sigmoid_topk: `python -m benchmarks.packages`.
 
-Those of the peers in :mod:`khot.experiments.tasks.peers` that are packages, where they are installed. They
+Those of the peers in :mod:`reproduce.tasks.peers` that are packages, where they are installed. They
 compute different functions, which the last columns tell apart: the largest error of the sum of a row, and
 the largest weight.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import khot
 from benchmarks import report, timing
-from khot.experiments.tasks.peers import PEERS, missing
+from reproduce.tasks.peers import PEERS, missing
 
 SHAPES = {(64, 64): 8, (4_096, 64): 8, (128, 1_000): 100}
 PACKAGES = {name: peer for name, peer in PEERS.items() if peer.needs}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import khot
 from benchmarks import report
-from khot.experiments.harness import timing
+from reproduce.harness import timing
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (64,),

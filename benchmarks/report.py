@@ -22,7 +22,7 @@ import torch
 import khot
 from benchmarks import timing
 from khot import _kernels as kernels
-from khot.experiments.harness.reporting import COLORS, label_ends, table
+from reproduce.harness.reporting import COLORS, label_ends, table
 
 __all__ = [
     "Curves",

@@ -58,8 +58,8 @@ from sklearn.svm import SVC, SVR
 from torch.nn import functional as F
 
 from benchmarks import report
-from khot.experiments.harness.data import load_mnist
 from khot.sklearn import KHotSelector
+from reproduce.harness.data import load_mnist
 
 # the number of features, and whether the target is a number
 SETS = {

@@ -22,6 +22,7 @@ saves is time, and the sums are exact. The cost is the mean squared distance to 
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,9 @@ from rich.table import Table
 from torch import Tensor
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 CLUSTERS, COMPONENTS, LARGEST = 10, 20, 5000
 TAUS = (0.1, 0.03, 0.01)  # of the mean squared distance between points and centres

@@ -17,6 +17,7 @@ measured on each batch before its update.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import khot
-from khot.experiments.harness import reporting
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness import reporting
 
 WIDTH, EXPERTS, K, TOKENS, RATE = 64, 64, 4, 8192, 1e-3
 NAMES = {"none": "no bias", "sign": "sign rule", "quantile": "QuantileBalancer"}

@@ -13,6 +13,7 @@ encoder has to learn to follow the ball, and then knows where it is at the end.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 import khot
-from khot.experiments.tasks.shell_game import Retracer, Score, draw_games, draw_shuffles, no_denormals, score
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.tasks.shell_game import Retracer, Score, draw_games, draw_shuffles, no_denormals, score
 
 LENGTH, BATCH, SIZE, BEAMS, LR = 20, 64, 32, 3, 1e-2
 RHO = {"beam": 0.0, "forced": 1.0, "longer": 1.0}

@@ -15,6 +15,7 @@ All are judged by a classifier trained from scratch on the chosen pixels alone.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 BATCH, PRICE = 64, 0.01
 NAMES = {"fixed": "nn.KHotGate, k given", "learned": "nn.KHotGate, k learned", "variance": "highest variance"}

@@ -17,6 +17,7 @@ All are judged by a classifier trained from scratch on the pixels alone.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 BATCH, SHARE = 64, 0.1
 NAMES = {

@@ -11,7 +11,9 @@ sums, whose number does not grow with the row. Up to rounding, training is the s
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits
 
 HIDDEN, AMOUNT, BATCH = 32, 0.9, 128
 

@@ -15,6 +15,7 @@ steps. On MNIST the first is ahead; scikit-learn's digits are too few to tell th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness import data
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness import data
 
 K, FEATURES, BATCH = 9, 32, 100
 NAMES = {"soft": "nn.SoftKNN", "entropy": "cross-entropy", "pixels": "the pixels"}

@@ -16,6 +16,7 @@ All are judged hard: exactly nine of ten weights are zero.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 HIDDEN, AMOUNT, BATCH, POINTS = 32, 0.9, 128, 10
 NAMES = {"soft": "soft, annealed", "hard": "hard", "dense": "all weights"}

@@ -18,6 +18,7 @@ multiply-adds counted.
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits
 
 BATCH, SHARES = 128, (0.02, 0.05, 0.1, 0.2)
 COSTS, LAYERS = (64, 16, 1), ("convolution 1", "convolution 2", "linear")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 HIDDEN, BATCH, RATE = 64, 128, 0.1
 PATTERNS = ((2, 4), (1, 4), (1, 8), (1, 16))

@@ -19,6 +19,7 @@ weights of a model, is the same call: it takes rows of any length, in half preci
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 WRONG, KEPT, WARM, BATCH, POINTS = 1 / 3, 0.65, 0.1, 128, 20
 NAMES = {"trimmed": "losses up to the quantile", "mean": "all losses", "right": "right labels only"}

@@ -22,6 +22,7 @@ makes the scorer linear.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits
 
 SHORTEST, LONGEST, BATCH, PLACES = 20, 60, 15, 10
 TAU, HARD = 0.3, 1e-9

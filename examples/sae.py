@@ -17,6 +17,7 @@ of the directions are never used.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import khot
-from khot.experiments.harness.data import Images, load_digits, load_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from reproduce/, beside this folder
+from reproduce.harness.data import Images, load_digits, load_mnist
 
 LATENTS, BATCH, POINTS, LATELY = 256, 128, 20, 10_000
 NAMES = {"nested": "its loss", "straight": "straight-through", "hard": "hard, one error"}

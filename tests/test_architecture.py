@@ -40,7 +40,7 @@ LAYERS = [
     ("lightning", "sklearn", "transformers"),
     ("_config",),
     ("__init__",),
-    ("experiments", "__main__"),
+    ("__main__",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -107,8 +107,6 @@ def test_every_module_has_a_layer() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_run_one_way(name: str) -> None:
     upwards = [module for module, _ in imports(name) if layer(module) > layer(name)]
-    if name.startswith("khot.experiments") or name == "khot.__main__":
-        upwards = []  # the experiments are on top, and use the package like its users
     assert upwards == []
 
 
@@ -149,9 +147,7 @@ def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
     assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in MODULES if "._" not in n and not n.startswith("khot.experiments")]
-)
+@pytest.mark.parametrize("name", [n for n in MODULES if "._" not in n and not n.startswith("reproduce")])
 def test_all_is_there(name: str) -> None:
     module = importlib.import_module(name)
     assert [n for n in listed(name) if not hasattr(module, n)] == []
@@ -162,7 +158,6 @@ def test_public_names_are_documented() -> None:
     pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md"))
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE)}
     public = [n for n in MODULES if not any(part.startswith("_") for part in n.split(".")[1:])]
-    public = [n for n in public if not n.startswith("khot.experiments")]
     lacking = {(n, each) for n in public for each in listed(n) if each not in shown}
     assert {pair for pair in lacking if not is_module(f"{pair[0]}.{pair[1]}")} == set()
 

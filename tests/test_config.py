@@ -21,7 +21,6 @@ import khot
 from khot import _config as config
 from khot import _kernels as kernels
 from khot._kernels import cpu
-from khot.experiments.harness import entry
 
 setuptools = pytest.importorskip("setuptools")
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +32,7 @@ EXTRAS = ("typer", "click", "rich", "matplotlib", "numpy", "sklearn", "scipy")
 RUN = """
 import contextlib, io, json, sys
 sys.modules.update(dict.fromkeys(%(missing)r))
-from khot.experiments.harness.entry import main
+from _khot import main
 for arguments in %(calls)r:
     sys.argv = ["khot", *arguments]
     out, err = io.StringIO(), io.StringIO()
@@ -47,7 +46,7 @@ for arguments in %(calls)r:
 
 
 class Run(NamedTuple):
-    code: int | str
+    code: int
     stdout: str
     stderr: str
 
@@ -179,17 +178,16 @@ def test_a_library_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert "/x/_C.abi3.so does not load" in note and "undefined symbol: xyz" in note
 
 
-# ------------------------------------------------------------------------------ the command, with torch alone
+# ------------------------------------------------------------------------------------------------ the command
 
-INFO, VERSION, BARE, HELP = ("info",), ("--version",), (), ("--help",)
-OTHERS = [("demo",), ("reproduce", "list"), ("info", "--what"), ("xyz",)]
-CALLS = [INFO, VERSION, BARE, HELP, ("info", "--help"), *OTHERS]
+INFO, VERSION, BARE, HELP, OTHER = ("info",), ("--version",), (), ("--help",), ("xyz",)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, ...], Run]:
     """What the command does without any extra."""
-    return dict(zip(CALLS, commands(*CALLS, missing=EXTRAS), strict=True))
+    calls = [INFO, VERSION, BARE, HELP, OTHER]
+    return dict(zip(calls, commands(*calls, missing=EXTRAS), strict=True))
 
 
 def test_info_needs_torch_alone(alone: dict[tuple[str, ...], Run]) -> None:
@@ -197,42 +195,7 @@ def test_info_needs_torch_alone(alone: dict[tuple[str, ...], Run]) -> None:
     assert list(parts(alone[INFO].stdout))[: len(LINES)] == LINES
 
 
-def test_version_needs_torch_alone(alone: dict[tuple[str, ...], Run]) -> None:
-    assert alone[VERSION] == (0, f"khot {khot.__version__}\n", "")
-
-
-@pytest.mark.parametrize("arguments", [BARE, HELP], ids=["no command", "--help"])
-def test_help_needs_torch_alone(arguments: tuple[str, ...], alone: dict[tuple[str, ...], Run]) -> None:
-    run = alone[arguments]
-    assert (run.code, run.stderr) == (0, "")
-    assert run.stdout.startswith("Usage: khot ")
-    for name in ("info", "demo", "reproduce", "--version", "--help", "pip install khot[demo]"):
-        assert name in run.stdout
-
-
-def test_help_of_info_needs_torch_alone(alone: dict[tuple[str, ...], Run]) -> None:
-    run = alone["info", "--help"]
-    assert (run.code, run.stderr) == (0, "")
-    assert run.stdout.startswith("Usage: khot info\n")
-
-
-@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
-def test_other_commands_name_the_extra_in_one_line(
-    arguments: tuple[str, ...], alone: dict[tuple[str, ...], Run]
-) -> None:
-    # a process that ends with a string prints it on stderr and returns 1
-    assert alone[arguments] == (entry.MISSING, "", "")
-    assert "\n" not in entry.MISSING and "pip install khot[demo]" in entry.MISSING
-
-
-@pytest.mark.parametrize("missing", [("typer",), ("rich",)], ids="-".join)
-def test_info_is_the_same_with_and_without_the_extra(
-    missing: tuple[str, ...], alone: dict[tuple[str, ...], Run]
-) -> None:
-    assert commands(INFO, missing=missing) == [alone[INFO]]
-
-
-def test_info_of_the_full_command_is_the_same(
+def test_info_is_the_configuration(
     alone: dict[tuple[str, ...], Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if os.environ.get("KHOT_KERNELS"):
@@ -242,37 +205,66 @@ def test_info_of_the_full_command_is_the_same(
     assert {**told, "devices": ""} == {**other, "devices": ""}  # the number of threads may differ
 
 
-def test_short_help_lists_the_commands_that_there_are() -> None:
-    typer = pytest.importorskip("typer")
-    cli = pytest.importorskip("khot.experiments.harness.cli")
-    names = typer.main.get_command(cli.app).commands
-    lines = entry.HELP.partition("Commands:\n")[2].splitlines()
-    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(names)
+def test_version_needs_torch_alone(alone: dict[tuple[str, ...], Run]) -> None:
+    assert alone[VERSION] == (0, f"khot {khot.__version__}\n", "")
 
 
-@pytest.mark.parametrize("name", ["typer", "rich.table", "numpy", "sklearn"])
-def test_a_missing_package_leads_to_the_short_command(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(module: str) -> None:
-        raise ModuleNotFoundError(name=name)
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    monkeypatch.setattr(sys, "argv", ["khot", "--help"])
-    with pytest.raises(SystemExit) as end:
-        entry.main()
-    assert end.value.code is None
-    assert capsys.readouterr().out == f"{entry.HELP}\n"
+def test_help_and_refusals_do_not_wait_for_torch(alone: dict[tuple[str, ...], Run]) -> None:
+    assert commands(BARE, HELP, OTHER, missing=("torch",)) == [alone[BARE], alone[HELP], alone[OTHER]]
+    assert alone[BARE] == alone[HELP]
+    assert (alone[HELP].code, alone[HELP].stderr) == (0, "")
+    assert all(part in alone[HELP].stdout for part in ("usage: khot ", "info", "--version"))
+    assert (alone[OTHER].code, alone[OTHER].stdout) == (2, "")
+    assert "'xyz'" in alone[OTHER].stderr and "info" in alone[OTHER].stderr
 
 
-def test_an_error_of_our_own_is_not_taken_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(module: str) -> None:
-        raise ImportError("no such name", name="khot.experiments.harness.study")
+def test_module_is_the_same_command(alone: dict[tuple[str, ...], Run]) -> None:
+    run = subprocess.run([sys.executable, "-m", "khot", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == alone[VERSION]
 
-    monkeypatch.setattr(importlib, "import_module", fail)
-    monkeypatch.setattr(sys, "argv", ["khot", "info"])
-    with pytest.raises(ImportError, match="no such name"):
-        entry.main()
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "khot", "info"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (run.returncode, run.stderr) == (2, "khot: cannot write the output: No space left on device\n")
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        run = subprocess.run(
+            [sys.executable, "-m", "khot", "info"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+def test_an_interrupt_while_torch_is_imported_is_quiet() -> None:
+    # what Ctrl-C does, at the moment that the import of torch begins
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["khot", "info"]
+[command] = importlib.metadata.entry_points(group="console_scripts", name="khot")
+command.load()()
+"""
+    run = subprocess.run([sys.executable, "-c", "import importlib.metadata" + code], capture_output=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
 
 
 # ---------------------------------------------------------------------------------------------- what is built

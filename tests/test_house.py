@@ -15,7 +15,7 @@ import pytest
 
 import khot
 from khot import cdfs
-from khot.experiments.tasks.peers import PEERS
+from reproduce.tasks.peers import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -83,13 +83,13 @@ def benchmarks() -> str:
 
 
 def results() -> str:
-    """A table of the reports of `khot reproduce`."""
+    """A table of the reports of `python -m reproduce`."""
     rows = []
     for path in sorted(RESULTS.glob("*/report.md")):
         title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         name = path.parent.name
         rows.append(
-            f"| [{title[1] if title else name}](results/{name}/report.md) | `khot reproduce {name}` |"
+            f"| [{title[1] if title else name}](results/{name}/report.md) | `python -m reproduce {name}` |"
         )
     if not rows:
         return "No results are committed yet."

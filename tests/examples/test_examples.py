@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 from torch.nn import functional as F
 
-from khot.experiments.harness import data
+from reproduce.harness import data
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

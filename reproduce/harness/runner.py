@@ -1,0 +1,305 @@
+"""Runs the trials of an experiment, keeps their rows, and writes the report, for ``python -m reproduce``.
+
+Trials run one after the other, or in parallel processes. Each trial is seeded and uses one thread, so that
+another run gives the same figures. The experiment's folder contains
+
+    metrics.csv     the rows of the trials
+    checkpoints/    the state of unfinished trials, from which the same command continues
+    config.json     the arguments, the versions, and which trials are done; those are not run again
+    notes.md        optional, written by hand: a discussion of the figures, which becomes part of the report
+    report.md       our figures next to the paper's, with plots
+
+One run at a time holds the lock of the folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, suppress
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from reproduce.harness import files, study, training
+from reproduce.harness.files import FileError
+from reproduce.harness.record import VERSIONS, Record, identify
+from reproduce.harness.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
+
+__all__ = ["reproduce"]
+
+
+class _Outcome(NamedTuple):
+    rows: list[Row]
+    seconds: float
+    error: str  # a traceback, a line, or empty
+
+
+def reproduce(
+    name: str, args: Args, out: Path, *, jobs: int = 1, command: str = "", force: bool = False
+) -> tuple[str, list[str]]:
+    """Run the trials that are not finished, and write the report.
+
+    Args:
+        name: the name of the experiment.
+        args: its arguments.
+        out: the folder for results; the experiment's own folder in it has the experiment's name.
+        jobs: the number of parallel processes for trials.
+        command: the command that was typed, which the report names.
+        force: continue in a folder with results of other arguments or versions.
+
+    Returns:
+        The part of the report about the result, in Markdown (empty if there are no rows), and one line for
+        each trial that failed.
+
+    Raises:
+        ArgumentError: jobs < 1, or the folder has results of other arguments or versions, or cannot be
+            written to.
+        DataError: a file of ``args.data_dir`` is missing or broken.
+        FileError: another run uses the folder, or a file in it is damaged or cannot be read or written.
+    """
+    if jobs < 1:
+        raise ArgumentError(f"jobs = {jobs}: expected at least 1")
+    experiment, folder = study.find(name), out / name
+    if experiment.needs == "MNIST":
+        training.images(args)
+    trials = experiment.trials(args)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(files.locked(folder))
+        except OSError as error:
+            raise ArgumentError(f"out: {folder} cannot be written to ({error.strerror})") from None
+        return _run(name, experiment, args, trials, folder, jobs, command, force)
+
+
+def _run(
+    name: str,
+    experiment: Experiment[Any],
+    args: Args,
+    trials: list[Trial],
+    folder: Path,
+    jobs: int,
+    command: str,
+    force: bool,
+) -> tuple[str, list[str]]:
+    """What :func:`reproduce` does while it holds the lock."""
+    setting = args.setting()
+    if experiment.needs != "MNIST":
+        del setting["dataset"]
+    record = Record(folder, setting, trials, force=force)
+    for line in record.remarks:
+        print(f"reproduce: {line}", file=sys.stderr)
+
+    failed: list[str] = []
+    unfinished: list[Trial] = []
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[now]}"), console=Console(stderr=True)) as progress:
+        done = len(trials) - len(record.left)
+        task = progress.add_task(name, total=len(trials), completed=done, now="")
+
+        def tell(row: Row) -> None:
+            progress.update(task, now=", ".join(f"{key} {_short(value)}" for key, value in row.items()))
+
+        # closed at once if a file cannot be written: no other process goes on
+        with closing(_outcomes(name, args, record, jobs, tell)) as outcomes:
+            for trial, outcome in outcomes:
+                if outcome.error:
+                    *trace, last = outcome.error.splitlines()
+                    failed.append(f"{name}: {identify(trial)}: {last}")
+                    unfinished.append(trial)
+                    if trace:
+                        print(outcome.error, file=sys.stderr)
+                else:
+                    record.finish(trial, outcome.rows, outcome.seconds)
+                progress.advance(task)
+        progress.update(task, now="")
+
+    with suppress(OSError):  # the folder does not exist, or is not empty
+        (folder / "checkpoints").rmdir()
+    rows = record.rows(without=unfinished)
+    if not rows:
+        return "", failed
+    try:
+        body = experiment.report(args, rows, folder)
+    except OSError as error:
+        raise files.unwritable(Path(error.filename or folder), error) from None
+    except Exception as error:
+        traceback.print_exc()
+        return "", [*failed, f"{name}: report: {type(error).__name__}: {error}"]
+    _write_report(name, body, folder, record.config, command)
+    return body, failed
+
+
+def _outcomes(
+    name: str, args: Args, record: Record, jobs: int, tell: Callable[[Row], None]
+) -> Generator[tuple[Trial, _Outcome], None, None]:
+    """Each trial that is left with its outcome, in the order in which they finish."""
+    # another process is given the module: its own table of experiments may be a different one
+    module = study.module_of(name)
+    if jobs > 1 and len(record.left) > 1:
+        yield from _in_parallel(module, args, record, jobs, tell)
+        return
+    for trial in record.left:
+        yield trial, _work(module, args, trial, record.checkpoint(trial), tell)
+
+
+def _work(
+    module: str, args: Args, trial: Trial, path: Path, tell: Callable[[Row], None] | None = None
+) -> _Outcome:
+    """Run one trial; if it raises an exception, the outcome holds the traceback.
+
+    Raises:
+        FileError: a checkpoint is damaged or cannot be written, which would befall the other trials, too.
+    """
+    checkpoint = Checkpoint(path)
+    try:
+        experiment = importlib.import_module(module).EXPERIMENT
+        with training.one_thread(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(trial.get("seed", 0)))
+            for row in experiment.run(args, trial, checkpoint):
+                checkpoint.rows.append({**trial, **row})
+                if tell is not None:
+                    tell(checkpoint.rows[-1])
+    except FileError:
+        raise
+    except Exception:
+        return _Outcome([], checkpoint.clock(), traceback.format_exc())
+    return _Outcome(checkpoint.rows, checkpoint.clock(), "")
+
+
+def _short(value: str | int | float) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A process that runs trials, one after the other. If it dies, only the trial that it has is lost."""
+
+    def __init__(self, module: str, args: Args) -> None:
+        context = get_context("spawn")  # a forked process would share the state of torch's threads
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, module, args))
+        self.process.start()
+        theirs.close()  # so that the connection ends with the process
+
+    def receive(self) -> _Outcome:
+        """The outcome of its trial. What stops a whole run in the process is raised here."""
+        try:
+            if not self.connection.poll():
+                raise EOFError
+            reply = self.connection.recv()
+        except (EOFError, OSError):  # the process died
+            self.process.join()
+            code = self.process.exitcode or 0
+            killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            how = f"was killed by {killer}" if code < 0 else f"ended with exit code {code}"
+            return _Outcome([], 0.0, f"its process {how}; the same command runs it again")
+        if isinstance(reply, BaseException):
+            raise reply
+        outcome: _Outcome = reply
+        return outcome
+
+
+def _serve(trials: connection.Connection, module: str, args: Args) -> None:
+    """Run the trials that are received, and send their outcomes, until the other process ends."""
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            trial, path = trials.recv()
+            try:
+                reply: _Outcome | BaseException = _work(module, args, trial, path)
+            except (FileError, KeyboardInterrupt) as error:
+                reply = error
+            trials.send(reply)
+
+
+def _end_with(sentinel: int) -> None:
+    """End this process when the other one ends: it no longer holds the lock under which this one writes."""
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _in_parallel(
+    module: str, args: Args, record: Record, jobs: int, tell: Callable[[Row], None]
+) -> Generator[tuple[Trial, _Outcome], None, None]:
+    waiting = deque(record.left)
+    idle: list[_Worker] = []
+    busy: list[tuple[_Worker, Trial]] = []
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                worker = idle.pop() if idle else _Worker(module, args)
+                busy.append((worker, waiting[0]))
+                try:
+                    worker.connection.send((waiting[0], record.checkpoint(waiting[0])))
+                except OSError:  # it died before it had a trial: another one takes this trial
+                    busy.pop()
+                    continue
+                waiting.popleft()
+            ready = connection.wait([end for w, _ in busy for end in (w.connection, w.process.sentinel)])
+            for worker, trial in list(busy):
+                if worker.connection in ready or worker.process.sentinel in ready:
+                    busy.remove((worker, trial))
+                    outcome = worker.receive()
+                    if worker.process.is_alive():
+                        idle.append(worker)
+                    tell(trial)
+                    yield trial, outcome
+    finally:  # after a stop no trial goes on
+        for worker in [*idle, *(worker for worker, _ in busy)]:
+            worker.process.terminate()
+            worker.process.join()
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+
+def _write_report(name: str, body: str, folder: Path, config: dict[str, Any], command: str) -> None:
+    experiment = study.find(name)
+    title, _, text = (sys.modules[experiment.run.__module__].__doc__ or "").partition("\n")
+    notes = folder / "notes.md"
+    minutes = sum(config["cpu_seconds"].values()) / 60
+    settings = [f"- arguments: {_arguments(config['args'])}"]
+    settings += [f"- {key}: {config[key]}" for key in VERSIONS if key in config]
+    for entry in config.get("earlier", []):  # --force has added to its rows
+        parts = [f"{key} {entry[key]}" for key in VERSIONS if key in entry]
+        parts += [f"arguments {_arguments(entry['args'])}"] if "args" in entry else []
+        settings.append(f"- earlier rows: {', '.join(parts)}")
+    lines = [
+        f"# {title}",
+        f"Written by `{command}`, from {experiment.source}:",
+        "\n".join(f"- {key}: {paper}" for key, paper in study.PAPERS.items() if key in experiment.source),
+        "## Result",
+        body.strip(),
+        *(["## Discussion", notes.read_text(encoding="utf-8").strip()] if notes.exists() else []),
+        "## What was done",
+        text.strip("\n"),
+        "## Setting",
+        "\n".join(settings)
+        + f"\n- time: {minutes:.1f} minutes of one core, {len(config['cpu_seconds'])} trials",
+        "All figures are in [metrics.csv](metrics.csv); the configuration is in [config.json](config.json).",
+    ]
+    files.replace(folder / "report.md", ("\n\n".join(lines) + "\n").encode())
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {_plain(value)}" for key, value in values.items())
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
