@@ -147,7 +147,7 @@ def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
     assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if "._" not in n and not n.startswith("reproduce")])
+@pytest.mark.parametrize("name", [n for n in MODULES if "._" not in n])
 def test_all_is_there(name: str) -> None:
     module = importlib.import_module(name)
     assert [n for n in listed(name) if not hasattr(module, n)] == []

@@ -57,15 +57,17 @@ def _fail(message: str) -> NoReturn:
 class _Parser(argparse.ArgumentParser):
     """A parser that reports every error in one line, and leaves out what was not given."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more, allow_abbrev=False, argument_default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         _fail(message)
 
 
 def _parser(names: list[str]) -> _Parser:
-    parser = _Parser(PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="name", metavar="NAME")
     commands.add_parser("list", help="print the experiments, what they need, and how long they take")
     title = "run all experiments with these arguments"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from filelock import FileLock, Timeout
 
 __all__ = ["FileError", "locked", "replace", "unwritable"]
 
@@ -58,48 +54,17 @@ def replace(path: Path, content: bytes) -> None:
 def locked(folder: Path) -> Generator[None]:
     """Hold the lock of this folder.
 
-    It is a lock of the operating system on a file in the folder. The system releases it when the process
-    ends, however it ends, so that a file left behind by a killed process locks nothing.
+    It is a lock of the operating system on a file in the folder, which stays there. The system releases it
+    when the process ends, however it ends.
 
     Raises:
         FileError: another process holds it.
         OSError: the file cannot be written.
     """
-    path = folder / LOCK
-    file = _acquire(path, folder)
-    try:
-        yield
-    finally:
-        if sys.platform == "win32":  # an open file cannot be removed there
-            os.close(file)
-        with suppress(OSError):  # another run has opened it already, or may not remove it
-            path.unlink()
-        if sys.platform != "win32":  # removed before it is released: nobody can lock it in between
-            os.close(file)
-
-
-def _acquire(path: Path, folder: Path) -> int:
-    """The descriptor of the locked file."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with ExitStack() as stack:
         try:
-            if sys.platform == "win32":
-                msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                os.close(file)
-                raise FileError(
-                    f"{folder}: in use by another run; wait until it ends, or give another --out"
-                ) from None
-            print(
-                f"reproduce: {folder}: its file system has no locks; start no second run there",
-                file=sys.stderr,
-            )
-            return file
-        # the run before this one may have removed the file between the two calls
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                return file
-        os.close(file)
+            stack.enter_context(FileLock(folder / LOCK, timeout=0))
+        except Timeout:
+            told = f"{folder}: in use by another run; wait until it ends, or give another --out"
+            raise FileError(told) from None
+        yield

@@ -31,6 +31,16 @@ __all__ = ["VERSIONS", "Record", "belongs", "identify"]
 VERSIONS = ("khot", "torch", "python", "system", "kernels")
 MUST_MATCH = ("khot", "torch")
 
+# what else config.json has
+COUNTS = ("cpu_seconds", "rows")
+ENTRIES = {
+    "args": dict,
+    "columns": list,
+    "earlier": list,
+    **dict.fromkeys(COUNTS, dict),
+    **dict.fromkeys(VERSIONS, str),
+}
+
 
 def identify(trial: Trial) -> str:
     """The name of a trial in config.json and in messages."""
@@ -57,7 +67,7 @@ class Record:
     Attributes:
         config: the contents of config.json.
         left: the trials that are not done.
-        remarks: lines to tell the user.
+        remark: a line to tell the user, or empty.
 
     Raises:
         ArgumentError: the folder has rows of other arguments or versions, and ``force`` is false.
@@ -66,46 +76,42 @@ class Record:
 
     def __init__(self, folder: Path, setting: dict[str, Any], trials: list[Trial], *, force: bool) -> None:
         self.folder = folder
-        self.remarks: list[str] = []
         self._columns, self._rows = _read_table(self._metrics)
         found = _read_config(self._config)
-        self._check_columns(found, trials)
-        if found is None and self._rows and not force:
+        if self._rows and not found:
             raise FileError(
-                f"{self._config}: missing, although {self._metrics.name} has rows; restore a copy of it, "
-                "give another --out, or let --force take them for rows of these arguments and versions"
+                f"{self._config}: missing, although {self._metrics.name} has rows; restore a copy of it, or "
+                "give another --out"
             )
-        old = found or {}
-        marks = self._judge(trials) if self._rows and "rows" not in old else old.get("rows", {})
-        counts = {identify(trial): len(self._rows_of(trial)) for trial in trials}
-        self.left = [trial for trial in trials if marks.get(identify(trial)) != counts[identify(trial)]]
-        if "rows" in old and (lost := [name for name in map(identify, self.left) if name in marks]):
-            self.remarks.append(
-                f"{self._metrics}: has not all rows of {', '.join(lost)}; run again: {len(lost)} trials"
-            )
+        missing = [column for column in found.get("columns", []) if column not in self._columns]
+        if missing and self._columns:
+            raise _damaged(self._metrics, f"no column {', '.join(missing)}")
+        marks, earlier = found.get("rows", {}), found.get("earlier", [])
+        self.left = [trial for trial in trials if marks.get(identify(trial)) != len(self._rows_of(trial))]
+        lost = [name for name in map(identify, self.left) if name in marks]
+        told = f"{self._metrics}: has not all rows of {', '.join(lost)}; run again: {len(lost)} trials"
+        self.remark = told if lost else ""
 
         self.config: dict[str, Any] = {"args": setting, **_versions()}
         held = bool(self._rows) or any(self.checkpoint(trial).exists() for trial in trials)
-        if found is not None and held:
+        if found and held:
             self._compare(found, force)
         for trial in self.left:
             Checkpoint(self.checkpoint(trial)).load()  # a damaged one is refused before any work is done
-        if found is not None and not self.left:
+        if found and not self.left:
             self.config = found
             return
-        earlier = old.get("earlier", [])
-        if found is not None and held:
-            entry = {key: found[key] for key in VERSIONS if key in found}
+        if found and held:
+            entry = {key: found[key] for key in VERSIONS}
             if found["args"] != setting:
                 entry["args"] = found["args"]
             now = {key: self.config[key] for key in VERSIONS}
             if entry != now and entry not in earlier:
                 earlier = [*earlier, entry]
-        if earlier:
-            self.config["earlier"] = earlier
         again = {identify(trial) for trial in self.left}
         self.config |= {
-            "cpu_seconds": old.get("cpu_seconds", {}),
+            **({"earlier": earlier} if earlier else {}),
+            "cpu_seconds": found.get("cpu_seconds", {}),
             "columns": self._columns,
             "rows": {name: count for name, count in marks.items() if name not in again},
         }
@@ -128,7 +134,7 @@ class Record:
         self._rows = [*(row for row in self._rows if not belongs(row, trial)), *rows]
         # a column is never dropped: config.json says which ones there must be
         self._columns = list(dict.fromkeys([*self._columns, *(key for row in rows for key in row)]))
-        _write(self._metrics, self._rows, self._columns)
+        _write_table(self._metrics, self._columns, self._rows)
         self.config["cpu_seconds"][identify(trial)] = round(seconds, 1)
         self.config["columns"] = self._columns
         self.config["rows"][identify(trial)] = len(self._rows_of(trial))
@@ -139,7 +145,9 @@ class Record:
 
     def rows(self, without: list[Trial]) -> list[Row]:
         """The rows of metrics.csv, without those of some trials."""
-        return [row for row in _read(self._metrics) if not any(belongs(row, trial) for trial in without)]
+        return [
+            row for row in _read_table(self._metrics)[1] if not any(belongs(row, trial) for trial in without)
+        ]
 
     def _rows_of(self, trial: Trial) -> list[Row]:
         return [row for row in self._rows if belongs(row, trial)]
@@ -148,63 +156,17 @@ class Record:
         text = json.dumps(self.config, indent=1, ensure_ascii=False) + "\n"
         files.replace(self._config, text.encode())
 
-    def _check_columns(self, config: dict[str, Any] | None, trials: list[Trial]) -> None:
-        wanted = (config or {}).get("columns") or [*(trials[0] if trials else {})]
-        missing = [column for column in wanted if column not in self._columns]
-        if missing and self._columns:
-            raise FileError(
-                f"{self._metrics}: damaged (no column {', '.join(missing)}); restore a copy of it, or delete "
-                "it, and its trials run again"
-            )
-
-    def _judge(self, trials: list[Trial]) -> dict[str, int]:
-        """Marks for rows that an older khot wrote, which had none.
-
-        It wrote all rows of a trial at once and in one piece, so that every trial with rows is done. Only the
-        file may have been cut since, and then in its last trial. That one counts as done if it reaches the
-        last step and the columns of the trials that differ from it in nothing but the seed.
-        """
-        keys = list(trials[0]) if trials else []
-        found: dict[tuple[str | int | float, ...], list[Row]] = {}
-        for row in self._rows:
-            found.setdefault(tuple(row.get(key, "") for key in keys), []).append(row)
-        marks = {
-            identify(dict(zip(keys, values, strict=True))): len(rows)
-            for values, rows in found.items()
-            if "" not in values
-        }
-        last: Trial = {key: self._rows[-1].get(key, "") for key in keys}
-        alike = [
-            _reach(rows)
-            for values, rows in found.items()
-            if all((value == last[key]) != (key == "seed") for key, value in zip(keys, values, strict=True))
-        ]
-        cut = bool(alike) and _reach(found[tuple(last.values())]) not in alike
-        if cut:
-            marks.pop(identify(last), None)
-        self.remarks.append(
-            f"{self.folder}: written by an older khot, without marks of what is done; {len(marks)} trials "
-            "have rows up to their last step and count as done"
-            + (f"; {identify(last)} is cut and does not" if cut else "")
-        )
-        return marks
-
     def _compare(self, found: dict[str, Any], force: bool) -> None:
         """Refuse to add to rows of other arguments or versions; a report alone may be of other versions."""
         pairs = [(key, found["args"].get(key), value) for key, value in self.config["args"].items()]
         if self.left:
-            pairs += [(key, found.get(key), self.config[key]) for key in MUST_MATCH]
+            pairs += [(key, found[key], self.config[key]) for key in MUST_MATCH]
         other = [f"{key} = {old}, not {new}" for key, old, new in pairs if old != new]
         if other and not force:
             raise ArgumentError(
                 f"{self.folder}: holds results with {', '.join(other)}; give another --out, or --force to "
                 "continue nevertheless"
             )
-
-
-def _reach(rows: list[Row]) -> tuple[Any, ...]:
-    """How far the rows of a trial go: the columns and the step of the last one."""
-    return rows[-1].get("step"), sorted(rows[-1])
 
 
 def _versions() -> dict[str, str]:
@@ -237,58 +199,44 @@ def _damaged(path: Path, reason: str) -> FileError:
     return FileError(f"{path}: damaged ({reason}); restore a copy of it, or {advice}")
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, Any]:
+    """The entries of config.json; none if there is no such file."""
     text = _content(path)
     if text is None:
-        return None
+        return {}
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"no JSON: {error}") from None
-    kinds = {"args": dict, "cpu_seconds": dict, "columns": list, "rows": dict, "earlier": list}
-    for key, kind in {**kinds, **dict.fromkeys(VERSIONS, str)}.items():
-        needed = key in ("args", "cpu_seconds")
-        if not isinstance(found, dict) or (needed and key not in found):
-            raise _damaged(path, f"no entry {key!r}")
-        if key in found and not isinstance(found[key], kind):
-            raise _damaged(path, f"{key!r} is no {kind.__name__}")
-    for key in ("cpu_seconds", "rows"):
-        if not all(isinstance(value, (int, float)) for value in found.get(key, {}).values()):
-            raise _damaged(path, f"an entry of {key!r} is no number")
-    return dict(found)
-
-
-def _read(path: Path) -> list[Row]:
-    """The rows of a CSV file. Numbers become int or float; a row has no entry for an empty cell."""
-    return _read_table(path)[1]
+    if not isinstance(found, dict):
+        raise _damaged(path, "no object")
+    found = {"earlier": [], **found}
+    for key, kind in ENTRIES.items():
+        if not isinstance(found.get(key), kind):
+            raise _damaged(path, f"no {kind.__name__} {key!r}")
+    if not all(isinstance(value, (int, float)) for key in COUNTS for value in found[key].values()):
+        raise _damaged(path, f"what is no number in {' or '.join(COUNTS)}")
+    return found
 
 
 def _read_table(path: Path) -> tuple[list[str], list[Row]]:
-    """The columns of a CSV file and its rows."""
+    """The columns of a CSV file and its rows. Numbers become int or float; a row has no empty cells."""
     text = _content(path)
     if text is None:
         return [], []
-    if not text.endswith("\n"):
-        if "\n" not in text:
-            raise _damaged(path, "no header")
+    if "\n" in text and not text.endswith("\n"):
         raise FileError(f"{path}: its last line is cut; delete that line, and its trial runs again")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    rows: list[Row] = []
-    columns: list[str] = []
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        columns = next(reader)
-        for cells in reader:
-            if cells and len(cells) != len(columns):
-                found = f"line {reader.line_num} has {len(cells)} cells, the header {len(columns)}"
-                raise _damaged(path, found)
-            if cells:
-                pairs = zip(columns, cells, strict=True)
-                rows.append({key: _parse(cell) for key, cell in pairs if cell})
+        columns, found = list(reader.fieldnames or []), list(reader)
     except csv.Error as error:
         raise _damaged(path, f"line {reader.line_num}: {error}") from None
-    if not all(columns) or len(set(columns)) != len(columns):
+    if not columns or not all(columns) or len(set(columns)) != len(columns) or "\n" not in text:
         raise _damaged(path, "no header of different names")
-    return columns, rows
+    for place, row in enumerate(found):
+        if None in row or None in row.values():  # too many cells, or too few
+            raise _damaged(path, f"row {place + 1} has not as many cells as the header")
+    return columns, [{key: _parse(cell) for key, cell in row.items() if cell} for row in found]
 
 
 def _parse(cell: str) -> str | int | float:
@@ -300,9 +248,8 @@ def _parse(cell: str) -> str | int | float:
     return cell
 
 
-def _write(path: Path, rows: list[Row], columns: list[str] | None = None) -> None:
+def _write_table(path: Path, columns: list[str], rows: list[Row]) -> None:
     text = io.StringIO()
-    columns = columns or list(dict.fromkeys(key for row in rows for key in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

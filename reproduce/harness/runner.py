@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +100,8 @@ def _run(
     if experiment.needs != "MNIST":
         del setting["dataset"]
     record = Record(folder, setting, trials, force=force)
-    for line in record.remarks:
-        print(f"reproduce: {line}", file=sys.stderr)
+    if record.remark:
+        print(f"reproduce: {record.remark}", file=sys.stderr)
 
     failed: list[str] = []
     unfinished: list[Trial] = []
@@ -185,47 +187,44 @@ def _short(value: str | int | float) -> str:
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-class _Worker:
-    """A process that runs trials, one after the other. If it dies, only the trial that it has is lost."""
+def _in_parallel(
+    module: str, args: Args, record: Record, jobs: int, tell: Callable[[Row], None]
+) -> Generator[tuple[Trial, _Outcome], None, None]:
+    """Each trial in a process of its own. If one dies, only its trial is lost."""
+    context = get_context("spawn")  # a forked process would share the state of torch's threads
+    waiting = deque(record.left)
+    running: dict[connection.Connection, tuple[SpawnProcess, Trial]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                trial = waiting.popleft()
+                end, theirs = context.Pipe(duplex=False)
+                work = (theirs, module, args, trial, record.checkpoint(trial))
+                process = context.Process(target=_serve, args=work)
+                process.start()
+                theirs.close()  # so that the connection ends with the process
+                running[end] = process, trial
+            ready = connection.wait(list(running))
+            for end in [end for end in running if end in ready]:
+                process, trial = running.pop(end)
+                outcome = _receive(end, process)
+                tell(trial)
+                yield trial, outcome
+    finally:  # after a stop no trial goes on
+        for process, _ in running.values():
+            process.terminate()
+            process.join()
 
-    def __init__(self, module: str, args: Args) -> None:
-        context = get_context("spawn")  # a forked process would share the state of torch's threads
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, module, args))
-        self.process.start()
-        theirs.close()  # so that the connection ends with the process
 
-    def receive(self) -> _Outcome:
-        """The outcome of its trial. What stops a whole run in the process is raised here."""
-        try:
-            if not self.connection.poll():
-                raise EOFError
-            reply = self.connection.recv()
-        except (EOFError, OSError):  # the process died
-            self.process.join()
-            code = self.process.exitcode or 0
-            killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-            how = f"was killed by {killer}" if code < 0 else f"ended with exit code {code}"
-            return _Outcome([], 0.0, f"its process {how}; the same command runs it again")
-        if isinstance(reply, BaseException):
-            raise reply
-        outcome: _Outcome = reply
-        return outcome
-
-
-def _serve(trials: connection.Connection, module: str, args: Args) -> None:
-    """Run the trials that are received, and send their outcomes, until the other process ends."""
+def _serve(reply: connection.Connection, module: str, args: Args, trial: Trial, path: Path) -> None:
+    """Run the trial, and send its outcome, or what stops the whole run."""
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            trial, path = trials.recv()
-            try:
-                reply: _Outcome | BaseException = _work(module, args, trial, path)
-            except (FileError, KeyboardInterrupt) as error:
-                reply = error
-            trials.send(reply)
+    try:
+        reply.send(_work(module, args, trial, path))
+    except (FileError, KeyboardInterrupt) as error:
+        reply.send(error)
 
 
 def _end_with(sentinel: int) -> None:
@@ -234,36 +233,21 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _in_parallel(
-    module: str, args: Args, record: Record, jobs: int, tell: Callable[[Row], None]
-) -> Generator[tuple[Trial, _Outcome], None, None]:
-    waiting = deque(record.left)
-    idle: list[_Worker] = []
-    busy: list[tuple[_Worker, Trial]] = []
-    try:
-        while waiting or busy:
-            while waiting and len(busy) < jobs:
-                worker = idle.pop() if idle else _Worker(module, args)
-                busy.append((worker, waiting[0]))
-                try:
-                    worker.connection.send((waiting[0], record.checkpoint(waiting[0])))
-                except OSError:  # it died before it had a trial: another one takes this trial
-                    busy.pop()
-                    continue
-                waiting.popleft()
-            ready = connection.wait([end for w, _ in busy for end in (w.connection, w.process.sentinel)])
-            for worker, trial in list(busy):
-                if worker.connection in ready or worker.process.sentinel in ready:
-                    busy.remove((worker, trial))
-                    outcome = worker.receive()
-                    if worker.process.is_alive():
-                        idle.append(worker)
-                    tell(trial)
-                    yield trial, outcome
-    finally:  # after a stop no trial goes on
-        for worker in [*idle, *(worker for worker, _ in busy)]:
-            worker.process.terminate()
-            worker.process.join()
+def _receive(end: connection.Connection, process: BaseProcess) -> _Outcome:
+    """The outcome that the process sent. What stops a whole run is raised here."""
+    with end:
+        try:
+            reply: _Outcome | BaseException = end.recv()
+        except (EOFError, OSError):  # the process died
+            process.join()
+            code = process.exitcode or 0
+            killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            how = f"was killed by {killer}" if code < 0 else f"ended with exit code {code}"
+            return _Outcome([], 0.0, f"its process {how}; the same command runs it again")
+    process.join()
+    if isinstance(reply, BaseException):
+        raise reply
+    return reply
 
 
 # --- the report ---------------------------------------------------------------------------------------------

@@ -382,9 +382,9 @@ def test_spread(values: list[float], text: str) -> None:
 
 def test_rows_keep_their_types(tmp_path: Path) -> None:
     written: list[dict[str, Any]] = [{"a": 1, "b": 0.1, "c": 'x, "y"'}, {"a": 1.0, "d": 1e-300}]
-    record._write(tmp_path / "x.csv", written)
-    found = record._read(tmp_path / "x.csv")
-    assert found == written
+    record._write_table(tmp_path / "x.csv", ["a", "b", "c", "d"], written)
+    columns, found = record._read_table(tmp_path / "x.csv")
+    assert (columns, found) == (["a", "b", "c", "d"], written)
     assert [type(value) for row in found for value in row.values()] == [int, float, str, float, float]
 
 
