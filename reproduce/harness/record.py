@@ -210,13 +210,13 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"no JSON: {error}") from None
     if not isinstance(found, dict):
         raise _damaged(path, "no object")
-    found = {"earlier": [], **found}
+    entries: dict[str, Any] = {"earlier": [], **found}
     for key, kind in ENTRIES.items():
-        if not isinstance(found.get(key), kind):
+        if not isinstance(entries.get(key), kind):
             raise _damaged(path, f"no {kind.__name__} {key!r}")
-    if not all(isinstance(value, (int, float)) for key in COUNTS for value in found[key].values()):
+    if not all(isinstance(value, (int, float)) for key in COUNTS for value in entries[key].values()):
         raise _damaged(path, f"what is no number in {' or '.join(COUNTS)}")
-    return found
+    return entries
 
 
 def _read_table(path: Path) -> tuple[list[str], list[Row]]:
