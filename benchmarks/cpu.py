@@ -261,7 +261,7 @@ def error_cell(result: dict[str, Any], name: str) -> str:
 
 
 def write(path: Path, results: report.Results) -> None:
-    """Everything there is so far: path.json, path.md and path.png."""
+    """Everything there is so far, with this stem: as JSON, as Markdown and as a picture."""
     report.save(path.with_suffix(".json"), results)
     setting = ["- " + f"{key}: {value}" for key, value in results["setting"].items()]
     parts = [f"## {title}\n\n{table}" for title, table in sections(results)]

@@ -6,7 +6,7 @@
 // types, other devices, transforms, modes, tangents, values out of range. That way also raises the errors.
 //
 // It needs torch's C++ interface, which is not stable, so it serves only the torch that it was built with
-// (khot/_kernels/eager.py). The kernels are those of khot._C.
+// (khot/_core/eager.py). The kernels are those of khot._C.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 Clock = Callable[[], float]
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # glibc's numbers of these options
 
 
 def clock(cpu_time: bool = False) -> Clock:
