@@ -193,7 +193,8 @@ def counts(
             function = resident.solve_rows
         else:
             function = resident_backward.pull_rows
-            given |= {"AGAIN": tile.pieces > 8, "grad_column": 1}
+            given |= {"AGAIN": tile.pieces > 8, "grad_column": 1, "ASKED": False}
+            given |= {"grad_lo_pointer": None, "grad_lo_stride": 0}
         if by_value:
             given |= {"tau_pointer": None, "tau_stride": 0}
             given |= {"k_pointer": None, "k_stride": 0} if kernel == "forward" else {}

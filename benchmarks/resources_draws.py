@@ -15,14 +15,17 @@ from triton.compiler import ASTSource
 
 from khot._kernels.triton import (
     assign,
-    budget,
     counts,
     draws,
+    exact,
+    exact_backward,
+    exact_sums,
     greedy,
     losses,
     power_norms,
     projection,
 )
+from khot._kernels.triton.functions import OUTPUTS
 
 TITLE = "Draws, counts, losses, budgets, projections, assignments"
 REGISTERS = 128  # a thread, where several programs share a multiprocessor
@@ -89,11 +92,11 @@ def cases() -> list[Case]:
         *(_loss(losses._losses, cdf) for cdf in range(5)),
         *(_loss(losses._pull_losses, cdf) for cdf in range(5)),
         *(
-            _budget(budget._budgets, cdf, bound)
+            _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
         ),
         *(
-            _budget(budget._pull_budgets, cdf, bound)
+            _budget(exact_backward.pull_rows_exactly, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
         ),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
@@ -150,11 +153,16 @@ def _loss(kernel: Any, cdf: int) -> Case:
     return Case(kernel, f"CDF {cdf}", constants, losses.WARPS, losses.CHUNK / 32 / losses.WARPS, bound)
 
 
-def _budget(kernel: Any, cdf: int, bound: float) -> Case:
-    """By value, in float64: all passes, of which there are seven forward and four backward."""
-    constants = {"CDF": cdf, "BY_VALUE": True, "AT_MOST": False, "WIDTH": budget.WIDTH}
-    warps = budget.WIDTH // 64
-    return Case(kernel, f"CDF {cdf}", constants, warps, budget.WIDTH / 32 / warps, bound)
+def _budget(kernel: Any, cdf: int, bound: float, by: str = "value") -> Case:
+    """In float64: all passes, of which there are seven forward by value and four backward."""
+    constants = {
+        "CDF": cdf, "BY": exact_sums.BY[by], "AT_MOST": False, "OUTPUT": OUTPUTS["y"], "WIDTH": exact.WIDTH
+    }  # fmt: skip
+    if by == "count":
+        absent = {"cost_pointer": None, "cost_row": 0, "cost_column": 0, "dcost_pointer": None}
+        constants |= {name: value for name, value in absent.items() if name in kernel.arg_names}
+    warps = exact.WIDTH // 64
+    return Case(kernel, f"CDF {cdf}, by {by}", constants, warps, exact.WIDTH / 32 / warps, bound)
 
 
 def _assign(cdf: str, bound: float) -> Case:
@@ -195,7 +203,7 @@ TYPES = {
     "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32",
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
-    "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "budget_rest": "fp32",
+    "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "goal_rest": "fp32", "budget_rest": "fp32",
     "place_pointer": "*i64",
 }  # fmt: skip
 SORTED = {

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from khot import cdfs
-from khot._kernels.triton import layout, polish, split, split_backward
+from khot._kernels.triton import exact_split, layout, split, split_backward
 from khot._kernels.triton.fast import LOG2E, reciprocal
 from khot._kernels.triton.functions import OUTPUTS
 
@@ -63,6 +63,8 @@ def _cases() -> Iterator[Case]:
             yield Case(16, 1_000_000, F, "_sum_parts", 48.0, fine=True)
             yield Case(16, 1_000_000, F, "_finish_parts", None, 32, fine=True)
             yield Case(16, 1_000_000, F, "_write_fine", None, fine=True)
+            yield Case(16, 1_000_000, F, "_pull_fine", None, fine=True)
+            yield Case(16, 1_000_000, F, "_write_pull_fine", None, fine=True)
             yield Case(16, 1_000_000, F, "_pull_parts", 34.0, 8)
             yield Case(16, 1_000_000, F, "_gradient_parts", 34.0)
             yield Case(1, 6_300_000, F, "_sum_parts", evaluation)
@@ -91,7 +93,7 @@ class SplitLine(NamedTuple):
 
 
 def _counts(case: Case, pieces: int, read: Callable[[bytes], Any], target: GPUTarget) -> Any:
-    kernels = {k.fn.__name__: k for k in (*split.KERNELS, *polish.KERNELS, *split_backward.KERNELS)}
+    kernels = {k.fn.__name__: k for k in (*split.KERNELS, *exact_split.KERNELS, *split_backward.KERNELS)}
     function = kernels[case.kernel]
     cut = layout.cut(case.rows, case.n)
     warps, width = cut.warps, cut.width
@@ -103,6 +105,7 @@ def _counts(case: Case, pieces: int, read: Callable[[bytes], Any], target: GPUTa
         "FINE": case.fine,
         "CHUNK": layout.RESCUE * warps, "BLOCK": layout.SAMPLE_BLOCK, "grad_column": 1,
         "k_pointer": None, "k_stride": 0, "tau_pointer": None, "tau_stride": 0,
+        "grad_lo_pointer": None, "grad_lo_stride": 0, "ASKED": False,
     }  # fmt: skip
     names = function.arg_names
     given = {name: value for name, value in given.items() if name in names}

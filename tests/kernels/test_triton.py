@@ -461,9 +461,16 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     launches: list[str] = []
     monkeypatch.setattr(kernels.launch, "watch", launches.append)
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(8))
-    _, hi, lo = kernels.soft_topk(x, number(3.0), number(1.0), cdf, CDFS[cdf], "y")
-    kernels.soft_topk_backward(x, torch.zeros(()), x, hi, lo, number(1.0), cdf, CDFS[cdf], "y")
-    assert launches == ["solve_rows", "pull_rows"]
+    for scores, output, grad_lo, names in (
+        (x, "y", torch.zeros(()), ["solve_rows", "pull_rows"]),
+        (x, "threshold", torch.ones(2), ["solve_rows", "pull_rows"]),
+        (x.double(), "y", torch.zeros(()), ["solve_exactly", "pull_rows_exactly"]),
+    ):
+        launches.clear()
+        args = (number(1.0), cdf, CDFS[cdf], output)
+        _, hi, lo = kernels.soft_topk(scores, number(3.0), *args)
+        kernels.soft_topk_backward(scores, grad_lo, scores, hi, lo, *args)
+        assert launches == names
 
 
 def test_one_number_goes_by_value(kernels: ModuleType) -> None:
@@ -479,7 +486,6 @@ def test_one_number_goes_by_value(kernels: ModuleType) -> None:
 def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary scores are solved to float32 accuracy within 6 evaluations."""
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 5, 16)[:, None]
-    monkeypatch.setattr(kernels.forward, "EVALUATIONS", 6)
     monkeypatch.setattr(kernels.resident, "EVALUATIONS", 6)
     leave_hard_rows_out(kernels, monkeypatch)
     for cdf, shape in CDFS.items():
@@ -494,12 +500,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot._kernels.triton import backward, counts, draws, forward, functions, losses, magnitude, places
-from khot._kernels.triton import scans, selectable, selection, transport
+from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, losses
+from khot._kernels.triton import magnitude, places, scans, selectable, selection, transport
 
+uncosted = {"BY": 0, "AT_MOST": False, "cost_pointer": None, "cost_row": 0, "cost_column": 0,
+            "dcost_pointer": None}
 which = {
-    forward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
-    backward: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
+    exact: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
+    exact_backward: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
+    exact_split: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selection: [{}],
     selectable: [{}],
     places: [{}],
@@ -512,8 +521,8 @@ which = {
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
            "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer")
-integers = ("counts_pointer", "tally_pointer", "ties_pointer", "found_pointer", "below_pointer",
-            "columns_pointer", "units_pointer", "units_after", "index_pointer")
+integers = ("counter_pointer", "counts_pointer", "tally_pointer", "ties_pointer", "found_pointer",
+            "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     for constants, function in itertools.product(which[module], module.KERNELS):
@@ -532,7 +541,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             else "*i32" if arg in integers
             else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer")
             else "*fp64" if arg.endswith(("pointer", "before", "after"))
-            else "fp32" if arg.startswith("power") or arg in ("least", "tolerance", "most_high", "most_low")
+            else "fp32" if arg.endswith(("_high", "_low", "_rest")) or arg in ("least", "tolerance", "slack")
             else "i32"
             for arg in function.arg_names
         }

@@ -138,7 +138,7 @@ def test_half_precision_is_float_rounded(kernels: ModuleType, by: str, dtype: to
 
 @every_cdf
 def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
-    monkeypatch.setattr(kernels.budget, "WIDTH", 64)
+    monkeypatch.setattr(kernels.exact, "WIDTH", 64)
     g = torch.Generator().manual_seed(0)
     x, w = 3 * torch.randn(2, 150, generator=g), torch.rand(2, 150, generator=g) + 0.01
     budget = torch.tensor([0.01, 0.6]) * w.double().sum(-1)
@@ -149,12 +149,12 @@ def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyP
 
 def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device gets numbers in float32, unlike the interpreter. More than all costs is not a budget."""
-    launch = kernels.budget.launch
+    launch = kernels.exact.launch
 
     def narrow(value: object) -> object:
         return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
-    monkeypatch.setattr(kernels.budget, "launch", lambda *given, **more: launch(*map(narrow, given), **more))
+    monkeypatch.setattr(kernels.exact, "launch", lambda *given, **more: launch(*map(narrow, given), **more))
     (all_costs,) = numbers(1.2505063413624407)
     x = torch.zeros(1, 1, dtype=torch.float64)
     y, _, _ = kernels.soft_budget(
@@ -178,13 +178,13 @@ def test_a_hard_row_takes_few_evaluations(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
 ) -> None:
     """A method that creeps still ends in its bracket, only later. These rows take 18 at most."""
-    evaluate, taken = kernels.budget._evaluate, []
+    evaluate, taken = kernels.exact.evaluate, []
 
     def counted(*given: object) -> object:
         taken.append(1)
         return evaluate(*given)
 
-    monkeypatch.setattr(kernels.budget, "_evaluate", counted)
+    monkeypatch.setattr(kernels.exact, "evaluate", counted)
     rows = [(x, w, budget, tau) for x, w, budget, tau in GAP_EXAMPLES]
     x, w, budget = gaps(5, torch.float64, "value", 6)
     rows += [(*row, 0.01) for row in zip(x.tolist(), w.tolist(), budget.tolist(), strict=True)]

@@ -206,7 +206,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
     def none(*_: object) -> None:
         raise AssertionError("a row was solved by one program")
 
-    monkeypatch.setattr(larger.polish, "solve_row", none)
+    monkeypatch.setattr(larger.exact_split, "find_exactly", none)
     x = torch.randn(1, 1500, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(dtype)
     args = (number(k), number(tau), cdf, CDFS[cdf], "threshold")
     _, *got = larger.soft_topk(x, *args)

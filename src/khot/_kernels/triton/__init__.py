@@ -8,19 +8,19 @@ launches is fixed, so that nothing waits for the device and a CUDA graph can hol
 The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
 well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one
 program and `split` for those of many, with `resident_backward` and `split_backward`. An evaluation takes a
-third of the instructions there, and most rows need few. A split row takes four launches. For rows that do
-not converge, the float64 solver takes over in the same launch.
+third of the instructions there, and most rows need few. A split row takes four launches. Rows that do not
+converge are searched in float64 in the same launch.
+
+`exact` is the search in float64, for float64 scores, for those rows, and for budgets: `exact_sums` has its
+passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of rows
+that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch takes.
 
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
-sums and per-row scalars; float64 scores are float64 throughout. The method is the reference's
-(`_kernels.reference.solver`), with a bisection in place of its histograms: passes over what lies on chip are
-cheap. Of longer rows, `polish` takes the float32 threshold to the digits of float64 in one more launch. For a
-top-k in magnitude, rows that are split take all passes that a row could need, and those that are done skip
-theirs.
+sums and per-row scalars; float64 scores are float64 throughout. For a top-k in magnitude, rows that are split
+take all passes that a row could need, and those that are done skip theirs.
 """
 
 from khot._kernels.triton.assign import soft_assign as soft_assign
-from khot._kernels.triton.backward import soft_topk_backward as soft_topk_backward
 from khot._kernels.triton.budget import soft_budget as soft_budget
 from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
 from khot._kernels.triton.counts import soft_count as soft_count
@@ -29,7 +29,6 @@ from khot._kernels.triton.draws import order_sample as order_sample
 from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
-from khot._kernels.triton.forward import soft_topk as soft_topk
 from khot._kernels.triton.greedy import budget_mask as budget_mask
 from khot._kernels.triton.losses import fenchel_young as fenchel_young
 from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
@@ -53,6 +52,8 @@ from khot._kernels.triton.scans import laplace_thresholds_backward as laplace_th
 from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
+from khot._kernels.triton.ways import soft_topk as soft_topk
+from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward
 
 __all__ = [
     "budget_mask",

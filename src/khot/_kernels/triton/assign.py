@@ -16,7 +16,8 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import soft_assign as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.budget import FARTHEST_Z, ROUNDING
+from khot._kernels.triton.exact_steps import ROUNDING
+from khot._kernels.triton.exact_sums import FARTHEST_Z
 from khot._kernels.triton.fast import double, store, total
 from khot._kernels.triton.functions import (
     TINY,

@@ -223,6 +223,8 @@ def total(terms, TOGETHER: tl.constexpr):
         for i in tl.static_range(len(terms)):
             sums = sums + (tl.sum(terms[i], axis=AXIS),)  # type: ignore[assignment]  # noqa: RUF005
         return sums
+    elif len(terms) == 1:
+        return (tl.sum(terms[0], axis=AXIS),)
     elif len(terms) == 2:
         return tl.reduce(terms, AXIS, _add2)
     elif len(terms) == 3:

@@ -21,17 +21,16 @@ class Traits(NamedTuple):
     median: float | None  # None where the power decides
     moments: tuple[float, float] | None  # mean and variance, likewise
     icdf_error: float  # more than the error of icdf
-    last_step: tuple[float, float]  # in τ: after a shorter step a row is done, in float32 and in float64
 
 
 # by their ids; a constexpr, so that Triton's cache knows a kernel that was compiled with other traits
 TRAITS = tl.constexpr(
     (
-        Traits(True, "exponential", 0.0, (0.0, math.pi**2 / 3), 1e-9, (3e-4, 1e-8)),
-        Traits(True, "exponential", 0.0, (0.0, 2.0), 1e-9, (3e-4, 1e-8)),
-        Traits(True, "gaussian", 0.0, (0.0, 1.0), 1e-3, (3e-4, 1e-8)),
-        Traits(False, "plain", 0.5, (0.5, 1 / 12), 1e-9, (1e-6, 1e-12)),
-        Traits(False, "plain", None, None, 1e-9, (1e-6, 1e-12)),
+        Traits(True, "exponential", 0.0, (0.0, math.pi**2 / 3), 1e-9),
+        Traits(True, "exponential", 0.0, (0.0, 2.0), 1e-9),
+        Traits(True, "gaussian", 0.0, (0.0, 1.0), 1e-3),
+        Traits(False, "plain", 0.5, (0.5, 1 / 12), 1e-9),
+        Traits(False, "plain", None, None, 1e-9),
     )
 )
 OUTPUTS = {"y": 0, "log": 1, "threshold": 2}
@@ -128,11 +127,6 @@ def gaussian_tail(CDF):
 @triton.constexpr_function
 def icdf_error(CDF):
     return traits(CDF).icdf_error
-
-
-@triton.constexpr_function
-def last_step(CDF, FINE):
-    return traits(CDF).last_step[1 if FINE else 0]
 
 
 @triton.constexpr_function
@@ -300,17 +294,6 @@ def normal_icdf(y):
     u = tl.sqrt(-2 * tl.log(tl.minimum(y, 1 - y)))
     a = u - (2.515517 + u * (0.802853 + u * 0.010328)) / (1 + u * (1.432788 + u * (0.189269 + u * 0.001308)))
     return tl.where(y > 0.5, a, -a)
-
-
-@triton.jit
-def standardize(x, hi, lo, tau, CDF: tl.constexpr):
-    """z = (x − t)/τ, and 1 − z where the support ends at 1: of a z near 1 it is the accurate half."""
-    high = hi.to(x.dtype)
-    lo = (hi - high.to(tl.float64) + lo).to(x.dtype)[:, None]
-    hi, tau = high[:, None], tau.to(x.dtype)[:, None]
-    z = ((x - hi) - lo) / tau
-    rest = z if full_support(CDF) else ((tau - (x - hi)) + lo) / tau
-    return z, rest
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from khot._kernels.reference import budget_mask as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import number64
 
 __all__ = ["KERNELS", "budget_mask"]
 

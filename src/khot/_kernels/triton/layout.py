@@ -19,7 +19,7 @@ RESIDENT = 32768  # entries of a row that stay on chip
 TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
-RESCUE = 128  # entries per warp that the float64 solver takes at a time: more would not fit into registers
+RESCUE = 64  # entries per warp that a search in float64 takes at a time: more would not fit into registers
 # Long rows have a program each where there are many of them, and where a row is done by one in the time that
 # the host takes for the launches of a row split over programs. Both by reckoning.
 STREAMS = 64  # rows
@@ -111,9 +111,11 @@ def sample() -> tuple[int, int, int]:
 
 
 def registers() -> dict[str, int]:
-    """How many a thread may have: the float64 solver, which few rows need, is not to crowd the others out.
+    """How many registers a thread may have: the search in float64, which few rows need, is not to crowd the
+    others out.
 
-    Without a word ptxas gives programs of 16 warps 64, which spills where it hurts, and others up to 180.
+    Unless it is told how many, ptxas gives 64 to a thread of a program of 16 warps, so that it spills in the
+    loops, and up to 180 to a thread of a smaller program.
     """
     return {"maxnreg": 128} if fast.PTX.value else {}
 

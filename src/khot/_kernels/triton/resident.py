@@ -2,45 +2,41 @@
 
 One read, few evaluations of the soft count (:mod:`.threshold`), one write. The rows for which float32 does
 not suffice (no answer, infinite scores, a temperature out of range, no convergence) are solved again, in the
-same program, by the float64 solver of :mod:`.solver`, a chunk at a time: a second launch would cost more than
-a short row takes.
+same program, in float64 by :mod:`.exact`, a chunk at a time: a second launch would cost more than a short row
+takes.
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.exact import find_exactly, number64, write_exactly
+from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, chunks, log_F
+from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.solver import solve_row, write_chunk
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
 
 __all__ = [
     "KERNELS",
-    "RESCUE_EVALUATIONS",
     "entries",
     "inside",
     "load_rows",
-    "number64",
     "numbers",
     "place_rows",
     "result",
     "row_values",
-    "serves",
     "soft_topk",
 ]
 
-EVALUATIONS = 24  # at most, before a row is left to the float64 solver
-RESCUE_EVALUATIONS = tl.constexpr(64)
+EVALUATIONS = 24  # at most, before a row is searched in float64
 
 
 # ------------------------------------------------------------------------------- what a program holds
@@ -54,15 +50,6 @@ def numbers(pointer, stride, high, low, row, there):
         return nothing + high, nothing + low
     else:
         return split(tl.load(pointer + row * stride, mask=there, other=1.0).to(tl.float64))
-
-
-@triton.jit
-def number64(pointer, stride, high, low, row):
-    """The number of one row in float64."""
-    if pointer is None:
-        return tl.zeros((), tl.float64) + high + low
-    else:
-        return tl.load(pointer + row * stride).to(tl.float64)
 
 
 @triton.jit
@@ -147,15 +134,14 @@ def _rescue(
     x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, row, n, k, tau, power,
     CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row by the float64 solver, which reads it again a chunk at a time."""
-    hi, lo = solve_row(x_pointer, x_stride, row, n, k, tau, power, RESCUE_EVALUATIONS, CDF, CHUNK)
-    one = row + tl.arange(0, 1)
-    tl.store(hi_pointer + one, hi)
-    tl.store(lo_pointer + one, lo)
-    chunks(
-        write_chunk, (), (out_pointer, n, hi, lo, tau + hi * 0, power, CDF, OUTPUT),
-        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
-    )  # fmt: skip
+    """One row in float64, which is read again a chunk at a time."""
+    x_at = x_pointer + row * x_stride
+    source = (x_at, x_at, 0, n)
+    hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
+    tl.store(hi_pointer + row, hi)
+    tl.store(lo_pointer + row, lo)
+    if OUTPUT != THRESHOLD:
+        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
 # --------------------------------------------------------------------------------------------- the kernel
@@ -193,15 +179,16 @@ def solve_rows(
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
-    to = out_pointer + entries(row, n_columns, column, TOGETHER)
-    if STREAM:
-        write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
-    else:
-        for i in tl.static_range(PIECES):
-            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
-            tl.store(to + i * WIDTH, out, mask=valid)
+    if OUTPUT != THRESHOLD:
+        values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
+        to = out_pointer + entries(row, n_columns, column, TOGETHER)
+        if STREAM:
+            write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+        else:
+            for i in tl.static_range(PIECES):
+                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+                out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
+                tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok
@@ -242,14 +229,6 @@ def write_backwards(
 KERNELS = (solve_rows,)
 
 
-def serves(dtype: torch.dtype, F: cdfs.CDF, tau: Tensor, output: str) -> bool:
-    """Whether float32 kernels do: otherwise those of :mod:`.forward` and :mod:`.backward`."""
-    if output == "threshold" or dtype == torch.float64:
-        return False
-    # the rescue of the others computes in float32 too, which does not hold every τ
-    return F.name == "logistic" or layout.compute(dtype, tau) == tl.float32
-
-
 def soft_topk(
     source: tuple[Tensor, int],
     k: layout.Values,
@@ -262,7 +241,7 @@ def soft_topk(
     F: cdfs.CDF,
     output: str,
 ) -> None:
-    """Fill out, hi and lo."""
+    """Fill hi and lo, and out unless only the threshold is asked for."""
     start, programs, power = _variant(rows, n, F, output)
     start(programs, *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
 

@@ -2,8 +2,7 @@
 
 Of x and the incoming gradient one read, of the result one write, as softmax's backward has. The density f is
 taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish, and rows
-without an ordinary threshold, are done again, in the same program, by the float64 functions of
-:mod:`.gradients`.
+without an ordinary threshold, are done again, in the same program, in float64 by :mod:`.exact_backward`.
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.exact import number64
+from khot._kernels.triton.exact_backward import pull_exactly
+from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, joined, plus, reciprocal, split, total, wide
-from khot._kernels.triton.functions import LOG, OUTPUTS, chunks
-from khot._kernels.triton.gradients import add_gradient_sums, gradient_row, write_gradient
+from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import entries, inside, number64, numbers, place_rows
+from khot._kernels.triton.resident import entries, inside, numbers, place_rows
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
 
 __all__ = [
     "FADED",
     "KERNELS",
-    "gradient_sums_of_row",
+    "asked",
     "pull_rows",
     "pull_sums",
     "soft_topk_backward",
@@ -48,6 +49,8 @@ def _terms(
     finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient
     z = tl.where(finite, (x - hi) * scale - shift, -1e4)
     f = density(z, power, CDF, WHOLE)
+    if OUTPUT == THRESHOLD:
+        return f, f * 0, z
     rate = log_rate(z, f, power, CDF) if OUTPUT == LOG else f
     return f, tl.where(finite, v * rate, 0.0), z
 
@@ -102,59 +105,33 @@ def write_pull(
 
 
 @triton.jit
-def gradient_sums_of_row(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, row, n, power,
+def _rescue(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
+    dx_pointer, dk_pointer, dtau_pointer, row, n, grad_lo, tau, power,
     CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """near, dk, dtau, pull and gap of one row by the float64 functions, which read it a chunk at a time."""
-    zero = tl.zeros((1,), tl.float64)
-    hi, lo, tau = hi + zero, lo + zero, tau + zero
-    up, down = zero + float("inf"), zero - float("inf")
-    sums = (zero + 1e15, zero, zero, zero, zero, zero, up, zero, zero, down, zero, zero)
-    incoming = (grad_pointer, grad_row, grad_column)
-    near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum = chunks(
-        add_gradient_sums, sums, (incoming, hi, lo, tau, power, CDF, OUTPUT),
-        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
-    )  # fmt: skip
-    dk, dtau, pull, gap = gradient_row(
-        near, mass, mass_z, u_sum, u_z, share, up, up_count, up_sum, down, down_count, down_sum, zero, hi,
-        tau, CDF, OUTPUT,
-    )  # fmt: skip
-    return near, dk, dtau, pull, gap
-
-
-@triton.jit
-def _rescue(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, dx_pointer, dk_pointer,
-    dtau_pointer, row, n, power, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """One row by the float64 functions."""
-    near, dk, dtau, pull, gap = gradient_sums_of_row(
-        grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi, lo, tau, row, n, power,
-        CDF, OUTPUT, CHUNK,
-    )  # fmt: skip
-    one = row + tl.arange(0, 1)
-    tl.store(dk_pointer + one, dk)
-    tl.store(dtau_pointer + one, dtau)
-    zero = tl.zeros((1,), tl.float64)
-    chunks(
-        write_gradient, (),  # constants stay constants only in a tuple that has no name
-        ((grad_pointer, grad_row, grad_column), dx_pointer, n, hi + zero, lo + zero, tau + zero, near, pull,
-         gap, power, CDF, OUTPUT),
-        x_pointer, x_stride, row, 0, n, n, tl.float32, CHUNK,
+    """One row in float64, which is read again a chunk at a time."""
+    x_at, dx_at = x_pointer + row * x_stride, dx_pointer + row * n
+    threshold = (tl.load(hi_pointer + row), tl.load(lo_pointer + row), tau, power)
+    pull_exactly(
+        (x_at, x_at, 0, n), grad_pointer + row * grad_row, grad_column, grad_lo, threshold,
+        dx_at, dx_at, dk_pointer + row, dtau_pointer + row, CDF, BY_COUNT, False, OUTPUT, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def pull_rows(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
+    grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
+    x_pointer, x_stride, hi_pointer, lo_pointer,
     tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dk_pointer, dtau_pointer, rows, n_columns,
-    power_high, power_low, CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr,
+    power_high, power_low,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr, ASKED: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, AGAIN: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
     ORDINARY: tl.constexpr = False,
 ):  # fmt: skip
-    """dL/dx = (u − f·pull)/τ with pull = Σu/Σf = dL/dk; dL/dτ = (pull·Σfz − Σuz)/τ.
+    """dL/dx = (u − f·pull)/τ with pull = dL/dk = Σu/Σf, less τ/Σf times the gradient in lo if that is ASKED
+    for; dL/dτ = (pull·Σfz − Σuz)/τ.
 
     AGAIN reads x and the gradient a second time, mostly from L2, where they do not fit into the registers;
     so does a row that streams past.
@@ -196,6 +173,9 @@ def pull_rows(
                 fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
         f_sum, u_sum, fz, uz = total(held, TOGETHER)
     pull = u_sum * reciprocal(f_sum)
+    if ASKED:
+        grad_lo = numbers(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there)[0]
+        pull -= grad_lo * tau * reciprocal(f_sum)
     dtau = (pull * fz - uz) * inverse * (1 / unit(CDF))
     ok = (f_sum > FADED) & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
     ok = ok & (tau > 1e-25) & (tau < 1e25) & there
@@ -235,10 +215,10 @@ def pull_rows(
             for r in range(TOGETHER):
                 if any_row(bad & (row == start + r), TOGETHER):
                     _rescue(
-                        grad_pointer, grad_row, grad_column, x_pointer, x_stride,
-                        tl.load(hi_pointer + start + r), tl.load(lo_pointer + start + r),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
+                        grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
                         dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns,
+                        number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, start + r),
+                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
                         joined(power_high, power_low), CDF, OUTPUT, CHUNK,
                     )  # fmt: skip
 
@@ -248,6 +228,7 @@ KERNELS = (pull_rows,)
 
 def soft_topk_backward(
     grad: tuple[Tensor, int, int],
+    grad_lo: layout.Values,
     source: tuple[Tensor, int],
     t: tuple[Tensor, Tensor],
     tau: layout.Values,
@@ -258,17 +239,24 @@ def soft_topk_backward(
     output: str,
 ) -> None:
     """Fill the results: dx, dk and dtau."""
-    start, programs, power = _variant(rows, n, F, output)
-    start(programs, *grad, *source, *t, *tau, *results, rows, n, *power)
+    start, programs, power = _variant(rows, n, F, output, asked(grad_lo))
+    start(programs, *grad, *grad_lo, *source, *t, *tau, *results, rows, n, *power)
+
+
+def asked(grad_lo: layout.Values) -> bool:
+    """Whether somebody asked for the derivative of lo: a 0 that is given by value says that nobody did."""
+    return grad_lo.pointer is not None or grad_lo.high != 0
 
 
 @functools.lru_cache(maxsize=1024)
-def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int, tuple[float, float]]:
+def _variant(
+    rows: int, n: int, F: cdfs.CDF, output: str, asked: bool
+) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
     tile = layout.tile(rows, n)
     puller = variant(
         pull_rows,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
+        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output], ASKED=asked,
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),

@@ -7,8 +7,9 @@
    also gives every part its place in a window of the row's entries.
 3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
    What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
-4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.polish`. FINE stands
-   for that: the arithmetic in float32 is on differences from the sample's threshold then, and t is one.
+4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.exact_split`. FINE
+   stands for that: the arithmetic in float32 is on differences from the sample's threshold then, and t is
+   such a difference, too.
 
 Nothing waits for the host, and the first launch resets what the others count, so that a CUDA graph can hold
 them. What the programs of a launch leave for its last one is added in float64, in the order of the parts: the
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.exact import find_exactly, number64, write_exactly
+from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import double, joined, reciprocal, split, two_sum
-from khot._kernels.triton.functions import NORMAL, OUTPUTS, chunks, full_support, place
+from khot._kernels.triton.functions import NORMAL, OUTPUTS, full_support, place
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import RESCUE_EVALUATIONS, number64, row_values, write_backwards
-from khot._kernels.triton.solver import solve_row, write_chunk
+from khot._kernels.triton.resident import row_values, write_backwards
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
 from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
 
@@ -408,11 +410,10 @@ def _finish_parts(
                 if FINE:  # a whole row is solved with the others' t
                     careful = careful & gathered
                 if careful:
-                    a, b = solve_row(
-                        source, 0, row * 0, count, level, tau64, joined(power_high, power_low),
-                        RESCUE_EVALUATIONS, CDF, CHUNK, tl.float64 if FINE else tl.float32,
+                    t64, rest64 = find_exactly(
+                        (source, source, 0, count), level, tau64, 0.0, joined(power_high, power_low),
+                        CDF, BY_COUNT, False, CHUNK,
                     )  # fmt: skip
-                    t64, rest64 = tl.sum(a), tl.sum(b)
                     if FINE:
                         t64 -= base
                 status = tl.where(ok, DONE, tl.where(careful, CAREFUL, HOPELESS)).to(tl.float64)
@@ -449,13 +450,11 @@ def _write_parts(
         to = out_pointer + row * n_columns + start + column
         write_backwards(at, to, 0, mine, done, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
     else:
-        zero = tl.zeros((1,), tl.float64)
-        chunks(
-            write_chunk, (),
-            (out_pointer, n_columns, t + zero, rest + zero, tau64 + zero, joined(power_high, power_low), CDF,
-             OUTPUT),
-            x_pointer, x_stride, row, part, n_columns, length, tl.float32, CHUNK,
-        )  # fmt: skip
+        start = part.to(tl.int64) * length
+        x_at = x_pointer + row * x_stride + start
+        source = (x_at, x_at, 0, tl.minimum(n_columns - start, length).to(tl.int32))
+        threshold = (t, rest, tau64, joined(power_high, power_low))
+        write_exactly(out_pointer + row * n_columns + start, source, threshold, CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
 KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)

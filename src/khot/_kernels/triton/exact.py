@@ -1,0 +1,416 @@
+"""The threshold of a row in float64, with costs or without: a program reads the row a chunk at a time.
+
+It serves float64 scores, the rows for which float32 does not suffice, and budgets. The equations and the
+order of the edge cases are the reference's (`_kernels.reference.solver`, `_kernels.reference.soft_budget`).
+What selected entries cost beyond the budget (with a cost of one each: their number beyond k), less what they
+lack, plus what the others spend, is P − Q for two sums of positive numbers. These have all their digits in a
+gap, too. The root is found by Newton's method on log P = log Q. Every trial is clamped into a bracket, whose
+ends are pairs as t is one, and a bracket that does not shrink is bisected. By value the slopes of log P and
+log Q carry the costs, which may differ by many decades: where one cost hands over to another, a step of
+Newton's may lead anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout
+from khot._kernels.triton.exact_steps import (
+    FARTHEST,
+    NOISE,
+    ROUNDING,
+    differences,
+    less,
+    logs,
+    newton,
+    next_state,
+)
+from khot._kernels.triton.exact_sums import (
+    BY,
+    BY_COUNT,
+    BY_VALUE,
+    beside,
+    cost_moments,
+    distances,
+    evaluate,
+    facts,
+    finite,
+    least,
+    levels_of_share,
+    load,
+    standardized,
+    sums,
+)
+from khot._kernels.triton.fast import joined, store, two_sum
+from khot._kernels.triton.functions import (
+    HUGE,
+    LOG,
+    OUTPUTS,
+    THRESHOLD,
+    TINY,
+    full_support,
+    icdf,
+    icdf_error,
+    log_F,
+    median,
+    moments,
+    normal_icdf,
+    side,
+)
+from khot._kernels.triton.launch import launch
+
+__all__ = [
+    "KERNELS",
+    "between_levels",
+    "chunk",
+    "find_exactly",
+    "number64",
+    "row_source",
+    "share",
+    "solve",
+    "write_exactly",
+]
+
+EVALUATIONS = tl.constexpr(128)  # at most
+WIDTH = 1024  # entries that a program holds at a time: two of a thread, as float64 fills registers
+
+
+# ------------------------------------------------------------------------------------ what a row is
+
+
+@triton.jit
+def number64(pointer, stride, high, low, row):
+    """The number of one row in float64; without a pointer it came by value, the same for all."""
+    if pointer is None:
+        return tl.zeros((), tl.float64) + high + low
+    else:
+        return tl.load(pointer + row * stride).to(tl.float64)
+
+
+@triton.jit
+def row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY: tl.constexpr):
+    """The source of one row (:mod:`.exact_sums`)."""
+    x_at = x_pointer + row * x_stride
+    if BY == BY_COUNT:
+        return x_at, x_at, 0, n
+    else:
+        return x_at, cost_pointer + row * cost_row, cost_column, n
+
+
+@triton.jit
+def find_exactly(
+    source, goal, tau, slack, power,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """hi and lo of a row, where entries spend the goal, a budget or k: ±HUGE where t is infinite, and NaN
+    where the row has no answer. Slack is the share of all costs by which a budget may be out of reach."""
+    bad, free, pinned, mean, square = facts(source, BY, WIDTH)
+    slack *= free[0] + pinned[0]
+    left, left_rest = two_sum(goal, -pinned[0])
+    left_rest -= pinned[1]
+    answered = (bad == 0) & (tau > 0) & (tau < float("inf")) & (left >= -slack)
+    if not AT_MOST:
+        answered = answered & (left <= free[0] + slack)
+    tau = tl.where(answered, tau, 1.0)
+    left, left_rest = tl.where(left > 0, left, 0.0), tl.where(left > 0, left_rest, 0.0)
+    rest = less(free[0], free[1], left, left_rest)
+    # what is left of costs to rounding is not a share that could be spent; a count is exact
+    every = (rest <= 0) & (left > 0) if BY == BY_COUNT else rest <= 16 * ROUNDING * free[0]
+    settled = tl.where(every, -HUGE, tl.where(left == 0, HUGE, 0.0))
+    hi, lo = tl.where(answered, settled, float("nan")), tl.where(answered, settled, float("nan"))
+    live = answered if AT_MOST else answered & (settled == 0)
+    if live:
+        hi, lo = _search(
+            source, goal, left, rest, settled, free[0], mean, square, tau, power,
+            CDF, BY, AT_MOST, WIDTH,
+        )  # fmt: skip
+    return hi, lo
+
+
+@triton.jit
+def share(x, w, threshold, CDF: tl.constexpr, BY: tl.constexpr):
+    """F(z), for infinite scores and thresholds, too; z and 1 − z; f; and which entries an infinite score or
+    threshold decides. Their z is that of another score, and their f is 0."""
+    hi, lo, tau, power = threshold
+    z, rest, decided, chosen = _position(x, w, hi, lo, tau, CDF, BY)
+    above = z > median(power, CDF)
+    tail, density = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
+    y = tl.where(above, 1 - tail, tail)
+    return tl.where(decided, tl.where(chosen, 1.0, 0.0), y), z, rest, tl.where(decided, 0.0, density), decided
+
+
+@triton.jit
+def _position(x, w, hi, lo, tau, CDF: tl.constexpr, BY: tl.constexpr):
+    """z and 1 − z of entries; which ones an infinite score or threshold decides, and which of them it
+    selects."""
+    infinite = tl.abs(hi) == HUGE
+    # not "&": Triton's interpreter makes integers of scalar flags
+    held = tl.where(infinite, w > 0 if BY == BY_VALUE else x == x, False)
+    decided = held | (tl.abs(x) == float("inf"))
+    chosen = tl.where(tl.abs(x) == float("inf"), x > 0, hi < 0)
+    hi, lo = tl.where(infinite, 0.0, hi), tl.where(infinite, 0.0, lo)
+    z, rest = standardized(tl.where(decided, 0.0, x), w, hi, lo, tau, CDF, BY)
+    return z, rest, decided, chosen
+
+
+@triton.jit
+def write_exactly(
+    to, source, threshold, CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """y of a row, or its logarithm; NaN everywhere if the row has no answer."""
+    hi, lo, tau, power = threshold
+    for start in range(0, source[3], WIDTH):
+        x, w = load(source, start, BY, WIDTH)
+        if OUTPUT == LOG:
+            z, _, decided, chosen = _position(x, w, hi, lo, tau, CDF, BY)
+            out = tl.where(decided, tl.where(chosen, 0.0, float("-inf")), log_F(z, power, CDF))
+        else:
+            out, _, _, _, _ = share(x, w, threshold, CDF, BY)
+        column = start + tl.arange(0, WIDTH)
+        store(to + column, tl.where(hi == hi, out, hi), column < source[3])
+
+
+# -------------------------------------------------------------------------------------- the search
+
+# why a search ends: after its last step; in a gap of compact support; or, where the goal is an upper bound,
+# because t = 0 spends no more, or because t is infinite
+OPEN, DONE, GAP, LOOSE, SETTLED = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def _search(
+    source, goal, left, rest, settled, free, mean, square, tau, power,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    guess, low, high, most = _begin(
+        source, left, rest, free, mean, square, tau, power, CDF, BY, WIDTH
+    )  # fmt: skip
+    zero = tl.zeros((), tl.float64)
+    infinite = zero + float("inf")
+    state = (zero if AT_MOST else guess, zero, low, zero, high, zero, infinite, infinite)
+    near = (zero, zero)
+    count = 0
+    status = 0  # OPEN
+    while status == OPEN:
+        threshold = (state[0], state[1], tau, power)
+        spent, tails = evaluate(source, threshold, near[0], near[1], CDF, BY, WIDTH)
+        over, over_rest = two_sum(spent[0], -goal)
+        over += over_rest + spent[1]
+        jump = (zero + float("nan"), zero)
+        if full_support(CDF):
+            trial, next_near, again = _smooth_trial(source, threshold, over, tails, near, CDF, BY, WIDTH)
+        else:
+            trial, jump, between = _compact_trial(source, threshold, over, tails, CDF, BY, WIDTH)
+            next_near, again = near, over != over
+            status = tl.where(between, GAP, status)
+        if AT_MOST:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if count == 0:
+                loose = trial[0] <= 0
+                again = again & ~loose
+                status = tl.where(loose, LOOSE, tl.where(settled != 0, SETTLED, OPEN))
+                jump = (guess, zero)
+        if again:
+            near = next_near
+        elif status == OPEN:
+            state, finished = next_state(state, trial, jump, tau, most, count, CDF)
+            status = tl.where(finished, DONE, OPEN)
+            near = (zero, zero)
+        elif status == GAP:
+            state = jump + state[2:]
+        count += 1
+        status = tl.where((status == OPEN) & (count >= EVALUATIONS), DONE, status)
+    hi, lo = state[0], state[1]
+    if AT_MOST:
+        hi, lo = tl.where(status == LOOSE, 0.0, hi), tl.where(status == LOOSE, 0.0, lo)
+        hi, lo = tl.where(status == SETTLED, settled, hi), tl.where(status == SETTLED, settled, lo)
+    return hi, lo
+
+
+@triton.jit
+def _begin(
+    source,
+    left,
+    rest,
+    free,
+    mean,
+    square,
+    tau,
+    power,
+    CDF: tl.constexpr,
+    BY: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The first guess, the bracket, and the greatest a."""
+    quantile = _quantile(left, rest, free, power, CDF)
+    low, high, most = least(
+        levels_of_share, (quantile, tau, icdf_error(CDF), BY), 3, source, BY, WIDTH
+    )  # fmt: skip
+    low, high, most = tl.maximum(low, -FARTHEST), tl.minimum(-high, FARTHEST), -most
+    costs, products, cubes = free, free, free
+    if BY == BY_VALUE:
+        costs, products, cubes = sums(cost_moments, (), 3, source, BY, WIDTH)
+    else:
+        most = most * 0 + 1
+    portion = tl.minimum(tl.maximum(left / free, TINY), 1 - 1e-16)
+    guess = _guess(free, mean, square, costs, products, cubes, portion, tau, power, CDF, BY)
+    guess = tl.where((guess > low) & (guess < high), guess, 0.5 * low + 0.5 * high)
+    return guess, low, high, most
+
+
+@triton.jit
+def _smooth_trial(
+    source, threshold, over, tails, near, CDF: tl.constexpr, BY: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Of CDFs with f > 0 everywhere: the trial, which is the miss, its size, the size that rounding may have,
+    Newton's step in t/τ, and whether that is to be tried; |z| of the nearest entries; and whether to evaluate
+    again relative to them, since tails underflow that decide."""
+    miss, ratio, logarithms, rates, deep = logs(over, tails, near, CDF)
+    plain = near[0] + near[1] == 0
+    next_up, next_down = near
+    if plain & ~(tl.abs(ratio) <= 1):
+        next_up, next_down = least(distances, (threshold, CDF, BY), 2, source, BY, WIDTH)
+        next_up, next_down = finite(next_up), finite(next_down)
+    step, reaches = newton(over, tails, near, (next_up, next_down), ratio, logarithms, rates, CDF)
+    # deep in a gap the digits of the logarithms are few
+    size, rounding = tl.abs(ratio) / (NOISE * (2 + tl.abs(logarithms[0]))), miss * 0 + 1
+    return (miss, size, rounding, step, reaches), (next_up, next_down), deep & plain
+
+
+@triton.jit
+def _compact_trial(source, threshold, over, tails, CDF: tl.constexpr, BY: tl.constexpr, WIDTH: tl.constexpr):
+    """Of compact support: the trial as above; a threshold to jump to, NaN if there is none; and whether t is
+    in a gap, for which that threshold is the answer."""
+    miss, step, rounding = differences(over, tails, threshold[3], CDF)
+    reaches = tails[2] + tails[3] > 0
+    jump_hi, jump_lo, between = miss + float("nan"), miss * 0, miss != miss
+    if ((over >= 0) & (tails[0] == 0)) | ((over <= 0) & (tails[1] == 0)):
+        jump_hi, jump_lo, between = _jump(source, threshold, over, miss, CDF, BY, WIDTH)
+        jump_hi = tl.where(reaches & ~between, float("nan"), jump_hi)
+    return (miss, tl.abs(miss), rounding, step, reaches), (jump_hi, jump_lo), between
+
+
+@triton.jit
+def _jump(source, threshold, over, miss, CDF: tl.constexpr, BY: tl.constexpr, WIDTH: tl.constexpr):
+    """Where one side of t has no entry with 0 < y < 1: the threshold at which the next entry alone makes up
+    for the miss, NaN if it is not dear enough; or in a gap the limit of smooth CDFs, and whether it is one.
+    """
+    _, _, tau, power = threshold
+    up, down = beside(source, threshold, CDF, BY, WIDTH)
+    between = (over == 0) & (up[0] >= down[0])
+    flat, flat_rest = between_levels(up[0], down[0], up[3], down[3])
+    above = miss > 0
+    portion = tl.abs(miss) / tl.where(above, up[2], down[2])
+    place = icdf(tl.where(above, 1 - portion, portion), power, CDF)
+    x, a = tl.where(above, up[1], down[1]), tl.where(above, up[3], down[3])
+    t = x / a
+    rest = (tl.fma(-t, a, x) - tau * place) / a
+    t = tl.where((portion > 0) & (portion < 1), t, float("nan"))
+    t, rest = two_sum(t, rest)
+    return tl.where(between, flat, t), tl.where(between, flat_rest, rest), between
+
+
+@triton.jit
+def between_levels(up, down, up_a, down_a):
+    """The threshold in a gap of compact support: a mean of its ends, by the slopes of the entries there."""
+    a = up_a + down_a
+    return two_sum(up * (up_a / a), down * (down_a / a))
+
+
+@triton.jit
+def _guess(
+    free, mean, square, costs, products, cubes, share, tau, power, CDF: tl.constexpr, BY: tl.constexpr
+):
+    """t, if x − t a were normal and had noise distributed as τF. Given are sums of w and of its products with
+    x, x², and by value w, wx, w²."""
+    own_mean, own_variance = moments(power, CDF)
+    noise = tau * tau * own_variance
+    normal = normal_icdf(share)
+    own = (icdf(share, power, CDF) - own_mean) / tl.sqrt(noise * 0 + own_variance)
+    x = mean / free
+    spread = tl.maximum(square / free - x * x, 0.0)
+    x_mean = x - tau * own_mean
+    if BY == BY_VALUE:
+        a = costs / free
+        both = products / free - x * a
+        of_costs = tl.maximum(cubes / free - a * a, 0.0)
+        t = x_mean / a
+        for _ in tl.static_range(4):  # the spread depends on t, so that this is a fixed point
+            variance = noise + tl.maximum(spread - 2 * t * both + t * t * of_costs, 0.0)
+            t = (x_mean - (normal + (own - normal) * (noise / variance)) * tl.sqrt(variance)) / a
+        return t
+    else:
+        variance = noise + spread
+        return x_mean - (normal + (own - normal) * (noise / variance)) * tl.sqrt(variance)
+
+
+@triton.jit
+def _quantile(left, rest, free, power, CDF: tl.constexpr):
+    """F⁻¹(left/free), from what is left of the budget and what it does not pay for."""
+    least = tl.maximum(tl.minimum(left, rest) / free, TINY)
+    if full_support(CDF):  # which are symmetric
+        z = icdf(tl.minimum(least, 0.5), power, CDF)
+        return tl.where(left < rest, z, -z)
+    else:
+        return icdf(tl.minimum(tl.maximum(left / free, TINY), 1.0), power, CDF)
+
+
+# ------------------------------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def solve_exactly(
+    x_pointer, x_stride, cost_pointer, cost_row, cost_column,
+    goal_pointer, goal_stride, goal_high, goal_low, goal_rest,
+    tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer, n, slack,
+    power_high, power_low,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    power = joined(power_high, power_low)
+    source = row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY)
+    goal = number64(goal_pointer, goal_stride, goal_high, goal_low, row) + goal_rest
+    tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    hi, lo = find_exactly(source, goal, tau, slack, power, CDF, BY, AT_MOST, WIDTH)
+    tl.store(hi_pointer + row, hi)
+    tl.store(lo_pointer + row, lo)
+    if OUTPUT != THRESHOLD:
+        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY, OUTPUT, WIDTH)
+
+
+KERNELS = (solve_exactly,)
+
+
+def chunk(n: int) -> dict[str, int]:
+    """How much of a row of n entries a program holds at a time."""
+    width = min(WIDTH, max(64, triton.next_power_of_2(n)))
+    return {"WIDTH": width, "num_warps": width // 64}
+
+
+def solve(
+    source: tuple[Tensor, int],
+    cost: tuple[Tensor | None, int, int],
+    goal: tuple[Any, ...],
+    tau: layout.Values,
+    out: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    n: int,
+    F: cdfs.CDF,
+    *,
+    by: str = "count",
+    at_most: bool = False,
+    slack: float = 0.0,
+    output: str = "y",
+) -> None:
+    """Fill hi and lo, and out unless only the threshold is asked for. The goal is k or a budget, as
+    :func:`.layout.values` has it, and what is left of it (:func:`.layout.rest`)."""
+    launch(
+        solve_exactly, hi.numel(),
+        *source, *cost, *goal, *tau, out, hi, lo, n, slack, *layout.power(F),
+        CDF=layout.cdf_id(F.name), BY=BY[by], AT_MOST=at_most, OUTPUT=OUTPUTS[output], **chunk(n),
+    )  # fmt: skip

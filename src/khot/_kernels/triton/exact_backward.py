@@ -1,0 +1,281 @@
+"""The gradients of a row in float64, with costs or without: what belongs to :mod:`.exact`.
+
+The equations are the reference's (`_kernels.reference.soft_topk` and `_kernels.reference.soft_budget`).
+Densities are relative to that of the entry nearest to t, so that their sums do not underflow in a gap. Where
+no entry has f > 0, which compact support allows, the entries next to the gap have the limit of smooth CDFs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout
+from khot._kernels.triton.exact import chunk, number64, row_source, share
+from khot._kernels.triton.exact_sums import (
+    BY,
+    BY_COUNT,
+    BY_VALUE,
+    FARTHEST_Z,
+    beside,
+    beside_levels,
+    cotangent,
+    least,
+    load,
+    sums,
+)
+from khot._kernels.triton.fast import joined, store
+from khot._kernels.triton.functions import (
+    HUGE,
+    LOG,
+    OUTPUTS,
+    THRESHOLD,
+    VALUE,
+    full_support,
+    gaussian_tail,
+    log_scale,
+    median,
+    side,
+    slope_of_log,
+)
+from khot._kernels.triton.launch import launch
+
+__all__ = [
+    "KERNELS",
+    "backward",
+    "pull_exactly",
+    "pull_sums_exactly",
+    "settle_pull",
+    "write_pull_exactly",
+]
+
+DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
+
+
+# ------------------------------------------------------------------------------------ of an entry
+
+
+@triton.jit
+def _closest(x, w, given):
+    """The least |z| of what is paid for. Given are the threshold, the CDF and BY."""
+    _, z, _, _, decided = share(x, w, given[0], given[1], given[2])
+    return (tl.where(decided | (w <= 0), float("inf"), tl.abs(z)),)
+
+
+@triton.jit
+def _relative(z, rest, density, near, power, CDF: tl.constexpr):
+    """f in units of its value where |z| = near. What is free may lie nearer, and stays finite."""
+    if full_support(CDF):
+        a = tl.minimum(tl.abs(z), FARTHEST_Z)
+        most = 2 * DENSEST / tl.maximum(near + a, 1e-300) if gaussian_tail(CDF) else DENSEST
+        _, relative = side(z, rest, z > median(power, CDF), near, tl.minimum(near - a, most), power, CDF)
+        return tl.where(density == density, relative, density)
+    else:
+        return density
+
+
+@triton.jit
+def _slopes(x, w, v, threshold, near, CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr):
+    """y, z, u = v·∂out/∂z for the incoming gradient v, and f relative to near."""
+    y, z, rest, density, decided = share(x, w, threshold, CDF, BY)
+    power = threshold[3]
+    relative = tl.where(decided, 0.0, _relative(z, rest, density, near, power, CDF))
+    if OUTPUT == THRESHOLD:
+        return y, z, density * 0, relative
+    slope = density
+    if OUTPUT == LOG:
+        tail = tl.where(z > median(power, CDF), 1 - y, y)
+        slope = tl.where(decided, 0.0, slope_of_log(z, density, tail, power, CDF))
+    return y, z, tl.where(slope == 0, 0.0, v * slope), relative
+
+
+@triton.jit
+def _pull(x, w, v, given):
+    """Σ w a f relative to near; what dL/dk is that sum's part of, Σ a v f relative to near, or of log y Σ u;
+    Σ u a and Σ u z; and Σ w f z, relative to near."""
+    threshold, near = given[:2]
+    CDF: tl.constexpr = given[2]
+    BY: tl.constexpr = given[3]
+    OUTPUT: tl.constexpr = given[4]
+    _, z, u, relative = _slopes(x, w, v, threshold, near, CDF, BY, OUTPUT)
+    paid = w * relative
+    priced = v * relative if OUTPUT == VALUE else u
+    moment = tl.where(paid == 0, 0.0, paid * z)
+    u_moment = tl.where(u == 0, 0.0, u * z)
+    if BY == BY_VALUE:
+        return w * paid, w * priced, w * u, u_moment, moment
+    else:
+        return paid, priced, u, u_moment, moment
+
+
+# ----------------------------------------------------------------------------------------- of a row
+
+
+@triton.jit
+def pull_sums_exactly(
+    source, grad_at, grad_column, threshold,
+    CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """|z| of the entry nearest to t, and the sums of :func:`_pull` relative to it."""
+    near = threshold[0] * 0
+    if full_support(CDF):
+        (near,) = least(_closest, (threshold, CDF, BY), 1, source, BY, WIDTH)
+        near = tl.minimum(near, FARTHEST_Z)
+    return near, sums(_pull, (threshold, near, CDF, BY, OUTPUT), 5, source, BY, WIDTH, grad_at, grad_column)
+
+
+@triton.jit
+def settle_pull(
+    near, totals, source, grad_at, grad_column, grad_lo, threshold,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """From the sums over a row: the gradients in its goal and in τ; what dL/dx has of each entry's w f; and
+    what it has beside a gap (:func:`_gap`)."""
+    hi, lo, tau, _ = threshold
+    mass, priced, pull, u_moment, moment = totals
+    dead = (mass == 0) | _fixed(hi, lo, AT_MOST)
+    mass = tl.where(dead, 1.0, mass)
+    through_t = tl.where(_fixed(hi, lo, AT_MOST), 0.0, grad_lo - pull / tau)
+    spread = tl.where(dead, 0.0, through_t / mass)
+    dtau = -u_moment / tau - tl.where(dead, 0.0, through_t * (moment / mass))
+    in_units = log_scale(near, CDF)
+    if OUTPUT == LOG:
+        priced = tl.where(priced == 0, 0.0, priced * tl.exp(in_units))
+    price = tl.where(dead, 0.0, priced / mass)
+    lean = tl.exp(tl.log(tau) - tl.log(mass) + in_units)
+    price -= tl.where(dead | (grad_lo == 0), 0.0, grad_lo * lean)
+    gap = (price + float("nan"), price + float("nan"), price, price)
+    if not full_support(CDF):  # noqa: SIM102 (the first is known to the compiler)
+        if dead & ~_fixed(hi, lo, AT_MOST):
+            price, dtau, gap = _gap(source, grad_at, grad_column, grad_lo, threshold, CDF, BY, OUTPUT, WIDTH)
+    return tl.where(hi == hi, price, hi), tl.where(hi == hi, dtau, hi), spread, gap
+
+
+@triton.jit
+def _fixed(hi, lo, AT_MOST: tl.constexpr):
+    """Whether t does not move with what it depends on."""
+    infinite = tl.abs(hi) == HUGE
+    return infinite | ((hi == 0) & (lo == 0)) if AT_MOST else infinite
+
+
+@triton.jit
+def write_pull_exactly(
+    dx_at, dcost_at, source, grad_at, grad_column, threshold, near, price, spread, gap,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradients in the entries of a row, or of a part of one."""
+    hi, lo, tau = threshold[0], threshold[1], threshold[2]
+    t = tl.where(_fixed(hi, lo, AT_MOST), 0.0, hi + lo)
+    for start in range(0, source[3], WIDTH):
+        x, w = load(source, start, BY, WIDTH)
+        v = cotangent(grad_at, grad_column, start, source[3], WIDTH)
+        y, _, u, relative = _slopes(x, w, v, threshold, near, CDF, BY, OUTPUT)
+        dx = u / tau + spread * (w * relative)
+        if not full_support(CDF):
+            level, other = beside_levels(x, w, (threshold, CDF, BY))
+            dx = tl.where(level == gap[0], gap[2], tl.where(other == gap[1], gap[3], dx))
+        dx = tl.where(hi == hi, dx, hi)
+        column = start + tl.arange(0, WIDTH)
+        store(dx_at + column, dx, column < source[3])
+        if BY != BY_COUNT:
+            dcost = -price * y
+            if BY == BY_VALUE:
+                dcost -= t * dx
+            dcost = tl.where(x == float("-inf"), 0.0, dcost)
+            store(dcost_at + column, dcost, column < source[3])
+
+
+@triton.jit
+def pull_exactly(
+    source, grad_at, grad_column, grad_lo, threshold, dx_at, dcost_at, dgoal_at, dtau_at,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradients in a row's scores, in its costs, if it has some, in its goal, and in τ."""
+    near, totals = pull_sums_exactly(source, grad_at, grad_column, threshold, CDF, BY, OUTPUT, WIDTH)
+    price, dtau, spread, gap = settle_pull(
+        near, totals, source, grad_at, grad_column, grad_lo, threshold, CDF, BY, AT_MOST, OUTPUT, WIDTH
+    )
+    tl.store(dgoal_at, price)
+    tl.store(dtau_at, dtau)
+    write_pull_exactly(
+        dx_at, dcost_at, source, grad_at, grad_column, threshold, near, price, spread, gap,
+        CDF, BY, AT_MOST, OUTPUT, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gap(
+    source, grad_at, grad_column, grad_lo, threshold,
+    CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dL/dgoal and dL/dτ in a gap, t = ½(up + down) − ½τ without costs; and the levels of the entries next to
+    it, as :func:`.exact_sums.beside_levels` has them, with dL/dx there."""
+    up, down = beside(source, threshold, CDF, BY, WIDTH, grad_at, grad_column)
+    both = up[3] + down[3]
+    up_part, down_part = up[3] / both, down[3] / both
+    up_cost, down_cost = tl.maximum(up[2], 1e-300), tl.maximum(down[2], 1e-300)
+    price = up[4] / up_cost
+    if OUTPUT == VALUE:  # log y is −inf on the other side, whatever t is
+        price += down[4] / down_cost
+    price = price * 0 if OUTPUT == THRESHOLD else price / both
+    up_pull, down_pull, dtau = price * 0, price * 0, price * 0
+    if BY == BY_COUNT:  # of budgets nothing that is asked for depends on it
+        up_pull, down_pull = up_part * grad_lo / up_cost, down_part * grad_lo / down_cost
+        dtau = -up_part * grad_lo
+    up_level = tl.where(up[0] < float("inf"), up[0], float("nan"))
+    down_level = tl.where(down[0] > float("-inf"), -down[0], float("nan"))
+    return price, dtau, (up_level, down_level, up_pull, down_pull)
+
+
+# -------------------------------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def pull_rows_exactly(
+    grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
+    x_pointer, x_stride, cost_pointer, cost_row, cost_column, hi_pointer, lo_pointer,
+    tau_pointer, tau_stride, tau_high, tau_low,
+    dx_pointer, dcost_pointer, dgoal_pointer, dtau_pointer, n, power_high, power_low,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    threshold = (
+        tl.load(hi_pointer + row), tl.load(lo_pointer + row),
+        number64(tau_pointer, tau_stride, tau_high, tau_low, row), joined(power_high, power_low),
+    )  # fmt: skip
+    dx_at = dx_pointer + row * n
+    pull_exactly(
+        row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY),
+        grad_pointer + row * grad_row, grad_column,
+        number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row), threshold,
+        dx_at, dx_at if BY == BY_COUNT else dcost_pointer + row * n, dgoal_pointer + row, dtau_pointer + row,
+        CDF, BY, AT_MOST, OUTPUT, WIDTH,
+    )  # fmt: skip
+
+
+KERNELS = (pull_rows_exactly,)
+
+
+def backward(
+    grad: tuple[Tensor, int, int],
+    grad_lo: layout.Values,
+    source: tuple[Tensor, int],
+    cost: tuple[Tensor | None, int, int],
+    t: tuple[Tensor, Tensor],
+    tau: layout.Values,
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    n: int,
+    F: cdfs.CDF,
+    *,
+    by: str = "count",
+    at_most: bool = False,
+    output: str = "y",
+) -> None:
+    """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
+    launch(
+        pull_rows_exactly, t[0].numel(),
+        *grad, *grad_lo, *source, *cost, *t, *tau, *results, n, *layout.power(F),
+        CDF=layout.cdf_id(F.name), BY=BY[by], AT_MOST=at_most, OUTPUT=OUTPUTS[output], **chunk(n),
+    )  # fmt: skip

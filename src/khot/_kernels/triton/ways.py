@@ -1,0 +1,97 @@
+"""Which kernels take a batch of soft top-ks: the one place that decides it.
+
+- Float32 and narrower: `resident` and `resident_backward`, whose programs have a row or several; for few
+  rows longer than `layout.STREAMED`, `split` and `split_backward`, where programs share a row.
+- Float64: `exact` and `exact_backward`, whose programs have a row each; for rows longer than
+  `layout.RESIDENT`, `exact_split`, where programs share a row.
+- Thresholds of such long rows that are asked for by themselves have the digits of float64: `exact_split`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.reference import soft_topk as reference
+from khot._kernels.triton import (
+    exact,
+    exact_backward,
+    exact_split,
+    layout,
+    resident,
+    resident_backward,
+    split,
+    split_backward,
+)
+
+NO_COSTS = (None, 0, 0)
+
+
+def soft_topk(
+    x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`soft_topk.soft_topk`, in Triton."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    if n == 0:
+        return reference.soft_topk(x, k, tau, cdf, shape, output)
+    F = cdfs.resolve(cdf, shape)
+    if output == "threshold":
+        out = x.new_empty((*batch, 0))
+    else:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half of new_empty's time
+    hi = x.new_empty(batch, dtype=torch.float64)
+    lo = torch.empty_like(hi)
+    rows = hi.numel()
+    if rows == 0:
+        return out, hi, lo
+    source = layout.rows(x, n)
+    goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
+    wide = x.dtype == torch.float64
+    if wide and n <= layout.RESIDENT:
+        left = layout.rest(k, goal)
+        exact.solve(source, NO_COSTS, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
+        return out, hi, lo
+    kernels = split if layout.splits(rows, n) else resident
+    if (wide or output == "threshold") and n > layout.RESIDENT:
+        kernels = exact_split
+    kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
+    return out, hi, lo
+
+
+def soft_topk_backward(
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    cdf: str,
+    shape: float,
+    output: str,
+    y: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`soft_topk.soft_topk_backward`, in Triton."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    if n == 0:
+        return reference.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)
+    F = cdfs.resolve(cdf, shape)
+    dx, dk, dtau = x.new_empty(x.shape), hi.new_empty(batch), hi.new_empty(batch)
+    rows = dk.numel()
+    if rows == 0:
+        return dx, dk, dtau
+    t = hi.contiguous(), lo.contiguous()
+    # a threshold alone has no incoming gradient of this kind, and what takes its place is not used
+    cotangent, source = layout.matrix(x if output == "threshold" else grad, x), layout.rows(x, n)
+    tau_row, lo_row = layout.values(tau, batch, x.device), layout.values(grad_lo, batch, x.device)
+    if x.dtype == torch.float64 and n <= layout.RESIDENT:
+        results = (dx, None, dk, dtau)
+        exact_backward.backward(
+            cotangent, lo_row, source, NO_COSTS, t, tau_row, results, n, F, output=output
+        )  # fmt: skip
+        return dx, dk, dtau
+    kernels = split_backward if layout.splits(rows, n) else resident_backward
+    if x.dtype == torch.float64:
+        kernels = exact_split
+    kernels.soft_topk_backward(cotangent, lo_row, source, t, tau_row, (dx, dk, dtau), rows, n, F, output)
+    return dx, dk, dtau
