@@ -95,6 +95,8 @@ def cases() -> list[Case]:
             _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
         ),
+        _budget(exact.solve_exactly, 0, 2_600, "count"),
+        _budget(exact_backward.pull_rows_exactly, 3, 1_100, "count"),
         *(
             _budget(exact_backward.pull_rows_exactly, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))

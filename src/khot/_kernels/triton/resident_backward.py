@@ -105,6 +105,48 @@ def write_pull(
 
 
 @triton.jit
+def _held_sums(
+    x_at, grad_at, step, there, n, hi, shift, scale, power,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Σf, Σu, Σfz and Σuz of rows that a program holds; and f and u of each piece, unless they are computed
+    AGAIN when dL/dx is written."""
+    column = tl.arange(0, WIDTH)
+    fs, us = (), ()
+    for i in tl.static_range(PIECES):
+        valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
+        f, u, z = _terms(
+            x_at + i * WIDTH, grad_at + i * step, valid, hi, shift, scale, power, CDF, WHOLE, OUTPUT
+        )
+        terms = (f, u, f * z, u * z)
+        held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
+        if not AGAIN:
+            fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
+    return total(held, TOGETHER), (fs, us)
+
+
+@triton.jit
+def _write_held(
+    x_at, grad_at, dx_at, step, ok, n, hi, shift, scale, pull, inverse, power, kept,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """dL/dx of the same rows."""
+    column = tl.arange(0, WIDTH)
+    for i in tl.static_range(PIECES):
+        valid = inside(ok, column + i * WIDTH, n, TOGETHER, EXACT)
+        if AGAIN:
+            f, u, _ = _terms(
+                x_at + i * WIDTH, grad_at + i * step, valid, hi, shift, scale, power, CDF, WHOLE, OUTPUT
+            )
+        else:
+            f, u = kept[0][i], kept[1][i]
+        dx = (u - f * pull) * inverse
+        tl.store(dx_at + i * WIDTH, dx.to(dx_at.dtype.element_ty), mask=valid)
+
+
+@triton.jit
 def _rescue(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
     dx_pointer, dk_pointer, dtau_pointer, row, n, grad_lo, tau, power,
@@ -152,26 +194,20 @@ def pull_rows(
     grad_at = grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER)
     dx_at = dx_pointer + entries(row, n_columns, column, TOGETHER)
     step = (tl.zeros((), tl.int64) + WIDTH) * grad_column
-    fs, us = (), ()
+    kept = ((), ())
     if STREAM:
-        sums = pull_sums(
+        f_sum, u_sum, fz, uz = pull_sums(
             x_at, grad_at, grad_column, n_columns, center, shift, scale, power,
             CDF, WHOLE, OUTPUT, PIECES, WIDTH,
         )  # fmt: skip
-        f_sum, u_sum, fz, uz = sums
         f_sum, u_sum = f_sum.to(tl.float32), u_sum.to(tl.float32)
         fz, uz = fz.to(tl.float32), uz.to(tl.float32)
     else:
-        for i in tl.static_range(PIECES):
-            valid = inside(there, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            f, u, z = _terms(
-                x_at + i * WIDTH, grad_at + i * step, valid, center, shift, scale, power, CDF, WHOLE, OUTPUT
-            )
-            terms = (f, u, f * z, u * z)
-            held = plus(held, terms) if i > 0 else terms  # type: ignore[has-type]  # noqa: F821
-            if not AGAIN:
-                fs, us = fs + (f,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
-        f_sum, u_sum, fz, uz = total(held, TOGETHER)
+        sums, kept = _held_sums(
+            x_at, grad_at, step, there, n_columns, center, shift, scale, power,
+            CDF, WHOLE, OUTPUT, TOGETHER, PIECES, WIDTH, EXACT, AGAIN,
+        )  # fmt: skip
+        f_sum, u_sum, fz, uz = sums
     pull = u_sum * reciprocal(f_sum)
     if ASKED:
         grad_lo = numbers(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there)[0]
@@ -188,25 +224,10 @@ def pull_rows(
             CDF, WHOLE, OUTPUT, PIECES, WIDTH,
         )  # fmt: skip
     else:
-        for i in tl.static_range(PIECES):
-            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            if AGAIN:
-                f, u, z = _terms(
-                    x_at + i * WIDTH,
-                    grad_at + i * step,
-                    valid,
-                    center,
-                    shift,
-                    scale,
-                    power,
-                    CDF,
-                    WHOLE,
-                    OUTPUT,
-                )
-            else:
-                f, u = fs[i], us[i]
-            dx = (u - f * share) * per
-            tl.store(dx_at + i * WIDTH, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+        _write_held(
+            x_at, grad_at, dx_at, step, ok, n_columns, center, shift, scale, share, per, power, kept,
+            CDF, WHOLE, OUTPUT, TOGETHER, PIECES, WIDTH, EXACT, AGAIN,
+        )  # fmt: skip
 
     if not ORDINARY:
         bad = there & ~ok
