@@ -1,11 +1,12 @@
 // What one pass over a row collects about f and its derivatives, one struct per CDF (its trait Derivatives).
 //
-// add(z, above, v) takes one vector of a pass over the scores, add(y) of a pass over the odds. put(s, total)
-// adds the sums of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a
+// add(z, above, v, a) takes one vector of a pass over the scores, add(y, a) of a pass over the odds. The
+// entries have the weights a; where all are the constant 1, the compiler leaves them out. put(s, total) adds
+// the sums of the first to the fifth derivative of F to s.S1, ..., s.S5, with total() for the sum of a
 // vector, and leaves those out that are of no use to this CDF.
 //
-// curve(z, y, f, d) gives the second and the next derivatives of F at each entry instead, for sums with
-// weights of their own. kCurve is their number.
+// curve(z, y, f, d) gives the second and the next derivatives of F at each entry instead, for sums in which
+// each derivative has a weight of its own. kCurve is their number.
 #pragma once
 
 #include "simd/math.h"
@@ -23,7 +24,7 @@ struct DensitySum {
   static constexpr int kCurve = 0;
   KHOT_INLINE void curve(VecF /*z*/, VecF /*y*/, VecF /*f*/, VecF* /*d*/) const {}
   VecF f{};
-  KHOT_INLINE void add(VecF /*z*/, IntF /*above*/, TailDensity<float> v) { f += v.density; }
+  KHOT_INLINE void add(VecF /*z*/, IntF /*above*/, TailDensity<float> v, VecF a) { f += a * v.density; }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
     s.S1 += total(f);
@@ -40,17 +41,17 @@ struct LogisticDerivatives {
     d[3] = f * (1 + f * (120 * f - 30));
   }
   VecF f1{}, fy{}, ff{}, ffy{}, fff{};
-  KHOT_INLINE void add(VecF y) { add(y - y * y, y); }
-  KHOT_INLINE void add(VecF f, VecF y) {
-    const VecF square = f * f;
-    f1 += f;
-    fy += f * y;
+  KHOT_INLINE void add(VecF y, VecF a) { add(y - y * y, y, a); }
+  KHOT_INLINE void add(VecF f, VecF y, VecF a) {
+    const VecF weighted = a * f, square = weighted * f;
+    f1 += weighted;
+    fy += weighted * y;
     ff += square;
     ffy += square * y;
     fff += square * f;
   }
-  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) {
-    add(v.density, above ? 1 - v.tail : v.tail);
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v, VecF a) {
+    add(v.density, above ? 1 - v.tail : v.tail, a);
   }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
@@ -72,16 +73,17 @@ struct LaplaceDerivatives {
     d[3] = f;
   }
   VecF f1{}, bend{}, ff{};
-  KHOT_INLINE void add(VecF y) {
+  KHOT_INLINE void add(VecF y, VecF a) {
     const VecF rest = 1 - y;
     const IntF above = y > 0.5f;
-    add(above ? rest : y, above);
+    add(above ? rest : y, above, a);
   }
-  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v) { add(v.density, above); }
-  KHOT_INLINE void add(VecF f, IntF above) {
-    f1 += f;
-    bend += above ? -f : f;
-    ff += f * f;
+  KHOT_INLINE void add(VecF /*z*/, IntF above, TailDensity<float> v, VecF a) { add(v.density, above, a); }
+  KHOT_INLINE void add(VecF f, IntF above, VecF a) {
+    const VecF weighted = a * f;
+    f1 += weighted;
+    bend += above ? -weighted : weighted;
+    ff += weighted * f;
   }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {
@@ -99,7 +101,7 @@ struct LaplaceDerivatives {
 
 // The derivatives are f times Hermite's polynomials.
 struct NormalDerivatives {
-  static constexpr float kEnd = 13;   // from here on f is 0 in float
+  static constexpr float kEnd = 13;  // from here on f is 0 in float
   static constexpr int kCurve = 4;
   KHOT_INLINE void curve(VecF z, VecF /*y*/, VecF f, VecF* d) const {
     const VecF near = clamp_above<float>(clamp_below<float>(z, -kEnd), kEnd), square = near * near;
@@ -109,11 +111,11 @@ struct NormalDerivatives {
     d[3] = (square * (square - 6) + 3) * f;
   }
   VecF f0{}, f1{}, f2{}, f3{}, f4{};  // sums of f z^i
-  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
+  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v, VecF a) {
     const VecF near = clamp_above<float>(clamp_below<float>(z, -kEnd), kEnd);
-    const VecF square = near * near, bent = v.density * square;
-    f0 += v.density;
-    f1 += v.density * near;
+    const VecF weighted = a * v.density, square = near * near, bent = weighted * square;
+    f0 += weighted;
+    f1 += weighted * near;
     f2 += bent;
     f3 += bent * near;
     f4 += bent * square;
@@ -139,11 +141,11 @@ struct PowerDerivatives {
   }
   int e;
   VecF f{}, inner{}, inside{};
-  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v) {
+  KHOT_INLINE void add(VecF z, IntF /*above*/, TailDensity<float> v, VecF a) {
     const IntF within = v.density > 0;
-    f += v.density;
-    inner += within ? z : VecF{};
-    inside += within ? splat(1.0f) : VecF{};
+    f += a * v.density;
+    inner += within ? a * z : VecF{};
+    inside += within ? a : VecF{};
   }
   template <class Sums, class Total>
   KHOT_INLINE void put(Sums& s, Total total) const {

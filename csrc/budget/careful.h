@@ -3,8 +3,8 @@
 //
 // P - Q is sum w y - B without cancellation: P is what rejected entries spend and Q is what selected ones do
 // not. By value log P - log Q is far from linear, as its slopes carry the costs, so that no step is taken
-// that leaves the bracket, and a bracket that does not shrink is bisected. The edge cases are those of
-// khot/_kernels/reference/soft_budget.py.
+// that leaves the bracket, and a bracket that does not shrink is bisected (search/guard.h). The edge cases
+// are those of khot/_kernels/reference/soft_budget.py.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 
 #include "budget/block_cdf.h"
 #include "budget/weights.h"
+#include "search/guard.h"
 
 namespace khot::KHOT_ISA {
 
@@ -70,26 +71,25 @@ class CarefulBudget {
 
   Costs add_up() const {
     const Row cost = cost_;
-    return reduce<double, Costs>(x_, spec_.n, spec_.inside,
-                                 [=](Costs& sums, const double* p, int count, int64_t at) {
-                                   double buffer[kBlock];
-                                   const double* q = fetch(cost, at, count, buffer);
-                                   PairSum<double> free, pinned;
-                                   VecD bad{}, most{};
-                                   const VecD one = splat(1.0), zero{};
-                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-                                     const VecD w = beside(q, i, lanes);
-                                     const IntD there = x != -kInfinity;
-                                     const IntD wrong = (x != x) | (there & ~((w >= 0) & (w < kInfinity)));
-                                     const VecD own = abs<double>(x) < kInfinity ? w : zero;
-                                     bad += wrong ? one : zero;
-                                     free.add(own);
-                                     pinned.add(x == kInfinity ? w : zero);
-                                     most = own > most ? own : most;
-                                   });
-                                   sums += {total(free), total(pinned), sum<double>(bad),
-                                            maximum<double>(most)};
-                                 });
+    return reduce<double, Costs>(
+        x_, spec_.n, spec_.inside, [=](Costs& sums, const double* p, int count, int64_t at) {
+          double buffer[kBlock];
+          const double* q = fetch(cost, at, count, buffer);
+          PairSum<double> free, pinned;
+          VecD bad{}, most{};
+          const VecD one = splat(1.0), zero{};
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+            const VecD w = beside(q, i, lanes);
+            const IntD there = x != -kInfinity;
+            const IntD wrong = (x != x) | (there & ~((w >= 0) & (w < kInfinity)));
+            const VecD own = abs<double>(x) < kInfinity ? w : zero;
+            bad += wrong ? one : zero;
+            free.add(own);
+            pinned.add(x == kInfinity ? w : zero);
+            most = own > most ? own : most;
+          });
+          sums += {total(free), total(pinned), sum<double>(bad), maximum<double>(most)};
+        });
   }
 
   SpendSums evaluate(Threshold t) const {
@@ -193,23 +193,22 @@ class CarefulBudget {
     const double offset = tau_ * z, room = digits * (std::fabs(offset) + tau_);
     const Position<double> position({0, 0}, tau_, spec_.by_value);
     const Row cost = cost_;
-    return reduce<double, Range>(x_, spec_.n, spec_.inside,
-                                 [=](Range& range, const double* p, int count, int64_t at) {
-                                   double buffer[kBlock];
-                                   const double* q = fetch(cost, at, count, buffer);
-                                   VecD low = splat(kInfinity), high = -low;
-                                   vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
-                                     const VecD w = beside(q, i, lanes);
-                                     const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-                                     const VecD scale = 1 / position.a(counts ? w : splat(1.0));
-                                     const VecD pad = digits * abs<double>(x) + room;
-                                     const VecD least = ((x - offset) - pad) * scale,
-                                                most = ((x - offset) + pad) * scale;
-                                     low = counts & (least < low) ? least : low;
-                                     high = counts & (most > high) ? most : high;
-                                   });
-                                   range += {minimum<double>(low), maximum<double>(high)};
-                                 });
+    return reduce<double, Range>(
+        x_, spec_.n, spec_.inside, [=](Range& range, const double* p, int count, int64_t at) {
+          double buffer[kBlock];
+          const double* q = fetch(cost, at, count, buffer);
+          VecD low = splat(kInfinity), high = -low;
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+            const VecD w = beside(q, i, lanes);
+            const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
+            const VecD scale = 1 / position.a(counts ? w : splat(1.0));
+            const VecD pad = digits * abs<double>(x) + room;
+            const VecD least = ((x - offset) - pad) * scale, most = ((x - offset) + pad) * scale;
+            low = counts & (least < low) ? least : low;
+            high = counts & (most > high) ? most : high;
+          });
+          range += {minimum<double>(low), maximum<double>(high)};
+        });
   }
 
   // Levels are those of the median, and under compact support where y leaves 1 or 0.
@@ -333,11 +332,10 @@ class CarefulBudget {
   bool near(double distance) const { return std::fabs(distance) * most_ <= 4 * tau_; }
 
   Threshold newton() const {
-    const double share = left_.value() / (left_.value() + rest_);
+    const double all = left_.value() + rest_, share = left_.value() / all;
     // a tail may be so small that a share near 1 has lost its digits
-    const double z = F_.full_support && left_.value() > rest_
-                         ? -F_.icdf(std::max(rest_ / (left_.value() + rest_), kTiny))
-                         : F_.icdf(std::max(share, kTiny));
+    const double z = F_.full_support && left_.value() > rest_ ? -F_.icdf(std::max(rest_ / all, kTiny))
+                                                              : F_.icdf(std::max(share, kTiny));
     auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
     const Range ends = levels(z, 16 * 0x1p-52), centres = levels(F_.median, 0);
     Threshold low{held(ends.low), 0}, high{held(ends.high), 0};
@@ -345,9 +343,9 @@ class CarefulBudget {
     Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
     if (!(less(low, t) && less(t, high))) t = between(low, high);
     Threshold best = t;
-    double best_miss = kInfinity, span = kInfinity, missed = kInfinity;
-    double before = kNan;
+    double best_miss = kInfinity, before = kNan;
     bool tried = false, alone = true;
+    Guard<ScalarArithmetic> guard;
     for (int count = 1; count <= kEvaluations; ++count) {
       const SpendSums s = evaluate(t);
       const double over = s.spent.minus(left_).value();
@@ -406,14 +404,7 @@ class CarefulBudget {
         }
         alone = !alone;
       }
-      // a bracket that has not become half as wide in three steps, nor the miss an eighth, is bisected
-      bool slow = false;
-      if (count % 3 == 0) {
-        const double width = distance(low, high);
-        slow = width > 0.5 * span && size > 0.125 * missed;
-        span = width, missed = size;
-      }
-      const bool bisects = slow || !inside(trial);
+      const bool bisects = guard.bisects(inside(trial), distance(low, high), size);
       if (bisects) {
         trial = between(low, high);
         if (!inside(trial)) return t;
@@ -428,7 +419,7 @@ class CarefulBudget {
   BlockCdf F_;
   Row x_, cost_;
   double tau_;
-  Pair left_;                  // the budget for the finite entries
+  Pair left_;                   // the budget for the finite entries
   double rest_ = 0, most_ = 1;  // what it leaves of the sum of their costs, and the largest a
 };
 

@@ -40,39 +40,43 @@ inline void apply_budget(const BudgetSpec& spec, const BlockCdf& F, const Row& x
   });
 }
 
-template <class C>
+template <bool kByValue, class C>
 void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x, const Row& cost,
                 double budget, double tau, void* out, Goal& goal, Threshold& t) {
-  if (exact(spec.by_value) && float_carries(spec, F, x.dtype, tau)) {
+  if (exact(kByValue) && float_carries(spec, F, x.dtype, tau)) {
     const FlushSubnormals flush;
-    if (OrdinaryBudget<C>(spec, F, x, cost, tau).solve(budget, goal, t, out)) return;
+    OrdinaryBudget<C, kByValue> ordinary(x, cost, spec.n, tau, F, spec.inside);
+    if (ordinary.solve(budget, spec.at_most, goal, t, out)) return;
   }
   t = CarefulBudget(spec, careful, x, cost, tau).solve(budget);
   apply_budget(spec, careful, x, cost, t, tau, out);
 }
 
-template <class C>
+template <bool kByValue, class C>
 void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int64_t begin, int64_t end) {
   Goal goal;
   const BlockCdf careful(F);
   auto one = [&](int64_t i) {
     Threshold t;
-    budget_row(spec, F, careful, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i), goal, t);
+    budget_row<kByValue>(spec, F, careful, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i),
+                         goal, t);
     rows.put(i, t);
   };
   int64_t i = begin;
-  constexpr int width = LaneBudget<C>::width;
-  if (LaneBudget<C>::serves(spec.by_value) && !spec.at_most && spec.n > 0 && spec.n <= kShortRow &&
-      end - begin >= width && rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-    LaneBudget<C> lanes(spec, F);
-    bool ordinary[width];
-    for (; i + width <= end; i += width) {
-      {
-        const FlushSubnormals flush;
-        lanes.solve(rows, i, ordinary);
-      }
-      for (int j = 0; j < width; ++j) {
-        if (!ordinary[j]) one(i + j);
+  if constexpr (LaneBudget<C, kByValue>::serves) {
+    constexpr int width = LaneBudget<C, kByValue>::width;
+    if (!spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
+        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
+      LaneBudget<C, kByValue> lanes(spec, F);
+      bool ordinary[width];
+      for (; i + width <= end; i += width) {
+        {
+          const FlushSubnormals flush;
+          lanes.solve(rows, i, ordinary);
+        }
+        for (int j = 0; j < width; ++j) {
+          if (!ordinary[j]) one(i + j);
+        }
       }
     }
   }
@@ -82,7 +86,10 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
 // a group gives back is solved one by one, too.
 inline void budget(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end) {
-  with_cdf(spec, [&](auto F) { budget_rows(spec, general(F), rows, begin, end); });
+  with_cdf(spec, [&](auto F) {
+    spec.by_value ? budget_rows<true>(spec, general(F), rows, begin, end)
+                  : budget_rows<false>(spec, general(F), rows, begin, end);
+  });
 }
 
 }  // namespace khot::KHOT_ISA

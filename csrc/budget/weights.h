@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "search/guess.h"
+#include "search/terms.h"
 #include "simd/tile.h"
-#include "soft_topk/guess.h"
 
 namespace khot::KHOT_ISA {
 
@@ -63,12 +64,6 @@ struct Position {
     });
   }
 };
-
-// A vector of another row at the entries where a vector of the first row was taken.
-template <class R>
-KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
-  return lanes == kWidth<R> ? load(p + i) : load_part(p + i, lanes, pad);
-}
 
 // The entries at one end of a gap: their level, from where on they lie in it, and sums of w and w a.
 struct BudgetEdge {

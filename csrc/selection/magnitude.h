@@ -6,10 +6,11 @@
 #include <cmath>
 
 #include "cdfs.h"
+#include "search/guard.h"
+#include "search/guess.h"
 #include "selection/kth_largest.h"
 #include "selection/magnitude_ordinary.h"
 #include "selection/magnitude_ordinary_backward.h"
-#include "soft_topk/guess.h"
 
 namespace khot::KHOT_ISA {
 
@@ -81,6 +82,7 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
                              double anchor, double low, double high) {
   const double drop = -low;
   double offset = 0.5 * low + 0.5 * high;
+  Guard<ScalarArithmetic> guard;
   for (int step = 0; step < 60; ++step) {
     m.gamma = {anchor, offset};
     const BlockSums sums =
@@ -104,7 +106,8 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
     const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(low, trial), high) : drop);
     bool done = std::fabs(trial - offset) <= digits && std::isfinite(trial);
     // Where the slope changes, Newton's step may fall short of low by a digit.
-    if (!done && !(trial > low && trial < high)) {
+    const bool inside = trial > low && trial < high;
+    if (guard.bisects(inside, high - low, std::fabs(target - left * offset)) && !done) {
       trial = std::fabs(trial - low) <= digits ? low + digits : 0.5 * low + 0.5 * high;
       done = high - low <= digits;
     }

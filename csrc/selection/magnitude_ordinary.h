@@ -7,13 +7,15 @@
 // not suit are given back, and selection/magnitude.h takes them.
 //
 // The search knows a row, or as many short rows as a vector of floats has lanes, by the passes that it makes:
-// RowPasses and LanePasses. What it computes between them is the same, with one row per lane.
+// MagnitudeRowPasses and MagnitudeLanePasses. What it computes between them is the same, with one row per
+// lane.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
 #include "cdfs.h"
+#include "search/guard.h"
 #include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
@@ -238,9 +240,9 @@ inline double total(IntF counts) {
 
 // Rows side by side in a tile.
 template <int e>
-class LanePasses {
+class MagnitudeLanePasses {
  public:
-  LanePasses(float* x, float* y, int n, bool is_signed) : x_(x), y_(y), n_(n), signs_(is_signed) {}
+  MagnitudeLanePasses(float* x, float* y, int n, bool is_signed) : x_(x), y_(y), n_(n), signs_(is_signed) {}
 
   KHOT_INLINE VecF squares() const {
     VecF sum{};
@@ -298,9 +300,9 @@ class LanePasses {
 
 // One row. All lanes of a sum hold the same number.
 template <int e>
-class RowPasses {
+class MagnitudeRowPasses {
  public:
-  RowPasses(const Row& x, void* y, int64_t n, bool is_signed, const Parallel* inside)
+  MagnitudeRowPasses(const Row& x, void* y, int64_t n, bool is_signed, const Parallel* inside)
       : x_(x), y_(y), n_(n), signs_(is_signed), inside_(inside) {}
 
   VecF squares() const {
@@ -519,6 +521,7 @@ class MagnitudeSearch {
   void search(const Passes& passes, VecF high, bool rough) {
     const VecF k = narrow(k_), tau = narrow(tau_);
     VecF low{}, width{}, reach = kTrust * gamma_, before{};
+    Guard<LaneArithmetic> guard;
     IntF pending = good_;
     for (int pass = 0; pass < kPasses && any(pending); ++pass) {
       width = tau * root<e>(gamma_);
@@ -548,8 +551,9 @@ class MagnitudeSearch {
       pending &= ~gap_;
       // Close to the root, the sign of the miss is only rounding, and the bracket does not count.
       const VecF near = rough ? kRough * gamma_ : kNear * (width < gamma_ ? width : gamma_);
-      const IntF taken = (abs<float>(trial - gamma_) <= near) | ((trial > low) & (trial < high));
-      const VecF next = taken ? trial : middle;
+      const IntF bisects = guard.bisects((trial > low) & (trial < high), high - low, abs<float>(miss)) &
+                           ~(abs<float>(trial - gamma_) <= near);
+      const VecF next = bisects ? middle : trial;
       reach = abs<float>(next - gamma_);
       gamma_ = pending ? next : gamma_;
       pending &= ~(reach <= near);
@@ -604,14 +608,14 @@ template <int e>
 bool magnitude_row(const MagnitudeSpec& spec, const Row& x, double k, double tau, void* y,
                    MagnitudeGoal& goal, Threshold& gamma) {
   if (k != std::floor(k)) return false;
-  const RowPasses<e> passes(x, y, spec.n, spec.is_signed, spec.inside);
+  const MagnitudeRowPasses<e> passes(x, y, spec.n, spec.is_signed, spec.inside);
   MagnitudeSearch<e> search;
   for (int j = 0; j < search.width; ++j) search.set(j, k, tau, spec.n, goal);
   float sample[kSampleMax];
   const int size = spec.n >= kSampleFrom ? take_sample(x, spec.n, sample) : 0;
   const double share = static_cast<double>(size) / static_cast<double>(spec.n);
   if (k * share >= 8 && k * share <= size - 8) {
-    const RowPasses<e> few(Row{sample, Dtype::kFloat, 1}, nullptr, size, spec.is_signed, nullptr);
+    const MagnitudeRowPasses<e> few(Row{sample, Dtype::kFloat, 1}, nullptr, size, spec.is_signed, nullptr);
     MagnitudeSearch<e> rough;
     for (int j = 0; j < search.width; ++j) rough.set(j, k * share, tau, size, goal);
     rough.approach(few, static_cast<float>(size), true);
@@ -635,7 +639,7 @@ class MagnitudeLanes {
              bool* done) {
     const int n = static_cast<int>(spec.n);
     gather([&](int j) { return rows.x(first + j); }, n, rows_, x_);
-    const LanePasses<e> passes(x_, y_, n, spec.is_signed);
+    const MagnitudeLanePasses<e> passes(x_, y_, n, spec.is_signed);
     MagnitudeSearch<e> search;
     for (int j = 0; j < width; ++j) {
       const double k = rows.k(first + j);

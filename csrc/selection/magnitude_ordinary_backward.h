@@ -195,7 +195,7 @@ class MagnitudeBackwardRow {
     });
     MagnitudeSums<VecD> halves = slopes.sums(parts, 0, Doubles{}, Doubles{});
     halves += slopes.sums(parts, 1, Doubles{}, Doubles{});
-    return {total(parts.alone),         e == 1 ? total(parts.inside) : sum<double>(halves.lower),
+    return {total(parts.alone),          e == 1 ? total(parts.inside) : sum<double>(halves.lower),
             sum<double>(halves.power),   sum<double>(halves.lower_v),
             sum<double>(halves.power_v), sum<double>(halves.fall_v)};
   }

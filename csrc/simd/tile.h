@@ -82,6 +82,7 @@ struct ExactBlockSum {
     lost += (whole - next) + block;  // exact, because the whole is the larger, but for the first blocks
     whole = next, block = VecF{};
   }
+  KHOT_INLINE VecF rest() const { return block + lost; }  // of the sum, beside `whole`
 };
 
 // The same without blocks, so that whole + lost has nearly twice the digits of R, whatever the terms.
@@ -93,7 +94,7 @@ struct PairSum {
     lost += (whole - (next - added)) + (v - added);
     whole = next;
   }
-  KHOT_INLINE void flush() {}
+  KHOT_INLINE Vec<R> rest() const { return lost; }
 };
 
 }  // namespace khot::KHOT_ISA

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "soft_topk/guess.h"
+#include "search/guess.h"
 
 namespace khot::KHOT_ISA {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "soft_topk/guess.h"
+#include "search/guess.h"
 
 namespace khot::KHOT_ISA {
 
@@ -15,7 +15,8 @@ struct Edges {  // the nearest entry on each side of t, minus hi
 
 struct EdgeSums {
   double up_count = 0, up = 0, down_count = 0, down = 0;
-  // How far t follows each edge: half the way, or all of it where rounding has left no entry on the other side.
+  // How far t follows each edge: half the way, or all of it where rounding has left no entry on the other
+  // side.
   double up_part() const { return up_count == 0 ? 0 : down_count == 0 ? 1 : 0.5; }
   double down_part() const { return down_count == 0 ? 0 : up_count == 0 ? 1 : 0.5; }
   double up_mean() const { return up_count == 0 ? 0 : up / up_count; }

@@ -7,7 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "soft_topk/guess.h"
+#include "search/guard.h"
+#include "search/guess.h"
 
 namespace khot::KHOT_ISA {
 
@@ -219,7 +220,8 @@ class CarefulSolver {
     bounds.shift(hi);
     Bracket seen;  // thresholds that were evaluated: C > k at low and C < k at high
     bool deep = false;
-    double up = 0, down = 0, misses[2] = {kInfinity, kInfinity};
+    double up = 0, down = 0;
+    Guard<ScalarArithmetic> guard;
     const double settled = C::full_support ? 1e-8 : 1e-12;
 
     for (int i = 0; i < kEvaluations; ++i) {
@@ -231,23 +233,19 @@ class CarefulSolver {
       if (Pk > Qk) seen.low = std::max(seen.low, lo);
       if (Pk < Qk) seen.high = std::min(seen.high, lo);
 
-      const double step = newton_step(s, hi, lo, excess, Pk, Qk);
+      const Step next = newton_step(s, hi, lo, excess, Pk, Qk);
+      const double step = next.by;
       double trial =
           std::fabs(step) < kInfinity ? std::min(std::max(lo + step, bounds.low), bounds.high) : kNan;
-      if constexpr (!C::full_support) {
-        // A jump of so many tau that its rounding exceeds tau ends at the entry that it leads to: with every
-        // jump that misses it, only 16 more digits would be known. Larger tau are reached in a few jumps, and
-        // then from a point that ties share.
-        for (const double next : {s.next_above, s.next_below}) {
-          const double jump = std::fabs(next - lo);
-          if (tau_ < 1e-250 && jump > 1e12 * tau_ && std::fabs(trial - next) <= 1e-12 * jump) trial = next;
-        }
-      }
-      const double middle = 0.5 * std::max(seen.low, bounds.low) + 0.5 * std::min(seen.high, bounds.high);
-      const bool stuck =
-          std::fabs(std::fabs(Pk - Qk) - misses[0]) < 0.1 * misses[0] && seen.high - seen.low < kInfinity;
-      misses[0] = misses[1], misses[1] = std::fabs(Pk - Qk);
-      if (!(trial > seen.low && trial < seen.high) || stuck) trial = middle;
+      // A step to an entry that is so many tau away that its rounding exceeds tau has two parts: to the
+      // entry, and from there.
+      const double jump = std::fabs(next.entry - lo);
+      const bool jumps = jump > kFar * tau_ && std::fabs(trial - next.entry) * kFar <= jump;
+      if (jumps) trial = next.entry;
+      const double least = std::max(seen.low, bounds.low), most = std::min(seen.high, bounds.high);
+      const double middle = 0.5 * least + 0.5 * most;
+      const bool inside = trial > seen.low && trial < seen.high;
+      if (guard.bisects(inside, most - least, std::fabs(Pk - Qk))) trial = middle;
       const double density = s.density_above + s.density_below,
                    noise = 1e-12 * std::max(1.0, std::min(k_, n_ - k_));
       const bool informed = std::fabs(Pk - Qk) <= 8 * density * std::fabs(step) / tau_ + noise;
@@ -269,6 +267,7 @@ class CarefulSolver {
         done = true;
       }
       const double moved = move(hi, lo, trial);
+      if (jumps && trial == next.entry) lo += tau_ * next.rest;
       bounds.shift(moved), seen.shift(moved);
       up = s.next_above - moved, down = s.next_below - moved;
       if (done) break;
@@ -286,20 +285,25 @@ class CarefulSolver {
     return {hi, lo};
   }
 
-  double newton_step(const Sums& s, double hi, double lo, double excess, double Pk, double Qk) const {
+  // A step. It may be one to an entry, which lies at hi + entry, and from there by `rest`, in tau.
+  struct Step {
+    double by, entry = kNan, rest = 0;
+  };
+
+  Step newton_step(const Sums& s, double hi, double lo, double excess, double Pk, double Qk) const {
     const double m = k_ + excess, density = s.density_above + s.density_below;
     const double plain = (Pk - Qk) / density;
     const double few_limit = C::full_support ? 1 : 3;
     if ((Pk < few_limit && Qk < few_limit) || (!C::full_support && density == 0)) {
-      const double few =
-          C::full_support ? tail_step(s, lo, excess, Pk, Qk) : edge_step(s, lo, excess, Pk, Qk);
-      if (std::fabs(few) < kInfinity) return tau_ * few;
+      const Step few =
+          C::full_support ? Step{tail_step(s, lo, excess, Pk, Qk)} : edge_step(s, lo, excess, Pk, Qk);
+      if (std::fabs(few.by) < kInfinity) return {tau_ * few.by, few.entry, few.rest};
     }
     const bool decided_above = s.tail_above < 1e-3 * s.tail_below && excess < 0;
     const bool decided_below = s.tail_below < 1e-3 * s.tail_above && excess > 0;
     const double base = decided_above ? m : 0, size = (decided_below ? m : n_) - base;
-    if (std::fabs(Pk - Qk) <= 1e-4 * std::min(k_ - base, base + size - k_)) return tau_ * plain;
-    return tau_ * many_step(s, hi, lo, m, base, size, density, Pk - Qk);
+    if (std::fabs(Pk - Qk) <= 1e-4 * std::min(k_ - base, base + size - k_)) return {tau_ * plain};
+    return {tau_ * many_step(s, hi, lo, m, base, size, density, Pk - Qk)};
   }
 
   double many_step(const Sums& s, double hi, double lo, double m, double base, double size, double density,
@@ -332,23 +336,26 @@ class CarefulSolver {
     return c * (zP - zQ) / (s.density_below / F_.pdf(zP) + s.density_above / F_.pdf(zQ));
   }
 
-  double edge_step(const Sums& s, double lo, double excess, double Pk, double Qk) const {
+  // The step is in tau.
+  Step edge_step(const Sums& s, double lo, double excess, double Pk, double Qk) const {
     const double up = (s.next_above - lo) / tau_, down = (s.next_below - lo) / tau_;
-    const double both = (Pk - Qk) / (s.density_below + s.density_above);
+    const Step both{(Pk - Qk) / (s.density_below + s.density_above)};
+    auto to_above = [&](double z) { return Step{up - z, s.next_above, -z}; };
+    auto to_below = [&](double z) { return Step{down - z, s.next_below, -z}; };
     const bool none_above = s.tail_above == 0, none_below = s.tail_below == 0;
     if (excess > 0) {
-      if (none_above) return up - F_.icdf(1 - std::min(Pk, 1.0));
+      if (none_above) return to_above(F_.icdf(1 - std::min(Pk, 1.0)));
       if (!none_below) return both;
-      return (1 - up) * (std::pow(Pk / Qk, s.tail_above / (s.density_above * (1 - up))) - 1);
+      return {(1 - up) * (std::pow(Pk / Qk, s.tail_above / (s.density_above * (1 - up))) - 1)};
     }
     if (excess < 0) {
-      if (none_below) return down - F_.icdf(std::min(Qk, 1.0));
+      if (none_below) return to_below(F_.icdf(std::min(Qk, 1.0)));
       if (!none_above) return both;
-      return -down * (std::pow(Qk / Pk, s.tail_below / (s.density_below * down)) - 1);
+      return {-down * (std::pow(Qk / Pk, s.tail_below / (s.density_below * down)) - 1)};
     }
     if (none_below)
-      return down - F_.icdf(std::min(std::max(s.tail_above + s.density_above * down, 0.0), 1.0));
-    if (none_above) return up - 1 + s.tail_below / (s.density_below + F_.pdf(1 - 1e-16));
+      return to_below(F_.icdf(std::min(std::max(s.tail_above + s.density_above * down, 0.0), 1.0)));
+    if (none_above) return {up - 1 + s.tail_below / (s.density_below + F_.pdf(1 - 1e-16))};
     return both;
   }
 

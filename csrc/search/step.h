@@ -1,5 +1,4 @@
-// The step from one trial threshold to the next, which the ordinary solver takes for one row in double and
-// the lane solver for one row per lane in float.
+// The step from one trial threshold to the next, for one row in double or for one row per lane in float.
 //
 // log(C/(n - C)) is nearly linear in t, and a step of Halley's kind goes to where it is log(k/(n - k)).
 #pragma once
@@ -8,6 +7,8 @@
 #include <cmath>
 
 #include "cdfs.h"
+#include "search/arithmetic.h"
+#include "search/guard.h"
 
 namespace khot::KHOT_ISA {
 
@@ -16,43 +17,6 @@ namespace khot::KHOT_ISA {
 template <class T>
 struct CountSums {
   T count, rest, miss, S1, S2, S3, S4, S5;
-};
-
-// One row, in double.
-struct ScalarArithmetic {
-  using Real = double;
-  using Value = double;
-  using Mask = bool;
-  static Value splat(double v) { return v; }
-  static Value abs(Value v) { return std::fabs(v); }
-  static Value at_least(Value v, double low) { return std::max(v, low); }
-  static Value at_most(Value v, double high) { return std::min(v, high); }
-  static Value divide(Value a, Value b) { return a / b; }
-  static Value log1p(Value x, Mask /*good*/) { return std::log1p(x); }
-  // (1/rest - 1/count) S1
-  static Value curvature(Value count, Value rest, Value S1) { return (1 / rest - 1 / count) * S1; }
-};
-
-// One row per lane, in float.
-struct LaneArithmetic {
-  using Real = float;
-  using Value = VecF;
-  using Mask = IntF;
-  static KHOT_INLINE Value splat(float v) { return khot::KHOT_ISA::splat(v); }
-  static KHOT_INLINE Value abs(Value v) { return khot::KHOT_ISA::abs<float>(v); }
-  static KHOT_INLINE Value at_least(Value v, float low) { return clamp_below<float>(v, low); }
-  static KHOT_INLINE Value at_most(Value v, float high) { return clamp_above<float>(v, high); }
-  static KHOT_INLINE Value divide(Value a, Value b) { return khot::KHOT_ISA::divide<float>(a, b); }
-  static KHOT_INLINE Value log1p(Value x, Mask good) {
-    const IntF small = abs(x) < 0.5f;
-    const VecF g = khot::KHOT_ISA::log1p<float>(small ? x : VecF{});
-    if (!any(good & ~small)) return g;
-    return small ? g : log<float>(1 + x);
-  }
-  // The same as above with one division where two would be needed, since divisions count here.
-  static KHOT_INLINE Value curvature(Value count, Value rest, Value S1) {
-    return divide((count - rest) * S1, count * rest);
-  }
 };
 
 // The sum of f after a step of h.
@@ -92,17 +56,29 @@ KHOT_INLINE T halley_step(const CountSums<T>& s, T k, N n, T few, typename A::Ma
   }
 }
 
-// The same, refined where it is short.
+// The same without the bound on what a step under compact support may miss.
+template <class C, class A, class T = typename A::Value, class R = typename A::Real, class N>
+KHOT_INLINE T loose_step(const CountSums<T>& s, T k, N n, T few, typename A::Mask& good) {
+  if constexpr (C::full_support) {
+    return halley_step<C, A>(s, k, n, few, good);
+  } else {
+    good &= (s.count > 0) & (s.rest > 0) & (s.S1 > R(1e-2) * A::at_most(few, 1));
+    const T g = A::log1p(A::divide(n * s.miss, k * s.rest), good);
+    return A::divide(g * s.count * s.rest, n * s.S1);
+  }
+}
+
+// The same as halley_step, refined where it is short.
 template <class C, class A, class T = typename A::Value, class R = typename A::Real, class N>
 KHOT_INLINE T refined_step(const CountSums<T>& s, T k, N n, T few, typename A::Mask& good) {
   const T h = halley_step<C, A>(s, k, n, few, good);
   return A::abs(h) < R(0.5) ? refined(h, s) : h;
 }
 
-// Guards the steps of several rows, one per lane, under a CDF of compact support, whose f may sum to nothing
-// while the count is far from k, or where all entries are decided. A step is not much longer than its miss
-// asks for, and where trials lie on both sides of the threshold, it ends between them.
-class Guard {
+// The steps of several rows, one per lane, under a CDF of compact support, whose f may sum to nothing while
+// the count is far from k, or where all entries are decided. A step is not much longer than its miss asks
+// for, and where trials lie on both sides of the threshold, it ends between them.
+class CompactSteps {
  public:
   struct Search {
     VecF k, left, few;    // the count that is asked for, n less it, and the smaller of the two
@@ -110,11 +86,14 @@ class Guard {
   };
 
   // usual: about the sum of f at the threshold.
-  void start(VecF usual) { usual_ = usual, low_ = splat(-kInf<float>), high_ = splat(kInf<float>); }
+  void start(VecF usual) {
+    usual_ = usual, low_ = splat(-kInf<float>), high_ = splat(kInf<float>);
+    guard_ = {};
+  }
 
   // plain(sums): the step that is not guarded.
   template <class Plain>
-  VecF step(const Search& at, CountSums<VecF> s, Plain plain) {
+  KHOT_INLINE VecF step(const Search& at, CountSums<VecF> s, Plain plain) {
     auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
     auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
     low_ = s.miss > 0 ? at.hi : low_, high_ = s.miss < 0 ? at.hi : high_;
@@ -130,11 +109,13 @@ class Guard {
     VecF h = plain(s);
     h = at_most(at_least(multiple ? to_multiple : h, -longest), longest);
     const VecF next = at.hi + h * at.tau;
-    const IntF outside = (abs<float>(h) > 0.01f) & ((next <= low_) | (next >= high_));
-    return outside ? (0.5f * low_ + 0.5f * high_ - at.hi) * at.scale : h;
+    const IntF bisects = guard_.bisects((next > low_) & (next < high_), high_ - low_, size);
+    // Close to the threshold, the sign of the miss is only rounding, and the bracket does not count.
+    return bisects & (abs<float>(h) > 0.01f) ? (0.5f * low_ + 0.5f * high_ - at.hi) * at.scale : h;
   }
 
  private:
+  Guard<LaneArithmetic> guard_;
   VecF usual_{}, low_{}, high_{};  // low_ and high_: the trials next to the threshold
 };
 
