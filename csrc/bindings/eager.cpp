@@ -33,6 +33,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "bindings/rows.h"
 #include "kernels.h"
 
 namespace khot {
@@ -84,6 +85,7 @@ struct Rows {
         bytes(x.size(-1) * x.element_size()),
         dtype(dtype) {}
   Row operator()(int64_t row) const { return {data + row * bytes, dtype, 1}; }
+  Results results_in(void* out) const { return {static_cast<char*>(out), bytes}; }  // of the same shape
 
   const char* data;
   int64_t bytes;
@@ -135,56 +137,16 @@ struct Problem {
   bool threshold() const { return spec.output == Output::kThreshold; }
 };
 
-struct Forward final : ForwardRows {
-  Forward(const Tensor& x, Dtype dtype, const Problem& problem, void* y, double* hi, double* lo)
-      : scores(x, dtype), problem(problem), y(static_cast<char*>(y)), hi(hi), lo(lo) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t) const override { return problem.k; }
-  double tau(int64_t) const override { return invertible(problem.tau); }
-  void* out(int64_t row) const override { return y + row * scores.bytes; }
-  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
-
-  Rows scores;
-  const Problem& problem;
-  char* y;  // null where only the threshold is wanted
-  double *hi, *lo;
-};
-
-struct Backward final : BackwardRows {
-  // One of grad and grad_lo is undefined, and stands for zeros.
-  Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, Dtype dtype, const Tensor* y,
-           double tau, const double* hi, const double* lo, Tensor& grad_x)
-      : scores(x, dtype),
-        given_tau(invertible(tau)),
-        hi(hi),
-        lo(lo),
-        given_lo(grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr),
-        result(static_cast<char*>(grad_x.mutable_data_ptr())) {
-    if (grad.defined()) incoming.emplace(grad, dtype);
-    if (y != nullptr) outputs.emplace(*y, Dtype::kFloat);
-  }
-  Row x(int64_t row) const override { return scores(row); }
-  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
-  Row grad(int64_t row) const override { return incoming ? (*incoming)(row) : Row{nullptr, scores.dtype, 1}; }
-  double grad_lo(int64_t row) const override { return given_lo ? given_lo[row] : 0; }
-  double tau(int64_t) const override { return given_tau; }
-  Threshold threshold(int64_t row) const override { return {hi[row], lo[row]}; }
-  void* grad_x(int64_t row) const override { return result + row * scores.bytes; }
-  void put(int64_t, double, double) const override {}
-
-  Rows scores;
-  std::optional<Rows> incoming, outputs;
-  double given_tau;
-  const double *hi, *lo, *given_lo;
-  char* result;
-};
-
 // y, log y or the threshold. It is undefined where a row has no result.
 Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
   const int64_t rows = x.numel() / problem.spec.n;
   Tensor y = problem.threshold() ? Tensor() : at::empty(x.sizes(), x.options());
   void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
-  served->soft_topk(problem.spec, Forward(x.contiguous(), *dtype_of(x), problem, out, hi, lo), rows);
+  const Tensor dense = x.contiguous();
+  const Rows scores(dense, *dtype_of(x));
+  const Same k{problem.k}, tau{problem.tau};
+  served->soft_topk(problem.spec,
+                    SelectionRows(scores, k, Invertible<Same>{tau}, scores.results_in(out), hi, lo), rows);
   double total = 0;  // one NaN makes it NaN
   for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
   if (std::isnan(total)) return Tensor();
@@ -249,9 +211,16 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     Tensor result = at::empty(x.sizes(), x.options());
     if (grad.defined()) grad = grad.contiguous();
     if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
-    const Tensor scores = x.contiguous();
-    const Backward rows(grad, grad_lo, scores, *dtype_of(x), y.defined() ? &y : nullptr, problem.tau,
-                        hi.const_data_ptr<double>(), lo.const_data_ptr<double>(), result);
+    const Tensor dense = x.contiguous();
+    const Dtype dtype = *dtype_of(x);
+    const Rows scores(dense, dtype);
+    std::optional<Rows> outputs, incoming;
+    if (y.defined()) outputs.emplace(y, Dtype::kFloat);
+    if (grad.defined()) incoming.emplace(grad, dtype);
+    const Listed given_lo{grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr};
+    const GradientRows rows(dtype, scores, Invertible<Same>{{problem.tau}}, outputs, incoming, given_lo,
+                            Listed{hi.const_data_ptr<double>()}, Listed{lo.const_data_ptr<double>()},
+                            scores.results_in(result.mutable_data_ptr()), nullptr, nullptr);
     served->soft_topk_backward(spec, rows, x.numel() / spec.n);
     return {result, Tensor(), Tensor()};
   }
@@ -272,24 +241,11 @@ Tensor solve(const Tensor& x, const Problem& problem) {
 
 // ---------------------------------------------------------------------------------- the soft count
 
-struct Counts final : CountRows {
-  Counts(const Tensor& x, double at, double tau) : scores(x, *dtype_of(x)), given_at(at), given_tau(tau) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double tau(int64_t) const override { return given_tau; }
-  double level(int64_t, int64_t) const override { return given_at; }
-  double grad(int64_t row, int64_t) const override { return grads[row]; }
-  void* grad_x(int64_t row) const override { return grad_data + row * scores.bytes; }
-  void put_tau(int64_t, double) const override {}
-  void put(int64_t row, int64_t, double result) const override {
-    if (counts != nullptr) counts[row] = result;
-  }
+using Counts = LevelRows<Rows, Same, Listed>;
 
-  Rows scores;
-  double given_at, given_tau;
-  double* counts = nullptr;
-  const double* grads = nullptr;
-  char* grad_data = nullptr;
-};
+Counts counts_of(const Tensor& x, double at, double tau) {
+  return {1, Rows(x, *dtype_of(x)), Same{tau}, Same{at}};
+}
 
 CountSpec count_spec(const Tensor& x, Cdf cdf) {
   return {{cdf, 0, Output::kValue, x.size(-1), nullptr}, 1, false};
@@ -299,8 +255,8 @@ Tensor count(const Tensor& x, double at, double tau, Cdf cdf) {
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor scores = x.contiguous();
   c10::SmallVector<double, 64> counts(rows);
-  Counts problem(scores, at, tau);
-  problem.counts = counts.data();
+  Counts problem = counts_of(scores, at, tau);
+  problem.values = counts.data();
   served->soft_count(count_spec(x, cdf), problem, rows);
   return per_row(x, [&](int64_t row) { return counts[row]; });
 }
@@ -329,9 +285,9 @@ class SoftCount : public torch::autograd::Function<SoftCount> {
     RECORD_FUNCTION("khot::soft_count_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());
     const Tensor incoming = grad.to(at::kDouble).contiguous(), scores = x.contiguous();
-    Counts problem(scores, at, tau);
-    problem.grads = incoming.const_data_ptr<double>();
-    problem.grad_data = static_cast<char*>(result.mutable_data_ptr());
+    Counts problem = counts_of(scores, at, tau);
+    problem.grads = Listed{incoming.const_data_ptr<double>()};
+    problem.results = problem.scores.results_in(result.mutable_data_ptr());
     served->soft_count_backward(count_spec(x, cdf), problem, incoming.numel());
     return {result, Tensor(), Tensor(), Tensor()};
   }
@@ -472,18 +428,6 @@ bool starts_with_nan(const char* row, Dtype dtype) {
   }
 }
 
-struct Masks final : MaskRows {
-  Masks(const Tensor& x, double k, Tensor& y)
-      : scores(x, *dtype_of(x)), given_k(k), y(static_cast<char*>(y.mutable_data_ptr())) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t) const override { return given_k; }
-  void* out(int64_t row) const override { return y + row * scores.bytes; }
-
-  Rows scores;
-  double given_k;
-  char* y;
-};
-
 // topk_mask(input, k, dim, largest, mask, group)
 PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -497,11 +441,12 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   RECORD_FUNCTION("khot::topk_mask", std::vector<c10::IValue>());
   const Tensor x = found->contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
-  const Masks rows(x, *k, y);
+  const Rows scores(x, *dtype_of(x));
+  const HardRows rows(scores, Same{*k}, scores.results_in(y.mutable_data_ptr()));
   const int64_t n = x.size(-1), count_of_rows = x.numel() / n;
   served->kernels.topk_mask(rows, n, 0, count_of_rows);
   for (int64_t row = 0; row < count_of_rows; ++row) {
-    if (starts_with_nan(rows.y + row * rows.scores.bytes, rows.scores.dtype)) Py_RETURN_NONE;
+    if (starts_with_nan(static_cast<const char*>(rows.out(row)), scores.dtype)) Py_RETURN_NONE;
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

@@ -8,27 +8,11 @@
 namespace khot {
 namespace {
 
-struct Masks final : MaskRows {
-  Rows scores;
-  RowScalars ks;
-  char* data;
-  int64_t row_bytes;
-
-  Masks(const Tensor& x, const Tensor& k, const Sizes& batch, Tensor& out)
-      : scores(x, batch),
-        ks(k, batch),
-        data(static_cast<char*>(out.mutable_data_ptr())),
-        row_bytes(x.size(x.dim() - 1) * size_of(scores.dtype())) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t row) const override { return ks(row); }
-  void* out(int64_t row) const override { return data + row * row_bytes; }
-};
-
 Tensor topk_mask(Tensor x, Tensor k) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
   Tensor out = empty(x, x.sizes());
-  const Masks rows(x, k, batch, out);
+  const HardRows rows(Rows(x, batch), RowScalars(k, batch), results_in(out));
   row_ranges(product(batch), n,
              [&](int64_t begin, int64_t end) { kernels().topk_mask(rows, n, begin, end); });
   return out;
@@ -54,22 +38,6 @@ Tensor order_statistics(Tensor x, Tensor k) {
   return out;
 }
 
-struct Magnitudes final : ForwardRows {
-  Rows scores;
-  RowScalars ks, taus;
-  char* y;
-  int64_t row_bytes;
-  double *hi, *lo;
-
-  Magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, const Sizes& batch)
-      : scores(s, batch), ks(k, batch), taus(tau, batch) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t row) const override { return ks(row); }
-  double tau(int64_t row) const override { return taus(row); }
-  void* out(int64_t row) const override { return y + row * row_bytes; }
-  void put(int64_t row, Threshold gamma) const override { hi[row] = gamma.hi, lo[row] = gamma.lo; }
-};
-
 std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, double p,
                                               bool is_signed) {
   const Sizes batch = batch_of(s);
@@ -77,10 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, 
   Tensor y = empty(s, s.sizes());
   Tensor hi = empty(s, batch, ScalarType::Double);
   Tensor lo = empty(s, batch, ScalarType::Double);
-  Magnitudes rows(s, k, tau, batch);
-  rows.y = static_cast<char*>(y.mutable_data_ptr());
-  rows.row_bytes = n * size_of(rows.scores.dtype());
-  rows.hi = hi.mutable_data_ptr<double>(), rows.lo = lo.mutable_data_ptr<double>();
+  const SelectionRows rows(Rows(s, batch), RowScalars(k, batch), RowScalars(tau, batch), results_in(y),
+                           hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
   share(MagnitudeSpec{p, is_signed, n, nullptr}, product(batch),
         [&](const MagnitudeSpec& spec, int64_t begin, int64_t end) {
           kernels().magnitude(spec, rows, begin, end);

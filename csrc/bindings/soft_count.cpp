@@ -14,32 +14,18 @@
 namespace khot {
 namespace {
 
-struct Counts final : CountRows {
-  Sizes shape;  // (*batch, m)
-  int64_t m;
-  Rows scores;
-  RowScalars taus, levels;
-  std::optional<RowScalars> grads;
-  double *results = nullptr, *dtau = nullptr;
-  char* out_data = nullptr;
-  int64_t row_bytes = 0;
+// The rows of counts at m levels each, which have the shape (*batch, m).
+struct Counts {
+  Sizes shape;
+  LevelRows<Rows, RowScalars, RowScalars> rows;
 
   Counts(const Tensor& x, const Tensor& at, const Tensor& tau, const Sizes& batch)
-      : shape(batch),
-        m(at.size(at.dim() - 1)),
-        scores(x, batch),
-        taus(tau, batch),
-        levels(at, with_levels()) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double tau(int64_t row) const override { return taus(row); }
-  double level(int64_t row, int64_t j) const override { return levels(row * m + j); }
-  double grad(int64_t row, int64_t j) const override { return (*grads)(row * m + j); }
-  void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
-  void put(int64_t row, int64_t j, double value) const override { results[row * m + j] = value; }
-  void put_tau(int64_t row, double value) const override { dtau[row] = value; }
+      : Counts(x, at, tau, batch, at.size(at.dim() - 1)) {}
 
  private:
-  const Sizes& with_levels() {
+  Counts(const Tensor& x, const Tensor& at, const Tensor& tau, const Sizes& batch, int64_t m)
+      : shape(batch), rows(m, Rows(x, batch), RowScalars(tau, batch), RowScalars(at, with(m))) {}
+  const Sizes& with(int64_t m) {
     shape.push_back(m);
     return shape;
   }
@@ -52,11 +38,12 @@ CountSpec to_spec(const std::string& cdf, double shape, int64_t n, int64_t level
 Tensor soft_count(Tensor x, Tensor at, Tensor tau, Text cdf, double shape, bool centred) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
-  Counts rows(x, at, tau, batch);
+  Counts counts(x, at, tau, batch);
+  auto& rows = counts.rows;
   const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);
-  Tensor out = empty(x, rows.shape, ScalarType::Double);
+  Tensor out = empty(x, counts.shape, ScalarType::Double);
   if (n == 0) return torch::stable::fill_(out, 0);
-  rows.results = out.mutable_data_ptr<double>();
+  rows.values = out.mutable_data_ptr<double>();
   count_rows(spec, rows, product(batch));
   return out;
 }
@@ -65,18 +52,18 @@ std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Te
                                                        double shape, bool centred) {
   const Sizes batch = batch_of(x);
   const int64_t n = x.size(x.dim() - 1);
-  Counts rows(x, at, tau, batch);
+  Counts counts(x, at, tau, batch);
+  auto& rows = counts.rows;
   const CountSpec spec = to_spec(cdf, shape, n, rows.m, centred);
   Tensor grad_x = empty(x, x.sizes());
-  Tensor grad_at = empty(x, rows.shape, ScalarType::Double);
+  Tensor grad_at = empty(x, counts.shape, ScalarType::Double);
   Tensor grad_tau = empty(x, batch, ScalarType::Double);
   if (n == 0) {
     torch::stable::fill_(grad_at, 0), torch::stable::fill_(grad_tau, 0);
   } else {
-    rows.grads.emplace(grad, rows.shape);
-    rows.results = grad_at.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
-    rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
-    rows.row_bytes = n * size_of(rows.scores.dtype());
+    rows.grads.emplace(grad, counts.shape);
+    rows.values = grad_at.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
+    rows.results = results_in(grad_x);
     count_rows_backward(spec, rows, product(batch));
   }
   if (at.scalar_type() != ScalarType::Double) grad_at = torch::stable::to(grad_at, at.scalar_type());

@@ -20,22 +20,6 @@ Spec to_spec(const std::string& cdf, double shape, const std::string& output, in
   return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
 }
 
-struct Forward final : ForwardRows {
-  Rows scores;
-  RowScalars ks, taus;
-  char* out_data = nullptr;
-  int64_t row_bytes = 0;
-  double *hi, *lo;
-
-  Forward(const Tensor& x, const Tensor& k, const Tensor& tau, const Sizes& batch, double* hi, double* lo)
-      : scores(x, batch), ks(k, batch), taus(tau, batch), hi(hi), lo(lo) {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t row) const override { return ks(row); }
-  double tau(int64_t row) const override { return invertible(taus(row)); }
-  void* out(int64_t row) const override { return out_data + row * row_bytes; }
-  void put(int64_t row, Threshold t) const override { hi[row] = t.hi, lo[row] = t.lo; }
-};
-
 std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Text cdf, double shape,
                                              Text output) {
   const Sizes batch = batch_of(x);
@@ -55,42 +39,11 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Tex
     }
     return {out, hi, lo};
   }
-  Forward rows(x, k, tau, batch, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
-  rows.out_data = static_cast<char*>(out.mutable_data_ptr());
-  rows.row_bytes = n * size_of(rows.scores.dtype());
+  const SelectionRows rows(Rows(x, batch), RowScalars(k, batch), Invertible<RowScalars>{{tau, batch}},
+                           results_in(out), hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
   forward_rows(spec, rows, product(batch));
   return {out, hi, lo};
 }
-
-struct Backward final : BackwardRows {
-  Rows scores, incoming;
-  std::optional<Rows> outputs;
-  RowScalars incoming_lo, taus, his, los;
-  char* out_data;
-  int64_t row_bytes;
-  double *dk, *dtau;
-
-  Backward(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
-           const Tensor& tau, const std::optional<Tensor>& y, const Sizes& batch)
-      : scores(x, batch),
-        incoming(grad, batch),
-        incoming_lo(grad_lo, batch),
-        taus(tau, batch),
-        his(hi, batch),
-        los(lo, batch) {
-    if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y, batch);
-  }
-  Row x(int64_t row) const override { return scores(row); }
-  Row y(int64_t row) const override { return outputs ? (*outputs)(row) : Row{nullptr, Dtype::kFloat, 1}; }
-  Row grad(int64_t row) const override { return incoming(row); }
-  double grad_lo(int64_t row) const override { return incoming_lo(row); }
-  double tau(int64_t row) const override { return invertible(taus(row)); }
-  Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
-  void* grad_x(int64_t row) const override { return out_data + row * row_bytes; }
-  void put(int64_t row, double grad_k, double grad_tau) const override {
-    dk[row] = grad_k, dtau[row] = grad_tau;
-  }
-};
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
                                                       Tensor lo, Tensor tau, Text cdf, double shape,
@@ -103,10 +56,13 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
   Tensor grad_tau = empty(hi, batch);
 
   if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
-  Backward rows(grad, grad_lo, x, hi, lo, tau, y, batch);
-  rows.out_data = static_cast<char*>(grad_x.mutable_data_ptr());
-  rows.row_bytes = n * size_of(rows.scores.dtype());
-  rows.dk = grad_k.mutable_data_ptr<double>(), rows.dtau = grad_tau.mutable_data_ptr<double>();
+  const Rows scores(x, batch);
+  std::optional<Rows> outputs;
+  if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y, batch);
+  const GradientRows rows(scores.dtype(), scores, Invertible<RowScalars>{{tau, batch}}, outputs,
+                          std::optional<Rows>(std::in_place, grad, batch), RowScalars(grad_lo, batch),
+                          RowScalars(hi, batch), RowScalars(lo, batch), results_in(grad_x),
+                          grad_k.mutable_data_ptr<double>(), grad_tau.mutable_data_ptr<double>());
   backward_rows(spec, rows, product(batch));
   return {grad_x, grad_k, grad_tau};
 }

@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "bindings/empty.h"
+#include "bindings/rows.h"
 #include "bindings/sizes.h"
 #include "kernels.h"
 
@@ -130,6 +131,12 @@ class RowScalars {
   Offsets offsets_;
   const double* data_;
 };
+
+// The rows of a contiguous result.
+inline Results results_in(Tensor& out) {
+  return {static_cast<char*>(out.mutable_data_ptr()),
+          out.size(out.dim() - 1) * size_of(to_dtype(out.scalar_type()))};
+}
 
 inline int64_t product(const Sizes& sizes) {
   int64_t result = 1;
