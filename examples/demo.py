@@ -67,7 +67,7 @@ def run(images: Images, k: int, steps: int = 1000, seed: int = 0) -> Result:
     start = time.perf_counter()
     with one_thread(), _progress_bar((1 + len(LABELS)) * steps) as report:
         report(f"choosing {k} of {images.n} pixels", 0)
-        selector = KHotSelector(k, steps=steps, random_state=seed, verbose=True)
+        selector = KHotSelector(k, steps=min(steps, 150), random_state=seed, verbose=True)
         selector.fit(images.train_images.numpy(), images.train_labels.numpy())
         report("standardising images", steps)
         chosen, scores = (torch.from_numpy(x).float() for x in (selector.get_support(), selector.scores_))
@@ -266,7 +266,7 @@ def main(
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Training steps, of the choice and of each classifier that judges it."),
+        typer.Option(min=1, help="Training steps of each classifier that judges the choice, and of the choice, up to 150."),
     ] = 1000,
     seed: Annotated[
         int,

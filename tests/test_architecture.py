@@ -37,7 +37,7 @@ LAYERS = [
     ("estimators",),
     ("distributions",),
     ("losses", "nn"),
-    ("_callbacks",),
+    ("_callbacks", "_kernel_gates"),
     ("lightning", "sklearn", "transformers"),
     ("_config",),
     ("__init__",),

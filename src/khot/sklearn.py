@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from khot._core.precision import without_autocast
-from khot.budgets import budget_mask, soft_budget
-from khot.topk import soft_topk, topk_mask
+from khot._kernel_gates import Data, choose, draw
 
 try:
     import numpy as np
     from sklearn.base import BaseEstimator
+    from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
     from sklearn.feature_selection import SelectorMixin
     from sklearn.utils import check_random_state, column_or_1d
     from sklearn.utils.multiclass import check_classification_targets
@@ -29,40 +27,44 @@ __all__ = ["KHotSelector"]
 
 Task = Literal["classification", "regression"]
 
-NETWORKS, HIDDEN, BATCH, RATE = 4, 64, 64, 2e-3
-# The weight of the squared weights beside the sum of the examples' losses, as Ridge's alpha.
-PRIOR = 1.0
-# A logit can go this far in a training of any length: Adam moves it by at most about its rate per step.
-REACH = 30.0
-# tau falls by a constant factor per step, and stays at its last value in the last tenth of the training.
-HOT, COLD, COOLING = 1.0, 0.01, 0.9
+# Of more examples, this many are drawn.
+EXAMPLES = 10_000
+# The forest; a third of the columns at each split is what Breiman (2001) takes for regression.
+TREES, TRIED_PER_SPLIT = 100, 1 / 3
 
 
 class KHotSelector(SelectorMixin, BaseEstimator):
-    """Selects the k features from which a small neural network predicts the target best.
+    """Selects the k features from which a kernel machine predicts the target best.
 
-    Features are multiplied by the weights of :func:`khot.soft_topk`, or with a cost :func:`khot.soft_budget`,
-    of learned logits, and go to four networks, which are trained with the logits. All have a linear part, a
-    hidden layer and a penalty on their weights, so that they suit small data, too. While tau falls, the
-    weights turn from equal ones into a choice. Features are therefore judged together and not one by one.
-    Classes count alike, however rare they are.
+    Gates, the weights of :func:`khot.soft_topk` or with a cost of :func:`khot.soft_budget`, stand before a
+    kernel machine that is solved, not trained. Their logits start from the importances of a forest of 100
+    trees and are learned on random examples, while tau falls and the gates turn into a choice. Then features
+    are exchanged as long as exact evaluations say that others are better. Features are therefore judged
+    together and not one by one; effects that are not monotone, such as a square, and those of several
+    features together count as linear ones do. Classes count alike, however rare they are.
     Features and regression targets are standardised inside; ``transform`` returns the selected columns
     unchanged. Constant features are selected last.
+
+    Time and memory grow in proportion to the number of features. Of more than 10,000 examples, 10,000 are
+    drawn, each class as often as any other while it lasts.
 
     Args:
         k: how many features, from 1 to the number of features; None with a cost.
         task: ``"classification"``, with the cross-entropy of the labels as the loss, or ``"regression"``,
             with the squared error of one or several targets.
         cost: the price of each feature, ≥ 0: an array (n_features,); or None, if all count the same.
-        budget: with a cost, what the selected features may cost together, > 0.
-        steps: the number of training steps, each on 64 examples.
+        budget: with a cost, what the selected features may cost together, > 0. What is left of it
+            need not be spent on features that do not help.
+        steps: the number of training steps of the gates, each on 160 examples.
         random_state: an integer for the same result in each call of ``fit``; or as usual in scikit-learn.
             The random numbers of torch are left alone.
-        verbose: whether ``fit`` prints how far it is, ten times.
+        verbose: whether ``fit`` prints how far it is: ten times in the training, and for each exchange.
 
     Attributes:
-        scores_: the learned logits (n_features,), −∞ for constant features. Larger is better. All others are
-            0 where there is no choice to learn: where they all fit within k or the budget.
+        scores_: the learned logits (n_features,), −∞ for constant features. Larger is better. Those of the
+            selected features are raised together, where exchanges made that necessary, so that they are
+            the largest. All others are 0 where there is no choice to learn: where they all fit within k or
+            the budget.
         n_features_in_, feature_names_in_: as usual in scikit-learn.
 
     Raises:
@@ -73,7 +75,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         >>> from sklearn.datasets import load_iris
         >>> from khot.sklearn import KHotSelector
         >>> X, y = load_iris(return_X_y=True)
-        >>> selector = KHotSelector(2, steps=300, random_state=0).fit(X, y)
+        >>> selector = KHotSelector(2, random_state=0).fit(X, y)
         >>> selector.get_support(indices=True)
         array([2, 3])
         >>> selector.transform(X).shape
@@ -87,7 +89,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         task: Task = "classification",
         cost: Sequence[float] | None = None,
         budget: float | None = None,
-        steps: int = 1000,
+        steps: int = 150,
         random_state: Any = None,
         verbose: bool = False,
     ) -> None:
@@ -116,11 +118,11 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         self._check(X.shape[1])
         inputs, varies = _standardised(X)
         if regression:
-            targets = torch.from_numpy(_standardised(y.reshape(len(y), -1).astype(np.float64))[0]).float()
+            y = _standardised(y.reshape(len(y), -1).astype(np.float64))[0]
         else:
             y = column_or_1d(y, warn=True)
             check_classification_targets(y)
-            targets = torch.from_numpy(np.unique(y, return_inverse=True)[1].astype(np.int64))
+            y = np.unique(y, return_inverse=True)[1].astype(np.int64)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
 
         scores = np.full(X.shape[1], -math.inf)
@@ -133,16 +135,38 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             # the caller may be in any of these modes
             cpu = torch.device("cpu")
             with cpu, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
-                features = torch.from_numpy(inputs[:, varies]).float()
-                logits, mask = _train(features, targets, size, cost, self.steps, seed, self.verbose)
-                scores[varies] = logits.double().numpy()
-                support[varies] = mask.numpy() > 0
+                logits, mask = self._learn(inputs[:, varies], y, cost, size, seed)
+            support[varies] = mask.numpy() > 0
+            scores[varies] = logits.double().numpy()
+            short = scores[varies & ~support].max() - scores[support].min(initial=math.inf)
+            if short >= 0:
+                scores[support] += short + 1.0
         if self.k is not None:
             rest = np.flatnonzero(~varies)[: max(self.k - n, 0)]
             support[rest] = True
         self.scores_ = scores
         self._support = support
         return self
+
+    def _learn(self, X: Any, y: Any, cost: Any, size: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The learned logits and the selection of the columns of X, which all vary."""
+        generator = torch.Generator().manual_seed(seed)
+        regression = self.task == "regression"
+        classes = None if regression else torch.from_numpy(y)
+        if len(X) > EXAMPLES:
+            rows = draw(classes, len(X), EXAMPLES, generator)
+            X, y, classes = X[rows.numpy()], y[rows.numpy()], None if classes is None else classes[rows]
+        X = X.astype(np.float32)
+        self._say(f"{TREES} trees on {len(X)} examples of {X.shape[1]} features")
+        prior = torch.from_numpy(_prior(X, y, regression, seed)).float()
+        targets = torch.from_numpy(y) if classes is None else torch.nn.functional.one_hot(classes)
+        data = Data(torch.from_numpy(X), targets.float(), classes)
+        prices = None if cost is None else torch.from_numpy(cost)
+        return choose(data, prior, prices, size, self.steps, generator, self._say)
+
+    def _say(self, message: str) -> None:
+        if self.verbose:
+            print(f"KHotSelector: {message}")
 
     def _check(self, n: int) -> None:
         """Raise for an argument that is out of range for n features."""
@@ -194,69 +218,13 @@ def _standardised(X: Any) -> tuple[Any, Any]:
     return np.where(varies, X / np.where(varies, deviation, 1.0), 0.0), varies
 
 
-def _train(
-    features: Tensor, targets: Tensor, size: float, cost: Any, steps: int, seed: int, verbose: bool
-) -> tuple[Tensor, Tensor]:
-    """The learned logits and the selection, both (n,)."""
-    generator = torch.Generator().manual_seed(seed)
-    examples, n = features.shape
-    prices = None if cost is None else torch.from_numpy(cost)
-    regression = targets.is_floating_point()
-    outputs = targets.shape[1] if regression else int(targets.max()) + 1
-    logits = torch.zeros(n, dtype=torch.float32, requires_grad=True)
-    networks = _Networks(n, outputs, generator)
-    optimizer = torch.optim.Adam(
-        [{"params": [logits], "lr": REACH / steps}, {"params": networks.parameters, "lr": RATE}], fused=True
-    )
-    for step in range(steps):
-        tau = HOT * (COLD / HOT) ** min(step / (COOLING * steps), 1.0)
-        if prices is None:
-            shares = soft_topk(logits, size, tau=tau)
-        else:
-            shares = soft_budget(logits, prices, size, tau=tau)
-        batch = _draw(targets, generator)
-        predicted, wanted = networks(features[batch] * shares).flatten(0, 1), targets[batch].flatten(0, 1)
-        error = F.mse_loss(predicted, wanted) if regression else F.cross_entropy(predicted, wanted)
-        # each network has a loss of its own: the error is a mean over all of them
-        loss = NETWORKS * error + PRIOR / examples * networks.squares()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if verbose and (step + 1) * 10 // steps > step * 10 // steps:
-            print(f"KHotSelector: step {step + 1} of {steps}, tau {tau:.2f}, error {error.item():.3f}")
-    found = logits.detach()
-    return found, topk_mask(found, size) if prices is None else budget_mask(found, prices, size)
+def _prior(X: Any, y: Any, regression: bool, seed: int) -> Any:
+    """What a forest believes about the features: the log of the share of the splits' gain that each has.
 
-
-def _draw(targets: Tensor, generator: torch.Generator) -> Tensor:
-    """The examples of a step, (NETWORKS, B). Each class is drawn as often as any other, because a rare one
-    would hardly be seen, and nothing be learned about what tells it."""
-    if targets.is_floating_point():
-        return torch.randint(len(targets), (NETWORKS, BATCH), generator=generator)
-    chances = 1 / targets.bincount()[targets]
-    return chances.multinomial(NETWORKS * BATCH, True, generator=generator).view(NETWORKS, BATCH)
-
-
-class _Networks:
-    """Networks with a hidden layer and a linear part, (NETWORKS, B, n) to (NETWORKS, B, outputs)."""
-
-    def __init__(self, n: int, outputs: int, generator: torch.Generator) -> None:
-        def random(rows: int, columns: int) -> Tensor:
-            draw = torch.rand(NETWORKS, rows, columns, generator=generator, dtype=torch.float32)
-            return ((2 * draw - 1) / math.sqrt(rows)).requires_grad_()
-
-        def zeros(rows: int, columns: int) -> Tensor:
-            return torch.zeros(NETWORKS, rows, columns, dtype=torch.float32, requires_grad=True)
-
-        self.weights = [random(n, HIDDEN), random(HIDDEN, outputs), zeros(n, outputs)]
-        self.biases = [zeros(1, HIDDEN), zeros(1, outputs)]
-        self.parameters = [*self.weights, *self.biases]
-
-    def __call__(self, input: Tensor) -> Tensor:
-        first, second, linear = self.weights
-        hidden = torch.baddbmm(self.biases[0], input, first).relu()
-        return torch.baddbmm(self.biases[1], hidden, second) + torch.bmm(input, linear)
-
-    def squares(self) -> Tensor:
-        """The sum of the squares of all weights."""
-        return torch.stack([weight.square().sum() for weight in self.weights]).sum()
+    A feature of no gain is as likely as one of a tenth of the mean."""
+    if regression:
+        forest = RandomForestRegressor(TREES, max_features=TRIED_PER_SPLIT, random_state=seed)
+    else:
+        forest = RandomForestClassifier(TREES, class_weight="balanced_subsample", random_state=seed)
+    y = y[:, 0] if regression and y.shape[1] == 1 else y
+    return np.log(forest.fit(X, y).feature_importances_ + 0.1 / X.shape[1])
