@@ -61,7 +61,7 @@ class Set:
     k: int
     columns: int
     examples: int | None = None
-    true: int | None = None
+    true: int = 0
     regression: bool = False
     settings: dict[str, Any] | None = None
 
