@@ -46,7 +46,6 @@ from sklearn.svm import SVC, SVR
 
 from benchmarks import report
 from khot.sklearn import KHotSelector
-from reproduce.harness.data import load_mnist
 
 SEEDS = (11, 12, 13)
 TEST = 2_000  # examples of synthetic sets; of the others 30 %

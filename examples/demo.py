@@ -266,7 +266,7 @@ def main(
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Training steps of each classifier that judges the choice, and of the choice, up to 150."),
+        typer.Option(min=1, help="Training steps of each judging classifier; the choice takes at most 150."),
     ] = 1000,
     seed: Annotated[
         int,

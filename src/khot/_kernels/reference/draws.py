@@ -76,7 +76,7 @@ def smallest(keys: Tensor, k: Tensor) -> Tensor:
 
 
 def tournament(probs: Tensor, seed: Tensor) -> Tensor:
-    """True for the winners of ⌈log₂ n⌉ rounds of duels between neighbours: see `khot/sampling/_designs/pivotal.py`.
+    """True for the winners of ⌈log₂ n⌉ rounds of duels between neighbours, as in `_designs/pivotal.py`.
 
     Args:
         probs: (*batch, n), each row's sum an integer.
