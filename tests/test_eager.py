@@ -526,8 +526,8 @@ def test_profiles_show_the_operators() -> None:
         "khot::soft_count",
         "khot::soft_count_backward",
         "khot::topk_mask",
-        "khot::laplace_rank",
-        "khot::laplace_sort",
+        "khot::laplace_count",
+        "khot::laplace_thresholds",
         "khot::pareto_sample",
     } <= names
 

@@ -24,7 +24,7 @@ from khot import _kernels as kernels
 from khot import cdfs
 from khot._core.interpolation import InterpolationName
 from khot._kernels.reference import laplace as scans
-from khot._ops.laplace_thresholds import laplace_thresholds
+from khot._ops.laplace import laplace_thresholds
 
 INF, NAN = math.inf, math.nan
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
@@ -184,25 +184,24 @@ def test_compiled_kernels_agree_with_the_reference(scores: str, n: int) -> None:
         tight = {"rtol": 4 * torch.finfo(dtype).eps, "atol": n * 1e-13}
         for tau in (f64([1.0, 0.1]), f64([1e-2, 1e-4])):
             scale = tau.unsqueeze(-1)
-            rank, order = scans.laplace_rank(x, tau)
-            torch.testing.assert_close(ops.laplace_rank(x, tau)[0], rank, **tight)
-            want = scans.laplace_rank_backward(v, x, order, tau)
-            got = ops.laplace_rank_backward(v, x, order, tau)
+            rank, order, place = scans.laplace_count(x, None, tau)
+            torch.testing.assert_close(ops.laplace_count(x, None, tau)[0], rank, **tight)
+            want = scans.laplace_count_backward(v, x, order, None, place, tau, True)
+            got = ops.laplace_count_backward(v, x, order, None, place, tau, True)
             torch.testing.assert_close(got[0] * scale, want[0] * scale, **tight)
-            torch.testing.assert_close(got[1] * tau, want[1] * tau, rtol=1e-11, atol=n * 1e-12)
-            for descending in (False, True):
-                t, _ = scans.laplace_sort(x, tau, descending)
-                torch.testing.assert_close(ops.laplace_sort(x, tau, descending)[0], t, **tight)
-                want = scans.laplace_sort_backward(v, x, order, tau, descending, True)
-                got = ops.laplace_sort_backward(v, x, order, tau, descending, True)
-                torch.testing.assert_close(got[0], want[0], **tight)
-                torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=n * 1e-12)
+            torch.testing.assert_close(got[2] * tau, want[2] * tau, rtol=1e-11, atol=n * 1e-12)
+            _, t, order, place = scans.laplace_thresholds(x, None, tau)
+            torch.testing.assert_close(ops.laplace_thresholds(x, None, tau)[1], t, **tight)
+            want = scans.laplace_thresholds_backward(v, x, order, None, place, tau, True)
+            got = ops.laplace_thresholds_backward(v, x, order, None, place, tau, True)
+            torch.testing.assert_close(got[0], want[0], **tight)
+            torch.testing.assert_close(got[2], want[2], rtol=1e-8, atol=n * 1e-12)
             hi, lo, order, place = scans.laplace_thresholds(x, levels, tau)
             found = ops.laplace_thresholds(x, levels, tau)
             torch.testing.assert_close((found[0] + found[1]), (hi + lo), rtol=1e-15, atol=n * 1e-14)
             w = randn(2, 2 * n + 1, seed=3)
-            want = scans.laplace_thresholds_backward(w, x, order, hi, lo, place, tau)
-            got = ops.laplace_thresholds_backward(w, x, order, hi, lo, place, tau)
+            want = scans.laplace_thresholds_backward(w, x, order, levels, place, tau, True)
+            got = ops.laplace_thresholds_backward(w, x, order, levels, place, tau, True)
             torch.testing.assert_close(got[0], want[0], **tight)
             torch.testing.assert_close(got[1], want[1], rtol=1e-9, atol=0)
             torch.testing.assert_close(got[2], want[2], rtol=1e-8, atol=n * 1e-12)
@@ -218,7 +217,8 @@ def test_order_sorts(dtype: torch.dtype, n: int) -> None:
     x[3, ::2] = -0.0
     x = x.to(dtype)
     one = torch.ones((), dtype=torch.float64)
-    for order in (torch.ops.khot.laplace_rank(x, one)[1], torch.ops.khot.laplace_sort(x, one, True)[1]):
+    for operator in (torch.ops.khot.laplace_count, torch.ops.khot.laplace_thresholds):
+        *_, order, _ = operator(x, None, one)
         order = order.long()
         assert torch.equal(order.sort().values, torch.arange(n).expand(4, n))
         assert torch.equal(x.gather(-1, order), x.sort(descending=True).values)

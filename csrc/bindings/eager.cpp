@@ -478,7 +478,7 @@ PyObject* soft_rank(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const Ranked call = ranked(args, count);
   if (call.x == nullptr) Py_RETURN_NONE;
-  RECORD_FUNCTION("khot::laplace_rank", std::vector<c10::IValue>());
+  RECORD_FUNCTION("khot::laplace_count", std::vector<c10::IValue>());
   const Tensor scores = call.x->contiguous(), x = call.descending ? scores : scores.detach().neg();
   Tensor rank = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1);
@@ -491,7 +491,7 @@ PyObject* soft_sort(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const Ranked call = ranked(args, count);
   if (call.x == nullptr) Py_RETURN_NONE;
-  RECORD_FUNCTION("khot::laplace_sort", std::vector<c10::IValue>());
+  RECORD_FUNCTION("khot::laplace_thresholds", std::vector<c10::IValue>());
   const Tensor x = call.x->contiguous();
   Tensor sorted = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1);

@@ -1,7 +1,8 @@
-// The soft count at any levels under the Laplace CDF, and its gradients.
+// The soft count of a row at any levels under the Laplace CDF, and its gradients. Without levels it is the
+// count at each entry, which counts itself as 1: its rank.
 #pragma once
 
-#include "laplace/segment.h"
+#include "laplace/rows.h"
 
 namespace khot::laplace {
 
@@ -38,45 +39,75 @@ inline void tails(const double* y, const Finite& finite, const double* levels, c
 }
 
 // With j entries above a level, C = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta are the
-// distances in tau to its neighbours.
-template <class R>
+// distances in tau to its neighbours. places are not written without levels.
+template <class R, class C>
 void count_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work,
-               double* count, int32_t* order, int32_t* places) {
+               C* count, int32_t* order, int32_t* places) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
-  double *up = work.take(), *down = work.take();
   argsort_row(x, n, work, order, y);
   if (has_nan(y, n) || !is_temperature(tau)) {
-    std::fill(count, count + m, kNan), std::fill(places, places + m, 0);
+    std::fill(count, count + m, static_cast<C>(kNan));
+    if (levels) std::fill(places, places + m, 0);
     return;
   }
   decays(y, n, tau, decay);
   masses(decay, n, above, below);
+  if (!levels) {
+    for (int64_t p = 0; p < n; ++p) {
+      count[order[p]] = static_cast<C>(static_cast<double>(p + 1) + 0.5 * (below[p] - above[p]));
+    }
+    return;
+  }
   const Finite finite(y, n);
+  double *up = work.take(), *down = work.take();
   count_at_least(y, n, levels, m, places);
   for (int64_t i = 0; i < m; ++i) places[i] = static_cast<int32_t>(finite.clamp(places[i]));
   tails(y, finite, levels, places, m, tau, up, down);
   for (int64_t i = 0; i < m; ++i) {
     const int64_t j = places[i];
     const double a = j > 0 ? above[j - 1] : 0, b = j < n ? below[j] : 0;
-    count[i] = levels[i] == levels[i] ? static_cast<double>(j) - 0.5 * up[i] * a + 0.5 * down[i] * b : kNan;
+    const double c = static_cast<double>(j) - 0.5 * up[i] * a + 0.5 * down[i] * b;
+    count[i] = static_cast<C>(levels[i] == levels[i] ? c : kNan);
   }
 }
 
-// Writes dL/dx and dL/dlevel. Returns dL/dtau.
-template <class R>
-double count_backward_row(const double* grad, const R* x, const int32_t* order, int64_t n,
-                          const double* levels, const int32_t* places, int64_t m, double tau,
-                          Workspace<R>& work, R* dx, double* dlevel) {
+// dx_j = sum_i f_ij (v_i - v_j)/tau, as an entry is a level, too. Returns dL/dtau.
+template <bool kTau, class R, class G>
+double rank_backward_row(const G* grad, const int32_t* order, int64_t n, double tau, const double* y,
+                         const double* decay, Workspace<R>& work, R* dx) {
+  double *v = work.take(), *partial = work.take(), *ones = work.take(), dtau = 0;
+  const double scale = 0.5 / tau;
+  for (int64_t p = 0; p < n; ++p) v[p] = std::isinf(y[p]) ? 0.0 : static_cast<double>(grad[order[p]]);
+  sweep<true>(y, decay, v, n, tau, [&](int64_t p, const Passed& above) {
+    partial[p] = above.sum, ones[p] = above.ones;
+    if (kTau) dtau -= v[p] * above.distances;
+  });
+  sweep<false>(y, decay, v, n, tau, [&](int64_t p, const Passed& below) {
+    const double d = partial[p] + below.sum - v[p] * (ones[p] + below.ones);
+    dx[order[p]] = static_cast<R>(std::isinf(y[p]) ? 0.0 : scale * d);
+    if (kTau) dtau += v[p] * below.distances;
+  });
+  return scale * dtau;
+}
+
+// Writes dL/dx and dL/dlevel. Returns dL/dtau, or 0 where that is not wanted.
+template <bool kTau, class R, class G>
+double count_backward_row(const G* grad, const R* x, const int32_t* order, int64_t n, const double* levels,
+                          const int32_t* places, int64_t m, double tau, Workspace<R>& work, R* dx,
+                          double* dlevel) {
   work.taken = 0;
-  double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
-  double *up = work.take(), *down = work.take(), *to_above = work.take(), *to_below = work.take();
+  double *y = work.take(), *decay = work.take();
   for (int64_t p = 0; p < n; ++p) y[p] = x[order[p]];
-  if (has_nan(y, n) || has_nan(levels, m) || !is_temperature(tau)) {
-    std::fill(dx, dx + n, static_cast<R>(kNan)), std::fill(dlevel, dlevel + m, kNan);
+  if (has_nan(y, n) || (levels && has_nan(levels, m)) || !is_temperature(tau)) {
+    std::fill(dx, dx + n, static_cast<R>(kNan));
+    if (levels) std::fill(dlevel, dlevel + m, kNan);
     return kNan;
   }
   decays(y, n, tau, decay);
+  if (!levels) return rank_backward_row<kTau>(grad, order, n, tau, y, decay, work, dx);
+  double *above = work.take(), *below = work.take(), *up = work.take(), *down = work.take();
+  double *to_above = work.take(), *to_below = work.take();
   masses(decay, n, above, below);
   tails(y, Finite(y, n), levels, places, m, tau, to_above, to_below);
   std::fill(up, up + n, 0.0), std::fill(down, down + n, 0.0);
@@ -89,16 +120,16 @@ double count_backward_row(const double* grad, const R* x, const int32_t* order, 
       const double sent = v * to_above[i], moment = sent * above[j - 1];
       up[j - 1] += sent;
       dlevel[i] -= moment;
-      dtau -= moment * gap_of(y[j - 1], levels[i], tau);
+      if (kTau) dtau -= moment * gap_of(y[j - 1], levels[i], tau);
     }
     if (to_below[i] > 0) {
       const double sent = v * to_below[i], moment = sent * below[j];
       down[j] += sent;
       dlevel[i] -= moment;
-      dtau += moment * gap_of(levels[i], y[j], tau);
+      if (kTau) dtau += moment * gap_of(levels[i], y[j], tau);
     }
   }
-  return dtau + collect(up, down, y, decay, order, n, tau, true, above, dx);
+  return dtau + collect<kTau>(up, down, y, decay, order, n, tau, above, dx);
 }
 
 }  // namespace khot::laplace

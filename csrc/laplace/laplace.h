@@ -3,7 +3,5 @@
 #pragma once
 
 #include "laplace/count.h"
-#include "laplace/rank.h"
 #include "laplace/scan.h"
-#include "laplace/sort.h"
 #include "laplace/thresholds.h"

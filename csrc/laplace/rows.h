@@ -153,31 +153,56 @@ inline void masses(const double* decay, int64_t n, double* above, double* below)
   for (int64_t p = n - 1; p >= 0; --p) below[p] = sum = decay[p + 1] * sum + 1;
 }
 
+// The finite entries of a sorted row are those with first <= p < last.
+struct Finite {
+  int64_t first = 0, last;
+  Finite(const double* y, int64_t n) : last(n) {
+    while (first < n && y[first] == std::numeric_limits<double>::infinity()) ++first;
+    while (last > 0 && y[last - 1] == -std::numeric_limits<double>::infinity()) --last;
+  }
+  int64_t clamp(int64_t p) const { return std::min(std::max(p, first), last); }
+};
+
+// What a sweep has passed when it reaches an entry: sums over the entries before this one, in which d is
+// their distance from it in tau and w what the sweep carries.
+struct Passed {
+  double ones = 0;       // of exp(-d)
+  double sum = 0;        // of w exp(-d)
+  double distances = 0;  // of d exp(-d)
+};
+
+// visit(p, passed) for all entries, from the first one down or from the last one up. A sum that visit does
+// not read costs nothing.
+template <bool kDown, class Visit>
+KHOT_INLINE void sweep(const double* y, const double* decay, const double* w, int64_t n, double tau,
+                       const Visit& visit) {
+  Passed s;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t p = kDown ? i : n - 1 - i;
+    if (i > 0) {
+      const int64_t below = kDown ? p : p + 1;
+      s.ones = decay[below] * (s.ones + 1);
+      s.sum = decay[below] * (s.sum + w[kDown ? p - 1 : p + 1]);
+      s.distances = gap_of(y[below - 1], y[below], tau) * s.ones + decay[below] * s.distances;
+    }
+    visit(p, s);
+  }
+}
+
 // Spreads what was sent to each entry, up and down from there, and so gives dx. Returns what the distances
-// add to dL/dtau.
-template <class R>
+// add to dL/dtau, or 0 where that is not wanted.
+template <bool kTau, class R>
 double collect(const double* up, const double* down, const double* y, const double* decay,
-               const int32_t* order, int64_t n, double tau, bool want_tau, double* partial, R* dx) {
-  double sum = 0, dtau = 0;
-  for (int64_t p = 0; p < n; ++p) partial[p] = sum = decay[p] * sum + down[p];
-  sum = 0;
-  for (int64_t p = n - 1; p >= 0; --p) {
-    sum = decay[p + 1] * sum + up[p];
-    dx[order[p]] = static_cast<R>(std::isinf(y[p]) ? 0.0 : partial[p] + sum);
-  }
-  if (!want_tau) return 0;
-  double one = 0, distance = 0;
-  for (int64_t p = 1; p < n; ++p) {
-    one = decay[p] * (one + 1);
-    distance = gap_of(y[p - 1], y[p], tau) * one + decay[p] * distance;
-    dtau -= up[p] * distance;
-  }
-  one = distance = 0;
-  for (int64_t p = n - 2; p >= 0; --p) {
-    one = decay[p + 1] * (one + 1);
-    distance = gap_of(y[p], y[p + 1], tau) * one + decay[p + 1] * distance;
-    dtau += down[p] * distance;
-  }
+               const int32_t* order, int64_t n, double tau, double* partial, R* dx) {
+  double dtau = 0;
+  sweep<true>(y, decay, down, n, tau, [&](int64_t p, const Passed& above) {
+    partial[p] = above.sum + down[p];
+    if (kTau) dtau -= up[p] * above.distances;
+  });
+  sweep<false>(y, decay, up, n, tau, [&](int64_t p, const Passed& below) {
+    dx[order[p]] = static_cast<R>(std::isinf(y[p]) ? 0.0 : partial[p] + (below.sum + up[p]));
+    if (kTau) dtau += down[p] * below.distances;
+  });
   return dtau;
 }
 

@@ -1,7 +1,8 @@
-// The thresholds of any levels under the Laplace CDF, and their gradients.
+// The inverse of the soft count of a row under the Laplace CDF: the thresholds of any levels, and their
+// gradients. Without levels they are those of i + 1/2, the soft sort.
 #pragma once
 
-#include "laplace/segment.h"
+#include "laplace/rows.h"
 
 namespace khot::laplace {
 
@@ -37,81 +38,139 @@ class Place {
   int64_t n_, at_ = 0;
 };
 
-template <class R>
+// The same for the levels i + 1/2 of a whole row. An entry with the count C lies above them from i = C - 1/2
+// on, so that these indices are counted and summed up. In a search the processor would mispredict every other
+// branch.
+inline void half_places(const double* above, const double* below, int64_t n, const Finite& finite,
+                        std::vector<int32_t>& starts, int32_t* places) {
+  starts.assign(n + 1, 0);
+  for (int64_t p = 0; p < n; ++p) {
+    const double from = static_cast<double>(p) + 0.5 * (below[p] - above[p]);  // in [-1/2, n)
+    const int64_t i = static_cast<int64_t>(from + 1) - 1;
+    ++starts[i + (static_cast<double>(i) < from)];
+  }
+  int64_t total = 0;
+  for (int64_t i = 0; i < n; ++i) places[i] = static_cast<int32_t>(finite.clamp(total += starts[i]));
+}
+
+inline double level_of(const double* levels, int64_t i) {
+  return levels ? levels[i] : static_cast<double>(i) + 0.5;
+}
+
+// t in the segment with j entries above it: C(t) = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta
+// are the distances in tau from t to its neighbours. big is the larger one of a e^(-alpha) and b e^(-beta):
+// it is the smaller one plus 2|j - level|, and computed without cancellation where level is not j. There
+// both are equal, and may underflow.
+struct Segment {
+  double a, b, lack, root, big;
+  Segment(int64_t j, double level, const Finite& finite, const double* above, const double* below,
+          const double* decay)
+      : a(j > finite.first ? above[j - 1] : 0),
+        b(j < finite.last ? below[j] : 0),
+        lack(static_cast<double>(j) - level),
+        root(std::sqrt(lack * lack + a * b * decay[j])),
+        big(std::fabs(lack) + root) {}
+  // exp((t - neighbour)/tau) for the nearer neighbour; where both are as near, exp of twice the distance from
+  // t to the middle between them.
+  double ratio() const { return lack == 0 ? b / a : (lack > 0 ? big : b) / (lack > 0 ? a : big); }
+};
+
+// Writes the threshold hi + lo of each level, or the sum itself to lo if hi is null.
+template <class R, class T>
 void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work,
-                    double* hi, double* lo, int32_t* order, int32_t* places) {
+                    double* hi, T* lo, int32_t* order, int32_t* places) {
+  const auto write = [=](int64_t i, double high, double low) {
+    if (hi) hi[i] = high;
+    lo[i] = static_cast<T>(hi ? low : high + low);
+  };
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take(),
          *ratio = work.take();
   argsort_row(x, n, work, order, y);
   if (n == 0 || has_nan(y, n) || !is_temperature(tau)) {
-    std::fill(hi, hi + m, kNan), std::fill(lo, lo + m, kNan), std::fill(places, places + m, 0);
+    std::fill(places, places + m, 0);
+    for (int64_t i = 0; i < m; ++i) write(i, kNan, kNan);
     return;
   }
   decays(y, n, tau, decay);
   masses(decay, n, above, below);
   const Finite finite(y, n);
-  Place place(above, below, n);
-  std::fill(ratio, ratio + m + kLanes, 1.0);
-  for (int64_t i = 0; i < m; ++i) {
-    const int64_t j = finite.clamp(place(levels[i]));
-    places[i] = static_cast<int32_t>(j);
-    const Segment s(j, levels[i], finite, above, below, decay);
-    ratio[i] = s.lack != 0 ? s.ratio() : s.b / s.a;
+  if (levels) {
+    Place place(above, below, n);
+    for (int64_t i = 0; i < m; ++i) places[i] = static_cast<int32_t>(finite.clamp(place(levels[i])));
+  } else {
+    half_places(above, below, n, finite, work.places, places);
   }
+  for (int64_t i = 0; i < m; ++i) {
+    ratio[i] = Segment(places[i], level_of(levels, i), finite, above, below, decay).ratio();
+  }
+  std::fill(ratio + m, ratio + m + kLanes, 1.0);
   each_log(ratio, m);
   for (int64_t i = 0; i < m; ++i) {
     const int64_t j = places[i];
-    const double level = levels[i], lack = static_cast<double>(j) - level;
+    const double level = level_of(levels, i), lack = static_cast<double>(j) - level;
     if (level <= finite.first || level >= finite.last) {
-      hi[i] = lo[i] = level <= finite.first ? kHuge : -kHuge;
-    } else if (lack != 0) {
-      hi[i] = lack > 0 ? y[j - 1] : y[j], lo[i] = tau * ratio[i];
+      const double end = level <= finite.first ? kHuge : -kHuge;
+      write(i, end, end);
+    } else if (lack == 0) {
+      write(i, y[j], 0.5 * (y[j - 1] - y[j]) + 0.5 * tau * ratio[i]);
     } else {
-      hi[i] = y[j], lo[i] = 0.5 * (y[j - 1] - y[j]) + 0.5 * tau * ratio[i];
+      write(i, level == level ? y[j - (lack > 0)] : kNan, tau * ratio[i]);
     }
-    if (level != level) hi[i] = lo[i] = kNan;
   }
 }
 
-// Writes dL/dx and dL/dlevel. Returns dL/dtau.
-template <class R>
-double thresholds_backward_row(const double* grad, const R* x, const int32_t* order, int64_t n,
-                               const double* hi, const double* lo, const int32_t* places, int64_t m,
-                               double tau, Workspace<R>& work, R* dx, double* dlevel) {
+// Writes dL/dx and dL/dlevel. Returns dL/dtau, or 0 where that is not wanted.
+template <bool kTau, class R, class G>
+double thresholds_backward_row(const G* grad, const R* x, const int32_t* order, int64_t n,
+                               const double* levels, const int32_t* places, int64_t m, double tau,
+                               Workspace<R>& work, R* dx, double* dlevel) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
   for (int64_t p = 0; p < n; ++p) y[p] = x[order[p]];
   if (has_nan(y, n) || !is_temperature(tau)) {
-    std::fill(dx, dx + n, static_cast<R>(kNan)), std::fill(dlevel, dlevel + m, kNan);
+    std::fill(dx, dx + n, static_cast<R>(kNan));
+    if (levels) std::fill(dlevel, dlevel + m, kNan);
     return kNan;
   }
   decays(y, n, tau, decay);
   masses(decay, n, above, below);
-  double *up = work.take(), *down = work.take();
-  std::fill(up, up + n, 0.0), std::fill(down, down + n, 0.0);
+  // What each threshold sends to the next entry below and above it, with room for neighbours that do not
+  // exist.
+  double* sent[2] = {work.take(), work.take() + 1};
+  std::fill(sent[0], sent[0] + n + 1, 0.0), std::fill(sent[1] - 1, sent[1] + n, 0.0);
   const Finite finite(y, n);
   double dtau = 0;
   for (int64_t i = 0; i < m; ++i) {
-    dlevel[i] = 0;
-    if (std::fabs(hi[i]) == kHuge || grad[i] == 0) continue;
+    if (levels) dlevel[i] = 0;
+    const double level = level_of(levels, i);
+    if (level <= finite.first || level >= finite.last || grad[i] == 0) continue;
     const int64_t j = places[i];
-    const bool has_above = j > finite.first, has_below = j < finite.last;
-    const double a = has_above ? above[j - 1] : 1, b = has_below ? below[j] : 1;
-    const double alpha = has_above ? ((y[j - 1] - hi[i]) - lo[i]) / tau : 0;
-    const double beta = has_below ? (lo[i] - (y[j] - hi[i])) / tau : 0;
-    // Both shares are relative to the larger one, since in a wide gap both would underflow.
-    const double log_a = has_above ? std::log(a) - alpha : -kHuge,
-                 log_b = has_below ? std::log(b) - beta : -kHuge;
-    const double top = std::max(log_a, log_b);
-    double share_above = std::exp(log_a - top), share_below = std::exp(log_b - top);
-    const double mass = share_above + share_below, v = grad[i] / mass;
-    dlevel[i] = -grad[i] * std::exp(std::log(2 * tau / mass) - top);
-    if (has_above) up[j - 1] += v * share_above / a;
-    if (has_below) down[j] += v * share_below / b;
-    dtau += v * (share_below * beta - share_above * alpha);
+    const Segment s(j, level, finite, above, below, decay);
+    const double gap = s.lack == 0 || decay[j] != 0 ? (y[j - 1] - y[j]) / tau : 0;  // both are there
+    const int near = s.lack > 0;  // whether the nearer neighbour is above; an index, to save a branch
+    const double mass[2] = {s.b, s.a};
+    double to_near, to_far, rate;
+    if (s.lack != 0) {
+      // The sum of a e^(-alpha) and b e^(-beta) is 2 root. Their product is a b e^(-gap), and 0 where a
+      // neighbour is missing.
+      const double v = grad[i] / (2 * s.root);
+      to_near = v * s.big / mass[near], to_far = v * decay[j] * mass[near] / s.big;
+      rate = 1 / s.root;
+    } else {
+      to_near = 0.5 * grad[i] / s.b, to_far = 0.5 * grad[i] / s.a;
+      rate = levels ? std::exp(0.5 * (gap - std::log(s.a * s.b))) : 0;
+    }
+    sent[near][j - near] += to_near;
+    sent[1 - near][j - (1 - near)] += to_far;
+    if (levels) dlevel[i] = -grad[i] * tau * rate;
+    if (kTau) {
+      const double log = std::log(s.ratio()), sign = near ? 1 : -1;
+      const double distance = s.lack != 0 ? -sign * log : 0.5 * (gap + log);
+      dtau -= sign * (to_near * mass[near] * distance - to_far * mass[1 - near] * (gap - distance));
+    }
   }
-  return dtau + collect(up, down, y, decay, order, n, tau, true, above, dx);
+  return dtau + collect<kTau>(sent[1], sent[0], y, decay, order, n, tau, above, dx);
 }
 
 }  // namespace khot::laplace

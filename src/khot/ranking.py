@@ -22,8 +22,7 @@ from khot._core.interpolation import InterpolationName, between, check_interpola
 from khot._core.parts import in_parts
 from khot._core.precision import wide_dtype, widen
 from khot._core.rows import by_rows
-from khot._ops.laplace_rank import laplace_rank
-from khot._ops.laplace_sort import laplace_sort
+from khot._ops.laplace import laplace_rank, laplace_sort
 from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
 from khot._ops.permutation import (
     boundaries,
@@ -187,7 +186,8 @@ def soft_sort(
     if by_scans(F):  # F is symmetric, so the ascending order is the descending one, read from the other end
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-        t = laplace_sort(x, tau, descending)
+        t = laplace_sort(x, tau)
+        t = t if descending else t.flip(-1)
     else:
         x = arguments.rows(input, dim, mask, largest=descending)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)

@@ -98,7 +98,7 @@ def test_counts_from_a_sorted_row(dtype: torch.dtype, n: int) -> None:
     compare(got, want, 1e-13 * want)
 
     v = torch.randn(levels.shape, generator=g, dtype=torch.float64)
-    found = torch.ops.khot.laplace_count_backward(v, x, order, levels, place, tau)
+    found = torch.ops.khot.laplace_count_backward(v, x, order, levels, place, tau, True)
     wanted = counts.soft_count_backward(v, x.double(), *rest)
     size = v.abs().sum(-1) / tau
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
@@ -115,7 +115,7 @@ def test_what_is_not_a_number_in_a_sorted_row() -> None:
     got, order, place = torch.ops.khot.laplace_count(x, levels, tau)
     compare(got, counts.soft_count(x.double(), levels, tau, "laplace", 0.0, False), 1e-15)
     assert got[:4].isnan().all() and got[4].isnan().tolist() == [True, False, False]
-    found = torch.ops.khot.laplace_count_backward(torch.ones_like(levels), x, order, levels, place, tau)
+    found = torch.ops.khot.laplace_count_backward(torch.ones_like(levels), x, order, levels, place, tau, True)
     assert all(t.isnan().all() for t in found)
 
 

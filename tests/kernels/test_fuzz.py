@@ -318,7 +318,7 @@ def level_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     count, order, place = torch.ops.khot.laplace_count(x, levels, tau)
     rest = (levels, tau, "laplace", 0.0, False)
     found = {"counts": (far(count, soft_count.soft_count(x.double(), *rest)) / (1e-12 * n)).amax(-1)}
-    got = torch.ops.khot.laplace_count_backward(grad, x, order, levels, place, tau)
+    got = torch.ops.khot.laplace_count_backward(grad, x, order, levels, place, tau, True)
     true = soft_count.soft_count_backward(grad, x.double(), *rest)
     unit = grad.abs().sum(-1) / tau
     limits = (2 * torch.finfo(x.dtype).eps + 1e-12, 1e-12 * n, 1e-12 * n)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core.precision import greatest, wide_dtype, widen
-from khot._ops.laplace_thresholds import laplace_thresholds
+from khot._ops.laplace import laplace_thresholds
 from khot._ops.soft_topk import thresholds
 from khot.cdfs import CDF
 

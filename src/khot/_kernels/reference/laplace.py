@@ -4,8 +4,11 @@ With the scores sorted, y_0 ≥ y_1 ≥ …, and the decays e^(−g_p) of the ga
 as Σ_(j above p) e^(−(y_j − y_p)/τ) w_j follow from one another: :func:`decay_scan`. No decay exceeds 1, so
 nothing overflows, whatever x/τ is (Struski et al. 2025, Proposition 4.2, has e^(±x/τ) instead).
 
+The count and its inverse are taken at any levels; without levels, the count at the entries themselves, which
+gives their ranks, and the inverse at the levels i − ½, which gives the soft sort.
+
 The derivatives are written in torch operations and scans only. Given a differentiable ``scan`` they can be
-differentiated again, to any order and in either mode (`khot._ops.laplace_rank` and its neighbours).
+differentiated again, to any order and in either mode (`khot._ops.laplace`).
 """
 
 from __future__ import annotations
@@ -27,17 +30,11 @@ __all__ = [
     "half_levels",
     "laplace_count",
     "laplace_count_backward",
-    "laplace_rank",
-    "laplace_rank_backward",
-    "laplace_sort",
-    "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "vjp_count",
-    "vjp_rank",
     "vjp_thresholds",
     "jvp_count",
-    "jvp_rank",
     "jvp_thresholds",
 ]
 
@@ -83,87 +80,40 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     return out.flip(-1) if reverse else out
 
 
-# --------------------------------------------------------------------------------------------- rank
-
-
-def laplace_rank(x: Tensor, tau: Tensor, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
-    """r_i = ½ + Σ_j F((x_j − x_i)/τ) for Laplace's F, so that 1 is the largest; and the order that sorts x.
-
-    Equal entries, infinite ones among them, share the mean of their ranks.
-
-    Args:
-        x: (*batch, n).
-        tau: broadcasts with batch.
-
-    Returns:
-        The ranks, (*batch, n) of x's dtype; and the int32 indices that sort x in descending order. Rows with
-        a NaN, or with a τ that is not positive, are NaN.
-    """
-    y, order = _descending(x)
-    tau = widen(tau).expand(x.shape[:-1])
-    gap = _gaps(y, tau)
-    one = torch.ones_like(y)
-    place = torch.arange(1, x.shape[-1] + 1, dtype=wide_dtype(x.device), device=x.device)
-    rank = place + 0.5 * (scan(one, gap, True) - scan(one, gap, False))
-    rank = rank.masked_fill(_bad(x, tau).unsqueeze(-1), math.nan)
-    out = torch.empty_like(y).scatter_(-1, order, rank)
-    return out.to(x.dtype), order.int()
-
-
-def laplace_rank_backward(
-    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan = decay_scan
-) -> tuple[Tensor, Tensor]:
-    """The gradients in x and in τ; the latter has the batch shape."""
-    return vjp_rank(grad, x, order, tau, scan)
-
-
-def vjp_rank(grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-    """Reverse mode: dL/dx_j = Σ_i f_ij (v_i − v_j)/τ, since ∂r/∂x is symmetric, and dL/dτ = ⟨v, ∂r/∂τ⟩."""
-    s = _sorted(x, order, tau, scan)
-    v = widen(grad).gather(-1, s.order)
-    return _unsort(_spread(v, s, scan), s.order).to(x.dtype), (v * _rank_in_tau(s, scan)).sum(-1)
-
-
-def jvp_rank(
-    dx: Tensor | None, dtau: Tensor | None, x: Tensor, order: Tensor, tau: Tensor, scan: Scan
-) -> Tensor:
-    """Forward mode."""
-    s = _sorted(x, order, tau, scan)
-    out = torch.zeros_like(s.y)
-    if dx is not None:
-        out = out + _spread(widen(dx).gather(-1, s.order), s, scan)
-    if dtau is not None:
-        out = out + _rank_in_tau(s, scan) * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
-    return _unsort(out, s.order).to(x.dtype)
+# ------------------------------------------------------------------------------------------- the row
 
 
 class _Sorted(NamedTuple):
     order: Tensor  # int64
     y: Tensor  # the scores, descending, 0 in place of infinite ones
     free: Tensor  # which are finite
-    tau: Tensor  # (*batch)
+    tau: Tensor  # (*batch), NaN if it is not positive and finite
     gap: Tensor
     up: Tensor  # Σ e^(−distance/τ) over the entries above
     down: Tensor
 
 
-def _sorted(x: Tensor, order: Tensor, tau: Tensor, scan: Scan) -> _Sorted:
-    order = order.long()
-    y = widen(x).gather(-1, order)
+def _sorted(x: Tensor, order: Tensor | None, tau: Tensor, scan: Scan) -> _Sorted:
+    """The row in the given order, or sorted. It is sorted in its own dtype, which has the same order and
+    takes a GPU half the digits or fewer."""
+    if order is None:
+        y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+        y = widen(y)
+    else:
+        order = order.long()
+        y = widen(x).gather(-1, order)
     tau = widen(tau).expand(x.shape[:-1])
+    tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
     gap = _gaps(y, tau)
     free = ~y.isinf()  # a NaN spreads over its row
     one = torch.ones_like(y)
-    return _Sorted(
-        order, y.masked_fill(~free, 0), free, tau, gap, scan(one, gap, False), scan(one, gap, True)
-    )
+    up, down = scan(one, gap, False), scan(one, gap, True)
+    return _Sorted(order, y.masked_fill(~free, 0), free, tau, gap, up, down)
 
 
-def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sorted scores, widened, and their order. They are sorted in their own dtype, which has the same
-    order and takes a GPU half the digits or fewer."""
-    y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-    return widen(y), order
+def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the first finite entry of the sorted row, and the one after the last: (*batch, 1)."""
+    return (x == math.inf).sum(-1, keepdim=True), (x > -math.inf).sum(-1, keepdim=True)
 
 
 def _gaps(y: Tensor, tau: Tensor) -> Tensor:
@@ -175,38 +125,25 @@ def _gaps(y: Tensor, tau: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
 
 
-def _spread(v: Tensor, s: _Sorted, scan: Scan) -> Tensor:
-    """Σ_j f_ij (v_j − v_i)/τ, and 0 for infinite entries: the derivative there is zero."""
-    v = v.masked_fill(~s.free, 0)
-    around = scan(v, s.gap, False) + scan(v, s.gap, True)
-    out = 0.5 * (around - v * (s.up + s.down)) / s.tau.unsqueeze(-1)
-    return out.masked_fill(~s.free, 0)
-
-
 def _distances(s: _Sorted, scan: Scan) -> tuple[Tensor, Tensor]:
     """Σ e^(−d) d over the entries above, and over those below, where d are their distances in τ."""
     up, down = s.gap * s.up, ahead(s.gap) * s.down
     return up + scan(up, s.gap, False), down + scan(down, s.gap, True)
 
 
-def _rank_in_tau(s: _Sorted, scan: Scan) -> Tensor:
-    up, down = _distances(s, scan)
-    return 0.5 * (down - up) / s.tau.unsqueeze(-1)
-
-
 def _unsort(v: Tensor, order: Tensor) -> Tensor:
     return torch.zeros_like(v).scatter(-1, order, v)
 
 
-def _bad(x: Tensor, tau: Tensor) -> Tensor:
-    return x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))
+def _bad(x: Tensor, s: _Sorted) -> Tensor:
+    return (x.isnan().any(-1) | s.tau.isnan()).unsqueeze(-1)
 
 
 # ------------------------------------------------------------------------------------------- counts
 
 
 def laplace_count(
-    x: Tensor, levels: Tensor, tau: Tensor, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C(b) = Σ_j F((x_j − b)/τ) for Laplace's F, at many levels b of a row.
 
@@ -216,44 +153,56 @@ def laplace_count(
 
     Args:
         x: (*batch, n).
-        levels: (*batch, m).
+        levels: (*batch, m), or (m,) for the same levels in every row; or None for the ranks
+            r_i = ½ + Σ_j F((x_j − x_i)/τ), the counts at the entries, each of which counts itself as 1. Equal
+            entries, infinite ones among them, share the mean of their ranks.
         tau: broadcasts with batch.
 
     Returns:
-        The counts, (*batch, m) in the dtype of `precision.wide_dtype`; the int32 indices that sort x in
-        descending order; and the int32 numbers p. The counts are NaN for a level that is NaN, and in rows
-        with a NaN or with a τ that is not positive.
+        The counts, (*batch, m) in the dtype of `precision.wide_dtype`, but the ranks in x's; the int32
+        indices that sort x in descending order; and the int32 numbers p, empty for the ranks. The counts are
+        NaN for a level that is NaN, and in rows with a NaN or with a τ that is not positive.
     """
-    y, order = _descending(x)
+    s = _sorted(x, None, tau, scan)
+    bad, order = _bad(x, s), s.order.int()
+    if levels is None:
+        place = torch.arange(1, x.shape[-1] + 1, dtype=s.y.dtype, device=x.device)
+        rank = (place + 0.5 * (s.down - s.up)).masked_fill(bad, math.nan)
+        return _unsort(rank, s.order).to(x.dtype), order, order.new_empty((*x.shape[:-1], 0))
     levels = widen(levels).expand(*x.shape[:-1], levels.shape[-1])
-    last = (y > -math.inf).sum(-1, keepdim=True)
+    y = widen(x).gather(-1, s.order)
     place = torch.searchsorted(-y, -levels.contiguous(), right=True)
-    place, order = torch.minimum(place, last).int(), order.int()
-    _, d = _around(x, levels, order, place, tau, scan)
+    place = torch.minimum(place, _ends(x)[1]).int()
+    d = _around(levels, place, s, scan)
     count = place - d.above.weight * d.above.mass + d.below.weight * d.below.mass
-    bad = _bad(x, tau.expand(x.shape[:-1])).unsqueeze(-1) | levels.isnan()
-    return count.masked_fill(bad, math.nan), order, place
+    return count.masked_fill(bad | levels.isnan(), math.nan), order, place
 
 
 def laplace_count_backward(
     grad: Tensor,
     x: Tensor,
     order: Tensor,
-    levels: Tensor,
+    levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
+    want_tau: bool,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, the levels (*batch, m) and τ (batch)."""
-    return vjp_count(grad, x, order, levels, place, tau, scan)
+    """The gradients in x, the levels (*batch, m) and τ (batch). Without levels theirs is empty, and that of τ
+    may hold anything unless it is wanted."""
+    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, scan))
 
 
 def vjp_count(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor, place: Tensor, tau: Tensor, scan: Scan
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a
     level get their share through the one next to it."""
-    s, d = _around(x, levels, order, place, tau, scan)
+    s = _sorted(x, order, tau, scan)
+    if levels is None:  # ∂r/∂x is symmetric
+        v = widen(grad).gather(-1, s.order)
+        return _unsort(_spread(v, s, scan), s.order).to(x.dtype), None, (v * _rank_in_tau(s, scan)).sum(-1)
+    d = _around(levels, place, s, scan)
     v = widen(grad).masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
     zero = torch.zeros_like(s.y)
     up = zero.scatter_add(-1, d.above.nearest, v * d.above.weight)
@@ -269,16 +218,24 @@ def jvp_count(
     dtau: Tensor | None,
     x: Tensor,
     order: Tensor,
-    levels: Tensor,
+    levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
     scan: Scan,
 ) -> Tensor:
     """Forward mode."""
-    s, d = _around(x, levels, order, place, tau, scan)
+    s = _sorted(x, order, tau, scan)
+    v = None if dx is None else widen(dx).gather(-1, s.order)
+    by_tau = 0 if dtau is None else widen(dtau).expand(s.tau.shape).unsqueeze(-1)
+    if levels is None:
+        rank = torch.zeros_like(s.y) if v is None else _spread(v, s, scan)
+        if dtau is not None:
+            rank = rank + _rank_in_tau(s, scan) * by_tau
+        return _unsort(rank, s.order).to(x.dtype)
+    d = _around(levels, place, s, scan)
     out = torch.zeros_like(d.density)
-    if dx is not None:
-        v = widen(dx).gather(-1, s.order).masked_fill(~s.free, 0)
+    if v is not None:
+        v = v.masked_fill(~s.free, 0)
         up, down = v + scan(v, s.gap, False), v + scan(v, s.gap, True)
         out = d.above.weight * up.gather(-1, d.above.nearest) + d.below.weight * down.gather(
             -1, d.below.nearest
@@ -286,8 +243,21 @@ def jvp_count(
     if dlevels is not None:
         out = out - d.density * widen(dlevels)
     if dtau is not None:
-        out = out - d.moment * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
+        out = out - d.moment * by_tau
     return out.masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
+
+
+def _spread(v: Tensor, s: _Sorted, scan: Scan) -> Tensor:
+    """Σ_j f_ij (v_j − v_i)/τ, and 0 for infinite entries: the derivative there is zero."""
+    v = v.masked_fill(~s.free, 0)
+    around = scan(v, s.gap, False) + scan(v, s.gap, True)
+    out = 0.5 * (around - v * (s.up + s.down)) / s.tau.unsqueeze(-1)
+    return out.masked_fill(~s.free, 0)
+
+
+def _rank_in_tau(s: _Sorted, scan: Scan) -> Tensor:
+    up, down = _distances(s, scan)
+    return 0.5 * (down - up) / s.tau.unsqueeze(-1)
 
 
 class _Side(NamedTuple):
@@ -306,11 +276,7 @@ class _Around(NamedTuple):
     moment: Tensor  # Σ f z
 
 
-def _around(
-    x: Tensor, levels: Tensor, order: Tensor, place: Tensor, tau: Tensor, scan: Scan
-) -> tuple[_Sorted, _Around]:
-    tau = widen(tau)
-    s = _sorted(x, order, tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan), scan)
+def _around(levels: Tensor, place: Tensor, s: _Sorted, scan: Scan) -> _Around:
     b, finite = widen(levels).masked_fill(levels.isinf(), 0), ~levels.isinf()
     place, n = place.long(), s.y.shape[-1]
 
@@ -325,14 +291,14 @@ def _around(
     above = side((place - 1).clamp(min=0), place > 0, 1, s.up, up)
     below = side(place.clamp(max=n - 1), place < n, -1, s.down, down)
     density = above.weight * above.mass + below.weight * below.mass
-    return s, _Around(above, below, density, above.moment - below.moment)
+    return _Around(above, below, density, above.moment - below.moment)
 
 
 # --------------------------------------------------------------------------------------- thresholds
 
 
 def laplace_thresholds(
-    x: Tensor, levels: Tensor, tau: Tensor, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """t = hi + lo with C(t) = level, for many levels of a row.
 
@@ -343,105 +309,76 @@ def laplace_thresholds(
 
     Args:
         x: (*batch, n).
-        levels: (m,) for the same levels in every row, or (*batch, m).
+        levels: (*batch, m), or (m,) for the same levels in every row; or None for the soft sort, the
+            thresholds of the levels i − ½ in descending order.
         tau: broadcasts with batch.
 
     Returns:
         hi and lo, (*batch, m), both ±`greatest` where t = ±inf, that is, where no finite entry is counted or
         all of them are; the int32 indices that sort x in descending order; and the int32 number of entries
         above t. hi and lo are NaN in rows with a NaN or with a τ that is not positive, and for a level that
-        is NaN.
+        is NaN. For the soft sort hi is empty, and lo is t in x's dtype.
     """
     batch, n = x.shape[:-1], x.shape[-1]
-    levels = levels.expand(*batch, levels.shape[-1]).contiguous()
-    y, order = _descending(x)
-    bad = (_bad(x, tau.expand(batch)) | (n == 0)).unsqueeze(-1) | levels.isnan()
+    asked = _asked(levels, x).expand(*batch, -1)
+    s = _sorted(x, None, tau, scan)
+    order = s.order.int()
     if n == 0:
-        nan = torch.full_like(levels, math.nan)
-        return nan, nan.clone(), order.int(), torch.zeros_like(levels, dtype=torch.int32)
-    tau = widen(tau).expand(batch)
-    gap = _gaps(y, tau)
-    one = torch.ones_like(y)
-    up, down = scan(one, gap, False), scan(one, gap, True)
-    count = torch.arange(n, dtype=wide_dtype(x.device), device=x.device) + 0.5 * (1 + down - up)
-    first = (y == math.inf).sum(-1, keepdim=True)  # the index of the first finite entry
-    last = (y > -math.inf).sum(-1, keepdim=True)
-    place = torch.searchsorted(count, levels, right=True)
-    place = torch.minimum(torch.maximum(place, first), last)
-
-    above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)
-    a = (1 + up).gather(-1, above).masked_fill(place == first, 0)
-    b = (1 + down).gather(-1, below).masked_fill(place == last, 0)
-    y_above, y_below = y.gather(-1, above), y.gather(-1, below)
-    short = place - levels
-    root = torch.sqrt(short * short + a * b * torch.exp(-gap.gather(-1, below)))
-    near = torch.log(torch.where(short > 0, a, b) / (short.abs() + root))
-    middle = 0.5 * (y_above - y_below) + 0.5 * tau.unsqueeze(-1) * torch.log(b / a)
-    lo = torch.where(short == 0, middle, -torch.sign(short) * tau.unsqueeze(-1) * near)
-    hi = torch.where(short > 0, y_above, y_below)
-
-    none, every, end = levels <= first, levels >= last, greatest(hi)
-    hi = hi.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
-    lo = lo.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan)
-    return hi, lo, order.int(), place.int()
-
-
-def laplace_sort(x: Tensor, tau: Tensor, descending: bool, scan: Scan = decay_scan) -> tuple[Tensor, Tensor]:
-    """The thresholds of the levels i − ½, in x's dtype, in either order; and the descending order of x.
-
-    Infinite entries stay unchanged.
-    """
-    hi, lo, order, _ = laplace_thresholds(x, half_levels(x), tau, scan)
-    t = (hi + lo).to(x.dtype)
-    return t if descending else t.flip(-1), order
+        hi, lo = torch.full_like(asked, math.nan), torch.full_like(asked, math.nan)
+        place = torch.zeros_like(asked, dtype=torch.int64)
+    else:
+        count = torch.arange(n, dtype=s.y.dtype, device=x.device) + 0.5 * (1 + s.down - s.up)
+        place = torch.searchsorted(count, asked.contiguous(), right=True)
+        first, last = ends = _ends(x)
+        place = torch.minimum(torch.maximum(place, first), last)
+        g = _segment(asked, place, s, ends)
+        from_above = g.lack > 0
+        hi = s.y.gather(-1, torch.where(from_above, g.above, g.below))
+        lo = s.tau.unsqueeze(-1) * torch.where(from_above, -g.near, g.near)
+        bad, none, every, end = _bad(x, s) | asked.isnan(), asked <= first, asked >= last, greatest(hi)
+        hi, lo = (
+            t.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan) for t in (hi, lo)
+        )
+    if levels is None:
+        return hi.new_empty((*batch, 0)), (hi + lo).to(x.dtype), order, place.int()
+    return hi, lo, order, place.int()
 
 
 def half_levels(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], dtype=wide_dtype(x.device), device=x.device) + 0.5
 
 
-def laplace_sort_backward(
-    grad: Tensor,
-    x: Tensor,
-    order: Tensor,
-    tau: Tensor,
-    descending: bool,
-    want_tau: bool,
-    scan: Scan = decay_scan,
-) -> tuple[Tensor, Tensor]:
-    """The gradients in x and, if it is wanted, in τ (batch). It computes the thresholds again, in O(n)."""
-    hi, lo, order, place = laplace_thresholds(x, half_levels(x), tau, scan)
-    v = widen(grad if descending else grad.flip(-1))
-    dx, _, dtau = vjp_thresholds(v, x, order, hi, lo, place, tau, scan)
-    return dx, dtau if want_tau else torch.zeros_like(dtau)
+def _asked(levels: Tensor | None, x: Tensor) -> Tensor:
+    """The levels, (m,) or (*batch, m)."""
+    return half_levels(x) if levels is None else widen(levels)
 
 
 def laplace_thresholds_backward(
     grad: Tensor,
     x: Tensor,
     order: Tensor,
-    hi: Tensor,
-    lo: Tensor,
+    levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
+    want_tau: bool,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, the levels (*batch, m) and τ (batch)."""
-    return vjp_thresholds(grad, x, order, hi, lo, place, tau, scan)
+    """As :func:`laplace_count_backward`, from the gradient of lo."""
+    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, scan))
 
 
 def vjp_thresholds(
-    grad: Tensor, x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
-    s, d = _linearize(x, order, hi, lo, place, tau, scan)
-    v = grad.masked_fill(~d.live, 0)
+    s, g, d = _linearize(x, order, levels, place, tau, scan)
+    v = widen(grad).masked_fill(~g.live, 0)
     zero = torch.zeros_like(s.y)
-    up = zero.scatter_add(-1, d.above, v * d.share_above / d.a)
-    down = zero.scatter_add(-1, d.below, v * d.share_below / d.b)
+    up = zero.scatter_add(-1, g.above, v * d.share_above / g.a)
+    down = zero.scatter_add(-1, g.below, v * d.share_below / g.b)
     dx = up + scan(up, s.gap, True) + down + scan(down, s.gap, False)
-    dx = dx.masked_fill(~s.free, 0)
-    return _unsort(dx, s.order).to(x.dtype), -_over_density(v, d, s.tau), -(v * d.z_mean).sum(-1)
+    dx = _unsort(dx.masked_fill(~s.free, 0), s.order).to(x.dtype)
+    return dx, None if levels is None else -_over_density(v, g, d, s.tau), -(v * d.z_mean).sum(-1)
 
 
 def jvp_thresholds(
@@ -450,69 +387,106 @@ def jvp_thresholds(
     dtau: Tensor | None,
     x: Tensor,
     order: Tensor,
-    hi: Tensor,
-    lo: Tensor,
+    levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
     scan: Scan,
 ) -> Tensor:
     """Forward mode: the tangent of t."""
-    s, d = _linearize(x, order, hi, lo, place, tau, scan)
+    s, g, d = _linearize(x, order, levels, place, tau, scan)
     out = torch.zeros_like(d.z_mean)
     if dx is not None:
         v = widen(dx).gather(-1, s.order).masked_fill(~s.free, 0)
         up, down = v + scan(v, s.gap, False), v + scan(v, s.gap, True)
-        out = d.share_above * up.gather(-1, d.above) / d.a + d.share_below * down.gather(-1, d.below) / d.b
+        out = d.share_above * up.gather(-1, g.above) / g.a + d.share_below * down.gather(-1, g.below) / g.b
     if dtau is not None:
         out = out - d.z_mean * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
     if dlevels is not None:
-        out = out - _over_density(dlevels.expand(out.shape), d, s.tau)
-    return out.masked_fill(~d.live, 0)
+        out = out - _over_density(dlevels.expand(out.shape), g, d, s.tau)
+    out = out.masked_fill(~g.live, 0)
+    return out.to(x.dtype) if levels is None else out
 
 
-class _Linear(NamedTuple):
-    """At each threshold, all entries above count through the one next to t; so do all entries below."""
+class _Segment(NamedTuple):
+    """Where the threshold of each level lies between its neighbours in the sorted row.
+
+    All entries above it count through the one next to it, as A = a e^(−α), and all below as B = b e^(−β).
+    A − B is 2·lack, and A·B is a b e^(−gap).
+    """
 
     live: Tensor  # t is finite
     above: Tensor  # the index of the entry next above t; arbitrary if there is none
     below: Tensor
-    share_above: Tensor  # Σ w over the entries above t
-    share_below: Tensor
+    both: Tensor  # whether there are two
     a: Tensor  # Σ e^(−distance/τ) from the entry next above t, over this entry and those above it
     b: Tensor
+    gap: Tensor  # α + β; ∞ without two neighbours
+    lack: Tensor
+    larger: Tensor  # the larger one of A and B; arbitrary where they are equal, as both may underflow
+    near: Tensor  # α or β, that of the larger one; where they are equal β
+
+
+def _segment(asked: Tensor, place: Tensor, s: _Sorted, ends: tuple[Tensor, Tensor]) -> _Segment:
+    n, (first, last) = s.y.shape[-1], ends
+    live = (asked > first) & (asked < last)
+    above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)
+    has_above, has_below = live & (place > first), live & (place < last)
+    both = has_above & has_below
+    a = torch.where(has_above, 1 + s.up.gather(-1, above), 1)
+    b = torch.where(has_below, 1 + s.down.gather(-1, below), 1)
+    gap = (s.y.gather(-1, above) - s.y.gather(-1, below)) / s.tau.unsqueeze(-1)
+    gap = torch.where(both, gap, math.inf)
+    lack = torch.where(live, place - asked, 1)
+    equal = lack == 0
+    size = torch.where(equal, 1, lack.abs())
+    larger = size + torch.sqrt(size * size + a * b * torch.exp(-gap))
+    near = torch.log(torch.where(lack > 0, a, b) / larger)
+    near = torch.where(equal, 0.5 * (gap + torch.log(b / a)), near)
+    return _Segment(live, above, below, both, a, b, gap, lack, larger, near)
+
+
+class _Linear(NamedTuple):
+    share_above: Tensor  # Σ w over the entries above t, for w = f/Σf
+    share_below: Tensor
     z_mean: Tensor  # Σ w z
-    log_mass: Tensor  # log Σ e^(−abs(z)), which is log 2Σf
+    over_density: Tensor  # 1/Σf
 
 
 def _linearize(
-    x: Tensor, order: Tensor, hi: Tensor, lo: Tensor, place: Tensor, tau: Tensor, scan: Scan
-) -> tuple[_Sorted, _Linear]:
+    x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, scan: Scan
+) -> tuple[_Sorted, _Segment, _Linear]:
     s = _sorted(x, order, tau, scan)
-    live = (hi.abs() != greatest(hi)) & ~hi.isnan()
-    hi, lo = hi.masked_fill(~live, 0).detach(), lo.masked_fill(~live, 0)
-    place, n = place.long(), s.y.shape[-1]
-    above, below = (place - 1).clamp(min=0), place.clamp(max=n - 1)
+    g = _segment(_asked(levels, x), place.long(), s, _ends(x))
+    equal, from_above, product = g.lack == 0, g.lack > 0, g.a * g.b
+    smaller = product * torch.exp(-g.gap) / g.larger
+    total = g.larger + smaller
+    # Where A and B are equal, the lack is 0, but has derivatives: A is √(AB) e^asinh(lack/√(AB)).
+    half = torch.where(equal, 0.5 * (g.gap - torch.log(product)), 0)
+    ratio = torch.where(equal, g.lack, 0) * torch.exp(half.clamp(max=math.log(greatest(half)) - 1))
+    scale = torch.rsqrt(1 + ratio * ratio)
+    share_near = torch.where(equal, 0.5 - 0.5 * ratio * scale, g.larger / total)
+    share_far = torch.where(equal, 0.5 + 0.5 * ratio * scale, smaller / total)
+    over_density = torch.where(equal, torch.exp(half) * scale, 2 / total)
+    near = g.near + torch.asinh(ratio)
+    far = torch.where(g.both, g.gap - near, 0)
+    share_above, share_below = _either(from_above, share_near, share_far)
+    to_above, to_below = _either(from_above, near, far)
+
     up, down = _distances(s, scan)
-    tau = s.tau.unsqueeze(-1)
-
-    has_above = live & (place > 0) & s.free.gather(-1, above)
-    has_below = live & (place < n) & s.free.gather(-1, below)
-    to_above = torch.where(has_above, ((s.y.gather(-1, above) - hi) - lo) / tau, 0)
-    to_below = torch.where(has_below, (lo - (s.y.gather(-1, below) - hi)) / tau, 0)
-    a, b = 1 + s.up.gather(-1, above), 1 + s.down.gather(-1, below)
-    log_a = torch.where(has_above | ~live, torch.log(a) - to_above, -math.inf)
-    log_b = torch.where(has_below | ~live, torch.log(b) - to_below, -math.inf)
-    logs = torch.stack((log_a, log_b))
-    share_above, share_below = torch.softmax(logs, 0)
-    z_mean = share_above * (to_above + up.gather(-1, above) / a)
-    z_mean = z_mean - share_below * (to_below + down.gather(-1, below) / b)
-    z_mean = z_mean.masked_fill(~live, 0)
-    log_mass = torch.logsumexp(logs, 0)
-    return s, _Linear(live, above, below, share_above, share_below, a, b, z_mean, log_mass)
+    z_mean = share_above * (to_above + up.gather(-1, g.above) / g.a)
+    z_mean = z_mean - share_below * (to_below + down.gather(-1, g.below) / g.b)
+    return s, g, _Linear(share_above, share_below, z_mean.masked_fill(~g.live, 0), over_density)
 
 
-def _over_density(v: Tensor, d: _Linear, tau: Tensor) -> Tensor:
+def _either(first: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(first, one, other), torch.where(first, other, one)
+
+
+def _over_density(v: Tensor, g: _Segment, d: _Linear, tau: Tensor) -> Tensor:
     """v·τ/Σf; 0 where v is 0, even if Σf underflows."""
-    idle = (v == 0) | ~d.live
-    rate = torch.exp(torch.log(2 * tau.unsqueeze(-1)) - d.log_mass.masked_fill(idle, 0))
-    return (v * rate).masked_fill(idle, 0)
+    return (v * tau.unsqueeze(-1) * d.over_density).masked_fill((v == 0) | ~g.live, 0)
+
+
+def _with_levels(dx: Tensor, dlevels: Tensor | None, dtau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With an empty gradient of levels that are not there: an operator returns tensors only."""
+    return dx, dtau.new_empty((*dtau.shape, 0)) if dlevels is None else dlevels, dtau

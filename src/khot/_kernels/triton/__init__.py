@@ -43,10 +43,6 @@ from khot._kernels.triton.projection import permutahedron_backward as permutahed
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.scans import laplace_count as laplace_count
 from khot._kernels.triton.scans import laplace_count_backward as laplace_count_backward
-from khot._kernels.triton.scans import laplace_rank as laplace_rank
-from khot._kernels.triton.scans import laplace_rank_backward as laplace_rank_backward
-from khot._kernels.triton.scans import laplace_sort as laplace_sort
-from khot._kernels.triton.scans import laplace_sort_backward as laplace_sort_backward
 from khot._kernels.triton.scans import laplace_thresholds as laplace_thresholds
 from khot._kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
 from khot._kernels.triton.selectable import selectable as selectable
@@ -62,10 +58,6 @@ __all__ = [
     "fenchel_young_backward",
     "laplace_count",
     "laplace_count_backward",
-    "laplace_rank",
-    "laplace_rank_backward",
-    "laplace_sort",
-    "laplace_sort_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "magnitude_with_signs",

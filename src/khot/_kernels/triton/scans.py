@@ -182,8 +182,8 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
     return out
 
 
-def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """`laplace.laplace_rank`, in Triton. torch sorts."""
+def _rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """The ranks, and the order of the entries. torch sorts."""
     out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     if x.numel() == 0:
         return out, index
@@ -202,17 +202,17 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     return out, index
 
 
+def laplace_count(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`laplace.laplace_count`; without levels, in Triton."""
+    if levels is not None:
+        return reference.laplace_count(x, levels, tau, decay_scan)
+    rank, order = _rank(x, tau)
+    return rank, order, order.new_empty((*x.shape[:-1], 0))
+
+
 # Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
-laplace_count: partial[tuple[Tensor, Tensor, Tensor]] = partial(reference.laplace_count, scan=decay_scan)
 laplace_count_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
     reference.laplace_count_backward, scan=decay_scan
-)
-laplace_rank_backward: partial[tuple[Tensor, Tensor]] = partial(
-    reference.laplace_rank_backward, scan=decay_scan
-)
-laplace_sort: partial[tuple[Tensor, Tensor]] = partial(reference.laplace_sort, scan=decay_scan)
-laplace_sort_backward: partial[tuple[Tensor, Tensor]] = partial(
-    reference.laplace_sort_backward, scan=decay_scan
 )
 laplace_thresholds: partial[tuple[Tensor, Tensor, Tensor, Tensor]] = partial(
     reference.laplace_thresholds, scan=decay_scan

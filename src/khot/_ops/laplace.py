@@ -1,0 +1,167 @@
+"""The soft count of a row under Laplace's CDF and its inverse, each at many levels, by one sort and scans.
+
+Without levels, the count is taken at the entries themselves, which gives their ranks, and the inverse at the
+levels i − ½, which gives the soft sort. All take O((n + m) log n) time and O(n + m) memory in both modes
+(Struski et al. 2025, section 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.precision import wide_dtype
+from khot._kernels.reference import laplace as kernels
+from khot._ops.decay_scan import scan
+
+__all__ = ["laplace_count", "laplace_rank", "laplace_sort", "laplace_thresholds"]
+
+
+def laplace_count(x: Tensor, levels: Tensor, tau: Tensor) -> Tensor:
+    """C(b) at every level b of a row, in the wide dtype.
+
+    Args:
+        x: (*batch, n) with n > 0.
+        levels: (*batch, m), or (m,) for the same levels in every row.
+        tau: broadcasts with batch.
+    """
+    count: Tensor = _laplace_count(x, levels, tau)[0]
+    return count
+
+
+def laplace_rank(x: Tensor, tau: Tensor) -> Tensor:
+    """r_i = ½ + Σ_j F((x_j − x_i)/τ), 1 for the largest: C at each entry, which counts itself as 1. In x's
+    dtype."""
+    rank: Tensor = _laplace_count(x, None, tau)[0]
+    return rank
+
+
+def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs (hi, lo) of t with C(t) = level.
+
+    Args:
+        x, levels, tau: as for :func:`laplace_count`; n may be 0.
+
+    Returns:
+        hi, a constant, and lo, which carries the derivatives.
+    """
+    hi, lo, _, _ = _laplace_thresholds(x, levels, tau)
+    return hi, lo
+
+
+def laplace_sort(x: Tensor, tau: Tensor) -> Tensor:
+    """The thresholds of the levels i − ½, in x's dtype, the largest first."""
+    t: Tensor = _laplace_thresholds(x, None, tau)[1]
+    return t
+
+
+class _Rule(Rule):
+    """What both have in common. Both modes start from the order of the entries and the places of the levels
+    among them."""
+
+    own_dims = (1, 1)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        x, levels, tau = inputs
+        *_, order, place = outputs
+        return x, order, levels, place, tau
+
+
+def _gradients(
+    ctx: Any, dx: Tensor, dlevels: Tensor | None, dtau: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """In the shapes and dtypes of the arguments."""
+    _, _, levels, _, tau = ctx.saved_tensors
+    dtau = dtau.sum_to_size(tau.shape).to(tau.dtype)
+    if levels is None or dlevels is None or not ctx.needs_input_grad[1]:
+        return dx, None, dtau
+    return dx, dlevels.sum_to_size(levels.shape).to(levels.dtype), dtau
+
+
+class _Count(_Rule):
+    constants = (1, 2)
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        if by_kernel():
+            want_tau = ctx.needs_input_grad[2]
+            return _gradients(ctx, *_laplace_count_backward(grad, *ctx.saved_tensors, want_tau))
+        return _gradients(ctx, *kernels.vjp_count(grad, *ctx.saved_tensors, scan))
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
+    ) -> tuple[Tensor, None, None]:
+        return kernels.jvp_count(dx, dlevels, dtau, *ctx.saved_tensors, scan), None, None
+
+
+class _Thresholds(_Rule):
+    constants = (0, 2, 3)
+
+    @staticmethod
+    def vjp(ctx: Any, _: Any, grad: Tensor, *__: Any) -> tuple[Any, ...]:
+        if by_kernel():
+            want_tau = ctx.needs_input_grad[2]
+            return _gradients(ctx, *_laplace_thresholds_backward(grad, *ctx.saved_tensors, want_tau))
+        return _gradients(ctx, *kernels.vjp_thresholds(grad, *ctx.saved_tensors, scan))
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
+    ) -> tuple[None, Tensor, None, None]:
+        return None, kernels.jvp_thresholds(dx, dlevels, dtau, *ctx.saved_tensors, scan), None, None
+
+
+def _count_fake(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = _for_levels(x, levels)
+    places = (*x.shape[:-1], 0) if levels is None else count.shape
+    order, place = (x.new_empty(shape, dtype=torch.int32) for shape in (x.shape, places))
+    return count, order, place
+
+
+def _thresholds_fake(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lo = _for_levels(x, levels)
+    hi = x.new_empty((*x.shape[:-1], 0) if levels is None else lo.shape, dtype=wide_dtype(x.device))
+    order, place = (x.new_empty(shape, dtype=torch.int32) for shape in (x.shape, lo.shape))
+    return hi, lo, order, place
+
+
+def _for_levels(x: Tensor, levels: Tensor | None) -> Tensor:
+    """What there is for each level: in the wide dtype, but without levels in x's dtype."""
+    if levels is None:
+        return x.new_empty(x.shape)
+    return x.new_empty((*x.shape[:-1], levels.shape[-1]), dtype=wide_dtype(x.device))
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, m = wide_dtype(x.device), 0 if levels is None else levels.shape[-1]
+    dlevels, dtau = (x.new_empty(shape, dtype=wide) for shape in ((*x.shape[:-1], m), x.shape[:-1]))
+    return x.new_empty(x.shape), dlevels, dtau
+
+
+_FORWARD = "(Tensor x, Tensor? levels, Tensor tau) -> (Tensor, Tensor, Tensor{})"
+_BACKWARD = (
+    "(Tensor grad, Tensor x, Tensor order, Tensor? levels, Tensor place, Tensor tau, bool want_tau) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+_laplace_count = define("laplace_count", _FORWARD.format(""), kernels.laplace_count, _count_fake, _Count)
+_laplace_count_backward = define(
+    "laplace_count_backward", _BACKWARD, kernels.laplace_count_backward, _backward_fake
+)
+_laplace_thresholds = define(
+    "laplace_thresholds",
+    _FORWARD.format(", Tensor"),
+    kernels.laplace_thresholds,
+    _thresholds_fake,
+    _Thresholds,
+)
+_laplace_thresholds_backward = define(
+    "laplace_thresholds_backward", _BACKWARD, kernels.laplace_thresholds_backward, _backward_fake
+)
