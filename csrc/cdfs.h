@@ -13,9 +13,10 @@
 //   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials; and
 //                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
 //                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
-//   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the last
-//                       digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and `share` =
-//                       1 - exp(a - b), without a difference of numbers that are nearly equal
+//   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the
+//   last
+//                       digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and
+//                       `share` = 1 - exp(a - b), without a difference of numbers that are nearly equal
 //   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
 //                       are decided, and float has lost digits that matter
 //   density_from_value  density_of(y) is f

@@ -118,8 +118,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
     asked.with_data<R>(incoming, [&](const auto* v) {
       shape.share<R>(std::max(n, m), 8, [=, &taus, &asked](auto& work, int64_t row) {
         const int64_t i = row * n, k = row * m;
-        dt[row] = row_of(v + k, from + i, index + i, n, asked.of(row), j + k, m, taus(row), work, to + i,
-                         dl + k);
+        dt[row] =
+            row_of(v + k, from + i, index + i, n, asked.of(row), j + k, m, taus(row), work, to + i, dl + k);
       });
     });
   });

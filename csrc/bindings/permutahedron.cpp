@@ -1,12 +1,11 @@
-// khot::permutahedron and its backward for the CPU: tensors in and out, rows shared among torch's threads. The
-// schemas are defined in khot/_ops/permutahedron.py.
-#include "permutahedron/project.h"
-
+// khot::permutahedron and its backward for the CPU: tensors in and out, rows shared among torch's threads.
+// The schemas are defined in khot/_ops/permutahedron.py.
 #include <string>
 #include <tuple>
 
 #include "bindings/sorted.h"
 #include "bindings/text.h"
+#include "permutahedron/project.h"
 
 namespace khot {
 namespace {
@@ -107,16 +106,17 @@ std::tuple<Tensor, Tensor, Tensor> project_backward(Tensor grad, Tensor z, Tenso
       using R = decltype(zero);
       const R *from = scores.const_data_ptr<R>(), *v = incoming.const_data_ptr<R>();
       R* to = dz.mutable_data_ptr<R>();
-      shape.share<R>(n, permutahedron::kArrays, [=, &taus, &weights](laplace::Workspace<R>& work, int64_t row) {
-        const int64_t at = row * n;
-        const S* row_w = given + weights.at(row, n);
-        const int32_t* places = w_index + at;
-        const auto weight_of = [=](int64_t p) { return static_cast<double>(row_w[places[p]]); };
-        work.taken = 0;
-        dt[row] = permutahedron::project_backward_row(v + at, from + at, weight_of, index + at, places,
-                                                      first + at, n, taus(row), kl, work, to + at,
-                                                      to_w == nullptr ? nullptr : to_w + at);
-      });
+      shape.share<R>(
+          n, permutahedron::kArrays, [=, &taus, &weights](laplace::Workspace<R>& work, int64_t row) {
+            const int64_t at = row * n;
+            const S* row_w = given + weights.at(row, n);
+            const int32_t* places = w_index + at;
+            const auto weight_of = [=](int64_t p) { return static_cast<double>(row_w[places[p]]); };
+            work.taken = 0;
+            dt[row] = permutahedron::project_backward_row(v + at, from + at, weight_of, index + at, places,
+                                                          first + at, n, taus(row), kl, work, to + at,
+                                                          to_w == nullptr ? nullptr : to_w + at);
+          });
     });
   });
   return {narrowed(dz, z), dw, dtau};

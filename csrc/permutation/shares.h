@@ -12,8 +12,8 @@
 
 namespace khot::KHOT_ISA {
 
-// What a block of entries has of the places before a threshold, and what is left of them: F and 1 - F, both to
-// the last digit.
+// What a block of entries has of the places before a threshold, and what is left of them: F and 1 - F, both
+// to the last digit.
 template <class R>
 struct Halves {
   static constexpr int kRoom = static_cast<int>(kShareBlock) + kWidth<R>;
@@ -24,8 +24,8 @@ struct Halves {
   }
 };
 
-// F of a block of floats at a threshold and its rise between two, or f and z. The passes around them exist once
-// for all CDFs. The results have room for one vector more.
+// F of a block of floats at a threshold and its rise between two, or f and z. The passes around them exist
+// once for all CDFs. The results have room for one vector more.
 class FloatLevel {
  public:
   using R = float;
@@ -42,7 +42,8 @@ class FloatLevel {
     values_(self_, t, tau, x, count, y);
   }
   // F at the lower threshold minus F at the upper one, where `share` is 1 - exp(-z) of their distance z.
-  void rise(const Halves<float>& upper, const Halves<float>& lower, float share, int count, float* out) const {
+  void rise(const Halves<float>& upper, const Halves<float>& lower, float share, int count,
+            float* out) const {
     rise_(upper, lower, share, count, out);
   }
   void densities(Threshold t, double tau, const float* x, int count, float* f, float* z) const {
@@ -60,10 +61,11 @@ class FloatLevel {
     });
   }
   template <class C>
-  static KHOT_PASS void rise_of(const Halves<float>& upper, const Halves<float>& lower, float share, int count,
-                                float* out) {
+  static KHOT_PASS void rise_of(const Halves<float>& upper, const Halves<float>& lower, float share,
+                                int count, float* out) {
     vectors<float>(lower.below, count, 0, [&](VecF below, int i, int lanes) {
-      const VecF rise = C::rise(load(upper.below + i), load(upper.rest + i), below, load(lower.rest + i), share);
+      const VecF rise =
+          C::rise(load(upper.below + i), load(upper.rest + i), below, load(lower.rest + i), share);
       lanes == kWidth<float> ? store(out + i, rise) : store_part(out + i, lanes, rise);
     });
   }

@@ -118,8 +118,8 @@ class OrderStatistics {
   // number.
   I kth_largest(const I* keys, int64_t n, int64_t k) const {
     I low = -order_.infinity, high = order_.infinity;  // the range, with both ends
-    int64_t above = 0, reached = n;                    // how many keys are above the range, and above or inside
-    int64_t dropped = 0;                               // how many of the keys above it are not in the array
+    int64_t above = 0, reached = n;  // how many keys are above the range, and above or inside
+    int64_t dropped = 0;             // how many of the keys above it are not in the array
     uint32_t noise = 1;
     for (bool guess = true; low < high; guess = !guess) {
       const int64_t inside = reached - above;

@@ -138,8 +138,8 @@ KHOT_INLINE VecD exp2_close(VecD v) {
   return (VecD)_mm512_maskz_scalef_pd(0xff, (__m512d)(polynomial(v - near, kTerms) * root), (__m512d)near);
 #else  // a polynomial for abs(r) <= 1/2
   using L = Lanes<double>;
-  constexpr double kTerms[] = {0.999999999959561751,  0.693147180556832414,  0.240226512134980927,
-                               0.0555041090632586661, 0.00961802561331803425, 0.00133334784736854153,
+  constexpr double kTerms[] = {0.999999999959561751,    0.693147180556832414,    0.240226512134980927,
+                               0.0555041090632586661,   0.00961802561331803425,  0.00133334784736854153,
                                0.000154697292141182971, 0.0000153037007113656939};
   const VecD rounded = v + L::kRound;
   const VecD r = v - (rounded - L::kRound);
