@@ -90,13 +90,13 @@ class _Count(_Rule):
         if by_kernel():
             want_tau = ctx.needs_input_grad[2]
             return _gradients(ctx, *_laplace_count_backward(grad, *ctx.saved_tensors, want_tau))
-        return _gradients(ctx, *kernels.vjp_count(grad, *ctx.saved_tensors, scan))
+        return _gradients(ctx, *kernels.vjp_count(grad, *ctx.saved_tensors, scan=scan))
 
     @staticmethod
     def jvp(
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[Tensor, None, None]:
-        return kernels.jvp_count(dx, dlevels, dtau, *ctx.saved_tensors, scan), None, None
+        return kernels.jvp_count(dx, dlevels, dtau, *ctx.saved_tensors, scan=scan), None, None
 
 
 class _Thresholds(_Rule):
@@ -107,13 +107,13 @@ class _Thresholds(_Rule):
         if by_kernel():
             want_tau = ctx.needs_input_grad[2]
             return _gradients(ctx, *_laplace_thresholds_backward(grad, *ctx.saved_tensors, want_tau))
-        return _gradients(ctx, *kernels.vjp_thresholds(grad, *ctx.saved_tensors, scan))
+        return _gradients(ctx, *kernels.vjp_thresholds(grad, *ctx.saved_tensors, scan=scan))
 
     @staticmethod
     def jvp(
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[None, Tensor, None, None]:
-        return None, kernels.jvp_thresholds(dx, dlevels, dtau, *ctx.saved_tensors, scan), None, None
+        return None, kernels.jvp_thresholds(dx, dlevels, dtau, *ctx.saved_tensors, scan=scan), None, None
 
 
 def _count_fake(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
