@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MOST", "run"]
+__all__ = ["MOST", "renew", "run"]
 
 MOST = 4
 PATIENCE = 60.0  # seconds for a collective; only a busy machine takes as long
@@ -45,6 +45,12 @@ def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         _pool.cache_clear()
         raise RuntimeError("\n".join(errors))
     return results
+
+
+def renew() -> None:
+    """Let the next call start new processes: after many groups gloo may not connect."""
+    _pool()[1]()
+    _pool.cache_clear()
 
 
 @functools.cache

@@ -52,7 +52,8 @@ def test_sdist_is_complete(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     tracked = run("git", "ls-files").split()
-    left_out = {".clang-format", ".gitignore", ".pre-commit-config.yaml"} | {name for name in tracked if name.startswith(".ci/")}
+    settings = {".clang-format", ".gitignore", ".pre-commit-config.yaml"}
+    left_out = settings | {name for name in tracked if name.startswith(".ci/")}
     assert set(tracked) - held == left_out
     assert not [name for name in held if name.endswith((".so", ".pyc"))]
 

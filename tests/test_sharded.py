@@ -344,6 +344,7 @@ def test_a_balancer_takes_dtensors(place: str) -> None:
 )
 def test_dtensors_compiled(name: str, shape: tuple[int, ...], places: str) -> None:
     args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
+    processes.renew()
     check_dtensors(name, {}, args, shape, places, True)
 
 
