@@ -6,8 +6,8 @@ import ast
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -114,17 +114,7 @@ def test_imports_run_one_way(name: str) -> None:
 def test_no_circle() -> None:
     graph = {name: {module for module, _ in imports(name) if module != name} for name in MODULES}
     # a package may import its parts, but a part that imports a name from its package makes a circle
-    done: set[str] = set()
-
-    def walk(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join((*way, name))
-        if name not in done:
-            for other in sorted(graph.get(name, ())):
-                walk(other, (*way, name))
-            done.add(name)
-
-    for name in MODULES:
-        walk(name, ())
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -179,37 +169,3 @@ def test_only_one_file_touches_torch_s_private_names() -> None:
 
 def test_tab_shows_what_is_public() -> None:
     assert [n for n in dir(khot) if not n.startswith("_") and n not in khot.__all__] == []
-
-
-def stale_references(path: Path) -> Iterator[str]:
-    """Modules and functions that a file of the kernels names in its comments, and that are not there."""
-    text = path.read_text(encoding="utf-8")
-    code = re.sub(r":\w+:`[^`]*`", "", text)
-    for role, dot, name in re.findall(r":(mod|func|class):`(\.?)([\w.]+)`", text):
-        if dot:
-            there = leads_somewhere(path.parent, name) and (role == "mod" or "." in name)
-        elif name.startswith("khot."):
-            there = leads_somewhere(PACKAGE, name.removeprefix("khot.").partition(".")[0])
-        else:  # of the file itself, or imported there
-            there = re.search(rf"\b{name}\b", code) is not None
-        if not there:
-            yield name
-    for name in re.findall(r"_kernels\.((?:reference|triton)(?:\.\w+)*)", text):
-        if not leads_somewhere(PACKAGE / "_kernels", name):
-            yield name
-
-
-def leads_somewhere(folder: Path, name: str) -> bool:
-    """Whether the folder has the module, and the module the function, that a dotted name leads to."""
-    first, _, rest = name.partition(".")
-    if (folder / first).is_dir():
-        return not rest or leads_somewhere(folder / first, rest)
-    home = folder / f"{first}.py"
-    return home.exists() and (
-        not rest or re.search(rf"\b{rest}\b", home.read_text(encoding="utf-8")) is not None
-    )
-
-
-def test_what_comments_on_kernels_refer_to_is_there() -> None:
-    stale = {path.name: list(stale_references(path)) for path in (PACKAGE / "_kernels").rglob("*.py")}
-    assert not {name: found for name, found in stale.items() if found}

@@ -7,11 +7,13 @@ import io
 import re
 import subprocess
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "khot"
 CODE = {".py", ".h", ".cpp"}
 
 # Parts of other projects' folders and of pages that are built.
@@ -86,6 +88,40 @@ def test_names_that_the_kernels_comments_quote_exist() -> None:
     assert missing == []
 
 
+def stale_references(path: Path) -> Iterator[str]:
+    """Modules and functions that a file of the kernels names in its comments, and that are not there."""
+    text = path.read_text(encoding="utf-8")
+    code = re.sub(r":\w+:`[^`]*`", "", text)
+    for role, dot, name in re.findall(r":(mod|func|class):`(\.?)([\w.]+)`", text):
+        if dot:
+            there = leads_somewhere(path.parent, name) and (role == "mod" or "." in name)
+        elif name.startswith("khot."):
+            there = leads_somewhere(PACKAGE, name.removeprefix("khot.").partition(".")[0])
+        else:  # of the file itself, or imported there
+            there = re.search(rf"\b{name}\b", code) is not None
+        if not there:
+            yield name
+    for name in re.findall(r"_kernels\.((?:reference|triton)(?:\.\w+)*)", text):
+        if not leads_somewhere(PACKAGE / "_kernels", name):
+            yield name
+
+
+def leads_somewhere(folder: Path, name: str) -> bool:
+    """Whether the folder has the module, and the module the function, that a dotted name leads to."""
+    first, _, rest = name.partition(".")
+    if (folder / first).is_dir():
+        return not rest or leads_somewhere(folder / first, rest)
+    home = folder / f"{first}.py"
+    return home.exists() and (
+        not rest or re.search(rf"\b{rest}\b", home.read_text(encoding="utf-8")) is not None
+    )
+
+
+def test_what_comments_on_kernels_refer_to_is_there() -> None:
+    stale = {path.name: list(stale_references(path)) for path in (PACKAGE / "_kernels").rglob("*.py")}
+    assert not {name: found for name, found in stale.items() if found}
+
+
 def rooms(folder: Path) -> set[str]:
     """The folders and files of code in this folder, as a map names them: ``nn/``, ``topk.py``."""
     parts = [
@@ -104,5 +140,5 @@ def test_the_maps_name_every_room() -> None:
     def missing(names: set[str], text: str) -> set[str]:
         return {name for name in names if not re.search(rf"`(src/khot/)?{re.escape(name)}", text)}
 
-    assert missing(top | rooms(ROOT / "src" / "khot"), house) == set()
+    assert missing(top | rooms(PACKAGE), house) == set()
     assert missing(rooms(ROOT / "csrc"), kernels) == set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -56,17 +57,7 @@ def test_no_circle() -> None:
             for module, name, _ in imports(path)
         }
         graph[module_of(path)] = found
-    done: set[str] = set()
-
-    def walk(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join((*way, name))
-        if name not in done:
-            for other in sorted(graph.get(name, ())):
-                walk(other, (*way, name))
-            done.add(name)
-
-    for name in graph:
-        walk(name, ())
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_the_library_does_not_know_its_experiments() -> None:
