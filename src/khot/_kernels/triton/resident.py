@@ -19,7 +19,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
+from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, log_F
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
@@ -140,8 +140,7 @@ def _rescue(
     hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
-    if OUTPUT != THRESHOLD:
-        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
+    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
 # --------------------------------------------------------------------------------------------- the kernel
@@ -179,16 +178,15 @@ def solve_rows(
 
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    if OUTPUT != THRESHOLD:
-        values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
-        to = out_pointer + entries(row, n_columns, column, TOGETHER)
-        if STREAM:
-            write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
-        else:
-            for i in tl.static_range(PIECES):
-                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-                out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
-                tl.store(to + i * WIDTH, out, mask=valid)
+    values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
+    to = out_pointer + entries(row, n_columns, column, TOGETHER)
+    if STREAM:
+        write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
+            tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok
@@ -241,7 +239,7 @@ def soft_topk(
     F: cdfs.CDF,
     output: str,
 ) -> None:
-    """Fill hi and lo, and out unless only the threshold is asked for."""
+    """Fill out, hi and lo."""
     start, programs, power = _variant(rows, n, F, output)
     start(programs, *source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
 

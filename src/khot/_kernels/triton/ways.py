@@ -2,9 +2,9 @@
 
 - Float32 and narrower: `resident` and `resident_backward`, whose programs have a row or several; for few
   rows longer than `layout.STREAMED`, `split` and `split_backward`, where programs share a row.
-- Float64: `exact` and `exact_backward`, whose programs have a row each; for rows longer than
-  `layout.RESIDENT`, `exact_split`, where programs share a row.
-- Thresholds of such long rows that are asked for by themselves have the digits of float64: `exact_split`.
+- Float64, and thresholds that are asked for by themselves, which have the digits of float64: `exact`, whose
+  programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`, where programs share a row.
+- Gradients in float64: `exact_backward` and `exact_split`, by the same length.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def soft_topk(
         return out, hi, lo
     source = layout.rows(x, n)
     goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-    wide = x.dtype == torch.float64
-    if wide and n <= layout.RESIDENT:
+    exactly = x.dtype == torch.float64 or output == "threshold"
+    if exactly and n <= layout.RESIDENT:
         left = layout.rest(k, goal)
         exact.solve(source, NO_COSTS, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
         return out, hi, lo
     kernels = split if layout.splits(rows, n) else resident
-    if (wide or output == "threshold") and n > layout.RESIDENT:
+    if exactly:
         kernels = exact_split
     kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
     return out, hi, lo
