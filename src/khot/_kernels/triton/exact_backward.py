@@ -52,6 +52,8 @@ __all__ = [
 ]
 
 DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
+PEAK = tl.constexpr(0.3989422804014327)  # of the normal density, and its logarithm
+LOG_PEAK = tl.constexpr(-0.9189385332046727)
 
 
 # ------------------------------------------------------------------------------------ of an entry
@@ -71,6 +73,8 @@ def _relative(z, rest, density, near, power, CDF: tl.constexpr):
         a = tl.minimum(tl.abs(z), FARTHEST_Z)
         most = 2 * DENSEST / tl.maximum(near + a, 1e-300) if gaussian_tail(CDF) else DENSEST
         _, relative = side(z, rest, z > median(power, CDF), near, tl.minimum(near - a, most), power, CDF)
+        if gaussian_tail(CDF):
+            relative /= PEAK  # 1 where |z| = near, so that the mean of a single z is that z
         return tl.where(density == density, relative, density)
     else:
         return density
@@ -139,8 +143,12 @@ def settle_pull(
     mass = tl.where(dead, 1.0, mass)
     through_t = tl.where(_fixed(hi, lo, AT_MOST), 0.0, grad_lo - pull / tau)
     spread = tl.where(dead, 0.0, through_t / mass)
-    dtau = -u_moment / tau - tl.where(dead, 0.0, through_t * (moment / mass))
+    # the first two cancel before they are divided: tau may be 1e-42
+    z_mean = tl.where(dead, 0.0, moment / mass)
+    dtau = (pull * z_mean - u_moment) / tau - grad_lo * z_mean
     in_units = log_scale(near, CDF)
+    if gaussian_tail(CDF):
+        in_units -= LOG_PEAK
     if OUTPUT == LOG:
         priced = tl.where(priced == 0, 0.0, priced * tl.exp(in_units))
     price = tl.where(dead, 0.0, priced / mass)
