@@ -190,11 +190,11 @@ def laplace_count_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels (*batch, m) and τ (batch). Without levels theirs is empty, and that of τ
     may hold anything unless it is wanted."""
-    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, scan))
+    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, scan=scan))
 
 
 def vjp_count(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, scan: Scan
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, *, scan: Scan
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a
     level get their share through the one next to it."""
@@ -221,6 +221,7 @@ def jvp_count(
     levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
+    *,
     scan: Scan,
 ) -> Tensor:
     """Forward mode."""
@@ -364,11 +365,11 @@ def laplace_thresholds_backward(
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`laplace_count_backward`, from the gradient of lo."""
-    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, scan))
+    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, scan=scan))
 
 
 def vjp_thresholds(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, scan: Scan
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, *, scan: Scan
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
     s, g, d = _linearize(x, order, levels, place, tau, scan)
@@ -390,6 +391,7 @@ def jvp_thresholds(
     levels: Tensor | None,
     place: Tensor,
     tau: Tensor,
+    *,
     scan: Scan,
 ) -> Tensor:
     """Forward mode: the tangent of t."""
