@@ -717,7 +717,8 @@ def run(tasks: dict[str, Callable[[], Any]], jobs: int, end: float) -> Iterator[
                 except Exception as error:
                     yield name, error
         return
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+    # the processor computes what is right, and each process would take all of its cores for that
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,))
     futures = {pool.submit(task): name for name, task in tasks.items()}
     try:
         for future in as_completed(futures, timeout=max(0.0, end - time.monotonic())):
