@@ -10,6 +10,7 @@ sort and topk. `layers` times layers beside what one would write by hand.
 All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
 without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
 write device.json and device.md into --out after every step, and go on from there when they are started again.
+--only takes some of the steps, say `bench --only "other operators"`.
 --dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and TRITON_INTERPRET=1
 with the kernels themselves, interpreted.
 """
@@ -21,6 +22,7 @@ import dataclasses
 import importlib.util
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -653,6 +655,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seconds", type=float, help="after which nothing new is begun")
+    parser.add_argument("--only", default="", metavar="TEXT", help="steps whose names match this expression")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for device.json and device.md")
     args = parser.parse_args(arguments)
     end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
@@ -671,10 +674,13 @@ def main(arguments: list[str] | None = None) -> None:
         report.save(path.with_suffix(".json"), results)
         path.with_suffix(".md").write_text(text(results), encoding="utf-8")
 
+    def wanted(name: str) -> bool:
+        return name not in done and re.search(args.only, name) is not None
+
     if "copy" not in done:
         keep("copy", {"a copy, GB/s": round(copied(device, dry) / 1e9)})
     if args.what == "check":
-        todo = {n: c for n, c in checks(dry).items() if f"check: {n}" not in done}
+        todo = {n: c for n, c in checks(dry).items() if wanted(f"check: {n}")}
         tasks: dict[str, Callable[[], Any]] = {n: partial(examine, *c, dry) for n, c in todo.items()}
         for name, found in run(tasks, 1 if dry else args.jobs, end):
             if isinstance(found, Exception):
@@ -682,7 +688,7 @@ def main(arguments: list[str] | None = None) -> None:
             keep(f"check: {name}", found)
     elif args.what == "bench":
         known = DRY_BENCHES if dry else BENCHES
-        cases = {n: c for n, c in known.items() if f"bench: {n}" not in done}
+        cases = {n: c for n, c in known.items() if wanted(f"bench: {n}")}
         compiles: dict[str, Callable[[], Any]] = {
             f"{n}, {part}": partial(warm, *c, part, parts)
             for n, c in cases.items()
@@ -699,7 +705,7 @@ def main(arguments: list[str] | None = None) -> None:
                 keep(f"bench: {name}", measure(make, case, dry))
     else:
         for name in layers(device, dry):
-            if f"layer: {name}" not in done and time.monotonic() < end:
+            if wanted(f"layer: {name}") and time.monotonic() < end:
                 keep(f"layer: {name}", measure_layer(name, dry))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     bad = [name for name, found in done.items() if found.get("right") is False]

@@ -297,6 +297,12 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     assert (tmp_path / "device.json").read_bytes() == before
 
 
+def test_a_device_is_asked_only_for_what_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        device.main(["check", "--dry-run", "--only", "quantile|rank", "--out", str(tmp_path)])
+    assert "1 of 1 are right" in (tmp_path / "device.md").read_text(encoding="utf-8")
+
+
 def test_every_function_of_the_bench_runs() -> None:
     case = device.Case(3, 20, 16)
     x = device.scores(case, torch.device("cpu"))
