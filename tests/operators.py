@@ -188,6 +188,13 @@ def _weighed(y: Tensor) -> Tensor:
     return (y * weights).sum(-1)
 
 
+def _selected(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
+    """Two entries of topk, which has an int for k: here k is the weight of the second."""
+    values = khot.topk(x, min(2, x.shape[dim] if x.dim() else 1), dim).values
+    first, *second = values.movedim(dim, -1).unbind(-1) if x.dim() else (values,)
+    return sum((k * s for s in second), first).to(x.dtype)
+
+
 def _sorted_oracle(normalize: bool) -> Oracle:
     def oracle(x: Tensor, k: float, epsilon: float) -> float:
         import ot  # imported late, so that the table can be used without POT
@@ -289,6 +296,17 @@ OPERATORS: list[Operator] = [
             has_mask=False,
         )
         for n in _SMOOTH
+    ),
+    # its order, indices and other k are in test_selection.py
+    Operator(
+        "topk",
+        "topk",
+        _selected,
+        lambda x, k, tau: float(np.dot(np.sort(-x.double())[:2], (-1, -k))),
+        out_dims=0,
+        selects=False,
+        has_tau=False,
+        has_mask=False,
     ),
     Operator(
         "topk_mask",

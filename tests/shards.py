@@ -524,9 +524,10 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
     # one row of the table for each operator
     first = {op.name: (op.call, op.integer_k) for op in reversed(OPERATORS)}
     every: dict[str, tuple[Any, bool]] = {
-        name: row for name, row in first.items() if name not in ("sorted_soft_topk", "soft_assign")
+        name: row for name, row in first.items() if name not in ("sorted_soft_topk", "soft_assign", "topk")
     }
     every |= {
+        "topk": (lambda x, k, tau: khot.topk(x, 2).values, True),
         "sorted_soft_topk": (lambda x, k, tau: khot.sorted_soft_topk(x, 2, epsilon=tau), True),
         "along the first dim": (lambda x, k, tau: khot.soft_sort(x[None], 2, tau=tau[None]), True),
         "masked": (lambda x, k, tau: khot.soft_rank(x, tau=tau, mask=mask), True),

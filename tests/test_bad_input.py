@@ -97,7 +97,7 @@ def assert_raises(error: type[Exception], argument: str, said: Any, call: Callab
 def test_every_public_operator_is_here() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))} - {"show_config"}  # no operator
     # these have tests of their own: test_assignment.py, test_budgets.py, test_phi.py, test_quantile.py,
-    # test_ranking.py, test_permutahedron.py, test_transport.py, test_estimators.py
+    # test_ranking.py, test_permutahedron.py, test_selection.py, test_transport.py, test_estimators.py
     elsewhere = {
         "budget_mask",
         "soft_assign",
@@ -113,6 +113,7 @@ def test_every_public_operator_is_here() -> None:
         "project_permutahedron",
         "sorted_soft_topk",
         "sample_khot",
+        "topk",
     }
     assert {op.name for op in OPERATORS} == public - elsewhere
 

@@ -195,6 +195,7 @@ ROWS: dict[str, Row] = {
     "khot.ot_topk": Row(khot.ot_topk, {"input": X, "k": 1.0, "dim": -1, "epsilon": 1.0, "mask": MASK}),
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
+    "khot.topk": Row(khot.topk, {"input": X, "k": 2, "dim": -1}, {"k": "integer"}),
     "khot.soft_assign": Row(
         khot.soft_assign,
         {

@@ -534,6 +534,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)
         cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
+        cases.append(("topk", ops.topk.default, (layout, 3, False, True)))
     args = (x.abs(), whole, tau, 1.5)
     y, hi, lo = ops.soft_topk_magnitude(*args)
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))

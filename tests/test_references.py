@@ -123,7 +123,7 @@ def test_what_comments_on_kernels_refer_to_is_there() -> None:
 
 
 def rooms(folder: Path) -> set[str]:
-    """The folders and files of code in this folder, as a map names them: ``nn/``, ``topk.py``."""
+    """The folders and files of code in this folder, as a map names them: ``nn/``, ``masks.py``."""
     parts = [
         path.relative_to(folder).parts for path in tracked() if folder in path.parents if path.suffix in CODE
     ]

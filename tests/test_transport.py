@@ -19,7 +19,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from khot._kernels.reference import transport
-from khot.topk import ot_topk
+from khot.masks import ot_topk
 from khot.transport import sorted_soft_topk
 from oracles import ADVERSARIAL
 

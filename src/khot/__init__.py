@@ -21,6 +21,13 @@ from khot.magnitude import soft_topk_exp as soft_topk_exp
 from khot.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot.magnitude import soft_topk_signed as soft_topk_signed
 from khot.magnitude import soft_topk_sum as soft_topk_sum
+from khot.masks import laplace_topk as laplace_topk
+from khot.masks import log_soft_topk as log_soft_topk
+from khot.masks import ot_topk as ot_topk
+from khot.masks import sigmoid_topk as sigmoid_topk
+from khot.masks import soft_topk as soft_topk
+from khot.masks import sparse_topk as sparse_topk
+from khot.masks import topk_mask as topk_mask
 from khot.permutahedron import project_permutahedron as project_permutahedron
 from khot.quantiles import kth_value as kth_value
 from khot.quantiles import quantile as quantile
@@ -30,13 +37,7 @@ from khot.ranking import soft_permutation as soft_permutation
 from khot.ranking import soft_quantile as soft_quantile
 from khot.ranking import soft_rank as soft_rank
 from khot.ranking import soft_sort as soft_sort
-from khot.topk import laplace_topk as laplace_topk
-from khot.topk import log_soft_topk as log_soft_topk
-from khot.topk import ot_topk as ot_topk
-from khot.topk import sigmoid_topk as sigmoid_topk
-from khot.topk import soft_topk as soft_topk
-from khot.topk import sparse_topk as sparse_topk
-from khot.topk import topk_mask as topk_mask
+from khot.selection import topk as topk
 from khot.transport import sorted_soft_topk as sorted_soft_topk
 
 __version__ = _version()
@@ -77,6 +78,7 @@ __all__ = [
     "soft_topk_sum",
     "sorted_soft_topk",
     "sparse_topk",
+    "topk",
     "topk_mask",
 ]
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from khot.budgets import budget_mask, soft_budget
-from khot.topk import soft_topk, topk_mask
+from khot.masks import soft_topk, topk_mask
 
 __all__ = ["Data", "choose", "draw"]
 

@@ -34,10 +34,10 @@ from khot import sampling
 from khot._core import arguments
 from khot._core.precision import in_float64, on, widen
 from khot.counting import inverse_soft_count
+from khot.masks import sigmoid_topk, soft_topk, topk_mask
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._lookup import resolve
 from khot.sampling._noise import gumbel_noise
-from khot.topk import sigmoid_topk, soft_topk, topk_mask
 
 __all__ = [
     "ConditionalPoisson",

@@ -36,11 +36,11 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype
 from khot.cdfs import CDF, CDFName
+from khot.masks import soft_topk, topk_mask
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._designs import pareto
 from khot.sampling._lookup import resolve
 from khot.sampling._noise import gumbel_noise
-from khot.topk import soft_topk, topk_mask
 
 __all__ = [
     "EstimatorName",

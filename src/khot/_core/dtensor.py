@@ -112,16 +112,20 @@ def by_rows(
         parts = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
         total = DTensor.from_local(result, mesh, parts, run_check=False)
         return total.redistribute(placements=[Replicate()] * mesh.ndim)
-    before = result.dim() - len(batch) - out  # dims of one value for all rows, such as many quantiles
-    size, places = list(result.shape), list(placements)
-    for i in split:
-        d = placements[i].dim  # type: ignore[attr-defined]
-        moved = before + (d if d < at else d - 1 + out)
-        size[moved], places[i] = input.shape[d], Shard(moved)
-    like = torch.empty(size, device="meta")
-    return DTensor.from_local(
-        result.contiguous(), mesh, places, run_check=False, shape=like.shape, stride=like.stride()
-    )
+
+    def join(result: Tensor) -> DTensor:
+        before = result.dim() - len(batch) - out  # dims of one value for all rows, such as many quantiles
+        size, places = list(result.shape), list(placements)
+        for i in split:
+            d = placements[i].dim  # type: ignore[attr-defined]
+            moved = before + (d if d < at else d - 1 + out)
+            size[moved], places[i] = input.shape[d], Shard(moved)
+        like = torch.empty(size, device="meta")
+        return DTensor.from_local(
+            result.contiguous(), mesh, places, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    return type(result)(*map(join, result)) if isinstance(result, tuple) else join(result)
 
 
 def local(

@@ -21,8 +21,8 @@ from khot._core.precision import not_below_zero, wide_dtype, widen
 from khot._core.rows import by_rows
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce_counted
+from khot.masks import soft_topk
 from khot.ranking import soft_rank
-from khot.topk import soft_topk
 
 __all__ = [
     "average_precision_loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot import topk
+from khot import masks
 from khot._core import arguments
 from khot.nn._export import to_onnx
 from khot.nn._values import available
@@ -24,7 +24,7 @@ def best_indices(x: Tensor, k: int) -> Tensor:
         values, indices = x.topk(min(k + 1, x.shape[-1]))
         if bool((values[..., :-1] > values[..., 1:]).all()):
             return indices[..., :k]
-    return order(x, topk.topk_mask(x, available(k, x)), k)
+    return order(x, masks.topk_mask(x, available(k, x)), k)
 
 
 def order(x: Tensor, chosen: Tensor, m: int) -> Tensor:

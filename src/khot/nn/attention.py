@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import cdfs, topk
+from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.parts import in_parts
@@ -455,7 +455,7 @@ def _weights(
         scores = scores + attn_mask
 
     k = available(top_k, scores)
-    log_A = topk.topk_mask(scores, k).log() if hard else topk.log_soft_topk(scores, k, tau=tau, cdf=cdf)
+    log_A = masks.topk_mask(scores, k).log() if hard else masks.log_soft_topk(scores, k, tau=tau, cdf=cdf)
     logits = scores + log_A
     idle = (logits == -math.inf).all(-1, keepdim=True)  # softmax would turn them into NaN
     return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0).to(query.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from khot import topk
+from khot import masks
 from khot._core import arguments
 from khot.assignment import soft_assign
 from khot.cdfs import CDF, CDFName
@@ -109,7 +109,7 @@ class BalancedRouter(Biased, Grouped, Router):
         if mask is not None:
             mask = mask.unsqueeze(-1)
         if not self.training:
-            selection = topk.topk_mask(scores + self.bias, k)
+            selection = masks.topk_mask(scores + self.bias, k)
             if mask is not None:
                 selection = selection.masked_fill(~mask, 0)
             return selection, selection * scores.exp()

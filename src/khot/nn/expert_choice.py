@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot import topk
+from khot import masks
 from khot._core.precision import wide_dtype, widen
 from khot.cdfs import CDF, CDFName
 from khot.nn._router import Router
@@ -84,10 +84,10 @@ class ExpertChoiceRouter(Router):
             n, mask = widen(mask.sum(-1)), mask.unsqueeze(-2)
         k = torch.minimum((current(self.capacity) * n / self.num_experts).clamp(min=1), n).unsqueeze(-1)
         if self.training:
-            selection = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, mask=mask)
+            selection = masks.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, mask=mask)
             self._note(selection)
         else:
-            selection = topk.topk_mask(rows, k, mask=mask)
+            selection = masks.topk_mask(rows, k, mask=mask)
         return selection.mT, selection.mT * scores.exp()
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from khot import estimators, topk
+from khot import estimators, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype
@@ -133,7 +133,7 @@ class KHotGate(LeftSoft):
         k = self._size()
         if self.cost is not None:
             return self._shares()
-        return self.logits.sigmoid() if k is None else topk.sigmoid_topk(self.logits, k)
+        return self.logits.sigmoid() if k is None else masks.sigmoid_topk(self.logits, k)
 
     @property
     def mask(self) -> Tensor:
@@ -141,7 +141,7 @@ class KHotGate(LeftSoft):
         logits = self.logits.detach()
         if self.cost is not None and k is not None:
             return budget_mask(logits, self.cost, k)
-        return (logits > 0).to(logits.dtype) if k is None else topk.topk_mask(logits, k)
+        return (logits > 0).to(logits.dtype) if k is None else masks.topk_mask(logits, k)
 
     def forward(self, input: Tensor) -> Tensor:
         check_width(input, self.n, self)

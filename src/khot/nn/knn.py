@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from khot import cdfs, topk
+from khot import cdfs, masks
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._best import best_indices
@@ -102,10 +102,10 @@ class SoftKNN(LeftSoft):
         near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
         k = available(current(self.k), near)
         if self.training:
-            A = topk.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
+            A = masks.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
             self._note(A)
         else:
-            A = topk.topk_mask(near, k)
+            A = masks.topk_mask(near, k)
         votes = A.new_zeros(*A.shape[:-1], self.num_classes)
         votes = votes.scatter_add(-1, label.unsqueeze(-2).expand(A.shape), A)
         return (votes / A.sum(-1, keepdim=True)).to(query.dtype)

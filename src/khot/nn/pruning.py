@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from khot import cdfs, topk
+from khot import cdfs, masks
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import vector, wide_dtype
@@ -302,7 +302,7 @@ class _Blocks:
     def _kept(self, learned: Tensor, hard: bool) -> Tensor:
         blocks = learned.unflatten(self.dim, (-1, self.m))
         if hard:
-            kept = blocks * topk.topk_mask(blocks.abs(), self.n, dim=self.dim + 1)
+            kept = blocks * masks.topk_mask(blocks.abs(), self.n, dim=self.dim + 1)
         else:
             tau = current(self.tau)
             kept = soft_topk_magnitude(blocks, self.n, dim=self.dim + 1, tau=tau, rescale=True)
@@ -443,7 +443,7 @@ class _Group:
             if limits is not None:
                 return _bounded_selection(row, lengths, k, *limits, hard=hard, tau=tau, p=p, group=group)
             if hard:
-                return row * topk.topk_mask(row.abs(), k, group=group)
+                return row * masks.topk_mask(row.abs(), k, group=group)
             return soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True, group=group)
 
         # forward mode needs the graph itself, and has no backward pass
@@ -570,11 +570,11 @@ def _bounded_selection(
     parts = size.split(lengths)
 
     def largest(counts: list[int]) -> Tensor:
-        masks = (topk.topk_mask(x, c, group=group) for x, c in zip(parts, counts, strict=True))
-        return torch.cat(list(masks)).bool()
+        of_parts = [masks.topk_mask(x, c, group=group) for x, c in zip(parts, counts, strict=True)]
+        return torch.cat(of_parts).bool()
 
     ranked = size.masked_fill(largest(least), math.inf)
-    chosen = topk.topk_mask(ranked, k, mask=largest(most), group=group)
+    chosen = masks.topk_mask(ranked, k, mask=largest(most), group=group)
     if hard:
         return row * chosen
     counts = rows.named(group).count(torch.stack([x.sum(dtype=torch.int64) for x in chosen.split(lengths)]))

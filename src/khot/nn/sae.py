@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import cdfs, topk
+from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen, without_autocast
@@ -365,8 +365,8 @@ class TopKSAE(Grouped, LeftSoft):
         k = self._size(a, k) if self.batch else k
         group = self.group if self.batch and self.training else None
         if self.tau is None or not self.training:
-            return topk.topk_mask(rows, k, group=group).view(a.shape)
-        y = topk.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard, group=group)
+            return masks.topk_mask(rows, k, group=group).view(a.shape)
+        y = masks.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard, group=group)
         if wider == 1 and not self.hard:
             self._note(y)
         return y.view(a.shape)
@@ -379,7 +379,7 @@ class TopKSAE(Grouped, LeftSoft):
         if arguments.readable(known) and bool(known):
             return chosen
         # elsewhere the question would wait for the device, or cannot be asked
-        together = topk.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        together = masks.topk_mask(a.flatten(), self._size(a)).view(a.shape)
         return torch.where(known, chosen, together)
 
     def _follow(self, a: Tensor, y: Tensor) -> None:
@@ -388,7 +388,7 @@ class TopKSAE(Grouped, LeftSoft):
             return
         a, y = a.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
         if self.tau is not None and not self.hard:
-            y = topk.topk_mask(a.flatten(), self._size(a), group=self.group).view(a.shape)
+            y = masks.topk_mask(a.flatten(), self._size(a), group=self.group).view(a.shape)
         level = self._lowest(torch.where(y > 0.5, a, math.inf)).clamp(min=0).to(self.threshold.dtype)
         moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
         # no latent was selected, or the batch has a NaN

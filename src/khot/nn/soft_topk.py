@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot import cdfs, topk
+from khot import cdfs, masks
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._left_soft import LeftSoft
@@ -99,11 +99,11 @@ class SoftTopK(LeftSoft):
         x = arguments.rows(input, self.dim, mask)
         k = available(current(self.k), x)
         if self.training or self.soft_eval:
-            y = topk.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
+            y = masks.soft_topk(x, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard)
             if self.training and not (self.hard or self.soft_eval):
                 self._note(y)
         else:
-            y = topk.topk_mask(x, k)
+            y = masks.topk_mask(x, k)
         return arguments.unrows(y, input, self.dim)
 
     def _cure(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot import topk
+from khot import masks
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._router import Router
@@ -113,9 +113,9 @@ class TokenChoiceRouter(Router):
                 self.balancer(scores, mask)
             biased = scores + self.balancer.bias
         if self.training:
-            log_y = topk.log_soft_topk(biased, k, tau=current(self.tau), cdf=self.cdf)
+            log_y = masks.log_soft_topk(biased, k, tau=current(self.tau), cdf=self.cdf)
         else:
-            log_y = topk.topk_mask(biased, k).log()
+            log_y = masks.topk_mask(biased, k).log()
         selection, weights = log_y.exp(), (scores + log_y).softmax(-1)
         if self.training:
             self._note(selection)

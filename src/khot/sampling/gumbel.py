@@ -12,9 +12,9 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
 from khot._ops import uniform as philox
+from khot.masks import topk_mask
 from khot.sampling import _shards
 from khot.sampling._axes import check_sample_shape, from_end, to_dim
-from khot.topk import topk_mask
 
 __all__ = ["gumbel_topk"]
 

@@ -1,0 +1,223 @@
+"""The k largest entries with their indices, against the first k of a stable sort by NumPy."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot._core.dispatch import OPERATORS
+
+INF, NAN = math.inf, math.nan
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+KINDS = (
+    *("normal", "ascending", "descending", "ties", "equal", "periodic", "cauchy"),
+    *("infinite", "nan", "all nan", "zeros", "outlier", "no numbers"),
+)
+
+
+def rows(kind: str, count: int, n: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(count, n, generator=generator, dtype=torch.float64)
+    place = torch.arange(n)
+    if kind in ("ascending", "descending"):
+        x = x.sort(-1, descending=kind == "descending").values
+    elif kind == "ties":
+        x = (4 * x).round() / 4
+    elif kind == "equal":
+        x = torch.full_like(x, -3.0)
+    elif kind == "periodic":  # every 128th entry is among the largest
+        x = torch.sin(place * 2 * math.pi / 128) + 1e-3 * x
+    elif kind == "cauchy":
+        x = x / torch.randn(count, n, generator=generator, dtype=torch.float64)
+    elif kind == "infinite":
+        x = torch.where(x > 1, INF, torch.where(x < -0.5, -INF, x))
+    elif kind == "nan":
+        x = torch.where(x > 1.5, NAN, x)
+        x[:, ::7] *= -1  # the sign of a NaN does not count
+    elif kind == "all nan":
+        x = torch.full_like(x, NAN)
+    elif kind == "zeros":  # of both signs, which are equal
+        x = torch.where(x > 1.5, x, 0.0 * x)
+    elif kind == "outlier":
+        x = torch.full_like(x, 1.0)
+        x[:, n // 3] = 2.0
+    elif kind == "no numbers":
+        x = torch.where(x > 0, INF, torch.where(x < -1, -INF, NAN))
+    return x
+
+
+def order(x: Tensor, largest: bool) -> Tensor:
+    """The indices of a stable sort along the last dim, NaN as the largest number."""
+    numbers = x.double().numpy()
+    found = np.argsort(numbers, -1, "stable")  # NaN last
+    if largest:  # the stable order of the falling entries is that of the reversed row, reversed
+        found = x.shape[-1] - 1 - np.argsort(numbers[..., ::-1], -1, "stable")[..., ::-1]
+    return torch.from_numpy(np.ascontiguousarray(found))
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check(x: Tensor, places: Iterable[int]) -> None:
+    for largest in (True, False):
+        whole = order(x, largest)
+        for k in places:
+            want = whole[..., :k]
+            values, indices = khot.topk(x, k, largest=largest)
+            assert (values.dtype, indices.dtype) == (x.dtype, torch.int64)
+            assert torch.equal(indices, want)
+            assert_same(values, x.gather(-1, want))
+            signs = [v.masked_fill(v.isnan(), 1).signbit() for v in (values, x.gather(-1, want))]
+            assert torch.equal(*signs)  # a zero keeps its sign
+            values, indices = khot.topk(x, k, largest=largest, sorted=False)
+            assert torch.equal(indices.sort(-1).values, want.sort(-1).values)
+            assert_same(values, x.gather(-1, indices))
+
+
+# 17 rows, so that some are taken together by kernels that do so
+SIZES = [(17, 1), (17, 40), (17, 256), (2, 257), (3, 1000), (1, 9000)]
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_is_the_first_k_of_a_stable_sort(dtype: torch.dtype, kind: str, size: tuple[int, int]) -> None:
+    n = size[1]
+    places = {0, 1, 2, 7, 16, 33, n // 100, n // 3, n - 1, n} & set(range(n + 1))
+    check(rows(kind, *size).to(dtype), places)
+
+
+@DTYPES
+def test_layouts(dtype: torch.dtype) -> None:
+    x = rows("ties", 40, 40).to(dtype)
+    for layout in (x.mT, torch.stack((x, x + 9), -1).flatten(-2)[:, ::2], x[:, :1].expand(40, 40), x[3:, 7:]):
+        check(layout, [9])
+    cube = x.reshape(10, 4, 40)
+    for dim in range(-3, 3):
+        moved = khot.topk(cube.movedim(dim, -1), 3)
+        for got, want in zip(khot.topk(cube, 3, dim), moved, strict=True):
+            assert_same(got, want.movedim(-1, dim))
+
+
+@DTYPES
+def test_agrees_with_torch_where_nothing_is_equal(dtype: torch.dtype) -> None:
+    x = torch.randperm(250, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for largest in (True, False):
+        for got, want in zip(khot.topk(x, 4, 0, largest), torch.topk(x, 4, 0, largest), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_is_torch_s_named_tuple() -> None:
+    found = khot.topk(torch.tensor([2.0, 9.0, 5.0]), k=2, dim=0, largest=True, sorted=True)
+    assert found._fields == ("values", "indices")
+    assert found.values.tolist() == [9.0, 5.0]
+    assert found.indices.tolist() == [1, 2]
+
+
+def test_empty_and_zero_dims() -> None:
+    values, indices = khot.topk(torch.tensor(3.0), 1)
+    assert (values.item(), indices.item(), values.dim()) == (3.0, 0, 0)
+    assert khot.topk(torch.empty(0, 5), 3).values.shape == (0, 3)
+    assert khot.topk(torch.empty(4, 0), 0).indices.shape == (4, 0)
+    assert khot.topk(torch.empty(4, 5), 0, 0).values.shape == (0, 5)
+    assert khot.topk(torch.empty(3, 9, device="meta"), 4).indices.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "args"),
+    [
+        (ValueError, r"k must lie in \[0, 4\], but got 5", (5,)),
+        (ValueError, r"k must lie in \[0, 4\], but got -1", (-1,)),
+        (TypeError, r"k must be an int, but got float", (2.0,)),
+        (TypeError, r"k must be an int, but got Tensor", (torch.tensor(2),)),
+        (IndexError, r"dim must be in \[-1, 0\], but got 1", (2, 1)),
+        (TypeError, r"largest must be a bool, but got int", (2, 0, 1)),
+        (TypeError, r"sorted must be a bool, but got str", (2, 0, True, "no")),
+    ],
+)
+def test_bad_arguments(error: type[Exception], message: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(error, match=message):
+        khot.topk(torch.zeros(4), *args)
+
+
+def test_bad_inputs() -> None:
+    with pytest.raises(TypeError, match="input must"):
+        khot.topk(torch.arange(4), 2)
+    with pytest.raises(ValueError, match=r"k must lie in \[1, 1\], but got 0"):
+        khot.topk(torch.tensor(1.0), 0)
+
+
+@DTYPES
+def test_the_gradient_goes_to_the_selected_entries(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 7.0, 7.0, 7.0, 0.0], [NAN, INF, 2.0, 0.0, 1.0]], dtype=dtype, requires_grad=True)
+    values, indices = khot.topk(x, 2)
+    assert not indices.requires_grad
+    (grad,) = torch.autograd.grad(values, x, torch.tensor([[3.0, 5.0], [2.0, 4.0]], dtype=dtype))
+    assert grad.tolist() == [[0, 3, 5, 0, 0], [2, 4, 0, 0, 0]]
+    assert grad.dtype == dtype
+
+
+def test_nested_transforms_keep_the_indices() -> None:
+    x = rows("ties", 12, 9).reshape(2, 3, 2, 9)
+    mapped = torch.func.vmap(torch.func.vmap(lambda x: khot.topk(x, 4, 0), in_dims=1), in_dims=2)
+    values, indices = mapped(x.movedim(-1, 0))
+    want = khot.topk(x, 4)
+    assert torch.equal(values, want.values.permute(1, 0, 3, 2))
+    assert torch.equal(indices, want.indices.permute(1, 0, 3, 2))
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, x: Tensor) -> khot.selection.TopK:
+        return khot.topk(x, 3, largest=False)
+
+
+def test_exported_programs_are_saved() -> None:
+    x = rows("ties", 4, 9).float()
+    n = torch.export.Dim("n", min=4, max=100)
+    program = torch.export.export(_Layer(), (x,), dynamic_shapes=({1: n},))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    y = rows("ties", 4, 30).float()
+    for got, want in zip(torch.export.load(buffer).module()(y), khot.topk(y, 3, largest=False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compiles_with_k_of_any_size() -> None:
+    compiled = torch.compile(khot.topk, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, k in ((9, 2), (12, 3), (30, 7)):
+        x = rows("ties", 3, n)
+        for got, want in zip(compiled(x, k), khot.topk(x, k), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_the_exported_form_agrees_without_ties() -> None:
+    from khot._kernels.reference.topk import exported_topk
+
+    x = rows("normal", 3, 20).half()
+    for largest in (True, False):
+        for got, want in zip(exported_topk(x, 4, largest, True), khot.topk(x, 4, -1, largest), strict=True):
+            assert torch.equal(got, want)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_and_reference_kernels_agree(dtype: torch.dtype, kind: str) -> None:
+    x = rows(kind, 3, 700).to(dtype)
+    operator = OPERATORS["topk"]
+    for k in (1, 30, 300):
+        for got, want in zip(
+            operator.overload(x, k, True, True), operator.kernel(x, k, True, True), strict=True
+        ):
+            assert_same(got, want)
