@@ -353,6 +353,7 @@ def soft_topks(case: Case, x: Tensor) -> dict[str, Function]:
     return {
         "softmax": partial(torch.softmax, dim=-1),
         "torch.topk": lambda x: torch.topk(x, case.k).values,
+        "topk": lambda x: khot.topk(x, case.k).values,
         "soft_topk": lambda x: khot.soft_topk(x, case.k),
         "soft_topk, τ = 0.1": lambda x: khot.soft_topk(x, case.k, tau=0.1),
         "log_soft_topk": lambda x: khot.log_soft_topk(x, case.k),

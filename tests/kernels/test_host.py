@@ -198,6 +198,8 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         lambda x: khot.nn.SoftTopK(8)(x, torch.empty(64, dtype=torch.bool, device="cuda")),
         [2, 2], [1, 2],
     ),
+    "topk": ((4096, 64), lambda x: khot.topk(x, 8).values, [1, 0], [0, 4]),
+    "topk (16, 100_000)": ((16, 100_000), lambda x: khot.topk(x, 8).values, [2, 0], [0, 4]),
     "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 1], [0, 0]),
     "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 1], [0, 20]),
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),

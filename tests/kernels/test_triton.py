@@ -500,8 +500,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, losses
-from khot._kernels.triton import magnitude, places, scans, selectable, selection, transport
+from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest
+from khot._kernels.triton import losses, magnitude, places, scans, selectable, selection, transport
 
 uncosted = {"BY": 0, "AT_MOST": False, "cost_pointer": None, "cost_row": 0, "cost_column": 0,
             "dcost_pointer": None}
@@ -512,6 +512,7 @@ which = {
     selection: [{}],
     selectable: [{}],
     places: [{}],
+    largest: [{"PACKED": False, "PART": True}, {"PACKED": False, "PART": False}],
     magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
     draws: [{"WIDTH": 64}],
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
@@ -531,7 +532,8 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
         constants = {
             "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
             "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", "ABSOLUTE": False, "PIECES": 2, "PAIRS": 32,
-            "LEVELS": 6, "LAST": False, "CENTRED": True, "EXACT": False, "HEIGHT": 8, "MANY": 4, **constants,
+            "LEVELS": 6, "LAST": False, "CENTRED": True, "EXACT": False, "HEIGHT": 8, "MANY": 4,
+            "LARGEST": True, "GROUPS": 64, "NEAR": 4, "ROOM": 16, "LOOK": 128, "KEPT": 16, **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
             constants["TOGETHER"] = 1  # a row that is split has its programs to itself
@@ -539,7 +541,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             arg: "constexpr" if arg in constants
             else f"*{dtype}" if arg in entries
             else "*i32" if arg in integers
-            else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer")
+            else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer")
             else "*fp64" if arg.endswith(("pointer", "before", "after"))
             else "fp32" if arg.endswith(("_high", "_low", "_rest")) or arg in ("least", "tolerance", "slack")
             else "i32"

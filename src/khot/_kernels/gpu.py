@@ -27,6 +27,7 @@ KERNELS = (
     "soft_topk_magnitude_backward",
     "magnitude_with_signs",
     "magnitude_with_signs_backward",
+    "topk",
     "topk_mask",
     "order_statistics",
     "selectable",

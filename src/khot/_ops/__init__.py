@@ -22,6 +22,7 @@ from khot._ops import (
     soft_topk,
     solve,
     sorted_soft_topk,
+    topk,
     topk_mask,
     uniform,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "soft_topk",
     "solve",
     "sorted_soft_topk",
+    "topk",
     "topk_mask",
     "uniform",
 ]

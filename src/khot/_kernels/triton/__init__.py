@@ -30,6 +30,7 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.greedy import budget_mask as budget_mask
+from khot._kernels.triton.largest import topk as topk
 from khot._kernels.triton.losses import fenchel_young as fenchel_young
 from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
 from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
@@ -79,6 +80,7 @@ __all__ = [
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "sorted_soft_topk",
+    "topk",
     "topk_mask",
     "tournament",
     "uniform",
