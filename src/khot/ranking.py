@@ -118,7 +118,7 @@ def soft_rank(
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
     x = arguments.rows(input, dim, mask, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_scans(F))
     if by_scans(F):
         rank = laplace_rank(x, tau)
     else:
@@ -185,7 +185,7 @@ def soft_sort(
         return _projected_sort(input, dim, tau, descending, regularization, mask)
     if by_scans(F):  # F is symmetric, so the ascending order is the descending one, read from the other end
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
-        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
         t = laplace_sort(x, tau)
         t = t if descending else t.flip(-1)
     else:

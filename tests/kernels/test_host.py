@@ -214,8 +214,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (1, 1_000_000), partial(khot.soft_topk_magnitude, k=8), [16, 7], [2, 3],
     ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
-    "soft_rank": ((4096, 64), khot.soft_rank, [4, 3], [6, 45]),
-    "soft_sort": ((4096, 64), khot.soft_sort, [2, 99], [6, 148]),
+    "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
+    "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),
+    "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
+    "soft_sort, descending": ((4096, 64), partial(khot.soft_sort, descending=True), [1, 0], [1, 0]),
     "soft_rank, projection": ((4096, 64), partial(khot.soft_rank, method="projection"), [1, 4], [1, 1]),
     "soft_sort, projection": ((4096, 64), partial(khot.soft_sort, method="projection"), [1, 7], [1, 3]),
     "soft_sort, projection (16, 100_000), kl": (

@@ -73,13 +73,15 @@ class _Rule(Rule):
 
 def _gradients(
     ctx: Any, dx: Tensor, dlevels: Tensor | None, dtau: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """In the shapes and dtypes of the arguments."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """In the shapes and dtypes of the arguments; None of what is not wanted."""
     _, _, levels, _, tau = ctx.saved_tensors
-    dtau = dtau.sum_to_size(tau.shape).to(tau.dtype)
-    if levels is None or dlevels is None or not ctx.needs_input_grad[1]:
-        return dx, None, dtau
-    return dx, dlevels.sum_to_size(levels.shape).to(levels.dtype), dtau
+    _, want_levels, want_tau = ctx.needs_input_grad
+    return (
+        dx,
+        dlevels.sum_to_size(levels.shape).to(levels.dtype) if want_levels and dlevels is not None else None,
+        dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None,
+    )
 
 
 class _Count(_Rule):

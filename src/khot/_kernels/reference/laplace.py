@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot._core.precision import greatest, wide_dtype, widen
+from khot._core.precision import greatest, on, wide_dtype, widen
 
 __all__ = [
     "FAR",
@@ -102,7 +102,7 @@ def _sorted(x: Tensor, order: Tensor | None, tau: Tensor, scan: Scan) -> _Sorted
     else:
         order = order.long()
         y = widen(x).gather(-1, order)
-    tau = widen(tau).expand(x.shape[:-1])
+    tau = widen(on(x.device, tau)).expand(x.shape[:-1])
     tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
     gap = _gaps(y, tau)
     free = ~y.isinf()  # a NaN spreads over its row

@@ -30,6 +30,10 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.greedy import budget_mask as budget_mask
+from khot._kernels.triton.laplace import laplace_count as laplace_count
+from khot._kernels.triton.laplace import laplace_count_backward as laplace_count_backward
+from khot._kernels.triton.laplace import laplace_thresholds as laplace_thresholds
+from khot._kernels.triton.laplace import laplace_thresholds_backward as laplace_thresholds_backward
 from khot._kernels.triton.largest import topk as topk
 from khot._kernels.triton.losses import fenchel_young as fenchel_young
 from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
@@ -42,10 +46,6 @@ from khot._kernels.triton.power_norms import power_blocks as power_blocks
 from khot._kernels.triton.projection import permutahedron as permutahedron
 from khot._kernels.triton.projection import permutahedron_backward as permutahedron_backward
 from khot._kernels.triton.scans import decay_scan as decay_scan
-from khot._kernels.triton.scans import laplace_count as laplace_count
-from khot._kernels.triton.scans import laplace_count_backward as laplace_count_backward
-from khot._kernels.triton.scans import laplace_thresholds as laplace_thresholds
-from khot._kernels.triton.scans import laplace_thresholds_backward as laplace_thresholds_backward
 from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk

@@ -1,8 +1,6 @@
-"""The decay scan, with Triton's associative scan; and what stands on it."""
+"""The decay scan, with Triton's associative scan; and Laplace's ranks, which stand on it."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 import triton
@@ -182,7 +180,7 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
     return out
 
 
-def _rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     """The ranks, and the order of the entries. torch sorts."""
     out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     if x.numel() == 0:
@@ -200,23 +198,3 @@ def _rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     above, below = (_decay_scan(gap, gap, reverse, True) for reverse in (False, True))
     launch(_ranks, programs, y, order, above, below, *tau_row, out, index, rows, n, parts, **which)
     return out, index
-
-
-def laplace_count(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`laplace.laplace_count`; without levels, in Triton."""
-    if levels is not None:
-        return reference.laplace_count(x, levels, tau, decay_scan)
-    rank, order = _rank(x, tau)
-    return rank, order, order.new_empty((*x.shape[:-1], 0))
-
-
-# Sorting, gathering and arithmetic are torch's own: a fixed number of launches, none of which waits.
-laplace_count_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
-    reference.laplace_count_backward, scan=decay_scan
-)
-laplace_thresholds: partial[tuple[Tensor, Tensor, Tensor, Tensor]] = partial(
-    reference.laplace_thresholds, scan=decay_scan
-)
-laplace_thresholds_backward: partial[tuple[Tensor, Tensor, Tensor]] = partial(
-    reference.laplace_thresholds_backward, scan=decay_scan
-)

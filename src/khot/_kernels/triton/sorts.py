@@ -1,0 +1,240 @@
+"""Laplace's soft sort of short rows, and its gradients: one launch each, in float32.
+
+Around the threshold of a level i − ½ lies a gap between two neighbours in the sorted row. All entries above
+it count through the upper neighbour, and all below through the lower one, with the sums that ranks are made
+of (:mod:`.ranks`). In units of the density there are at least ½ more on one side than on the other, so that
+no gap is too wide for an exponential, and t is told as its distance from one neighbour.
+
+Where the thresholds lie follows from the ranks without a search: the levels above that of an entry's rank are
+below the entry. A thread finds entries of others in a scratch tensor: `tl.gather` would put a row into one
+warp, which takes five times the instructions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.triton import layout
+from khot._kernels.triton.fast import LN2, LOG2E, wide
+from khot._kernels.triton.launch import launch
+from khot._kernels.triton.ranks import (
+    across,
+    both_sums,
+    compares_doubles,
+    finite,
+    nan_of,
+    sorted_rows,
+    temperature,
+    tile,
+)
+from khot._kernels.triton.resident import entries, inside, place_rows
+
+__all__ = ["KERNELS", "laplace_sort", "laplace_sort_backward"]
+
+PLANES = tl.constexpr(5)  # of the scratch tensor, for each row
+
+
+@triton.jit
+def _moments(y, c, s, m, next_y, next_c, next_s, next_m):
+    """As `ranks.sums`, with m = Σ e^(−distance) distance, in units of ln 2."""
+    distance = tl.abs(y - next_y) * next_c
+    decay = tl.exp2(-distance)
+    return next_y, next_c, s * decay + next_s, tl.where(decay > 0, (m + s * distance) * decay, 0.0) + next_m
+
+
+@triton.jit
+def _pulls(high, low, c, p, next_high, next_low, next_c, next_p):
+    """Σ p e^(−distance) to the last of points that are sums of two numbers."""
+    decay = tl.exp2(-tl.abs((high - next_high) + (low - next_low)) * next_c)
+    return next_high, next_low, next_c, p * decay + next_p
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _ends(x, valid, AXIS: tl.constexpr):
+    """How many entries are +inf, and how many are not −inf."""
+    first = tl.sum(tl.where(x == float("inf"), 1, 0), axis=AXIS)
+    return first, tl.sum(tl.where(valid & (x != float("-inf")), 1, 0), axis=AXIS)
+
+
+@triton.jit
+def _between(row_at, place, level, first, last, tau, tau_inverse, n):
+    """What lies around the threshold of each level: its neighbours' places and scores, the sums from these
+    outwards, and the threshold, as a neighbour and the distance from it."""
+    above, below = tl.maximum(place - 1, 0), tl.minimum(place, n - 1)
+    y_above, y_below = tl.load(row_at + above), tl.load(row_at + below)
+    a = tl.where(place > first, tl.load(row_at + n + above), 0.0)
+    b = tl.where(place < last, tl.load(row_at + 2 * n + below), 0.0)
+    lack = place.to(tl.float32) - level
+    gap = tl.where((a > 0) & (b > 0), (y_above - y_below) * tau_inverse, 1e30)
+    larger = tl.abs(lack) + tl.sqrt(lack * lack + a * b * tl.exp2(-gap * LOG2E))
+    near = tau * tl.log2(tl.where(lack > 0, a, b) / larger) * LN2
+    high, low = tl.where(lack > 0, y_above, y_below), tl.where(lack > 0, -near, near)
+    return above, below, y_above, y_below, a, b, high, low
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sort_rows(
+    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer,
+    place_pointer, scratch_pointer, rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+):  # fmt: skip
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = inside(there, column, n, TOGETHER, EXACT)
+    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
+    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
+    poison += nan_of(x, AXIS)
+    first, last = _ends(x, valid, AXIS)
+    y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
+    at = entries(row, n, column, TOGETHER)
+    tl.store(index_pointer + at, order, mask=valid)
+    y = tl.where(valid, finite(y), 0.0)
+    zero, i = tl.zeros_like(y), across(column, TOGETHER)
+    up, down = both_sums(y, zero + wide(1 / tau * LOG2E, TOGETHER), tl.where(valid, 1.0, zero), AXIS)
+
+    # the first level that is not above the entry: its threshold is below, and those of all further ones
+    level = tl.maximum(tl.ceil(i.to(tl.float32) + 0.5 * (down - up)).to(tl.int32), 0)
+    level = tl.associative_scan(tl.where(valid, level, n), AXIS, _larger)
+    row_at = scratch_pointer + tl.minimum(row, rows - 1) * (n * PLANES)  # all may read there
+    row_at = wide(row_at, TOGETHER)
+    tl.store(row_at + i, y, mask=valid)
+    tl.store(row_at + n + i, up, mask=valid)
+    tl.store(row_at + 2 * n + i, down, mask=valid)
+    tl.store(row_at + 3 * n + i, level.to(tl.float32), mask=valid)
+    tl.store(row_at + 4 * n + i, zero, mask=valid)
+    tl.debug_barrier()
+    after = tl.load(row_at + 3 * n + i + 1, mask=valid & (i + 1 < n), other=n)
+    final = valid & (after > level)  # of several entries with the same level
+    tl.store(row_at + 4 * n + level, (i + 1).to(tl.float32) + zero, mask=final)
+    tl.debug_barrier()
+    place = tl.load(row_at + 4 * n + i, mask=valid, other=0.0).to(tl.int32)
+    place = tl.associative_scan(place, AXIS, _larger)
+    first, last = wide(first, TOGETHER), wide(last, TOGETHER)
+    place = tl.minimum(tl.maximum(place, first), last)
+    tl.store(place_pointer + at, place, mask=valid)
+
+    _, _, _, _, _, _, high, low = _between(
+        row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), wide(1 / tau, TOGETHER), n
+    )
+    t = tl.where(i < first, float("inf"), tl.where(i < last, high + low, float("-inf")))
+    tl.store(out_pointer + at, (t + wide(poison, TOGETHER)).to(out_pointer.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _pull_sorts(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
+    index_pointer, place_pointer, dx_pointer, dtau_pointer, scratch_pointer, rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
+):  # fmt: skip
+    """dL/dx_j = Σ q_i e^(−|x_j − t_i|/τ) with q_i = v_i/Σ_j e^(−|x_j − t_i|/τ): the same sums, over the
+    thresholds, taken where the entry lies among these, which its rank says."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = inside(there, column, n, TOGETHER, EXACT)
+    at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
+    order = tl.load(index_pointer + at, mask=valid, other=0)
+    place = tl.load(place_pointer + at, mask=valid, other=0)
+    grads = grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER)
+    v = tl.load(grads, mask=valid, other=0.0).to(tl.float32)
+    sources = x_pointer + wide(row * x_stride, TOGETHER)
+    x = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
+    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
+    poison += nan_of(x, AXIS)
+    first, last = _ends(x, valid, AXIS)
+    first, last = wide(first, TOGETHER), wide(last, TOGETHER)
+    y, zero, i = finite(x), tl.zeros_like(x), across(column, TOGETHER)
+    live = valid & (i >= first) & (i < last)  # entries and thresholds that are finite
+    one, c = tl.where(live, 1.0, zero), zero + wide(1 / tau * LOG2E, TOGETHER)
+    row_at = scratch_pointer + tl.minimum(row, rows - 1) * (n * PLANES)
+    row_at = wide(row_at, TOGETHER)
+    if ASKED:
+        _, _, up, moment_up = tl.associative_scan((y, c, one, zero), AXIS, _moments)
+        _, _, down, moment_down = tl.associative_scan((y, c, one, zero), AXIS, _moments, reverse=True)
+        tl.store(row_at + 3 * n + i, moment_up, mask=valid)
+        tl.store(row_at + 4 * n + i, moment_down, mask=valid)
+    else:
+        up, down = both_sums(y, c, one, AXIS)
+    tl.store(row_at + i, y, mask=valid)
+    tl.store(row_at + n + i, up, mask=valid)
+    tl.store(row_at + 2 * n + i, down, mask=valid)
+    tl.debug_barrier()
+    tau_inverse = wide(1 / tau, TOGETHER)
+    above, below, y_above, y_below, a, b, high, low = _between(
+        row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), tau_inverse, n
+    )
+    to_above = ((y_above - high) - low) * tau_inverse
+    to_below = (low - (y_below - high)) * tau_inverse
+    mass_above = tl.where(a > 0, a * tl.exp2(-to_above * LOG2E), 0.0)
+    mass_below = tl.where(b > 0, b * tl.exp2(-to_below * LOG2E), 0.0)
+    q = tl.where(live, v / (mass_above + mass_below), 0.0)
+    if ASKED:
+        m_above, m_below = tl.load(row_at + 3 * n + above), tl.load(row_at + 4 * n + below)
+        z_above = tl.where(a > 0, mass_above * (to_above + m_above * LN2 / tl.where(a > 0, a, 1.0)), 0.0)
+        z_below = tl.where(b > 0, mass_below * (to_below + m_below * LN2 / tl.where(b > 0, b, 1.0)), 0.0)
+        dtau = tl.sum(tl.where(live, q * (z_below - z_above), 0.0), axis=AXIS) + poison
+        tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=there)
+    high, low = tl.where(live, high, y), tl.where(live, low, 0.0)
+    _, _, _, pull_down = tl.associative_scan((high, low, c, q), AXIS, _pulls)
+    _, _, _, pull_up = tl.associative_scan((high, low, c, q), AXIS, _pulls, reverse=True)
+    tl.debug_barrier()  # before what was read above is written over
+    tl.store(row_at + i, high, mask=valid)
+    tl.store(row_at + n + i, low, mask=valid)
+    tl.store(row_at + 2 * n + i, pull_down, mask=valid)
+    tl.store(row_at + 3 * n + i, pull_up, mask=valid)
+    tl.debug_barrier()
+    # how many thresholds are above the entry: as many as levels are below its rank
+    k = tl.ceil(i.to(tl.float32) + 0.5 * (down - up)).to(tl.int32)
+    k = tl.minimum(tl.maximum(k, first), last)
+    above, below = tl.maximum(k - 1, 0), tl.minimum(k, n - 1)
+    distance = tl.maximum((tl.load(row_at + above) - y) + tl.load(row_at + n + above), 0.0)
+    dx = tl.where(k > first, tl.load(row_at + 2 * n + above) * tl.exp2(-distance * c), 0.0)
+    distance = tl.maximum((y - tl.load(row_at + below)) - tl.load(row_at + n + below), 0.0)
+    dx += tl.where(k < last, tl.load(row_at + 3 * n + below) * tl.exp2(-distance * c), 0.0)
+    dx = tl.where(live, dx + wide(poison, TOGETHER), 0.0)
+    tl.store(dx_pointer + base + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+
+
+KERNELS = (_sort_rows, _pull_sorts)
+
+
+def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The thresholds of the levels i − ½, the order of the entries, and how many are above each threshold."""
+    out = x.new_empty(x.shape)
+    index, place = (x.new_empty(x.shape, dtype=torch.int32) for _ in range(2))
+    batch, n = x.shape[:-1], x.shape[-1]
+    rows, which = batch.numel(), tile(n)
+    launch(
+        _sort_rows, -(-rows // which["TOGETHER"]),
+        *layout.rows(x, n), *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
+        **which, DOUBLES=compares_doubles(x.device),
+    )  # fmt: skip
+    return out, index, place
+
+
+def laplace_sort_backward(
+    grad: Tensor, x: Tensor, order: Tensor, place: Tensor, tau: Tensor, want_tau: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients in x and τ; that of τ holds anything unless it is wanted."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    rows, which = batch.numel(), tile(n)
+    dx, dtau = x.new_empty(x.shape), x.new_empty(batch, dtype=torch.float64)
+    launch(
+        _pull_sorts, -(-rows // which["TOGETHER"]),
+        *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device), order.contiguous(),
+        place.contiguous(), dx, dtau, _scratch(x), rows, n, **which, ASKED=want_tau,
+    )  # fmt: skip
+    return dx, dtau
+
+
+def _scratch(x: Tensor) -> Tensor:
+    return x.new_empty(x.numel() * PLANES.value, dtype=torch.float32)
