@@ -93,6 +93,8 @@ def test_rows_that_programs_share(
     assert largest._parts(6, 500, 9) == (2, 256)
     check(largest, x[::2], 9, True)
     check(largest, x[1::2], 12, False)
+    check(largest, x, 2, True)  # no entry more than is wanted reaches the level
+    check(largest, x, 1, False)
 
 
 def test_what_is_left_to_torch(largest: ModuleType) -> None:

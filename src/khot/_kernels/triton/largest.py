@@ -141,6 +141,8 @@ def _search_rows(
     its_group = tl.load(scratch_pointer + its_slot, mask=here, other=0, volatile=True).to(tl.int32)
 
     # a higher level where they have more above it than there is room for, as sorted rows do
+    if PACKED:  # no two are equal, and what is at the level is kept with what is above the one before it
+        level = tl.maximum(level, _LEAST_PACKED + 1) - 1
     low, high = level, tl.max(best, axis=0)
     searching = True
     while searching:
@@ -150,7 +152,7 @@ def _search_rows(
             valid = here & (at < end)
             key = _keys(base, at, valid, LARGEST, PACKED)
             above += (valid & (key > level)).to(tl.int32)
-            there += (valid & (key >= level)).to(tl.int32)
+            there += (valid & (key > level if PACKED else key >= level)).to(tl.int32)
         fits, all_there = tl.sum(above, axis=0) <= ROOM, tl.sum(there, axis=0) >= k
         searching = not (fits & (all_there | (level == low)))
         low = tl.where(fits, low, level + 1)
