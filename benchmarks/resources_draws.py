@@ -24,10 +24,12 @@ from khot._kernels.triton import (
     losses,
     power_norms,
     projection,
+    ranks,
+    sorts,
 )
 from khot._kernels.triton.functions import OUTPUTS
 
-TITLE = "Draws, counts, losses, budgets, projections, assignments"
+TITLE = "Draws, counts, losses, budgets, projections, assignments, ranks"
 REGISTERS = 128  # a thread, where several programs share a multiprocessor
 ALL = 255
 
@@ -44,6 +46,7 @@ class Case(NamedTuple):
     spills: int = 0  # stores a thread, in what few rows need
     registers: int = REGISTERS
     few: bool = False  # compiled by --few, too
+    multiples: tuple[str, ...] = ()  # integers that are divisible by 16
 
     @property
     def id(self) -> str:
@@ -108,6 +111,8 @@ def cases() -> list[Case]:
             power_norms._power_levels, "", {"WIDTH": power_norms.WIDTH}, power_norms.WIDTH // 32, 1, 2_000,
             spills=2,
         ),
+        *(_rank(*case) for case in RANKS),
+        *(_rank_long(*case) for case in LONG_RANKS),
         *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]  # fmt: skip
 
@@ -167,6 +172,47 @@ def _budget(kernel: Any, cdf: int, bound: float, by: str = "value") -> Case:
     return Case(kernel, f"CDF {cdf}, by {by}", constants, warps, exact.WIDTH / 32 / warps, bound)
 
 
+# entries of a row, the bound, and registers that a thread may have
+RANKS = [
+    (ranks._rank_rows, 64, 240, REGISTERS),
+    (ranks._rank_rows, 256, 375, REGISTERS),
+    (ranks._rank_rows, 1_024, 520, REGISTERS),
+    (ranks._rank_rows, 2_048, 650, REGISTERS),
+    (ranks._pull_ranks, 64, 360, REGISTERS),
+    (ranks._pull_ranks, 256, 220, REGISTERS),
+    (ranks._pull_ranks, 1_024, 210, 168),
+    (sorts._sort_rows, 64, 425, REGISTERS),
+    (sorts._sort_rows, 256, 530, REGISTERS),
+    (sorts._sort_rows, 1_024, 680, REGISTERS),
+    (sorts._pull_sorts, 64, 860, 168),
+    (sorts._pull_sorts, 256, 520, REGISTERS),
+    (sorts._pull_sorts, 2_048, 590, 224),
+]
+LONG_RANKS = [(ranks._rank_long_rows, 300), (ranks._pull_long_ranks, 400)]
+NUMBER = {"tau_pointer": None, "tau_stride": 0, "grad_column": 1}
+
+
+def _rank(kernel: Any, n: int, bound: float, registers: int) -> Case:
+    """Rows that fill their width, by one τ; the gradient in τ is wanted, too."""
+    constants = ranks.tile(n)
+    warps = constants.pop("num_warps")
+    held = constants["TOGETHER"] * constants["WIDTH"] / 32 / warps
+    constants |= {"DOUBLES": True, "ASKED": True, **NUMBER}
+    return Case(
+        kernel, f"n = {n:,}", {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
+        held, bound, registers=registers, few=n == 64, multiples=("x_stride", "grad_row", "n"),
+    )  # fmt: skip
+
+
+def _rank_long(kernel: Any, bound: float) -> Case:
+    """Both passes over a row."""
+    constants = {"CHUNK": ranks.CHUNK, "ASKED": True, **NUMBER}
+    return Case(
+        kernel, "long rows", {name: v for name, v in constants.items() if name in kernel.arg_names},
+        ranks.WARPS, ranks.CHUNK / 32 / ranks.WARPS, bound, registers=168, multiples=("x_stride", "n"),
+    )  # fmt: skip
+
+
 def _assign(cdf: str, bound: float) -> Case:
     """Of 64 columns: everything, of which rows that look for their thresholds take a quarter."""
     constants = assign.which(64, cdf, False)
@@ -212,6 +258,10 @@ SORTED = {
     "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i64", "w_order_pointer": "*i64",
     "index_pointer": "*i32", "w_index_pointer": "*i32", "start_pointer": "*i32",
 }  # fmt: skip
+OF_RANKS = {
+    "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
+    "note_pointer": "*fp32", "scratch_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
+}  # fmt: skip
 OWN_TYPES = {
     "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
     "_project": SORTED | {"stop_pointer": "*i32"},
@@ -219,6 +269,7 @@ OWN_TYPES = {
         "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",
         "start_pointer": "*i32", "dz_pointer": "*fp32", "dw_pointer": "*fp32",
     },
+    **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
     "_power_levels": SORTED
     | {"mark_pointer": "*i32"}
     | dict.fromkeys(("less_high", "less_low", "exponent_high", "exponent_low"), "fp32"),
@@ -241,7 +292,7 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
         {
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name.endswith("_pointer") and name not in case.constants
+            if (name.endswith("_pointer") and name not in case.constants) or name in case.multiples
         },
     )
     binary = triton.compile(source, target=target, options={"num_warps": case.warps})

@@ -216,6 +216,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
     "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
     "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),
+    "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [1, 2], [1, 1]),
     "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
     "soft_sort, descending": ((4096, 64), partial(khot.soft_sort, descending=True), [1, 0], [1, 0]),
     "soft_rank, projection": ((4096, 64), partial(khot.soft_rank, method="projection"), [1, 4], [1, 1]),

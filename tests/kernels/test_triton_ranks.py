@@ -156,6 +156,27 @@ def test_ranks_at_the_ends_of_float32(kernels: ModuleType) -> None:
     assert rank.tolist() == [[2.5] * 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [17, 50])
+def test_ranks_of_long_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, dtype: torch.dtype
+) -> None:
+    """In chunks of 16: two, of which one has a single entry, and four."""
+    module = sys.modules["khot._kernels.triton.ranks"]
+    monkeypatch.setattr(module, "SHORT", 8)
+    monkeypatch.setattr(module, "CHUNK", 16)
+    x = rows(n, dtype)
+    tau = torch.tensor([0.05, 3.0], dtype=torch.float64).repeat(5)
+    eps = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    check_ranks(kernels, x, tau, eps)
+    x[0, 3], tau[1] = NAN, 0
+    rank, order, place = kernels.laplace_count(x, None, tau)
+    assert rank[:2].isnan().all() and not rank[2:].isnan().any()
+    dx, _, dtau = kernels.laplace_count_backward(torch.ones_like(x), x, order, None, place, tau, True)
+    assert dx[:2].isnan().all() and dtau[:2].isnan().all()
+    assert not dx[2:].isnan().any() and not dtau[2:].isnan().any()
+
+
 # ------------------------------------------------------------------------------------------- sorts
 
 

@@ -1,6 +1,7 @@
 """Which kernels take Laplace's counts, thresholds, ranks and sorts: the one place that decides it.
 
-- Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way.
+- Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way. Ranks
+  of long rows, unless these are few: `ranks`, too, after one of torch's sorts.
 - Everything else: the reference's torch operations with the scan in Triton, and between them `scans` for
   ranks forward; in float64, of which each step is a launch. None of them waits.
 """
@@ -18,7 +19,7 @@ def laplace_count(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor
     """`laplace.laplace_count`, in Triton."""
     if levels is not None:
         return reference.laplace_count(x, levels, tau, scans.decay_scan)
-    rank, order = (ranks if ranks.serves(x) else scans).laplace_rank(x, tau)
+    rank, order = (ranks if ranks.serves(x, True) else scans).laplace_rank(x, tau)
     return rank, order, order.new_empty((*x.shape[:-1], 0))
 
 
@@ -26,7 +27,7 @@ def laplace_count_backward(
     grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`laplace.laplace_count_backward`, in Triton."""
-    if levels is not None or not ranks.serves(x):
+    if levels is not None or not ranks.serves(x, True):
         return reference.laplace_count_backward(
             grad, x, order, levels, place, tau, want_tau, scans.decay_scan
         )
@@ -38,7 +39,7 @@ def laplace_thresholds(
     x: Tensor, levels: Tensor | None, tau: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds`, in Triton."""
-    if levels is not None or not ranks.serves(x):
+    if levels is not None or not ranks.serves(x, False):
         return reference.laplace_thresholds(x, levels, tau, scans.decay_scan)
     t, order, place = sorts.laplace_sort(x, tau)
     return t.new_empty((*x.shape[:-1], 0), dtype=torch.float64), t, order, place
@@ -48,7 +49,7 @@ def laplace_thresholds_backward(
     grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds_backward`, in Triton."""
-    if levels is not None or not ranks.serves(x):
+    if levels is not None or not ranks.serves(x, False):
         return reference.laplace_thresholds_backward(
             grad, x, order, levels, place, tau, want_tau, scans.decay_scan
         )
