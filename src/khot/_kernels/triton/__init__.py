@@ -15,6 +15,9 @@ converge are searched in float64 in the same launch.
 passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of rows
 that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch takes.
 
+Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
+sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes.
+
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
 sums and per-row scalars; float64 scores are float64 throughout. For a top-k in magnitude, rows that are split
 take all passes that a row could need, and those that are done skip theirs.

@@ -45,7 +45,7 @@ __all__ = [
 SHORT = 2048  # entries of a row that one program sorts, in 8 warps; a compiler takes half a minute for 4,096
 NARROW = 16  # entries to which rows are padded at least
 TOGETHER = 512  # entries of short rows that share a program
-CHUNK, WARPS = 2048, 8  # of a long row, that a program holds at a time
+CHUNK, WARPS = 1024, 8  # of a long row, that a program holds at a time
 BIG = tl.constexpr(torch.finfo(torch.float32).max)  # stands for an infinite score: differences stay numbers
 FAR = tl.constexpr(reference.FAR)
 # τ within these has a reciprocal in float32. Where it is cut, all scores are equal or infinitely far apart.
