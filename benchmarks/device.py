@@ -380,6 +380,8 @@ def others(case: Case, x: Tensor) -> dict[str, Function]:
     k, costs, rising = case.k, 1 + x.flip(-1).abs(), torch.linspace(-1, 1, case.n).to(x).expand(x.shape)
     mask, probs, fenchel_young = khot.topk_mask(x.flip(-1), k), khot.soft_topk(x, k), FenchelYoungTopKLoss(k)
     relevance = (rising > 0.5).to(x)
+    # longer rows take seconds
+    conditional_poisson = lambda x: khot.sampling.sample(probs, "conditional_poisson")  # noqa: E731
     return {
         "softmax": partial(torch.softmax, dim=-1),
         "torch.sort": lambda x: torch.sort(x).values,
@@ -406,17 +408,16 @@ def others(case: Case, x: Tensor) -> dict[str, Function]:
         "sample_khot": lambda x: khot.sample_khot(x, k),
         "sample, systematic": lambda x: khot.sampling.sample(probs, "systematic"),
         "sample, pivotal": lambda x: khot.sampling.sample(probs, "pivotal"),
+        **({"sample, conditional_poisson": conditional_poisson} if case.n <= 1_024 else {}),
     }
 
 
 def slow(case: Case, x: Tensor) -> dict[str, Function]:
     """What costs n² a row, or takes long."""
     if case in MANY:
-        probs = khot.soft_topk(x, case.k)
         return {
             "softmax": partial(torch.softmax, dim=-1),
             "soft_assign": lambda x: khot.soft_assign(x, 2, 2 * case.rows / case.n),
-            "sample, conditional_poisson": lambda x: khot.sampling.sample(probs, "conditional_poisson"),
         }
     return {
         "softmax of n²": lambda x: torch.softmax(x.unsqueeze(-1) - x.unsqueeze(-2), -1),

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from khot._kernels.triton import (
     assign,
+    conditional_poisson,
     counts,
     draws,
     exact,
@@ -61,6 +62,16 @@ def _pareto(n: int, bound: float) -> Case:
     )  # fmt: skip
 
 
+def _poisson(n: int, bound: float, few: bool = False) -> Case:
+    """Calibration and draw, in float64."""
+    constants = conditional_poisson.which(n)
+    warps = constants.pop("num_warps")
+    return Case(
+        conditional_poisson._conditional_poisson, f"n = {n:,}", constants, warps,
+        constants["BLOCK"] / 32 / warps, bound, registers=ALL, few=few,
+    )  # fmt: skip
+
+
 def _tile(kernel: Any, cdf: int, height: int, bound: float, **more: int) -> Case:
     width = min(counts.TILE // height, counts.ENTRIES)
     constants = {
@@ -79,6 +90,9 @@ def cases() -> list[Case]:
         _pareto(64, 260),
         _pareto(1_000, 190),
         _pareto(4_096, 175),
+        _poisson(64, 1_200, few=True),
+        _poisson(1_000, 1_200),
+        _poisson(1_024, 950),
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 90),
         Case(draws._part_keys, "long rows", {"PARTS": 512, **chunk}, 4, draws.CHUNK / 128, 300),
         Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170, spills=2),

@@ -567,6 +567,7 @@ CHECKED_WITH_THEIR_KERNELS = {
     "order_inclusion",
     "order_calibrate",
     "pareto_sample",
+    "conditional_poisson_sample",
     "tournament",
     "random_tournament",
     "trials",

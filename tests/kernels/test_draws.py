@@ -139,6 +139,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.khot.random_tournament.default, (probs, ORDER, SEED))
     which = torch.arange(9).repeat(2)
     torch.library.opcheck(torch.ops.khot.trials.default, (torch.logit(probs), k, which, SEED))
+    torch.library.opcheck(torch.ops.khot.conditional_poisson_sample.default, (probs.float(), SEED, 1e-4))
 
 
 def pareto(probs: Tensor) -> tuple[Tensor, Tensor]:

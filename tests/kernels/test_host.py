@@ -47,7 +47,6 @@ WAITS = {
     "sampling.inclusion_probs": PARETO,
     "sampling.sample, adjusted_conditional_poisson": PARETO,
     "sampling.sample, brewer": "draws unit by unit, as many as the row with most needs",
-    "sampling.sample, conditional_poisson": CALIBRATED,
     "sampling.sample, repeated_poisson": REJECTS,
     "sampling.sample, sampford": REJECTS,
 }
@@ -85,11 +84,14 @@ def test_the_host_waits_for_nothing(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["once", "repeated"])
 def test_samples_launch_little(device: Device, shape: tuple[int, ...]) -> None:
-    """A seed, the draw, and the launch that looks for rows to calibrate."""
+    """A seed and the draw; for Pareto sampling also the launch that looks for rows to calibrate."""
     probs = tensor(4, N).detach()
     device.forget()
     khot.sampling.sample(probs, sample_shape=shape)
     assert device.kernels == ["_pareto", "_careful"] and len(device.torch) <= 2, device.torch
+    device.forget()
+    khot.sampling.sample(probs, "conditional_poisson", sample_shape=shape)
+    assert device.kernels == ["_conditional_poisson"] and len(device.torch) <= 2, device.torch
 
 
 def test_the_list_of_what_waits_names_what_there_is() -> None:

@@ -15,7 +15,8 @@ from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import khot
-from khot.sampling import _designs, _order, _phantom, designs, inclusion_probs, joint_inclusion_probs, sample
+from khot._kernels.reference import phantom
+from khot.sampling import _designs, _order, designs, inclusion_probs, joint_inclusion_probs, sample
 
 FAILURE = 1e-6  # rate of each statistical test
 NAMES = list(designs)
@@ -196,8 +197,8 @@ def test_pareto_inclusion_by_quadrature(n: int, k: int, scale: float) -> None:
 @pytest.mark.parametrize("case", [c for c in PROBS if PROBS[c].shape[-1] <= 60])
 def test_pareto_calibration(case: str) -> None:
     """The parameters of adjust="exact" have the inclusion probabilities, by the tested quadrature."""
-    probs = _phantom.append(PROBS[case], 1e-12)
-    k = _phantom.size(probs).double()
+    probs = phantom.append(PROBS[case], 1e-12)
+    k = phantom.size(probs).double()
     theta = _order.calibrate(probs, k)
     pi, out = _order.inclusion(theta, k)
     torch.testing.assert_close(pi, probs, rtol=1e-4, atol=1e-8)

@@ -34,6 +34,7 @@ KERNELS = (
     "uniform",
     "order_sample",
     "pareto_sample",
+    "conditional_poisson_sample",
     "tournament",
     "soft_assign",
     "soft_budget",

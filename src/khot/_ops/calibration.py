@@ -19,7 +19,7 @@ from khot._ops.soft_topk import threshold_map
 from khot._ops.tilting import covariance_product, in_front, inclusion, tilt_rows
 from khot.cdfs import Logistic
 
-__all__ = ["conjugate_gradients", "parameters", "solve"]
+__all__ = ["conjugate_gradients", "solve"]
 
 TINY = torch.finfo(torch.float64).tiny
 CONJUGATE_GRADIENTS = 200
@@ -39,18 +39,13 @@ def solve(probs: Tensor) -> Tensor:
     return theta - shift.unsqueeze(-1)
 
 
-def parameters(probs: Tensor, k: Tensor) -> Tensor:
-    """θ with π(θ) = probs, up to a constant; Σσ(θ) is nearly k. Not differentiable."""
-    logits: Tensor = operators.calibrate(torch.logit(probs), k)[0]
-    return logits
-
-
 class _Calibrate(Function):
     """θ with π(θ) = probs, up to a constant."""
 
     @staticmethod
     def forward(probs: Tensor, k: Tensor) -> Tensor:
-        return parameters(probs, k)
+        theta: Tensor = operators.calibrate(torch.logit(probs), k)[0]
+        return theta
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

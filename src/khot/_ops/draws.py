@@ -9,7 +9,14 @@ from khot._core.dispatch import define
 from khot._kernels.reference import draws as kernels
 from khot._kernels.reference import halving
 
-__all__ = ["order_sample", "pareto_sample", "random_tournament", "tournament", "trials"]
+__all__ = [
+    "conditional_poisson_sample",
+    "order_sample",
+    "pareto_sample",
+    "random_tournament",
+    "tournament",
+    "trials",
+]
 
 
 def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
@@ -18,6 +25,10 @@ def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
 
 def _fake_pareto(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
     return probs.new_empty(probs.shape), probs.new_empty((), dtype=torch.bool)
+
+
+def _fake_conditional_poisson(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
+    return probs.new_empty(probs.shape)
 
 
 def _fake_random_tournament(probs: Tensor, order: Tensor, seed: Tensor) -> Tensor:
@@ -40,6 +51,12 @@ pareto_sample = define(
     "(Tensor probs, Tensor seed, float least, float tolerance) -> (Tensor, Tensor)",
     kernels.pareto_sample,
     _fake_pareto,
+)
+conditional_poisson_sample = define(
+    "conditional_poisson_sample",
+    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
+    kernels.conditional_poisson_sample,
+    _fake_conditional_poisson,
 )
 tournament = define(
     "tournament", "(Tensor probs, Tensor seed) -> Tensor", kernels.tournament, _fake_tournament

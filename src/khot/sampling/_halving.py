@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from khot._ops import uniform as philox
 from khot._ops.draws import trials
-from khot.sampling._phantom import distinct
 
-__all__ = ["draw_rows", "numbered"]
+__all__ = ["draw_rows"]
 
 
 def draw_rows(z: Tensor, k: Tensor, which: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -24,11 +21,3 @@ def draw_rows(z: Tensor, k: Tensor, which: Tensor, generator: torch.Generator | 
     """
     drawn: Tensor = trials(z, k, which.reshape(-1), philox.new_seed(z.device, generator))
     return drawn.reshape(*which.shape, z.shape[-1])
-
-
-def numbered(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The :func:`distinct` rows as (m, n), and which of them each row is, (*batch)."""
-    few = distinct(rows)
-    count = math.prod(few.shape[:-1])
-    which = torch.arange(count, device=rows.device).reshape(few.shape[:-1]).expand(rows.shape[:-1])
-    return few.reshape(count, rows.shape[-1]), which

@@ -12,10 +12,11 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.precision import on_cpu
 from khot._core.rows import by_rows
+from khot._kernels.reference import phantom
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
-from khot._ops.draws import pareto_sample
-from khot.sampling import _hidden, _phantom, _shards
+from khot._ops.draws import conditional_poisson_sample, pareto_sample
+from khot.sampling import _hidden, _shards
 from khot.sampling._axes import check_sample_shape, from_end, to_dim, to_last, to_pair
 from khot.sampling._designs import pareto
 from khot.sampling._lookup import resolve
@@ -51,7 +52,8 @@ def sample(
         adjust: for ``"pareto"`` only, whose inclusion probabilities are not exactly π. None brings them
             within 2e-3 by a formula (by calibration where Σπ(1 − π) < 2.5), ``"exact"`` within 1e-8 by
             calibration, which takes about ten times as long.
-        generator: the source of randomness, on the device of probs.
+        generator: the source of randomness, on the device of probs. The same seed may give other samples on a
+            GPU than on a CPU.
         group: a process group over which the rows are spread, probs being this process's shard of them; for
             ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. The generator of rank 0 decides.
         seed: only together with group: an int that alone decides, so that the draw is the same however many
@@ -191,12 +193,18 @@ def _draw(
     # On the CPU rows that are repeated are calibrated once. Other devices would have to be waited for, to
     # learn which rows that are.
     repeated = sample_shape or 0 in rows.stride()[:-1]
+    every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
+    # A row that is not of probabilities is NaN in the sample. To find that out one would have to wait for
+    # other devices than the CPU.
     if design == "pareto" and rows.numel() and not (repeated and rows.is_cpu):
         seed = philox.new_seed(rows.device, generator)
-        every = rows.expand(*sample_shape, *rows.shape) if sample_shape else rows
         sample, drawn = pareto_sample(every, seed, math.inf if exact else LEAST, _tolerance(rows))
-        # False: a row is not of probabilities, so NaN in the sample. On other devices one would have to wait.
         if not arguments.readable(drawn) or bool(drawn):
+            return sample
+    if design == "conditional_poisson" and every.numel():
+        seed = philox.new_seed(rows.device, generator)
+        sample = conditional_poisson_sample(every, seed, _tolerance(rows))
+        if not arguments.readable(sample) or not bool(sample[..., 0].isnan().any()):
             return sample
     draw: Any = pareto.draw_exact if exact else resolve(design).draw
     pi, valid = _checked(rows)
@@ -221,7 +229,7 @@ def _checked(rows: Tensor) -> tuple[Tensor, Tensor | None]:
     else:
         valid = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
         pi = torch.where(valid, pi, 0)
-    return _phantom.append(pi, _tolerance(rows)), valid
+    return phantom.append(pi, _tolerance(rows)), valid
 
 
 def _tolerance(rows: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The kernels of the designs that draw a whole row at once: order sampling and the pivotal tournament."""
+"""The kernels of the designs that draw whole rows: order sampling, conditional Poisson, the tournament."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from khot._kernels.reference import order_sampling, philox
+from khot._kernels.reference import order_sampling, phantom, philox
 
-__all__ = ["adjusted", "order_sample", "pareto_sample", "random_tournament", "smallest", "tournament"]
+__all__ = [
+    "adjusted",
+    "conditional_poisson",
+    "conditional_poisson_sample",
+    "order_sample",
+    "pareto_sample",
+    "random_tournament",
+    "smallest",
+    "tournament",
+]
 
 
 def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
@@ -59,6 +68,36 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
         theta[few] = order_sampling.order_calibrate(torch.logit(pi[few]), k[few])
     chosen = order_sample(theta, k.long(), seed)
     return chosen[..., :-1].to(probs.dtype).masked_fill(~fair, math.nan).contiguous(), fair.all()
+
+
+def conditional_poisson_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
+    """A draw of the conditional Poisson design: zeros and ones in probs' dtype.
+
+    Args:
+        probs: π (*batch, n). A phantom unit, which is not returned, makes each sum an integer. Rows that
+            expand() repeats are calibrated once.
+        seed: of philox, 0-dim.
+        tolerance: a sum that is so near to an integer is that integer.
+
+    Returns:
+        The sample. A row that is not of probabilities is NaN.
+    """
+    n = probs.shape[-1]
+    few = phantom.distinct(probs).double()
+    fair = ((few >= 0) & (few <= 1)).all(-1, keepdim=True)
+    pi = phantom.append(few.where(fair, 0), tolerance)
+    drawn = conditional_poisson(pi.expand(*probs.shape[:-1], pi.shape[-1]), seed)[..., :n]
+    return drawn.to(probs.dtype).masked_fill(~fair, math.nan).contiguous()
+
+
+def conditional_poisson(probs: Tensor, seed: Tensor) -> Tensor:
+    """Bool (*batch, n) of the conditional Poisson design for probs (*batch, n) in float64, whose sums are
+    integers up to rounding. Rows that expand() repeats are calibrated once."""
+    rows, which = phantom.numbered(probs)
+    k = rows.sum(-1).round()
+    theta, _ = torch.ops.khot.calibrate.default(torch.logit(rows), k)
+    drawn: Tensor = torch.ops.khot.trials.default(theta, k, which.reshape(-1), seed)
+    return drawn.reshape(probs.shape)
 
 
 def smallest(keys: Tensor, k: Tensor) -> Tensor:

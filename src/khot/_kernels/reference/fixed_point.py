@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference.poisson_binomial import swaps
 
-__all__ = ["Accuracy", "calibrate_kernel", "fixed_point", "from_swaps", "tilted"]
+__all__ = ["CLOSE", "HAJEK", "Accuracy", "calibrate_kernel", "fixed_point", "from_swaps", "tilted"]
 
 DEPTH = 3  # how many earlier steps the acceleration combines; more steps were no faster
 ITERATIONS = 40  # over the hard cases of the tests, at most 11 were needed for an error of 1e-12

@@ -26,6 +26,9 @@ take all passes that a row could need, and those that are done skip theirs.
 from khot._kernels.triton.assign import soft_assign as soft_assign
 from khot._kernels.triton.budget import soft_budget as soft_budget
 from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
+from khot._kernels.triton.conditional_poisson import (
+    conditional_poisson_sample as conditional_poisson_sample,
+)
 from khot._kernels.triton.counts import soft_count as soft_count
 from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
 from khot._kernels.triton.draws import order_sample as order_sample
@@ -57,6 +60,7 @@ from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward
 
 __all__ = [
     "budget_mask",
+    "conditional_poisson_sample",
     "decay_scan",
     "fenchel_young",
     "fenchel_young_backward",

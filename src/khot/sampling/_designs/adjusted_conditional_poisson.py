@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.phantom import numbered, size
 from khot._ops.calibration import solve
 from khot.sampling import conditional_poisson
 from khot.sampling._designs import poisson
-from khot.sampling._halving import draw_rows, numbered
-from khot.sampling._phantom import size
+from khot.sampling._halving import draw_rows
 
 __all__ = ["draw", "joint", "log_prob", "marginals"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot.sampling._phantom import size
+from khot._kernels.reference.phantom import size
 
 __all__ = ["draw"]
 

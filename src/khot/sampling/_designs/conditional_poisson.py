@@ -9,17 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from khot._ops.calibration import parameters, solve
+from khot._kernels.reference import draws
+from khot._ops import uniform as philox
+from khot._ops.calibration import solve
 from khot.sampling import conditional_poisson
-from khot.sampling._halving import draw_rows, numbered
 
 __all__ = ["draw", "joint", "log_prob"]
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    rows, which = numbered(probs)
-    k = rows.sum(-1).round()
-    return draw_rows(parameters(rows, k), k, which, generator)
+    return draws.conditional_poisson(probs, philox.new_seed(probs.device, generator))
 
 
 def log_prob(value: Tensor, probs: Tensor) -> Tensor:

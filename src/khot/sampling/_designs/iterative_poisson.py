@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.phantom import size
 from khot.sampling._designs import poisson
-from khot.sampling._phantom import size
 
 __all__ = ["ROUNDS", "draw"]
 

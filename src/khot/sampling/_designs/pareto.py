@@ -16,8 +16,8 @@ from torch import Tensor
 from khot._core import eager
 from khot._kernels.reference.draws import adjusted
 from khot._kernels.reference.order_sampling import LEAST
+from khot._kernels.reference.phantom import distinct, size
 from khot.sampling import _order as order
-from khot.sampling._phantom import distinct, size
 
 __all__ = ["draw", "draw_exact", "draw_small", "joint", "log_prob", "marginals"]
 

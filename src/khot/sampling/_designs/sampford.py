@@ -11,11 +11,12 @@ import math
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.phantom import numbered
 from khot._ops import uniform as philox
 from khot._ops.tilting import inclusion, mixture, tilt_rows
 from khot.sampling import conditional_poisson
 from khot.sampling._designs.poisson import log_odds
-from khot.sampling._halving import draw_rows, numbered
+from khot.sampling._halving import draw_rows
 
 __all__ = ["draw", "joint", "log_prob"]
 

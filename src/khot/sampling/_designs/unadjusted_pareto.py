@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.phantom import distinct, size
 from khot.sampling import _order as order
 from khot.sampling._designs import poisson
-from khot.sampling._phantom import distinct, size
 
 __all__ = ["draw", "joint", "log_prob", "marginals"]
 

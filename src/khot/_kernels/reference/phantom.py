@@ -7,10 +7,12 @@ Vinuesa, Azizpour 2025, eq. 14 and, with its two cases exchanged, eq. 15).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["append", "distinct", "size"]
+__all__ = ["append", "distinct", "numbered", "size"]
 
 
 def append(probs: Tensor, tolerance: float) -> Tensor:
@@ -34,3 +36,11 @@ def size(probs: Tensor) -> Tensor:
 def distinct(probs: Tensor) -> Tensor:
     """probs without the rows that expand() repeats, so that what depends on probs alone is computed once."""
     return probs[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in probs.stride()[:-1])]
+
+
+def numbered(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The :func:`distinct` rows as (m, n), and which of them each row is, (*batch)."""
+    few = distinct(rows)
+    count = math.prod(few.shape[:-1])
+    which = torch.arange(count, device=rows.device).reshape(few.shape[:-1]).expand(rows.shape[:-1])
+    return few.reshape(count, rows.shape[-1]), which
