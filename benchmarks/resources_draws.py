@@ -298,7 +298,8 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
         else TYPES.get(name, "*fp64" if name.endswith("_pointer") else "i32")
         for name in names
     }  # fmt: skip
-    signature |= OWN_TYPES.get(case.kernel.fn.__name__, {})
+    own = OWN_TYPES.get(case.kernel.fn.__name__, {})
+    signature |= {name: own[name] for name in own if name in names and name not in case.constants}
     source = ASTSource(
         case.kernel,
         signature,

@@ -345,8 +345,10 @@ def serves(x: Tensor, long: bool) -> bool:
 def tile(n: int) -> dict[str, Any]:
     """Rows in a program and warps, for 4 to 8 entries of a thread."""
     width = max(NARROW, triton.next_power_of_2(n))
-    warps = 4 if width <= 128 else max(2, width // 256)  # one would take up to 255 registers of a thread
-    return {"TOGETHER": max(1, TOGETHER // width), "WIDTH": width, "EXACT": n == width, "num_warps": warps}
+    together, warps = max(1, TOGETHER // width), 4
+    if width > 128:  # a row in one warp would take up to 255 registers of a thread
+        together, warps = 1, max(2, width // 256)
+    return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
 @functools.cache
