@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
+from khot import cdfs
 from khot._kernels.triton import (
     assign,
     conditional_poisson,
@@ -22,10 +23,13 @@ from khot._kernels.triton import (
     exact_backward,
     exact_sums,
     greedy,
+    layout,
     losses,
     power_norms,
     projection,
     ranks,
+    resident_budget,
+    resident_budget_backward,
     sorts,
 )
 from khot._kernels.triton.functions import OUTPUTS
@@ -48,6 +52,7 @@ class Case(NamedTuple):
     registers: int = REGISTERS
     few: bool = False  # compiled by --few, too
     multiples: tuple[str, ...] = ()  # integers that are divisible by 16
+    limited: bool = False  # whether it runs with :func:`.layout.registers`
 
     @property
     def id(self) -> str:
@@ -117,6 +122,27 @@ def cases() -> list[Case]:
         *(
             _budget(exact_backward.pull_rows_exactly, cdf, bound)
             for cdf, bound in enumerate((1_240, 1_030, 1_420, 1_160, 1_950))
+        ),
+        *(
+            _budget_in_float32(kernel, "logistic", n, bound, ordinary=True)
+            for kernel, n, bound in (
+                (resident_budget.solve_budgets, 64, 95),
+                (resident_budget_backward.pull_budgets, 64, 72),
+                (resident_budget.solve_budgets, 8_192, 88),
+                (resident_budget_backward.pull_budgets, 8_192, 64),
+            )
+        ),
+        *(
+            _budget_in_float32(kernel, cdf, n, bound)
+            for kernel, cdf, n, bound in (
+                (resident_budget.solve_budgets, "logistic", 64, 760),
+                (resident_budget_backward.pull_budgets, "logistic", 64, 340),
+                (resident_budget.solve_budgets, "logistic", 8_192, 390),
+                (resident_budget_backward.pull_budgets, "logistic", 8_192, 205),
+                (resident_budget.solve_budgets, "normal", 8_192, 530),
+                (resident_budget.solve_budgets, "power", 8_192, 530),
+                (resident_budget_backward.pull_budgets, "power", 8_192, 290),
+            )
         ),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
         *(_project(*case) for case in PROJECTIONS),
@@ -227,6 +253,23 @@ def _rank_long(kernel: Any, bound: float) -> Case:
     )  # fmt: skip
 
 
+def _budget_in_float32(kernel: Any, name: str, n: int, bound: float, ordinary: bool = False) -> Case:
+    """With the rescue in float64; or, ordinary, an evaluation of an ordinary row, or its gradients."""
+    F, tile = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name), layout.pair_tile(4_096, n)
+    constants = {
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "AT_MOST": False, "ORDINARY": int(ordinary),
+        "TOGETHER": tile.together, "PIECES": tile.pieces, "WIDTH": tile.width,
+        "EXACT": n == tile.pieces * tile.width, "CHUNK": layout.RESCUE * tile.warps, "ASKED": False,
+        "tau_pointer": None, "tau_stride": 0, "budget_pointer": None, "budget_stride": 0,
+        "grad_lo_pointer": None, "grad_lo_stride": 0, "cost_column": 1, "grad_column": 1,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    shape = f"{name}, n = {n:,}, {'an ordinary row' if ordinary else 'all'}"
+    few = ordinary and n == 64
+    return Case(kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound,
+                few=few, limited=True)  # fmt: skip
+
+
 def _assign(cdf: str, bound: float) -> Case:
     """Of 64 columns: everything, of which rows that look for their thresholds take a quarter."""
     constants = assign.which(64, cdf, False)
@@ -266,7 +309,8 @@ TYPES = {
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "goal_rest": "fp32", "budget_rest": "fp32",
-    "place_pointer": "*i64",
+    "place_pointer": "*i64", "grain": "fp32", "floor": "fp32",
+    **{f"{name}_{half}": "fp32" for name in ("tau", "budget", "grad_lo") for half in ("high", "low")},
 }  # fmt: skip
 SORTED = {
     "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i64", "w_order_pointer": "*i64",
@@ -310,7 +354,8 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
             if (name.endswith("_pointer") and name not in case.constants) or name in case.multiples
         },
     )
-    binary = triton.compile(source, target=target, options={"num_warps": case.warps})
+    options = {"num_warps": case.warps, **(layout.registers() if case.limited else {})}
+    binary = triton.compile(source, target=target, options=options)
     return Line(number, read(binary.asm["cubin"]))
 
 

@@ -11,9 +11,14 @@ program and `split` for those of many, with `resident_backward` and `split_backw
 third of the instructions there, and most rows need few. A split row takes four launches. Rows that do not
 converge are searched in float64 in the same launch.
 
-`exact` is the search in float64, for float64 scores, for those rows, and for budgets: `exact_sums` has its
-passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of rows
-that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch takes.
+Soft budgets by score go the same way: the entries of `resident_budget` and `resident_budget_backward` are
+pairs of scores and costs, which `costs` adds up for `threshold`. `budget` decides which kernels a batch of
+budgets takes.
+
+`exact` is the search in float64, for float64 scores, for those rows, and for other budgets: `exact_sums` has
+its passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of
+rows that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch of
+soft top-ks takes.
 
 Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
 sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes.

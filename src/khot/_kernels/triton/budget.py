@@ -1,4 +1,9 @@
-"""Soft budgets on a GPU: a row is searched and differentiated by :mod:`.exact` and :mod:`.exact_backward`."""
+"""Which kernels take a batch of soft budgets: the one place that decides it.
+
+- By score, of float32 and narrower, up to `layout.PAIRS` entries: `resident_budget` and
+  `resident_budget_backward`.
+- All else, by `exact` and `exact_backward` in float64.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,13 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_budget as reference
-from khot._kernels.triton import exact, exact_backward, layout
+from khot._kernels.triton import (
+    exact,
+    exact_backward,
+    layout,
+    resident_budget,
+    resident_budget_backward,
+)
 
 
 def soft_budget(
@@ -17,16 +28,28 @@ def soft_budget(
     batch, n = x.shape[:-1], x.shape[-1]
     if x.numel() == 0:
         return reference.soft_budget(x, cost, budget, tau, cdf, shape, by, at_most)
-    y = x.new_empty(x.shape)
+    y, F = x.new_empty(x.shape), cdfs.resolve(cdf, shape)
     hi = torch.empty(batch, dtype=torch.float64, device=x.device)
     lo = torch.empty_like(hi)
     amount = layout.values(budget, batch, x.device)
-    exact.solve(
-        layout.rows(x, n), layout.matrix(cost, x), (*amount, layout.rest(budget, amount)),
-        layout.values(tau, batch, x.device), y, hi, lo, n, cdfs.resolve(cdf, shape),
-        by=by, at_most=at_most, slack=reference.SLACK * torch.finfo(cost.dtype).eps,
-    )  # fmt: skip
+    source, prices = layout.rows(x, n), layout.matrix(cost, x)
+    goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
+    slack = reference.SLACK * torch.finfo(cost.dtype).eps
+    if _in_float32(x, cost, by):
+        resident_budget.soft_budget(
+            source, prices, goal, tau_row, y, hi, lo, hi.numel(), n, F, at_most=at_most, slack=slack
+        )  # fmt: skip
+    else:
+        exact.solve(
+            source, prices, goal, tau_row, y, hi, lo, n, F, by=by, at_most=at_most, slack=slack
+        )  # fmt: skip
     return y, hi, lo
+
+
+def _in_float32(x: Tensor, cost: Tensor, by: str) -> bool:
+    """Whether a batch is solved in float32, but for rows that need more."""
+    narrow = x.dtype != torch.float64 and cost.dtype != torch.float64
+    return narrow and by == "score" and x.shape[-1] <= layout.PAIRS
 
 
 def soft_budget_backward(
@@ -41,9 +64,14 @@ def soft_budget_backward(
         )  # fmt: skip
     dx, dcost = x.new_empty(x.shape), cost.new_empty(x.shape)
     dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
-    exact_backward.backward(
+    given = (
         layout.matrix(grad, x), layout.values(grad_lo, batch, x.device), layout.rows(x, n),
         layout.matrix(cost, x), (hi.contiguous(), lo.contiguous()), layout.values(tau, batch, x.device),
-        (dx, dcost, dbudget, dtau), n, cdfs.resolve(cdf, shape), by=by, at_most=at_most,
+        (dx, dcost, dbudget, dtau),
     )  # fmt: skip
+    F = cdfs.resolve(cdf, shape)
+    if _in_float32(x, cost, by):
+        resident_budget_backward.soft_budget_backward(*given, hi.numel(), n, F, at_most=at_most)
+    else:
+        exact_backward.backward(*given, n, F, by=by, at_most=at_most)
     return dx, dcost, dbudget, dtau

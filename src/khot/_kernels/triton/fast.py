@@ -215,6 +215,11 @@ def _add7(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
 
 
 @triton.jit
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
 def total(terms, TOGETHER: tl.constexpr):
     """The members of a tuple, each summed over its row, all in one reduction."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
@@ -235,5 +240,7 @@ def total(terms, TOGETHER: tl.constexpr):
         return tl.reduce(terms, AXIS, _add5)
     elif len(terms) == 6:
         return tl.reduce(terms, AXIS, _add6)
-    else:
+    elif len(terms) == 7:
         return tl.reduce(terms, AXIS, _add7)
+    else:
+        return tl.reduce(terms, AXIS, _add8)

@@ -16,6 +16,7 @@ from khot._kernels.triton import fast
 from khot._kernels.triton.functions import CDFS
 
 RESIDENT = 32768  # entries of a row that stay on chip
+PAIRS = 8192  # the same of entries that come in pairs, as a score and its cost
 TOGETHER = 1024  # entries of short rows that share a program
 CHUNK = 4096  # entries of a long row that a program holds at a time
 PROGRAMS = 1024  # about as many as fill a large device several times over
@@ -78,6 +79,16 @@ def tile(rows: int, n: int) -> Tile:
             warps = min(16, 4 * warps)
     piece = 128 * warps // together
     return Tile(together, -(-n // piece), piece, warps)  # Triton's own cdiv takes microseconds
+
+
+def pair_tile(rows: int, n: int) -> Tile:
+    """The same for entries that are pairs, of a row of up to `PAIRS`: 4 to 16 pairs per thread."""
+    held = tile(rows, n)
+    if held.pieces <= 4:
+        return held
+    together, warps = (held.together // 2, held.warps) if held.together > 1 else (1, 2 * held.warps)
+    piece = 2 * held.width
+    return Tile(together, -(-n // piece), piece, warps)
 
 
 def splits(rows: int, n: int) -> bool:

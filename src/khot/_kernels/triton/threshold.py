@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from khot._kernels.triton.costs import paid_terms
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
@@ -42,7 +43,7 @@ from khot._kernels.triton.terms import (
     unit,
 )
 
-__all__ = ["FLUSH", "find", "iterate", "less", "long_step", "moment_terms", "over", "taylor_step"]
+__all__ = ["FLUSH", "find", "guess", "iterate", "less", "long_step", "moment_terms", "over", "taylor_step"]
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
 # 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
@@ -54,6 +55,8 @@ SHORT_KINKED = tl.constexpr(3e-4)
 SMALL = tl.constexpr(0.3)
 ROUNDING = tl.constexpr(3e-7)  # the error of a step, in τ, that rounding may cause anyway
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
+# Σ w f has to be so many times the digits of costs that a sum of float32 numbers may have lost
+ROUGH = tl.constexpr(0.5)
 FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
 
 
@@ -182,15 +185,18 @@ def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
 
 
 @triton.jit
-def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr):
+def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, PAID: tl.constexpr = False):
     """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
     k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
 
     With compact support the sums do not tell how Σf changes: turn is its relative fall per τ, if it is known,
-    and 0 otherwise.
+    and 0 otherwise. PAID says that the sums are of :func:`.costs.paid_terms`, and k is a budget.
     """
     less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
-    excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
+    if PAID:
+        excess = (((sums[0] - k) - k_rest) + sums[term_count(CDF)]).to(tl.float32)
+    else:
+        excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
     miss = excess - less
     if full_support(CDF):
         h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
@@ -395,7 +401,7 @@ def _gap(
 
 
 @triton.jit
-def _guess(n, offset, variance, k, tau, power, CDF: tl.constexpr):
+def guess(n, offset, variance, k, tau, power, CDF: tl.constexpr):
     """From moments: the quantile of a sum of the scores' distribution, taken for normal, and F's, less the
     origin; and the mean and 1/deviation of the sum, and the normal quantile."""
     log_k, log_rest = log2(k), log2(n - k)
@@ -419,12 +425,15 @@ def iterate(
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
     AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False,
+    grain=0.0, floor=0.0, PAID: tl.constexpr = False,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
     AGAIN says that the entries can be read again at `at`, though they are held: in a gap, which few rows have
     to search, there are not registers enough for both. FINE and base are as in :func:`over`: t is then less
-    base, too.
+    base, too. PAID says that each entry comes with its cost, that k is a budget and n what all entries cost;
+    grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32 cannot tell where
+    the budget is spent.
     """
     scale = inverse * unit(CDF)
     # as many halves as entries were looked at, those beyond the row's end among them
@@ -440,11 +449,21 @@ def iterate(
     while running:
         # Constants stay constants only in a tuple that has no name; and no sums of this name may come
         # from before the loop, which a row that streams past would carry along in another precision.
-        sums = over(
-            x, at, n_columns, terms,
-            (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
-            term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM, base, FINE,
-        )  # fmt: skip
+        if PAID:
+            sums = over(
+                x, at, n_columns, paid_terms,
+                (
+                    wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE,
+                    grain,
+                ),
+                term_count(CDF) + 1, TOGETHER, PIECES, WIDTH, STREAM,
+            )  # fmt: skip
+        else:
+            sums = over(
+                x, at, n_columns, terms,
+                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
+                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM, base, FINE,
+            )  # fmt: skip
         turn = nothing
         if not full_support(CDF):
             moved = ((hi - t_before) + lo) * inverse
@@ -452,8 +471,11 @@ def iterate(
             turn = (mass_before - mass) * reciprocal(moved * mass)
             turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
             t_before, mass_before = hi + lo, mass
-        excess, miss, h, mu, beta, gamma, mass, last = taylor_step(sums, k, k_rest, seen, turn, power, CDF)
-        deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
+        excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
+            sums, k, k_rest, seen, turn, power, CDF, PAID
+        )
+        if not PAID:
+            deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
         done = done | deep
         if any_row(~(last | done), TOGETHER):
             step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
@@ -462,6 +484,9 @@ def iterate(
             )  # fmt: skip
             h = tl.where(last, h, step)
         failed = ~(tl.abs(h) < 1e30) & ~done
+        if PAID:  # a gap is not searched: the sums of costs have not the digits for it
+            unclear = floor + ROUGH * tl.abs(sums[term_count(CDF)].to(tl.float32))
+            failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
         new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
         hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
         ok = ok & ~failed
@@ -469,7 +494,7 @@ def iterate(
         count += 1
         running = (count < evaluations) & any_row(~done, TOGETHER)
     ok = ok & done
-    if CDF == NORMAL:
+    if (CDF == NORMAL) | PAID:
         ok = ok & ~deep
     else:
         if any_row(deep, TOGETHER):
@@ -515,8 +540,8 @@ def find(
     per = reciprocal(n)
     offset = first * per
     variance = tl.maximum(second * per - offset * offset, 0.0)
-    guess, offset, deviation, per_deviation, normal = _guess(n, offset, variance, k, tau, power, CDF)
-    hi = origin + guess
+    t, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
+    hi = origin + t
     lo = hi * 0
     ok = ok & (tl.abs(hi) < 1e30)
     done = ~(ok & there)
