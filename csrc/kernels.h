@@ -196,6 +196,21 @@ struct MaskRows {
   ~MaskRows() = default;
 };
 
+// The k largest entries with their indices (khot/_kernels/reference/topk.py).
+struct TopKSpec {
+  int64_t n, k;
+  bool largest, sorted;
+};
+
+struct TopKRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual void* values(int64_t row) const = 0;  // of x's dtype
+  virtual int64_t* indices(int64_t row) const = 0;
+
+ protected:
+  ~TopKRows() = default;
+};
+
 // One sweep over the rows of a two-sided assignment (khot/_kernels/reference/assign_pass.py). x, k, r, c and
 // what is written are of one dtype, kFloat or kDouble, and contiguous. `sums` are in double.
 struct AssignPass {
@@ -226,6 +241,7 @@ struct Kernels {
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
+  void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
   // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
   // rows.put() takes gamma.

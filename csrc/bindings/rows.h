@@ -138,4 +138,17 @@ struct HardRows final : MaskRows {
   Results results;
 };
 
+template <class Rows>
+struct LargestRows final : TopKRows {
+  LargestRows(Rows scores, Results results, int64_t* first, int64_t k)
+      : scores(std::move(scores)), results(results), first(first), k(k) {}
+  Row x(int64_t row) const override { return scores(row); }
+  void* values(int64_t row) const override { return results(row); }
+  int64_t* indices(int64_t row) const override { return first + row * k; }
+
+  Rows scores;
+  Results results;
+  int64_t *first, k;
+};
+
 }  // namespace khot

@@ -1,5 +1,5 @@
-// khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the CPU: tensors in
-// and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+// khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the
+// CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -7,6 +7,20 @@
 
 namespace khot {
 namespace {
+
+std::tuple<Tensor, Tensor> topk(Tensor x, int64_t k, bool largest, bool sorted) {
+  Sizes shape = batch_of(x);
+  const Rows entries(x, shape);
+  const int64_t n = x.size(x.dim() - 1), rows = product(shape);
+  STD_TORCH_CHECK(n < int64_t{1} << 32, "khot: rows must be shorter than 2^32");
+  STD_TORCH_CHECK(k >= 0 && k <= n, "khot: k must lie in [0, n]");
+  shape.push_back(k);
+  Tensor values = empty(x, shape), indices = empty(x, shape, ScalarType::Long);
+  const LargestRows found(entries, results_in(values), indices.mutable_data_ptr<int64_t>(), k);
+  const TopKSpec spec{n, k, largest, sorted};
+  row_ranges(rows, n, [&](int64_t begin, int64_t end) { kernels().topk(spec, found, begin, end); });
+  return {values, indices};
+}
 
 Tensor topk_mask(Tensor x, Tensor k) {
   const Sizes batch = batch_of(x);
@@ -125,6 +139,7 @@ std::tuple<Tensor, Tensor> magnitude_with_signs_backward(Tensor grad, Tensor gra
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
+  m.impl("topk", TORCH_BOX(&khot::topk));
   m.impl("topk_mask", TORCH_BOX(&khot::topk_mask));
   m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));

@@ -51,6 +51,23 @@ class OrderStatistics {
     }
   }
 
+  // The key of place k in [1, n] of n entries. Returns false for entries with a NaN.
+  bool kth_entry(const I* p, int64_t n, int64_t k, I& key) {
+    I bits = 0;
+    Wanted wanted{k, &bits};
+    if (!select<false>(p, n, &wanted, &wanted + 1)) return false;
+    key = Ordered<I>::key(bits);
+    return true;
+  }
+
+  // The k-th largest of n keys, which may also be those next to the keys of -inf and inf.
+  I kth_key(const I* keys, int64_t n, int64_t k) {
+    I bits = 0;
+    Wanted wanted{k, &bits};
+    select<true>(keys, n, &wanted, &wanted + 1);
+    return Ordered<I>::key(bits);
+  }
+
  private:
   // The range between two keys, and how many entries a pass found where.
   struct Range {
@@ -117,7 +134,8 @@ class OrderStatistics {
   // keys, which finds a value that many keys share; the steps between halve the range, which bounds their
   // number.
   I kth_largest(const I* keys, int64_t n, int64_t k) const {
-    I low = -order_.infinity, high = order_.infinity;  // the range, with both ends
+    // the range, with both ends
+    I low = static_cast<I>(-order_.infinity - 2), high = static_cast<I>(order_.infinity + 1);
     int64_t above = 0, reached = n;  // how many keys are above the range, and above or inside
     int64_t dropped = 0;             // how many of the keys above it are not in the array
     uint32_t noise = 1;
@@ -236,7 +254,7 @@ class OrderStatistics {
         above += value > top;
         at_top += value == top;
         at_bottom += value == bottom;
-        nans |= (value > infinity) | (value < -infinity);
+        if constexpr (!kKeys) nans |= (value > infinity) | (value < -infinity);
       }
       if (nans) return false;
       range.above += above, range.at_top += at_top, range.at_bottom += at_bottom;

@@ -8,6 +8,7 @@
 #include "counting/count.h"
 #include "kernels.h"
 #include "permutation/shares.h"
+#include "selection/largest.h"
 #include "selection/magnitude.h"
 #include "selection/mask.h"
 #include "selection/order_statistics.h"
@@ -17,19 +18,8 @@
 namespace khot::KHOT_ISA {
 
 constexpr Kernels table(const char* name) {
-  return {name,
-          forward,
-          backward,
-          budget,
-          budget_backward,
-          soft_count,
-          soft_count_backward,
-          shares,
-          assign_rows,
-          topk_mask,
-          order_statistics,
-          magnitude,
-          magnitude_backward};
+  return {name,   forward,     backward,  budget, budget_backward,  soft_count, soft_count_backward,
+          shares, assign_rows, topk_mask, topk,   order_statistics, magnitude,  magnitude_backward};
 }
 
 }  // namespace khot::KHOT_ISA
