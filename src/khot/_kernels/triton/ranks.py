@@ -388,8 +388,10 @@ def laplace_rank_backward(
     """The gradients in x and τ; that of τ holds anything unless it is wanted."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows, dx, dtau = batch.numel(), x.new_empty(x.shape), x.new_empty(batch, dtype=torch.float64)
-    given = (*layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device))
-    given = (*given, order.contiguous(), dx, dtau)
+    given = (
+        *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
+        order.contiguous(), dx, dtau,
+    )  # fmt: skip
     if n > SHORT:
         parts, notes = _notes(x, 4)
         launch(_pull_long_ranks, rows, *given, notes, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
