@@ -135,13 +135,13 @@ def cases() -> list[Case]:
         *(
             _budget_in_float32(kernel, cdf, n, bound)
             for kernel, cdf, n, bound in (
-                (resident_budget.solve_budgets, "logistic", 64, 760),
-                (resident_budget_backward.pull_budgets, "logistic", 64, 340),
-                (resident_budget.solve_budgets, "logistic", 8_192, 390),
-                (resident_budget_backward.pull_budgets, "logistic", 8_192, 205),
-                (resident_budget.solve_budgets, "normal", 8_192, 530),
-                (resident_budget.solve_budgets, "power", 8_192, 530),
-                (resident_budget_backward.pull_budgets, "power", 8_192, 290),
+                (resident_budget.solve_budgets, "logistic", 64, 900),
+                (resident_budget_backward.pull_budgets, "logistic", 64, 400),
+                (resident_budget.solve_budgets, "logistic", 8_192, 410),
+                (resident_budget_backward.pull_budgets, "logistic", 8_192, 240),
+                (resident_budget.solve_budgets, "normal", 8_192, 600),
+                (resident_budget.solve_budgets, "power", 8_192, 600),
+                (resident_budget_backward.pull_budgets, "power", 8_192, 340),
             )
         ),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
