@@ -356,27 +356,32 @@ def permutahedron(z: Row, w: Row, kl: bool = False, p: float = 2.0) -> np.ndarra
     if np.isnan(z).any() or np.isnan(w).any():
         return np.full(n, np.nan)
     order = np.argsort(-z, kind="stable")
-    mean = logsumexp if kl else np.mean
     at = z[order]
-
-    def block(u: np.ndarray, w: np.ndarray) -> np.longdouble:
-        if p == 2 or kl:
-            return mean(u) - mean(w)
-        u, total = u.astype(np.longdouble), w.astype(np.longdouble).sum()
-        even = _power(total / len(w), p - 1)  # that far above v lie all, if they are equal
-        low, high = u.min() - even, u.max() - even
-        for _ in range(200):
-            v = (low + high) / 2
-            low, high = (v, high) if _power(u - v, 1 / (p - 1)).sum() > total else (low, v)
-        return (low + high) / 2
-
-    value = np.array(
-        [[block(at[a : b + 1], w[a : b + 1]) if a <= b else -np.inf for b in range(n)] for a in range(n)]
-    ).reshape(n, n)
+    value = np.full((n, n), -np.inf, dtype=np.longdouble)
+    for a in range(n):
+        value[a, a:] = _blocks(at[a:], w[a:], kl, p)
     y = np.empty(n)
     t = at - [value[: i + 1, i:].max(-1).min() for i in range(n)]
     y[order] = t if p == 2 or kl else _power(np.array(t), 1 / (p - 1))
     return y
+
+
+def _blocks(u: np.ndarray, w: np.ndarray, kl: bool, p: float) -> np.ndarray:
+    """V of every block that begins with the first entry."""
+    u, w = u.astype(np.longdouble), w.astype(np.longdouble)
+    if kl:
+        return np.logaddexp.accumulate(u) - np.logaddexp.accumulate(w)
+    n, total = np.arange(1, len(u) + 1), w.cumsum()
+    if p == 2:
+        return (u.cumsum() - total) / n
+    inside = np.tri(len(u), dtype=bool)
+    even = _power(total / n, p - 1)  # that far above v lie all, if they are equal
+    low, high = np.minimum.accumulate(u) - even, np.maximum.accumulate(u) - even
+    for _ in range(100):
+        v = (low + high) / 2
+        below = np.where(inside, _power(u - v[:, None], 1 / (p - 1)), 0).sum(-1) > total
+        low, high = np.where(below, v, low), np.where(below, high, v)
+    return (low + high) / 2
 
 
 def _power(t: Any, exponent: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "soft_topk": lambda x, tau, cdf: khot.soft_topk(x, 2, tau=tau, cdf=cdf),
     "log_soft_topk": lambda x, tau, cdf: khot.log_soft_topk(x, 2, tau=tau, cdf=cdf).exp(),
 }
-every_function = pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
 THRESHOLDS = {name: f for name, f in FUNCTIONS.items() if "median" in name or "count" in name}
 
 
@@ -91,8 +91,16 @@ def stacked(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     return torch.cat([part.reshape(*shape, -1) for part in parts], -1)
 
 
-@every_cdf
-@every_function
+# every function with one CDF, and every CDF with functions of one threshold, of several, and of y
+@pytest.mark.parametrize(
+    ("f", "cdf"),
+    [
+        pytest.param(f, cdf, id=f"{name}-{of}")
+        for name, f in FUNCTIONS.items()
+        for of, cdf in CDFS.items()
+        if of == "uniform" or name in ("soft_median", "inverse_soft_count, several levels", "soft_topk")
+    ],
+)
 def test_every_mode_agrees_with_finite_differences(f: Callable[..., Tensor], cdf: Any) -> None:
     def g(x: Tensor, tau: Tensor) -> Tensor:
         return f(x, tau, cdf)
@@ -245,9 +253,17 @@ def test_y_does_not_move(k: int, cdf: Any) -> None:
     assert grads[2].item() == 0.5 * sides.sum().item()
 
 
-@pytest.mark.parametrize("count", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cdf", [CDFS[name] for name in COMPILED], ids=COMPILED)
+# the reference, which serves users' CDFs, solves rows of any number and dtype alike
+@pytest.mark.parametrize(
+    ("cdf", "dtype", "count"),
+    [
+        *itertools.product(
+            ("uniform", cdfs.Power(4 / 3)), (torch.float64, torch.float32, torch.bfloat16), (1, 16)
+        ),
+        (BUMP, torch.float64, 16),
+    ],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
 def test_k_within_rounding_of_none_and_of_all(cdf: Any, dtype: torch.dtype, count: int) -> None:
     """Where rounding leaves no entry on one side of t, the next entry of the other side follows k."""
     x = torch.tensor([[0.5, 0.0, -1.0, -2.0, -math.inf]], dtype=dtype).repeat(count, 1)

@@ -63,7 +63,7 @@ def f64(values: Any) -> Tensor:
 @every_row
 def test_within_rounding_of_50_digits_on_the_adversarial_list(name: str, scores: str) -> None:
     cdf, p = CDFS[name]
-    n = 12
+    n = 8
     for dtype, absolute in ((torch.float64, 1e-12), (torch.float32, 5e-7)):
         x = row(scores, n).to(dtype)
         for tau in oracles.TAUS:
