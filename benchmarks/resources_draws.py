@@ -266,8 +266,10 @@ def _budget_in_float32(kernel: Any, name: str, n: int, bound: float, ordinary: b
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     shape = f"{name}, n = {n:,}, {'an ordinary row' if ordinary else 'all'}"
     few = ordinary and n == 64
-    return Case(kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound,
-                few=few, limited=True, multiples=("x_stride", "cost_row", "grad_row", "n_columns"))  # fmt: skip
+    return Case(
+        kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound, few=few, limited=True,
+        multiples=("x_stride", "cost_row", "grad_row", "n_columns"),
+    )  # fmt: skip
 
 
 def _assign(cdf: str, bound: float) -> Case:

@@ -24,6 +24,37 @@ Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """What an operator calls its arguments, and what is bad input to it."""
+
+    family: str = ""  # which checks of test_bad_input.py apply; none, if a file of the operator has its own
+    k: str = "k"
+    tau: str | None = "tau"
+
+    @property
+    def k_in_range(self) -> bool:
+        return self.family != "count"
+
+
+ARGUMENTS: dict[str, Arguments] = {
+    **dict.fromkeys(("soft_topk", "sigmoid_topk", "laplace_topk", "sparse_topk"), Arguments("mask")),
+    "log_soft_topk": Arguments("log"),
+    "ot_topk": Arguments("mask", tau="epsilon"),
+    "soft_topk_magnitude": Arguments("magnitude"),
+    "topk_mask": Arguments("hard", tau=None),
+    "soft_count": Arguments("count", k="at"),
+    "inverse_soft_count": Arguments("threshold", k="count"),
+    # in test_assignment.py, test_budgets.py, test_phi.py, test_quantile.py, test_ranking.py,
+    # test_permutahedron.py and test_transport.py
+    **dict.fromkeys(("soft_assign", "soft_budget", "budget_mask", "sorted_soft_topk"), Arguments()),
+    **dict.fromkeys(("soft_topk_exp", "soft_topk_signed", "soft_topk_sum"), Arguments()),
+    **dict.fromkeys(("soft_rank", "soft_sort", "soft_permutation", "log_soft_permutation"), Arguments()),
+    **dict.fromkeys(("soft_quantile", "soft_median", "quantile", "project_permutahedron"), Arguments()),
+    **dict.fromkeys(("k_support_norm", "k_support_negentropy", "kth_value"), Arguments(tau=None)),
+}
+
+
+@dataclass(frozen=True)
 class Operator:
     """One row of the table. ``call(x, k, tau, **options)`` is the operator with its variant fixed.
 
@@ -53,15 +84,24 @@ class Operator:
     def keeps_dim(self) -> bool:
         return self.out_dims == 1
 
+    @property
+    def arguments(self) -> Arguments:
+        return ARGUMENTS[self.name]
+
+    def plain(self, x: Any, k: Any = 2, dim: Any = -1, **options: Any) -> Tensor:
+        """The operator with no variant fixed; ``tau=`` under the name that it has there."""
+        if "tau" in options:
+            tau = options.pop("tau")
+            if self.arguments.tau is not None:
+                options[self.arguments.tau] = tau
+        return getattr(khot, self.name)(x, k, dim, **options)
+
 
 def _variant(name: str, **fixed: Any) -> Callable[..., Tensor]:
-    operator = getattr(khot, name)
+    operator, scale = getattr(khot, name), ARGUMENTS[name].tau
 
     def call(x: Tensor, k: Any, tau: Any, **options: Any) -> Tensor:
-        scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
-        if name in ("topk_mask", "kth_value", "k_support_norm"):
-            scale = {}
-        return operator(x, k, **scale, **fixed, **options)
+        return operator(x, k, **({scale: tau} if scale else {}), **fixed, **options)
 
     return call
 
@@ -550,6 +590,10 @@ OPERATORS += [
         for interpolation in get_args(InterpolationName)
     ),
 ]
+
+
+# one variant of each operator
+FIRST = list({op.name: op for op in reversed(OPERATORS)}.values())[::-1]
 
 
 def _magnitude(x: Tensor, k: float, tau: float, p: float, rescale: bool) -> np.ndarray:

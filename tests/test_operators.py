@@ -15,7 +15,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 import khot
 import operators
 from khot._ops import exponential
-from operators import OPERATORS, Operator
+from operators import ARGUMENTS, FIRST, OPERATORS, Operator
 
 ROWS, N = 3, 7
 TAU = [0.5, 1.0, 1.7]
@@ -56,7 +56,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def test_every_public_operator_is_in_the_table() -> None:
     public = {name for name in khot.__all__ if callable(getattr(khot, name))} - {"show_config"}  # no operator
-    assert {op.name for op in OPERATORS} == public - {"sample_khot"}  # random: test_estimators.py
+    assert (
+        {op.name for op in OPERATORS} == set(ARGUMENTS) == public - {"sample_khot"}
+    )  # random: test_estimators.py
 
 
 # ------------------------------------------------------------------------------------- values
@@ -238,7 +240,7 @@ def test_nan_row_of_counts(name: str) -> None:
 def test_gradcheck_in_both_modes(op: Operator) -> None:
     call, args = scalar_dims(op)
     # the whole Jacobian of one variant of each operator, and of the others random directions
-    fast = INTERPRETED or op not in DYNAMIC
+    fast = INTERPRETED or op not in FIRST
     torch.autograd.gradcheck(call, args, check_forward_ad=True, check_batched_grad=True, fast_mode=fast)
 
 
@@ -386,12 +388,6 @@ def test_grad_under_vmap(op: Operator) -> None:
         assert_close(a, b, 1e-12)
 
 
-# Shapes do not depend on the CDF, so one variant of each operator is traced with dynamic ones.
-DYNAMIC = list({op.name: op for op in reversed(OPERATORS)}.values())
-
-
-
-
 def graph(op: Operator) -> tuple[str, ...]:
     """What is traced depends on: the name of a smooth CDF or of a compact one is only handed on, as are p and
     the rule of a quantile; and an ascending order is a descending one of the negative."""
@@ -400,12 +396,13 @@ def graph(op: Operator) -> tuple[str, ...]:
     return op.name, *(alike.get(part, part) for part in op.id.removeprefix(op.name).split("-") if part)
 
 
-STATIC = [op for op in {graph(op): op for op in reversed(OPERATORS)}.values() if op not in DYNAMIC]
+STATIC = [op for op in {graph(op): op for op in reversed(OPERATORS)}.values() if op not in FIRST]
 
 
+# shapes do not depend on the CDF, so one variant of each operator is traced with dynamic ones
 @pytest.mark.parametrize(
     ("op", "dynamic"),
-    [(op, False) for op in STATIC] + [(op, True) for op in DYNAMIC],
+    [(op, False) for op in STATIC] + [(op, True) for op in FIRST],
     ids=lambda v: v.id if isinstance(v, Operator) else "dynamic" if v else "static",
 )
 def test_compile(op: Operator, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,7 @@ def threshold(x: Tensor, k: float, tau: float, F: cdfs.CDF) -> float:
 
 
 @every
-@pytest.mark.parametrize(
-    ("scale", "tau"), [(1e-3, 3.0), (1e-3, 0.03), (1.0, 0.3), (1e3, 3.0), (1e3, 0.03)]
-)
+@pytest.mark.parametrize(("scale", "tau"), [(1e-3, 3.0), (1e-3, 0.03), (1.0, 0.3), (1e3, 3.0), (1e3, 0.03)])
 def test_values(F: cdfs.CDF, scale: float, tau: float) -> None:
     for n, ks in ((5, [1.0, 2.5, 4.0]), (400, [0.5, 7.0, 200.0, 399.5])):
         x = scale * randn(n)
