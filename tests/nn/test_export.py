@@ -159,11 +159,6 @@ ROWS = [
     Row("Anneal", annealed, ()),
 ]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-each_mode = pytest.mark.parametrize(
-    "row, training",
-    [(row, training) for row in ROWS for training in (False, True) if not (row.random and training)],
-    ids=lambda v: v.name if isinstance(v, Row) else ("train" if v else "eval"),
-)
 
 
 def test_every_layer_is_in_the_table() -> None:
@@ -176,16 +171,23 @@ def assert_same(got: Any, want: Any) -> None:
     torch.testing.assert_close(tree_leaves(got), tree_leaves(want), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@each_mode
-def test_saved_program(row: Row, training: bool) -> None:
-    layer, buffer = row.layer(training), io.BytesIO()
-    torch.export.save(torch.export.export(layer, row.inputs, dynamic_shapes=row.sizes()), buffer)
-    buffer.seek(0)
-    program = torch.export.load(buffer).module()
-    for inputs in (row.inputs, row.larger()):
-        want, got = layer(*inputs), program(*inputs)
-        assert type(got) is type(want)
-        assert_same(got, want)
+@each
+def test_saved_program(row: Row) -> None:
+    """In eval mode, and in train mode where that gives something else."""
+    seen: list[list[Tensor]] = []
+    for training in (False, True)[: 2 - row.random]:
+        result = tree_leaves(row.layer(training)(*row.inputs))
+        if any(all(map(torch.equal, result, other)) for other in seen):
+            continue
+        seen.append(result)
+        layer, buffer = row.layer(training), io.BytesIO()
+        torch.export.save(torch.export.export(layer, row.inputs, dynamic_shapes=row.sizes()), buffer)
+        buffer.seek(0)
+        program = torch.export.load(buffer).module()
+        for inputs in (row.inputs, row.larger()):
+            want, got = layer(*inputs), program(*inputs)
+            assert type(got) is type(want)
+            assert_same(got, want)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
