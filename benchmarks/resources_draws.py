@@ -217,7 +217,6 @@ RANKS = [
     (ranks._rank_rows, 64, 240, REGISTERS),
     (ranks._rank_rows, 256, 375, REGISTERS),
     (ranks._rank_rows, 1_024, 520, REGISTERS),
-    (ranks._rank_rows, 2_048, 650, REGISTERS),
     (ranks._pull_ranks, 64, 360, REGISTERS),
     (ranks._pull_ranks, 256, 220, REGISTERS),
     (ranks._pull_ranks, 1_024, 210, 168),
@@ -267,8 +266,8 @@ def _budget_in_float32(kernel: Any, name: str, n: int, bound: float, ordinary: b
     shape = f"{name}, n = {n:,}, {'an ordinary row' if ordinary else 'all'}"
     few = ordinary and n == 64
     return Case(
-        kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound, few=few, limited=True,
-        multiples=("x_stride", "cost_row", "grad_row", "n_columns"),
+        kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound, few=few,
+        limited=True, multiples=("x_stride", "cost_row", "grad_row", "n_columns"),
     )  # fmt: skip
 
 

@@ -45,12 +45,12 @@ ARGUMENTS: dict[str, Arguments] = {
     "soft_count": Arguments("count", k="at"),
     "inverse_soft_count": Arguments("threshold", k="count"),
     # in test_assignment.py, test_budgets.py, test_phi.py, test_quantile.py, test_ranking.py,
-    # test_permutahedron.py and test_transport.py
+    # test_permutahedron.py, test_selection.py and test_transport.py
     **dict.fromkeys(("soft_assign", "soft_budget", "budget_mask", "sorted_soft_topk"), Arguments()),
     **dict.fromkeys(("soft_topk_exp", "soft_topk_signed", "soft_topk_sum"), Arguments()),
     **dict.fromkeys(("soft_rank", "soft_sort", "soft_permutation", "log_soft_permutation"), Arguments()),
     **dict.fromkeys(("soft_quantile", "soft_median", "quantile", "project_permutahedron"), Arguments()),
-    **dict.fromkeys(("k_support_norm", "k_support_negentropy", "kth_value"), Arguments(tau=None)),
+    **dict.fromkeys(("k_support_norm", "k_support_negentropy", "kth_value", "topk"), Arguments(tau=None)),
 }
 
 

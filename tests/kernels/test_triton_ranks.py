@@ -163,7 +163,7 @@ def test_ranks_of_long_rows(
 ) -> None:
     """In chunks of 16: two, of which one has a single entry, and four."""
     module = sys.modules["khot._kernels.triton.ranks"]
-    monkeypatch.setattr(module, "SHORT", 8)
+    monkeypatch.setattr(module, "RANKED", 8)
     monkeypatch.setattr(module, "CHUNK", 16)
     x = rows(n, dtype)
     tau = torch.tensor([0.05, 3.0], dtype=torch.float64).repeat(5)

@@ -42,7 +42,8 @@ __all__ = [
     "tile",
 ]
 
-SHORT = 2048  # entries of a row that one program sorts, in 8 warps; a compiler takes half a minute for 4,096
+SHORT = 2048  # entries of a row that one program sorts; a compiler takes half a minute for 4,096
+RANKED = 1024  # entries of a row that is sorted to be ranked; torch sorts a longer one in less time
 NARROW = 16  # entries to which rows are padded at least
 TOGETHER = 512  # entries of short rows that share a program
 CHUNK, WARPS = 1024, 8  # of a long row, that a program holds at a time
@@ -343,11 +344,12 @@ def serves(x: Tensor, long: bool) -> bool:
 
 
 def tile(n: int) -> dict[str, Any]:
-    """Rows in a program and warps, for 4 to 8 entries of a thread."""
+    """Rows in a program and warps. An H100 takes the least time for a row of 512 in one warp, whose threads
+    exchange entries without shared memory, and for longer ones in 8."""
     width = max(NARROW, triton.next_power_of_2(n))
     together, warps = max(1, TOGETHER // width), 4
-    if width > 128:  # a row in one warp would take up to 255 registers of a thread
-        together, warps = 1, max(2, width // 256)
+    if width > 128:
+        together, warps = 1, {256: 2, 512: 1}.get(width, 8)
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
@@ -366,7 +368,7 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     batch, n = x.shape[:-1], x.shape[-1]
     rows, scale = batch.numel(), layout.values(tau, batch, x.device)
-    if n > SHORT:
+    if n > RANKED:
         y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
         parts, notes = _notes(x, 2)
         launch(
@@ -392,7 +394,7 @@ def laplace_rank_backward(
         *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
         order.contiguous(), dx, dtau,
     )  # fmt: skip
-    if n > SHORT:
+    if n > RANKED:
         parts, notes = _notes(x, 4)
         launch(_pull_long_ranks, rows, *given, notes, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
         return dx, dtau
