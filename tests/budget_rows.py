@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 import oracles
+from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_budget as reference
 
 __all__ = [
@@ -121,24 +122,19 @@ def check_gradients(
         true = reference.soft_budget_backward(grad.double(), grad_lo, x.double(), w.double(), hi, lo, *rest)
         relative = 1e-5 if x.dtype == torch.float32 else 1e-10
         # the terms of a sum may cancel, so that errors are relative to their sizes
-        d = reference.weigh(
-            x.double(),
-            w.double(),
-            hi,
-            lo,
-            torch.tensor(tau),
-            F,
-            by == "value",
-            at_most,
-            reference.rows.HERE,
+        scale = torch.full_like(hi, tau)
+        solved = implicit.Solved(
+            x.double(), w.double(), hi, lo, scale, F, "y", by == "value", at_most, reference.rows.HERE
         )
+        d = implicit.weigh(solved)
+        a = torch.ones_like(d.z) if d.a is None else d.a
         edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (
             1e-5 if x.dtype == torch.float32 else 1e-12
         )
         kinked = edge & (cdf in ("uniform", "power"))
         v = grad.double().abs()
-        mass = (d.w * d.a * d.weight).sum(-1)
-        price = (d.a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
+        mass = (d.w * a * d.weight).sum(-1)
+        price = (a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
         cheapest = d.w.masked_fill(d.w == 0, INF).amin(-1)
         price = price.where(mass > 0, v.amax(-1) / cheapest) + true[2].abs().nan_to_num(0, 0, 0)
         dx = d.rate * (v + d.w * price.unsqueeze(-1)) / tau

@@ -262,7 +262,7 @@ def checked_operators(group: Any) -> None:
         args = (x, k, tau, cdf, shape, "y", on)
         out, *t = ops.reference_soft_topk(*args)
         torch.library.opcheck(ops.reference_soft_topk.default, args, test_utils=tests)
-        backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", on)
+        backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", None, on)
         torch.library.opcheck(ops.reference_soft_topk_backward.default, backward, test_utils=tests)
     places = torch.stack((k, k + 1), -1)
     values = ops.reference_order_statistics(x, places, on)

@@ -494,9 +494,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("soft_count", ops.soft_count.default, count))
             grad = tau.new_ones(1).expand(ROWS, 3)
             cases.append(("count-backward", ops.soft_count_backward.default, (grad, *count)))
-            cases.append(("reference_soft_count", ops.reference_soft_count.default, count))
+            cases.append(("reference_soft_count", ops.reference_soft_count.default, (*count, "")))
             backward = ops.reference_soft_count_backward.default
-            cases.append(("reference-count-backward", backward, (grad, *count)))
+            cases.append(("reference-count-backward", backward, (grad, *count, "")))
         cases.append(("selectable", ops.selectable.default, (layout, 3.0)))
         grad = x.new_ones(1).expand(x.shape)
         at = k.unsqueeze(-1) * torch.tensor([0.1, 1.0]).double()
@@ -544,6 +544,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)
         cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
+        values = ops.order_statistics(layout, places)
+        backward = (layout, values, torch.ones_like(values))
+        cases.append(("places-backward", ops.order_statistics_backward.default, backward))
         cases.append(("topk", ops.topk.default, (layout, 3, False, True)))
     args = (x.abs(), whole, tau, 1.5)
     y, hi, lo = ops.soft_topk_magnitude(*args)

@@ -205,8 +205,9 @@ def along_dim_1(group: Any, x: Tensor, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
 def test_collectives(cdf: Any) -> None:
-    """At most 8 in the forward pass, including the check of arguments; one in the backward pass; a few
-    numbers per row."""
+    """A few in the forward pass, including the check of arguments; two in the backward pass, of the maxima and
+    the sums; a few numbers per row, and some per point where a pass evaluates many."""
+    most, size = (8, 200) if cdf in ("logistic", "laplace", "normal") else (14, 16_000)
     n, cuts = 3000, [0, 1000, 1800, 3000]
     for scale in (0.1, 1.0, 5.0):
         for k in (1, n / 10 + 0.5, n - 1):
@@ -214,17 +215,17 @@ def test_collectives(cdf: Any) -> None:
             _, forward, backward = processes.run(3, shards.call, "soft_topk", {"cdf": cdf}, x, k, cuts, True)[
                 0
             ]
-            assert len(forward) <= 8
-            assert len(backward) == 1
-            assert max(*backward, *(size for size in forward if size < 8000)) <= 8 * (5 + 2 * 3 + 3)
-            assert sum(size > 8000 for size in forward) <= 2  # histograms, of 1,026 bins
+            assert len(forward) <= most
+            assert max(forward) <= size
+            assert len(backward) == 2
+            assert max(backward) <= 8 * (5 + 2 * 3 + 3)
 
 
 def test_collectives_of_the_mask_and_of_magnitude() -> None:
     x = scores(1, 3000).float()
     cuts = [0, 1000, 1800, 3000]
     _, forward, _ = processes.run(3, shards.call, "topk_mask", {}, x, 300, cuts)[0]
-    assert len(forward) == 3  # the arguments, and two digits of 16 bits
+    assert len(forward) == 4  # the arguments, two digits of 16 bits, and whether there is an answer
     _, forward, backward = processes.run(3, shards.call, "soft_topk_magnitude", {}, x, 300, cuts, True)[0]
     assert len(forward) <= 8
     assert len(backward) == 1

@@ -27,6 +27,7 @@ from khot._core.torch_internals import (
     run_as_is,
     transforms_are_on,
 )
+from khot.cdfs import CDF
 
 __all__ = ["OPERATORS", "Operator", "Rule", "by_kernel", "define", "vmap_rows"]
 
@@ -52,7 +53,11 @@ class Rule:
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
-        """The tensors that both modes need. Other values become attributes of ``ctx``."""
+        """The tensors that both modes need. Other values become attributes of ``ctx``.
+
+        ``ctx.group`` is there: the names of the process groups that the rows are spread over; "" for whole
+        rows.
+        """
         return ()
 
     @staticmethod
@@ -67,7 +72,28 @@ class Rule:
 
     @staticmethod
     def examine(outputs: Any, *inputs: Any) -> None:
-        """Raise if the outputs show that an input was out of its range."""
+        """Raise if the outputs show that an input was out of its range. Rows that may be spread have their
+        group as the last input."""
+
+
+def _for_shards(rule: type[Rule]) -> type[Rule]:
+    """The rule of the same operator with the group as one more input."""
+
+    class ForShards(rule):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
+            ctx.group = inputs[-1]
+            return rule.save(ctx, inputs[:-1], outputs)
+
+        @staticmethod
+        def vjp(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *rule.vjp(ctx, *grads), None
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            return rule.jvp(ctx, *tangents[:-1])
+
+    return ForShards
 
 
 def by_kernel() -> bool:
@@ -83,6 +109,8 @@ class Operator:
         kernel: the reference kernel, in plain torch for any device.
         overload: torch's own object for the operator.
         compute: what gives the results in eager mode.
+        spread: the operator for rows that are spread over processes, and for users' CDFs; None if it was not
+            asked for.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
@@ -90,6 +118,7 @@ class Operator:
         self.kernel = kernel
         self.overload = getattr(torch.ops.khot, name).default
         self.compute: Callable[..., Any] = self.overload
+        self.spread: Operator | None = None
         self._faster: dict[str, Callable[..., Any]] = {}
         self.rule = rule
         self.function = None if rule is None else _function(self, rule)
@@ -112,6 +141,15 @@ class Operator:
         if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
             return apply_outside_transforms(self.function, args)
         return self.function.forward(*args)
+
+    def on(self, group: str, cdf: CDF | None = None) -> Callable[..., Any]:
+        """The operator for rows that are spread over these process groups ("": whole rows), and for this
+        CDF. Faster kernels know whole rows and khot's own CDFs only."""
+        if not group and (cdf is None or cdf.built_in):
+            return self
+        spread = self.spread
+        assert spread is not None
+        return lambda *args: spread(*args, group)
 
     def serve(self, device: str, kernel: Callable[..., Any]) -> None:
         """Call this kernel in Python on a type of device. It is registered with torch as well, whose
@@ -149,6 +187,7 @@ def define(
     fake: Callable[..., Any],
     rule: type[Rule] | None = None,
     decomposition: Callable[..., Any] | None = None,
+    spread: bool = False,
 ) -> Operator:
     """Register an operator on rows.
 
@@ -160,6 +199,8 @@ def define(
         rule: how the operator is differentiated; None if it is not differentiable.
         decomposition: the same in few operations that other formats have, such as ONNX; None if there is no
             such form. It must not read values.
+        spread: whether the same kernel also serves rows that are spread over processes and users' CDFs, as
+            ``khot::reference_NAME``, which has the names of the process groups as one more argument.
     """
     full = f"khot::{name}"
     torch.library.define(full, schema)
@@ -172,6 +213,7 @@ def define(
         if rule.differentiable:
 
             def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                ctx.group = ""
                 ctx.save_for_backward(*rule.save(ctx, inputs, output))
 
             torch.library.register_autograd(full, rule.vjp, setup_context=setup)
@@ -180,6 +222,15 @@ def define(
             return vmap_rows(operator.overload, rule.own_dims, info, in_dims, args)
 
         torch.library.register_vmap(full, batch)
+    if spread:
+        arguments, results = schema.replace("=None", "").rsplit(") ->", 1)
+        operator.spread = define(
+            f"reference_{name}",
+            f"{arguments}, str group) ->{results}",
+            kernel,
+            lambda *args: fake(*args[:-1]),
+            None if rule is None else _for_shards(rule),
+        )
     return operator
 
 
@@ -199,6 +250,7 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
             if not rule.differentiable:
                 ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
                 return
+            ctx.group = ""
             saved = rule.save(ctx, inputs, output)
             ctx.save_for_backward(*saved)
             transformed = transforms_are_on()

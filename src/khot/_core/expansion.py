@@ -31,6 +31,7 @@ _METHODS = {
 class _Context:
     """What a rule expects of torch's context."""
 
+    group = ""
     saved_tensors: tuple[Tensor | None, ...]
     needs_input_grad: tuple[bool, ...]
 

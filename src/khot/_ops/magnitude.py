@@ -29,9 +29,8 @@ def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> t
         k, tau: broadcast with batch; k has integer values.
         row: says whether s is the whole rows or a shard of them.
     """
-    if row.here:
-        return _magnitude(s, k, tau, p)
-    return _reference_magnitude(s, k, tau, p, row.name)
+    y, hi, lo = _magnitude.on(row.name)(s, k, tau, p)
+    return y, hi, lo
 
 
 def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
@@ -62,22 +61,19 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        s, k, tau, ctx.p, *group = inputs
-        ctx.group, ctx.inputs = (*group, "")[0], len(inputs)
+        s, k, tau, ctx.p = inputs
         y, hi, lo = outputs
         return s, y, k, hi, lo, tau
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor) -> tuple[Any, ...]:
         s, y, k, hi, lo, tau = ctx.saved_tensors
-        if not by_kernel():
-            ds, dtau = _vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
-        elif ctx.group:
-            ds, dtau = _reference_backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, ctx.group)
+        if by_kernel():
+            ds, dtau = _backward.on(ctx.group)(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
         else:
-            ds, dtau = _backward(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
+            ds, dtau = _vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return ds, None, grad_tau, *[None] * (ctx.inputs - 3)
+        return ds, None, grad_tau, None
 
     @staticmethod
     def jvp(ctx: Any, ds: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
@@ -121,7 +117,7 @@ class _SignedRule(_Rule):
         )
 
 
-def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float, group: str = "") -> tuple[Tensor, Tensor, Tensor]:
+def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     hi = s.new_empty(s.shape[:-1], dtype=wide_dtype(s.device))
     return s.new_empty(s.shape), hi, torch.empty_like(hi)
 
@@ -138,6 +134,7 @@ _magnitude = define(
     kernels.soft_topk_magnitude,
     _fake,
     _Rule,
+    spread=True,
 )
 _backward = define(
     "soft_topk_magnitude_backward",
@@ -145,6 +142,7 @@ _backward = define(
     "-> (Tensor, Tensor)",
     kernels.soft_topk_magnitude_backward,
     _backward_fake,
+    spread=True,
 )
 _with_signs = define(
     "magnitude_with_signs",
@@ -158,20 +156,6 @@ _with_signs_backward = define(
     "(Tensor grad, Tensor grad_lo, Tensor x, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
     "-> (Tensor, Tensor)",
     kernels.magnitude_with_signs_backward,
-    _backward_fake,
-)
-_reference_magnitude = define(
-    "reference_soft_topk_magnitude",
-    "(Tensor s, Tensor k, Tensor tau, float p, str group) -> (Tensor, Tensor, Tensor)",
-    kernels.reference_soft_topk_magnitude,
-    _fake,
-    _Rule,
-)
-_reference_backward = define(
-    "reference_soft_topk_magnitude_backward",
-    "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p, "
-    "str group) -> (Tensor, Tensor)",
-    kernels.reference_soft_topk_magnitude_backward,
     _backward_fake,
 )
 

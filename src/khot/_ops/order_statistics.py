@@ -28,7 +28,8 @@ def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
         k: (*batch, m), in the wide dtype, with integer values in [1, n]; all other values give NaN.
         row: says whether x is the whole rows or a shard of them.
     """
-    return _order_statistics(x, k) if row.here else _reference_order_statistics(x, k, row.name)
+    values: Tensor = _order_statistics.on(row.name)(x, k)
+    return values
 
 
 class _Rule(Rule):
@@ -36,18 +37,14 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
-        x, _, *group = inputs
-        ctx.group, ctx.inputs = (*group, "")[0], len(inputs)
-        return x, outputs
+        return inputs[0], outputs
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, values = ctx.saved_tensors
-        if ctx.group and by_kernel():
-            dx = _reference_backward(x, values, grad, ctx.group)
-        else:
-            dx = kernels.backward(x, values, grad, rows.of(ctx.group))
-        return dx, *[None] * (ctx.inputs - 1)
+        if by_kernel():
+            return _order_statistics_backward.on(ctx.group)(x, values, grad), None
+        return kernels.backward(x, values, grad, rows.of(ctx.group)), None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, *_: None) -> Tensor:
@@ -64,11 +61,11 @@ class _Rule(Rule):
         return moved.to(values.dtype).masked_fill(values.isnan(), math.nan)
 
 
-def _fake(x: Tensor, k: Tensor, group: str = "") -> Tensor:
+def _fake(x: Tensor, k: Tensor) -> Tensor:
     return x.new_empty(k.shape)
 
 
-def _backward_fake(x: Tensor, values: Tensor, grad: Tensor, group: str) -> Tensor:
+def _backward_fake(x: Tensor, values: Tensor, grad: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -78,17 +75,12 @@ _order_statistics = define(
     kernels.order_statistics,
     _fake,
     _Rule,
+    spread=True,
 )
-_reference_order_statistics = define(
-    "reference_order_statistics",
-    "(Tensor x, Tensor k, str group) -> Tensor",
-    kernels.reference_order_statistics,
-    _fake,
-    _Rule,
-)
-_reference_backward = define(
-    "reference_order_statistics_backward",
-    "(Tensor x, Tensor values, Tensor grad, str group) -> Tensor",
-    kernels.reference_order_statistics_backward,
+_order_statistics_backward = define(
+    "order_statistics_backward",
+    "(Tensor x, Tensor values, Tensor grad) -> Tensor",
+    kernels.order_statistics_backward,
     _backward_fake,
+    spread=True,
 )

@@ -1,9 +1,7 @@
 """The threshold t with Σ_i w_i F((x_i − t a_i)/τ) = B, and the shares y = F((x − t a)/τ).
 
-There are two operators with one rule, as for the soft top-k: ``khot::soft_budget`` has compiled kernels,
-and ``khot::reference_soft_budget`` serves rows spread over processes and users' CDFs. As there, the results
-include t itself (as lo), so that the vjp, which is written in torch operations on x, w, t and τ, can be
-differentiated again, to any order and in either mode.
+The results include t itself (as lo), so that the vjp, which is written in torch operations on x, w, t and τ
+(:mod:`khot._kernels.reference.implicit`), can be differentiated again, to any order and in either mode.
 """
 
 from __future__ import annotations
@@ -16,9 +14,11 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import on, wide_dtype, widen
+from khot._core.precision import wide_dtype, widen
 from khot._core.rows import HERE, Row
+from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_budget as kernels
+from khot._kernels.reference.implicit import Solved
 from khot.cdfs import CDF
 
 __all__ = ["budget_map", "check_costs"]
@@ -43,10 +43,7 @@ def budget_map(
         at_most: whether the budget may be left unspent.
         row: says whether x is the whole rows or a shard of them.
     """
-    if row.here and cdf.built_in:
-        y, _, _ = _soft_budget(x, cost, budget, tau, *cdf.key, by, at_most)
-    else:
-        y, _, _ = _reference_soft_budget(x, cost, budget, tau, *cdf.key, by, at_most, row.name)
+    y, _, _ = _soft_budget.on(row.name, cdf)(x, cost, budget, tau, *cdf.key, by, at_most)
     return y
 
 
@@ -65,9 +62,8 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        x, cost, budget, tau, name, shape, ctx.by, ctx.at_most, *group = inputs
+        x, cost, budget, tau, name, shape, ctx.by, ctx.at_most = inputs
         _, hi, lo = outputs
-        ctx.group = group  # no name in it where a compiled kernel may serve
         ctx.key, ctx.budget_like = (name, shape), (budget.shape, budget.dtype)
         ctx.cdf = cdfs.resolve(name, shape)  # kept, so that a user's CDF lives as long as the graph
         return x, cost, tau, hi, lo
@@ -78,60 +74,26 @@ class _Rule(Rule):
         grad = torch.zeros_like(x) if grad is None else grad
         grad_lo = arguments.unasked(hi) if grad_lo is None else grad_lo
         if by_kernel():
-            backward = _reference_soft_budget_backward if ctx.group else _soft_budget_backward
+            backward = _soft_budget_backward.on(ctx.group, ctx.cdf)
             dx, dcost, dbudget, dtau = backward(
-                grad, grad_lo, x, cost, hi, lo, tau, *ctx.key, ctx.by, ctx.at_most, *ctx.group
+                grad, grad_lo, x, cost, hi, lo, tau, *ctx.key, ctx.by, ctx.at_most
             )
         else:
-            row = rows.of(*ctx.group)
-            dx, dcost, dbudget, dtau = kernels.vjp(
-                grad, grad_lo, x, cost, hi, lo, tau, ctx.cdf, ctx.by, ctx.at_most, row
-            )
+            dx, dcost, dbudget, dtau = implicit.vjp(grad, grad_lo, _solved(ctx, x, cost, hi, lo, tau))
         shape, dtype = ctx.budget_like
         return (
             dx,
             dcost.sum_to_size(cost.shape) if ctx.needs_input_grad[1] else None,
             dbudget.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[2] else None,
             dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None,
-            *(None,) * (4 + len(ctx.group)),
+            *(None,) * 4,
         )
 
     @staticmethod
     def jvp(ctx: Any, dx: Any, dcost: Any, dbudget: Any, dtau: Any, *_: Any) -> tuple[Any, ...]:
         x, cost, tau, hi, lo = ctx.saved_tensors
-        row, by_value = rows.of(*ctx.group), ctx.by == "value"
-        tau = on(hi.device, tau).to(hi.dtype).expand(hi.shape)
-        d = kernels.weigh(x, cost, hi, lo, tau, ctx.cdf, by_value, ctx.at_most, row)
-        zero = torch.zeros_like(d.z)
-        dx, dcost = (zero if v is None else v.to(hi.dtype) for v in (dx, dcost))
-        dbudget, dtau = (
-            torch.zeros_like(hi) if v is None else v.to(hi.dtype).expand(hi.shape) for v in (dbudget, dtau)
-        )
-        apart = x.isinf()
-        dx, dcost = dx.masked_fill(apart, 0), dcost.masked_fill(x == -torch.inf, 0)
-        t = hi.masked_fill(d.fixed, 0) + lo.masked_fill(d.fixed, 0)
-        moved = dx - t.unsqueeze(-1) * dcost if by_value else dx
-        along = moved - d.z * dtau.unsqueeze(-1)  # τ dz at a fixed t
-        pay = d.w * d.a
-        parts = [pay * d.weight, d.w * d.weight * along, d.share * dcost]
-        for edge in d.edges:
-            parts += [d.w.where(edge, 0), pay.where(edge, 0)]
-        mass, shift, paid, *ends = row.total([part.sum(-1) for part in parts])
-        dead = (mass == 0) | d.fixed
-        mass = mass.masked_fill(dead, 1)
-        left = (dbudget - paid).masked_fill(d.fixed, 0)  # what is left for the change of the shares
-        dlo = (shift / mass).masked_fill(dead, 0)
-        out = d.rate * (along - d.a * dlo.unsqueeze(-1)) / tau.unsqueeze(-1)
-        rise = d.a * d.weight * (left / mass).masked_fill(dead, 0).unsqueeze(-1)
-        if not ctx.cdf.full_support:
-            shares = kernels.gap_parts(*ends)
-            for edge, n, share in zip(d.edges, ends[1::2], shares, strict=True):
-                part = (share * left / n.masked_fill(n == 0, 1)).unsqueeze(-1)
-                rise = torch.where((dead & ~d.fixed).unsqueeze(-1) & edge, d.a * part, rise)
-        idle = dead | (left == 0)
-        lean = torch.exp(torch.log(tau) - (torch.log(mass) + d.log_scale).masked_fill(idle, 0))
-        dlo = dlo - (left * lean).masked_fill(idle, 0)
-        return (out + rise).to(x.dtype), None, dlo
+        out, dlo = implicit.jvp(dx, dcost, dbudget, dtau, _solved(ctx, x, cost, hi, lo, tau))
+        return out, None, dlo
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
@@ -153,6 +115,11 @@ class _Rule(Rule):
             )
 
 
+def _solved(ctx: Any, x: Tensor, cost: Tensor, hi: Tensor, lo: Tensor, tau: Tensor) -> Solved:
+    row = rows.of(ctx.group)
+    return Solved(x, cost, hi, lo, tau, ctx.cdf, "y", ctx.by == "value", ctx.at_most, row)
+
+
 def _fake(
     x: Tensor,
     cost: Tensor,
@@ -162,7 +129,6 @@ def _fake(
     shape: float,
     by: str,
     at_most: bool,
-    group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     hi = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
     return x.new_empty(x.shape), hi, torch.empty_like(hi)
@@ -180,24 +146,17 @@ _BACKWARD = (
     "float shape, str by, bool at_most"
 )
 _soft_budget = define(
-    "soft_budget", f"({_FORWARD}) -> (Tensor, Tensor, Tensor)", kernels.soft_budget, _fake, _Rule
+    "soft_budget",
+    f"({_FORWARD}) -> (Tensor, Tensor, Tensor)",
+    kernels.soft_budget,
+    _fake,
+    _Rule,
+    spread=True,
 )
 _soft_budget_backward = define(
     "soft_budget_backward",
     f"({_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
     kernels.soft_budget_backward,
     _backward_fake,
-)
-_reference_soft_budget = define(
-    "reference_soft_budget",
-    f"({_FORWARD}, str group) -> (Tensor, Tensor, Tensor)",
-    kernels.soft_budget,
-    _fake,
-    _Rule,
-)
-_reference_soft_budget_backward = define(
-    "reference_soft_budget_backward",
-    f"({_BACKWARD}, str group) -> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.soft_budget_backward,
-    _backward_fake,
+    spread=True,
 )

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import rows
 from khot._core.dispatch import Rule, by_kernel, define
 from khot._core.precision import wide_dtype
+from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_count as kernels
 from khot._kernels.reference.soft_count import jvp_count, vjp_count
 from khot.cdfs import CDF
@@ -17,7 +19,9 @@ from khot.cdfs import CDF
 __all__ = ["count_above"]
 
 
-def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False) -> Tensor:
+def count_above(
+    x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False, row: Row = HERE
+) -> Tensor:
     """C(b) at every level of a row.
 
     Args:
@@ -25,9 +29,9 @@ def count_above(x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = Fa
         at: (*batch, m).
         tau: broadcasts with batch.
         centred: shift F to the median 0; every score, finite or not, then counts itself as ½.
+        row: says whether x is the whole rows or a shard of them; the levels are the same on every process.
     """
-    operator = _soft_count if cdf.built_in else _reference_soft_count
-    count: Tensor = operator(x, at, tau, *cdf.key, centred)
+    count: Tensor = _soft_count.on(row.name, cdf)(x, at, tau, *cdf.key, centred)
     return count
 
 
@@ -44,17 +48,17 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         x, at, tau = ctx.saved_tensors
         if by_kernel():
-            operator = _soft_count_backward if ctx.cdf.built_in else _reference_soft_count_backward
-            dx, dat, dtau = operator(grad, x, at, tau, *ctx.key, ctx.centred)
+            backward = _soft_count_backward.on(ctx.group, ctx.cdf)
+            dx, dat, dtau = backward(grad, x, at, tau, *ctx.key, ctx.centred)
         else:
-            dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred)
+            dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred, rows.of(ctx.group))
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
         return dx, dat, grad_tau, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
         x, at, tau = ctx.saved_tensors
-        return jvp_count(dx, dat, dtau, x, at, tau, ctx.cdf, ctx.centred)
+        return jvp_count(dx, dat, dtau, x, at, tau, ctx.cdf, ctx.centred, rows.of(ctx.group))
 
 
 def _fake(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
@@ -71,12 +75,9 @@ _BACKWARD = (
     "-> (Tensor, Tensor, Tensor)"
 )
 
-_soft_count = define("soft_count", _FORWARD, kernels.soft_count, _fake, _Rule)
-_soft_count_backward = define("soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake)
-# for the user's own CDFs, which other kernels do not know
-_reference_soft_count = define("reference_soft_count", _FORWARD, kernels.soft_count, _fake, _Rule)
-_reference_soft_count_backward = define(
-    "reference_soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake
+_soft_count = define("soft_count", _FORWARD, kernels.soft_count, _fake, _Rule, spread=True)
+_soft_count_backward = define(
+    "soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake, spread=True
 )
 
 torch.library.define(
@@ -89,4 +90,4 @@ def _differentiable(grad: Tensor, x: Tensor, at: float, tau: float, cdf: str) ->
     """The gradient of x, for plain calls (:mod:`khot._core.eager`) that are differentiated twice."""
     level = torch.full((*x.shape[:-1], 1), at, dtype=wide_dtype(x.device))
     scale = torch.full((), tau, dtype=wide_dtype(x.device))
-    return vjp_count(grad.unsqueeze(-1), x, level, scale, cdfs.resolve(cdf), False)[0]
+    return vjp_count(grad.unsqueeze(-1), x, level, scale, cdfs.resolve(cdf), False, HERE)[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
+from khot._core.precision import wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import topk_mask as kernels
 
@@ -23,7 +24,8 @@ def hard_mask(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
         k: broadcasts with batch.
         row: says whether x is the whole rows or a shard of them.
     """
-    return _topk_mask(x, k) if row.here else _reference_topk_mask(x, k, row.name)[0]
+    mask: Tensor = _topk_mask.on(row.name)(x, k)
+    return mask
 
 
 class _Rule(Rule):
@@ -32,23 +34,17 @@ class _Rule(Rule):
     differentiable = False
 
     @staticmethod
-    def examine(outputs: Tensor | tuple[Tensor, ...], *inputs: Any) -> None:
-        x, k, *group = inputs
-        if isinstance(outputs, tuple):
-            marked = outputs[1]
-        else:
-            marked = outputs.select(-1, 0) if outputs.shape[-1] else outputs
-        if not arguments.shows_nan(marked):
-            return
-        arguments.explain_nan(marked, x, k, count=rows.of(*group).count)
+    def examine(mask: Tensor, x: Tensor, k: Tensor, group: str = "") -> None:
+        marked = mask.select(-1, 0) if mask.shape[-1] else torch.zeros_like(mask.sum(-1))
+        if group:  # an empty shard has no entry that is NaN
+            (bad,) = rows.of(group).reduce([], [marked.isnan().to(wide_dtype(x.device))])
+            marked = bad.masked_fill(bad > 0, math.nan)
+        if arguments.shows_nan(marked):
+            arguments.explain_nan(marked, x, k, count=rows.of(group).count)
 
 
 def _fake(x: Tensor, k: Tensor) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def _reference_fake(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float64)
 
 
 _topk_mask = define(
@@ -58,11 +54,5 @@ _topk_mask = define(
     _fake,
     _Rule,
     decomposition=kernels.sorted_topk_mask,
-)
-_reference_topk_mask = define(
-    "reference_topk_mask",
-    "(Tensor x, Tensor k, str group) -> (Tensor, Tensor)",
-    kernels.reference_topk_mask,
-    _reference_fake,
-    _Rule,
+    spread=True,
 )

@@ -12,14 +12,11 @@ from khot._core import rows
 from khot._core.precision import greatest, large, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
-from khot._kernels.reference.steps import DIGITS
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
 __all__ = [
     "magnitude_with_signs",
     "magnitude_with_signs_backward",
-    "reference_soft_topk_magnitude",
-    "reference_soft_topk_magnitude_backward",
     "soft_topk_magnitude",
     "signs",
     "soft_topk_magnitude_backward",
@@ -27,10 +24,13 @@ __all__ = [
 ]
 
 STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
+ROUNDING = {torch.float64: 1e-15, torch.float32: 5e-7}  # the relative error of a score
 UNPOOLED_STEPS = 12  # Newton converges quadratically from the start: 8 steps are enough for every p >= 1.15
 
 
-def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+def soft_topk_magnitude(
+    s: Tensor, k: Tensor, tau: Tensor, p: float, group: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
 
     A selected entry that is not pooled has y = v(s), the root of v + τ v^(p−1) = s. Entries around the k-th
@@ -41,18 +41,12 @@ def soft_topk_magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Te
     Args:
         s: (*batch, n); −inf where an entry may not be selected.
         k, tau: broadcast with batch; k has integer values.
+        group: the names of the process groups that the rows are spread over; "" for whole rows.
 
     Returns:
         y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. They are NaN in rows with a
         NaN, with more than k infinite entries, or with k or τ out of range.
     """
-    return _magnitude(s, k, tau, p, HERE)
-
-
-def reference_soft_topk_magnitude(
-    s: Tensor, k: Tensor, tau: Tensor, p: float, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`soft_topk_magnitude` of rows spread over the processes of ``group``."""
     return _magnitude(s, k, tau, p, rows.of(group))
 
 
@@ -107,7 +101,7 @@ def _magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row) -> tuple[T
     gap = least_in - most_out
     pooled = gap < drop  # the same as v(least_in) < most_out, but without the rounding error of v
     near = drop < 0.5 * least_in  # otherwise γ may be close to 0
-    slack = 1 + 10 * DIGITS[drop.dtype].value  # because γ may be equal to a bound
+    slack = 1 + 10 * ROUNDING[drop.dtype]  # because γ may be equal to a bound
     hi, lo = _solve_block(
         s,
         k,
@@ -210,7 +204,7 @@ def _solve_block(
         low = torch.where(target > left * lo, torch.maximum(low, lo), low)
         high = torch.where(target < left * lo, torch.minimum(high, lo), high)
         trial = target / (left + slope) + slope / (left + slope) * lo  # Newton's
-        rounding = DIGITS[lo.dtype].value * torch.where(anchor == 0, trial.clamp(low, high), drop)
+        rounding = ROUNDING[lo.dtype] * torch.where(anchor == 0, trial.clamp(low, high), drop)
         tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
         # near a kink of G, Newton's step may end below the bracket by a rounding error
         inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
@@ -230,12 +224,13 @@ def soft_topk_magnitude_backward(
     lo: Tensor,
     tau: Tensor,
     p: float,
+    group: str = "",
 ) -> tuple[Tensor, Tensor]:
     """The gradients in s and τ. With r = dY/ds in the block:
 
     dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
     """
-    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, HERE)
+    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
 
 
 def magnitude_with_signs_backward(
@@ -253,22 +248,6 @@ def magnitude_with_signs_backward(
     sign = signs(x)
     ds, dtau = _backward(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, p, HERE)
     return (ds * sign).contiguous(), dtau
-
-
-def reference_soft_topk_magnitude_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    """:func:`soft_topk_magnitude_backward` of rows spread over the processes of ``group``."""
-    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
 
 
 def _backward(

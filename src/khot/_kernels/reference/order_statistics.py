@@ -14,19 +14,25 @@ from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, p
 __all__ = [
     "backward",
     "order_statistics",
+    "order_statistics_backward",
     "places_of",
-    "reference_order_statistics",
-    "reference_order_statistics_backward",
 ]
 
 
-def order_statistics(x: Tensor, k: Tensor) -> Tensor:
+def order_statistics(x: Tensor, k: Tensor, group: str = "") -> Tensor:
     """The k-th largest entries of each row; NaN for a row with a NaN, and for a k that is not in [1, n].
 
     Args:
         x: (*batch, n).
         k: (*batch, m).
+        group: the names of the process groups that the rows are spread over, all of which get the values;
+            "" for whole rows.
     """
+    row = rows.of(group)
+    return _of_shards(x, k, row) if isinstance(row, Shards) else _of_whole_rows(x, k)
+
+
+def _of_whole_rows(x: Tensor, k: Tensor) -> Tensor:
     n = x.shape[-1]
     if n == 0 or k.numel() == 0:
         return x.new_full(k.shape, math.nan)
@@ -43,10 +49,7 @@ def _outside(k: Tensor, n: Tensor | int) -> Tensor:
     return ~((k >= 1) & (k <= n) & (k == k.floor()))
 
 
-def reference_order_statistics(x: Tensor, k: Tensor, group: str) -> Tensor:
-    """:func:`order_statistics` of rows spread over the processes of ``group``; all of them get the values."""
-    row = rows.of(group)
-    assert isinstance(row, Shards)
+def _of_shards(x: Tensor, k: Tensor, row: Shards) -> Tensor:
     n = row.count(x.new_full((1,), x.shape[-1], dtype=torch.float64))
     bad = _outside(k, n)
     keys, whole = keys_of(x), k.masked_fill(bad, 1)
@@ -92,6 +95,6 @@ def backward(x: Tensor, values: Tensor, grad: Tensor, row: Row = HERE) -> Tensor
     return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
 
 
-def reference_order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str) -> Tensor:
-    """:func:`backward` of rows spread over the processes of ``group``."""
+def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str = "") -> Tensor:
+    """:func:`backward` as an operator."""
     return backward(x, values, grad, rows.of(group))

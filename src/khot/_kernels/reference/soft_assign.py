@@ -291,7 +291,7 @@ class Problem:
         if self.F.built_in:
             _, hi, lo = torch.ops.khot.soft_topk.default(*options)
         else:
-            _, hi, lo, *_ = torch.ops.khot.reference_soft_topk.default(*options, "")
+            _, hi, lo = torch.ops.khot.reference_soft_topk.default(*options, "")
         return (hi + lo).to(self.x.dtype)
 
     def _evaluate(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,20 +7,19 @@ read in tiles, and only sums over a row leave a pass.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
 from khot._core import rows
-from khot._core.precision import greatest, large, on, widen
-from khot._core.rows import Row
-from khot._kernels.reference.root import Costs, Problem, add_costs, all_costs, residual, root
+from khot._core.precision import greatest, on, widen
+from khot._kernels.reference.implicit import Solved, vjp
+from khot._kernels.reference.root import root
+from khot._kernels.reference.survey import Problem, add, nothing, of_row, one_entry, residual
 from khot._kernels.reference.tiles import tiles
-from khot.cdfs import CDF
 
-__all__ = ["SLACK", "gap_parts", "soft_budget", "soft_budget_backward", "unbound", "vjp", "weigh"]
+__all__ = ["SLACK", "soft_budget", "soft_budget_backward"]
 
 # A budget so near to the sum of the costs, in units of the rounding of the costs' dtype, is that sum: a user
 # adds the costs in their own dtype and order.
@@ -56,16 +55,15 @@ def soft_budget(
     cost = cost.expand(x.shape)
     budget, tau = (widen(on(x.device, number)).expand(batch) for number in (budget, tau))
     zero = torch.zeros_like(budget)
-    costs, pinned, bad = Costs(zero, zero, zero, zero), zero, zero
+    survey, pinned, bad = nothing(zero), zero, zero
     for part, tile in tiles(x):
         w = widen(cost[..., part])
         there = tile != -math.inf
         bad = bad + (tile.isnan() | (there & ~((w >= 0) & (w < math.inf)))).sum(-1)
-        costs = add_costs(costs, w.where(tile.isfinite() & (w > 0), 0))
+        survey = add(survey, tile, w.where(tile.isfinite() & (w > 0), 0))
         pinned = pinned + w.where(tile == math.inf, 0).sum(-1)
-    costs = all_costs(costs, row)
-    pinned, bad = row.reduce([pinned, bad])
-    free = costs.total
+    survey, (pinned, bad) = of_row(survey, row, pinned, bad)
+    free = survey.total
     slack = SLACK * torch.finfo(cost.dtype).eps * (free + pinned)
     left = budget - pinned
     wrong = (bad > 0) | ~((tau > 0) & (tau < math.inf)) | ~(left >= -slack)
@@ -78,8 +76,8 @@ def soft_budget(
     loose = every & at_most
     every = every & ~loose
     live = ~(every | none | wrong | loose)
-    costs = Costs(*(v.where(live, harmless) for v, harmless in zip(costs, (1, 1, 1, 0), strict=True)))
-    problem = Problem(x, cost, costs, left.where(live, 0.5), tau.where(live, 1), F, by_value, row)
+    survey = one_entry(survey, live)
+    problem = Problem(x, cost, survey, left.where(live, 0.5), tau.where(live, 1), F, by_value, row)
     hi, lo, _ = root(problem, live)
     if at_most:  # t < 0: F(x/τ) spends less than the budget
         unspent = live & (hi + lo < 0)
@@ -94,12 +92,6 @@ def soft_budget(
     return y.masked_fill_(wrong.unsqueeze(-1), math.nan), hi, lo
 
 
-def unbound(hi: Tensor, lo: Tensor, at_most: bool) -> Tensor:
-    """The rows whose budget does not bind, of which t does not depend on anything."""
-    fixed = hi.abs() == greatest(hi)
-    return fixed | ((hi == 0) & (lo == 0)) if at_most else fixed
-
-
 def _position(x: Tensor, w: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, by_value: bool) -> Tensor:
     """z = (x − t a)/τ for a tile."""
     hi, lo, tau = hi.unsqueeze(-1), lo.unsqueeze(-1), tau.unsqueeze(-1)
@@ -109,152 +101,6 @@ def _position(x: Tensor, w: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, by_valu
     hi_safe, lo_safe = hi.masked_fill(infinite, 0), lo.masked_fill(infinite, 0)
     z = (residual(x, w, hi_safe) - lo_safe * w) / tau
     return torch.where(infinite & (w > 0) & x.isfinite(), -torch.sign(hi) * math.inf, z)
-
-
-# ------------------------------------------------------------------------------------ derivatives
-
-
-class Weighed(NamedTuple):
-    """What both modes of the derivative need, as differentiable functions of x, w, lo and τ."""
-
-    z: Tensor
-    a: Tensor
-    w: Tensor
-    rate: Tensor  # f
-    share: Tensor  # F
-    weight: Tensor  # f, divided by a scale
-    log_scale: Tensor  # of the batch shape
-    fixed: Tensor  # the rows in which t does not depend on anything
-    edges: tuple[Tensor, Tensor]  # of compact support: the entries next to a gap
-
-
-def weigh(
-    x: Tensor,
-    cost: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    cdf: CDF,
-    by_value: bool,
-    at_most: bool,
-    row: Row,
-) -> Weighed:
-    """Densities relative to a scale near their maximum, so that ratios are right even where every f
-    underflows."""
-    fixed = unbound(hi, lo, at_most)
-    infinite = (hi.abs() == greatest(hi)).unsqueeze(-1)
-    w = cost.to(hi.dtype)
-    w = w.masked_fill(x == -math.inf, 0)
-    a = w if by_value else torch.ones_like(w)
-    tau = tau.to(hi.dtype).unsqueeze(-1)
-    hi_safe, lo_safe = (v.unsqueeze(-1).masked_fill(infinite, 0) for v in (hi, lo))
-    held = infinite & (a > 0)  # entries that an infinite t decides
-    decided = x.isinf() | held
-    wide = x.to(hi.dtype).masked_fill(decided, 0)
-    z = ((residual(wide, a, hi_safe) - lo_safe * a) / tau).masked_fill(decided, 0)
-    chosen = (x == math.inf) | (held & (hi.unsqueeze(-1) < 0) & (x != -math.inf))
-    share = torch.where(decided, chosen.to(z.dtype), cdf.cdf(z))
-    log_f = cdf.log_pdf(z).masked_fill(decided, -math.inf)
-    still = log_f == -math.inf
-    counts = (w.detach() > 0) & ~still
-    scale = log_f.detach().masked_fill(~counts, -math.inf).amax(-1) if x.shape[-1] else torch.zeros_like(hi)
-    (scale,) = row.reduce([], [scale])
-    scale = scale.clamp(min=-large(hi))
-    weight = torch.exp((log_f - scale.unsqueeze(-1)).masked_fill(still, 0).clamp(max=math.log(large(hi))))
-    weight = weight.masked_fill(still, 0)
-    rate = torch.exp(log_f.masked_fill(still, 0)).masked_fill(still, 0)
-    edges = (torch.zeros_like(still), torch.zeros_like(still))
-    if not cdf.full_support:
-        start, end = cdf.support
-        level_up = ((wide - end * tau) / a.masked_fill(a == 0, 1)).detach()
-        level_down = ((wide - start * tau) / a.masked_fill(a == 0, 1)).detach()
-        payable = (w.detach() > 0) & ~decided
-        above = payable & (z.detach() > cdf.median)
-        below = payable & ~(z.detach() > cdf.median)
-        if x.shape[-1]:
-            up = level_up.masked_fill(~above, math.inf).amin(-1)
-            down = level_down.masked_fill(~below, -math.inf).amax(-1)
-        else:
-            up, down = torch.full_like(hi, math.inf), torch.full_like(hi, -math.inf)
-        minus_up, down = row.reduce([], [-up, down])
-        edges = above & (level_up == -minus_up.unsqueeze(-1)), below & (level_down == down.unsqueeze(-1))
-    return Weighed(z, a, w, rate, share, weight, scale, fixed, edges)
-
-
-def gap_parts(
-    up_cost: Tensor, up_mass: Tensor, down_cost: Tensor, down_mass: Tensor
-) -> tuple[Tensor, Tensor]:
-    """How much of a change of the budget the entries next to a gap get, on either side of it.
-
-    It is their slope Σ w a/Σ w relative to that of both sides: a half by score, w_u/(w_u + w_d) by value.
-    """
-    up, down = (
-        mass / cost.masked_fill(cost == 0, 1) for cost, mass in ((up_cost, up_mass), (down_cost, down_mass))
-    )
-    both = (up + down).masked_fill(up + down == 0, 1)
-    return up / both, down / both
-
-
-def vjp(
-    grad: Tensor,
-    grad_lo: Tensor,
-    x: Tensor,
-    cost: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    cdf: CDF,
-    by: str,
-    at_most: bool,
-    row: Row,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients in x, w, B and τ (the last two of the batch shape), in operations that autograd records.
-
-    With u = grad·f, D = Σ w a f and T = grad_lo − Σ u a/τ, which is the gradient in t:
-
-        dL/dx = u/τ + T w f/D           dL/dB = −T τ/D
-        dL/dτ = −Σ u z/τ − T Σ w f z/D  dL/dw = T τ y/D, and − t dL/dx if t is multiplied by w
-
-    In a gap of compact support, dL/dB is the limit of smooth CDFs: Σ a grad/Σ w a over the entries next to
-    the gap on either side, averaged with the weights of :func:`gap_parts`.
-    """
-    by_value = by == "value"
-    tau = on(hi.device, tau).to(hi.dtype).expand(hi.shape)
-    lo_shared, tau_shared = row.share([lo, tau])
-    d = weigh(x, cost, hi, lo_shared, tau_shared, cdf, by_value, at_most, row)
-    v = grad.to(hi.dtype)
-    u = v * d.rate
-    pay = d.w * d.a
-    parts = [pay * d.weight, d.a * v * d.weight, u * d.a, u * d.z, d.w * d.weight * d.z]
-    for edge in d.edges:
-        parts += [d.w.where(edge, 0), pay.where(edge, 0), (d.a * v).where(edge, 0)]
-    mass, mean, pull, u_moment, moment, *ends = row.total([part.sum(-1) for part in parts])
-    dead = (mass == 0) | d.fixed
-    mass = mass.masked_fill(dead, 1)
-    through_t = (grad_lo - pull / tau).masked_fill(d.fixed, 0)
-    (spread,) = row.share([(through_t / mass).masked_fill(dead, 0)])
-    dx = u / tau_shared.unsqueeze(-1) + spread.unsqueeze(-1) * d.w * d.weight
-    dtau = -u_moment / tau - through_t * (moment / mass).masked_fill(dead, 0)
-    # −T τ/D: its second part is a ratio of densities, which may all underflow
-    idle = (grad_lo == 0) | dead
-    lean = torch.exp(torch.log(tau) - (torch.log(mass) + d.log_scale).masked_fill(idle, 0)).masked_fill(
-        idle, 0
-    )
-    dbudget = (mean / mass).masked_fill(dead, 0) - (grad_lo * lean).masked_fill(idle, 0)
-    if not cdf.full_support:
-        shares = gap_parts(*ends[:2], *ends[3:5])
-        sides = [
-            part * side / n.masked_fill(n == 0, 1)
-            for part, n, side in zip(shares, ends[1::3], ends[2::3], strict=True)
-        ]
-        dbudget = torch.where(dead & ~d.fixed, sides[0] + sides[1], dbudget)
-    (price,) = row.share([dbudget])
-    dcost = -price.unsqueeze(-1) * d.share
-    if by_value:
-        hi_safe, lo_safe = hi.masked_fill(d.fixed, 0), lo_shared.masked_fill(d.fixed, 0)
-        dcost = dcost - (hi_safe + lo_safe).unsqueeze(-1) * dx
-    dcost = dcost.masked_fill(x == -math.inf, 0)
-    return dx.to(x.dtype), dcost.to(cost.dtype), dbudget, dtau
 
 
 def soft_budget_backward(
@@ -271,7 +117,10 @@ def soft_budget_backward(
     at_most: bool,
     group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`vjp` as an operator, for traces and where no second derivative is wanted."""
-    F = cdfs.resolve(cdf, shape)
-    dx, dcost, dbudget, dtau = vjp(grad, grad_lo, x, cost, hi, lo, tau, F, by, at_most, rows.of(group))
+    """The gradients in x, w, B and τ, as :func:`khot._kernels.reference.implicit.vjp` has them."""
+    F, row = cdfs.resolve(cdf, shape), rows.of(group)
+    dx, dcost, dbudget, dtau = vjp(
+        grad, grad_lo, Solved(x, cost, hi, lo, tau, F, "y", by == "value", at_most, row)
+    )
+    assert dcost is not None
     return dx.contiguous(), dcost.contiguous(), dbudget.clone(), dtau.clone()

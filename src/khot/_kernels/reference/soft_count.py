@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import rows
 from khot._core.precision import large, wide_dtype, widen
+from khot._core.rows import Row
 from khot.cdfs import CDF
 
 __all__ = ["vjp_count", "jvp_count", "soft_count", "soft_count_backward"]
@@ -18,7 +20,9 @@ AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
 FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 
 
-def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
+def soft_count(
+    x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool, group: str = ""
+) -> Tensor:
     """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `precision.wide_dtype`.
 
     Args:
@@ -28,13 +32,15 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
         cdf, shape: as for :func:`khot.cdfs.resolve`.
         centred: take F(z + F⁻¹(½)) for F, so that every score, finite or not, counts itself as ½; otherwise
             +inf always counts, and −inf never.
+        group: the names of the process groups that the rows are spread over; "" for whole rows.
 
     Returns:
         (*batch, m); NaN for a row with a NaN or with a τ that is not positive.
     """
     F = cdfs.resolve(cdf, shape)
     parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
-    return torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=wide_dtype(x.device))
+    count = torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=wide_dtype(x.device))
+    return rows.of(group).reduce([count])[0]
 
 
 def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
@@ -65,18 +71,19 @@ def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
 
 
 def soft_count_backward(
-    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool, group: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels and τ (batch)."""
-    dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred)
+    dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred, rows.of(group))
     return dx.contiguous(), dat.contiguous(), dtau
 
 
 def vjp_count(
-    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool
+    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool, row: Row
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
-    grad, scale = widen(grad), widen(tau).expand(x.shape[:-1])
+    grad, at, tau = row.share([widen(grad), at, tau])
+    scale = widen(tau).expand(x.shape[:-1])
     dx = torch.zeros_like(x, dtype=wide_dtype(x.device))
     dtau = torch.zeros_like(scale)
     dat = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
@@ -86,7 +93,8 @@ def vjp_count(
         dx = dx + (v * f).sum(-2) / scale.unsqueeze(-1)
         dat.append(-(v * f).sum(-1) / scale.unsqueeze(-1))
         dtau = dtau - (v * fz).sum((-1, -2)) / scale
-    return dx.to(x.dtype), torch.cat(dat, -1).to(at.dtype), dtau
+    of_levels, dtau = row.total([torch.cat(dat, -1), dtau])
+    return dx.to(x.dtype), of_levels.to(at.dtype), dtau
 
 
 def jvp_count(
@@ -98,6 +106,7 @@ def jvp_count(
     tau: Tensor,
     F: CDF,
     centred: bool,
+    row: Row,
 ) -> Tensor:
     """Forward mode."""
     scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
@@ -112,7 +121,7 @@ def jvp_count(
         if dtau is not None:
             total = total - fz.sum(-1) * widen(dtau).expand(x.shape[:-1]).unsqueeze(-1)
         out.append(_at_rest(total, at[..., part]) / scale)
-    return torch.cat(out, -1)
+    return row.total([torch.cat(out, -1)])[0]
 
 
 def _density(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> tuple[Tensor, Tensor]:

@@ -13,42 +13,32 @@ from khot._core.precision import on, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
-__all__ = ["reference_topk_mask", "sorted_topk_mask", "topk_mask"]
+__all__ = ["sorted_topk_mask", "topk_mask"]
 
 
-def topk_mask(x: Tensor, k: Tensor) -> Tensor:
+def topk_mask(x: Tensor, k: Tensor, group: str = "") -> Tensor:
     """1 for the ⌊k + ½⌋ largest entries of each row, ties to the lowest index; NaN without an answer.
 
     Args:
         x: (*batch, n).
         k: broadcasts with batch.
+        group: the names of the process groups that the rows are spread over; "" for whole rows. Ties go to
+            the lowest rank first, and within it to the lowest index.
     """
-    return _mask(x, k, HERE)[0]
+    return _mask(x, k, rows.of(group))
 
 
 def sorted_topk_mask(x: Tensor, k: Tensor) -> Tensor:
     """:func:`topk_mask` in operations that other formats have, such as ONNX; no value is read."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # few runtimes sort half precision
-    return _mask(wide, k, HERE, _kth_of_sorted)[0].to(x.dtype)
+    return _mask(wide, k, HERE, _kth_of_sorted).to(x.dtype)
 
 
 def _kth_of_sorted(x: Tensor, k: Tensor) -> Tensor:
     return x.sort(dim=-1, descending=True).values.gather(-1, k.clamp(1, x.shape[-1]) - 1)
 
 
-def reference_topk_mask(x: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """:func:`topk_mask` of rows spread over the processes of ``group``; ties go to the lowest rank first, and
-    within it to the lowest index.
-
-    It also returns one number per row, which is NaN where there is no answer: the mask of an empty shard
-    could not show this.
-    """
-    return _mask(x, k, rows.of(group))
-
-
-def _mask(
-    x: Tensor, k: Tensor, row: Row, kth: Callable[[Tensor, Tensor], Tensor] = kth_largest
-) -> tuple[Tensor, Tensor]:
+def _mask(x: Tensor, k: Tensor, row: Row, kth: Callable[[Tensor, Tensor], Tensor] = kth_largest) -> Tensor:
     k = widen(on(x.device, k)).expand(x.shape[:-1])
     count = torch.floor(k + 0.5)
     shards = row if isinstance(row, Shards) else None
@@ -74,5 +64,4 @@ def _mask(
     chosen = (above | (level & (level.cumsum(-1, dtype=torch.int32) <= left.unsqueeze(-1)))) & (
         count > 0
     ).unsqueeze(-1)
-    y = chosen.to(x.dtype).masked_fill(bad.unsqueeze(-1), math.nan)
-    return y, count.masked_fill(bad, math.nan)
+    return chosen.to(x.dtype).masked_fill(bad.unsqueeze(-1), math.nan)
