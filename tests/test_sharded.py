@@ -205,8 +205,8 @@ def along_dim_1(group: Any, x: Tensor, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
 def test_collectives(cdf: Any) -> None:
-    """A few in the forward pass, including the check of arguments; two in the backward pass, of the maxima and
-    the sums; a few numbers per row, and some per point where a pass evaluates many."""
+    """A few in the forward pass, including the check of arguments; two in the backward pass, of maxima and
+    sums; a few numbers per row, and some per point where a pass evaluates many."""
     most, size = (8, 200) if cdf in ("logistic", "laplace", "normal") else (14, 16_000)
     n, cuts = 3000, [0, 1000, 1800, 3000]
     for scale in (0.1, 1.0, 5.0):

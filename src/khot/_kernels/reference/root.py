@@ -93,7 +93,14 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             break
         passes = passes + running
         state, running = _on_some(search_pass, p, scales, state, running)
-    return state.best_hi.view(batch), state.best_lo.view(batch), passes.view(batch)
+    # without a point from which the root is known, the bracket has it: where tails underflow, the best point
+    # need not be near
+    known = state.best < 0
+    hi, lo = (
+        torch.where(known, state.best_hi, state.left.hi),
+        torch.where(known, state.best_lo, state.left.lo),
+    )
+    return hi.view(batch), lo.view(batch), passes.view(batch)
 
 
 def _on_some(
