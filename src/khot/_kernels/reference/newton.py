@@ -43,7 +43,8 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
     miss, slope = (s.below - s.above) + over, s.slope_above + s.slope_below
     plain = tau * miss / slope
     ratio = torch.log(P / Q)
-    by_logs = tau * ratio / (s.slope_below / P + s.slope_above / Q)
+    rate_below, rate_above = s.slope_below / P, s.slope_above / Q
+    by_logs = tau * ratio / (rate_below + rate_above)
     spent, spare = budget + miss, rest - miss
     by_logit = plain * (torch.log(spent / spare) - torch.log(budget / rest)) * spent * spare
     by_logit = by_logit / (p.survey.total * miss)
@@ -69,7 +70,9 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
     shift = plain.abs() / tau
     change = s.steepest * shift  # of any y, in a step
     if full:
-        bend = shift if p.cost is None or not p.by_value else s.square / slope * shift  # of the slopes
+        # of the slopes, relatively: no density changes faster than its tail, and near 0 none than in a unit
+        bend = 1 if p.cost is None or not p.by_value else s.square / slope
+        bend = torch.maximum(rate_below, rate_above).clamp(min=bend) * shift
         found = (change * bend < eps / 4) & (bend < 1e-7)
     else:  # the density may jump; and a tiny share needs digits of its own
         found = (change < 8 * eps) & (torch.minimum(budget, rest) > 1e-6 * p.survey.dearest)

@@ -180,6 +180,7 @@ class _Sums(NamedTuple):
     tops: list[Tensor]  # the logarithm of the greatest term of P, and of Q
     sides: list[list[Tensor]]  # for either: its tails, Σ w a f and Σ w a² f, divided by that term
     steepest: Tensor  # log max a f
+    nearest: list[Tensor]  # the greatest x below, and minus the least x above
     edges: _Edges | None  # for compact support
 
 
@@ -196,6 +197,7 @@ def _evaluate(
     # of each side: the tails, Σ w a f and Σ w a² f, relative to the top
     sums = [[zero, zero, zero], [zero, zero, zero]]
     steepest = zero - math.inf  # log max a f
+    nearest = [zero - math.inf, zero - math.inf]
     edges = _Edges.none(zero)
     sample, keys = no_sample(p.tau), None
     start, end = F.support
@@ -219,6 +221,8 @@ def _evaluate(
         steepest = torch.maximum(steepest, (log_f + log_a).where(counts, -math.inf).amax(-1))
         tail = F.log_tail(z, above) + log_w
         sides = ~above & counts, above & counts
+        for i, signed in enumerate((x, -x)):
+            nearest[i] = torch.maximum(nearest[i], signed.where(sides[i], -math.inf).amax(-1))
         if full:
             for i, side in enumerate(sides):
                 top = torch.maximum(tops[i], tail.where(side, -math.inf).amax(-1))
@@ -233,7 +237,7 @@ def _evaluate(
                 sums[i][j] = sums[i][j] + term.where(side, 0).sum(-1)
         if not full:
             edges = edges.seen(distance, z, w, a, above, counts, tau, start, end)
-    local = _Sums(slices, tops, sums, steepest, None if full else edges)
+    local = _Sums(slices, tops, sums, steepest, nearest, None if full else edges)
     whole, sample = _reduce(p, local, sample)
     return *_conclude(p, scales, hi, lo, whole), sample
 
@@ -324,7 +328,8 @@ def _reduce(p: Problem, sums: _Sums, sample: Sample) -> tuple[_Sums, Sample]:
         return sums, sample
     edges = sums.edges
     levels = [] if edges is None else edges.levels()
-    low, high, steepest, *levels = p.row.reduce([], [*sums.tops, sums.steepest, *levels])
+    low, high, steepest, *levels = p.row.reduce([], [*sums.tops, sums.steepest, *sums.nearest, *levels])
+    nearest, levels = levels[:2], levels[2:]
     sides = [
         [total * torch.exp(old - new).nan_to_num(0) for total in side]
         for side, old, new in zip(sums.sides, sums.tops, (low, high), strict=True)
@@ -334,7 +339,8 @@ def _reduce(p: Problem, sums: _Sums, sample: Sample) -> tuple[_Sums, Sample]:
     reduced = p.row.reduce([*sums.slices, *sides[0], *sides[1], *kept], payloads)
     sample = sample_of(*reduced[9:11])
     edges = None if edges is None else _Edges(*levels, *reduced[11:])
-    return _Sums(reduced[:3], [low, high], [reduced[3:6], reduced[6:9]], steepest, edges), sample
+    sides = [reduced[3:6], reduced[6:9]]
+    return _Sums(reduced[:3], [low, high], sides, steepest, nearest, edges), sample
 
 
 def _conclude(
@@ -387,10 +393,12 @@ def _conclude(
     steps = [plain, by_logs, by_logit, by_roots]
     shift = plain.abs() / tau
     change = torch.exp(steepest) * shift  # of any y, in a step
-    bend = square / slope * shift  # of the slopes, relatively
+    # of the slopes, relatively: no density changes faster than its tail, and next to 0 none than in a unit
+    bend = torch.maximum(square / slope, torch.maximum(*rates)) * shift
     done = miss == 0
     if s.edges is None:
-        done = done | (ratio.abs() <= 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi)))
+        digits = 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi))
+        done = done | (ratio.abs() <= digits)
         jump = (change * bend < eps / 4) & (bend < 1e-7)
         move = plain.where(jump & ~done, 0)
     else:
@@ -403,6 +411,14 @@ def _conclude(
         move = gap.where(gap.isfinite(), plain.where(jump & ~done, 0))
         done = done | gap.isfinite()
     ends = two_sum(hi, lo + move)
+    if s.edges is None and p.cdf.symmetric and not p.by_value:
+        # Deep in a gap, where logarithms of tails have few digits left, the middle is as good as this point,
+        # and only there do the last digits of z leave the next entries on either side the same density.
+        below, above = s.nearest[0], -s.nearest[1]
+        middle = two_sum(0.5 * below, 0.5 * above)
+        off = (middle[0] - ends[0]) + (middle[1] - ends[1])
+        equal = done & (over == 0) & (digits > 64 * eps) & (off.abs() * sum(rates) <= tau * digits)
+        ends = torch.where(equal, middle[0], ends[0]), torch.where(equal, middle[1], ends[1])
     points = Point(hi, lo, over, miss, ratio, logit, excess, absolute, torch.stack(steps, -1))
     return points, done | jump, ends
 
