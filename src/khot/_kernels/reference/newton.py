@@ -70,9 +70,9 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
     shift = plain.abs() / tau
     change = s.steepest * shift  # of any y, in a step
     if full:
-        # of the slopes, relatively: no density changes faster than its tail, and near 0 none than in a unit
-        bend = 1 if p.cost is None or not p.by_value else s.square / slope
-        bend = torch.maximum(rate_below, rate_above).clamp(min=bend) * shift
+        # of the slopes, relatively: far from the median a density changes as fast as the tail
+        per_unit = s.square / slope if p.by_value else torch.maximum(rate_below, rate_above).clamp(min=1)
+        bend = per_unit * shift
         found = (change * bend < eps / 4) & (bend < 1e-7)
     else:  # the density may jump; and a tiny share needs digits of its own
         found = (change < 8 * eps) & (torch.minimum(budget, rest) > 1e-6 * p.survey.dearest)
@@ -112,7 +112,7 @@ class _Tails(NamedTuple):
     below: Tensor  # Σ_below w F
     slope_above: Tensor  # Σ_above w a f
     slope_below: Tensor
-    square: Tensor  # Σ w a² f
+    square: Tensor  # Σ w a² |f'|, or f where that is more
     steepest: Tensor  # max a f
 
 
@@ -139,7 +139,8 @@ def _tails(p: Problem, hi: Tensor, lo: Tensor) -> _Tails:
             slope_below + (slope - slope_over).sum(-1),
         )
         if a is not None:
-            square = square + (slope * a).sum(-1)
+            hazard = (density / tail).nan_to_num(1).clamp(min=1)
+            square = square + torch.where(slope > 0, slope * a * hazard, 0).sum(-1)
         steepest = torch.maximum(steepest, rate.where(w > 0, 0).amax(-1))
     sums = [paid, above_sum, below_sum, slope_above, slope_below, square]
     return _Tails(*p.row.reduce(sums, [steepest]))

@@ -178,7 +178,7 @@ class _Sums(NamedTuple):
 
     slices: list[Tensor]  # of the costs above
     tops: list[Tensor]  # the logarithm of the greatest term of P, and of Q
-    sides: list[list[Tensor]]  # for either: its tails, Σ w a f and Σ w a² f, divided by that term
+    sides: list[list[Tensor]]  # for either: its tails, Σ w a f and Σ w a² |f'|, divided by that term
     steepest: Tensor  # log max a f
     nearest: list[Tensor]  # the greatest x below, and minus the least x above
     edges: _Edges | None  # for compact support
@@ -194,7 +194,7 @@ def _evaluate(
     slices = [zero, zero, zero]
     base = scales.log_base.unsqueeze(-1)
     tops = [zero - math.inf, zero - math.inf] if full else [zero + base, zero + base]
-    # of each side: the tails, Σ w a f and Σ w a² f, relative to the top
+    # of each side: the tails, Σ w a f and Σ w a² |f'|, or f where that is more, relative to the top
     sums = [[zero, zero, zero], [zero, zero, zero]]
     steepest = zero - math.inf  # log max a f
     nearest = [zero - math.inf, zero - math.inf]
@@ -230,10 +230,15 @@ def _evaluate(
                 sums[i], tops[i] = [total * rescale for total in sums[i]], top
         below, over = (top.nan_to_num(neginf=0).unsqueeze(-1) for top in tops)
         scale = torch.where(above, over, below)
-        tail, rate = torch.exp(tail - scale), torch.exp(log_f + log_w - scale)
-        rate = rate * a
+        # Far from the median f changes as fast as the tail, and under the normal CDF log f less the log of
+        # the tail has no digits left there. So f is the tail times the hazard.
+        hazard = torch.exp(F.log_hazard(-z.abs())) if full and F.symmetric else None
+        density = torch.exp(log_f + log_w - scale) if hazard is None else torch.exp(tail - scale) * hazard
+        if hazard is None:
+            hazard = torch.exp(log_f + log_w - tail).nan_to_num(1) if full else torch.ones_like(z)
+        tail, rate = torch.exp(tail - scale), density * a
         for i, side in enumerate(sides):
-            for j, term in enumerate((tail, rate, rate * a)):
+            for j, term in enumerate((tail, rate, rate * a * hazard.clamp(min=1))):
                 sums[i][j] = sums[i][j] + term.where(side, 0).sum(-1)
         if not full:
             edges = edges.seen(distance, z, w, a, above, counts, tau, start, end)
@@ -374,8 +379,8 @@ def _conclude(
     plain = tau * miss / slope
     # of log P and log Q, which may lie on scales of their own
     rates = [
-        torch.exp(torch.log(side[1]) + top - log_tail).nan_to_num(0)
-        for side, top, log_tail in zip(sums, tops, (log_P, log_Q), strict=True)
+        (side[1] / (side[0] + torch.exp(log_whole - top))).nan_to_num(0, 0)
+        for side, top, log_whole in zip(sums, tops, (log_more, log_less), strict=True)
     ]
     by_logs = tau * ratio / sum(rates)
     excess, absolute = miss * torch.exp(scale), slope * torch.exp(scale)
@@ -393,8 +398,7 @@ def _conclude(
     steps = [plain, by_logs, by_logit, by_roots]
     shift = plain.abs() / tau
     change = torch.exp(steepest) * shift  # of any y, in a step
-    # of the slopes, relatively: no density changes faster than its tail, and next to 0 none than in a unit
-    bend = torch.maximum(square / slope, torch.maximum(*rates)) * shift
+    bend = square / slope * shift  # of the slopes, relatively
     done = miss == 0
     if s.edges is None:
         digits = 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi))
