@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import time
 from collections.abc import Iterator
@@ -183,6 +184,12 @@ def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, 
     return text
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The same mesh for every test: its groups stay, and gloo connects no more than some dozens of them."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def on_dtensors(
     group: Any,
     name: str,
@@ -194,7 +201,7 @@ def on_dtensors(
     compiled: bool = False,
 ) -> tuple[list[Tensor], list[str]]:
     """The whole result and gradients, and their placements: r(eplicated), p(artial), or a dim."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     placements = [Replicate() if p == "r" else Partial() if p == "p" else Shard(int(p)) for p in places]
     if "p" in places:
         local = args[0] / mesh.size(placements.index(Partial()))
@@ -321,15 +328,13 @@ def pruned(group: Any, kind: str, how: str) -> tuple[Tensor, list[int]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, x, target = small_model()
     if kind == "tensor parallel":
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = mesh_of((world,))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     prune(model, how)
     share = slice(None)
     if kind.startswith("FSDP"):
         twice = kind == "FSDP, replicated"
-        mesh = init_device_mesh(
-            "cpu", (2, 2) if twice else (world,), mesh_dim_names=("copies", "parts")[1 - twice :]
-        )
+        mesh = mesh_of((2, 2) if twice else (world,), ("copies", "parts")[1 - twice :])
         for part in (model[0], model[2], model) if kind != "FSDP of the whole" else (model,):
             fully_shard(part, mesh=mesh)
         share = slice(rank, None, world)
@@ -590,7 +595,7 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
 def differ_on_whole_rows(group: Any, place: str) -> list[str]:
     """The functions whose results or gradients differ from those of plain tensors: r(eplicated), p(artial),
     or sharded along dim 0."""
-    mesh = init_device_mesh("cpu", (group.size(),))
+    mesh = mesh_of((group.size(),))
     start = torch.Generator().manual_seed(0)
     args = [
         torch.randn(5, 6, generator=start).double(),
@@ -635,7 +640,7 @@ def differ_on_whole_rows(group: Any, place: str) -> list[str]:
 
 def refusals(group: Any) -> dict[str, str]:
     """The errors of what takes no DTensor, and of rows that are not whole."""
-    mesh = init_device_mesh("cpu", (group.size(),))
+    mesh = mesh_of((group.size(),))
     whole = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)).double()
     x, spread = distribute_tensor(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(1)])
     design, poisson, estimators = khot.sampling, khot.sampling.conditional_poisson, khot.estimators
@@ -680,7 +685,7 @@ def refusals(group: Any) -> dict[str, str]:
 
 def balanced_on_dtensors(group: Any, x: Tensor, mask: Tensor, place: str) -> list[Tensor]:
     """The experts of a batch, and the bias after an update."""
-    mesh = init_device_mesh("cpu", (group.size(),))
+    mesh = mesh_of((group.size(),))
     balancer = khot.nn.QuantileBalancer(x.shape[-1], 2)
     scores = distribute_tensor(x, mesh, [Replicate() if place == "r" else Shard(int(place))])
     experts = balancer(scores, mask)
