@@ -19,6 +19,7 @@ from budget_rows import (
     check_spend,
     gaps,
     numbers,
+    table,
 )
 from khot import _kernels
 from khot._kernels.reference import soft_budget as reference
@@ -123,4 +124,7 @@ def test_the_reference_reads_a_row_at_most_ten_times(
         for tau in GAP_TAUS if n < 100 else (0.01, 1.0):
             for amount in (budget, ordinary):
                 reference.soft_budget(x, w, amount, *numbers(tau), cdf, CDFS[cdf], by, False)
-    assert torch.cat(passes).max() <= 10
+    # among these rows are some whose first guess is off by hundreds of nats, or by infinitely many
+    x, w, budget = table(300, torch.float64, (1e-6, 0.3))
+    reference.soft_budget(x, w, budget, *numbers(0.01), cdf, CDFS[cdf], by, False)
+    assert torch.cat([found.flatten() for found in passes]).max() <= 10

@@ -15,6 +15,8 @@ __all__ = ["Walk", "guarded", "walk_pass"]
 
 # Newton's method goes on while a pass divides the miss by this: in the first passes, and later
 SHRINK, SOON = (2.0, 8.0), 3
+# log P − log Q, beyond which it is left at once: for normal tails, a pass divides such a miss by 4 only
+FAR = 100.0
 
 
 class Walk(NamedTuple):
@@ -81,7 +83,7 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
     last = two_sum(at.hi, at.lo + plain)
     hi, lo = (torch.where(found, end, new.squeeze(-1)) for end, new in zip(last, (hi, lo), strict=True))
     hi, lo = torch.where(running, hi, at.hi), torch.where(running, lo, at.lo)
-    slow = ~(ratio.abs() * torch.where(at.passes < SOON, *SHRINK) <= at.before)
+    slow = ~(ratio.abs() * torch.where(at.passes < SOON, *SHRINK) <= at.before) | (ratio.abs() > FAR)
     moved = Walk(hi, lo, *ends, ratio.abs(), at.passes + running, at.found | (running & found))
     return moved, told & ~found & ~slow & apart & step.isfinite()
 
