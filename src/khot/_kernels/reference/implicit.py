@@ -72,7 +72,8 @@ def weigh(s: Solved) -> Weighed:
     hi_safe, lo_safe = (v.unsqueeze(-1).masked_fill(infinite, 0) for v in (hi, s.lo))
     wide = x.to(hi.dtype).masked_fill(decided, 0)
     distance = (wide - hi_safe) - lo_safe if a is None else residual(wide, a, hi_safe) - lo_safe * a
-    z = (distance / tau).masked_fill(decided, 0)
+    # a quotient that overflows would be 0·inf in the moments below
+    z = (distance / tau).masked_fill(decided, 0).clamp(-large(hi), large(hi))
     log_f = cdf.log_pdf(z).masked_fill(decided, -math.inf)
     still = log_f == -math.inf
     counts = ~still if w is None else (w.detach() > 0) & ~still

@@ -13,7 +13,9 @@ A point is taken only if it lies inside the bracket, so that a rule may fail but
 is taken in its place, or besides.
 
 The threshold is a pair t = hi + lo, and x − hi·a is computed with one rounding, so that z has full accuracy
-for the entries near t however large x/τ is.
+for the entries near t however large x/τ is. By value this ends where z needs more digits than the pair
+has: t·w has 32 of them, and x/w is not a number of few digits in general. From τ = 1e-20·abs(x) on, what is
+spent is no longer exact; below 1e-32·abs(x) it may be off by the cost of one entry.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
     sample = padded(sampled(p, scales) if sample is None else sample)
     known = torch.where(walk.found, -infinite, infinite)
-    state = State(left, right, sample, walk.hi, running, walk.hi, walk.lo, known)
+    state = State(left, right, sample, running, walk.hi, walk.lo, known)
     # a user's F may have tails whose logarithms are far from lines and parabolas
     for _ in range(PASSES if p.cdf.built_in else 3 * PASSES):
         if not some(running, p.row):

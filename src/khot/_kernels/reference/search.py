@@ -47,9 +47,8 @@ class State(NamedTuple):
     left: Point
     right: Point
     sample: Sample
-    guess: Tensor
-    fresh: Tensor  # the rows that were not evaluated yet
-    best_hi: Tensor
+    fresh: Tensor  # the rows in which the search has evaluated no point yet
+    best_hi: Tensor  # a guess, while the row is fresh
     best_lo: Tensor
     best: Tensor  # how far off the best point is; negative if it is the root
 
@@ -71,7 +70,7 @@ def search_pass(p: Problem, scales: Scales, state: State, running: Tensor) -> tu
     best = torch.where(better, value, state.best)
     # where no point lies between the ends, the root is known to the last digit
     running = running & ~done.any(-1) & (found | fresh)
-    state = State(left, right, sample, state.guess, torch.zeros_like(fresh), best_hi, best_lo, best)
+    state = State(left, right, sample, torch.zeros_like(fresh), best_hi, best_lo, best)
     return state, running
 
 
@@ -83,22 +82,27 @@ def _trials(p: Problem, state: State) -> tuple[Tensor, Tensor, Tensor]:
     """Points inside the bracket, (*batch, K) as hi and lo; and whether there are any besides its middle."""
     left, right = state.left, state.right
     width = (right.hi - left.hi) + (right.lo - left.lo)
-    guess = _alone(torch.where(state.fresh, state.guess, math.nan))
-    tiny = 16 * torch.finfo(width.dtype).eps * torch.maximum(left.hi.abs(), right.hi.abs())
-    tiny = torch.minimum(tiny, 0.25 * width).where(state.fresh, math.nan)
     points = [
-        guess,
-        _alone(left.hi + tiny),
-        _alone(right.hi - tiny),
+        (state.best_hi.where(state.fresh, math.nan).unsqueeze(-1), state.best_lo.unsqueeze(-1)),
         _shift(left, left.steps),
         _shift(right, right.steps),
         *_between(p, left, right, width),
+        *_near(p, left, right, width),
         _alone(_pivots(left, right, state.sample)),
         _alone(_middle_of_sizes(left.hi, right.hi)),
     ]
     hi, lo = (torch.cat(parts, -1) for parts in zip(*points, strict=True))
     hi, lo, inside, middle = guarded(hi, lo, left[:2], right[:2])
-    return torch.cat((hi, middle[0]), -1), torch.cat((lo, middle[1]), -1), inside.any(-1) | middle[2]
+    # Nothing is proposed from an end that was not evaluated. Where tau is far below the rounding error of
+    # the scores, the root lies next to an entry, and steps from elsewhere end on that entry itself. That is
+    # one end of the bracket if Newton's method came there, and steps from it are exact.
+    fresh = state.fresh.unsqueeze(-1)
+    ends = [
+        [torch.where(fresh, part.unsqueeze(-1), mid) for part, mid in zip(end[:2], middle[:2], strict=True)]
+        for end in (left, right)
+    ]
+    hi, lo = (torch.cat(parts, -1) for parts in zip((hi, lo), middle[:2], *ends, strict=True))
+    return hi, lo, inside.any(-1) | middle[2]
 
 
 def _alone(hi: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +126,13 @@ def _between(p: Problem, left: Point, right: Point, width: Tensor) -> list[tuple
     off_right = -p.tau * jump / right.slope * torch.log(jump / left.excess)
     off_left = p.tau * jump / left.slope * torch.log(jump / -right.excess)
     return [*secants, _shift(right, off_right.unsqueeze(-1)), _shift(left, off_left.unsqueeze(-1))]
+
+
+def _near(p: Problem, left: Point, right: Point, width: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Points near the ends, on a scale between tau and the width of the bracket, which tell if the root is
+    near one of them."""
+    step = (p.tau * (width / p.tau) ** 0.25).unsqueeze(-1)
+    return [_shift(left, step), _shift(right, -step)]
 
 
 def _pivots(left: Point, right: Point, sample: Sample) -> Tensor:
@@ -213,7 +224,7 @@ def _evaluate(
         log_a = log_w.where(counts, 0) if p.by_value else torch.zeros_like(log_w)
         at, more = hi.unsqueeze(-1), lo.unsqueeze(-1)
         distance = residual(x, a, at) - more * a if p.by_value else (x - at) - more
-        z = distance / tau.unsqueeze(-1)
+        z = (distance / tau.unsqueeze(-1)).clamp(-large(hi), large(hi))  # tails of 0 have a finite hazard
         above = z > F.median
         for i, piece in enumerate(pieces):
             slices[i] = slices[i] + piece.where(above & counts, 0).sum(-1)
@@ -421,7 +432,8 @@ def _conclude(
         below, above = s.nearest[0], -s.nearest[1]
         middle = two_sum(0.5 * below, 0.5 * above)
         off = (middle[0] - ends[0]) + (middle[1] - ends[1])
-        equal = done & (over == 0) & (digits > 64 * eps) & (off.abs() * sum(rates) <= tau * digits)
+        unknown = (off.abs() * sum(rates) <= tau * digits) | (log_P <= -large(hi))
+        equal = done & (over == 0) & (digits > 64 * eps) & unknown
         ends = torch.where(equal, middle[0], ends[0]), torch.where(equal, middle[1], ends[1])
     points = Point(hi, lo, over, miss, ratio, logit, excess, absolute, torch.stack(steps, -1))
     return points, done | jump, ends
