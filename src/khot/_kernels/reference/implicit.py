@@ -217,6 +217,8 @@ def vjp(grad: Tensor, grad_lo: Tensor, s: Solved) -> tuple[Tensor, Tensor | None
     s = s._replace(lo=lo_shared, tau=tau_shared)
     d = weigh(s)
     v = torch.zeros_like(d.z) if s.output == "threshold" else grad.to(hi.dtype)
+    if s.output == "log":  # log y is −inf and at rest there, whatever gradient arrives
+        v = v.masked_fill((s.x == -math.inf) | (s.cdf.log_cdf(d.z.detach()) == -math.inf), 0)
     u = v * d.rate
     mass_weight = _times(d.w, d.weight)
     ends = _ends(d)
