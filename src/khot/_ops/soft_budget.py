@@ -83,7 +83,7 @@ class _Rule(Rule):
         shape, dtype = ctx.budget_like
         return (
             dx,
-            dcost.sum_to_size(cost.shape) if ctx.needs_input_grad[1] else None,
+            dcost.sum_to_size(cost.shape) if dcost is not None and ctx.needs_input_grad[1] else None,
             dbudget.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[2] else None,
             dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None,
             *(None,) * 4,

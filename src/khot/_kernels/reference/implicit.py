@@ -237,13 +237,13 @@ def vjp(grad: Tensor, grad_lo: Tensor, s: Solved) -> tuple[Tensor, Tensor | None
         gap, flat = _gap_of(s.cdf, totals[5:9]), dead & ~d.fixed
         rises = [p * each / n for p, n, each in zip(gap.parts, gap.paid, totals[9:], strict=True)]
         dB = torch.where(flat, rises[0] if s.output == "log" else rises[0] + rises[1], dB)
-    if d.edges and d.w is None:
-        lean = grad_lo.masked_fill(~flat, 0)
-        dtau = torch.where(flat, -gap.slope * lean, dtau)
-        # equal entries share it equally
-        shares = s.row.share([p * lean / n for p, n in zip(gap.parts, gap.paid, strict=True)])
-        for edge, part in zip(d.edges, shares, strict=True):
-            dx = torch.where(edge & flat.unsqueeze(-1), part.unsqueeze(-1), dx)
+        if d.w is None:
+            lean = grad_lo.masked_fill(~flat, 0)
+            dtau = torch.where(flat, -gap.slope * lean, dtau)
+            # equal entries share it equally
+            shares = s.row.share([p * lean / n for p, n in zip(gap.parts, gap.paid, strict=True)])
+            for edge, part in zip(d.edges, shares, strict=True):
+                dx = torch.where(edge & flat.unsqueeze(-1), part.unsqueeze(-1), dx)
     dB = dB - _times_dt_dB(grad_lo, tau, mass, dead, d.log_scale)
     if s.cost is None or d.share is None:
         return dx.to(s.x.dtype), None, dB, dtau
@@ -294,9 +294,9 @@ def jvp(
         for i, edge in enumerate(d.edges[: 1 if s.output == "log" else 2]):
             part = (gap.parts[i] * left / gap.paid[i]).unsqueeze(-1)
             rise = torch.where(flat.unsqueeze(-1) & edge, _times(d.a, part), rise)
-    if moves:
-        moved = [p * each / n for p, n, each in zip(gap.parts, gap.paid, totals[6:8], strict=True)]
-        dlo = torch.where(flat, moved[0] + moved[1] - gap.slope * dtau, dlo)
+        if moves:
+            moved = [p * each / n for p, n, each in zip(gap.parts, gap.paid, totals[6:8], strict=True)]
+            dlo = torch.where(flat, moved[0] + moved[1] - gap.slope * dtau, dlo)
     dlo = dlo - _times_dt_dB(left, tau, mass, dead, d.log_scale)
     result = out + rise
     return (result[..., :0] if s.output == "threshold" else result).to(s.x.dtype), dlo

@@ -84,7 +84,11 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
     hi, lo = (torch.where(found, end, new.squeeze(-1)) for end, new in zip(last, (hi, lo), strict=True))
     hi, lo = torch.where(running, hi, at.hi), torch.where(running, lo, at.lo)
     slow = ~(ratio.abs() * torch.where(at.passes < SOON, *SHRINK) <= at.before) | (ratio.abs() > FAR)
-    moved = Walk(hi, lo, *ends, ratio.abs(), at.passes + running, at.found | (running & found))
+    bracket = dict(zip(Walk._fields[2:8], ends, strict=True))
+    moved = at._replace(
+        hi=hi, lo=lo, **bracket, before=ratio.abs(), passes=at.passes + running,
+        found=at.found | (running & found),
+    )  # fmt: skip
     return moved, told & ~found & ~slow & apart & step.isfinite()
 
 

@@ -411,8 +411,8 @@ def _conclude(
     change = torch.exp(steepest) * shift  # of any y, in a step
     bend = square / slope * shift  # of the slopes, relatively
     done = miss == 0
+    digits = 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi))
     if s.edges is None:
-        digits = 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi))
         done = done | (ratio.abs() <= digits)
         jump = (change * bend < eps / 4) & (bend < 1e-7)
         move = plain.where(jump & ~done, 0)
