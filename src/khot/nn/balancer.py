@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from khot._core import arguments, rows
 from khot._core.torch_internals import is_exporting
-from khot.nn._best import best_indices
 from khot.nn._bias import Biased
 from khot.nn._inputs import check_width
 from khot.nn._values import SEVERAL, describe, has_data
+from khot.selection import topk
 
 __all__ = ["QuantileBalancer"]
 
@@ -244,7 +244,7 @@ class QuantileBalancer(Biased):
     def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
         """The k best experts of each token; if this is to be counted, also the next one."""
         biased = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self.bias
-        best = best_indices(biased, self.k + observes)
+        best = topk(biased.detach(), self.k + observes).indices
         if observes:
             self._observe(biased, best, mask)
         return best

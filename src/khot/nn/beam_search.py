@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from khot._core import arguments
 from khot._core.torch_internals import save_in_exports
-from khot.nn._best import best_indices
+from khot.selection import topk
 from khot.transport import sorted_soft_topk
 
 __all__ = ["Beams", "soft_beam_loss", "soft_beam_search"]
@@ -128,7 +128,7 @@ def soft_beam_search(
             log_p = torch.where(over.unsqueeze(-1), alone, log_p)
         scores = (likelihood.unsqueeze(-1) + log_p).flatten(1)  # (B, mV)
         if hard:
-            place = best_indices(scores, k)
+            place = topk(scores.detach(), k).indices
             x = embedding[place % V]
             h = _along(h, place // V)
         else:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from khot import cdfs, masks
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
-from khot.nn._best import best_indices
 from khot.nn._export import to_onnx
 from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Positive, Value, available, current, describe, positive
+from khot.selection import topk
 
 __all__ = ["SoftKNN"]
 
@@ -168,11 +168,11 @@ class SoftKNN(LeftSoft):
             nearness, votes = q.new_empty(len(q), 0), label.new_empty(len(q), 0)
             for t, own in zip(template.split(chunk_size), label.split(chunk_size), strict=True):
                 near = -torch.cdist(q, _wide(t) - centre, compute_mode="use_mm_for_euclid_dist")
-                i = best_indices(near, min(k, len(t)))
+                i = topk(near, min(k, len(t))).indices
                 nearness = torch.cat([nearness, near.gather(-1, i)], -1)
                 votes = torch.cat([votes, own[i]], -1)
                 # sorted parts one after the other: equal distances stay in the order of the templates
-                i = best_indices(nearness, min(k, nearness.shape[-1]))
+                i = topk(nearness, min(k, nearness.shape[-1])).indices
                 nearness, votes = nearness.gather(-1, i), votes.gather(-1, i)
             counts = votes.new_zeros(len(q), self.num_classes)
             parts.append(counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1))

@@ -20,12 +20,12 @@ from khot._core.rows import Shards
 from khot._core.torch_internals import transforms_are_on
 from khot._ops.product import product
 from khot.cdfs import CDF, CDFName
-from khot.nn._best import best_indices, order
 from khot.nn._export import to_onnx
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._state import Grouped, Steady, counts
 from khot.nn._values import Value, current, describe, has_data, positive
+from khot.selection import topk
 
 __all__ = ["TopKSAE"]
 
@@ -294,7 +294,8 @@ class TopKSAE(Grouped, LeftSoft):
             return values.to(self.encoder.dtype), indices
         chosen = self._above(a)
         counts = (chosen != 0).sum(-1)
-        indices = order(a, chosen, int(counts.max()) if counts.numel() else 0)
+        scores = a.detach().masked_fill(chosen == 0, -math.inf)
+        indices = topk(scores, int(counts.max()) if counts.numel() else 0).indices
         values = a.gather(-1, indices).relu() * chosen.gather(-1, indices)
         return values.to(self.encoder.dtype), indices
 
@@ -438,7 +439,7 @@ class TopKSAE(Grouped, LeftSoft):
         return torch.where(idle & (level < math.inf), lacking.relu(), 0).sum() / len(rows)
 
     def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        indices = best_indices(a.detach(), m)
+        indices = topk(a.detach(), m).indices
         return a.gather(-1, indices).relu(), indices
 
     def _count_of(self, wider: float) -> int:
