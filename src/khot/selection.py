@@ -50,7 +50,8 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
             time where k is large.
 
     Returns:
-        A named tuple :class:`khot.selection.TopK` (values, indices).
+        A named tuple (values, indices), each of the input's shape with k in the place of n: the entries, of
+        the input's dtype, and where they were along ``dim``, in int64.
 
     The gradient goes to the selected entries, in both modes and to any order. The indices have none.
 
