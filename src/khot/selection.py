@@ -12,7 +12,7 @@ from khot._core.rows import by_rows
 from khot._core.torch_internals import save_in_exports
 from khot._ops.topk import largest_entries
 
-__all__ = ["TopK", "topk"]
+__all__ = ["topk"]
 
 
 class TopK(NamedTuple):
