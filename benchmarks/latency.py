@@ -66,6 +66,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "k_support_negentropy": lambda x: khot.k_support_negentropy(x.softmax(-1), k),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
+        "topk": lambda x: khot.topk(x, k).values,
         "soft_assign": lambda x: khot.soft_assign(x, float(k)),
         "soft_budget": lambda x: khot.soft_budget(x, torch.ones(()), float(k)),
         "budget_mask": lambda x: khot.budget_mask(x, torch.ones(()), float(k)),

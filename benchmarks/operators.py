@@ -122,6 +122,7 @@ ELSEWHERE = {
     "soft_topk_sum": "benchmarks.latency",
     "soft_assign": "benchmarks.latency",
     "soft_budget": "benchmarks.latency",
+    "topk": "benchmarks.latency",
     "kth_value": "benchmarks.quantile",
     "quantile": "benchmarks.quantile",
     "project_permutahedron": "benchmarks.permutahedron",

@@ -15,7 +15,8 @@ import torch
 from torch import Generator, Tensor
 
 from khot import _kernels as kernels
-from khot._kernels.reference import magnitude, soft_budget, soft_count, topk_mask
+from khot._core import rows
+from khot._kernels.reference import implicit, magnitude, soft_budget, soft_count, topk_mask
 from khot._kernels.reference import soft_topk as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -289,12 +290,15 @@ def budget_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     given = (grad.double(), zero, x.double(), w.double(), hi, lo, *rest)
     true = soft_budget.soft_budget_backward(*given)
     F = soft_budget.cdfs.resolve(cdf, CDFS[cdf])
-    value, here = by == "value", soft_budget.rows.HERE
-    d = soft_budget.weigh(x.double(), w.double(), hi, lo, tau, F, value, at_most, here)
+    value = by == "value"
+    d = implicit.weigh(
+        implicit.Solved(x.double(), w.double(), hi, lo, tau, F, "y", value, at_most, rows.HERE)
+    )
+    a = torch.ones_like(d.z) if d.a is None else d.a
     edge = torch.minimum(d.z.abs(), (d.z - 1).abs()).amin(-1) < (1e-4 if single else 1e-11)
     v = grad.double().abs()
-    mass = (d.w * d.a * d.weight).sum(-1)
-    price = (d.a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
+    mass = (d.w * a * d.weight).sum(-1)
+    price = (a * v * d.weight).sum(-1) / mass.where(mass > 0, 1)
     price = price.where(mass > 0, v.amax(-1) / d.w.masked_fill(d.w == 0, INF).amin(-1))
     dx = d.rate * (v + d.w * price.unsqueeze(-1)) / tau.unsqueeze(-1)
     t = ((hi + lo).abs() * value).masked_fill(hi.abs() > 1e300, 0)

@@ -422,7 +422,9 @@ def _conclude(
         # f'/f is of the order of 1/z next to the edges of the support
         bend = torch.maximum(bend, 16 * plain.abs() / room)
         jump = ((change * bend < eps / 4) & (bend < 1e-7)) | ((plain.abs() < room) & (change < 8 * eps))
-        done = excess.abs() <= 64 * eps * s.edges.least_cost()
+        # without float64 a share has no more digits than that
+        near = min(64 * eps, 5e-7)
+        done = excess.abs() <= near * s.edges.least_cost()
         move = gap.where(gap.isfinite(), plain.where(jump & ~done, 0))
         done = done | gap.isfinite()
     ends = two_sum(hi, lo + move)
