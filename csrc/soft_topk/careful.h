@@ -1,9 +1,10 @@
 // The careful solver: the threshold t of any row, with soft count C(t) = sum F((x_j - t)/tau) = k, in double.
 //
 // Order statistics around rank k bound t. Each evaluation of C and C' is followed by a Newton step on a
-// function of C that is nearly linear in t there: a tail, a shifted F or normal law, or a power of the distance
-// from the edge of a compact support. A step that leaves the bracket is replaced by the bracket's middle. In a
-// gap so wide that both tails underflow, Newton solves log A = log B for the tails A above and B below t.
+// function of C that is nearly linear in t there: a tail, a shifted F or normal law, or a power of the
+// distance from the edge of a compact support. A step that leaves the bracket is replaced by the bracket's
+// middle. In a gap so wide that both tails underflow, Newton solves log A = log B for the tails A above and B
+// below t.
 #pragma once
 
 #include <algorithm>
