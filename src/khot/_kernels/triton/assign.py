@@ -329,32 +329,14 @@ def _decide(
     return settled, left, below, failed, _flag(full | none), ends[0], ends[1]
 
 
-@triton.jit(do_not_specialize=["m", "k_matrix", "steps"])
-def _assignments(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
-    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, out_pointer, r_pointer, c_pointer,
-    scratch_pointer, m, n, steps,
-    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _goals(
+    x_at, x_stride, k_at, k_row, capacity, start, tau, m, n,
+    AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    matrix = tl.program_id(0).to(tl.int64)
-    x_at, k_at = x_pointer + matrix * m * x_stride, k_pointer + matrix * k_matrix
-    r_at = r_pointer + matrix * m
-    state_at = scratch_pointer + matrix * (m + n * (m + 2 * n + VECTORS))
-    slope_at = state_at + m
-    schur_at = slope_at + m.to(tl.int64) * n
-    factor_at = schur_at + n * n
-    vectors = factor_at + n * n
-    power = tl.zeros((), tl.float64) + 1  # which no CDF with full support has
-    column = tl.arange(0, WIDTH)
-    there = column < n
-    place = column.to(tl.int64)
-    at = capacity_pointer + matrix * capacity_matrix + place * capacity_column
-    capacity = double(tl.load(at, mask=there, other=0.0))
-    at = bias_pointer + matrix * bias_matrix + place * bias_column
-    start = double(tl.load(at, mask=there, other=0.0))
-    tau = double(tl.load(tau_pointer + matrix * tau_stride))
-
+    """Whether the arguments are in their ranges (otherwise the status 2); whether the sums of k and of the
+    capacities are equal; what is left of the capacities beside +inf; and Σ|k| and max |k|, of what is left of
+    k."""
     wrong, total_k, pinned, left_k, most_k = _facts(x_at, x_stride, k_at, k_row, m, n, ROWS, WIDTH)
     room = tl.sum(capacity, axis=0)
     wide = tl.maximum(EQUAL * tl.maximum(1.0, total_k), 1e-6 * total_k)
@@ -366,18 +348,26 @@ def _assignments(
         wrong += tl.where(equal > 0, 0.0, 1.0)
     # the sums agree up to their rounding
     goal = capacity * tl.where((equal > 0) & (room > 0), total_k / tl.where(room > 0, room, 1.0), 1.0)
-    goal = tl.where(there, goal - pinned, 0.0)
-    status = tl.where(wrong > 0, 2, 0)
-    tau = tl.where(wrong > 0, 1.0, tau)
+    goal = tl.where(tl.arange(0, WIDTH) < n, goal - pinned, 0.0)
+    return tl.where(wrong > 0, 2, 0), equal, goal, left_k, most_k
 
+
+@triton.jit
+def _decide_all(
+    x_at, x_stride, k_at, k_row, state_at, r_at, status, goal, equal, left_k, most_k, m, n,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rounds of decisions until there is nothing to decide: the status, which is 1 where nothing is left to
+    solve; the columns' states, which are INF where a column is open to no row; what is left of the goals, and
+    how many rows to take it from; and the ends of what is open."""
     for first_row in range(0, m, ROWS):
         row = first_row + tl.arange(0, ROWS)
         tl.store(state_at + row, row * 0.0, mask=row < m)
         tl.store(r_at + row, row * 0.0 + float("nan"), mask=row < m)
     tl.debug_barrier()
     settled, load, below = goal * 0, goal, goal * 0
-    low, high, round_ = total_k * 0, total_k * 0, total_k * 0 + 1
-    more = tl.where(wrong > 0, 0, 1)
+    low, high, round_ = left_k * 0, left_k * 0, left_k * 0 + 1
+    more = tl.where(status == 0, 1, 0)
     while more > 0:
         settled, load, below, failed, more, low, high = _decide(
             x_at, x_stride, k_at, k_row, state_at, settled, goal, equal, EQUAL * tl.maximum(1.0, left_k),
@@ -387,29 +377,63 @@ def _assignments(
         round_ += 1
         status = tl.where(failed > 0, 2, status)
         more = tl.where(failed > 0, 0, more)
-
-    # columns that are open to no row have no threshold
-    settled = tl.where((settled == 0) & ~(there & (below > 0)), INF, settled)
+    settled = tl.where((settled == 0) & ~((tl.arange(0, WIDTH) < n) & (below > 0)), INF, settled)
     free = settled == 0
-    width = tl.sum(tl.where(free, 1.0, 0.0).to(tl.float64), axis=0)
-    status = tl.where((status == 0) & (width == 0), 1, status)
-    load = tl.where(free, load, 0.0)
-    most = tl.max(tl.minimum(load, below), axis=0)
-    width = tl.maximum(width, 1.0)
-    middle = tl.sum(tl.where(free, start, 0.0), axis=0) / width
-    start = tl.where(free, tl.where(equal > 0, start - middle, tl.maximum(start, 0.0)), 0.0)
-    _put(vectors, SETTLED, settled, n, WIDTH)
-    _put(vectors, LOAD, load, n, WIDTH)
-    _put(vectors, TRIED, start, n, WIDTH)
-    _put(vectors, C, start, n, WIDTH)
-    tl.debug_barrier()
+    status = tl.where((status == 0) & (_flag(free) == 0), 1, status)
+    return status, settled, tl.where(free, load, 0.0), below, low, high
 
+
+@triton.jit
+def _next_trial(
+    vectors, schur_at, factor_at, equal, scale, damping, width, stage, n,
+    AT_MOST: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The columns' thresholds after a damped step of Newton's method from the best ones."""
+    c, miss = _get(vectors, C, n, WIDTH), _get(vectors, MISS, n, WIDTH)
+    moves = (tl.arange(0, WIDTH) < n) & (_get(vectors, SETTLED, n, WIDTH) == 0)
+    if AT_MOST:
+        moves = moves & ((equal > 0) | (c > 0) | (miss > 0))
+    # the same constant added to all thresholds changes nothing, so that one direction has to be fixed
+    tie = tl.where(equal > 0, scale / width, 0.0)
+    step = _newton(
+        schur_at,
+        factor_at,
+        _get(vectors, SLOPES, n, WIDTH),
+        miss,
+        moves,
+        scale,
+        damping,
+        tie,
+        n,
+        WIDTH,
+        CHUNK,
+    )
+    # farther out, the sums are flat and say nothing of the way back
+    longest = tl.max(tl.abs(step), axis=0)
+    c = _get(vectors, C, n, WIDTH) + step * tl.where(longest > REACH, REACH / longest, 1.0) * stage
+    if AT_MOST:
+        c = tl.where(equal > 0, c, tl.maximum(c, 0.0))
+    return c
+
+
+@triton.jit
+def _solve(
+    x_at, x_stride, k_at, k_row, state_at, r_at, slope_at, schur_at, factor_at, vectors, status, equal, low,
+    high, most, width, warm, tau, m, n, steps, power,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The status after the steps in falling temperatures: 1 if the columns' thresholds have their loads.
+
+    Scores from `low` to `high` are open; `most` is the largest load, `width` the number of open columns, and
+    `warm` whether there is a guess, which is tried at τ before anything else."""
+    there = tl.arange(0, WIDTH) < n
     # `rung` is the temperature after which the next one comes, `stage` one on the way to it. While `near`,
-    # a guess is tried at τ. `closing` says that the rows are to be brought to the last c.
+    # the guess is tried at τ. `closing` says that the rows are to be brought to the last c.
     highest = tau
     while (highest * STAGE < (high - low) / 4) & (highest < 1e300):
         highest *= STAGE
-    near = _flag(start != 0)
+    near = warm
     rung = highest
     stage = tl.where(near > 0, tau, highest)
     best, worst, slope, scale, damping = tau * 0, tau * 0, tau * 0, tau * 0, tau * 0
@@ -472,25 +496,24 @@ def _assignments(
             _put(vectors, TRIED, c, n, WIDTH)
         else:
             first = 0
-            miss = _get(vectors, MISS, n, WIDTH)
-            moves = there & (_get(vectors, SETTLED, n, WIDTH) == 0)
-            if AT_MOST:
-                moves = moves & ((equal > 0) | (c > 0) | (miss > 0))
-            # the same constant added to all thresholds changes nothing, so that one direction has to be fixed
-            tie = tl.where(equal > 0, scale / width, 0.0)
-            step = _newton(
-                schur_at, factor_at, _get(vectors, SLOPES, n, WIDTH), miss, moves, scale, damping, tie, n,
-                WIDTH, CHUNK,
-            )  # fmt: skip
-            # farther out, the sums are flat and say nothing of the way back
-            longest = tl.max(tl.abs(step), axis=0)
-            c = _get(vectors, C, n, WIDTH) + step * tl.where(longest > REACH, REACH / longest, 1.0) * stage
-            if AT_MOST:
-                c = tl.where(equal > 0, c, tl.maximum(c, 0.0))
+            c = _next_trial(
+                vectors, schur_at, factor_at, equal, scale, damping, width, stage, n, AT_MOST, WIDTH, CHUNK
+            )
             _put(vectors, TRIED, c, n, WIDTH)
         tl.debug_barrier()
         status = tl.where((status == 0) & (all_ >= steps), 2, status)
 
+    return status
+
+
+@triton.jit
+def _write(
+    x_at, x_stride, state_at, out_at, r_at, c_at, vectors, status, equal, width, tau, m, n, power,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The results, which are NaN unless the status is 1."""
+    column = tl.arange(0, WIDTH)
+    there = column < n
     c, settled = _get(vectors, C, n, WIDTH), _get(vectors, SETTLED, n, WIDTH)
     free = there & (settled == 0)
     shift = tl.sum(c, axis=0) / width
@@ -500,7 +523,7 @@ def _assignments(
     solved = status == 1
     thresholds = tl.where(settled > 0, INF, tl.where(settled < 0, -INF, c - shift))
     thresholds = tl.where(settled == INF, 0.0, thresholds)
-    tl.store(c_pointer + matrix * n + column, tl.where(solved, thresholds, float("nan")), mask=there)
+    tl.store(c_at + column, tl.where(solved, thresholds, float("nan")), mask=there)
     for first_row in range(0, m, ROWS):
         row, in_matrix, x = _rows(x_at, x_stride, first_row, m, n, ROWS, WIDTH)
         state = tl.load(state_at + row, mask=in_matrix, other=1.0)
@@ -515,12 +538,66 @@ def _assignments(
         chosen = tl.where(by_row, row_state, column_state) < 0
         decided = tl.where((x == INF) | (finite & chosen), 1.0, 0.0)
         y = tl.where(open_, tl.where(z > 0, 1 - tail, tail), decided)
-        out_at = out_pointer + matrix * m * n + (row[:, None] * n + column[None, :])
-        store(out_at, tl.where(solved, y, float("nan")), in_matrix[:, None] & there[None, :])
+        y_at = out_at + (row[:, None] * n + column[None, :])
+        store(y_at, tl.where(solved, y, float("nan")), in_matrix[:, None] & there[None, :])
         moves_row = tl.max(tl.where(open_, 1, 0), axis=1) > 0
         threshold = tl.where(state > 0, INF, tl.where(state < 0, -INF, tl.where(moves_row, r + shift, 0.0)))
         tl.debug_barrier()  # all threads have read what is stored again
         tl.store(r_at + row, tl.where(solved, threshold, float("nan")), mask=in_matrix)
+
+
+@triton.jit(do_not_specialize=["m", "k_matrix", "steps"])
+def _assignments(
+    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
+    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, out_pointer, r_pointer, c_pointer,
+    scratch_pointer, m, n, steps,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(0).to(tl.int64)
+    x_at, k_at = x_pointer + matrix * m * x_stride, k_pointer + matrix * k_matrix
+    r_at = r_pointer + matrix * m
+    state_at = scratch_pointer + matrix * (m + n * (m + 2 * n + VECTORS))
+    slope_at = state_at + m
+    schur_at = slope_at + m.to(tl.int64) * n
+    factor_at = schur_at + n * n
+    vectors = factor_at + n * n
+    power = tl.zeros((), tl.float64) + 1  # which no CDF with full support has
+    column = tl.arange(0, WIDTH)
+    there = column < n
+    place = column.to(tl.int64)
+    at = capacity_pointer + matrix * capacity_matrix + place * capacity_column
+    capacity = double(tl.load(at, mask=there, other=0.0))
+    at = bias_pointer + matrix * bias_matrix + place * bias_column
+    start = double(tl.load(at, mask=there, other=0.0))
+    tau = double(tl.load(tau_pointer + matrix * tau_stride))
+
+    status, equal, goal, left_k, most_k = _goals(
+        x_at, x_stride, k_at, k_row, capacity, start, tau, m, n, AT_MOST, ROWS, WIDTH
+    )
+    tau = tl.where(status > 0, 1.0, tau)
+    status, settled, load, below, low, high = _decide_all(
+        x_at, x_stride, k_at, k_row, state_at, r_at, status, goal, equal, left_k, most_k, m, n, ROWS, WIDTH
+    )
+    free = settled == 0
+    most = tl.max(tl.minimum(load, below), axis=0)
+    width = tl.maximum(tl.sum(tl.where(free, 1.0, 0.0).to(tl.float64), axis=0), 1.0)
+    middle = tl.sum(tl.where(free, start, 0.0), axis=0) / width
+    start = tl.where(free, tl.where(equal > 0, start - middle, tl.maximum(start, 0.0)), 0.0)
+    _put(vectors, SETTLED, settled, n, WIDTH)
+    _put(vectors, LOAD, load, n, WIDTH)
+    _put(vectors, TRIED, start, n, WIDTH)
+    _put(vectors, C, start, n, WIDTH)
+    tl.debug_barrier()
+    status = _solve(
+        x_at, x_stride, k_at, k_row, state_at, r_at, slope_at, schur_at, factor_at, vectors, status, equal,
+        low, high, most, width, _flag(start != 0), tau, m, n, steps, power,
+        CDF, AT_MOST, ROWS, WIDTH, BLOCK, DEPTH, CHUNK,
+    )  # fmt: skip
+    _write(
+        x_at, x_stride, state_at, out_pointer + matrix * m * n, r_at, c_pointer + matrix * n, vectors, status,
+        equal, width, tau, m, n, power, CDF, AT_MOST, ROWS, WIDTH,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- the host
