@@ -44,6 +44,16 @@ def test_no_room_includes_a_header_of_the_bindings() -> None:
     assert {path.parent.name for path in knowing} == {"bindings"}
 
 
+def test_no_macro_is_asked_for_that_a_pragma_may_leave_undefined() -> None:
+    """In C++ before GCC 13, a pragma that chooses the instruction set does not define its macros, so that the
+    plainer code was compiled."""
+    asking = re.compile(r"__(AVX\w*|FMA|F16C|BMI2?)__\)?\s*(&&|\|\||\)|$)", flags=re.MULTILINE)
+    conditions = re.compile(r"^\s*#\s*(?:el)?if.*$", flags=re.MULTILINE)
+    found = [(path.name, line) for path in sources() for line in conditions.findall(path.read_text())]
+    assert found
+    assert [each for each in found if asking.search(each[1])] == []
+
+
 def test_includes_are_written_from_csrc_on() -> None:
     own = [(path, name) for path in sources() for name in re.findall(r'#include "([^"]+)"', path.read_text())]
     assert own

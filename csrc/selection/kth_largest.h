@@ -132,7 +132,6 @@ struct Ordered {
   // Moves the keys in [bottom, top) to the front, in their order, and returns their number.
   static int64_t gather(I* keys, int64_t n, I bottom, I top) {
     int64_t size = 0, i = 0;
-#if KHOT_VECTOR_BYTES == 64
     if constexpr (sizeof(I) == 4) {
       for (; i + kWidth<float> <= n; i += kWidth<float>) {
         IntF v;
@@ -140,7 +139,6 @@ struct Ordered {
         size += compress(keys + size, v, (v >= bottom) & (v < top));
       }
     }
-#endif
     for (; i < n; ++i) {
       const I value = keys[i];
       keys[size] = value;

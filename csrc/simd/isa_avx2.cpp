@@ -17,6 +17,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2")
 #define KHOT_ISA avx2
+#define KHOT_AVX2
 #define KHOT_VECTOR_BYTES 32
 #include "simd/isa.h"
 

@@ -89,7 +89,7 @@ KHOT_INLINE VecF inverse(VecF b) {
 KHOT_INLINE VecF rough_inverse(VecF b) {
 #if KHOT_VECTOR_BYTES == 64
   return (VecF)_mm512_maskz_rcp14_ps(0xffff, (__m512)b);
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   return (VecF)_mm256_rcp_ps((__m256)b);
 #else
   return 1 / b;
@@ -100,7 +100,7 @@ KHOT_INLINE VecF rough_inverse(VecF b) {
 KHOT_INLINE VecF square_root(VecF v) {
 #if KHOT_VECTOR_BYTES == 64
   return (VecF)_mm512_maskz_sqrt_ps(0xffff, (__m512)v);
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   return (VecF)_mm256_sqrt_ps((__m256)v);
 #else
 #pragma GCC unroll 8

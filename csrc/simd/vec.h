@@ -3,7 +3,9 @@
 //
 // The including file defines KHOT_ISA, which names the namespace, so that the linker does not merge the
 // copies for different instruction sets, and KHOT_VECTOR_BYTES, the width of a register. GCC's vector types
-// compile to NEON, SSE or AVX alike. Functions on vectors are in simd/math.h.
+// compile to NEON, SSE or AVX alike. KHOT_AVX2 says that all of AVX2 may be used. __AVX2__ would not: in C++
+// it is not defined where a pragma chooses the instruction set, before GCC 13. Functions on vectors are in
+// simd/math.h.
 #pragma once
 
 #include <cmath>
@@ -108,7 +110,7 @@ KHOT_INLINE Vec<R> fused(Vec<R> a, Vec<R> b, Vec<R> c) {
 #if KHOT_VECTOR_BYTES == 64
   if constexpr (sizeof(R) == 4) return (Vec<R>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   if constexpr (sizeof(R) == 8) return (Vec<R>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   if constexpr (sizeof(R) == 4) return (Vec<R>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   if constexpr (sizeof(R) == 8) return (Vec<R>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 #else
@@ -147,7 +149,7 @@ KHOT_INLINE void fetch_ahead(const float* p, int64_t entries) {
   __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + entries * 4), kWrite, 3);
 }
 
-#if KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#if defined(KHOT_AVX2)
 // -1 in the first count lanes.
 template <class R>
 KHOT_INLINE Int<R> first_lanes(int count) {
@@ -168,7 +170,7 @@ KHOT_INLINE Vec<R> load_part(const R* p, int count, R pad) {
   } else {
     return (Vec<R>)_mm512_mask_loadu_pd((__m512d)splat(pad), static_cast<__mmask8>(lanes_read), p);
   }
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   const Int<R> mask = first_lanes<R>(count);
   if constexpr (sizeof(R) == 4) {
     return mask ? (Vec<R>)_mm256_maskload_ps(p, (__m256i)mask) : splat(pad);
@@ -190,7 +192,7 @@ KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
     return _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes_written), (__m512)v);
   if constexpr (sizeof(R) == 8)
     return _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lanes_written), (__m512d)v);
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   if constexpr (sizeof(R) == 4) return _mm256_maskstore_ps(p, (__m256i)first_lanes<R>(count), (__m256)v);
   if constexpr (sizeof(R) == 8) return _mm256_maskstore_pd(p, (__m256i)first_lanes<R>(count), (__m256d)v);
 #endif
@@ -199,16 +201,42 @@ KHOT_INLINE void store_part(R* p, int count, Vec<R> v) {
   std::memcpy(p, lanes, count * sizeof(R));
 }
 
-#if KHOT_VECTOR_BYTES == 64
+#if defined(KHOT_AVX2)
+// For each set of lanes, one per byte: the lanes of the set, the lowest first.
+struct LanesOfSets {
+  uint64_t of[256];
+};
+constexpr LanesOfSets lanes_of_sets() {
+  LanesOfSets lanes{};
+  for (int set = 0; set < 256; ++set) {
+    for (uint64_t lane = 0, at = 0; lane < 8; ++lane) {
+      if (set >> lane & 1) lanes.of[set] |= lane << at, at += 8;
+    }
+  }
+  return lanes;
+}
+inline constexpr LanesOfSets kLanesOfSets = lanes_of_sets();
+#endif
+
 // Writes the lanes of v where mask is -1 to p, without gaps, and returns their number. A whole vector is
 // written.
 KHOT_INLINE int compress(int32_t* p, IntF v, IntF mask) {
+#if KHOT_VECTOR_BYTES == 64
   const __mmask16 bits = _mm512_movepi32_mask((__m512i)mask);
   const IntF packed = (IntF)_mm512_maskz_compress_epi32(bits, (__m512i)v);
   std::memcpy(p, &packed, sizeof(packed));
   return __builtin_popcount(bits);
-}
+#elif defined(KHOT_AVX2)
+  const int bits = _mm256_movemask_ps((__m256)mask);
+  const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(kLanesOfSets.of[bits])));
+  const IntF packed = (IntF)_mm256_permutevar8x32_epi32((__m256i)v, from);
+  std::memcpy(p, &packed, sizeof(packed));
+  return __builtin_popcount(bits);
 #endif
+  int size = 0;
+  for (int i = 0; i < kWidth<float>; ++i) p[size] = v[i], size -= mask[i];
+  return size;
+}
 
 // Lane l comes from a, or from b where bit d of l is set; with kSwapA or kSwapB, from lane l ^ d of that
 // vector.
@@ -306,7 +334,7 @@ KHOT_INLINE void halves(VecF v, VecD& first, VecD& second) {
 #if KHOT_VECTOR_BYTES == 64  // by way of memory, this would take as long as what it is for
   first = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 0));
   second = (VecD)_mm512_maskz_cvtps_pd(0xff, (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, 1));
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   first = (VecD)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
   second = (VecD)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
 #else
@@ -321,7 +349,7 @@ KHOT_INLINE VecF join(VecD first, VecD second) {
 #if KHOT_VECTOR_BYTES == 64
   const __m512d low = _mm512_castpd256_pd512((__m256d)_mm512_maskz_cvtpd_ps(0xff, (__m512d)first));
   return (VecF)_mm512_maskz_insertf64x4(0xff, low, (__m256d)_mm512_maskz_cvtpd_ps(0xff, (__m512d)second), 1);
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   return (VecF)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps((__m256d)first)),
                                     _mm256_cvtpd_ps((__m256d)second), 1);
 #else
@@ -363,7 +391,7 @@ KHOT_INLINE R maximum(Vec<R> v) {
 KHOT_INLINE bool any(IntF mask) {
 #if KHOT_VECTOR_BYTES == 64
   return _mm512_movepi32_mask((__m512i)mask) != 0;
-#elif KHOT_VECTOR_BYTES == 32 && defined(__AVX2__)
+#elif defined(KHOT_AVX2)
   return _mm256_movemask_ps((__m256)mask) != 0;
 #endif
   int32_t seen = 0;
