@@ -98,6 +98,77 @@ def test_is_the_first_k_of_a_stable_sort(dtype: torch.dtype, kind: str, size: tu
     check(rows(kind, *size).to(dtype), places)
 
 
+# Vectors of 4 to 32 entries, groups of 4 to 64, and lengths one beside theirs: whole strips, a part of one
+# and single entries behind the last.
+BOUNDARIES = [128, 129, 255, 257, 511, 512, 513, 1023, 1025, 2049, 4095, 8193]
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["normal", "ascending", "ties", "periodic", "nan", "zeros", "infinite"])
+def test_groups_of_all_sizes(dtype: torch.dtype, kind: str) -> None:
+    for n in BOUNDARIES:
+        check(rows(kind, 1, n).to(dtype), {1, n // 100 + 1, n // 17, n // 16, n // 16 + 1})
+
+
+@DTYPES
+@pytest.mark.parametrize("place", [0, 1, 5, 31, 63])
+def test_a_largest_entry_is_found_in_every_lane(dtype: torch.dtype, place: int) -> None:
+    """At the end of each vector of a row, and behind the last of them."""
+    x = torch.zeros(32, 1_030, dtype=dtype)
+    x[torch.arange(32), 32 * torch.arange(32) + place % 32] = 1
+    x[:, 1_029 - place] = 2
+    check(x, [1, 2, 3])
+
+
+@DTYPES
+def test_rows_of_infinities_and_of_nan_alone(dtype: torch.dtype) -> None:
+    for fill in (-INF, INF, NAN, -NAN, -0.0):
+        for n in (100, 1_000):
+            check(torch.full((2, n), fill, dtype=dtype), [1, n // 17, n // 2, n])
+            lone = torch.full((2, n), fill, dtype=dtype)
+            lone[0, n - 1], lone[1, n // 2] = 1, -NAN
+            check(lone, [1, 2, n // 17, n // 2])
+
+
+@DTYPES
+def test_masks_and_order_statistics_find_the_same(dtype: torch.dtype) -> None:
+    for kind in ("normal", "ascending", "ties", "equal", "periodic", "zeros", "outlier"):
+        for n in (100, 129, 1_000, 4_100, 9_000):
+            x = rows(kind, 2, n).to(dtype)
+            indices = order(x, True)
+            for k in (1, n // 17 + 1, n // 16 + 1, n // 2, n - n // 20, n):
+                expected = torch.zeros_like(x).scatter(-1, indices[..., :k], 1)
+                assert torch.equal(khot.topk_mask(x, k), expected)
+                assert torch.equal(khot.kth_value(x, k), x.gather(-1, indices[..., k - 1 : k])[..., 0])
+
+
+@DTYPES
+def test_several_order_statistics_near_an_end(dtype: torch.dtype) -> None:
+    """Quantiles that are entries of the row."""
+    x = rows("ties", 3, 1_001).to(dtype)
+    falling = x.gather(-1, order(x, True))
+    for places in ([0, 1, 7, 40], [960, 999, 1_000], [0, 1_000], [3, 500]):
+        q = 1 - torch.tensor(places, dtype=torch.float64) / 1_000
+        found = khot.quantile(x, q, interpolation="nearest")
+        assert torch.equal(found, falling[:, places].mT)
+
+
+@DTYPES
+@pytest.mark.parametrize("end", [-INF, INF, NAN])
+def test_masks_of_rows_without_k_finite_entries(dtype: torch.dtype, end: float) -> None:
+    x = torch.full((1, 1_000), end, dtype=dtype)
+    x[:, ::100] = torch.arange(10, dtype=dtype)
+    finite = torch.zeros_like(x).index_fill(-1, torch.arange(0, 1_000, 100), 1)
+    if end == -INF:  # -inf is never selected
+        assert torch.equal(khot.topk_mask(x, 10), finite)
+        with pytest.raises(ValueError, match="k"):
+            khot.topk_mask(x, 11)
+    else:  # more than k entries are +inf, or one is NaN
+        assert khot.topk_mask(x, 10).isnan().all()
+    if end == INF:
+        assert torch.equal(khot.topk_mask(x, 990), 1 - finite)
+
+
 @DTYPES
 def test_layouts(dtype: torch.dtype) -> None:
     x = rows("ties", 40, 40).to(dtype)

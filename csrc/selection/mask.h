@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "selection/kth_largest.h"
+#include "selection/groups.h"
 #include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
@@ -16,8 +16,28 @@ void mark(const I* p, int64_t begin, int64_t end, I level, I one, I* out) {
   for (int64_t i = begin; i < end; ++i) out[i] = -static_cast<I>(Ordered<I>::key(p[i]) >= level) & one;
 }
 
+// The mask of a row whose k-th largest entry is finite, for k that is small beside n. Returns false for every
+// other row.
+template <class I>
+bool mask_by_groups(const Ordered<I>& order, const Row& x, int64_t n, double k, I* out) {
+  const int64_t count = static_cast<int64_t>(k);
+  if (x.step != 1 || !(k >= 1 && k <= static_cast<double>(n)) || static_cast<double>(count) != k ||
+      !Groups<I>::suits(n, count)) {
+    return false;
+  }
+  static thread_local typename Groups<I>::Scratch scratch;
+  Groups<I> groups(order, scratch, true);
+  if (!groups.find(static_cast<const I*>(x.data), n, count)) return false;
+  const I last = groups.last();
+  if (last == -order.infinity || last == order.infinity) return false;
+  std::fill(out, out + n, I(0));
+  for (int64_t j = 0; j < count; ++j) out[groups.place(j)] = order.one;
+  return true;
+}
+
 template <class I>
 void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* out) {
+  if (mask_by_groups(order, x, n, k, out)) return;
   const auto counts = order.keys(x, n, out);
   const double rounded = std::floor(k + 0.5);
   if (counts.nan || !(k >= 0 && k <= static_cast<double>(counts.selectable)) ||

@@ -8,9 +8,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
-#include "selection/kth_largest.h"
+#include "selection/groups.h"
 
 namespace khot::KHOT_ISA {
 
@@ -26,6 +27,7 @@ class OrderStatistics {
   struct Scratch {
     std::vector<Wanted> wanted;
     std::vector<I> keys, part, sample;
+    typename Groups<I>::Scratch groups;
   };
 
   OrderStatistics(const Ordered<I>& order, Scratch& scratch) : order_(order), scratch_(scratch) {}
@@ -46,9 +48,14 @@ class OrderStatistics {
     if (row.step == 0) n = 1;  // all entries are equal
     for (Wanted& w : wanted) w.k = std::min(w.k, n);
     std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.k < b.k; });
-    if (!select<false>(p, n, wanted.data(), wanted.data() + wanted.size())) {
-      std::fill(out, out + m, order_.nan);
-    }
+    Wanted* const first = wanted.data();
+    Wanted* const last = first + wanted.size();
+    const bool near_top = Groups<I>::suits(n, (last - 1)->k),
+               near_bottom = Groups<I>::suits(n, n + 1 - first->k);
+    const bool valid = near_top      ? by_groups(p, n, first, last, true)
+                       : near_bottom ? by_groups(p, n, first, last, false)
+                                     : select<false>(p, n, first, last);
+    if (!valid) std::fill(out, out + m, order_.nan);
   }
 
   // The key of place k in [1, n] of n entries. Returns false for entries with a NaN.
@@ -84,6 +91,23 @@ class OrderStatistics {
   template <bool kKeys>
   static I at(const I* p, int64_t i) {
     return kKeys ? p[i] : Ordered<I>::key(p[i]);
+  }
+
+  // Finds the wanted entries among the largest, or the smallest. Returns false for a row with NaN.
+  bool by_groups(const I* p, int64_t n, Wanted* first, Wanted* last, bool largest) {
+    Groups<I> groups(order_, scratch_.groups, largest);
+    const int64_t count = largest ? (last - 1)->k : n + 1 - first->k;
+    if (!groups.find(p, n, count)) return false;
+    I* const keys = groups.keys();
+    if (last - first > 1) {
+      std::sort(keys, keys + count, std::greater<>());
+    } else {
+      keys[count - 1] = groups.last();
+    }
+    for (Wanted* w = first; w < last; ++w) {
+      *w->out = Ordered<I>::bits(largest ? keys[w->k - 1] : static_cast<I>(-keys[n - w->k]));
+    }
+    return true;
   }
 
   // Finds the wanted entries among n entries, or among their keys if kKeys. Returns false for a row with NaN.
@@ -272,7 +296,6 @@ class OrderStatistics {
   // Copies the keys strictly between two others to out, and returns their number.
   static int64_t collect(const I* block, int64_t count, I bottom, I top, I* out) {
     int64_t size = 0, i = 0;
-#if KHOT_VECTOR_BYTES == 64
     if constexpr (sizeof(I) == 4) {
       for (; i + kWidth<float> <= count; i += kWidth<float>) {
         IntF v;
@@ -280,7 +303,6 @@ class OrderStatistics {
         size += compress(out + size, v, (v > bottom) & (v < top));
       }
     }
-#endif
     for (; i < count; ++i) {
       const I value = block[i];
       out[size] = value;
