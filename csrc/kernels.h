@@ -301,6 +301,8 @@ struct Served {
   // The same of the soft count.
   void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t count);
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t count);
+  // The k largest entries of so many rows.
+  void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t count);
   // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
   void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
   void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,

@@ -21,7 +21,18 @@ from khot.cdfs import CDFName
 
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
-CALLS = ("soft_topk", "soft_count", "inverse_soft_count", "topk_mask", "soft_rank", "soft_sort", "pareto")
+CALLS = (
+    *(
+        "soft_topk",
+        "soft_count",
+        "inverse_soft_count",
+        "topk",
+        "topk_mask",
+        "soft_rank",
+        "soft_sort",
+        "pareto",
+    ),
+)
 CDFS = ("logistic", "laplace", "normal", "uniform")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -357,6 +368,8 @@ def test_large_calls_and_their_gradients_are_shared_among_threads_alike() -> Non
         torch.set_num_threads(3)
         for shape in ((999, 40), (40, 1_000), (1, 300_000)):
             x, v = scores(*shape).requires_grad_(), scores(*shape, seed=1)
+            found, wanted = both(lambda x=x: khot.topk(x.detach(), 9))  # type: ignore[misc]
+            assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
             for output, (name, function) in FUNCTIONS.items():
                 grad = v if output in ("y", "log") else v[:, 0]
                 with answers(name) as answered:
@@ -418,6 +431,75 @@ def test_it_is_a_node_of_autograd_like_any_other(output: str) -> None:
     checkpointed = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
     (here,) = torch.autograd.grad(checkpointed, x, torch.ones_like(y))
     assert torch.equal(here, torch.autograd.grad(call(x), x, torch.ones_like(y))[0])
+
+
+def value_of_topk(x: Tensor, k: Any = 2, **rest: Any) -> Tensor:
+    return khot.topk(x, k, **rest).values
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", KS, ids=str)
+def test_topk_is_that_of_the_ordinary_way(rows: str, k: Any) -> None:
+    """Entries, indices, types and errors."""
+    for dtype in DTYPES:
+        x = ROWS[rows].to(dtype)
+        for rest in ((), (0,), (x.dim() - 1, False), (-1, True, False), (-1, 1), (-1, True, None)):
+            here, there = both(lambda x=x, rest=rest: khot.topk(x, k, *rest))  # type: ignore[misc]
+            assert type(here) is type(there)
+            assert all(same(a, b) for a, b in zip(here, there, strict=True)), (rest, here, there)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_topk_is_that_of_the_ordinary_way(dtype: torch.dtype) -> None:
+    for base, view in (
+        (scores(6, 12).round(), lambda x: x),
+        (scores(9, 4), lambda x: x.mT),
+        (scores(3, 400), lambda x: x),
+        (scores(7), lambda x: x),
+    ):
+        leaf = base.to(dtype).requires_grad_()
+
+        def gradients(leaf: Tensor = leaf, view: Callable[[Tensor], Tensor] = view) -> list[Tensor]:
+            values, indices = khot.topk(view(leaf), 3)
+            assert values.requires_grad and not indices.requires_grad
+            grad = torch.autograd.grad(values.square().sum(), leaf, create_graph=True)[0]
+            return [values, indices, grad, *torch.autograd.grad(grad.square().sum(), leaf)]
+
+        with answers("topk") as answered:
+            here = gradients()
+        assert answered == [True]
+        with ordinary():
+            there = gradients()
+        assert all(same(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_the_node_of_topk_is_like_any_other() -> None:
+    x = scores(4, 9, dtype=torch.float64).requires_grad_()
+    with answers("topk") as answered:
+        assert torch.autograd.gradcheck(value_of_topk, x, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(value_of_topk, x, check_batched_grad=True)
+        y = value_of_topk(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            y.sum().backward()
+        with torch.inference_mode():
+            assert value_of_topk(x).is_inference()
+    assert all(answered)
+
+
+def test_calls_of_topk_that_are_not_plain_take_the_ordinary_way() -> None:
+    x = scores(4, 9)
+    with answers("topk") as answered:
+        with forward_ad.dual_level():
+            values = value_of_topk(forward_ad.make_dual(x, torch.ones_like(x)))
+            assert forward_ad.unpack_dual(values).tangent is not None
+        torch.func.vmap(value_of_topk)(x)
+        torch.func.grad(lambda x: value_of_topk(x)[0, 0])(x)
+        value_of_topk(x.to("meta"))
+        value_of_topk(x, dim=0)
+        value_of_topk(x, 0)
+    assert answered == [False] * 6
 
 
 DRAWS: list[Callable[..., Tensor]] = [
@@ -515,6 +597,7 @@ def test_profiles_show_the_operators() -> None:
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         khot.soft_topk(x, 2).sum().backward()
         khot.soft_count(x, 0.0).sum().backward()
+        khot.topk(x, 2)
         khot.topk_mask(x, 2)
         khot.soft_rank(x.detach())
         khot.soft_sort(x.detach())
@@ -525,6 +608,7 @@ def test_profiles_show_the_operators() -> None:
         "khot::soft_topk_backward",
         "khot::soft_count",
         "khot::soft_count_backward",
+        "khot::topk",
         "khot::topk_mask",
         "khot::laplace_count",
         "khot::laplace_thresholds",

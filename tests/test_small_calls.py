@@ -40,6 +40,7 @@ CALLS = [
     Call("laplace_topk", lambda x: khot.laplace_topk(x, K), 1, 47, 7),
     Call("sparse_topk", lambda x: khot.sparse_topk(x, K), 1, 52, 7),
     Call("log_soft_topk", lambda x: khot.log_soft_topk(x, K), 1, 47, 6),
+    Call("topk", lambda x: khot.topk(x, K).values, 1, 40, 7),
     Call("topk_mask", lambda x: khot.topk_mask(x, K), 2, 43, 6),
     Call("soft_rank", lambda x: khot.soft_rank(x, descending=True), 1, 32, 6),
     Call("soft_sort", lambda x: khot.soft_sort(x, descending=True), 1, 32, 6),
@@ -81,7 +82,7 @@ def functions(run: Callable[[], Any]) -> list[str]:
 @pytest.fixture
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a torch for which there is no extension for small calls."""
-    for name in ("soft_topk", "topk_mask", "soft_rank", "soft_sort", "pareto"):
+    for name in ("soft_topk", "topk", "topk_mask", "soft_rank", "soft_sort", "pareto"):
         monkeypatch.setattr(eager, name, lambda *_: None)
 
 

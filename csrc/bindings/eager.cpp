@@ -14,6 +14,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/scatter.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
@@ -31,6 +32,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 
 #include "bindings/rows.h"
@@ -41,9 +43,9 @@ namespace {
 
 using at::Tensor;
 
-// The soft top-k and the soft count share their rows among threads, and take calls of any size: at (4096, 64)
-// the ordinary way takes as long as a third of the two kernels of the soft top-k. Of the others, which do not
-// share their rows, this many entries are the most that one call takes.
+// The soft top-k, the soft count and the top-k share their rows among threads, and take calls of any size: at
+// (4096, 64) the ordinary way takes as long as a third of the two kernels of the soft top-k. Of the others,
+// which do not share their rows, this many entries are the most that one call takes.
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max(), kMost = 1 << 14;
 
 const Served* served = nullptr;
@@ -414,6 +416,70 @@ PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given)
   END_HANDLE_TH_ERRORS
 }
 
+// ---------------------------------------------------------------------------------- the top-k
+
+std::tuple<Tensor, Tensor> largest(const Tensor& x, const TopKSpec& spec) {
+  c10::DimVector sizes(x.sizes());
+  sizes.back() = spec.k;
+  Tensor values = at::empty(sizes, x.options()), indices = at::empty(sizes, x.options().dtype(at::kLong));
+  const Tensor dense = x.contiguous();
+  const Rows entries(dense, *dtype_of(x));
+  const Results results{static_cast<char*>(values.mutable_data_ptr()), spec.k * x.element_size()};
+  const LargestRows rows(entries, results, indices.mutable_data_ptr<int64_t>(), spec.k);
+  served->topk(spec, rows, x.numel() / spec.n);
+  return {values, indices};
+}
+
+class TopK : public torch::autograd::Function<TopK> {
+ public:
+  static Variables forward(Context* context, const Tensor& x, const TopKSpec& spec) {
+    const auto [values, indices] = largest(x, spec);
+    context->mark_non_differentiable({indices});
+    context->save_for_backward({indices});
+    context->saved_data["n"] = spec.n;
+    return {values, indices};
+  }
+
+  // In operations that can be differentiated and mapped, as khot/_ops/topk.py has it.
+  static Variables backward(Context* context, const Variables& grads) {
+    c10::DimVector sizes(grads[0].sizes());
+    sizes.back() = context->saved_data["n"].toInt();
+    const Tensor indices = context->get_saved_variables()[0];
+    return {at::zeros(sizes, grads[0].options()).scatter(-1, indices, grads[0]), Tensor()};
+  }
+};
+
+// topk(input, k, dim, largest, sorted)
+PyObject* topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 5, "khot: topk takes 5 arguments");
+  if (!PyLong_CheckExact(args[1]) || !PyBool_Check(args[3]) || !PyBool_Check(args[4])) Py_RETURN_NONE;
+  const Tensor* found = rows_of(args[0], args[2], kAny);
+  if (found == nullptr) Py_RETURN_NONE;
+  const Tensor& x = *found;
+  int overflow = 0;
+  const long k = PyLong_AsLongAndOverflow(args[1], &overflow);
+  const TopKSpec spec{x.size(-1), k, args[3] == Py_True, args[4] == Py_True};
+  if (overflow != 0 || k < 1 || k > spec.n || spec.n >= int64_t{1} << 32) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::topk", std::vector<c10::IValue>());
+  Tensor values, indices;
+  {
+    const pybind11::gil_scoped_release others_may_run;
+    if (at::GradMode::is_enabled() && x.requires_grad()) {
+      Variables results = TopK::apply(x, spec);
+      values = std::move(results[0]), indices = std::move(results[1]);
+    } else {
+      std::tie(values, indices) = largest(x, spec);
+    }
+  }
+  PyObject* const first = THPVariable_Wrap(std::move(values));
+  PyObject* const second = THPVariable_Wrap(std::move(indices));
+  return Py_BuildValue("(NN)", first, second);
+  END_HANDLE_TH_ERRORS
+}
+
+// ---------------------------------------------------------------------------------- the hard mask
+
 // Whether a row has no result: then all of it is NaN.
 bool starts_with_nan(const char* row, Dtype dtype) {
   switch (dtype) {
@@ -451,6 +517,8 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }
+
+// ---------------------------------------------------------------------------------- ranks and sorts
 
 // The tensor, temperature and dtype of a soft rank or sort that needs no gradient.
 struct Ranked {
@@ -590,6 +658,7 @@ PyMethodDef methods[] = {{"serve", method(serve), METH_FASTCALL, nullptr},
                          {"soft_topk", method(soft_topk), METH_FASTCALL, nullptr},
                          {"soft_count", method(soft_count), METH_FASTCALL, nullptr},
                          {"inverse_soft_count", method(inverse_soft_count), METH_FASTCALL, nullptr},
+                         {"topk", method(topk), METH_FASTCALL, nullptr},
                          {"topk_mask", method(topk_mask), METH_FASTCALL, nullptr},
                          {"soft_rank", method(soft_rank), METH_FASTCALL, nullptr},
                          {"soft_sort", method(soft_sort), METH_FASTCALL, nullptr},

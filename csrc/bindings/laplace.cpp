@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/selection.h"
 #include "bindings/soft_count.h"
 #include "bindings/soft_topk.h"
 #include "bindings/sorted.h"
@@ -191,7 +192,7 @@ void small_sort(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau,
 extern "C" __attribute__((visibility("default"))) const void* khot_served() {
   static const khot::Served served{khot::kernels(),     khot::sampling_kernels(), khot::forward_rows,
                                    khot::backward_rows, khot::count_rows,         khot::count_rows_backward,
-                                   khot::small_rank,    khot::small_sort};
+                                   khot::topk_rows,     khot::small_rank,         khot::small_sort};
   return &served;
 }
 

@@ -1,5 +1,7 @@
 // khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the
 // CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+#include "bindings/selection.h"
+
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -17,8 +19,7 @@ std::tuple<Tensor, Tensor> topk(Tensor x, int64_t k, bool largest, bool sorted) 
   shape.push_back(k);
   Tensor values = empty(x, shape), indices = empty(x, shape, ScalarType::Long);
   const LargestRows found(entries, results_in(values), indices.mutable_data_ptr<int64_t>(), k);
-  const TopKSpec spec{n, k, largest, sorted};
-  row_ranges(rows, n, [&](int64_t begin, int64_t end) { kernels().topk(spec, found, begin, end); });
+  topk_rows({n, k, largest, sorted}, found, rows);
   return {values, indices};
 }
 
@@ -136,6 +137,11 @@ std::tuple<Tensor, Tensor> magnitude_with_signs_backward(Tensor grad, Tensor gra
 }
 
 }  // namespace
+
+void topk_rows(const TopKSpec& spec, const TopKRows& rows, int64_t count) {
+  row_ranges(count, spec.n, [&](int64_t begin, int64_t end) { kernels().topk(spec, rows, begin, end); });
+}
+
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

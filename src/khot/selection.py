@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot._core.rows import by_rows
 from khot._core.torch_internals import save_in_exports
 from khot._ops.topk import largest_entries
@@ -67,6 +67,10 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
         >>> values, indices
         (tensor([3., 3., 2.]), tensor([1, 3, 2]))
     """
+    if not torch.compiler.is_compiling():
+        plain = eager.topk(input, k, dim, largest, sorted)
+        if plain is not None:
+            return TopK(*plain)
     arguments.check_flags(largest=largest, sorted=sorted)
     x = arguments.rows(input, dim)
     arguments.check_integer(k, "k", low=0 if input.dim() else 1, high=x.shape[-1])

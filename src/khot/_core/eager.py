@@ -1,9 +1,9 @@
 """Plain calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
-dispatch, checks and errors are there. Of all but the soft top-k, the soft count and its inverse, only small
-calls are taken. The extension is written in torch's C++ interface, which is not stable, so it is used with
-the torch that it was built with, whose version is in its name. Without it every call returns None.
+dispatch, checks and errors are there. Of all but the soft top-k, the soft count, its inverse and the top-k,
+only small calls are taken. The extension is written in torch's C++ interface, which is not stable, so it is
+used with the torch that it was built with, whose version is in its name. Without it every call returns None.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "soft_rank",
     "soft_sort",
     "soft_topk",
+    "topk",
     "topk_mask",
 ]
 
@@ -41,6 +42,8 @@ soft_topk: _Call = _ordinary
 soft_count: _Call = _ordinary
 #: inverse_soft_count(input, count, dim, tau, cdf), with its gradient, for one count for all rows
 inverse_soft_count: _Call = _ordinary
+#: topk(input, k, dim, largest, sorted), with its gradient: the values and the indices
+topk: Callable[..., tuple[Tensor, Tensor] | None] = _ordinary
 #: topk_mask(input, k, dim, largest, mask, group)
 topk_mask: _Call = _ordinary
 #: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
@@ -61,7 +64,7 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
 
     A call takes a CDF by its name in ``cdfs``, or an object of exactly that class.
     """
-    global soft_topk, soft_count, inverse_soft_count, topk_mask, soft_rank, soft_sort, pareto
+    global soft_topk, soft_count, inverse_soft_count, topk, topk_mask, soft_rank, soft_sort, pareto
     version = torch.__version__.split("+")[0].replace(".", "_")
     try:
         extension = importlib.import_module(f"khot._eager_{version}")
@@ -71,6 +74,6 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
         return
     kernels.khot_served.restype = ctypes.c_void_p
     extension.serve(kernels.khot_served(), cdfs)
-    soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
+    soft_topk, topk, topk_mask = extension.soft_topk, extension.topk, extension.topk_mask
     soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
     soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto
