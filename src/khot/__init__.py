@@ -37,6 +37,7 @@ from khot.ranking import soft_permutation as soft_permutation
 from khot.ranking import soft_quantile as soft_quantile
 from khot.ranking import soft_rank as soft_rank
 from khot.ranking import soft_sort as soft_sort
+from khot.selection import linear_topk as linear_topk
 from khot.selection import topk as topk
 from khot.transport import sorted_soft_topk as sorted_soft_topk
 
@@ -52,6 +53,7 @@ __all__ = [
     "k_support_norm",
     "kth_value",
     "laplace_topk",
+    "linear_topk",
     "log_soft_permutation",
     "log_soft_topk",
     "losses",

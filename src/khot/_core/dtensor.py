@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from khot._core import arguments
 
-__all__ = ["Pieces", "apply", "by_rows", "local", "with_whole_dim"]
+__all__ = ["OF_ALL", "Pieces", "apply", "by_rows", "local", "with_whole_dim"]
 
 #: Arguments that broadcast with the input, and those that are the same for all rows. All other tensors have
 #: one value per row.
@@ -69,6 +69,7 @@ def by_rows(
     name: str,
     batch_over: Callable[[list[dist.ProcessGroup]], AbstractContextManager[None]] | None,
     options: dict[str, Any],
+    of_all: frozenset[str],
 ) -> Any:
     """The function on this process's rows of a DTensor, which must be whole; see ``rows.by_rows``.
 
@@ -79,6 +80,7 @@ def by_rows(
         batch_over: for a loss, the context of its reduction over the processes of some groups.
         options: the other arguments of the function, which takes all of them as keywords. A tensor is a
             DTensor, or a plain tensor that is the same on every process.
+        of_all: the options that are the same for all rows.
     """
     arguments.check_input(input, name, distributed=True)
     mesh, dim = input.device_mesh, options.get("dim", -1)
@@ -97,9 +99,9 @@ def by_rows(
         if not isinstance(value, Tensor):
             return value
         of_entries = key in OF_ENTRIES
-        if key not in OF_ENTRIES | OF_ALL and value.dim() == input.dim():  # several levels per row
+        if key not in OF_ENTRIES | of_all and value.dim() == input.dim():  # several levels per row
             of_entries, out = True, 1
-        return local(value, mesh, placements, every if of_entries else batch, shared=key in OF_ALL)
+        return local(value, mesh, placements, every if of_entries else batch, shared=key in of_all)
 
     if placements != input.placements:
         input = input.redistribute(placements=placements)

@@ -271,7 +271,9 @@ def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group
     return dtensor.apply(operator, input, k, dim, **options)
 
 
-def by_rows(out: int, *, loss: bool = False) -> Callable[[_Function], _Function]:
+def by_rows(
+    out: int, *, loss: bool = False, of_all: frozenset[str] | None = None
+) -> Callable[[_Function], _Function]:
     """Let a function on rows take DTensors whose rows are whole: batch-sharded or replicated ones.
 
     The first argument has the rows. The function must not draw random numbers: they would be the same for
@@ -280,6 +282,7 @@ def by_rows(out: int, *, loss: bool = False) -> Callable[[_Function], _Function]
     Args:
         out: by how many dims the results replace ``dim``; 1 with ``keepdim``.
         loss: whether the function has one of the reductions of losses over its rows.
+        of_all: the names of tensors that are the same for all rows, if they are not those of most functions.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -294,7 +297,8 @@ def by_rows(out: int, *, loss: bool = False) -> Callable[[_Function], _Function]
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             named = dict(bound.arguments)
-            return on_rows(function, named.pop(first), out, first, loss=loss, **named)
+            rows = named.pop(first)
+            return on_rows(function, rows, out, first, loss=loss, of_all=of_all, **named)
 
         return run  # type: ignore[return-value]
 
@@ -307,6 +311,7 @@ def on_rows(
     out: int,
     name: str = "input",
     loss: bool = False,
+    of_all: frozenset[str] | None = None,
     **options: Any,
 ) -> Any:
     """The function on a DTensor whose rows are whole, as for :func:`by_rows`."""
@@ -314,7 +319,8 @@ def on_rows(
 
     if options.get("group") is not None:
         raise TypeError("group must be None for a DTensor, which has its own group, but got one")
-    return dtensor.by_rows(function, input, out, name, batch_over if loss else None, options)
+    shared = dtensor.OF_ALL if of_all is None else of_all
+    return dtensor.by_rows(function, input, out, name, batch_over if loss else None, options, shared)
 
 
 # The processes that have other rows of the batch, while a loss is reduced that every process has a part of.

@@ -27,6 +27,8 @@ __all__ = [
     "any_requires_grad",
     "apply_outside_transforms",
     "as_usual",
+    "bag_gradient",
+    "bag_products",
     "below_autograd",
     "collective_device",
     "decides_by_device",
@@ -242,3 +244,34 @@ def process_group(name: str) -> dist.ProcessGroup:
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """A device that the group's backend can communicate from."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def bag_products(vectors: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
+    """The products ⟨vectors_b, matrix[indices_bj]⟩, (B, k), without these rows in memory: the derivative of
+    ``torch.nn.functional.embedding_bag`` in its weights."""
+    count, k = indices.shape
+    entries = indices.reshape(-1)
+    bags = torch.arange(count, device=entries.device)
+    products = torch.ops.aten._embedding_bag_per_sample_weights_backward.default(
+        vectors, matrix, entries, bags * k, bags.repeat_interleave(k, output_size=count * k), 0
+    )
+    return products.view(count, k)
+
+
+def bag_gradient(weights: Tensor, vectors: Tensor, indices: Tensor, n: int) -> Tensor:
+    """The matrix (n, d) whose row indices_bj has the sum of weights_bj vectors_b: the derivative of
+    ``torch.nn.functional.embedding_bag`` in its matrix."""
+    count, k = indices.shape
+    bags = torch.arange(count, device=indices.device)
+    # the sizes and maxima of the bags serve other modes than sums
+    return torch.ops.aten._embedding_bag_dense_backward.default(
+        vectors,
+        indices.reshape(-1),
+        bags.repeat_interleave(k, output_size=count * k),
+        torch.full_like(bags, k),
+        bags[:0],
+        n,
+        False,
+        0,
+        weights.reshape(-1),
+    )
