@@ -362,6 +362,20 @@ def test_half_precision_sums_are_rounded_once(dtype: torch.dtype) -> None:
             torch.testing.assert_close(x, expected, rtol=2 * eps, atol=2**10 * min(eps, 2**-23))
 
 
+@pytest.mark.parametrize("part", [slice(1), slice(0, 6, 3), slice(2, 2)], ids=str)
+def test_parts_of_what_was_selected(part: slice) -> None:
+    """Layouts with steps, which torch's own operators refuse."""
+    v, M = (x.mT.contiguous().mT for x in of_sizes((20, 4), 9)[:2])
+    values, i = khot.topk(v @ M.mT, 6)
+    w, i = values[:, part], i[:, part]
+    want = (w.unsqueeze(-1) * M[i]).sum(-2), (v.unsqueeze(-2) * M[i]).sum(-1)
+    for got, expected in zip((selected_sum(w, M, i), selected_dot(v, M, i)), want, strict=True):
+        torch.testing.assert_close(got, expected)
+        grad = torch.ones(*got.shape[::-1], dtype=got.dtype).cumsum(-1).mT
+        grads = [torch.autograd.grad(y, M, grad, retain_graph=True) for y in (got, expected)]
+        torch.testing.assert_close(*grads)
+
+
 def test_a_few_products_of_half_precision_widen_no_matrix() -> None:
     M = torch.ones(1000, 4, dtype=torch.bfloat16)
     with _Largest() as largest:

@@ -250,7 +250,7 @@ def bag_products(vectors: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
     """The products ⟨vectors_b, matrix[indices_bj]⟩, (B, k), without these rows in memory: the derivative of
     ``torch.nn.functional.embedding_bag`` in its weights."""
     count, k = indices.shape
-    entries = indices.reshape(-1)
+    entries = indices.reshape(-1).contiguous()
     bags = torch.arange(count, device=entries.device)
     products = torch.ops.aten._embedding_bag_per_sample_weights_backward.default(
         vectors, matrix, entries, bags * k, bags.repeat_interleave(k, output_size=count * k), 0
@@ -266,12 +266,12 @@ def bag_gradient(weights: Tensor, vectors: Tensor, indices: Tensor, n: int) -> T
     # the sizes and maxima of the bags serve other modes than sums
     return torch.ops.aten._embedding_bag_dense_backward.default(
         vectors,
-        indices.reshape(-1),
+        indices.reshape(-1).contiguous(),
         bags.repeat_interleave(k, output_size=count * k),
         torch.full_like(bags, k),
         bags[:0],
         n,
         False,
         0,
-        weights.reshape(-1),
+        weights.reshape(-1).contiguous(),
     )

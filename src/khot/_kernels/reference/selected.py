@@ -38,7 +38,8 @@ def selected_sum(w: Tensor, M: Tensor, i: Tensor) -> Tensor:
         return M.new_zeros(*i.shape[:-1], M.shape[-1])
     matrix, rows = _as_one(M, i)
     with without_autocast(w.device):
-        sums = F.embedding_bag(rows, matrix, mode="sum", per_sample_weights=w.reshape(rows.shape))
+        weights = w.reshape(rows.shape).contiguous()
+        sums = F.embedding_bag(rows.contiguous(), matrix, mode="sum", per_sample_weights=weights)
     return sums.view(*i.shape[:-1], M.shape[-1])
 
 
