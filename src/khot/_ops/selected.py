@@ -45,6 +45,7 @@ def best_of_product(
     *,
     adjust: Callable[[Where, Tensor], Tensor] | None = None,
     columns: Callable[[int], int] | None = None,
+    watch: Callable[[Where, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k largest scores input · weight^T + bias of each row in descending order, and their indices.
 
@@ -66,6 +67,8 @@ def best_of_product(
             weight this row and those before it may select. The others are not multiplied, if there are at
             least k; in the one part under a trace or a transform they are, so that ``adjust`` has to
             exclude them.
+        watch: a function of (where, scores, best) that sees the scores of each part after the choice, and may
+            write to them, together with the k largest.
 
     Returns:
         (*batch, B, k) each; the indices in int64.
@@ -74,17 +77,18 @@ def best_of_product(
     bias = None if bias is None else bias.detach()
     if weight.dim() == 2 and input.dim() != 2:
         rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-        scores, indices = best_of_product(rows, weight, k, bias, adjust=adjust, columns=columns)
+        options: dict[str, Any] = {"adjust": adjust, "columns": columns, "watch": watch}
+        scores, indices = best_of_product(rows, weight, k, bias, **options)
         return scores.view(*input.shape[:-1], k), indices.view(*input.shape[:-1], k)
-    if adjust is None and columns is None:
+    if adjust is None and columns is None and watch is None:
         scores, indices = _best_of_product(input, weight, bias, k)
         return scores, indices
     if torch.compiler.is_compiling() or transforms_are_on():
         whole = product(input, weight.mT)
         whole = whole if bias is None else whole + bias.unsqueeze(-2)
-        return largest_entries(whole if adjust is None else adjust((...,), whole), k, True, True)
+        return _chosen((...,), whole, k, adjust, watch)
     with torch.no_grad():
-        return _in_parts(input, weight, bias, k, adjust, columns)
+        return _in_parts(input, weight, bias, k, adjust, columns, watch)
 
 
 def selected_dot(
@@ -150,6 +154,7 @@ def _in_parts(
     k: int,
     adjust: Callable[[Where, Tensor], Tensor] | None = None,
     columns: Callable[[int], int] | None = None,
+    watch: Callable[[Where, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     n, count, batch = weight.shape[-2], x.shape[-2], x.shape[:-2]
     dtype = kernels.wide(x, weight)
@@ -164,7 +169,7 @@ def _in_parts(
             matrix, added = matrix[:, :m], None if added is None else added[:m]
         shape = part.shape[0], matrix.shape[1]
         scores = _scores(part, matrix, added, buffer[: math.prod(shape)].view(shape))
-        return largest_entries(scores if adjust is None else adjust(where, scores), k, True, True)
+        return _chosen(where, scores, k, adjust, watch)
 
     if not batch and count <= size:
         return choice((slice(0, count),), count)
@@ -175,6 +180,20 @@ def _in_parts(
             stop = min(start + size, count)
             where: Where = (*at, slice(start, stop))
             best[where], indices[where] = choice(where, stop)
+    return best, indices
+
+
+def _chosen(
+    where: Where,
+    scores: Tensor,
+    k: int,
+    adjust: Callable[[Where, Tensor], Tensor] | None,
+    watch: Callable[[Where, Tensor, Tensor], None] | None,
+) -> tuple[Tensor, Tensor]:
+    scores = scores if adjust is None else adjust(where, scores)
+    best, indices = largest_entries(scores, k, True, True)
+    if watch is not None:
+        watch(where, scores, best)
     return best, indices
 
 
