@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
+from khot._ops import selected
 from khot.nn import Anneal, TopKSAE
 
 
@@ -292,16 +295,67 @@ def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[s
         assert sae.idle.equal(idle)
 
 
-def test_the_backward_pass_keeps_only_the_pre_activations() -> None:
-    sae, kept = TopKSAE(5, 4096, 8), []
+class _Largest(TorchDispatchMode):
+    """The size of the largest tensor that was made."""
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
-        return x
+    size = 0
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        sae.loss(scores(64, 5).float())
-    assert len({x.data_ptr() for x in kept if x.numel() >= 64 * 4096}) == 1
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.size = max(self.size, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("idle", [0, 50])
+def test_no_pre_activations_of_all_inputs_are_made(idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected, "ROWS_OF_NARROW", 16)
+    sae = TopKSAE(5, 4096, 8, widths=[100])
+    sae.idle[:idle] = 10**6
+    with _Largest() as largest:
+        sae.loss(scores(64, 5).float()).backward()
+    assert largest.size <= 4096 * 16
+    sae.encoder.grad = None
+    assert sae.eval().top(scores(64, 5).float())[0].shape == (64, 8)
+
+
+@pytest.mark.parametrize("kw", [{}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}], ids=str)
+def test_the_loss_of_parts_is_that_of_the_formula(
+    kw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With idle latents, whose nearest inputs are in several parts."""
+    monkeypatch.setattr(selected, "ROWS_OF_NARROW", 7)
+    options = {"k": 4, "dtype": torch.float64} | kw
+    torch.manual_seed(0)
+    sae = TopKSAE(5, 12, **options)
+    with torch.no_grad():
+        sae.encoder_bias.normal_()
+        sae.encoder_bias[2:9] -= 3  # a pull of exactly 0 would have no gradient, or one by rounding
+    sae.idle[2:9] = 10**6
+    x = scores(3, 13, 5).to(sae.encoder.dtype)
+    loss = sae.loss(x)
+    W, c, D, b = (p.double() for p in (sae.encoder, sae.encoder_bias, sae.decoder, sae.bias))
+    rows = x.double().reshape(-1, 5)
+    a = (rows - b) @ W.mT + c
+    k = options["k"]
+    best = a.topk(max(int(1.5 * k + 0.5), k))
+    want = torch.zeros((), dtype=torch.float64)
+    for count, share in ((k, 1.0), (best.values.shape[-1], 0.5)):
+        code = torch.zeros_like(a).scatter(-1, best.indices[:, :count], best.values[:, :count].relu())
+        widths = [12, *options.get("widths", [])]
+        errors = [(code[:, :w] @ D[:w] + b - rows).square().mean() for w in widths]
+        want = want + share * torch.stack(errors).mean()
+    level = best.values[:, k - 1].relu().detach()
+    lacking = level[:, None] - a.detach()
+    for i in range(2, 9):
+        at = lacking[:, i].argmin()
+        want = want + 0.01 / 39 * (level[at] - (rows[at] - b.detach()) @ W[i] - c[i]).relu()
+    half = sae.encoder.dtype == torch.bfloat16
+    torch.testing.assert_close(loss.double(), want, rtol=0.01 if half else 1e-12, atol=0)
+    if not half:
+        grads = [torch.autograd.grad(y, list(sae.parameters())) for y in (loss, want)]
+        torch.testing.assert_close(*grads)
 
 
 def test_batch_gives_inputs_what_they_need() -> None:

@@ -17,10 +17,9 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen, without_autocast
 from khot._core.rows import Shards
-from khot._core.torch_internals import transforms_are_on
 from khot._ops.product import product
+from khot._ops.selected import Where, best_of_product, selected_dot, selected_sum
 from khot.cdfs import CDF, CDFName
-from khot.nn._export import to_onnx
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._state import Grouped, Steady, counts
@@ -41,6 +40,46 @@ class _Instead:
 
     def __init__(self, work: Callable[[Tensor], Any]) -> None:
         self.work = work
+
+
+class _Nearest:
+    """The input of a batch for which each idle latent comes nearest to its selection.
+
+    The pre-activations may come in parts. Where it can be read which latents are idle, only these are
+    looked at.
+
+    Attributes:
+        idle: (n,), which latents are idle.
+        columns: the indices of the latents that are looked at; None: all.
+        looks: whether there is a latent to look at.
+        distance, input, level: one entry for each of these: how far the latent is from its selection, the
+            index of the input, and the smallest activation that is selected there; None before the first
+            input.
+    """
+
+    distance: Tensor | None = None
+    input: Tensor | None = None
+    level: Tensor | None = None
+
+    def __init__(self, idle: Tensor, whole: bool) -> None:
+        self.idle = idle
+        self.columns = idle.nonzero().squeeze(-1) if not whole and arguments.readable(idle) else None
+        self.looks = self.columns is None or bool(self.columns.numel())
+
+    def see(self, start: int, a: Tensor, level: Tensor) -> None:
+        """Look at pre-activations, (..., n), of the inputs from ``start`` on, and at the smallest activation
+        that is selected for each, (..., 1)."""
+        if not self.looks or not a.numel():
+            return
+        level = level.expand(*a.shape[:-1], 1).reshape(-1, 1)
+        a = a.reshape(-1, a.shape[-1])
+        distance, at = (level - (a if self.columns is None else a[:, self.columns])).min(0)
+        level, at = level.squeeze(-1)[at], at + start
+        if self.distance is not None and self.input is not None and self.level is not None:
+            nearer = distance < self.distance
+            distance = torch.where(nearer, distance, self.distance)
+            at, level = torch.where(nearer, at, self.input), torch.where(nearer, level, self.level)
+        self.distance, self.input, self.level = distance, at, level
 
 
 class TopKSAE(Grouped, LeftSoft):
@@ -106,6 +145,8 @@ class TopKSAE(Grouped, LeftSoft):
 
     All other methods that compute with the parameters are forward passes, too: hooks of the module see them,
     and so does ``fully_shard``. ``DistributedDataParallel`` does not: train on ``model(x, loss=True)``.
+    Where k latents are selected for each input (without ``batch`` and, in train mode, ``tau``), the n
+    pre-activations of an input are not kept, and gradients are sums over the selected latents.
     Activation checkpointing changes neither the gradient nor the counts, unless ``torch.compile`` has
     compiled what it computes twice.
 
@@ -238,32 +279,29 @@ class TopKSAE(Grouped, LeftSoft):
     def _reconstruct(self, input: Tensor) -> Tensor:
         if self._is_dense():
             return self._decode(self._encode(input))
-        a = self._activations(input)
-        values, indices = self._best(a, self._count_of(1.0))
+        values, indices = self._best(input, self._count_of(1.0))
         self._count(values > 0, indices)
         return self._decode(values, indices)
 
     def _loss(self, input: Tensor) -> Tensor:
-        a = self._activations(input)
         limit = (self.revive or 0.0) * self.latents / current(self.k)
         idle = self._pulled.read(self.idle, lambda: self.idle >= limit)  # before this batch
+        nearest = None if self.revive is None else _Nearest(idle, whole=not self._shared().here)
         if self._is_dense():
+            a = self._activations(input)
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
             self._follow(a, near)
-            codes: list[tuple[Tensor, ...]] = [(y * a.relu(),) for y in (near, far)]
-            smallest = None if self.revive is None else self._smallest(a, near)
+            first, second = (self._error(input, y * a.relu()) for y in (near, far))
+            if nearest is not None:
+                nearest.see(0, a.detach(), self._smallest(a, near))
         else:
             m = self._count_of(1.0)
-            values, indices = self._best(a, self._count_of(WIDER))
+            values, indices = self._best(input, self._count_of(WIDER), m, nearest)
             self._count(values[..., :m] > 0, indices[..., :m])
-            codes = [(values[..., :m], indices[..., :m]), (values, indices)]
-            smallest = values[..., :m][..., -1:]
-        first, second = (self._error(input, code) for code in codes)
+            first, second = self._errors(input, values, indices, m)
         loss = first + SHARE * second
-        if self.revive is None or smallest is None:
-            return loss
-        return loss + PULL * self._pull(input, a, smallest, idle)
+        return loss if nearest is None else loss + PULL * self._pull(input, nearest)
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
@@ -288,10 +326,10 @@ class TopKSAE(Grouped, LeftSoft):
         return code
 
     def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        a = self._activations(input)
         if not self.batch:
-            values, indices = self._best(a, self._count_of(1.0))
+            values, indices = self._best(input, self._count_of(1.0))
             return values.to(self.encoder.dtype), indices
+        a = self._activations(input)
         chosen = self._above(a)
         counts = (chosen != 0).sum(-1)
         scores = a.detach().masked_fill(chosen == 0, -math.inf)
@@ -319,41 +357,22 @@ class TopKSAE(Grouped, LeftSoft):
                 f"code and indices must have the same shape (..., m), but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        if not indices.shape[-1]:  # which F.embedding_bag refuses
-            return self._decode(code.new_zeros(*code.shape[:-1], self.latents))
-        return self._sum(code, indices) + self.bias
+        return selected_sum(code, self.decoder, indices.long()) + self.bias
 
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
         arguments.check_integer(inputs, "inputs", low=1)
         return widen(self.idle >= inputs).mean()
 
-    def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
-        """The sum of the rows of D at indices, (..., m), m > 0, times values."""
-        if to_onnx() or _transformed():  # without embedding_bag: ONNX has a loop over the inputs, in float32
-            rows = self.decoder[indices]
-            return (values.to(rows.dtype).unsqueeze(-2) @ rows).squeeze(-2)
-        width = indices.shape[-1]
-        sums = F.embedding_bag(
-            indices.reshape(-1, width),
-            self.decoder,
-            mode="sum",
-            per_sample_weights=values.reshape(-1, width).to(self.decoder.dtype),
-        )
-        return sums.view(*indices.shape[:-1], self.in_features)
-
     def _is_dense(self) -> bool:
         """Whether the code has to be a whole row: soft, of inputs together, or of a size that is not known.
 
-        Under a trace sizes must not depend on values, as that of :meth:`top` does on a k that is a tensor;
-        ``torch.vmap`` has no rule for the sparse :meth:`decode`.
+        Under a trace sizes must not depend on values, as that of :meth:`top` does on a k that is a tensor.
         """
         if self.batch or (self.training and self.tau is not None):
             return True
         k = current(self.k)
-        if isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k)):
-            return True
-        return _transformed()
+        return isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k))
 
     def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""
@@ -395,14 +414,22 @@ class TopKSAE(Grouped, LeftSoft):
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
-    def _error(self, input: Tensor, code: tuple[Tensor, ...]) -> Tensor:
+    def _error(self, input: Tensor, code: Tensor) -> Tensor:
         """The mean squared error of the reconstruction, or with widths the mean of theirs."""
-        errors = [F.mse_loss(self._decode(*code), input)]
-        for width in self.widths:
-            values, *indices = code
-            kept = indices[0] < width if indices else torch.arange(self.latents, device=values.device) < width
-            errors.append(F.mse_loss(self._decode(values * kept, *indices), input))
-        return errors[0] if len(errors) == 1 else torch.stack(errors).mean()
+        place = torch.arange(self.latents, device=code.device)
+        codes = [code, *(code * (place < width) for width in self.widths)]
+        return _mean([F.mse_loss(self._decode(each), input) for each in codes])
+
+    def _errors(self, input: Tensor, values: Tensor, indices: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """:meth:`_error` of the first m of some values, and of all."""
+        first, second = [], []
+        for width in (self.latents, *self.widths):
+            kept = values if width == self.latents else values * (indices < width)
+            near = selected_sum(kept[..., :m], self.decoder, indices[..., :m]) + self.bias
+            far = near + selected_sum(kept[..., m:], self.decoder, indices[..., m:])
+            first.append(F.mse_loss(near, input))
+            second.append(F.mse_loss(far, input))
+        return _mean(first), _mean(second)
 
     def _smallest(self, a: Tensor, y: Tensor) -> Tensor:
         """The smallest activation that a selection has, (..., 1), or (1, ..., 1) if the batch shares it."""
@@ -416,46 +443,66 @@ class TopKSAE(Grouped, LeftSoft):
         lowest = x.amin() if x.numel() else x.new_full((), math.inf)
         return -self._shared().reduce([], [-lowest])[0].to(x.dtype)
 
-    def _pull(self, input: Tensor, a: Tensor, smallest: Tensor, idle: Tensor) -> Tensor:
+    def _pull(self, input: Tensor, nearest: _Nearest) -> Tensor:
         """What idle latents lack to be selected for the input that is nearest to it, in sum, over B."""
-        shared, some = self._shared(), idle.any()
-        if not smallest.shape[-1]:  # k rounds to 0
-            return a.new_zeros(())
-        inputs, rows = input.reshape(-1, self.in_features), a.detach().reshape(-1, self.latents)
-        if shared.here and (not len(rows) or (arguments.readable(some) and not bool(some))):
-            return a.new_zeros(())
-        level = smallest.detach().expand(*a.shape[:-1], 1).reshape(-1, 1)
+        shared, inputs = self._shared(), input.reshape(-1, self.in_features)
+        idle, columns, level = nearest.idle, nearest.columns, nearest.level
         if isinstance(shared, Shards):  # of all processes, the one with the nearest input pulls
-            distance = (level - rows).amin(0) if len(rows) else rows.new_full((self.latents,), math.inf)
+            distance = nearest.distance
+            if distance is None:
+                distance = input.new_full((self.latents,), math.inf, dtype=_single(self.encoder.dtype))
             (distances,) = shared.reduce([shared.slots(distance)])
             idle = idle & (distances.argmin(-1) == shared.rank)
-            if not len(rows):
-                return a.new_zeros(())
-        nearest = (level - rows).argmin(0)
-        level = level[nearest].squeeze(-1)
-        centred = inputs[nearest] - self.bias.detach()
-        lacking = level - (centred * self.encoder).sum(-1, dtype=level.dtype) - self.encoder_bias
+        if level is None:
+            return input.new_zeros((), dtype=_single(self.encoder.dtype))
+        centred = inputs[nearest.input] - self.bias.detach()
+        encoder: Tensor = self.encoder
+        encoder_bias: Tensor = self.encoder_bias
+        if columns is not None:
+            idle, encoder, encoder_bias = idle[columns], encoder[columns], encoder_bias[columns]
+        lacking = level - (centred * encoder).sum(-1, dtype=level.dtype) - encoder_bias
         # nothing was selected where the level is infinite
-        return torch.where(idle & (level < math.inf), lacking.relu(), 0).sum() / len(rows)
+        return torch.where(idle & (level < math.inf), lacking.relu(), 0).sum() / len(inputs)
 
-    def _best(self, a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        indices = topk(a.detach(), m).indices
-        return a.gather(-1, indices).relu(), indices
+    def _best(
+        self, input: Tensor, count: int, m: int = 0, nearest: _Nearest | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The largest activations of each input and their indices, (..., count) each.
+
+        ``nearest`` sees the pre-activations beside the m-th largest ones.
+        """
+        x, weight, bias = self._map(input)
+
+        def watch(where: Where, scores: Tensor, best: Tensor) -> None:
+            assert nearest is not None
+            start = where[-1].start if isinstance(where[-1], slice) else 0
+            nearest.see(start, scores, best[..., m - 1 : m].clamp(min=0))
+
+        seen = watch if nearest is not None and nearest.looks and m else None
+        best, indices = best_of_product(x, weight, count, bias, watch=seen)
+        values = selected_dot(x, weight, indices, bias, known=best)
+        return values.relu(), indices
 
     def _count_of(self, wider: float) -> int:
         """``wider`` times k latents, as a whole number."""
         return min(math.floor(float(current(self.k)) * wider + 0.5), self.latents)
 
     def _activations(self, input: Tensor) -> Tensor:
+        x, weight, bias = self._map(input)
+        if x.dtype != bias.dtype:
+            return product(x, weight.mT) + bias
+        with without_autocast(input.device):
+            return F.linear(x, weight, bias)
+
+    def _map(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The (input, weight, bias) of the linear map that computes the pre-activations."""
         check_width(input, self.in_features, self)
         check_dtype(input, self.encoder, self)
         if input.dtype == self.encoder.dtype != _single(input.dtype):
             # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
-            products, centre = (product(x, self.encoder.mT) for x in (input, self.bias))
-            return products + (self.encoder_bias - centre)
-        with without_autocast(input.device):
-            centred = (input - self.bias).to(torch.promote_types(self.encoder.dtype, torch.float32))
-            return F.linear(centred, self.encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype))
+            return input, self.encoder, self.encoder_bias - product(self.bias, self.encoder.mT)
+        centred = (input - self.bias).to(torch.promote_types(self.encoder.dtype, torch.float32))
+        return centred, self.encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype)
 
     def _size(self, a: Tensor, k: Scalar | None = None) -> Scalar:
         """How many latents a whole batch gets, k for each input."""
@@ -478,7 +525,7 @@ class TopKSAE(Grouped, LeftSoft):
         if indices is None:
             times = used.reshape(-1, self.latents).any(0).long()
         else:  # the sizes do not depend on values
-            times = torch.zeros_like(self.idle).scatter_add_(0, indices.flatten(), used.flatten().long())
+            times = torch.zeros_like(self.idle).scatter_add(0, indices.flatten(), used.flatten().long())
         inputs, times = self._shared().reduce([inputs, times])
         self._pulled.write(self.idle, torch.where(times > 0, 0, self.idle + inputs.long()))
 
@@ -522,9 +569,8 @@ def _single(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _transformed() -> bool:
-    """Whether a transform of torch.func is on, outside a trace."""
-    return not torch.compiler.is_compiling() and transforms_are_on()
+def _mean(errors: list[Tensor]) -> Tensor:
+    return errors[0] if len(errors) == 1 else torch.stack(errors).mean()
 
 
 def _check_widths(widths: Sequence[int], latents: int) -> tuple[int, ...]:
