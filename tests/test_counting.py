@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 import khot
 import oracles
 from khot import cdfs, counting
+from khot._kernels.reference import root
 from khot._kernels.reference import soft_topk as reference
 
 CDFS: dict[str, tuple[str | cdfs.CDF, float | None]] = {
@@ -86,7 +87,7 @@ def test_within_rounding_of_50_digits_at_300_entries(name: str, scores: str) -> 
 
 @every_cdf
 def test_rows_of_every_kind_together_sum_to_k(name: str) -> None:
-    n = 2_000
+    n = 500
     rows = torch.stack([row(scores, n) for scores in oracles.ADVERSARIAL])
     for dtype in EPS:
         for tau in oracles.TAUS:
@@ -139,6 +140,25 @@ def test_at_most_ten_passes(name: str, n: int) -> None:
         counts += passes.tolist()
     assert max(counts) <= 10
     assert sorted(counts)[len(counts) // 2] <= 5
+
+
+@every_cdf
+@pytest.mark.parametrize("spread", [1e2, 1e4, 1e8])
+def test_rows_that_spread_far_beyond_tau_are_counted_and_not_searched(
+    name: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of the search takes as long as fifty others."""
+
+    def search(*_: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(root, "search_pass", search)
+    z = torch.randn(5_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.stack((z, z.exp(), (3 * z).round(), torch.where(z > 2, z, z - 1e6))) * spread
+    k = torch.tensor([2.5, 50.25, 500.5, 2_500.75, 4_998.5], dtype=torch.float64).expand(4, 5)
+    tau = torch.ones((), dtype=torch.float64)
+    _, t, passes = reference.solve(rows[:, None].expand(4, 5, -1), k, tau, cdfs.resolve(CDFS[name][0]))
+    assert t.isfinite().all() and passes.max() <= 10
 
 
 class PeakMemory(TorchDispatchMode):

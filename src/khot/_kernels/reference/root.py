@@ -2,12 +2,13 @@
 
 It serves the soft top-k, whose entries cost 1 each, and the soft budget. Plain torch, any device, batched
 over rows, in float64 (`precision.wide_dtype`). A pass reads each row once, in tiles; only sums and maxima
-over the row leave a pass, so that rows may be spread over processes. There are three kinds of passes:
+over the row leave a pass, so that rows may be spread over processes. There are four kinds of passes:
 
 1. The first one brackets the root.
-2. Newton's method evaluates one point a pass. It finds the root of ordinary rows and is left as soon as it
+2. Where the scores spread far beyond τ, entries are counted, to find the one at which B is spent.
+3. Newton's method evaluates one point a pass. It finds the root of ordinary rows and is left as soon as it
    converges too slowly.
-3. The search evaluates many points in a pass, which rules propose from both ends of the bracket.
+4. The search evaluates many points in a pass, which rules propose from both ends of the bracket.
 
 A point is taken only if it lies inside the bracket, so that a rule may fail but never mislead; and the middle
 is taken in its place, or besides.
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 
 from khot._core.precision import greatest
+from khot._kernels.reference import narrow
+from khot._kernels.reference.narrow import Window, narrow_pass, window_of
 from khot._kernels.reference.newton import Walk, walk_pass
 from khot._kernels.reference.sample import LANES, guess_from, padded, sampled
 from khot._kernels.reference.search import Point, State, search_pass
@@ -39,13 +42,13 @@ __all__ = ["root"]
 
 # Passes of Newton's method, with and without tails; a pass of the search costs twenty times as much, but
 # without tails it often has to have the last word.
-SINGLE = {True: 7, False: 5}
+SINGLE = {True: 7, False: 3}
 PASSES = 24  # of the search, of which 8 were the most that were needed
-# Standard deviations of the scores, in τ: above the first, a sample guesses the root better than moments do;
-# above the second, the guess is too far off for Newton's method, unless the sample is the whole row.
-SPREAD, REACH = 8.0, 64.0
+# The standard deviation of the scores, in τ, above which moments say little about the root, and entries are
+# counted.
+SPREAD = 8.0
 
-_Stage = TypeVar("_Stage", State, Walk)
+_Stage = TypeVar("_Stage", State, Walk, Window)
 
 
 def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,17 +63,24 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = Problem(p.x.reshape(rows, n), cost, survey, budget, tau, *p[5:])
     scales = scales_of(p)
     low, high, guess, wide = _start(p, scales)
+    passes = torch.zeros_like(low) + 1 + p.by_value
     sample = None
-    if some(live & (wide > SPREAD), p.row):
+    running = live & (wide > SPREAD)
+    if some(running, p.row):
         sample = sampled(p, scales)
-        guess = torch.where(wide > SPREAD, guess_from(p, scales, sample, guess, low, high), guess)
+        guess = torch.where(running, guess_from(p, scales, sample, guess, low, high), guess)
+        window, running = window_of(p, sample, guess, low, high), running & (p.survey.entries > LANES)
+        for _ in range(narrow.PASSES):
+            if not some(running, p.row):
+                break
+            passes = passes + running
+            window, running = _on_some(narrow_pass, p, scales, window, running)
+        guess = torch.maximum(torch.minimum(window.guess, high), low)
 
     zero, infinite = torch.zeros_like(low), torch.full_like(low, math.inf)
     nowhere = torch.zeros_like(live)
     walk = Walk(guess, zero, low, zero, scales.rest, high, zero, -p.budget, infinite, zero, nowhere)
-    passes = zero + 1 + p.by_value
-    # the sample is the row, or close to it, or else Newton's method starts too far away
-    running = live & ((wide <= REACH) | (p.survey.entries <= LANES))
+    running = live
     for _ in range(SINGLE[p.cdf.full_support]):
         if not some(running, p.row):
             break
