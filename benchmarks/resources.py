@@ -65,11 +65,13 @@ class Case(NamedTuple):
     cdf: str = "logistic"
     evaluation: float | None = None  # of a further evaluation, the row's own step included; None: not counted
     few: bool = False  # whether it is among the few
+    output: str = "y"
 
     @property
     def id(self) -> str:
         cdf = "" if self.cdf == "logistic" else f" {self.cdf}"
-        return f"({self.rows:,}, {self.n:,}) {self.dtype}{cdf}"
+        output = "" if self.output == "y" else f", {self.output} alone"
+        return f"({self.rows:,}, {self.n:,}) {self.dtype}{cdf}{output}"
 
 
 CASES = [
@@ -92,6 +94,11 @@ CASES = [
     Case(100, 100_000, "fp32", 60, 66, "uniform"),
     Case(100, 100_000, "fp32", 66, 70, "power"),
     Case(2_048, 65_536, "bf16", 80, 64, few=True),
+    # with an evaluation in float64, whose instructions each four entries of a long row take
+    Case(4_096, 64, "fp32", 165, 48, output="threshold"),
+    Case(4_096, 8_192, "fp32", 53, 32, output="threshold"),
+    Case(4_096, 4_096, "fp32", 102, 32, "normal", output="threshold"),
+    Case(4_096, 4_096, "fp32", 66, 36, "power", output="threshold"),
 ]
 
 
@@ -166,9 +173,7 @@ def constants(case: Case, **more: Any) -> dict[str, Any]:
     }
 
 
-def counts(
-    case: Case, kernel: str, ordinary: int, output: str = "y", by_value: bool = True, arch: str = "sm_90"
-) -> Counts:
+def counts(case: Case, kernel: str, ordinary: int, by_value: bool = True, arch: str = "sm_90") -> Counts:
     """Of one kernel, "forward", "backward" or "softmax"; of all of it (0), or of so many evaluations.
 
     k and tau are given as numbers or as tensors.
@@ -184,7 +189,7 @@ def counts(
             given = {"PIECES": tile.pieces, "WIDTH": tile.width}
     else:
         given = constants(
-            case, OUTPUT=OUTPUTS[output], STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
+            case, OUTPUT=OUTPUTS[case.output], STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
             ORDINARY=ordinary,
         )  # fmt: skip
         F = resolve(case.cdf)
@@ -377,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         # that the rest compiles, too: padding, float16, the logarithm, one k and one τ per row
         others = [
-            pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf), kernel, 0, "log", False, args.arch)
+            pool.submit(counts, Case(256, n, "fp16", 0, 0, cdf, output="log"), kernel, 0, False, args.arch)
             for cdf, n in (
                 ("logistic", 700),
                 ("laplace", 100),

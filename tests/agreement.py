@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -95,3 +95,9 @@ def excess(op: Operator, got: list[Tensor], want: list[Tensor], n: int, dtype: t
     # the cotangent is rounded to the dtype, and an entry's share of a sum of n of them with it
     rest = [error(a, b) / (100 * tolerance * n**0.5) for a, b in zip(got[1:], want[1:], strict=True)]
     return [value, *rest]
+
+
+def error_in_tau(got: Sequence[Tensor], want: Sequence[Tensor], tau: float) -> Tensor:
+    """Of thresholds hi + lo; 0 where both have none."""
+    miss = ((got[0] - want[0]) + (got[1] - want[1])).abs() / tau
+    return miss.masked_fill((got[0] == want[0]) & (got[1] == want[1]) | got[0].isnan() & want[0].isnan(), 0)

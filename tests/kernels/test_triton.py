@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import oracles
+from agreement import error_in_tau
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from operators import log_limit
@@ -421,6 +422,44 @@ def test_rows_that_are_hard_for_float32(
         assert ((a - b).abs().amax(-1) <= tolerance * (1 + b.abs().amax(-1))).all()
 
 
+@every_cdf
+def test_thresholds_of_float32_have_the_digits_of_float64(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
+) -> None:
+    monkeypatch.setattr(kernels.layout, "RESCUE", 64)
+    monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(32, 2, 32, 1))
+    parts = [rows(scores, 45, torch.float32) for scores in oracles.ADVERSARIAL]
+    x, k = (torch.cat([part[i][2::4] for part in parts]) for i in (0, 1))
+    scores, counts, tau = torch.cat((x, hard_rows(45))), torch.cat((k, number([18.25] * 11))), 0.1
+    args = (counts, number(tau), cdf, CDFS[cdf], "threshold")
+    _, *got = kernels.soft_topk(scores, *args)
+    _, *want = reference.soft_topk(scores.double(), *args)
+    # 2⁻⁵² of the scores is all that float64 holds of hi + lo, in τ
+    size = scores.masked_fill(scores.isinf(), 0).abs().amax(-1).double()
+    assert (error_in_tau(got, want, tau) <= 1e-12 + size / tau * 2**-52).all()
+
+
+@pytest.mark.parametrize(("cdf", "steps"), [("logistic", 1), ("laplace", 1), ("normal", 1), ("power", 2)])
+@pytest.mark.parametrize("layout", ["together", "alone", "past"])
+def test_ordinary_thresholds_take_one_step_in_float64(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, layout: str, cdf: str, steps: int
+) -> None:
+    """No row is searched in float64. Where the support is compact, the second step finds the first right."""
+
+    def none(*_: object) -> None:
+        raise AssertionError("a row was searched in float64")
+
+    tile = {"together": (4, 1, 256, 1), "alone": (1, 2, 128, 1), "past": (1, 2, 64, 1, True)}[layout]
+    monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
+    monkeypatch.setattr(kernels.resident, "find_exactly", none)
+    monkeypatch.setattr(kernels.polish, "STEPS", kernels.polish.tl.constexpr(steps))
+    x = torch.randn(4, 250, generator=torch.Generator().manual_seed(2))
+    args = (number(31.3), number(0.7), cdf, CDFS[cdf], "threshold")
+    _, *got = kernels.soft_topk(x, *args)
+    _, *want = reference.soft_topk(x.double(), *args)
+    assert error_in_tau(got, want, 0.7).max() <= 1e-12
+
+
 def soft_topk_by_bisection(x: Tensor, k: Tensor, p: float) -> Tensor:
     """Of rows at τ = 1, with Power(p) in float64."""
     x = x.double()
@@ -463,7 +502,7 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(8))
     for scores, output, grad_lo, names in (
         (x, "y", torch.zeros(()), ["solve_rows", "pull_rows"]),
-        (x, "threshold", torch.ones(2), ["solve_exactly", "pull_rows"]),
+        (x, "threshold", torch.ones(2), ["solve_rows", "pull_rows"]),
         (x.double(), "y", torch.zeros(()), ["solve_exactly", "pull_rows_exactly"]),
     ):
         launches.clear()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agreement import error_in_tau
 from khot._kernels.reference import soft_topk as reference
 
 pytestmark = [
@@ -137,12 +138,6 @@ def test_half_precision_and_logarithms(larger: ModuleType, cdf: str, dtype: torc
         check(larger, x, number(30.0), number(0.3), cdf, output)
 
 
-def error_in_tau(got: list[Tensor], want: list[Tensor], tau: float) -> Tensor:
-    """Of thresholds hi + lo; 0 where both have none."""
-    miss = ((got[0] - want[0]) + (got[1] - want[1])).abs() / tau
-    return miss.masked_fill((got[0] == want[0]) & (got[1] == want[1]) | got[0].isnan() & want[0].isnan(), 0)
-
-
 def clusters(n: int, tau: float, dtype: torch.dtype) -> Tensor:
     """Two, far apart, of a width of τ each: z has few digits, by which its entries differ."""
     x = tau * torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
@@ -214,10 +209,13 @@ def test_ordinary_thresholds_take_one_step_in_float64(
     assert error_in_tau(got, want, tau).max() <= 1e-12 + 2**-52 / tau
 
 
-def test_thresholds_of_many_rows(larger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For whose windows there would be no room."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_thresholds_of_many_rows(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """For whose windows there would be no room; in float32 each streams past one program."""
     monkeypatch.setattr(larger.layout, "STREAMS", 1)
-    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(9))
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     args = (number([10.5, 150.0, 20.0]), number(1e-3), "logistic", 0.0, "threshold")
     _, *got = larger.soft_topk(x, *args)
     _, *want = reference.soft_topk(x.double(), *args)

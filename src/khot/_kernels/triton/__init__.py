@@ -9,7 +9,8 @@ The soft top-k of float32 and narrower scores has kernels of its own, in which p
 well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one
 program and `split` for those of many, with `resident_backward` and `split_backward`. An evaluation takes a
 third of the instructions there, and most rows need few. A split row takes four launches. Rows that do not
-converge are searched in float64 in the same launch.
+converge are searched in float64 in the same launch. Where only t is asked for, `polish` takes it to the
+digits of float64.
 
 Soft budgets by score go the same way: the entries of `resident_budget` and `resident_budget_backward` are
 pairs of scores and costs, which `costs` adds up for `threshold`. `budget` decides which kernels a batch of

@@ -191,9 +191,9 @@ def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
     a = tl.abs(z)
     if CDF == LOGISTIC:
         e = tl.exp(-a)
-        E = tl.exp(behind)
-        tail = E / (1 + e)
-        density = tail / (1 + e)
+        r = 1 / (1 + e)
+        tail = tl.exp(behind) * r
+        density = tail * r
     elif CDF == LAPLACE:
         tail = 0.5 * tl.exp(behind)
         density = tail

@@ -1,6 +1,7 @@
 """The soft top-k of rows that stay on chip or stream past one program, in float32.
 
-One read, few evaluations of the soft count (:mod:`.threshold`), one write. The rows for which float32 does
+One read, few evaluations of the soft count (:mod:`.threshold`), one write; or, in its place, the threshold
+with the digits of float64 (:mod:`.polish`). The rows for which float32 does
 not suffice (no answer, infinite scores, a temperature out of range, no convergence) are solved again, in the
 same program, in float64 by :mod:`.exact`, a chunk at a time: a second launch would cost more than a short row
 takes.
@@ -19,8 +20,9 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, log_F
+from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
+from khot._kernels.triton.polish import polish
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
 
@@ -140,7 +142,8 @@ def _rescue(
     hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
-    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
+    if OUTPUT != THRESHOLD:
+        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
 # --------------------------------------------------------------------------------------------- the kernel
@@ -169,24 +172,30 @@ def solve_rows(
     origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
     k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
-    tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    tau, tau_rest = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = find(
         x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
         CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
     )  # fmt: skip
 
+    if OUTPUT == THRESHOLD:
+        hi, lo, ok = polish(
+            x, at, n_columns, hi.to(tl.float64), lo.to(tl.float64), ok, k.to(tl.float64) + k_rest,
+            tau.to(tl.float64) + tau_rest, joined(power_high, power_low), CDF, TOGETHER, PIECES, WIDTH,
+        )  # fmt: skip
     tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
     tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-    values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
-    to = out_pointer + entries(row, n_columns, column, TOGETHER)
-    if STREAM:
-        write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
-    else:
-        for i in tl.static_range(PIECES):
-            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
-            tl.store(to + i * WIDTH, out, mask=valid)
+    if OUTPUT != THRESHOLD:
+        values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
+        to = out_pointer + entries(row, n_columns, column, TOGETHER)
+        if STREAM:
+            write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+        else:
+            for i in tl.static_range(PIECES):
+                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+                out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
+                tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
         bad = there & ~ok

@@ -76,10 +76,10 @@ def less(x, base, FINE: tl.constexpr):
 def over(
     x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    base=0.0, FINE: tl.constexpr = False,
+    base=0.0, FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """The sums over a row of the COUNT members of terms(x, given): of the pieces in x, or of what is at `at`,
-    which FINE takes less `base` (:func:`less`).
+    """The sums over a row of the COUNT members of terms(x, given), which are of this type: of the pieces in
+    x, or of what is at `at`, which FINE takes less `base` (:func:`less`).
 
     A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
     its digits to the many entries that a thread adds up.
@@ -93,7 +93,7 @@ def over(
         for begin_ in range(0, n, FLUSH * STEP):
             part = ()
             for _ in tl.static_range(COUNT):
-                part = part + (tl.zeros((WIDTH,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+                part = part + (tl.zeros((WIDTH,), TYPE),)  # type: ignore[assignment]  # noqa: RUF005
             for start in range(begin_, tl.minimum(n, begin_ + FLUSH * STEP), STEP):
                 held = ()
                 for i in tl.static_range(PIECES):  # all loads first

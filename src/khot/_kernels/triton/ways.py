@@ -2,8 +2,10 @@
 
 - Float32 and narrower: `resident` and `resident_backward`, whose programs have a row or several; for few
   rows longer than `layout.STREAMED`, `split` and `split_backward`, where programs share a row.
-- Float64, and thresholds that are asked for by themselves, which have the digits of float64: `exact`, whose
-  programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`, where programs share a row.
+- Float64: `exact`, whose programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`,
+  where programs share a row.
+- A threshold that is asked for by itself has the digits of float64: `resident` finds it in float32 and
+  polishes it; for the few rows that are split, `exact_split` does.
 - Gradients in float64: `exact_backward` and `exact_split`, by the same length.
 """
 
@@ -47,13 +49,14 @@ def soft_topk(
         return out, hi, lo
     source = layout.rows(x, n)
     goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-    exactly = x.dtype == torch.float64 or output == "threshold"
-    if exactly and n <= layout.RESIDENT:
+    fine = x.dtype == torch.float64
+    if fine and n <= layout.RESIDENT:
         left = layout.rest(k, goal)
         exact.solve(source, NO_COSTS, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
         return out, hi, lo
-    kernels = split if layout.splits(rows, n) else resident
-    if exactly:
+    splits = layout.splits(rows, n)
+    kernels = split if splits else resident
+    if fine or (splits and output == "threshold"):
         kernels = exact_split
     kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
     return out, hi, lo

@@ -1,0 +1,78 @@
+"""Thresholds with the digits of float64, from those that float32 arithmetic has found (:mod:`.threshold`).
+
+Newton's method in float64. The threshold is off by some 1e-7 τ, so that one step is mostly enough: what it
+leaves is about the square of that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from khot._kernels.triton.fast import any_row, two_sum, wide
+from khot._kernels.triton.functions import full_support, side
+from khot._kernels.triton.threshold import over
+
+__all__ = ["polish"]
+
+STEPS = tl.constexpr(4)  # at most, before a row is searched in float64
+# A step of up to so many τ is the last one. Its error is half its square (times z with the normal CDF); where
+# entries cross a kink of F, it is as long as the step.
+LAST = tl.constexpr(1e-6)
+LAST_KINKED = tl.constexpr(1e-12)
+EDGE = tl.constexpr(1e-6)  # of the support: so near to its ends rounding may have made the density
+FLAT = tl.constexpr(1e-3)  # of compact support: a sum of densities that tells of a gap
+LONG = tl.constexpr(0.1)  # a step from a threshold that float32 did not find
+
+
+@triton.jit
+def _terms(x, given):
+    """Which entries lie above t, or with compact support, which ones F is 1 of; by how much F differs from
+    that; and f."""
+    hi, lo, inverse, power = given[:4]
+    CDF: tl.constexpr = given[4]
+    z = ((x.to(tl.float64) - hi) - lo) * inverse
+    if full_support(CDF):
+        above = z > 0
+        tail, density = side(z, z, above, 0.0, -tl.abs(z), power, CDF)
+        tail = tl.where(above, -tail, tail)
+    else:
+        above = z >= 1
+        tail, density = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
+        density = tl.where((z > EDGE) & (z < 1 - EDGE), density, 0.0)
+    return tl.where(above, 1.0, 0.0), tail, density
+
+
+@triton.jit
+def polish(
+    x, at, n, hi, lo, ok, k, tau, power,
+    CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """hi and lo of the rows that are ok, and which of them have a threshold. All numbers are float64; x, at
+    and n are as for :func:`.threshold.over`.
+
+    A row that a program holds alone is read again: there are not registers enough for float64 beside it.
+    """
+    ALONE: tl.constexpr = TOGETHER == 1
+    inverse = 1 / tau
+    last: tl.constexpr = LAST if full_support(CDF) else LAST_KINKED
+    open_ = ok
+    count = 0
+    running = any_row(open_, TOGETHER)
+    while running:
+        above, tails, mass = over(
+            x, at, n, _terms, (wide(hi, TOGETHER), wide(lo, TOGETHER), wide(inverse, TOGETHER), power, CDF),
+            3, TOGETHER, 1 if ALONE else PIECES, WIDTH, ALONE, TYPE=tl.float64,
+        )  # fmt: skip
+        step = ((above - k) + tails) / mass
+        found = tl.abs(step) < LONG
+        if not full_support(CDF):
+            found = found & (mass > FLAT)
+        ok = ok & (found | ~open_)
+        open_ = open_ & found
+        lo = tl.where(open_, lo + step * tau, lo)
+        open_ = open_ & (tl.abs(step) > last)
+        count += 1
+        running = (count < STEPS) & any_row(open_, TOGETHER)
+    hi, lo = two_sum(hi, lo)
+    return hi, lo, ok & ~open_
