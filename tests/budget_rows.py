@@ -201,10 +201,18 @@ def gaps(
 
 
 def check_spend(
-    kernels: Any, x: Tensor, w: Tensor, budget: Tensor, tau: float, cdf: str, by: str, at_most: bool = False
+    kernels: Any,
+    x: Tensor,
+    w: Tensor,
+    budget: Tensor,
+    tau: float | Tensor,
+    cdf: str,
+    by: str,
+    at_most: bool = False,
 ) -> Tensor:
-    """The spend is the budget, to a part of the greatest cost; the shares."""
-    y = kernels.soft_budget(x, w, budget, *numbers(tau), cdf, CDFS[cdf], by, at_most)[0]
+    """The spend is the budget, to a part of the greatest cost; the shares. tau is one number, or one a row."""
+    tau = torch.as_tensor(tau, dtype=torch.float64)
+    y = kernels.soft_budget(x, w, budget, tau, cdf, CDFS[cdf], by, at_most)[0]
     assert ((y >= 0) & (y <= 1)).all()
     w = w.double()
     dearest, missing = w.amax(-1), w.sum(-1) - budget
@@ -212,7 +220,7 @@ def check_spend(
     limit = sharp * torch.maximum(dearest, torch.minimum(budget, missing))
     limit = limit + x.shape[-1] * torch.finfo(x.dtype).eps / 2 * dearest
     over = (w * y.double()).sum(-1) - budget
-    free = reference.cdfs.resolve(cdf, CDFS[cdf]).cdf(x.double() / tau)
+    free = reference.cdfs.resolve(cdf, CDFS[cdf]).cdf(x.double() / tau.unsqueeze(-1))
     slack = at_most & ((w * free).sum(-1) <= budget)  # all that F(x/τ) asks for is paid
     assert (over <= limit).all() and (over >= -limit)[~slack].all(), (over / limit).tolist()
     return y

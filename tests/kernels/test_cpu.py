@@ -68,17 +68,17 @@ def test_the_extension_is_there_where_it_must_be() -> None:
 @needs_extension
 @every_dtype
 @every_cdf
-@pytest.mark.parametrize("n", [1, 2, 33, 256, 257, 3_000])
+@pytest.mark.parametrize("n", [1, 2, 33, 256, 257, 1_000])
 def test_adversarial_rows_as_the_reference(cdf: str, dtype: torch.dtype, n: int) -> None:
     x, k = adversarial(n, dtype)
     for tau in oracles.TAUS:
         y, hi, lo = forward(x, k, tau, cdf)
-        assert error(y, expected(x, k, tau, cdf)[0]) <= TOLERANCE[dtype]
+        want_y, want_hi, want_lo = expected(x, k, tau, cdf)
+        assert error(y, want_y) <= TOLERANCE[dtype]
         assert (y.nan_to_num() >= 0).all() and (y.nan_to_num() <= 1).all()
         assert hi.dtype == lo.dtype == torch.float64
 
         _, hi, lo = forward(x, k, tau, cdf, "threshold")
-        _, want_hi, want_lo = expected(x, k, tau, cdf, "threshold")
         t, want = hi + lo, want_hi + want_lo
         assert ((t - want).abs() <= 1e-9 * tau + 1e-14 * want.abs()).logical_or(t == want).all()
 
@@ -108,10 +108,10 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, k: float) -> None:
 def test_many_short_rows_with_many_selected_entries(cdf: str, masked: float) -> None:
     """A sum of up to 128 entries that are nearly 1 has to leave the digits of those that are not."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(4_096, 256, generator=g) * torch.linspace(1, 20, 4_096)[:, None] + 20
+    x = torch.randn(1_024, 256, generator=g) * torch.linspace(1, 20, 1_024)[:, None] + 20
     x = x.masked_fill(torch.rand(x.shape, generator=g) < masked, -math.inf)
     selectable = (x > -math.inf).sum(-1).double()
-    k = selectable * torch.rand(4_096, generator=g, dtype=torch.float64)
+    k = selectable * torch.rand(1_024, generator=g, dtype=torch.float64)
     y, _, _ = forward(x, k, 1.5, cdf)
     assert error(y, expected(x, k, 1.5, cdf)[0]) <= TOLERANCE[torch.float32]
     assert not y[x == -math.inf].any()
@@ -125,16 +125,16 @@ def test_many_short_rows_with_many_selected_entries(cdf: str, masked: float) -> 
 def test_short_rows_in_a_gap_have_its_middle(cdf: str, n: int) -> None:
     """Also where a step ends at an end of the gap, and rounding leaves the entry there a little undecided."""
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(1_600, n, generator=g)
-    k = torch.randint(1, n, (1_600,), generator=g).double()
+    x = torch.randn(600, n, generator=g)
+    k = torch.randint(1, n, (600,), generator=g).double()
     for tau in (0.03, 1e-3):
+        want, want_hi, want_lo = expected(x, k, tau, cdf)
         for output in ("threshold", "y"):
             _, hi, lo = forward(x, k, tau, cdf, output)
-            want, want_hi, want_lo = expected(x, k, tau, cdf, output)
             off = ((hi + lo) - (want_hi + want_lo)).abs()
             if output == "y":  # beside y, float has the threshold of other rows less exactly
                 off = off[((want == 0) | (want == 1)).all(-1)]
-            assert len(off) > 200
+            assert len(off) > 75
             assert off.max() <= (1e-9 * tau if output == "threshold" else 2.5e-7)
 
 
@@ -168,10 +168,10 @@ WIDE = {
 @pytest.mark.parametrize(
     ("cdf", "dtype", "n"),
     [
-        *itertools.product(CDFS, (torch.float32, torch.bfloat16, torch.float16), (300, 5_000)),
+        *itertools.product(CDFS, (torch.float32, torch.bfloat16, torch.float16), (300,)),
+        *itertools.product(CDFS, (torch.float32,), (5_000, 70_000)),
         # the search does not depend on the CDF, nor the formulas on the length
-        *itertools.product(("logistic",), (torch.bfloat16, torch.float16), (70_000,)),
-        *itertools.product(CDFS, (torch.float32,), (70_000,)),
+        *itertools.product(("logistic",), (torch.bfloat16, torch.float16), (5_000, 70_000)),
     ],
     ids=str,
 )
@@ -179,19 +179,20 @@ def test_scores_that_spread_beyond_tau_as_the_reference(cdf: str, dtype: torch.d
     """The k-th largest entry shows where to search, and most others are clearly above or below."""
     z = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     rounding = 0.51 * torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
-    for scores in WIDE.values():
+    long = n > 5_000  # the reference takes its time
+    for scores in (WIDE["Cauchy"], WIDE["ends"]) if long else WIDE.values():
         x = scores(z).to(dtype)
         pinned, selectable = int((x == torch.inf).sum()), int((x > -torch.inf).sum())
         free = selectable - pinned
-        k = torch.tensor([1, 2.5, free // 10, free // 10 + 1e-3, free // 2 - 1e-3, free - 1]).double()
-        k = k + pinned
+        ks = [1, 2.5, free // 10, free // 10 + 1e-3, free // 2 - 1e-3, free - 1]
+        k = torch.tensor(ks[1:4:2] if long else ks).double() + pinned
         rows = x.repeat(len(k), 1)
         y, want = forward(rows, k, 1.0, cdf)[0].double(), expected(rows, k, 1.0, cdf)[0]
         assert ((y - want).abs() <= 5e-7 + rounding * want).all()
         if dtype == torch.float32:
             allowed = 1e-6 * torch.minimum(k, selectable - k).clamp(min=1) + n * 2**-24
             assert ((y.sum(-1) - k).abs() <= allowed).all()
-        if cdf not in ("uniform", "power"):
+        if cdf not in ("uniform", "power") and n < 5_000:
             y, want = forward(rows, k, 1.0, cdf, "log")[0], expected(rows, k, 1.0, cdf, "log")[0]
             subnormal = max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps, 1e-30)
             close = (y.double() - want).abs() <= (1e-5 + rounding) * want.abs() + subnormal
