@@ -210,7 +210,7 @@ def check_spend(
     by: str,
     at_most: bool = False,
 ) -> Tensor:
-    """The spend is the budget, to a part of the greatest cost; the shares. tau is one number, or one a row."""
+    """The spend is the budget, to a part of the greatest cost; the shares. tau: one number, or one a row."""
     tau = torch.as_tensor(tau, dtype=torch.float64)
     y = kernels.soft_budget(x, w, budget, tau, cdf, CDFS[cdf], by, at_most)[0]
     assert ((y >= 0) & (y <= 1)).all()

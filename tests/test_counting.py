@@ -147,10 +147,10 @@ def test_at_most_ten_passes(name: str, n: int) -> None:
 def test_rows_that_spread_far_beyond_tau_are_counted_and_not_searched(
     name: str, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass of the search takes as long as fifty others. Only the steep end of a power's support needs it."""
+    """A pass of the search takes as long as fifty others. Only the steep end of a power needs it."""
     searched = []
 
-    def search(*args: object) -> object:
+    def search(*args: Any) -> Any:
         searched.append(args)
         return search_pass(*args)
 

@@ -22,7 +22,7 @@ from khot._kernels.reference.tiles import tiles
 __all__ = ["PASSES", "Window", "narrow_pass", "window_of"]
 
 PASSES = 4
-# The width of a bin, in τ, from which on Newton's method is better. Without tails (False) a few entries decide.
+# The width of a bin, in τ, from which on Newton's method is better. Without tails (False) few entries decide.
 FINE = {True: 4.0, False: 0.1}
 FAR = 1e12  # the same of a window that bins of equal width would take too many passes for
 EDGE = 1e-6  # of a bin's cost: what is not left of it by more than this ends between two entries
