@@ -49,12 +49,15 @@ def window_of(p: Problem, sample: Sample, guess: Tensor, low: Tensor, high: Tens
     rank = (paid < paid[..., -1:] * share).sum(-1, keepdim=True)
     there = (level > -math.inf).sum(-1, keepdim=True)
     off = (3 * torch.sqrt(there * share * (1 - share)) + 3).long()
-    ends = []
-    for place, bound in ((rank + off, low), (rank - off, high)):
+
+    def end(place: Tensor, bound: Tensor) -> Tensor:
         inside = (place >= 0) & (place < there)
         found = level.gather(-1, place.clamp(0, level.shape[-1] - 1))
-        ends.append(torch.where(inside, found, bound.unsqueeze(-1)).squeeze(-1))
-    return Window(*ends, guess, torch.zeros_like(guess, dtype=torch.bool))
+        return torch.where(inside, found, bound.unsqueeze(-1)).squeeze(-1)
+
+    return Window(
+        end(rank + off, low), end(rank - off, high), guess, torch.zeros_like(guess, dtype=torch.bool)
+    )
 
 
 def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tuple[Window, Tensor]:
