@@ -1,7 +1,7 @@
 """Attention to the k best of 16,384 keys beside dense attention: `python -m benchmarks.attention`.
 
-One head of 64 entries, 16,384 queries and keys in float32, k = 32. khot.nn.topk_attention, soft and hard,
-beside what one would write by hand, torch's scaled_dot_product_attention with a mask of each query's k best
+One head of 64 entries, 16,384 queries and keys in float32, k = 32. khot.nn.topk_attention, soft, soft among
+candidates and hard, beside what one would write by hand, torch's scaled_dot_product_attention with a mask of each query's k best
 keys, and beside plain attention without a selection. CPU time of one thread and the peak of memory beyond the
 arguments, forward and forward + backward.
 """
@@ -31,6 +31,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 CALLS: dict[str, Attention] = {
     "topk_attention": lambda q, k, v: khot.nn.topk_attention(q, k, v, K, tau=TAU),
+    f"topk_attention, {4 * K} candidates": lambda q, k, v: khot.nn.topk_attention(
+        q, k, v, K, tau=TAU, candidates=4 * K
+    ),
     "topk_attention, hard": lambda q, k, v: khot.nn.topk_attention(q, k, v, K, hard=True),
     "by hand: topk, mask, attention": by_hand,
     "attention to all keys": F.scaled_dot_product_attention,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
 import oracles
-from khot.nn import TopKAttention, topk_attention
+from khot.nn import TopKAttention, attention, selected_attention, topk_attention
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -206,16 +207,19 @@ def test_parts_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monke
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+class Largest(TorchDispatchMode):
+    """The entries of the largest tensor that there was."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            self.numel = max(self.numel, t.numel() if isinstance(t, Tensor) else 0)
+        return out
+
+
 def test_no_tensor_has_an_entry_for_each_pair(small_parts: None) -> None:
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, tuple | list) else [out]:
-                self.numel = max(self.numel, t.numel() if isinstance(t, Tensor) else 0)
-            return out
-
     q, k, v = (normal(1, 200, 4, seed=i).requires_grad_() for i in range(3))
     layer = TopKAttention(4, 1, top_k=3, batch_first=True).double()
     for f in (
@@ -229,6 +233,309 @@ def test_no_tensor_has_an_entry_for_each_pair(small_parts: None) -> None:
     with Largest() as largest:
         layer(q, k, v)[0].sum().backward()
     assert largest.numel >= 200 * 200
+
+
+# -------------------------------------------------------------------------------- only the selected keys
+
+
+@pytest.fixture
+def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select however few keys there are."""
+    monkeypatch.setattr(attention, "LONG", 1)
+    monkeypatch.setattr(attention, "FEW", 1)
+
+
+def weighed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    top_k: int,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention to the first top_k keys of a stable sort, whose weights are 0 for all others."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :top_k]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    logits = scores.masked_fill(~chosen, -math.inf)
+    idle = (logits == -math.inf).all(-1, keepdim=True)
+    return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0) @ v
+
+
+SELECTED: dict[str, tuple[Tensor | None, dict[str, Any]]] = {
+    **{name: (mask, {}) for name, mask in MASKS.items()},
+    "nothing for one": ((torch.arange(4) != 1)[:, None].expand(4, 6), {}),
+    "causal": (None, {"is_causal": True}),
+    "scale": (None, {"scale": -0.7}),
+}
+
+
+@pytest.mark.parametrize("call", SELECTED.values(), ids=SELECTED.keys())
+def test_selected_keys_are_those_that_a_sort_gives(
+    selecting: None, monkeypatch: pytest.MonkeyPatch, call: tuple[Tensor | None, dict[str, Any]]
+) -> None:
+    """The output, and its first and second derivatives."""
+    monkeypatch.setattr(attention, "_weights", None)  # nothing weighs all keys
+    monkeypatch.setattr("khot._ops.selected.ROWS_OF_NARROW", 3)
+    mask, options = call
+    leaves = tuple(x.requires_grad_() for x in qkv())
+    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
+    found = []
+    for attend in (functools.partial(topk_attention, hard=True), weighed):
+        y = attend(*leaves, 2, mask, **options)
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
+        found.append((y, *first, *second))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_selected_keys_of_heads_in_groups_of_batches_that_broadcast(selecting: None) -> None:
+    q, k, v = normal(2, 4, 5, 3), normal(2, 2, 6, 3, seed=1), normal(1, 2, 6, 7, seed=2)
+    got = topk_attention(q, k, v, 3, hard=True, enable_gqa=True)
+    want = weighed(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), 3)
+    torch.testing.assert_close(got, want)
+
+
+def test_selected_keys_of_equal_scores_are_the_first_ones(selecting: None) -> None:
+    q, k, v = torch.ones(1, 2), torch.ones(6, 2), torch.eye(6)
+    assert topk_attention(q, k, v, 2, hard=True).tolist() == [[0.5, 0.5, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_selected_keys_in_half_precision(selecting: None, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype).requires_grad_() for x in qkv())
+    y = topk_attention(q, k, v, 2, hard=True)
+    want = weighed(*(x.double() for x in (q, k, v)), 2)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    for x, grad in zip((q, k, v), torch.autograd.grad(y.sum(), (q, k, v)), strict=True):
+        assert grad.dtype == x.dtype and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_selected_keys_need_a_part_of_the_scores(causal: bool) -> None:
+    q, k, v = (normal(2, 2_048, 4, seed=i).requires_grad_() for i in range(3))
+    with Largest() as largest:
+        topk_attention(q, k, v, 8, is_causal=causal, hard=True).sum().backward()
+    assert largest.numel <= 64 * 2_048  # as many rows as best_of_product takes at a time
+
+
+# ---------------------------------------------------------------------------------------- candidates
+
+
+def among(
+    q: Tensor, k: Tensor, v: Tensor, top_k: float, m: int, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Soft attention among the first m keys of a stable sort, with weights for all keys."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if options.pop("is_causal", False):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :m]
+    best = scores.gather(-1, order)
+    count = (best > -math.inf).sum(-1).double().clamp(max=top_k)
+    logits = best + khot.log_soft_topk(best, count, **options)
+    idle = (logits == -math.inf).all(-1, keepdim=True)
+    weights = logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0)
+    return torch.zeros_like(scores).scatter(-1, order, weights) @ v
+
+
+AMONG = {name: call for name, call in SELECTED.items() if name != "scale"}
+
+
+@pytest.mark.parametrize("call", AMONG.values(), ids=AMONG.keys())
+def test_candidates_are_the_best_keys(
+    monkeypatch: pytest.MonkeyPatch, call: tuple[Tensor | None, dict[str, Any]]
+) -> None:
+    """The output, and its first and second derivatives, those in the mask included."""
+    monkeypatch.setattr(attention, "_weights", None)  # nothing weighs all keys
+    monkeypatch.setattr("khot._ops.selected.ROWS_OF_NARROW", 3)
+    mask, options = call
+    leaves = [x.requires_grad_() for x in qkv()]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.clone().requires_grad_()
+        leaves.append(mask)
+    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
+    found = []
+    for attend in (
+        lambda *a, **o: topk_attention(*a[:4], a[5] if len(a) > 5 else None, candidates=a[4], **o),
+        among,
+    ):
+        y = attend(*leaves[:3], 1.7, 4, mask, tau=0.3, **options)
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
+        found.append((y, *first, *second))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_all_keys_as_candidates_change_nothing() -> None:
+    q, k, v = qkv()
+    for m in (6, 100):
+        torch.testing.assert_close(
+            topk_attention(q, k, v, 2, tau=0.3, candidates=m), topk_attention(q, k, v, 2, tau=0.3)
+        )
+
+
+def test_few_candidates_are_enough_at_small_temperatures() -> None:
+    """What the docstring says of 128 candidates for 32 keys, and compact support."""
+    scores = normal(4, 8_192)
+    best = scores.sort(dim=-1, descending=True).values
+    for tau, limit in ((0.1, 0.01), (0.03, 2e-6)):
+        among_all = khot.soft_topk(best, 32, tau=tau)
+        among_some = khot.soft_topk(best[:, :128], 32, tau=tau)
+        assert 0 < (among_some - among_all[:, :128]).abs().max() <= limit
+        assert among_all[:, 128:].max() <= limit
+    q, k, v = normal(4, 1, 1).fill_(1), scores.unsqueeze(-1), normal(4, 8_192, 3, seed=1)
+    options: dict[str, Any] = {"tau": 0.1, "cdf": "uniform"}
+    torch.testing.assert_close(
+        topk_attention(q, k, v, 32, candidates=128, **options), topk_attention(q, k, v, 32, **options)
+    )
+
+
+def test_candidates_compiled_mapped_and_forward() -> None:
+    q, k, v = qkv()
+    attend = functools.partial(topk_attention, top_k=2, tau=0.3, candidates=4, is_causal=True)
+    want = attend(q, k, v)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v), want)
+    torch.testing.assert_close(torch.func.vmap(attend)(q, k, v), want)
+    tangents = tuple(normal(*x.shape, seed=7) for x in (q, k, v))
+    _, want_tangent = torch.func.jvp(
+        functools.partial(among, top_k=2, m=4, is_causal=True, tau=0.3), (q, k, v), tangents
+    )
+    with forward_ad.dual_level():
+        y = attend(*(forward_ad.make_dual(*pair) for pair in zip((q, k, v), tangents, strict=True)))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, want_tangent)
+    torch.testing.assert_close(torch.func.jvp(attend, (q, k, v), tangents)[1], want_tangent)
+
+
+def test_candidates_under_autocast_have_its_dtype() -> None:
+    q, k, v = (x.float() for x in qkv())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = topk_attention(q, k, v, 2, candidates=4)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), topk_attention(q, k, v, 2, candidates=4), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": 0}, "candidates must"),
+        ({"candidates": 2.5}, "candidates must"),
+        ({"candidates": 3, "hard": True}, "candidates must be None with hard=True, but got 3"),
+        ({"candidates": 1}, "top_k must be at most candidates = 1, but got 2"),
+    ],
+)
+def test_candidates_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        topk_attention(*qkv(), 2, **options)
+
+
+# ------------------------------------------------------------------------------- keys that others chose
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """The formula, with the selected rows in memory."""
+    rows = [x[..., None, :, :].expand(*indices.shape[:-1], *x.shape[-2:]) for x in (k, v)]
+    keys, values = (x.gather(-2, indices[..., None].expand(*indices.shape, x.shape[-1])) for x in rows)
+    scores = (keys * q[..., None, :]).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    idle = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0)
+    return (weights[..., None] * values).sum(-2)
+
+
+INDICES = torch.randint(0, 6, (2, 3, 4, 3), generator=torch.Generator().manual_seed(5))  # some of them twice
+OF_SELECTED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": -0.7},
+    "bool": {"mask": torch.rand(4, 3, generator=torch.Generator().manual_seed(3)) > 0.3},
+    "nothing for one": {"mask": (torch.arange(4) != 1)[:, None]},
+    "added": {"mask": normal(2, 1, 4, 3, seed=4)},
+}
+
+
+@pytest.mark.parametrize("options", OF_SELECTED.values(), ids=OF_SELECTED.keys())
+def test_attention_to_given_keys(options: dict[str, Any]) -> None:
+    """The output, and its first and second derivatives."""
+    options = dict(options)
+    mask = options.pop("mask", None)
+    leaves = [x.requires_grad_() for x in qkv()]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.clone().requires_grad_()
+        leaves.append(mask)
+    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
+    found = []
+    for attend in (
+        lambda *a, **o: selected_attention(*a[:4], attn_mask=a[4], **o),
+        masked,
+    ):
+        y = attend(*leaves[:3], INDICES, mask, **options)
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
+        found.append((y, *first, *second))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_given_keys_compiled_mapped_in_groups_and_in_half_precision() -> None:
+    q, k, v = qkv()
+    want = masked(q, k, v, INDICES)
+    for attend in (
+        torch.compile(selected_attention, fullgraph=True, backend="aot_eager"),
+        torch.func.vmap(selected_attention),
+        torch.func.vmap(torch.func.vmap(selected_attention)),
+    ):
+        torch.testing.assert_close(attend(q, k, v, INDICES), want)
+    half = selected_attention(*(x.bfloat16() for x in (q, k, v)), INDICES)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), want, rtol=0.05, atol=0.05)
+    one = selected_attention(q, k[:, :1], v[:, :1], INDICES[:, :1], enable_gqa=True)
+    torch.testing.assert_close(
+        one, selected_attention(q, *(x[:, :1].expand(-1, 3, -1, -1) for x in (k, v, INDICES)))
+    )
+
+
+def test_what_linear_topk_chose_is_hard_attention() -> None:
+    q, k, v = (x[0, 0] for x in qkv())
+    chosen = khot.linear_topk(q, k, 2).indices
+    torch.testing.assert_close(selected_attention(q, k, v, chosen), topk_attention(q, k, v, 2, hard=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"indices": INDICES.int()}, TypeError, "indices must have dtype torch.int64, but got torch.int32"),
+        ({"indices": INDICES + 6}, ValueError, r"indices must be in \[0, 6\), but got "),
+        ({"indices": INDICES - 7}, ValueError, r"indices must be in \[0, 6\), but got -"),
+        ({"indices": INDICES[:, :, :3]}, ValueError, r"indices must have shape \(..., 4, k\)"),
+        ({"indices": INDICES[:, :2]}, ValueError, "batch dims that broadcast"),
+        ({"attn_mask": torch.ones(4, 6).bool()}, ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": torch.ones(4, 3).int()}, TypeError, "attn_mask must be bool or floating-point"),
+        ({"query": qkv()[0].float()}, TypeError, "dtype"),
+    ],
+)
+def test_given_keys_out_of_range(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    q, k, v = qkv()
+    with pytest.raises(kind, match=message):
+        selected_attention(**{"query": q, "key": k, "value": v, "indices": INDICES, **change})
+
+
+def test_a_nan_stays_in_its_row(selecting: None) -> None:
+    q, k, v = qkv()
+    q[0, 0, 1, 0] = math.nan
+    y = topk_attention(q, k, v, 2, hard=True)
+    assert y[0, 0, 1].isnan().all() and y.isnan().sum() == 7
 
 
 def test_dropout_drops_the_same_weights_in_both_passes(small_parts: None) -> None:

@@ -87,7 +87,7 @@ def best_of_product(
         whole = product(input, weight.mT)
         whole = whole if bias is None else whole + bias.unsqueeze(-2)
         return _chosen((...,), whole, k, adjust, watch)
-    with torch.no_grad():
+    with torch.no_grad(), below_autograd():  # the latter also for forward mode
         return _in_parts(input, weight, bias, k, adjust, columns, watch)
 
 

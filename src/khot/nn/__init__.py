@@ -12,6 +12,7 @@ from khot.nn._sae_layouts import sae_to_layout as sae_to_layout
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
+from khot.nn.attention import selected_attention as selected_attention
 from khot.nn.attention import topk_attention as topk_attention
 from khot.nn.balanced import BalancedRouter as BalancedRouter
 from khot.nn.balancer import QuantileBalancer as QuantileBalancer
@@ -53,6 +54,7 @@ __all__ = [
     "sae_to_layout",
     "soft_beam_loss",
     "soft_beam_search",
+    "selected_attention",
     "topk_attention",
 ]
 
