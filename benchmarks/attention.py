@@ -1,9 +1,9 @@
 """Attention to the k best of 16,384 keys beside dense attention: `python -m benchmarks.attention`.
 
 One head of 64 entries, 16,384 queries and keys in float32, k = 32. khot.nn.topk_attention, soft, soft among
-candidates and hard, beside what one would write by hand, torch's scaled_dot_product_attention with a mask of each query's k best
-keys, and beside plain attention without a selection. CPU time of one thread and the peak of memory beyond the
-arguments, forward and forward + backward.
+candidates and hard, beside what one would write by hand, torch's scaled_dot_product_attention with a mask of
+each query's k best keys, and beside plain attention without a selection. CPU time of one thread and the peak
+of memory beyond the arguments, forward and forward + backward.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
         "topk": lambda x: khot.topk(x, k).values,
+        "linear_topk": lambda x: khot.linear_topk(x, torch.eye(n, device=x.device), k).values,
         "soft_assign": lambda x: khot.soft_assign(x, float(k)),
         "soft_budget": lambda x: khot.soft_budget(x, torch.ones(()), float(k)),
         "budget_mask": lambda x: khot.budget_mask(x, torch.ones(()), float(k)),
@@ -134,6 +135,9 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.MixtureOfExperts": lambda x: first(mixture(x)),
         "nn.TopKAttention": lambda x: first(attention(x[None], x[None], x[None])),
         "nn.topk_attention": lambda x: L.topk_attention(x[None], x[None], x[None], 1),
+        "nn.selected_attention": lambda x: L.selected_attention(
+            x[None], x[None], x[None], torch.zeros(1, len(x), 1, dtype=torch.int64, device=x.device)
+        ),
         "nn.SoftKNN": lambda x: knn(x, templates, labels),
         "nn.prune_magnitude": pruned,
         "nn.prune_global": together,
