@@ -196,6 +196,11 @@ ROWS: dict[str, Row] = {
     "khot.sparse_topk": Row(khot.sparse_topk, {**OF_TOPK, "p": 1.5}),
     "khot.topk_mask": Row(khot.topk_mask, {"input": X, "k": 1.0, "dim": -1, "mask": MASK}),
     "khot.topk": Row(khot.topk, {"input": X, "k": 2, "dim": -1}, {"k": "integer"}),
+    "khot.linear_topk": Row(
+        khot.linear_topk,
+        {"input": X, "weight": X, "k": 2, "bias": X[..., 0]},
+        {"k": "integer", "weight": "scores", "bias": "scores"},
+    ),
     "khot.soft_assign": Row(
         khot.soft_assign,
         {
@@ -560,6 +565,22 @@ ROWS: dict[str, Row] = {
         {"value": "scores"},
         {"top_k": (N + 1, math.inf), "attn_mask": (None,)},
     ),
+    "khot.nn.topk_attention candidates": Row(
+        khot.nn.topk_attention,
+        {**ATTENDED, "top_k": 2.0, "candidates": 4, "tau": 1.0, "cdf": "logistic"},
+        {"value": "scores", "candidates": "size"},
+        {"candidates": (None,)},
+    ),
+    "khot.nn.selected_attention": Row(
+        khot.nn.selected_attention,
+        {
+            **ATTENDED,
+            "indices": torch.zeros(2, 3, 2, dtype=torch.int64),
+            "attn_mask": torch.ones(3, 2).bool(),
+        },
+        {"value": "scores"},
+        {"attn_mask": (None,)},
+    ),
     "khot.nn.TopKAttention": Row(
         khot.nn.TopKAttention,
         {"embed_dim": 4, "num_heads": 2, "top_k": 2, "tau": 1.0, "cdf": "logistic"},
@@ -710,6 +731,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
     optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
+    optional |= {"candidates"}  # which hard=True and a larger top_k exclude
     assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
         "key_padding_mask",
         "attn_mask",

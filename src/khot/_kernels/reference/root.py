@@ -64,12 +64,15 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = scales_of(p)
     low, high, guess, wide = _start(p, scales)
     passes = torch.zeros_like(low) + 1 + p.by_value
+    nowhere = torch.zeros_like(live)
     sample = None
     running = live & (wide > SPREAD)
     if some(running, p.row):
         sample = sampled(p, scales)
         guess = torch.where(running, guess_from(p, scales, sample, guess, low, high), guess)
         window, running = window_of(p, sample, guess, low, high), running & (p.survey.entries > LANES)
+        if p.cost is not None and not p.cdf.full_support:  # then the search takes too many passes besides
+            running = nowhere
         for _ in range(narrow.PASSES):
             if not some(running, p.row):
                 break
@@ -78,7 +81,6 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         guess = torch.maximum(torch.minimum(window.guess, high), low)
 
     zero, infinite = torch.zeros_like(low), torch.full_like(low, math.inf)
-    nowhere = torch.zeros_like(live)
     walk = Walk(guess, zero, low, zero, scales.rest, high, zero, -p.budget, infinite, zero, nowhere)
     running = live
     for _ in range(SINGLE[p.cdf.full_support]):
