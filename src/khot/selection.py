@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core import arguments, eager
+from khot._core.precision import autocast_dtype
 from khot._core.rows import by_rows
 from khot._core.torch_internals import save_in_exports
 from khot._ops.selected import best_of_product, selected_dot
@@ -155,7 +156,5 @@ def linear_topk(input: Tensor, weight: Tensor, k: int, bias: Tensor | None = Non
 
 def _as_linear(x: Tensor) -> Tensor:
     """x in the dtype that ``F.linear`` has under autocast."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)

@@ -6,6 +6,7 @@ import functools
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,20 @@ def weighed(
     return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0) @ v
 
 
+def agree_to_second_order(
+    got: Tensor, want: Tensor, leaves: Sequence[Tensor], rtol: float = 0.0, atol: float = 1e-12
+) -> None:
+    """The values, and their first and second derivatives."""
+    grad = normal(*want.shape, seed=9).requires_grad_()
+    found = []
+    for y in (got, want):
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
+        found.append((y, *first, *second))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
 SELECTED: dict[str, tuple[Tensor | None, dict[str, Any]]] = {
     **{name: (mask, {}) for name, mask in MASKS.items()},
     "nothing for one": ((torch.arange(4) != 1)[:, None].expand(4, 6), {}),
@@ -284,15 +299,8 @@ def test_selected_keys_are_those_that_a_sort_gives(
     monkeypatch.setattr("khot._ops.selected.ROWS_OF_NARROW", 3)
     mask, options = call
     leaves = tuple(x.requires_grad_() for x in qkv())
-    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
-    found = []
-    for attend in (functools.partial(topk_attention, hard=True), weighed):
-        y = attend(*leaves, 2, mask, **options)
-        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
-        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
-        found.append((y, *first, *second))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    ours = topk_attention(*leaves, 2, mask, hard=True, **options)
+    agree_to_second_order(ours, weighed(*leaves, 2, mask, **options), leaves)
 
 
 def test_selected_keys_of_heads_in_groups_of_batches_that_broadcast(selecting: None) -> None:
@@ -362,18 +370,8 @@ def test_candidates_are_the_best_keys(
     if mask is not None and mask.is_floating_point():
         mask = mask.clone().requires_grad_()
         leaves.append(mask)
-    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
-    found = []
-    for attend in (
-        lambda *a, **o: topk_attention(*a[:4], a[5] if len(a) > 5 else None, candidates=a[4], **o),
-        among,
-    ):
-        y = attend(*leaves[:3], 1.7, 4, mask, tau=0.3, **options)
-        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
-        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
-        found.append((y, *first, *second))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    ours = topk_attention(*leaves[:3], 1.7, mask, candidates=4, tau=0.3, **options)
+    agree_to_second_order(ours, among(*leaves[:3], 1.7, 4, mask, tau=0.3, **options), leaves, 1e-10, 1e-10)
 
 
 def test_all_keys_as_candidates_change_nothing() -> None:
@@ -474,18 +472,21 @@ def test_attention_to_given_keys(options: dict[str, Any]) -> None:
     if mask is not None and mask.is_floating_point():
         mask = mask.clone().requires_grad_()
         leaves.append(mask)
-    grad = normal(2, 3, 4, 7, seed=9).requires_grad_()
-    found = []
-    for attend in (
-        lambda *a, **o: selected_attention(*a[:4], attn_mask=a[4], **o),
-        masked,
-    ):
-        y = attend(*leaves[:3], INDICES, mask, **options)
-        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
-        second = torch.autograd.grad([x.square().sum() for x in first], (*leaves, grad))
-        found.append((y, *first, *second))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+    ours = selected_attention(*leaves[:3], INDICES, attn_mask=mask, **options)
+    agree_to_second_order(ours, masked(*leaves[:3], INDICES, mask, **options), leaves, 1e-11)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        functools.partial(topk_attention, top_k=4, hard=True),
+        functools.partial(topk_attention, top_k=4, candidates=8),
+        functools.partial(selected_attention, indices=torch.zeros(600, 3, dtype=torch.int64, device="meta")),
+    ],
+)
+def test_selected_keys_of_meta_tensors(attend: Any) -> None:
+    q, k, v = (torch.empty(2, 600, 8, device="meta") for _ in range(3))
+    assert attend(q, k, v).shape == q.shape
 
 
 def test_given_keys_compiled_mapped_in_groups_and_in_half_precision() -> None:

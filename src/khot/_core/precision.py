@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from khot._core.torch_internals import is_transformed
 
 __all__ = [
+    "autocast_dtype",
     "WITHOUT_FLOAT64",
     "greatest",
     "in_float64",
@@ -119,12 +120,20 @@ def _here(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast has on the device now; None without it, also on a device that has none."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast leaves what runs on the device in its own dtype.
 
     Near ties decide what is chosen, so the numbers that are compared are not cast to half precision.
     """
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device) is not None:
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from khot._core import arguments
+from khot._core.precision import autocast_dtype
 
 __all__ = ["check_dtype", "check_width"]
 
@@ -23,9 +24,9 @@ def check_width(input: Tensor, width: int, layer: nn.Module, name: str = "input"
 
 def check_dtype(input: Tensor, weight: Tensor, layer: nn.Module, name: str = "input") -> None:
     """Raise if a matrix product with the weight would refuse its dtype."""
-    # autocast casts both; a device that has none does not know the question
+    # autocast casts both
     fits = torch.promote_types(input.dtype, weight.dtype) == weight.dtype
-    if not fits and not torch.is_autocast_enabled(input.device.type):
+    if not fits and autocast_dtype(input.device) is None:
         raise TypeError(
             f"{name} must have dtype {weight.dtype}, as the parameters of this {type(layer).__name__}, "
             f"but got {input.dtype}"

@@ -15,6 +15,7 @@ from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.parts import in_parts
+from khot._core.precision import autocast_dtype
 from khot._core.torch_internals import is_exporting, transforms_are_on
 from khot._ops.product import product
 from khot._ops.selected import Where, best_of_product, selected_dot, selected_sum
@@ -432,8 +433,8 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         arguments.check_input(x, name)
         if x.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dims, but got shape {tuple(x.shape)}")
-        # autocast casts all; a device that has none does not know the question
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        # autocast casts all
+        if x.dtype != query.dtype and autocast_dtype(query.device) is None:
             raise TypeError(f"{name} must have the query's dtype {query.dtype}, but got {x.dtype}")
     if query.shape[-1:] != key.shape[-1:]:
         raise ValueError(
@@ -619,7 +620,7 @@ def _selects(top_k: Scalar, query: Tensor, key: Tensor) -> TypeGuard[float]:
     if not number or keys < LONG or top_k > keys / FEW or top_k < 0.5 or not query.numel():
         return False
     traced = torch.compiler.is_compiling() or is_exporting() or transforms_are_on()
-    return not traced and not torch.is_autocast_enabled(query.device.type)
+    return not traced and autocast_dtype(query.device) is None
 
 
 def _attend_to_best(
@@ -687,7 +688,7 @@ def _summed(
     weights: Tensor, query: Tensor, value: Tensor, indices: Tensor, dropout_p: float, batch: Sequence[int]
 ) -> Tensor:
     """The sums of the selected values, in the dtype that a product of weights and values has."""
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     weights = F.dropout(weights.to(query.dtype), dropout_p)
-    return selected_sum(weights, value.expand(*batch, *value.shape[-2:]), indices).to(dtype)
+    return selected_sum(weights, value.expand(*batch, *value.shape[-2:]), indices).to(
+        autocast_dtype(query.device) or query.dtype
+    )

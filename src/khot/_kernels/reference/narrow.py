@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from khot._core.precision import greatest
-from khot._kernels.reference.sample import Sample
+from khot._kernels.reference.sample import Sample, ranked
 from khot._kernels.reference.selection import keys_of
 from khot._kernels.reference.survey import Problem, Scales, costs_of, per
 from khot._kernels.reference.tiles import tiles
@@ -43,8 +43,7 @@ def window_of(p: Problem, sample: Sample, guess: Tensor, low: Tensor, high: Tens
     Args:
         low, high: bounds of all levels.
     """
-    level, order = sample.level.nan_to_num(-math.inf).sort(-1, descending=True)
-    paid = sample.cost.gather(-1, order).cumsum(-1)
+    level, _, paid = ranked(sample)
     share = (p.budget / p.survey.total).unsqueeze(-1)
     rank = (paid < paid[..., -1:] * share).sum(-1, keepdim=True)
     there = (level > -math.inf).sum(-1, keepdim=True)

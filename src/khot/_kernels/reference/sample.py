@@ -12,7 +12,18 @@ from khot._core.precision import widen
 from khot._core.rows import Row
 from khot._kernels.reference.survey import Problem, Scales, costs_of, per
 
-__all__ = ["LANES", "Sample", "guess_from", "keep", "lanes", "no_sample", "padded", "sample_of", "sampled"]
+__all__ = [
+    "LANES",
+    "Sample",
+    "guess_from",
+    "keep",
+    "lanes",
+    "no_sample",
+    "padded",
+    "ranked",
+    "sample_of",
+    "sampled",
+]
 
 LANES = 256  # entries of a row that stand for all of them, from which points are chosen
 
@@ -83,13 +94,18 @@ def sample_of(level: Tensor, cost: Tensor) -> Sample:
     return Sample(level.masked_fill(level == math.inf, math.nan), cost.where(level < math.inf, 0))
 
 
+def ranked(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """The levels in descending order, -inf where there is none, their costs, and what the first ones cost."""
+    level, order = sample.level.nan_to_num(-math.inf).sort(-1, descending=True)
+    cost = sample.cost.gather(-1, order)
+    return level, cost, cost.cumsum(-1)
+
+
 def guess_from(
     p: Problem, scales: Scales, sample: Sample, guess: Tensor, low: Tensor, high: Tensor
 ) -> Tensor:
     """The root if the sample were the row, and one of its entries alone were undecided."""
-    level, order = sample.level.nan_to_num(-math.inf).sort(-1, descending=True)
-    cost = sample.cost.gather(-1, order)
-    paid = cost.cumsum(-1)
+    level, cost, paid = ranked(sample)
     target = paid[..., -1:] * (p.budget / p.survey.total).unsqueeze(-1)
     rank = (paid < target * (1 - 1e-9)).sum(-1, keepdim=True).clamp(max=level.shape[-1] - 1)
     w = cost.gather(-1, rank)
