@@ -101,49 +101,14 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, costs: str, share:
 
 
 @every_form
-def test_bad_rows_are_nan_alone(by: str) -> None:
-    n = 40
-    x, w = torch.randn(8, n), torch.rand(8, n) + 0.1
+def test_costs_of_masked_entries_are_ignored(by: str) -> None:
+    x, w = torch.randn(3, 40), torch.rand(3, 40) + 0.1
     budget = w.sum(-1).double() / 2
-    good = torch.ops.khot.soft_budget(x, w, budget, *numbers(1.0), "logistic", 0.0, by, False)[0]
-    bad_x, bad_w, bad_budget = x.clone(), w.clone(), budget.clone()
-    bad_x[1, 3] = math.nan
-    bad_w[2, 3], bad_w[3, 3], bad_w[4, 3] = -1, INF, math.nan
-    bad_budget[5], bad_budget[6] = -1, 1e9
-    y, hi, _ = torch.ops.khot.soft_budget(bad_x, bad_w, bad_budget, *numbers(1.0), "logistic", 0.0, by, False)
-    assert y[1:7].isnan().all() and hi[1:7].isnan().all()
-    assert torch.equal(y[[0, 7]], good[[0, 7]])
-    for tau in (0.0, -1.0, math.nan, INF):
-        y = torch.ops.khot.soft_budget(x, w, budget, *numbers(tau), "logistic", 0.0, by, False)[0]
-        assert y.isnan().all()
-    masked = x.masked_fill(bad_w != w, -INF)  # a masked entry's cost is ignored
-    y = torch.ops.khot.soft_budget(masked, bad_w, budget, *numbers(1.0), "logistic", 0.0, by, False)[0]
-    assert not y[2:5].isnan().any()
-
-
-LAYOUTS = {
-    "transposed": lambda v: v.t().contiguous().t(),
-    "strided": lambda v: torch.stack([v, v], -1).flatten(-2)[:, ::2],
-    "offset": lambda v: torch.cat([v[:1], v])[1:],
-}
-
-
-@every_form
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(by: str, layout: str) -> None:
-    x, w = torch.randn(6, 50), torch.rand(6, 50)
-    grad, at = torch.randn(6, 50), LAYOUTS[layout]
-    budget = w.sum(-1).double() / 3
-    rest = (*numbers(0.5), "logistic", 0.0, by, False)
-    want = torch.ops.khot.soft_budget(x, w, budget, *rest)
-    got = torch.ops.khot.soft_budget(at(x), at(w), budget, *rest)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-    zero = torch.zeros_like(budget)
-    want = torch.ops.khot.soft_budget_backward(grad, zero, x, w, *want[1:], *rest)
-    got = torch.ops.khot.soft_budget_backward(at(grad), zero, at(x), at(w), *got[1:], *rest)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    x[:, 3] = -INF
+    rest = (budget, *numbers(1.0), "logistic", 0.0, by, False)
+    want = torch.ops.khot.soft_budget(x, w, *rest)[0]
+    w[0, 3], w[1, 3], w[2, 3] = -1, INF, math.nan
+    assert (far(torch.ops.khot.soft_budget(x, w, *rest)[0], want) <= 1e-6).all()
 
 
 @every_form
@@ -166,25 +131,6 @@ def test_costs_that_are_expanded(by: str, shape: tuple[int, ...]) -> None:
             assert torch.equal(a, b)
 
 
-@every_form
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_float_rounded(by: str, dtype: torch.dtype) -> None:
-    g = Generator().manual_seed(0)
-    x, w = torch.randn(5, 400, generator=g).to(dtype), (torch.rand(5, 400, generator=g) + 0.1).to(dtype)
-    budget = w.double().sum(-1) / 4
-    rest = (*numbers(0.7), "logistic", 0.0, by, False)
-    y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
-    want = torch.ops.khot.soft_budget(x.double(), w.double(), budget, *rest)[0]
-    assert y.dtype == dtype
-    assert (far(y, want) <= 0.51 * torch.finfo(dtype).eps * want + 5e-7).all()
-    got = torch.ops.khot.soft_budget_backward(x, torch.zeros_like(hi), x, w, hi, lo, *rest)
-    true = torch.ops.khot.soft_budget_backward(
-        x.double(), torch.zeros_like(hi), x.double(), w.double(), hi, lo, *rest
-    )
-    for a, b in zip(got, true, strict=True):
-        assert (far(a, b) <= torch.finfo(a.dtype).eps * b.abs() + 1e-5 * (1 + b.abs())).all()
-
-
 @every_cdf
 @every_form
 @pytest.mark.parametrize("n", [5_000, 70_000, 200_000])
@@ -202,28 +148,6 @@ def test_long_rows_spend_the_budget(cdf: str, by: str, n: int) -> None:
             assert far(y, reference.cdfs.resolve(cdf, CDFS[cdf]).cdf(z)).amax() <= 1e-6
 
 
-def test_results_do_not_depend_on_threads() -> None:
-    g = Generator().manual_seed(0)
-    threads = torch.get_num_threads()
-    try:
-        for shape in ((3, 40), (37, 70), (1, 200_000)):
-            x, w = torch.randn(shape, generator=g), torch.rand(shape, generator=g)
-            budget = w.double().sum(-1) / 5
-            for by in ("score", "value"):
-                for tau in (1.0, 0.001):
-                    rest = (*numbers(tau), "logistic", 0.0, by, False)
-                    results = []
-                    for count in (1, 2):
-                        torch.set_num_threads(count)
-                        y, hi, lo = torch.ops.khot.soft_budget(x, w, budget, *rest)
-                        grads = torch.ops.khot.soft_budget_backward(x, hi.sign(), x, w, hi, lo, *rest)
-                        results.append((y, hi, lo, *grads))
-                    for a, b in zip(*results, strict=True):
-                        assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_unknown_names_raise() -> None:
     x, t = torch.randn(3, 8), torch.zeros(3, dtype=torch.float64)
     tau = torch.tensor(1.0)
@@ -233,17 +157,6 @@ def test_unknown_names_raise() -> None:
         torch.ops.khot.soft_budget(x, x.abs(), t, tau, "logistic", 0.0, "price", False)
     with pytest.raises(RuntimeError, match="unknown by 'price'"):
         torch.ops.khot.soft_budget_backward(x, t, x, x, t, t, tau, "logistic", 0.0, "price", False)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=["no rows", "no entries"])
-def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
-    x, rest = torch.randn(shape), (*numbers(0.0, 1.0), "logistic", 0.0, "score", False)
-    y, hi, lo = torch.ops.khot.soft_budget(x, x.abs(), *rest)
-    want = reference.soft_budget(x, x.abs(), *rest)
-    assert y.shape == x.shape and torch.equal(hi, want[1]) and torch.equal(lo, want[2])
-    grads = torch.ops.khot.soft_budget_backward(x, hi, x, x.abs(), hi, lo, *rest[1:])
-    assert [tuple(v.shape) for v in grads] == [shape, shape, shape[:1], shape[:1]]
-    assert not grads[2].any() and not grads[3].any()
 
 
 @pytest.mark.slow

@@ -149,53 +149,6 @@ def test_groups_of_rows_without_a_temperature(cdf: str, level: float) -> None:
         assert found[:16].isnan().all() and not found[16:].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_layouts_and_broadcasting(dtype: torch.dtype) -> None:
-    base = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tau = torch.tensor([[0.5], [2.0]], dtype=torch.float64)
-    for x in (base.T[:6], base[:, ::2], base[:1].expand(6, 40), base[:, :1].expand(6, 9), base[:, 3:20]):
-        x = x.unflatten(0, (2, 3))
-        for m in (1, 4):
-            at = torch.linspace(-1, 1, 3 * m).view(3, m).expand(2, 3, m)
-            rest = (at, tau, "logistic", 0.0, False)
-            got = torch.ops.khot.soft_count(x, *rest)
-            assert torch.equal(got, torch.ops.khot.soft_count(x.contiguous(), *rest))
-            compare(got, counts.soft_count(x.double(), *rest), 1e-5)
-            one = torch.ones((), dtype=torch.float64).expand(got.shape)  # what sum() sends back: stride 0
-            found = torch.ops.khot.soft_count_backward(one, x, *rest)
-            again = torch.ops.khot.soft_count_backward(one.contiguous(), x.contiguous(), *rest)
-            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-            assert found[1].dtype == at.dtype and found[0].is_contiguous()
-    for shape in ((0, 5), (3, 0)):
-        x, at = torch.randn(shape, dtype=dtype), torch.zeros(shape[0], 2, dtype=torch.float64)
-        one = torch.ones((), dtype=torch.float64)
-        assert torch.equal(torch.ops.khot.soft_count(x, at, one, "normal", 0.0, False), at)
-        dx, dat, dtau = torch.ops.khot.soft_count_backward(at, x, at, one, "normal", 0.0, False)
-        assert dx.shape == shape and torch.equal(dat, at) and torch.equal(dtau, at[:, 0])
-
-
-@every_cdf
-def test_threads_do_not_change_a_bit(cdf: str) -> None:
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found = []
-            for shape, m in (((37, 64), 1), ((37, 64), 3), ((1, 400_000), 1)):
-                x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-                at = torch.linspace(-1, 1, m, dtype=torch.float64).expand(shape[0], m)
-                rest = (x, at, torch.tensor(0.7).double(), cdf, CDFS[cdf], False)
-                found += [
-                    torch.ops.khot.soft_count(*rest),
-                    *torch.ops.khot.soft_count_backward(at + 2, *rest),
-                ]
-            results.append(found)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("n", [3, 64, 256, 1_000, 70_000])

@@ -447,39 +447,6 @@ def test_rows_that_are_not_numbers(cdf: str, dtype: torch.dtype) -> None:
 
 
 @needs_extension
-def test_empty_batches_and_broadcast_numbers() -> None:
-    assert forward(torch.empty(0, 5), 1.0, 1.0, "logistic")[0].shape == (0, 5)
-    assert forward(torch.empty(3, 0), 0.0, 1.0, "logistic")[0].shape == (3, 0)
-    assert khot.topk_mask(torch.empty(0, 4), 0, dim=0).shape == (0, 4)
-    x = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(0))
-    k = torch.arange(1.0, 5.0).view(4, 1)
-    tau = torch.tensor([0.5, 1.0, 2.0])
-    y = torch.ops.khot.soft_topk(x, k, tau, "logistic", 0.0, "y")[0]
-    want = reference.soft_topk(x.double(), k, tau, "logistic", 0.0, "y")[0]
-    assert error(y, want) <= 5e-7
-
-
-@needs_extension
-@every_cdf
-@pytest.mark.parametrize("shape", [(37, 64), (5, 1_000), (1, 400_000), (3, 200_000)])
-def test_threads_do_not_change_a_bit(cdf: str, shape: tuple[int, int]) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            y, hi, lo = forward(x, shape[1] / 10, 1.0, cdf)
-            rest = (torch.ones_like(hi), x, hi, lo, torch.tensor(1.0).double(), cdf, CDFS[cdf], "y")
-            gradients = (torch.ops.khot.soft_topk_backward(y, *rest, given) for given in (None, y))
-            results.append((y, hi, lo, *itertools.chain.from_iterable(gradients)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@needs_extension
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_one_openmp_runtime() -> None:
     khot.sigmoid_topk(torch.randn(64, 4_096), 10)
@@ -492,12 +459,12 @@ def test_one_openmp_runtime() -> None:
 @needs_extension
 def test_random_small_rows() -> None:
     g = torch.Generator().manual_seed(0)
-    for _ in range(60):
+    for _ in range(15):
         n = int(torch.randint(1, 40, (), generator=g))
-        x = torch.randn(200, n, generator=g) * torch.empty(200, 1).log_normal_(0, 2, generator=g)
-        x = torch.where(torch.rand(200, n, generator=g) < 0.2, x.round(), x)
-        k = torch.rand(200, generator=g, dtype=torch.float64) * n
-        k = torch.where(torch.rand(200, generator=g) < 0.5, k.round(), k)
+        x = torch.randn(800, n, generator=g) * torch.empty(800, 1).log_normal_(0, 2, generator=g)
+        x = torch.where(torch.rand(800, n, generator=g) < 0.2, x.round(), x)
+        k = torch.rand(800, generator=g, dtype=torch.float64) * n
+        k = torch.where(torch.rand(800, generator=g) < 0.5, k.round(), k)
         for cdf in CDFS:
             assert error(forward(x, k, 0.5, cdf)[0], expected(x, k, 0.5, cdf)[0]) <= 5e-7, (n, cdf)
 

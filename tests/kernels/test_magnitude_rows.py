@@ -135,27 +135,6 @@ def test_masked_entries(p: float) -> None:
     assert (y[~mask] == 0).all()
 
 
-@each_p
-def test_layouts(p: float) -> None:
-    x = normal(33, 64)
-    want = khot.soft_topk_magnitude(x, 8, p=p)
-    for layout in (
-        x.mT.contiguous().mT,
-        normal(33, 128).zero_()[:, ::2].copy_(x),
-        torch.cat((x, x), -1)[:, :64],
-    ):
-        assert torch.equal(khot.soft_topk_magnitude(layout, 8, p=p), want)
-    assert torch.equal(khot.soft_topk_magnitude(x[:1].expand(33, 64), 8, p=p), want[:1].expand(33, 64))
-    assert torch.equal(khot.soft_topk_magnitude(x.mT, 8, dim=0, p=p), want.mT)
-    ties = torch.ones(33, 1).expand(33, 64)
-    torch.testing.assert_close(
-        khot.soft_topk_magnitude(ties, 8, p=p).double(),
-        khot.soft_topk_magnitude(ties.double(), 8, p=p),
-        rtol=6.1e-8,
-        atol=0,
-    )
-
-
 @each_float
 @each_p
 def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) -> None:
@@ -173,14 +152,3 @@ def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) ->
                 grads = torch.autograd.grad(alone, (row, own_tau), v[i])
                 assert torch.equal(alone, y[i]) and torch.equal(grads[0], together[0][i])
                 torch.testing.assert_close(grads[1], together[1][i], rtol=1e-6, atol=1e-6)
-
-
-@each_p
-def test_a_row_is_solved_alike_in_any_number_of_threads(p: float) -> None:
-    x, threads = normal(100, 64), torch.get_num_threads()
-    want = khot.soft_topk_magnitude(x, 8, p=p)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(khot.soft_topk_magnitude(x, 8, p=p), want)
-    finally:
-        torch.set_num_threads(threads)

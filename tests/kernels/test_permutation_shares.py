@@ -125,38 +125,6 @@ def test_what_float_does_not_carry(dtype: torch.dtype) -> None:
         assert ((p.double() - want).abs() <= off).all()
 
 
-def test_a_bad_temperature_does_not_spread() -> None:
-    x, hi, lo, tau = rows(20, torch.float32)
-    good = op(x, hi, lo, tau, "logistic", 0.0)
-    for bad in (0.0, -1.0, NAN, INF):
-        other = tau.clone()
-        other[2] = bad
-        p = op(x, hi, lo, other, "logistic", 0.0)
-        assert torch.equal(p[[0, 1, 3, 4, 5]], good[[0, 1, 3, 4, 5]])
-
-
-def test_layouts() -> None:
-    x, hi, lo, tau = rows(24, torch.float32)
-    g = torch.randn(6, 24, 24, generator=torch.Generator().manual_seed(1))
-    key = ("logistic", 0.0)
-    want = op(x, hi, lo, tau, *key)
-    grads = torch.ops.khot.permutation_shares_backward(g, x, hi, lo, tau, *key)
-
-    def spread(t: Tensor) -> Tensor:
-        return torch.stack((t, t), -1)[..., 0]  # with strides of 2
-
-    assert torch.equal(op(spread(x), spread(hi), spread(lo), spread(tau), *key), want)
-    two = op(x.unflatten(0, (2, 3)), hi.unflatten(0, (2, 3)), lo.unflatten(0, (2, 3)), tau[:3], *key)
-    assert torch.equal(two, want.unflatten(0, (2, 3)))
-    got = torch.ops.khot.permutation_shares_backward(spread(g), spread(x), hi, lo, tau, *key)
-    assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True))
-    one = torch.ones(()).expand(6, 24, 24)  # what sum() sends back: stride 0
-    got = torch.ops.khot.permutation_shares_backward(one, x, hi, lo, tau, *key)
-    assert not any(t.any() for t in got)  # each column has the sum 1
-    empty = op(x[:0], hi[:0], lo[:0], tau[:0], *key)
-    assert empty.shape == (0, 24, 24)
-
-
 def test_derivatives_of_the_rule() -> None:
     """Reverse and forward mode, and both of the reverse."""
     x, hi, lo, tau = rows(6, torch.float64)

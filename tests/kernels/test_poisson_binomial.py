@@ -65,20 +65,6 @@ def test_calibration_as_the_reference(n: int, scale: float) -> None:
         check(out, (-z).sigmoid(), 1e-10)
 
 
-def test_layouts_and_broadcasting() -> None:
-    base = torch.randn(40, 66, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    views = (base.T, base[:, ::2], base[::3], base[:1].expand(5, 66), base[:, :1].expand(40, 8), base[:, 3:9])
-    for z in (*views, base.view(8, 5, 66).transpose(0, 1)):
-        k = z.sigmoid().sum(-1).round()
-        dense = z.contiguous()
-        for a, b in zip(torch.ops.khot.inclusion(z, k), torch.ops.khot.inclusion(dense, k), strict=True):
-            assert torch.equal(a, b)
-        ones = torch.ones(1, dtype=torch.float64).expand(z.shape)
-        for u in (z, ones):
-            got, want = (torch.ops.khot.covariance(*args) for args in ((z, k, u), (dense, k, u.contiguous())))
-            assert torch.equal(got, want)
-
-
 def test_ends_and_rows_that_are_not_numbers() -> None:
     z = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, -math.inf, math.inf]], dtype=torch.float64)
     prob, pi, out = torch.ops.khot.inclusion(z, torch.tensor([1.0, 2.0]))
@@ -91,19 +77,6 @@ def test_ends_and_rows_that_are_not_numbers() -> None:
         assert torch.ops.khot.inclusion(empty, k)[1].shape == shape
         assert torch.ops.khot.covariance(empty, k, empty).shape == shape
         assert torch.ops.khot.characteristic(empty)[1].shape == (*shape[:-1], reference.FREQUENCIES)
-
-
-def test_threads_do_not_change_a_bit() -> None:
-    z, k = trials(700, 1.0, rows=40)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            _, pi, _ = torch.ops.khot.inclusion(z, k)
-            results.append(torch.stack((pi, torch.ops.khot.covariance(z, k, pi))))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_opcheck() -> None:

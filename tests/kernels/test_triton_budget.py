@@ -57,33 +57,19 @@ def test_gradients_as_the_reference(
 
 
 @every_form
-def test_bad_rows_are_nan_alone(kernels: ModuleType, by: str) -> None:
-    n, g = 40, torch.Generator().manual_seed(0)
-    x, w = torch.randn(8, n, generator=g), torch.rand(8, n, generator=g) + 0.1
-    budget = w.sum(-1).double() / 2
-    rest = ("uniform", 0.0, by, False)
-    good = kernels.soft_budget(x, w, budget, *numbers(1.0), *rest)[0]
-    bad_x, bad_w, bad_budget = x.clone(), w.clone(), budget.clone()
-    bad_x[1, 3] = math.nan
-    bad_w[2, 3], bad_w[3, 3], bad_w[4, 3] = -1, INF, math.nan
-    bad_budget[5], bad_budget[6] = -1, 1e9
-    y, hi, lo = kernels.soft_budget(bad_x, bad_w, bad_budget, *numbers(1.0), *rest)
-    assert y[1:7].isnan().all() and hi[1:7].isnan().all()
-    assert torch.equal(y[[0, 7]], good[[0, 7]])
-    grads = kernels.soft_budget_backward(
-        torch.ones_like(x), torch.zeros(()), bad_x, bad_w, hi, lo, *numbers(1.0), *rest
-    )
-    for grad in grads:
-        assert grad[1:7].isnan().all() and not grad[[0, 7]].isnan().any()
-    for tau in (0.0, -1.0, math.nan, INF):
-        assert kernels.soft_budget(x[:1], w[:1], budget[:1], *numbers(tau), *rest)[0].isnan().all()
-    masked = x.masked_fill(bad_w != w, -INF)  # a masked entry's cost is ignored
-    y, hi, lo = kernels.soft_budget(masked, bad_w, budget, *numbers(1.0), *rest)
-    assert not y[2:5].isnan().any()
-    grads = kernels.soft_budget_backward(
-        torch.ones_like(x), torch.zeros(()), masked, bad_w, hi, lo, *numbers(1.0), *rest
-    )
-    assert not any(grad[2:5].isnan().any() for grad in grads)
+def test_costs_of_masked_entries_are_ignored(kernels: ModuleType, by: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(3, 40, generator=g), torch.rand(3, 40, generator=g) + 0.1
+    x[:, 3] = -INF
+    budget, rest = w.sum(-1).double() / 2, (*numbers(1.0), "uniform", 0.0, by, False)
+    want = kernels.soft_budget(x, w, budget, *rest)
+    other = w.clone()
+    other[0, 3], other[1, 3], other[2, 3] = -1, INF, math.nan
+    found = kernels.soft_budget(x, other, budget, *rest)
+    assert torch.equal(found[0], want[0])
+    one, zero = torch.ones_like(x), torch.zeros(())
+    grads = kernels.soft_budget_backward(one, zero, x, other, *found[1:], *rest)
+    assert not any(grad.isnan().any() for grad in grads)
 
 
 @every_form
@@ -115,25 +101,6 @@ def test_layouts_and_broadcasting(kernels: ModuleType, by: str) -> None:
         assert y.shape == shape and hi.shape == lo.shape == (shape[0],)
         grads = kernels.soft_budget_backward(y, budget, x, x, hi, lo, *numbers(1.0), "normal", 0.0, by, False)
         assert [g.shape for g in grads] == [shape, shape, (shape[0],), (shape[0],)]
-
-
-@every_form
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_float_rounded(kernels: ModuleType, by: str, dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(2, 100, generator=g).to(dtype), (torch.rand(2, 100, generator=g) + 0.1).to(dtype)
-    budget, rest = w.double().sum(-1) / 4, (*numbers(0.7), "logistic", 0.0, by, False)
-    y, hi, lo = kernels.soft_budget(x, w, budget, *rest)
-    want = reference.soft_budget(x.double(), w.double(), budget, *rest)[0]
-    assert y.dtype == dtype
-    eps = torch.finfo(dtype).eps  # the interpreter cuts digits off where it stores bfloat16
-    assert (far(y, want) <= eps * want + 1e-12).all()
-    got = kernels.soft_budget_backward(x, torch.zeros_like(hi), x, w, hi, lo, *rest)
-    true = reference.soft_budget_backward(
-        x.double(), torch.zeros_like(hi), x.double(), w.double(), hi, lo, *rest
-    )
-    for a, b in zip(got, true, strict=True):
-        assert (far(a, b) <= eps * b.abs() + 1e-7).all()
 
 
 @every_cdf

@@ -147,14 +147,6 @@ def test_dtypes_layouts_and_the_seed(draws: Any, dtype: torch.dtype) -> None:
         assert len(repeated.unique(dim=0)) > 1
 
 
-def test_rows_that_are_not_of_probabilities_are_nan(draws: Any) -> None:
-    x = torch.full((4, 4), 0.5)
-    for row, value in enumerate((math.nan, 1.5, -0.1)):
-        x[row, row % 4] = value
-    got = draws.conditional_poisson_sample(x, SEED, TOLERANCE)
-    assert got[:-1].isnan().all() and got[-1].sum() == 2
-
-
 def test_what_is_long_or_empty_is_left_to_the_reference(draws: Any) -> None:
     x = torch.full((2, draws.LONGEST + 1), 0.01, dtype=F64)
     x[1, 5] = math.nan

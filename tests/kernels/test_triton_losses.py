@@ -92,17 +92,3 @@ def test_the_loss_vanishes_where_the_target_is_met(kernels: ModuleType, cdf: str
     )[2]
     # with T = 0, Σ[ω*(z) + ω(0) − zF(z)] = Σω(0) − Σω(y)
     assert (dtau + other - 12 * cdfs.resolve(cdf, shape).potential(torch.zeros(())).double()).abs() <= 1e-12
-
-
-def test_layouts(kernels: ModuleType) -> None:
-    x, target, k = rows(12, torch.float32)
-    given = arguments(x[:2], target[:2], k[:2], "logistic")
-    want = kernels.fenchel_young(*given, "logistic", 0.0)
-    given[0], given[1] = given[0].mT.contiguous().mT, torch.stack((given[1], given[1]), -1)[..., 0]
-    assert torch.equal(kernels.fenchel_young(*given, "logistic", 0.0), want)
-    empty = torch.empty(0, 4)
-    none = torch.empty(0, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
-    assert kernels.fenchel_young(empty, empty, none, none, none, one, "logistic", 0.0).shape == (0,)
-    dx, dlo, _ = kernels.fenchel_young_backward(none, empty, empty, none, none, none, one, "logistic", 0.0)
-    assert dx.shape == (0, 4) and dlo.shape == (0,)

@@ -181,24 +181,6 @@ def test_magnitude_with_signs(
         assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
 
 
-def test_magnitude_of_layouts_and_half_precision(kernels: ModuleType) -> None:
-    x = torch.randn(3, 2, 19, generator=torch.Generator().manual_seed(1)).abs()
-    k, tau = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0.5, 2.0])
-    want, hi, lo = magnitude.soft_topk_magnitude(x.double(), k, tau, 2.0)
-    for layout in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((x, x), -1)[..., 0]):
-        assert error(kernels.soft_topk_magnitude(layout, k, tau, 2.0)[0], want) <= 5e-7
-        one = torch.ones(()).expand(x.shape)  # the gradient that sum() sends back
-        args = (k, hi, lo, tau, 2.0)
-        zero = torch.zeros(3, 2, dtype=torch.float64)
-        a = kernels.soft_topk_magnitude_backward(one, zero, layout, want.float(), *args)
-        b = magnitude.soft_topk_magnitude_backward(one.double(), zero, x.double(), want, *args)
-        assert all(error(i, j) <= 1e-5 for i, j in zip(a, b, strict=True))
-    half = x.bfloat16()
-    want, _, _ = magnitude.soft_topk_magnitude(half.double(), k, tau, 4 / 3)
-    got, _, _ = kernels.soft_topk_magnitude(half, k, tau, 4 / 3)
-    assert got.dtype == torch.bfloat16 and error(got, want) <= 2**-8
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [1, 13, 50])
 def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, reverse: bool) -> None:
@@ -266,14 +248,3 @@ def test_sorted_soft_topk(kernels: ModuleType, n: int, k: int, epsilon: float) -
     half, *_ = kernels.sorted_soft_topk(x[:1].bfloat16(), k, scale)
     assert half.dtype == torch.bfloat16
     assert error(half, transport.sorted_soft_topk(x[:1].bfloat16().double(), k, scale)[0]) <= 2**-9
-
-
-def test_nothing_to_do(kernels: ModuleType) -> None:
-    k, tau = torch.tensor(2.0), torch.tensor(1.0)
-    for shape in ((0, 5), (3, 0)):
-        x = torch.empty(shape)
-        none = torch.zeros(()) if shape[1] == 0 else k
-        assert kernels.topk_mask(x, none).shape == shape
-        assert kernels.order_statistics(x, torch.ones(shape[0], 3)).shape == (shape[0], 3)
-        assert kernels.soft_topk_magnitude(x, none, tau, 2.0)[0].shape == shape
-        assert kernels.decay_scan(x.double(), x.double(), False).shape == shape

@@ -1,0 +1,566 @@
+"""What every kernel of an operator on rows promises, whatever the operator: one table for all engines.
+
+A kernel agrees with the reference kernel in float64 for rows of every kind; does not mind how its arguments
+lie in memory, or that they are broadcast; rounds half precision once; answers a row that has no answer with
+NaN, and no other; takes empty batches and empty rows; and gives the same bits in any number of threads. What
+is special to an operator is tested in the file of its kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from khot import _kernels
+from khot._core.dispatch import OPERATORS
+from khot._kernels import gpu
+
+INF, NAN = math.inf, math.nan
+CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+SEED = torch.tensor(-5)
+EXACT = {torch.float64: 1e-11, torch.float32: 2e-5}
+HALF = [torch.bfloat16, torch.float16]
+
+Given = dict[str, Tensor]
+Engine = Callable[[str], Callable[..., Any]]
+
+
+class Kernel(NamedTuple):
+    """Operators that are called together: forward, and backward from what that has left.
+
+    Args:
+        operators: their names.
+        call: the results of an engine for rows and numbers by name, in a fixed order.
+        rows: how each argument that has entries is drawn.
+        numbers: what each argument that has one number for a row is, by the row x.
+        bad: for an argument, what no row is to have, in one entry or as its number.
+        spoiled: the results that are NaN then; None for all with fractions.
+        dtypes: of rows.
+        kinds: the names in `KINDS` of the rows that it takes.
+        exact: the error that is allowed, in units of 1 + the largest number of the row.
+        through: whether the gradients are those at y as it was rounded.
+        square: whether it costs n² a row, and needs one entry at least.
+    """
+
+    operators: tuple[str, ...]
+    call: Callable[[Engine, Given], tuple[Tensor, ...]]
+    rows: dict[str, Callable[[Generator, tuple[int, ...]], Tensor]]
+    numbers: dict[str, Callable[[Tensor], Tensor]]
+    bad: dict[str, tuple[float, ...]]
+    spoiled: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALF)
+    kinds: tuple[str, ...] = ("normal", "ties", "equal", "wide", "masked", "certain")
+    exact: dict[torch.dtype, float] = EXACT
+    square: bool = False
+    through: bool = False
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+def normal(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64)
+
+
+def price(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(shape, generator=g, dtype=torch.float64) + 0.5
+
+
+def shares(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    """Probabilities, of which every row has a whole sum where its length is even."""
+    half = torch.rand(*shape[:-1], shape[-1] // 2, generator=g, dtype=torch.float64) * 0.9 + 0.05
+    return torch.cat((half, 1 - half, torch.full((*shape[:-1], shape[-1] % 2), 0.5)), -1).double()
+
+
+def logits(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.logit(shares(g, shape))
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "ties": lambda x: x.round(),
+    "equal": lambda x: torch.full_like(x, 0.25),
+    "wide": lambda x: 300 * x,
+    "masked": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 3 == 2, -INF),
+    "certain": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 16 == 5, INF),
+}
+PLAIN = ("normal", "ties", "equal", "wide")
+
+
+def counted(x: Tensor) -> Tensor:
+    """A number k of what may be selected, another for each row, more than are certain."""
+    free = (x > -INF).sum(-1).double()
+    share = torch.linspace(0.3, 0.8, x.shape[:-1].numel()).view(x.shape[:-1]).double()
+    return torch.maximum(free * share, (x == INF).sum(-1) + 0.25 * (x.abs() < INF).any(-1))
+
+
+def affordable(x: Tensor) -> Tensor:
+    """Less than all entries cost, by :func:`price`."""
+    return 0.4 * counted(x)
+
+
+def whole(x: Tensor) -> Tensor:
+    return counted(x).round().clamp(max=x.shape[-1])
+
+
+def expected(x: Tensor) -> Tensor:
+    """The whole number next to the sum of the shares σ(x)."""
+    return x.sigmoid().sum(-1).round()
+
+
+def temperature(x: Tensor) -> Tensor:
+    return torch.linspace(0.4, 1.5, x.shape[:-1].numel()).view(x.shape[:-1]).double()
+
+
+def sign(x: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, x.shape[:-1].numel()).view(x.shape[:-1]).double()
+
+
+K, TAU = (-1.0, 1e9, NAN), (0.0, -1.0, NAN, INF)
+
+# ---------------------------------------------------------------------------------------- the kernels
+
+
+def soft_topk(cdf: str, output: str = "y") -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        rest = (cdf, CDFS[cdf], output)
+        y, hi, lo = on("soft_topk")(a["x"], a["k"], a["tau"], *rest)
+        v = a["v"][..., :0] if output == "threshold" else a["v"]
+        along = a["u"] if output == "threshold" else torch.zeros(())
+        grads = on("soft_topk_backward")(v, along, a["x"], hi, lo, a["tau"], *rest)
+        return (hi + lo, *grads) if output == "threshold" else (y, hi + lo, *grads)
+
+    return Kernel(
+        ("soft_topk", "soft_topk_backward"), call, {"x": normal, "v": normal},
+        {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU},
+        # where scores spread far beyond τ the gradient of a threshold in a gap is one of few entries
+        kinds=("normal", "ties", "equal", "masked", "certain"),
+    )  # fmt: skip
+
+
+def soft_budget(cdf: str, by: str) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        rest = (a["tau"], cdf, CDFS[cdf], by, False)
+        y, hi, lo = on("soft_budget")(a["x"], a["cost"], a["budget"], *rest)
+        zero = torch.zeros_like(hi)
+        return y, *on("soft_budget_backward")(a["v"], zero, a["x"], a["cost"], hi, lo, *rest)
+
+    return Kernel(
+        ("soft_budget", "soft_budget_backward"), call,
+        {"x": normal, "cost": price, "v": normal}, {"budget": affordable, "tau": temperature},
+        {"x": (NAN,), "cost": (-1.0, INF, NAN), "budget": (-1.0, 1e9, NAN), "tau": TAU},
+        kinds=("normal", "ties", "equal", "masked"),
+    )  # fmt: skip
+
+
+def magnitude(p: float, signs: bool) -> Kernel:
+    name = "magnitude_with_signs" if signs else "soft_topk_magnitude"
+
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        x = a["x"] if signs else a["x"].abs()
+        y, hi, lo = on(name)(x, a["k"], a["tau"], p)
+        grads = on(f"{name}_backward")(a["v"], a["u"], x, y, a["k"], hi, lo, a["tau"], p)
+        return y, hi + lo, *grads
+
+    return Kernel(
+        (name, f"{name}_backward"), call, {"x": normal, "v": normal},
+        {"k": whole, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU}, kinds=PLAIN,
+        through=True,
+    )  # fmt: skip
+
+
+def soft_count(cdf: str, centred: bool) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        u = a["u"].expand(a["x"].shape[:-1])
+        at = torch.stack((u, 2 * u, u - 1), -1)
+        rest = (at, a["tau"], cdf, CDFS[cdf], centred)
+        value = on("soft_count")(a["x"], *rest)
+        return value, *on("soft_count_backward")(at.cos(), a["x"], *rest)
+
+    return Kernel(
+        ("soft_count", "soft_count_backward"), call, {"x": normal}, {"u": sign, "tau": temperature},
+        {"tau": TAU},
+    )  # fmt: skip
+
+
+def laplace(name: str) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        found = on(f"laplace_{name}")(a["x"], None, a["tau"])
+        value, order, place = found[-3:]
+        grads = on(f"laplace_{name}_backward")(
+            a["v"].to(value.dtype), a["x"], order, None, place, a["tau"], True
+        )
+        return value, grads[0], grads[2]
+
+    return Kernel(
+        (f"laplace_{name}", f"laplace_{name}_backward"), call, {"x": normal, "v": normal},
+        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0,), kinds=PLAIN,
+    )  # fmt: skip
+
+
+def permutahedron(regularization: str) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        y, *places = on("permutahedron")(a["x"], a["w"], a["tau"], regularization)
+        grads = on("permutahedron_backward")(a["v"], a["x"], a["w"], a["tau"], *places, regularization, True)
+        return y, *grads
+
+    return Kernel(
+        ("permutahedron", "permutahedron_backward"), call, {"x": normal, "w": normal, "v": normal},
+        {"tau": temperature}, {"x": (NAN,), "w": (NAN,), "tau": TAU}, spoiled=(0,), kinds=PLAIN,
+    )  # fmt: skip
+
+
+def fenchel_young(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    soft_topk = OPERATORS["soft_topk"].kernel
+    _, hi, lo = soft_topk(a["x"].double(), a["k"], a["tau"], "normal", 0.0, "threshold")
+    target = a["target"].clamp(0, 1)
+    rest = (a["x"], target, torch.ones_like(hi), hi, lo, a["tau"], "normal", 0.0)
+    return on("fenchel_young")(*rest), *on("fenchel_young_backward")(a["u"], *rest)
+
+
+def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    most = torch.full((*a["x"].shape[:-1], 1), torch.finfo(a["x"].dtype).max, dtype=torch.float64)
+    hi = torch.cat((most, a["t"].double().sort(-1, descending=True).values[..., :-1], -most), -1)
+    rest = (a["x"], hi, torch.zeros_like(hi), a["tau"], "normal", 0.0)
+    return on("permutation_shares")(*rest), *on("permutation_shares_backward")(
+        a["v"].unsqueeze(-1) * a["t"].unsqueeze(-2), *rest
+    )
+
+
+ROUNDED = {torch.float64: 0.0, torch.float32: 0.0}
+KERNELS: dict[str, Kernel] = {
+    **{f"soft_topk, {cdf}": soft_topk(cdf) for cdf in CDFS},
+    "soft_topk, logarithm": soft_topk("logistic", "log"),
+    "soft_topk, threshold": soft_topk("laplace", "threshold"),
+    "soft_budget, by score": soft_budget("logistic", "score"),
+    "soft_budget, by value": soft_budget("uniform", "value"),
+    "budget_mask": Kernel(
+        ("budget_mask",), lambda on, a: (on("budget_mask")(a["x"], a["cost"], a["budget"]),),
+        {"x": normal, "cost": price}, {"budget": affordable},
+        {"x": (NAN,), "cost": (-1.0, INF, NAN), "budget": (-1.0, NAN)}, exact=ROUNDED,
+    ),
+    "magnitude, p = 2": magnitude(2.0, False),
+    "magnitude with signs, p = 4/3": magnitude(4 / 3, True),
+    "topk_mask": Kernel(
+        ("topk_mask",), lambda on, a: (on("topk_mask")(a["x"], a["k"]),),
+        {"x": normal}, {"k": whole}, {"x": (NAN,), "k": K}, exact=ROUNDED,
+    ),
+    "topk": Kernel(
+        ("topk",), lambda on, a: on("topk")(a["x"], (a["x"].shape[-1] + 2) // 3, True, True),
+        {"x": normal}, {}, {}, exact=ROUNDED,
+    ),
+    "order_statistics": Kernel(
+        ("order_statistics",),
+        lambda on, a: (on("order_statistics")(a["x"], a["k"].clamp(min=1).unsqueeze(-1)),),
+        {"x": normal}, {"k": whole}, {"x": (NAN,), "k": (1e9, NAN)}, exact=ROUNDED,
+    ),
+    "selectable": Kernel(
+        ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED
+    ),
+    "soft_count, normal": soft_count("normal", False),
+    "soft_count, centred": soft_count("logistic", True),
+    "laplace_count": laplace("count"),
+    "laplace_thresholds": laplace("thresholds"),
+    "decay_scan": Kernel(
+        ("decay_scan",), lambda on, a: (on("decay_scan")(a["x"], a["w"], False),),
+        {"x": normal, "w": price}, {}, {}, dtypes=(torch.float64,), kinds=PLAIN,
+    ),
+    "fenchel_young": Kernel(
+        ("fenchel_young", "fenchel_young_backward"), fenchel_young, {"x": normal, "target": price},
+        {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "tau": TAU},
+        kinds=("normal", "ties", "equal"),
+    ),
+    "permutahedron, l2": permutahedron("l2"),
+    "permutahedron, kl": permutahedron("kl"),
+    "permutation_shares": Kernel(
+        ("permutation_shares", "permutation_shares_backward"), permutation_shares,
+        {"x": normal, "t": normal, "v": normal}, {"tau": temperature}, {"tau": TAU}, spoiled=(),
+        dtypes=(torch.float64, torch.float32), kinds=("normal", "ties", "equal"), square=True,
+        exact={torch.float64: 1e-11, torch.float32: 1e-4},
+    ),
+    "sorted_soft_topk": Kernel(
+        ("sorted_soft_topk",),
+        lambda on, a: (on("sorted_soft_topk")(a["x"], min(2, a["x"].shape[-1]), a["tau"])[0],),
+        {"x": normal}, {"tau": temperature}, {"x": (NAN,), "tau": TAU}, kinds=("normal", "ties", "equal"),
+        square=True,
+    ),
+    "order_sample": Kernel(
+        ("order_sample",), lambda on, a: (on("order_sample")(a["x"], a["k"], SEED),),
+        {"x": normal}, {"k": whole}, {}, dtypes=(torch.float64, torch.float32), kinds=PLAIN, exact=ROUNDED,
+    ),
+    "pareto_sample": Kernel(
+        ("pareto_sample",), lambda on, a: (on("pareto_sample")(a["x"], SEED, 10.0, 1e-4)[0],),
+        {"x": shares}, {}, {}, dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,
+    ),
+    "conditional_poisson_sample": Kernel(
+        ("conditional_poisson_sample",),
+        lambda on, a: (on("conditional_poisson_sample")(a["x"], SEED, 1e-4),),
+        {"x": shares}, {}, {"x": (NAN, 1.5, -0.1)}, dtypes=(torch.float64, torch.float32),
+        kinds=(), exact=ROUNDED,
+    ),
+    "tournament": Kernel(
+        ("tournament",), lambda on, a: (on("tournament")(a["x"], SEED),), {"x": shares}, {}, {},
+        dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,
+    ),
+    "random_tournament": Kernel(
+        ("random_tournament",), lambda on, a: (on("random_tournament")(a["x"], torch.tensor(7), SEED),),
+        {"x": shares}, {}, {}, dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,
+    ),
+    "order_calibrate": Kernel(
+        ("order_calibrate",), lambda on, a: (on("order_calibrate")(a["x"], a["k"]),),
+        {"x": logits}, {"k": expected}, {"x": (NAN,)}, dtypes=(torch.float64,), kinds=("normal",),
+        exact={torch.float64: 1e-6},
+    ),
+    "inclusion": Kernel(
+        ("inclusion", "covariance"),
+        lambda on, a: (*on("inclusion")(a["x"], a["k"]), on("covariance")(a["x"], a["k"], a["v"])),
+        {"x": normal, "v": normal}, {"k": expected}, {"x": (NAN,)}, dtypes=(torch.float64,),
+        kinds=("normal", "ties", "equal"),
+    ),
+    "order_inclusion": Kernel(
+        ("order_inclusion",), lambda on, a: on("order_inclusion")(a["x"], a["k"]),
+        {"x": normal}, {"k": expected}, {"x": (NAN,)}, spoiled=(0,), dtypes=(torch.float64,),
+        kinds=("normal", "ties", "equal"),
+    ),
+}  # fmt: skip
+
+#: What has no rows, or arguments of a shape of its own.
+ELSEWHERE = {
+    "characteristic": "test_poisson_binomial.py",
+    "calibrate": "test_poisson_binomial.py",
+    "uniform": "test_philox.py",
+    "trials": "test_draws.py",
+    "assign_pass": "test_assign_pass.py",
+    "soft_assign": "test_triton_assign.py",
+    "power_blocks": "test_triton_projection.py",
+}
+#: The operators whose rows programs may share on a GPU.
+SPLIT = (
+    "soft_topk, logistic",
+    "soft_topk, laplace",
+    "magnitude, p = 2",
+    "topk_mask",
+    "order_statistics",
+    "fenchel_young",
+)
+
+# ---------------------------------------------------------------------------------------- the engines
+
+COMPILED = _kernels.active()["cpu"].startswith("compiled")
+# Triton reads this variable at import, so a test cannot set it
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has(engine: str, kernel: Kernel) -> bool:
+    if engine in ("triton", "split"):
+        return all(name in gpu.KERNELS for name in kernel.operators)
+    names = kernel.operators if engine == "compiled" else ()
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"khot::{name}", "CPU") for name in names)
+
+
+def cases(*engines: str) -> Any:
+    """The kernels of each engine; under the interpreter, those of Triton alone."""
+    return pytest.mark.parametrize(
+        ("engine", "name"),
+        [
+            pytest.param(engine, name, id=f"{engine}-{name}")
+            for engine in engines
+            for name, kernel in KERNELS.items()
+            if (engine in ("triton", "split")) == INTERPRETED
+            and (COMPILED or engine != "compiled")
+            and has(engine, kernel)
+            and (engine != "split" or name in SPLIT)
+        ],
+    )
+
+
+#: How far results may differ, in the same units, where an engine sums in an order that follows the strides
+#: and the rows beside.
+SAME = {"reference": 1e-6, "compiled": 0.0, "triton": 1e-6, "split": 1e-6}
+
+
+def reference(name: str) -> Callable[..., Any]:
+    return OPERATORS[name].kernel
+
+
+@pytest.fixture
+def on(engine: str, request: pytest.FixtureRequest) -> Engine:
+    if engine == "reference":
+        return reference
+    if engine == "compiled":
+        return lambda name: getattr(torch.ops.khot, name)
+    module = request.getfixturevalue("split" if engine == "split" else "kernels")
+    # the interpreter takes as long for rows of a program that are not there as for those that are
+    request.getfixturevalue("monkeypatch").setattr(module.layout, "TOGETHER", 64)
+    return lambda name: getattr(module, name)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # of NumPy, with which Triton is interpreted
+
+
+def drawn(
+    kernel: Kernel,
+    shape: tuple[int, ...],
+    kinds: tuple[str, ...] = ("normal",),
+    dtype: torch.dtype = torch.float64,
+) -> Given:
+    """The arguments; x has rows of these kinds, as many of each."""
+    g = Generator().manual_seed(shape[-1])
+    given = {key: draw(g, shape) for key, draw in kernel.rows.items()}
+    if kinds != ("normal",):
+        parts = given["x"].chunk(len(kinds))
+        given["x"] = torch.cat([KINDS[kind](x) for kind, x in zip(kinds, parts, strict=True)])
+    given = {key: v.to(dtype) for key, v in given.items()}
+    return given | {key: draw(given["x"]) for key, draw in kernel.numbers.items()}
+
+
+def widened(kernel: Kernel, given: Given) -> Given:
+    """In float64, where the result is a rounded one."""
+    return {key: v.double() for key, v in given.items()} if kernel.exact[torch.float64] else given
+
+
+def narrow(kernel: Kernel) -> torch.dtype:
+    return torch.float32 if torch.float32 in kernel.dtypes else torch.float64
+
+
+def off(got: Tensor, want: Tensor) -> Tensor:
+    """The difference in units of 1 + the largest number of the row; infinite where one is not a number."""
+    got, want = got.double(), want.double()
+    size = want.abs().nan_to_num(0, 0, 0)
+    size = size.amax(-1, keepdim=True) if want.dim() > 1 and want.shape[-1] else size
+    difference = (got - want).abs() / (1 + size)
+    return difference.masked_fill((got == want) | (got.isnan() & want.isnan()), 0).nan_to_num(nan=INF)
+
+
+def alike(got: Sequence[Tensor], want: Sequence[Tensor], allowed: float) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape, i
+        error = off(a, b).max().item() if a.numel() else 0.0
+        assert error <= allowed, f"result {i} is off by {error}"
+
+
+# -------------------------------------------------------------------------------------------- the tests
+
+
+@cases("compiled", "triton", "split")
+def test_rows_of_every_kind_as_the_reference(engine: str, name: str, on: Engine) -> None:
+    kernel = KERNELS[name]
+    if not kernel.kinds:  # its samples have the reference's law, and are others
+        return
+    for n in (20,) if INTERPRETED else (1, 7, 20, 300):
+        for dtype in kernel.dtypes[: 1 if engine == "split" else 2]:
+            given = drawn(kernel, (2 * len(kernel.kinds), n), kernel.kinds, dtype)
+            want = kernel.call(reference, widened(kernel, given))
+            assert not any(v.isnan().any() for v in want)
+            alike(kernel.call(on, given), want, kernel.exact[dtype])
+
+
+@cases("reference", "compiled", "triton", "split")
+def test_a_row_without_an_answer_is_nan_alone(engine: str, name: str, on: Engine) -> None:
+    """Beside rows with the same results as without it."""
+    kernel = KERNELS[name]
+    bad = [(key, value) for key, values in kernel.bad.items() for value in values]
+    given = drawn(kernel, (len(bad) + 2, 20), dtype=narrow(kernel))
+    good = kernel.call(on, given)
+    for row, (key, value) in enumerate(bad):
+        given[key] = given[key].clone()
+        given[key][(row, 3) if key in kernel.rows else row] = value
+    found = kernel.call(on, given)
+    alike([v[len(bad) :] for v in found], [v[len(bad) :] for v in good], SAME[engine])
+    for i, result in enumerate(found):
+        if result.is_floating_point() and (kernel.spoiled is None or i in kernel.spoiled):
+            assert result[: len(bad)].isnan().all(), i
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda v: v.mT.contiguous().mT,  # rows that are columns
+    lambda v: torch.stack((v, v), -1)[..., 0],  # every second entry
+    lambda v: torch.cat((v.flatten()[:1], v.flatten()))[1:].view(v.shape),  # from an odd address on
+    lambda v: torch.stack((v, v), 1)[:, 1],  # rows that are apart
+]
+
+
+@cases("reference", "compiled", "triton")
+def test_layouts_and_what_is_broadcast(engine: str, name: str, on: Engine) -> None:
+    """Each row of the arguments lies in memory in another way; batches of two dims; rows and numbers that are
+    the same throughout, and gradients as sum() sends them back."""
+    kernel = KERNELS[name]
+    given = drawn(kernel, (6, 20), dtype=narrow(kernel))
+    want = kernel.call(on, given)
+    for turn in range(2 if INTERPRETED else len(LAYOUTS)):
+        laid = {
+            key: LAYOUTS[(turn + i) % len(LAYOUTS)](v) if key in kernel.rows else v
+            for i, (key, v) in enumerate(given.items())
+        }
+        if turn % 2:
+            laid = {key: v.unflatten(0, (2, 3)) for key, v in laid.items()}
+        found = [v.flatten(0, 1) if turn % 2 else v for v in kernel.call(on, laid)]
+        alike(found, want, SAME[engine])
+    one = {
+        key: v[2] if key in kernel.numbers else v[2:3, : None if key == "x" else 1].expand(6, 20)
+        for key, v in given.items()
+    }
+    dense = {key: v.expand(6) if key in kernel.numbers else v for key, v in one.items()}
+    alike(kernel.call(on, one), kernel.call(on, {k: v.contiguous() for k, v in dense.items()}), SAME[engine])
+
+
+@cases("reference", "compiled", "triton")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision_is_rounded_once(engine: str, name: str, on: Engine, dtype: torch.dtype) -> None:
+    kernel = KERNELS[name]
+    if dtype not in kernel.dtypes:
+        return
+    given = drawn(kernel, (6, 20), dtype=dtype)
+    want = kernel.call(reference, widened(kernel, given))
+    # the interpreter cuts digits off where it stores bfloat16, and a device rounds
+    ulp = torch.finfo(dtype).eps * (1 if engine == "triton" else 0.51)
+    for a, b in zip(kernel.call(on, given), want, strict=True):
+        rounded = a.dtype == dtype or kernel.through
+        assert off(a, b).max() <= 2e-5 + ulp * (2 if kernel.through else 1) * rounded
+
+
+@cases("compiled", "triton", "split")
+def test_empty_batches_and_rows(engine: str, name: str, on: Engine) -> None:
+    kernel, dtype = KERNELS[name], narrow(KERNELS[name])
+    for shape in ((0, 20), (3, 0), (2, 0, 3)):
+        if kernel.square and shape[-1] == 0:
+            continue
+        given = drawn(kernel, shape, dtype=dtype)
+        want = kernel.call(reference, given)
+        found = kernel.call(on, given)
+        alike(found, want, 0)
+        assert [v.dtype for v in found] == [v.dtype for v in want]
+
+
+@cases("compiled")
+def test_threads_do_not_change_a_bit(engine: str, name: str, on: Engine) -> None:
+    """Of many short rows, and of one that threads share."""
+    kernel, before = KERNELS[name], torch.get_num_threads()
+    for shape in ((37, 64), (1, 200 if kernel.square else 200_000)):
+        given, results = drawn(kernel, shape, dtype=narrow(kernel)), []
+        try:
+            for threads in (1, 2, 4):
+                torch.set_num_threads(threads)
+                results.append(kernel.call(on, given))
+        finally:
+            torch.set_num_threads(before)
+        alike(results[1], results[0], 0)
+        alike(results[2], results[0], 0)
+
+
+def test_the_table_has_every_kernel() -> None:
+    """Or another file of tests has it."""
+    known = {name for kernel in KERNELS.values() for name in kernel.operators} | set(ELSEWHERE)
+    compiled = [
+        name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key(f"khot::{name}", "CPU")
+    ]
+    assert not {*compiled, *gpu.KERNELS} - known
