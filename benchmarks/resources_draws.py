@@ -27,6 +27,7 @@ from khot._kernels.triton import (
     losses,
     power_norms,
     projection,
+    ranking_losses,
     ranks,
     resident_budget,
     resident_budget_backward,
@@ -153,6 +154,7 @@ def cases() -> list[Case]:
         ),
         *(_rank(*case) for case in RANKS),
         *(_rank_long(*case) for case in LONG_RANKS),
+        *(_list(*case) for case in LISTS),
         *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]  # fmt: skip
 
@@ -212,11 +214,15 @@ def _budget(kernel: Any, cdf: int, bound: float, by: str = "value") -> Case:
     return Case(kernel, f"CDF {cdf}, by {by}", constants, warps, exact.WIDTH / 32 / warps, bound)
 
 
-# entries of a row, the bound, and registers that a thread may have
+# entries of a row, the bound, and registers that a thread may have; what kind of ranks
 RANKS = [
     (ranks._rank_rows, 64, 240, REGISTERS),
     (ranks._rank_rows, 256, 375, REGISTERS),
     (ranks._rank_rows, 1_024, 520, REGISTERS),
+    (ranks._rank_rows, 64, 300, REGISTERS, ranks.CENTRED),
+    (ranks._rank_rows, 1_024, 670, REGISTERS, ranks.CENTRED),
+    (ranks._rank_rows, 64, 240, REGISTERS, ranks.PLACE),
+    (ranks._rank_rows, 1_024, 520, REGISTERS, ranks.PLACE),
     (ranks._pull_ranks, 64, 360, REGISTERS),
     (ranks._pull_ranks, 256, 220, REGISTERS),
     (ranks._pull_ranks, 1_024, 210, 168),
@@ -227,28 +233,65 @@ RANKS = [
     (sorts._pull_sorts, 256, 520, REGISTERS),
     (sorts._pull_sorts, 2_048, 590, 224),
 ]
-LONG_RANKS = [(ranks._rank_long_rows, 300), (ranks._pull_long_ranks, 400)]
+LONG_RANKS = [
+    (ranks._rank_long_rows, 300),
+    (ranks._rank_long_rows, 480, ranks.CENTRED),
+    (ranks._rank_long_rows, 300, ranks.PLACE),
+    (ranks._pull_long_ranks, 400),
+]
+# entries of a list, and the bound
+LISTS = [
+    (ranking_losses._ndcg, 64, 225),
+    (ranking_losses._ndcg, 2_048, 420),
+    (ranking_losses._ndcg, 8_192, 135),
+    (ranking_losses._pull_ndcg, 64, 70),
+    (ranking_losses._correlations, 64, 50),
+    (ranking_losses._correlations, 8_192, 32),
+    (ranking_losses._pull_correlations, 64, 105),
+]
 NUMBER = {"tau_pointer": None, "tau_stride": 0, "grad_column": 1}
 
 
-def _rank(kernel: Any, n: int, bound: float, registers: int) -> Case:
+def _of_kind(kernel: Any, kind: Any) -> tuple[dict[str, Any], str]:
+    """The constants and the name of a kind of ranks."""
+    absent = ("index_pointer",) if kind is ranks.PLACE else ("value_pointer", "value_row", "value_column")
+    constants = {"KIND": kind, **{name: None if name.endswith("r") else 0 for name in absent}}
+    return constants, ("", ", centred", ", places")[kind.value]
+
+
+def _rank(kernel: Any, n: int, bound: float, registers: int, kind: Any = ranks.RANK) -> Case:
     """Rows that fill their width, by one τ; the gradient in τ is wanted, too."""
     constants = ranks.tile(n)
     warps = constants.pop("num_warps")
     held = constants["TOGETHER"] * constants["WIDTH"] / 32 / warps
-    constants |= {"DOUBLES": True, "ASKED": True, **NUMBER}
+    more, which = _of_kind(kernel, kind)
+    constants |= {"DOUBLES": True, "ASKED": True, **NUMBER, **more}
     return Case(
-        kernel, f"n = {n:,}", {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
-        held, bound, registers=registers, few=n == 64, multiples=("x_stride", "grad_row", "n"),
+        kernel, f"n = {n:,}{which}", {name: v for name, v in constants.items() if name in kernel.arg_names},
+        warps, held, bound, registers=registers, few=n == 64, multiples=("x_stride", "grad_row", "n"),
     )  # fmt: skip
 
 
-def _rank_long(kernel: Any, bound: float) -> Case:
+def _rank_long(kernel: Any, bound: float, kind: Any = ranks.RANK) -> Case:
     """Both passes over a row."""
-    constants = {"CHUNK": ranks.CHUNK, "ASKED": True, **NUMBER}
+    more, which = _of_kind(kernel, kind)
+    constants = {"CHUNK": ranks.CHUNK, "ASKED": True, **NUMBER, **more}
     return Case(
-        kernel, "long rows", {name: v for name, v in constants.items() if name in kernel.arg_names},
+        kernel, f"long rows{which}", {name: v for name, v in constants.items() if name in kernel.arg_names},
         ranks.WARPS, ranks.CHUNK / 32 / ranks.WARPS, bound, registers=168, multiples=("x_stride", "n"),
+    )  # fmt: skip
+
+
+def _list(kernel: Any, n: int, bound: float) -> Case:
+    """Of all places, by relevance in float32."""
+    constants = ranking_losses.tile(n)
+    warps, held = constants.pop("num_warps"), constants["TOGETHER"] * constants["WIDTH"]
+    absent = ("cut_pointer", "k_pointer", *(["best_pointer"] if n <= ranking_losses.SORTED else []))
+    constants |= dict.fromkeys(absent) | dict.fromkeys(("cut_row", "cut_column", "k_stride"), 0)
+    constants |= {"gain_column": 1}
+    return Case(
+        kernel, f"n = {n:,}", {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
+        held / 32 / warps, bound, few=n == 64, multiples=("x_stride", "gain_row", "n"),
     )  # fmt: skip
 
 
@@ -319,7 +362,13 @@ SORTED = {
 }  # fmt: skip
 OF_RANKS = {
     "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
-    "note_pointer": "*fp32", "scratch_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
+    "note_pointer": "*fp32", "scratch_pointer": "*fp32", "value_pointer": "*fp32",
+    "tau_high": "fp32", "tau_low": "fp32",
+}  # fmt: skip
+OF_LISTS = {
+    **dict.fromkeys(("rank_pointer", "gain_pointer", "best_pointer", "weight_pointer"), "*fp32"),
+    **dict.fromkeys(("drank_pointer", "dcut_pointer", "a_pointer", "b_pointer", "da_pointer"), "*fp32"),
+    "grad_pointer": "*fp64", "counted_pointer": "*i1",
 }  # fmt: skip
 OWN_TYPES = {
     "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
@@ -329,6 +378,7 @@ OWN_TYPES = {
         "start_pointer": "*i32", "dz_pointer": "*fp32", "dw_pointer": "*fp32",
     },
     **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
+    **{kernel.fn.__name__: OF_LISTS for kernel in ranking_losses.KERNELS},
     "_power_levels": SORTED
     | {"mark_pointer": "*i32"}
     | dict.fromkeys(("less_high", "less_low", "exponent_high", "exponent_low"), "fp32"),

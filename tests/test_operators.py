@@ -507,6 +507,18 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
                 cases.append((operator, forward.default, (layout, levels, tau)))
                 sent = (out.new_ones(1).expand(out.shape), layout, order, levels, place, tau, True)
                 cases.append((f"{operator}-backward", backward.default, sent))
+        cases.append(("laplace_centred_rank", ops.laplace_centred_rank.default, (layout, tau)))
+        args = (layout.exp() + 1, layout.exp(), layout, layout.sigmoid(), k)
+        cases.append(("ndcg_loss", ops.ndcg_loss.default, args))
+        loss, counted, weight = ops.ndcg_loss(*args)
+        sent = tau.new_ones(1).expand(ROWS)
+        backward = (sent, args[0], weight, args[3])
+        cases.append(("ndcg_loss-backward", ops.ndcg_loss_backward.default, backward))
+        cases.append(("centred_places", ops.centred_places.default, (layout.round(), layout)))
+        pair = (layout, ops.centred_places(layout.round(), layout))
+        cases.append(("correlation_loss", ops.correlation_loss.default, pair))
+        cases.append(("correlation_loss-backward", ops.correlation_loss_backward.default, (sent, *pair)))
+        cases.append(("counted_mean", ops.counted_mean.default, (loss, counted, torch.float32)))
         end = torch.finfo(torch.float64).max
         hi = torch.tensor([end, 0.7, -0.4, -end], dtype=torch.float64).repeat(ROWS, 1)
         shares = (layout, hi, 0 * hi, tau, "normal", 0.0)
@@ -572,7 +584,7 @@ TRACED = {name: i for i, (name, _, _) in reversed(list(enumerate(DISPATCHED)))}
 @pytest.mark.parametrize("place", range(len(DISPATCHED)), ids=lambda i: DISPATCHED[i][0])
 def test_opcheck(place: int) -> None:
     name, op, args = DISPATCHED[place]
-    constant = ("topk_mask", "budget_mask", "power_blocks", "selectable")
+    constant = ("topk_mask", "budget_mask", "power_blocks", "selectable", "centred_places")
     differentiable = "backward" not in name and name not in constant
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])

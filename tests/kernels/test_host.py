@@ -221,6 +221,23 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [1, 2], [1, 1]),
     "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
     "soft_sort, descending": ((4096, 64), partial(khot.soft_sort, descending=True), [1, 0], [1, 0]),
+    "ndcg_loss": ((4096, 64), lambda x: khot.losses.ndcg_loss(x, x.detach()), [3, 0], [2, 2]),
+    "ndcg_loss, half precision": (
+        (4096, 64), lambda x: khot.losses.ndcg_loss(x.bfloat16(), x.detach().int()), [3, 3], [2, 4],
+    ),
+    "ndcg_loss, mask": (
+        (4096, 64), lambda x: khot.losses.ndcg_loss(x, x.detach(), mask=x.detach() > 0), [3, 3], [2, 4],
+    ),
+    "ndcg_loss (64, 8_192)": (
+        (64, 8_192), lambda x: khot.losses.ndcg_loss(x, x.detach()), [3, 4], [2, 2],
+    ),
+    "spearman_loss": ((4096, 64), lambda x: khot.losses.spearman_loss(x, x.detach()), [4, 0], [2, 2]),
+    "spearman_loss (64, 8_192)": (
+        (64, 8_192), lambda x: khot.losses.spearman_loss(x, x.detach()), [4, 4], [2, 2],
+    ),
+    "average_precision_loss": (
+        (4096, 64), lambda x: khot.losses.average_precision_loss(x, x.detach()), [3, 25], [2, 21],
+    ),
     "soft_rank, projection": ((4096, 64), partial(khot.soft_rank, method="projection"), [1, 4], [1, 1]),
     "soft_sort, projection": ((4096, 64), partial(khot.soft_sort, method="projection"), [1, 7], [1, 3]),
     "soft_sort, projection (16, 100_000), kl": (

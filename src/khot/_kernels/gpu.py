@@ -45,6 +45,7 @@ KERNELS = (
     "fenchel_young",
     "fenchel_young_backward",
     "decay_scan",
+    "laplace_centred_rank",
     "laplace_count",
     "laplace_count_backward",
     "laplace_thresholds",
@@ -53,6 +54,12 @@ KERNELS = (
     "permutahedron",
     "permutahedron_backward",
     "power_blocks",
+    "ndcg_loss",
+    "ndcg_loss_backward",
+    "centred_places",
+    "correlation_loss",
+    "correlation_loss_backward",
+    "counted_mean",
 )
 
 

@@ -7,17 +7,18 @@ levels i − ½, which gives the soft sort. All take O((n + m) log n) time and O
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import wide_dtype, widen
 from khot._kernels.reference import laplace as kernels
 from khot._ops.decay_scan import scan
 
-__all__ = ["laplace_count", "laplace_rank", "laplace_sort", "laplace_thresholds"]
+__all__ = ["laplace_centred_rank", "laplace_count", "laplace_rank", "laplace_sort", "laplace_thresholds"]
 
 
 def laplace_count(x: Tensor, levels: Tensor, tau: Tensor) -> Tensor:
@@ -36,6 +37,13 @@ def laplace_rank(x: Tensor, tau: Tensor) -> Tensor:
     """r_i = ½ + Σ_j F((x_j − x_i)/τ), 1 for the largest: C at each entry, which counts itself as 1. In x's
     dtype."""
     rank: Tensor = _laplace_count(x, None, tau)[0]
+    return rank
+
+
+def laplace_centred_rank(x: Tensor, tau: Tensor) -> Tensor:
+    """r_i less the mean rank, with all its digits also where τ is far greater than the differences of the
+    scores; 0 for entries of −inf. In x's dtype, at least float32."""
+    rank: Tensor = _laplace_centred_rank(x, tau)[0]
     return rank
 
 
@@ -101,6 +109,33 @@ class _Count(_Rule):
         return kernels.jvp_count(dx, dlevels, dtau, *ctx.saved_tensors, scan=scan), None, None
 
 
+class _CentredRank(Rule):
+    """As for ranks: the mean rank has no derivatives."""
+
+    own_dims = (1,)
+    constants = (1,)
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        x, tau = inputs
+        return x, outputs[1], None, outputs[1][..., :0], tau
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None]:
+        tau, want_tau = ctx.saved_tensors[-1], ctx.needs_input_grad[1]
+        if by_kernel():
+            dx, __, dtau = _laplace_count_backward(grad, *ctx.saved_tensors, want_tau)
+        else:
+            dx, __, dtau = kernels.vjp_count(grad, *ctx.saved_tensors, scan=scan)
+        return dx, dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
+        x, *saved = ctx.saved_tensors
+        drank = kernels.jvp_count(dx, None, dtau, widen(x), *saved, scan=scan)
+        return drank.to(torch.promote_types(x.dtype, torch.float32)), None
+
+
 class _Thresholds(_Rule):
     constants = (0, 2, 3)
 
@@ -156,6 +191,17 @@ _BACKWARD = (
 _laplace_count = define("laplace_count", _FORWARD.format(""), kernels.laplace_count, _count_fake, _Count)
 _laplace_count_backward = define(
     "laplace_count_backward", _BACKWARD, kernels.laplace_count_backward, _backward_fake
+)
+_laplace_centred_rank = define(
+    "laplace_centred_rank",
+    "(Tensor x, Tensor tau) -> (Tensor, Tensor)",
+    # by the kernel for counts of the device
+    functools.partial(kernels.laplace_centred_rank, count=_laplace_count.overload),
+    lambda x, tau: (
+        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(x.shape, dtype=torch.int32),
+    ),
+    _CentredRank,
 )
 _laplace_thresholds = define(
     "laplace_thresholds",

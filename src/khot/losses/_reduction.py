@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core.rows import batch
+from khot._ops.ranking_losses import counted_mean
 
 __all__ = ["Reduction", "check_reduction", "reduce", "reduce_counted"]
 
@@ -27,12 +28,15 @@ def reduce(loss: Tensor, reduction: Reduction) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    """The reduction over the rows that are counted. The others are 0, and the mean of none is 0, too."""
+def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+    """The reduction over the rows that are counted, in the dtype. The others are 0, and the mean of none is
+    0, too."""
+    if reduction == "mean" and batch().here:
+        return counted_mean(loss.reshape(-1), counted.reshape(-1), dtype)
     loss = torch.where(counted, loss, 0)
     if reduction == "mean":
-        return loss.sum() / _over_batch(counted.sum()).clamp(min=1)
-    return reduce(loss, reduction)
+        return (loss.sum() / _over_batch(counted.sum()).clamp(min=1)).to(dtype)
+    return reduce(loss, reduction).to(dtype)
 
 
 def _over_batch(rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Metrics of rankings as losses: one minus the metric, with soft ranks or a soft top-k for the hard ones.
 
 A list is a row of scores. Ranks count from 1 for the largest score, and an entry counts itself as ½ where it
-counts those above it, as in :func:`khot.soft_rank`. All sums are in float64, and only the loss is rounded to
-the dtype of the scores.
+counts those above it, as in :func:`khot.soft_rank`. Half precision is widened, and only the loss is rounded
+to the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import not_below_zero, wide_dtype, widen
+from khot._core.precision import not_below_zero, widen
 from khot._core.rows import by_rows
+from khot._ops.laplace import laplace_centred_rank, laplace_rank
+from khot._ops.permutation import by_scans
+from khot._ops.ranking_losses import centred_places, correlation_loss
+from khot._ops.ranking_losses import ndcg_loss as row_losses
+from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce_counted
 from khot.masks import soft_topk
-from khot.ranking import soft_rank
 
 __all__ = [
     "average_precision_loss",
@@ -87,17 +91,9 @@ def spearman_loss(
         tensor(0.2000)
     """
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
-    s = _rows(targets, "targets", lists, only_order=True)
-    hard = 1e12 * torch.finfo(s.dtype).tiny  # no two different targets are as close as this
-    a = _centred(lists.rank(), lists)
-    b = _centred(soft_rank(s, tau=hard, descending=True, mask=lists.selected), lists)
-    # A rank is a sum of n terms: below its rounding error, equal ranks differ, too.
-    noise = lists.size * (4 * torch.finfo(a.dtype).eps * lists.size) ** 2
-    spread_a, spread_b = a.square().sum(-1), b.square().sum(-1)
-    equal_scores, equal_targets = spread_a <= noise, spread_b <= noise
-    scale = spread_a.masked_fill(equal_scores, 1).sqrt() * spread_b.masked_fill(equal_targets, 1).sqrt()
-    correlation = ((a * b).sum(-1) / scale).masked_fill(equal_scores, 0)
-    return lists.reduce(1 - correlation, ~equal_targets, reduction)
+    places = centred_places(_rows(targets, "targets", lists), lists.x)
+    loss, counted = correlation_loss(lists.centred_rank(), places)
+    return lists.reduce(loss, counted, reduction)
 
 
 @by_rows(0, loss=True)
@@ -147,19 +143,12 @@ def ndcg_loss(
     """
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
     gain = _rows(relevance, "relevance", lists)
-    arguments.check_values(gain, "relevance", low=0, high=sys.float_info.max)
-    bad = ~((gain >= 0) & (gain < math.inf)).all(-1)
-    DCG = gain / torch.log2(1 + lists.rank())
-    place = torch.arange(gain.shape[-1], dtype=gain.dtype, device=gain.device)
-    largest = gain.sort(-1, descending=True).values / torch.log2(2 + place)
-    if k is not None:
-        k = _size(k, lists)
-        DCG = DCG * lists.topk(k)
-        largest = largest * (widen(k).unsqueeze(-1) - place).clamp(0, 1)
-    total = largest.sum(-1)
-    counted = (total > 0) | bad
-    NDCG = (DCG.sum(-1) / total.masked_fill(total == 0, 1)).masked_fill(bad, math.nan)
-    return lists.reduce(1 - NDCG, counted, reduction)
+    if arguments.readable(gain):
+        arguments.check_values(lists.only(widen(gain)), "relevance", low=0, high=sys.float_info.max)
+    size = None if k is None else _size(k, lists)
+    cut = None if size is None else lists.topk(size)
+    loss, counted = row_losses(lists.rank(), gain, lists.x, cut, size)
+    return lists.reduce(loss, counted, reduction)
 
 
 @by_rows(0, loss=True)
@@ -206,9 +195,10 @@ def average_precision_loss(
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
     positive, bad = _positive(labels, lists)
     m = positive.sum(-1)
-    among_positive = soft_rank(lists.x, tau=lists.tau, cdf=lists.cdf, descending=True, mask=positive)
-    precision = torch.where(positive, among_positive / lists.rank(), 0).sum(-1) / m.clamp(min=1)
-    return lists.reduce(1 - precision.masked_fill(bad, math.nan), (m > 0) | bad, reduction)
+    among_positive = lists._replace(x=torch.where(positive, lists.x, -math.inf)).rank()
+    precision = torch.where(positive, widen(among_positive) / lists.rank(), 0).sum(-1) / m.clamp(min=1)
+    loss = not_below_zero(1 - precision.masked_fill(bad, math.nan))
+    return lists.reduce(loss, (m > 0) | bad, reduction)
 
 
 @by_rows(0, loss=True)
@@ -258,7 +248,7 @@ def recall_at_k_loss(
     m = positive.sum(-1)
     found = (positive * lists.topk(_size(k, lists))).sum(-1)
     recall = (found / m.clamp(min=1)).masked_fill(bad, math.nan)
-    return lists.reduce(1 - recall, (m > 0) | bad, reduction)
+    return lists.reduce(not_below_zero(1 - recall), (m > 0) | bad, reduction)
 
 
 @by_rows(0, loss=True)
@@ -300,34 +290,41 @@ def precision_at_k_loss(
     positive, bad = _positive(labels, lists)
     k = _size(k, lists)
     precision = (positive * lists.topk(k)).sum(-1) / widen(k)
-    return lists.reduce(1 - precision.masked_fill(bad, math.nan), positive.any(-1) | bad, reduction)
+    loss = not_below_zero(1 - precision.masked_fill(bad, math.nan))
+    return lists.reduce(loss, positive.any(-1) | bad, reduction)
 
 
 class _Lists(NamedTuple):
     scores: Tensor  # as given
     dim: int
-    x: Tensor  # (*batch, n), in the wide dtype
-    selected: Tensor  # the entries that take part: none with a score of −inf, which is how padding is marked
+    x: Tensor  # (*batch, n), at least float32; −inf where no entry takes part, as padding is marked, too
     tau: Tensor  # broadcasts with batch
     cdf: CDF
 
-    @property
-    def size(self) -> Tensor:
-        """How many entries each list has."""
-        return self.selected.sum(-1).to(self.x.dtype)
+    def only(self, value: Tensor) -> Tensor:
+        """A value of each entry, and 0 for entries that take no part."""
+        return torch.where(self.x == -math.inf, 0, value)
 
     def rank(self) -> Tensor:
-        """The soft ranks, and 1 for entries that take no part, so that one can divide by them."""
-        r = soft_rank(self.x, tau=self.tau, cdf=self.cdf, descending=True, mask=self.selected)
-        return torch.where(self.selected, r, 1)
+        """The soft ranks, 1 for the largest; some number from 1 on for entries that take no part."""
+        if by_scans(self.cdf):
+            return laplace_rank(self.x, self.tau)
+        return count_above(widen(self.x), widen(self.x), self.tau, self.cdf, centred=True) + 0.5
+
+    def centred_rank(self) -> Tensor:
+        """The soft ranks less their mean, and 0 for entries that take no part."""
+        if by_scans(self.cdf):
+            return laplace_centred_rank(self.x, self.tau)
+        rank, taken = self.only(self.rank()), self.only(torch.ones_like(self.x))
+        return self.only(rank - (rank.sum(-1) / taken.sum(-1).clamp(min=1)).unsqueeze(-1))
 
     def topk(self, k: Tensor) -> Tensor:
         """The soft top-k, of the whole list where that has fewer than k entries."""
-        k = torch.minimum(widen(k), widen(self.selected.sum(-1)))
-        return soft_topk(self.x, k, tau=self.tau, cdf=self.cdf, mask=self.selected)
+        k = torch.minimum(widen(k), widen((self.x != -math.inf).sum(-1)))
+        return soft_topk(widen(self.x), k, tau=self.tau, cdf=self.cdf)
 
     def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-        return reduce_counted(not_below_zero(loss), counted, reduction).to(self.scores.dtype)
+        return reduce_counted(loss, counted, reduction, self.scores.dtype)
 
 
 def _lists(
@@ -336,46 +333,26 @@ def _lists(
     F = cdfs.resolve(cdf)
     check_reduction(reduction)
     arguments.check_input(scores, "scores")
-    x = arguments.rows(scores, dim)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    selected = x != -math.inf
-    if mask is not None:
-        selected = selected & arguments.mask_rows(mask, scores, dim)
-    return _Lists(scores, dim, widen(x), selected, tau, F)
+    x = arguments.rows(scores, dim, mask)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision has too few digits for ranks
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_scans(F))
+    return _Lists(scores, dim, x, tau, F)
 
 
-def _rows(value: Any, name: str, lists: _Lists, *, only_order: bool = False) -> Tensor:
-    """What belongs to the scores, as a constant with dim last, and 0 for entries that take no part.
-
-    With ``only_order`` other numbers in the same order will do.
-    """
+def _rows(value: Any, name: str, lists: _Lists) -> Tensor:
+    """What belongs to the scores, as a constant with dim last."""
     arguments.check_bool_or_real(value, name)
     arguments.check_device(value, name, lists.scores)
     if value.shape != lists.scores.shape:
         raise ValueError(
             f"{name} must have the scores' shape {tuple(lists.scores.shape)}, but got {tuple(value.shape)}"
         )
-    if only_order and not value.is_floating_point() and value.dtype.itemsize > 2:
-        value = _places(value, lists.dim)
-    v = arguments.rows(value.detach().to(wide_dtype(lists.x.device)), lists.dim)
-    return torch.where(lists.selected, v, 0)
-
-
-def _places(value: Tensor, dim: int) -> Tensor:
-    """The place of each integer among the different ones of its list; a float lacks digits for large ones."""
-    if not value.dim() or not value.numel():
-        return value
-    if value.dtype == torch.uint64:  # torch does not sort it
-        value = value.view(torch.int64) ^ torch.iinfo(torch.int64).min
-    ordered, order = value.long().sort(dim)
-    # a difference may overflow, but only that of equal numbers is 0
-    steps = ordered.diff(dim=dim, prepend=ordered.narrow(dim, 0, 1)) != 0
-    return torch.zeros_like(order).scatter(dim, order, steps.cumsum(dim))
+    return value.detach().movedim(lists.dim, -1) if value.dim() else value.detach().reshape(1)
 
 
 def _positive(labels: Any, lists: _Lists) -> tuple[Tensor, Tensor]:
     """Which entries are positive; and which lists have another label than 0 and 1, or NaN."""
-    v = _rows(labels, "labels", lists)
+    v = lists.only(_rows(labels, "labels", lists))
     return v == 1, arguments.not_binary(v, "labels").any(-1)
 
 
@@ -383,10 +360,3 @@ def _size(k: Scalar, lists: _Lists) -> Tensor:
     """k, one per list."""
     k = arguments.per_row(k, "k", lists.x, low=0, low_open=True).detach()
     return widen(k).expand(lists.x.shape[:-1])
-
-
-def _centred(rank: Tensor, lists: _Lists) -> Tensor:
-    """Ranks less their mean, and 0 for entries that take no part."""
-    rank = torch.where(lists.selected, rank, 0)
-    mean = rank.sum(-1) / lists.size.clamp(min=1)
-    return torch.where(lists.selected, rank - mean.unsqueeze(-1), 0)

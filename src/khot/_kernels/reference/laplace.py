@@ -28,6 +28,7 @@ __all__ = [
     "behind",
     "decay_scan",
     "half_levels",
+    "laplace_centred_rank",
     "laplace_count",
     "laplace_count_backward",
     "laplace_thresholds",
@@ -176,6 +177,25 @@ def laplace_count(
     d = _around(levels, place, s, scan)
     count = place - d.above.weight * d.above.mass + d.below.weight * d.below.mass
     return count.masked_fill(bad | levels.isnan(), math.nan), order, place
+
+
+def laplace_centred_rank(
+    x: Tensor, tau: Tensor, count: Callable[..., tuple[Tensor, Tensor, Tensor]] = laplace_count
+) -> tuple[Tensor, Tensor]:
+    """r_i − (m + 1)/2 in a row in which m entries are not −inf; these others have 0.
+
+    Args:
+        x, tau: as for :func:`laplace_count`.
+        count: which kernel gives the ranks.
+
+    Returns:
+        The centred ranks, in x's dtype, at least float32, and the int32 indices that sort x in descending
+        order.
+    """
+    rank, order, _ = count(widen(x), None, tau)
+    there = x != -math.inf
+    rank = torch.where(there, rank - 0.5 * (there.sum(-1, keepdim=True) + 1), 0)
+    return rank.to(torch.promote_types(x.dtype, torch.float32)).contiguous(), order
 
 
 def laplace_count_backward(

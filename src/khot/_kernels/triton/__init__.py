@@ -22,7 +22,8 @@ rows that programs share to the digits of float64 in one more launch. `ways` dec
 soft top-ks takes.
 
 Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
-sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes.
+sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes. From ranks,
+`ranking_losses` has the losses of lists.
 
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
 sums and per-row scalars; float64 scores are float64 throughout. For a top-k in magnitude, rows that are split
@@ -42,6 +43,7 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.greedy import budget_mask as budget_mask
+from khot._kernels.triton.laplace import laplace_centred_rank as laplace_centred_rank
 from khot._kernels.triton.laplace import laplace_count as laplace_count
 from khot._kernels.triton.laplace import laplace_count_backward as laplace_count_backward
 from khot._kernels.triton.laplace import laplace_thresholds as laplace_thresholds
@@ -57,6 +59,12 @@ from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.power_norms import power_blocks as power_blocks
 from khot._kernels.triton.projection import permutahedron as permutahedron
 from khot._kernels.triton.projection import permutahedron_backward as permutahedron_backward
+from khot._kernels.triton.ranking_losses import centred_places as centred_places
+from khot._kernels.triton.ranking_losses import correlation_loss as correlation_loss
+from khot._kernels.triton.ranking_losses import correlation_loss_backward as correlation_loss_backward
+from khot._kernels.triton.ranking_losses import counted_mean as counted_mean
+from khot._kernels.triton.ranking_losses import ndcg_loss as ndcg_loss
+from khot._kernels.triton.ranking_losses import ndcg_loss_backward as ndcg_loss_backward
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.selection import topk_mask as topk_mask
@@ -66,16 +74,23 @@ from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward
 
 __all__ = [
     "budget_mask",
+    "centred_places",
     "conditional_poisson_sample",
+    "correlation_loss",
+    "correlation_loss_backward",
+    "counted_mean",
     "decay_scan",
     "fenchel_young",
     "fenchel_young_backward",
+    "laplace_centred_rank",
     "laplace_count",
     "laplace_count_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "magnitude_with_signs",
     "magnitude_with_signs_backward",
+    "ndcg_loss",
+    "ndcg_loss_backward",
     "order_sample",
     "order_statistics",
     "pareto_sample",

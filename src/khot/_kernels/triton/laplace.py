@@ -23,6 +23,13 @@ def laplace_count(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor
     return rank, order, order.new_empty((*x.shape[:-1], 0))
 
 
+def laplace_centred_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """`laplace.laplace_centred_rank`, in Triton."""
+    if ranks.serves(x, True):
+        return ranks.laplace_rank(x, tau, centred=True)
+    return reference.laplace_centred_rank(x, tau, laplace_count)
+
+
 def laplace_count_backward(
     grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

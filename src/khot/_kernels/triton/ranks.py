@@ -1,10 +1,14 @@
-"""Laplace's soft ranks, and their gradients, in float32: one launch each, after one of torch's sorts if rows
-are long.
+"""Laplace's soft ranks with their gradients, and hard ranks, in float32: one launch each, after one of
+torch's sorts if rows are long.
 
 The program of short rows sorts them, with the index of each entry behind its score, so that equal scores keep
 their order. A sum over the entries on one side of each follows from one scan: a piece of the sorted row is
 its last score and what its entries add up to where they are decayed to that score (:func:`sums`). So there
 are no gaps and no products of decays, and differences of scores are taken before they are divided by τ.
+
+Ranks less their mean are sums of what each pair lacks of a step (:func:`lack`), in which nothing cancels
+where τ is far greater than the differences of the scores. Hard ranks are those of equal entries that count
+half and others that do not.
 
 The backward pass reads the entries in the order that the forward pass found, and sorts nothing.
 """
@@ -12,6 +16,7 @@ The backward pass reads the entries in the order that the forward pass found, an
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import fast, layout
-from khot._kernels.triton.fast import LOG2E, double, total, wide
+from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
@@ -31,6 +36,7 @@ __all__ = [
     "SHORT",
     "across",
     "both_sums",
+    "centred_places",
     "compares_doubles",
     "finite",
     "laplace_rank",
@@ -49,6 +55,8 @@ TOGETHER = 512  # entries of short rows that share a program
 CHUNK, WARPS = 1024, 8  # of a long row, that a program holds at a time
 BIG = tl.constexpr(torch.finfo(torch.float32).max)  # stands for an infinite score: differences stay numbers
 FAR = tl.constexpr(reference.FAR)
+# What a kernel gives of a row: ranks, ranks less their mean, or hard ranks less their mean.
+RANK, CENTRED, PLACE = (tl.constexpr(i) for i in range(3))
 # τ within these has a reciprocal in float32. Where it is cut, all scores are equal or infinitely far apart.
 LEAST, GREATEST = tl.constexpr(1e-37), tl.constexpr(1e37)
 
@@ -71,11 +79,73 @@ def _differences(y, c, v, s, w, next_y, next_c, next_v, next_s, next_w):
 
 
 @triton.jit
+def lack(distance):
+    """1 − 2^(−distance), to the last digits also of small distances, by Taylor's series below ½."""
+    u = distance * LN2
+    near = 0.041666668 - u * (0.0083333338 - u * (0.0013888889 - u * 0.00019841270))
+    near = u * (1 - u * (0.5 - u * (0.16666667 - u * near)))
+    return tl.where(distance < 0.5, near, 1 - tl.exp2(-distance))
+
+
+@triton.jit
+def _deficits(y, c, m, s, next_y, next_c, next_m, next_s):
+    """As :func:`sums` of 1 − e^(−distance) over m entries."""
+    distance = tl.abs(y - next_y) * next_c
+    return next_y, next_c, m + next_m, m * lack(distance) + s * tl.exp2(-distance) + next_s
+
+
+@triton.jit
+def _equal(y, s, next_y, next_s):
+    """How many entries are equal to the last one."""
+    return next_y, tl.where(y == next_y, s, 0.0) + next_s
+
+
+@triton.jit
 def both_sums(y, c, one, AXIS: tl.constexpr):
     """Σ e^(−distance) over the entries above each one, and below it; both count the entry itself."""
     _, _, above = tl.associative_scan((y, c, one), AXIS, sums)
     _, _, below = tl.associative_scan((y, c, one), AXIS, sums, reverse=True)
     return above, below
+
+
+@triton.jit
+def _sums_of(y, c, one, AXIS: tl.constexpr, KIND: tl.constexpr):
+    """The sums that ranks of this kind are made of, over the entries above each one, and below it."""
+    if KIND == RANK:
+        above, below = both_sums(y, c, one, AXIS)
+    elif KIND == CENTRED:
+        zero = tl.zeros_like(y)
+        _, _, _, above = tl.associative_scan((y, c, one, zero), AXIS, _deficits)
+        _, _, _, below = tl.associative_scan((y, c, one, zero), AXIS, _deficits, reverse=True)
+    else:
+        _, above = tl.associative_scan((y, one), AXIS, _equal)
+        _, below = tl.associative_scan((y, one), AXIS, _equal, reverse=True)
+    return above, below
+
+
+@triton.jit
+def _carried(y, c, m, s, to, KIND: tl.constexpr):
+    """What m entries at y or beyond it, whose sum at y is s, add to the sum at an entry."""
+    if KIND == PLACE:
+        sum = tl.where(y == to, s, 0.0)
+    else:
+        distance = tl.abs(y - to) * c
+        sum = s * tl.exp2(-distance)
+        if KIND == CENTRED:
+            sum += m * lack(distance)
+    return sum
+
+
+@triton.jit
+def _rank_of(place, count, above, below, KIND: tl.constexpr):
+    """From the sums of :func:`_sums_of`; place counts from 1, and count entries take part."""
+    if KIND == RANK:
+        rank = place + 0.5 * (below - above)
+    elif KIND == CENTRED:
+        rank = 0.5 * (above - below)
+    else:  # an entry behind all that take part may be equal to the last of them
+        rank = tl.minimum(place, count) - 0.5 * (count + 1) + 0.5 * (tl.maximum(below, 1.0) - above)
+    return rank
 
 
 # ---------------------------------------------------------------------------------- rows and their order
@@ -138,24 +208,42 @@ def nan_of(x, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rank_rows(
-    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer, rows, n,
+    x_pointer, x_stride, value_pointer, value_row, value_column, tau_pointer, tau_stride, tau_high, tau_low,
+    out_pointer, index_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
+    """Ranks of the scores x; places in the order of other values, without the entries whose score is −inf."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
     x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
-    poison += nan_of(x, AXIS)
-    y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
-    y = tl.where(valid, finite(y), 0.0)
-    zero = tl.zeros_like(y)
-    above, below = both_sums(y, zero + wide(1 / tau * LOG2E, TOGETHER), tl.where(valid, 1.0, zero), AXIS)
-    rank = across((column + 1).to(tl.float32), TOGETHER) + 0.5 * (below - above) + wide(poison, TOGETHER)
+    value, taken = x, valid
+    if KIND != RANK:
+        taken = tl.where(x > float("-inf"), valid, x != x)
+    if KIND == PLACE:
+        at = value_pointer + entries(row, value_row, column.to(tl.int64) * value_column, TOGETHER)
+        value = tl.load(at, mask=taken, other=0).to(tl.float32)
+        c, poison = row.to(tl.float32) * 0, nan_of(value, AXIS)
+    else:
+        tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
+        c, poison = 1 / tau * LOG2E, poison + nan_of(x, AXIS)
+    y, order = sorted_rows(value, column, taken, TOGETHER, DOUBLES)
+    zero, place, count = tl.zeros_like(y), across((column + 1).to(tl.float32), TOGETHER), n
+    one = tl.where(valid, 1.0, zero)
+    if KIND != RANK:  # the entries that take part come first
+        count = wide(tl.sum(tl.where(taken, 1.0, 0.0), axis=AXIS), TOGETHER)
+        one = tl.where(place <= count, 1.0, zero)
+    y = tl.where(one > 0, y if KIND == PLACE else finite(y), 0.0)
+    above, below = _sums_of(y, zero + wide(c, TOGETHER), one, AXIS, KIND)
+    rank = _rank_of(place, count, above, below, KIND) + wide(poison, TOGETHER)
+    if KIND != RANK:
+        rank = tl.where(one > 0, rank, 0.0)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     tl.store(out_pointer + base + order, rank.to(out_pointer.dtype.element_ty), mask=valid)
-    tl.store(index_pointer + at, order, mask=valid)
+    if KIND != PLACE:
+        tl.store(index_pointer + at, order, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -212,45 +300,77 @@ def _entries_of(values, column, which):
     return total(picked, 1)
 
 
+@triton.jit
+def _values(y_at, column, first, n, count, KIND: tl.constexpr):
+    """Sorted values, 1 for those of entries that take part and 0 for others, and the first of them."""
+    y, top = tl.load(y_at + column, mask=column < n, other=0.0).to(tl.float32), tl.load(y_at + first)
+    top = top.to(tl.float32)
+    if KIND != PLACE:
+        y, top = tl.where(column < n, finite(y), 0.0), finite(top)
+    return y, tl.where(column < count, 1.0, 0.0), top
+
+
 @triton.jit(do_not_specialize=["parts"])
 def _rank_long_rows(
-    y_pointer, order_pointer, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer,
-    note_pointer, n, parts, CHUNK: tl.constexpr,
+    y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
+    index_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
+    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores."""
     row = tl.program_id(0).to(tl.int64)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
-    y_at, order_at, note_at = y_pointer + row * n, order_pointer + row * n, note_pointer + row * parts * 2
+    y_at, order_at, note_at = y_pointer + row * n, order_pointer + row * n, note_pointer + row * parts * 3
     top = tl.load(y_at).to(tl.float32)  # a NaN would be here
-    poison += tl.where(top == top, 0.0, top)
-    c, s = 1 / tau * LOG2E, tau * 0
-    y_below = s
+    poison = tl.where(top == top, 0.0, top)
+    if KIND == PLACE:
+        c = poison * 0
+    else:
+        tau, bad = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+        c, poison = 1 / tau * LOG2E, poison + bad
+    count = n
+    if KIND != RANK:
+        found = tl.zeros((CHUNK,), tl.int32)
+        for part in range(parts):
+            column = part * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("-inf"))
+            found += tl.where(x.to(tl.float32) == float("-inf"), 0, 1)
+        count = tl.sum(found, axis=0)
+    zero = poison * 0
+    m, s, y_below = zero, zero, zero
     for i in range(1, parts):
         part = parts - i
         column = part * CHUNK + tl.arange(0, CHUNK)
-        y = finite(tl.load(y_at + column, mask=column < n, other=0.0).to(tl.float32))
-        top = finite(tl.load(y_at + part * CHUNK).to(tl.float32))
-        near = tl.sum(tl.where(column < n, tl.exp2(-tl.abs(top - y) * c), 0.0), axis=0)
-        s = s * tl.exp2(-tl.abs(top - y_below) * c) + near
-        y_below = top
-        tl.store(note_at + part * 2, y_below)
-        tl.store(note_at + part * 2 + 1, s)
+        y, one, top = _values(y_at, column, part * CHUNK, n, count, KIND)
+        alone = one * 0 if KIND == CENTRED else one
+        m_near, s_near = total((one, _carried(y, c, one, alone, top, KIND)), 1)
+        s = _carried(y_below, c, m, s, top, KIND) + s_near
+        m, y_below = m + m_near, top
+        tl.store(note_at + part * 3, y_below)
+        tl.store(note_at + part * 3 + 1, s)
+        tl.store(note_at + part * 3 + 2, m)
     tl.debug_barrier()
-    y_above, s_above = tau * 0, tau * 0
+    y_above, m_above, s_above = zero, zero, zero
     for part in range(parts):
         column = part * CHUNK + tl.arange(0, CHUNK)
-        valid = column < n
-        y = tl.where(valid, finite(tl.load(y_at + column, mask=valid, other=0.0).to(tl.float32)), 0.0)
+        valid, more = column < n, part + 1 < parts
+        y, one, _ = _values(y_at, column, part * CHUNK, n, count, KIND)
         order = tl.load(order_at + column, mask=valid, other=0)
-        zero = tl.zeros_like(y)
-        up, down = both_sums(y, zero + c, tl.where(valid, 1.0, zero), 0)
-        up += s_above * tl.exp2(-tl.abs(y_above - y) * c)
-        y_below = tl.load(note_at + part * 2 + 2, mask=part + 1 < parts, other=0.0)
-        s_below = tl.load(note_at + part * 2 + 3, mask=part + 1 < parts, other=0.0)
-        down += s_below * tl.exp2(-tl.abs(y - y_below) * c)
-        rank = (column + 1).to(tl.float32) + 0.5 * (down - up) + poison
+        up, down = _sums_of(y, tl.zeros_like(y) + c, one, 0, KIND)
+        up += _carried(y_above, c, m_above, s_above, y, KIND)
+        y_below = tl.load(note_at + part * 3 + 3, mask=more, other=0.0)
+        s_below = tl.load(note_at + part * 3 + 4, mask=more, other=0.0)
+        m_below = tl.load(note_at + part * 3 + 5, mask=more, other=0.0)
+        down += _carried(y_below, c, m_below, s_below, y, KIND)
+        rank = _rank_of((column + 1).to(tl.float32), count, up, down, KIND) + poison
+        if KIND == CENTRED:
+            rank = tl.where(one > 0, rank, 0.0)
+        if KIND == PLACE:  # the last values may be those of entries that take part, and of others
+            last = valid & (y == float("-inf"))
+            x = tl.load(x_pointer + row * x_stride + order, mask=last, other=0.0).to(tl.float32)
+            rank = tl.where(x == float("-inf"), 0.0, rank)
         tl.store(out_pointer + row * n + order, rank.to(out_pointer.dtype.element_ty), mask=valid)
-        tl.store(index_pointer + row * n + column, order.to(tl.int32), mask=valid)
+        if KIND != PLACE:
+            tl.store(index_pointer + row * n + column, order.to(tl.int32), mask=valid)
         y_above, s_above = _entries_of((y, up), column, (part + 1) * CHUNK - 1)
+        m_above += CHUNK  # of a part that is followed by entries that take part
 
 
 @triton.jit
@@ -363,25 +483,45 @@ def compares_doubles(device: torch.device) -> bool:
     return minor == 0 and major <= 10
 
 
-def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranks, and the order of the entries."""
-    out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
+def laplace_rank(x: Tensor, tau: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
+    """The ranks, or these less their mean in float32, and the order of the entries."""
+    out = x.new_empty(x.shape, dtype=torch.float32 if centred else x.dtype)
+    index = x.new_empty(x.shape, dtype=torch.int32)
+    _rank(x, None, tau, out, index, (CENTRED if centred else RANK).value)
+    return out, index
+
+
+def centred_places(value: Tensor, x: Tensor) -> Tensor:
+    """`ranking_losses.centred_places`, of values that float32 has."""
+    out = x.new_empty(x.shape, dtype=torch.float32)
+    _rank(x, value, None, out, None, PLACE.value)
+    return out
+
+
+def _rank(
+    x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, index: Tensor | None, kind: int
+) -> None:
     batch, n = x.shape[:-1], x.shape[-1]
-    rows, scale = batch.numel(), layout.values(tau, batch, x.device)
+    rows = batch.numel()
+    scores, stride = layout.rows(x, n)
+    scale = layout.Values(None, 0, 1.0, 0.0) if tau is None else layout.values(tau, batch, x.device)
     if n > RANKED:
-        y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-        parts, notes = _notes(x, 2)
+        keys = x if value is None else torch.where(x == -math.inf, -math.inf, value)
+        y, order = torch.sort(keys.contiguous(), dim=-1, descending=True, stable=True)
+        parts, notes = _notes(x, 3)
         launch(
             _rank_long_rows, rows,
-            y, order, *scale, out, index, notes, n, parts, CHUNK=CHUNK, num_warps=WARPS,
+            y, order, scores, stride, *scale, out, index, notes, n, parts,
+            CHUNK=CHUNK, KIND=kind, num_warps=WARPS,
         )  # fmt: skip
-        return out, index
+        return
     which = tile(n)
+    given = (None, 0, 0) if value is None else layout.matrix(value, x)
     launch(
         _rank_rows, -(-rows // which["TOGETHER"]),
-        *layout.rows(x, n), *scale, out, index, rows, n, **which, DOUBLES=compares_doubles(x.device),
+        scores, stride, *given, *scale, out, index, rows, n,
+        **which, DOUBLES=compares_doubles(x.device), KIND=kind,
     )  # fmt: skip
-    return out, index
 
 
 def laplace_rank_backward(
