@@ -238,6 +238,7 @@ LONG_RANKS = [
     (ranks._rank_long_rows, 480, ranks.CENTRED),
     (ranks._rank_long_rows, 300, ranks.PLACE),
     (ranks._pull_long_ranks, 400),
+    (sorts._sort_long_rows, 350),
 ]
 # entries of a list, and the bound
 LISTS = [
@@ -275,7 +276,9 @@ def _rank(kernel: Any, n: int, bound: float, registers: int, kind: Any = ranks.R
 def _rank_long(kernel: Any, bound: float, kind: Any = ranks.RANK) -> Case:
     """Both passes over a row."""
     more, which = _of_kind(kernel, kind)
-    constants = {"CHUNK": ranks.CHUNK, "ASKED": True, **NUMBER, **more}
+    constants = {"CHUNK": ranks.CHUNK, "ASKED": True, "STEPS": 14, "sums_pointer": None, **NUMBER, **more}
+    if kernel is sorts._sort_long_rows:
+        del constants["sums_pointer"]
     return Case(
         kernel, f"long rows{which}", {name: v for name, v in constants.items() if name in kernel.arg_names},
         ranks.WARPS, ranks.CHUNK / 32 / ranks.WARPS, bound, registers=168, multiples=("x_stride", "n"),
@@ -363,7 +366,7 @@ SORTED = {
 OF_RANKS = {
     "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
     "note_pointer": "*fp32", "scratch_pointer": "*fp32", "value_pointer": "*fp32",
-    "tau_high": "fp32", "tau_low": "fp32",
+    "sums_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
 }  # fmt: skip
 OF_LISTS = {
     **dict.fromkeys(("rank_pointer", "gain_pointer", "best_pointer", "weight_pointer"), "*fp32"),

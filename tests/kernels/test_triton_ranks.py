@@ -240,6 +240,23 @@ def test_sorts_of_a_row_to_a_program(kernels: ModuleType) -> None:
     check_sorts(kernels, rows(130)[4:8:3], torch.tensor([1.0, 0.05], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [17, 50])
+def test_sorts_of_long_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, dtype: torch.dtype
+) -> None:
+    """In chunks of 16: two, of which one has a single entry, and four."""
+    module = sys.modules["khot._kernels.triton.ranks"]
+    monkeypatch.setattr(module, "SHORT", 8)
+    monkeypatch.setattr(module, "CHUNK", 16)
+    x = rows(n, dtype)
+    tau = torch.tensor([0.05, 3.0], dtype=torch.float64).repeat(5)
+    check_sorts(kernels, x, tau, 0 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    x[0, 3], tau[1] = NAN, 0
+    t = kernels.laplace_thresholds(x, None, tau)[1]
+    assert t[:2].isnan().all() and not t[2:].isnan().any()
+
+
 def test_sorts_in_other_layouts(kernels: ModuleType) -> None:
     x, tau = rows(12), torch.full((10,), 0.7, dtype=torch.float64)
     _, want, order, place = kernels.laplace_thresholds(x, None, tau)

@@ -1,7 +1,7 @@
 """Which kernels take Laplace's counts, thresholds, ranks and sorts: the one place that decides it.
 
-- Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way. Ranks
-  of long rows, unless these are few: `ranks`, too, after one of torch's sorts.
+- Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way. Long
+  rows, unless these are few: `ranks` and `sorts`, too, after one of torch's sorts, but for a sort's gradients.
 - Everything else: the reference's torch operations with the scan in Triton, and between them `scans` for
   ranks forward; in float64, of which each step is a launch. None of them waits.
 """
@@ -46,7 +46,7 @@ def laplace_thresholds(
     x: Tensor, levels: Tensor | None, tau: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds`, in Triton."""
-    if levels is not None or not ranks.serves(x, False):
+    if levels is not None or not ranks.serves(x, True):
         return reference.laplace_thresholds(x, levels, tau, scans.decay_scan)
     t, order, place = sorts.laplace_sort(x, tau)
     return t.new_empty((*x.shape[:-1], 0), dtype=torch.float64), t, order, place

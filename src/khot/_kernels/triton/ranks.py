@@ -44,6 +44,7 @@ __all__ = [
     "nan_of",
     "serves",
     "sorted_rows",
+    "sorted_sums",
     "temperature",
     "tile",
 ]
@@ -313,9 +314,10 @@ def _values(y_at, column, first, n, count, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["parts"])
 def _rank_long_rows(
     y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
-    index_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
+    index_pointer, sums_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores."""
+    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. For sorts
+    it leaves, in place of ranks, what these are made of, in sorted order."""
     row = tl.program_id(0).to(tl.int64)
     y_at, order_at, note_at = y_pointer + row * n, order_pointer + row * n, note_pointer + row * parts * 3
     top = tl.load(y_at).to(tl.float32)  # a NaN would be here
@@ -366,7 +368,14 @@ def _rank_long_rows(
             last = valid & (y == float("-inf"))
             x = tl.load(x_pointer + row * x_stride + order, mask=last, other=0.0).to(tl.float32)
             rank = tl.where(x == float("-inf"), 0.0, rank)
-        tl.store(out_pointer + row * n + order, rank.to(out_pointer.dtype.element_ty), mask=valid)
+        if sums_pointer is None:
+            tl.store(out_pointer + row * n + order, rank.to(out_pointer.dtype.element_ty), mask=valid)
+        else:
+            at = sums_pointer + row * n * 4 + column
+            tl.store(at, y, mask=valid)
+            tl.store(at + n, up, mask=valid)
+            tl.store(at + 2 * n, down, mask=valid)
+            tl.store(at + 3 * n, rank, mask=valid)
         if KIND != PLACE:
             tl.store(index_pointer + row * n + column, order.to(tl.int32), mask=valid)
         y_above, s_above = _entries_of((y, up), column, (part + 1) * CHUNK - 1)
@@ -491,6 +500,21 @@ def laplace_rank(x: Tensor, tau: Tensor, centred: bool = False) -> tuple[Tensor,
     return out, index
 
 
+def sorted_sums(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of long rows the sorted scores, the sums above and below each, and its rank, (rows, 4, n) in float32; the
+    sorted scores as torch gives them; and the order of the entries."""
+    n = x.shape[-1]
+    index, sums = x.new_empty(x.shape, dtype=torch.int32), x.new_empty(x.numel() * 4, dtype=torch.float32)
+    y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+    parts, notes = _notes(x, 3)
+    launch(
+        _rank_long_rows, x.numel() // n,
+        y, order, *layout.rows(x, n), *layout.values(tau, x.shape[:-1], x.device), None, index, sums, notes, n,
+        parts, CHUNK=CHUNK, KIND=RANK.value, num_warps=WARPS,
+    )  # fmt: skip
+    return sums, y, index
+
+
 def centred_places(value: Tensor, x: Tensor) -> Tensor:
     """`ranking_losses.centred_places`, of values that float32 has."""
     out = x.new_empty(x.shape, dtype=torch.float32)
@@ -511,7 +535,7 @@ def _rank(
         parts, notes = _notes(x, 3)
         launch(
             _rank_long_rows, rows,
-            y, order, scores, stride, *scale, out, index, notes, n, parts,
+            y, order, scores, stride, *scale, out, index, None, notes, n, parts,
             CHUNK=CHUNK, KIND=kind, num_warps=WARPS,
         )  # fmt: skip
         return

@@ -1,4 +1,7 @@
-"""Laplace's soft sort of short rows, and its gradients: one launch each, in float32.
+"""Laplace's soft sort, in float32: that of short rows with its gradients, in one launch each.
+
+Of long rows, which torch sorts, one launch takes the sums and one more the thresholds. There the reference has
+the gradients.
 
 Around the threshold of a level i − ½ lies a gap between two neighbours in the sorted row. All entries above
 it count through the upper neighbour, and all below through the lower one, with the sums that ranks are made
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, ranks
 from khot._kernels.triton.fast import LN2, LOG2E, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.ranks import (
@@ -129,6 +132,38 @@ def _sort_rows(
     tl.store(out_pointer + at, (t + wide(poison, TOGETHER)).to(out_pointer.dtype.element_ty), mask=valid)
 
 
+@triton.jit(do_not_specialize=["parts"])
+def _sort_long_rows(
+    sums_pointer, y_pointer, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, place_pointer, n, parts,
+    STEPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A part of a row, of whose sorted scores the sums are known: each level looks for its place."""
+    row, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
+    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+    row_at, y_at = sums_pointer + row * n * 4, y_pointer + row * n
+    top = tl.load(y_at).to(tl.float32)  # a NaN would be here
+    poison += tl.where(top == top, 0.0, top)
+    column = part * CHUNK + tl.arange(0, CHUNK)
+    valid, level = column < n, column.to(tl.float32) + 0.5
+    place, first, last = column * 0, part * 0, part * 0
+    for i in tl.static_range(STEPS):  # of as many entries as are below 2^STEPS
+        step = 1 << (STEPS - 1 - i)
+        at = place + (step - 1)
+        # an entry is above the threshold if its rank is not above the level's
+        above = tl.load(row_at + 3 * n + at, mask=at < n, other=float("inf")) <= level + 0.5
+        place += tl.where(above, step, 0)
+        before = first + (step - 1)
+        first += tl.where(tl.load(y_at + before, mask=before < n, other=0.0) == float("inf"), step, 0)
+        before = last + (step - 1)
+        finite_or_more = tl.load(y_at + before, mask=before < n, other=float("-inf")) != float("-inf")
+        last += tl.where(finite_or_more, step, 0)
+    place = tl.minimum(tl.maximum(place, first), last)
+    tl.store(place_pointer + row * n + column, place, mask=valid)
+    _, _, _, _, _, _, high, low = _between(row_at, place, level, first, last, tau, 1 / tau, n)
+    t = tl.where(column < first, float("inf"), tl.where(column < last, high + low, float("-inf")))
+    tl.store(out_pointer + row * n + column, (t + poison).to(out_pointer.dtype.element_ty), mask=valid)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _pull_sorts(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
@@ -204,15 +239,24 @@ def _pull_sorts(
     tl.store(dx_pointer + base + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
 
-KERNELS = (_sort_rows, _pull_sorts)
+KERNELS = (_sort_rows, _sort_long_rows, _pull_sorts)
 
 
 def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The thresholds of the levels i − ½, the order of the entries, and how many are above each threshold."""
-    out = x.new_empty(x.shape)
-    index, place = (x.new_empty(x.shape, dtype=torch.int32) for _ in range(2))
+    out, place = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     batch, n = x.shape[:-1], x.shape[-1]
-    rows, which = batch.numel(), tile(n)
+    rows = batch.numel()
+    if n > ranks.SHORT:
+        sums, y, index = ranks.sorted_sums(x, tau)
+        parts = -(-n // ranks.CHUNK)
+        launch(
+            _sort_long_rows, rows * parts,
+            sums, y, *layout.values(tau, batch, x.device), out, place, n, parts,
+            STEPS=n.bit_length(), CHUNK=ranks.CHUNK, num_warps=ranks.WARPS,
+        )  # fmt: skip
+        return out, index, place
+    index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
     launch(
         _sort_rows, -(-rows // which["TOGETHER"]),
         *layout.rows(x, n), *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
