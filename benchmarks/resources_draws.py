@@ -239,6 +239,7 @@ LONG_RANKS = [
     (ranks._rank_long_rows, 300, ranks.PLACE),
     (ranks._pull_long_ranks, 400),
     (sorts._sort_long_rows, 350),
+    (sorts._pull_long_sorts, 800),
 ]
 # entries of a list, and the bound
 LISTS = [
@@ -277,7 +278,7 @@ def _rank_long(kernel: Any, bound: float, kind: Any = ranks.RANK) -> Case:
     """Both passes over a row."""
     more, which = _of_kind(kernel, kind)
     constants = {"CHUNK": ranks.CHUNK, "ASKED": True, "STEPS": 14, "sums_pointer": None, **NUMBER, **more}
-    if kernel is sorts._sort_long_rows:
+    if kernel is not ranks._rank_long_rows:
         del constants["sums_pointer"]
     return Case(
         kernel, f"long rows{which}", {name: v for name, v in constants.items() if name in kernel.arg_names},
@@ -366,7 +367,7 @@ SORTED = {
 OF_RANKS = {
     "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
     "note_pointer": "*fp32", "scratch_pointer": "*fp32", "value_pointer": "*fp32",
-    "sums_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
+    "sums_pointer": "*fp32", "pulls_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
 }  # fmt: skip
 OF_LISTS = {
     **dict.fromkeys(("rank_pointer", "gain_pointer", "best_pointer", "weight_pointer"), "*fp32"),

@@ -1,7 +1,7 @@
 """Which kernels take Laplace's counts, thresholds, ranks and sorts: the one place that decides it.
 
 - Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way. Long
-  rows, unless these are few: `ranks` and `sorts`, too, after one of torch's sorts, but for a sort's gradients.
+  rows, unless these are few: the same, after one of torch's sorts, but for a sort's gradient in τ.
 - Everything else: the reference's torch operations with the scan in Triton, and between them `scans` for
   ranks forward; in float64, of which each step is a launch. None of them waits.
 """
@@ -56,7 +56,7 @@ def laplace_thresholds_backward(
     grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds_backward`, in Triton."""
-    if levels is not None or not ranks.serves(x, False):
+    if levels is not None or not ranks.serves(x, not want_tau):
         return reference.laplace_thresholds_backward(
             grad, x, order, levels, place, tau, want_tau, scans.decay_scan
         )

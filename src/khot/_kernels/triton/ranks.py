@@ -38,12 +38,14 @@ __all__ = [
     "both_sums",
     "centred_places",
     "compares_doubles",
+    "entries_of",
     "finite",
     "laplace_rank",
     "laplace_rank_backward",
     "nan_of",
     "serves",
     "sorted_rows",
+    "notes",
     "sorted_sums",
     "temperature",
     "tile",
@@ -293,7 +295,7 @@ def _pull_ranks(
 
 
 @triton.jit
-def _entries_of(values, column, which):
+def entries_of(values, column, which):
     """One entry of each of some vectors."""
     picked = ()
     for i in tl.static_range(len(values)):
@@ -316,7 +318,7 @@ def _rank_long_rows(
     y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
     index_pointer, sums_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. For sorts
+    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. For sorts,
     it leaves, in place of ranks, what these are made of, in sorted order."""
     row = tl.program_id(0).to(tl.int64)
     y_at, order_at, note_at = y_pointer + row * n, order_pointer + row * n, note_pointer + row * parts * 3
@@ -375,10 +377,10 @@ def _rank_long_rows(
             tl.store(at, y, mask=valid)
             tl.store(at + n, up, mask=valid)
             tl.store(at + 2 * n, down, mask=valid)
-            tl.store(at + 3 * n, rank, mask=valid)
-        if KIND != PLACE:
+            tl.store(at + 3 * n, 0.5 * (down - up), mask=valid)
+        if index_pointer is not None:
             tl.store(index_pointer + row * n + column, order.to(tl.int32), mask=valid)
-        y_above, s_above = _entries_of((y, up), column, (part + 1) * CHUNK - 1)
+        y_above, s_above = entries_of((y, up), column, (part + 1) * CHUNK - 1)
         m_above += CHUNK  # of a part that is followed by entries that take part
 
 
@@ -452,7 +454,7 @@ def _pull_long_ranks(
             flow = tl.where(later, (up * w_down - w_up * (down - 1)) * one, 0.0)
             gap = tl.minimum((y - after) * (1 / tau), FAR)
             dtau -= half * tl.sum(tl.where(flow == 0, 0.0, gap * flow), axis=0)
-        y_above, v_above, s_above, w_above = _entries_of((y, v, up, w_up), column, (part + 1) * CHUNK - 1)
+        y_above, v_above, s_above, w_above = entries_of((y, v, up, w_up), column, (part + 1) * CHUNK - 1)
     if ASKED:
         tl.store(dtau_pointer + row, (dtau + poison).to(tl.float64))
 
@@ -500,19 +502,18 @@ def laplace_rank(x: Tensor, tau: Tensor, centred: bool = False) -> tuple[Tensor,
     return out, index
 
 
-def sorted_sums(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of long rows the sorted scores, the sums above and below each, and its rank, (rows, 4, n) in float32; the
-    sorted scores as torch gives them; and the order of the entries."""
-    n = x.shape[-1]
-    index, sums = x.new_empty(x.shape, dtype=torch.int32), x.new_empty(x.numel() * 4, dtype=torch.float32)
-    y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-    parts, notes = _notes(x, 3)
+def sorted_sums(y: Tensor, order: Tensor, index: Tensor | None, tau: Tensor) -> Tensor:
+    """Of long rows in descending order: the scores, the sums above and below each, and how far its rank is
+    from its place, (rows, 4, n) in float32. The order of the entries is written to index."""
+    n = y.shape[-1]
+    sums = y.new_empty(y.numel() * 4, dtype=torch.float32)
+    parts, room = notes(y, 3)
     launch(
-        _rank_long_rows, x.numel() // n,
-        y, order, *layout.rows(x, n), *layout.values(tau, x.shape[:-1], x.device), None, index, sums, notes, n,
-        parts, CHUNK=CHUNK, KIND=RANK.value, num_warps=WARPS,
+        _rank_long_rows, y.numel() // n,
+        y, order, y, n, *layout.values(tau, y.shape[:-1], y.device), None, index, sums, room, n, parts,
+        CHUNK=CHUNK, KIND=RANK.value, num_warps=WARPS,
     )  # fmt: skip
-    return sums, y, index
+    return sums
 
 
 def centred_places(value: Tensor, x: Tensor) -> Tensor:
@@ -532,10 +533,10 @@ def _rank(
     if n > RANKED:
         keys = x if value is None else torch.where(x == -math.inf, -math.inf, value)
         y, order = torch.sort(keys.contiguous(), dim=-1, descending=True, stable=True)
-        parts, notes = _notes(x, 3)
+        parts, room = notes(x, 3)
         launch(
             _rank_long_rows, rows,
-            y, order, scores, stride, *scale, out, index, None, notes, n, parts,
+            y, order, scores, stride, *scale, out, index, None, room, n, parts,
             CHUNK=CHUNK, KIND=kind, num_warps=WARPS,
         )  # fmt: skip
         return
@@ -559,15 +560,15 @@ def laplace_rank_backward(
         order.contiguous(), dx, dtau,
     )  # fmt: skip
     if n > RANKED:
-        parts, notes = _notes(x, 4)
-        launch(_pull_long_ranks, rows, *given, notes, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
+        parts, room = notes(x, 4)
+        launch(_pull_long_ranks, rows, *given, room, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
         return dx, dtau
     which = tile(n)
     launch(_pull_ranks, -(-rows // which["TOGETHER"]), *given, rows, n, **which, ASKED=want_tau)
     return dx, dtau
 
 
-def _notes(x: Tensor, count: int) -> tuple[int, Tensor]:
+def notes(x: Tensor, count: int) -> tuple[int, Tensor]:
     """Into how many chunks the rows of x are cut, and room for so many numbers of each."""
     n = x.shape[-1]
     parts = -(-n // CHUNK)

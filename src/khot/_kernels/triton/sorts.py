@@ -1,7 +1,5 @@
-"""Laplace's soft sort, in float32: that of short rows with its gradients, in one launch each.
-
-Of long rows, which torch sorts, one launch takes the sums and one more the thresholds. There the reference has
-the gradients.
+"""Laplace's soft sort and its gradients, in float32: of short rows in one launch each. Of long rows torch
+sorts the entries, one launch takes the sums, and one more the thresholds or the gradients.
 
 Around the threshold of a level i − ½ lies a gap between two neighbours in the sorted row. All entries above
 it count through the upper neighbour, and all below through the lower one, with the sums that ranks are made
@@ -27,6 +25,7 @@ from khot._kernels.triton.ranks import (
     across,
     both_sums,
     compares_doubles,
+    entries_of,
     finite,
     nan_of,
     sorted_rows,
@@ -83,6 +82,23 @@ def _between(row_at, place, level, first, last, tau, tau_inverse, n):
     return above, below, y_above, y_below, a, b, high, low
 
 
+@triton.jit
+def _masses(y_above, y_below, a, b, high, low, tau_inverse):
+    """The distances from the threshold to its neighbours, and the sums over all entries beyond these, decayed
+    to the threshold."""
+    to_above = ((y_above - high) - low) * tau_inverse
+    to_below = (low - (y_below - high)) * tau_inverse
+    mass_above = tl.where(a > 0, a * tl.exp2(-to_above * LOG2E), 0.0)
+    mass_below = tl.where(b > 0, b * tl.exp2(-to_below * LOG2E), 0.0)
+    return to_above, to_below, mass_above, mass_below
+
+
+@triton.jit
+def _pulled(high, low, c, p, to_high, to_low):
+    """As :func:`_pulls`, of one point."""
+    return p * tl.exp2(-tl.abs((high - to_high) + (low - to_low)) * c)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _sort_rows(
     x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer,
@@ -105,7 +121,7 @@ def _sort_rows(
     up, down = both_sums(y, zero + wide(1 / tau * LOG2E, TOGETHER), tl.where(valid, 1.0, zero), AXIS)
 
     # the first level that is not above the entry: its threshold is below, and those of all further ones
-    level = tl.maximum(tl.ceil(i.to(tl.float32) + 0.5 * (down - up)).to(tl.int32), 0)
+    level = tl.maximum(i + tl.ceil(0.5 * (down - up)).to(tl.int32), 0)
     level = tl.associative_scan(tl.where(valid, level, n), AXIS, _larger)
     row_at = scratch_pointer + tl.minimum(row, rows - 1) * (n * PLANES)  # all may read there
     row_at = wide(row_at, TOGETHER)
@@ -149,8 +165,9 @@ def _sort_long_rows(
     for i in tl.static_range(STEPS):  # of as many entries as are below 2^STEPS
         step = 1 << (STEPS - 1 - i)
         at = place + (step - 1)
-        # an entry is above the threshold if its rank is not above the level's
-        above = tl.load(row_at + 3 * n + at, mask=at < n, other=float("inf")) <= level + 0.5
+        # an entry is above the threshold if its rank is not above the level's; of their places the difference
+        # is exact, where a rank of a long row lacks digits
+        above = tl.load(row_at + 3 * n + at, mask=at < n, other=float("inf")) <= (column - at).to(tl.float32)
         place += tl.where(above, step, 0)
         before = first + (step - 1)
         first += tl.where(tl.load(y_at + before, mask=before < n, other=0.0) == float("inf"), step, 0)
@@ -207,10 +224,7 @@ def _pull_sorts(
     above, below, y_above, y_below, a, b, high, low = _between(
         row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), tau_inverse, n
     )
-    to_above = ((y_above - high) - low) * tau_inverse
-    to_below = (low - (y_below - high)) * tau_inverse
-    mass_above = tl.where(a > 0, a * tl.exp2(-to_above * LOG2E), 0.0)
-    mass_below = tl.where(b > 0, b * tl.exp2(-to_below * LOG2E), 0.0)
+    to_above, to_below, mass_above, mass_below = _masses(y_above, y_below, a, b, high, low, tau_inverse)
     q = tl.where(live, v / (mass_above + mass_below), 0.0)
     if ASKED:
         m_above, m_below = tl.load(row_at + 3 * n + above), tl.load(row_at + 4 * n + below)
@@ -228,7 +242,7 @@ def _pull_sorts(
     tl.store(row_at + 3 * n + i, pull_up, mask=valid)
     tl.debug_barrier()
     # how many thresholds are above the entry: as many as levels are below its rank
-    k = tl.ceil(i.to(tl.float32) + 0.5 * (down - up)).to(tl.int32)
+    k = i + tl.ceil(0.5 * (down - up)).to(tl.int32)
     k = tl.minimum(tl.maximum(k, first), last)
     above, below = tl.maximum(k - 1, 0), tl.minimum(k, n - 1)
     distance = tl.maximum((tl.load(row_at + above) - y) + tl.load(row_at + n + above), 0.0)
@@ -239,7 +253,89 @@ def _pull_sorts(
     tl.store(dx_pointer + base + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
 
-KERNELS = (_sort_rows, _sort_long_rows, _pull_sorts)
+@triton.jit(do_not_specialize=["parts"])
+def _pull_long_sorts(
+    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
+    index_pointer, place_pointer, sums_pointer, pulls_pointer, note_pointer, dx_pointer, n, parts,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_pull_sorts`, of a row whose sums are known: what pulls from below each chunk is noted on the
+    way to the start."""
+    row = tl.program_id(0).to(tl.int64)
+    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+    row_at, pull_at, note_at = sums_pointer + row * n * 4, pulls_pointer + row * n * 4, row * parts * 3
+    note_at += note_pointer
+    c, tau_inverse, zero = 1 / tau * LOG2E, 1 / tau, tau * 0
+    firsts, lasts = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
+    for part in range(parts):
+        column = part * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("-inf")).to(tl.float32)
+        firsts += tl.where(x == float("inf"), 1, 0)
+        lasts += tl.where(x == float("-inf"), 0, 1)
+        poison += tl.sum(tl.where(x == x, 0.0, x), axis=0)
+    first, last = tl.sum(firsts, axis=0), tl.sum(lasts, axis=0)
+    high_below, low_below, pull = zero, zero, zero
+    for i in range(parts):
+        part = parts - 1 - i
+        column = part * CHUNK + tl.arange(0, CHUNK)
+        valid, live = column < n, (column >= first) & (column < last)
+        place = tl.load(place_pointer + row * n + column, mask=valid, other=0)
+        grads = grad_pointer + row * grad_row + column.to(tl.int64) * grad_column
+        v = tl.load(grads, mask=live, other=0.0).to(tl.float32)
+        _, _, y_above, y_below, a, b, high, low = _between(
+            row_at, place, column.to(tl.float32) + 0.5, first, last, tau, tau_inverse, n
+        )
+        _, _, mass_above, mass_below = _masses(y_above, y_below, a, b, high, low, tau_inverse)
+        q = tl.where(live, v / (mass_above + mass_below), 0.0)
+        high = tl.where(live, high, tl.load(row_at + column, mask=valid, other=0.0))
+        low = tl.where(live, low, 0.0)
+        tl.store(pull_at + column, high, mask=valid)
+        tl.store(pull_at + n + column, low, mask=valid)
+        tl.store(pull_at + 2 * n + column, q, mask=valid)
+        high_top, low_top = entries_of((high, low), column, part * CHUNK)
+        near = tl.sum(_pulled(high, low, c, q, high_top, low_top), axis=0)
+        pull = _pulled(high_below, low_below, c, pull, high_top, low_top) + near
+        high_below, low_below = high_top, low_top
+        tl.store(note_at + part * 3, high_below)
+        tl.store(note_at + part * 3 + 1, low_below)
+        tl.store(note_at + part * 3 + 2, pull)
+    tl.debug_barrier()
+    high_above, low_above, pull = zero, zero, zero
+    for part in range(parts):
+        column = part * CHUNK + tl.arange(0, CHUNK)
+        valid, more = column < n, part + 1 < parts
+        high = tl.load(pull_at + column, mask=valid, other=0.0)
+        low = tl.load(pull_at + n + column, mask=valid, other=0.0)
+        q = tl.load(pull_at + 2 * n + column, mask=valid, other=0.0)
+        given = (high, low, tl.zeros_like(high) + c, q)
+        _, _, _, down = tl.associative_scan(given, 0, _pulls)
+        _, _, _, up = tl.associative_scan(given, 0, _pulls, reverse=True)
+        down += _pulled(high_above, low_above, c, pull, high, low)
+        high_below = tl.load(note_at + part * 3 + 3, mask=more, other=0.0)
+        low_below = tl.load(note_at + part * 3 + 4, mask=more, other=0.0)
+        pull_below = tl.load(note_at + part * 3 + 5, mask=more, other=0.0)
+        up += _pulled(high_below, low_below, c, pull_below, high, low)
+        tl.store(pull_at + 2 * n + column, down, mask=valid)
+        tl.store(pull_at + 3 * n + column, up, mask=valid)
+        high_above, low_above, pull = entries_of((high, low, down), column, (part + 1) * CHUNK - 1)
+    tl.debug_barrier()
+    for part in range(parts):
+        column = part * CHUNK + tl.arange(0, CHUNK)
+        valid = column < n
+        y = tl.load(row_at + column, mask=valid, other=0.0)
+        shift = tl.load(row_at + 3 * n + column, mask=valid, other=0.0)
+        k = tl.minimum(tl.maximum(column + tl.ceil(shift).to(tl.int32), first), last)
+        above, below = tl.maximum(k - 1, 0), tl.minimum(k, n - 1)
+        distance = tl.maximum((tl.load(pull_at + above) - y) + tl.load(pull_at + n + above), 0.0)
+        dx = tl.where(k > first, tl.load(pull_at + 2 * n + above) * tl.exp2(-distance * c), 0.0)
+        distance = tl.maximum((y - tl.load(pull_at + below)) - tl.load(pull_at + n + below), 0.0)
+        dx += tl.where(k < last, tl.load(pull_at + 3 * n + below) * tl.exp2(-distance * c), 0.0)
+        dx = tl.where((column >= first) & (column < last), dx + poison, 0.0)
+        order = tl.load(index_pointer + row * n + column, mask=valid, other=0)
+        tl.store(dx_pointer + row * n + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+
+
+KERNELS = (_sort_rows, _sort_long_rows, _pull_sorts, _pull_long_sorts)
 
 
 def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,7 +344,9 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     if n > ranks.SHORT:
-        sums, y, index = ranks.sorted_sums(x, tau)
+        y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+        index = x.new_empty(x.shape, dtype=torch.int32)
+        sums = ranks.sorted_sums(y, order, index, tau)
         parts = -(-n // ranks.CHUNK)
         launch(
             _sort_long_rows, rows * parts,
@@ -268,10 +366,21 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def laplace_sort_backward(
     grad: Tensor, x: Tensor, order: Tensor, place: Tensor, tau: Tensor, want_tau: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in x and τ; that of τ holds anything unless it is wanted."""
+    """The gradients in x and τ; that of τ holds anything unless it is wanted, which a long row has not."""
     batch, n = x.shape[:-1], x.shape[-1]
-    rows, which = batch.numel(), tile(n)
+    rows = batch.numel()
     dx, dtau = x.new_empty(x.shape), x.new_empty(batch, dtype=torch.float64)
+    if n > ranks.SHORT:
+        sums = ranks.sorted_sums(x.gather(-1, order.long()), order, None, tau)
+        parts, room = ranks.notes(x, 3)
+        launch(
+            _pull_long_sorts, rows,
+            *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
+            order.contiguous(), place.contiguous(), sums, torch.empty_like(sums), room, dx, n, parts,
+            CHUNK=ranks.CHUNK, num_warps=ranks.WARPS,
+        )  # fmt: skip
+        return dx, dtau
+    which = tile(n)
     launch(
         _pull_sorts, -(-rows // which["TOGETHER"]),
         *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device), order.contiguous(),
