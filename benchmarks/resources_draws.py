@@ -238,8 +238,8 @@ LONG_RANKS = [
     (ranks._rank_long_rows, 480, ranks.CENTRED),
     (ranks._rank_long_rows, 300, ranks.PLACE),
     (ranks._pull_long_ranks, 400),
-    (sorts._sort_long_rows, 350),
-    (sorts._pull_long_sorts, 800),
+    (sorts._sort_long_rows, 375),
+    (sorts._pull_long_sorts, 500),
 ]
 # entries of a list, and the bound
 LISTS = [

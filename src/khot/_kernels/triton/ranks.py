@@ -318,8 +318,8 @@ def _rank_long_rows(
     y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
     index_pointer, sums_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. For sorts,
-    it leaves, in place of ranks, what these are made of, in sorted order."""
+    """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. With
+    sums it leaves, in place of ranks, what these are made of, in sorted order."""
     row = tl.program_id(0).to(tl.int64)
     y_at, order_at, note_at = y_pointer + row * n, order_pointer + row * n, note_pointer + row * parts * 3
     top = tl.load(y_at).to(tl.float32)  # a NaN would be here
