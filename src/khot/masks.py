@@ -367,7 +367,7 @@ def topk_mask(
         if not isinstance(largest, bool):
             arguments.check_flags(largest=largest)
         x = arguments.rows(input, dim, mask, largest)
-        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x))
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), by_value=row.here)
         return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count
 
     x, count = prepare() if row.here else row.agree(prepare, k=k, largest=largest)

@@ -197,7 +197,8 @@ def _is_one_number(place: Any, mask: Tensor | None, row: Row) -> bool:
 def _entries(x: Tensor, first: int, count: int = 1) -> Tensor:
     """The entries of consecutive places, the same in all rows, which count from 1 for the largest:
     (*batch, count)."""
-    k = torch.arange(first, first + count, dtype=wide_dtype(x.device), device=x.device)
+    where = "cpu" if x.is_cuda else x.device  # the GPU kernels take numbers by value
+    k = torch.arange(first, first + count, dtype=wide_dtype(x.device), device=where)
     return order_statistics(x, k if x.dim() == 1 else k.expand(*x.shape[:-1], -1))
 
 

@@ -57,4 +57,8 @@ def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(layout, "SAMPLE_BLOCK", 2)
     monkeypatch.setattr(layout, "sample", lambda: (1, 16, 1))
     monkeypatch.setattr(layout, "cut", lambda rows, n: layout.Cut(*layout.parts(rows, n), 1, layout.CHUNK, 1))
+    # so that a list has more than one program, and its search more than one turn
+    monkeypatch.setattr(kernels.levels, "sample", lambda n: 16)
+    for name, value in {"VECTOR": 8, "HELD": 4, "LANES": 4}.items():
+        monkeypatch.setattr(kernels.levels, name, value)
     return kernels

@@ -202,8 +202,13 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "topk": ((4096, 64), lambda x: khot.topk(x, 8).values, [1, 0], [0, 4]),
     "topk (16, 100_000)": ((16, 100_000), lambda x: khot.topk(x, 8).values, [2, 0], [0, 4]),
-    "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 1], [0, 0]),
-    "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 1], [0, 20]),
+    "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 0], [0, 0]),
+    "topk_mask (2048, 65_536)": ((2048, 65_536), partial(khot.topk_mask, k=8), [4, 0], [0, 0]),
+    "topk_mask (1, 1_000_000), tensor": (
+        (1, 1_000_000), lambda x: khot.topk_mask(x, torch.empty(1, device="cuda")), [4, 0], [0, 0],
+    ),
+    "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 0], [0, 20]),
+    "kth_value (16, 100_000)": ((16, 100_000), partial(khot.kth_value, k=8), [3, 0], [0, 20]),
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 4], [1, 2]),
     "inverse_soft_count (1, 1_000_000)": (
         (1, 1_000_000), partial(khot.inverse_soft_count, count=8), [4, 4], [2, 3],

@@ -469,8 +469,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 import triton.language as tl
-from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest
-from khot._kernels.triton import losses, magnitude, places, scans, selectable, selection, transport
+from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
+from khot._kernels.triton import losses, magnitude, mask, places, scans, selectable, selection, transport
 
 uncosted = {"BY": 0, "AT_MOST": False, "cost_pointer": None, "cost_row": 0, "cost_column": 0,
             "dcost_pointer": None}
@@ -480,7 +480,9 @@ which = {
     exact_split: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selection: [{}],
     selectable: [{}],
-    places: [{}],
+    places: [{}, {"k_pointer": None}],
+    mask: [{}, {"k_pointer": None}],
+    levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64} for what in range(3)],
     largest: [{"PACKED": False, "PART": True}, {"PACKED": False, "PART": False}],
     magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
     draws: [{"WIDTH": 64}],
@@ -492,17 +494,21 @@ which = {
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
            "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer")
 integers = ("counter_pointer", "counts_pointer", "tally_pointer", "ties_pointer", "found_pointer",
-            "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer")
+            "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer",
+            "level_pointer", "list_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     for constants, function in itertools.product(which[module], module.KERNELS):
         if "w_pointer" in function.arg_names and dtype in ("bf16", "fp16"):
             continue  # its rows come widened
+        if module is levels and dtype == "fp64":
+            continue  # such rows are sorted
         constants = {
             "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
             "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", "ABSOLUTE": False, "PIECES": 2, "PAIRS": 32,
             "LEVELS": 6, "LAST": False, "CENTRED": True, "EXACT": False, "HEIGHT": 8, "MANY": 4,
-            "LARGEST": True, "GROUPS": 64, "NEAR": 4, "ROOM": 16, "LOOK": 128, "KEPT": 16, **constants,
+            "LARGEST": True, "GROUPS": 64, "NEAR": 4, "ROOM": 16, "LOOK": 128, "KEPT": 16,
+            "LANES": 32, "BLOCK": 4, **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
             constants["TOGETHER"] = 1  # a row that is split has its programs to itself

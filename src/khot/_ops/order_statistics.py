@@ -25,7 +25,8 @@ def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
 
     Args:
         x: (*batch, n).
-        k: (*batch, m), in the wide dtype, with integer values in [1, n]; all other values give NaN.
+        k: (*batch, m), in the wide dtype, with integer values in [1, n]; all other values give NaN. It may be
+            on the CPU if m numbers one after another are the same for all rows.
         row: says whether x is the whole rows or a shard of them.
     """
     values: Tensor = _order_statistics.on(row.name)(x, k)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core import rows
+from khot._core.precision import on
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
@@ -33,7 +34,7 @@ def order_statistics(x: Tensor, k: Tensor, group: str = "") -> Tensor:
 
 
 def _of_whole_rows(x: Tensor, k: Tensor) -> Tensor:
-    n = x.shape[-1]
+    n, k = x.shape[-1], on(x.device, k)
     if n == 0 or k.numel() == 0:
         return x.new_full(k.shape, math.nan)
     bad = x.isnan().any(-1, keepdim=True) | _outside(k, n)

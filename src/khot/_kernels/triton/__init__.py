@@ -55,6 +55,7 @@ from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_wit
 from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
+from khot._kernels.triton.mask import topk_mask as topk_mask
 from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.power_norms import power_blocks as power_blocks
 from khot._kernels.triton.projection import permutahedron as permutahedron
@@ -67,7 +68,6 @@ from khot._kernels.triton.ranking_losses import ndcg_loss as ndcg_loss
 from khot._kernels.triton.ranking_losses import ndcg_loss_backward as ndcg_loss_backward
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.selectable import selectable as selectable
-from khot._kernels.triton.selection import topk_mask as topk_mask
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 from khot._kernels.triton.ways import soft_topk as soft_topk
 from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward

@@ -24,7 +24,7 @@ from khot._kernels.triton.calibration import LARGEST_VARIANCE, calibrate
 from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.selection import topk_mask
+from khot._kernels.triton.mask import topk_mask
 
 HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
 PIECE = 4  # entries of a thread in a piece

@@ -26,7 +26,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.functions import load
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.places import MOST
-from khot._kernels.triton.selection import ordered
+from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered
 
 SORTED = 256  # entries of a row that is sorted as a whole, which takes less time than to search it
 SOME = 2048  # the same where at least one entry of 16 is wanted
@@ -35,32 +35,15 @@ VECTOR = 16  # bytes that a thread loads at once
 THREAD = 32 * 32  # entries of a warp at a time
 PARTED = 16384  # entries of a part of a row that is split, at least
 
-_LEAST = tl.constexpr(-(1 << 31))  # below every key
-_LEAST_PACKED = tl.constexpr(-(1 << 63))
-_NAN = tl.constexpr(0x7FFFFFFE)  # above the key of inf, and its complement above _LEAST
 _PLACES = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _key(x, LARGEST: tl.constexpr):
-    """An int32 in the order in which entries are wanted, the greatest first."""
-    x = x.to(tl.float32)
-    key = tl.where(x != x, _NAN, ordered(x))
-    return key if LARGEST else ~key
-
-
-@triton.jit
-def _number(key):
-    """The number that :func:`ordered` has the key for."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _keys(pointer, at, valid, LARGEST: tl.constexpr, PACKED: tl.constexpr):
     if PACKED:
-        return tl.load(pointer + at, mask=valid, other=_LEAST_PACKED)
+        return tl.load(pointer + at, mask=valid, other=LEAST64)
     else:
-        return tl.where(valid, _key(tl.load(pointer + at, mask=valid, other=0.0), LARGEST), _LEAST)
+        return tl.where(valid, key_of(tl.load(pointer + at, mask=valid, other=0.0), LARGEST), LEAST)
 
 
 @triton.jit
@@ -87,7 +70,7 @@ def _level(best, k, enough, PACKED: tl.constexpr):
         if not PACKED:
             # the first few steps halve the range of the numbers and not that of the keys: most rows need
             # a third as many
-            half = _number(low) + 0.5 * (_number(high) - _number(low))
+            half = number(low) + 0.5 * (number(high) - number(low))
             usable = (step < 8) & (half == half) & (tl.abs(half) < float("inf"))
             nearer = tl.minimum(tl.maximum(ordered(half), low + 1), high)
             middle = tl.where(usable, nearer, middle)
@@ -122,7 +105,7 @@ def _search_rows(
 
     # one read: the largest key of each group
     key_type: tl.constexpr = tl.int64 if PACKED else tl.int32
-    least: tl.constexpr = _LEAST_PACKED if PACKED else _LEAST
+    least: tl.constexpr = LEAST64 if PACKED else LEAST
     best = tl.full((GROUPS,), least, key_type)
     for first in range(begin, end, GROUPS * NEAR):
         at = first + group[:, None] * NEAR + near[None, :]
@@ -142,7 +125,7 @@ def _search_rows(
 
     # a higher level where they have more above it than there is room for, as sorted rows do
     if PACKED:  # no two are equal, and what is at the level is kept with what is above the one before it
-        level = tl.maximum(level, _LEAST_PACKED + 1) - 1
+        level = tl.maximum(level, LEAST64 + 1) - 1
     low, high = level, tl.max(best, axis=0)
     searching = True
     while searching:
@@ -181,7 +164,7 @@ def _search_rows(
             first += GROUPS
     tl.debug_barrier()
 
-    packed = tl.load(scratch_pointer + slot, mask=slot < found, other=_LEAST_PACKED, volatile=True)
+    packed = tl.load(scratch_pointer + slot, mask=slot < found, other=LEAST64, volatile=True)
     packed = tl.sort(packed, descending=True)
     wanted = slot < k
     if PART:
@@ -203,7 +186,7 @@ def _sort_rows(
     there = row < rows
     valid = there[:, None] & (column < n)[None, :]
     x = load(x_pointer, row, x_stride, column, valid, tl.float32)
-    key = tl.where(valid, _key(x, LARGEST), _LEAST)
+    key = tl.where(valid, key_of(x, LARGEST), LEAST)
     packed = _packed(key, column[None, :], False)
     packed = tl.topk(packed, KEPT) if KEPT < WIDTH else tl.sort(packed, descending=True)
     slot = tl.arange(0, KEPT)

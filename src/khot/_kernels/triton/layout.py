@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,6 +79,17 @@ def tile(rows: int, n: int) -> Tile:
             warps = min(16, 4 * warps)
     piece = 128 * warps // together
     return Tile(together, -(-n // piece), piece, warps)  # Triton's own cdiv takes microseconds
+
+
+def held(tile: Tile, n: int) -> dict[str, Any]:
+    """The constants of a kernel that holds rows of n entries in this way."""
+    return {
+        "TOGETHER": tile.together,
+        "PIECES": tile.pieces,
+        "WIDTH": tile.width,
+        "EXACT": n == tile.pieces * tile.width,
+        "num_warps": tile.warps,
+    }
 
 
 def pair_tile(rows: int, n: int) -> Tile:

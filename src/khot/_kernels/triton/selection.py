@@ -1,4 +1,12 @@
-"""The k-th largest entry of a row, by bisection of the bits on chip or digit by digit; and the hard mask."""
+"""The k-th largest entry of a row: keys in the order of the numbers, and the search for all selections.
+
+The search looks for a key that k others reach. It guesses by where the counts at its two ends say that the
+key should lie, in turn between the numbers and between their keys, halves the keys at every third step, and
+now and then moves its ends to the nearest keys that there are, so that rows of few different numbers are done
+early. Most rows take 7 to 15 counts, and none can take more than three times the bits of a key.
+
+Of equal keys the first ones are chosen, which is the same search, among their places.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.reference import topk_mask as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.functions import chunks, get, load, place
+from khot._kernels.triton.fast import any_row, log2, reciprocal
+from khot._kernels.triton.functions import chunks, place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.resident import inside
 
-# ----------------------------------------------------------------------------------- what is shared
+LEAST = tl.constexpr(-(1 << 31))  # below every key of 32 bits
+GREATEST = tl.constexpr((1 << 31) - 1)  # above every one
+# of float32: above the key of inf, and its complement above LEAST
+NAN, INFINITE, MINUS_INFINITE = (tl.constexpr(key) for key in (0x7FFFFFFE, 0x7F800000, -0x7F800001))
+# the same of float64
+LEAST64, GREATEST64, NAN64 = (tl.constexpr(key) for key in (-(1 << 63), (1 << 63) - 1, (1 << 63) - 2))
+INFINITE64, MINUS_INFINITE64 = tl.constexpr(0x7FF << 52), tl.constexpr(-(0x7FF << 52) - 1)
+HELD = 16384
+SNAP = tl.constexpr(6)  # steps until the ends of the search move to keys that there are
+
+# ----------------------------------------------------------------------------------------------- keys
 
 
 @triton.jit
@@ -29,19 +48,225 @@ def ordered(x):
 
 
 @triton.jit
+def key_of(x, LARGEST: tl.constexpr = True):
+    """An integer in the order in which entries are wanted, the greatest first. NaN is above inf."""
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    key = tl.where(x != x, NAN64 if x.dtype == tl.float64 else NAN, ordered(x))
+    return key if LARGEST else ~key
+
+
+@triton.jit
+def number(key):
+    """The number that :func:`ordered` has the key for."""
+    if key.dtype == tl.int64:
+        return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    else:
+        return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_keys(
+    at, there, n, COMPUTE: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The keys of the rows that a program holds, in pieces, and the columns that they are in. Where there is
+    no entry the key is the least integer."""
+    keys, columns = (), ()
+    for i in tl.static_range(PIECES):
+        column = tl.arange(0, WIDTH) + i * WIDTH
+        valid = inside(there, column, n, TOGETHER, EXACT)
+        x = tl.load(at + i * WIDTH, mask=valid, other=0.0).to(COMPUTE)
+        key = tl.where(valid, key_of(x), LEAST64 if x.dtype == tl.float64 else LEAST)
+        keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005
+        columns = columns + (column if TOGETHER == 1 else column[None, :],)  # type: ignore[assignment]  # noqa: RUF005
+    return keys, columns
+
+
+@triton.jit
+def reaches(key, place, level, tie):
+    """Whether an entry is among those that a level and, at the level, the complement of a place select."""
+    return (key > level) | ((key == level) & (~place >= tie))
+
+
+# --------------------------------------------------------------------------------------------- search
+
+
+@triton.jit
+def _odds(count, n):
+    """The logarithm of the odds that one of n is among so many, of which no end is infinite."""
+    count = count.to(tl.float32) + 0.5
+    return log2(count) - log2(n.to(tl.float32) - count + 1)
+
+
+@triton.jit
+def _guess(low, high, share, step, NUMBERS: tl.constexpr):
+    """A key between two others: at a share of their distance, as numbers or as keys, or half-way."""
+    WIDE: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
+    distance = (high - low).to(WIDE, bitcast=True)  # which may exceed what a signed integer holds
+    between = low + (distance.to(tl.float32) * share).to(WIDE).to(low.dtype, bitcast=True)
+    guess = tl.where(step % 3 == 2, low + (distance >> 1).to(low.dtype, bitcast=True), between)
+    if NUMBERS:
+        start = number(low)
+        wanted = start + (number(high) - start) * share
+        # the ends may be infinite, or beyond the numbers
+        guess = tl.where((step % 3 == 0) & (tl.abs(wanted) < float("inf")), ordered(wanted), guess)
+    return tl.minimum(tl.maximum(guess, low + 1), high - 1)
+
+
+@triton.jit
+def search(
+    reach: tl.constexpr, ends: tl.constexpr, given, low, high, n, k,
+    NUMBERS: tl.constexpr, DIMS: tl.constexpr = 1,
+):  # fmt: skip
+    """The k-th largest of n integers from low to high; or, if exactly k reach it, any number that parts these
+    from the others. And how many reach it.
+
+    reach(given, at) is how many reach at, and ends(given, low, high) the least of those that reach low and
+    the greatest of those that do not reach high. NUMBERS says that the integers are keys of numbers, and DIMS
+    is 2 where several rows are searched together.
+    """
+    high = tl.where(n > k, high + 1, low + 1)
+    at_low, low_odds, high_odds, odds = n, _odds(n, n), _odds(n * 0, n), _odds(k, n)
+    step = 0
+    running = any_row(low + 1 < high, DIMS)
+    while running:
+        if step % SNAP == SNAP - 1:
+            least, greatest = ends(given, low, high)
+            wide = low + 1 < high
+            low, high = tl.where(wide, least, low), tl.where(wide, greatest + 1, high)
+        else:
+            share = (low_odds - odds) * reciprocal(low_odds - high_odds)
+            share = tl.minimum(tl.maximum(share, 0.0), 0.999)
+            at = _guess(low, high, share, step, NUMBERS)
+            count = reach(given, at)
+            count_odds = _odds(count, n)
+            up = count >= k
+            high = tl.where(count > k, high, tl.where(up, at + 1, at))
+            high_odds = tl.where(up, high_odds, count_odds)
+            low, at_low = tl.where(up, at, low), tl.where(up, count, at_low)
+            low_odds = tl.where(up, count_odds, low_odds)
+        step += 1
+        running = any_row(low + 1 < high, DIMS)
+    return low, at_low
+
+
+# Keys that a program holds are in pieces, of which a thread holds a part of each: they are counted first.
+
+
+@triton.jit
+def _wide(value, key):
+    """Numbers of rows, so that they broadcast with the keys of the rows."""
+    if len(key.shape) == 1:
+        return value
+    else:
+        return value[:, None]
+
+
+@triton.jit
+def greatest_of(keys):
+    greatest = keys[0]
+    for i in tl.static_range(1, len(keys)):
+        greatest = tl.maximum(greatest, keys[i])
+    return tl.max(greatest, axis=len(greatest.shape) - 1)
+
+
+@triton.jit
+def reached(keys, at):
+    """How many keys of each row reach a number."""
+    at = _wide(at, keys[0])
+    number_of = (keys[0] >= at).to(tl.int32)
+    for i in tl.static_range(1, len(keys)):
+        number_of += (keys[i] >= at).to(tl.int32)
+    return tl.sum(number_of, axis=len(number_of.shape) - 1)
+
+
+@triton.jit
+def ends(keys, low, high):
+    """The least key of each row that reaches low, and the greatest that does not reach high."""
+    low, high = _wide(low, keys[0]), _wide(high, keys[0])
+    least, greatest = tl.where(keys[0] >= low, keys[0], high), tl.where(keys[0] < high, keys[0], low)
+    for i in tl.static_range(1, len(keys)):
+        least = tl.minimum(least, tl.where(keys[i] >= low, keys[i], high))
+        greatest = tl.maximum(greatest, tl.where(keys[i] < high, keys[i], low))
+    return tl.min(least, axis=len(least.shape) - 1), tl.max(greatest, axis=len(least.shape) - 1)
+
+
+@triton.jit
+def kth(keys, k):
+    """The search among the keys that a program holds, of one row or of several. Those that do not take part
+    are the least integer."""
+    NONE: tl.constexpr = LEAST64 if keys[0].dtype == tl.int64 else LEAST
+    high = greatest_of(keys) + 1
+    low, high = ends(keys, high * 0 + NONE + 1, high)
+    return search(reached, ends, keys, low, high, reached(keys, low), k, True, len(keys[0].shape))
+
+
+@triton.jit
+def choose(keys, places, k):
+    """The level and the complement of a place that the k largest keys of each row reach, k of them at least
+    1: see :func:`reaches`. Places increase along a row."""
+    level, number_of = kth(keys, k)
+    excess = number_of > k
+    tie = k * 0 + LEAST
+    if any_row(excess, len(keys[0].shape)):
+        AXIS: tl.constexpr = len(keys[0].shape) - 1
+        at, seen = _wide(level, keys[0]), k - number_of + reached(keys, level) - reached(keys, level + 1)
+        last = k * 0 - 1
+        for i in tl.static_range(len(keys)):
+            equal = (keys[i] == at).to(tl.int32)
+            first = (keys[i] == at) & (tl.cumsum(equal, axis=AXIS) <= _wide(seen, keys[0]))
+            last = tl.maximum(last, tl.max(tl.where(first, places[i], -1), axis=AXIS))
+            seen -= tl.sum(equal, axis=AXIS)
+        tie = tl.where(excess, ~last, tie)
+    return level, tie
+
+
+@triton.jit
 def select(key, valid, k):
     """The k-th largest key of each row, k from 1 to as many as are valid; or, between it and the next smaller
     one, any number that parts the two."""
-    low = tl.min(tl.where(valid, key, tl.max(key, axis=1)[:, None]), axis=1)
-    high = tl.max(tl.where(valid, key, low[:, None]), axis=1) + 1
-    running = tl.sum(tl.where(low + 1 < high, 1, 0))
-    while running > 0:
-        middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum(tl.where(valid & (key >= middle[:, None]), 1, 0), axis=1)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count > k, high, tl.where(count == k, low + 1, middle))
-        running = tl.sum(tl.where(low + 1 < high, 1, 0))
-    return low
+    level, _ = kth((tl.where(valid, key, LEAST64 if key.dtype == tl.int64 else LEAST),), k)
+    return level
+
+
+def longest() -> int:
+    """Entries of a row that one program holds: with more than 32 keys a thread runs out of registers."""
+    return min(layout.RESIDENT, HELD)
+
+
+# ---------------------------------------------------------------------------------- what is wanted of a row
+
+
+@triton.jit
+def k_of(pointer, stride, high, low, row, after=0):
+    """The k of each row in float64; without a pointer it came by value, the same for all, from which so many
+    more are counted."""
+    if pointer is None:
+        return row.to(tl.float64) * 0 + high + low + after
+    else:
+        return tl.load(pointer + row * stride).to(tl.float64)
+
+
+@triton.jit
+def masked(k, greatest, selectable, pinned):
+    """How many entries a hard mask chooses, and whether the row has no answer: of the greatest key, the
+    number of entries above −inf and that of entries at +inf."""
+    IS_NAN: tl.constexpr = NAN64 if greatest.dtype == tl.int64 else NAN
+    wanted = tl.floor(k + 0.5)
+    bad = (greatest == IS_NAN) | (k != k) | (k < 0) | (k > selectable) | (pinned > wanted)
+    return tl.where(bad, 0.0, wanted).to(tl.int32), bad
+
+
+@triton.jit
+def ranked(k, greatest, n):
+    """Which entry an order statistic is, and whether there is none."""
+    IS_NAN: tl.constexpr = NAN64 if greatest.dtype == tl.int64 else NAN
+    bad = (greatest == IS_NAN) | (k != k) | (k < 1) | (k > n) | (k != tl.floor(k))
+    return tl.where(bad, 1.0, k).to(tl.int32), bad
+
+
+# ----------------------------------------------------------------------------- of long rows, by digits
 
 
 @triton.jit
@@ -133,148 +358,4 @@ def histograms(
     return counts, tally, unused
 
 
-# ------------------------------------------------------------------------------------- the hard mask
-
-
-@triton.jit
-def _no_mask(nan, k, count, selectable, pinned):
-    """Rows without an answer."""
-    return (nan > 0) | (k != k) | (k < 0) | (k > selectable) | (pinned > count)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _resident_mask(
-    x_pointer, x_stride, k_pointer, k_stride, out_pointer, rows, n,
-    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    there = row < rows
-    valid = there[:, None] & (column < n)[None, :]
-    x = load(x_pointer, row, x_stride, column, valid, COMPUTE)
-    k = tl.load(k_pointer + row * k_stride, mask=there, other=0.0).to(tl.float64)
-    nan = tl.sum(tl.where(valid & (x != x), 1, 0), axis=1)
-    selectable = tl.sum(tl.where(valid & (x != float("-inf")), 1, 0), axis=1)
-    pinned = tl.sum(tl.where(valid & (x == float("inf")), 1, 0), axis=1)
-    count = tl.floor(k + 0.5)
-    bad = _no_mask(nan, k, count, selectable, pinned)
-    count = tl.where(bad, 0.0, count).to(tl.int32)
-
-    key = ordered(x)
-    low = select(key, valid & ~bad[:, None], tl.maximum(count, 1))[:, None]
-    above, level = valid & (key > low), valid & (key == low)
-    left = count - tl.sum(tl.where(above, 1, 0), axis=1)
-    ties = tl.sum(tl.where(level, 1, 0), axis=1)
-    if tl.sum(tl.where(ties > left, 1, 0)) > 0:
-        level = level & (tl.cumsum(level.to(tl.int32), axis=1) <= left[:, None])
-    out = tl.where((above | level) & (count > 0)[:, None], 1.0, 0.0)
-    out = tl.where(bad[:, None], float("nan"), out)
-    tl.store(
-        out_pointer + row[:, None] * n + column[None, :], out.to(out_pointer.dtype.element_ty), mask=valid
-    )
-
-
-@triton.jit
-def _count_level(sums, given, x, valid, row, column):
-    prefix, unused = given
-    return sums + tl.sum(tl.where(valid & ((ordered(x) >> unused) == prefix), 1, 0))
-
-
-@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
-def _part_ties(
-    x_pointer, x_stride, k_pointer, k_stride, counts_pointer, ties_pointer, rows, n, length, parts, wanted,
-    unused, COMPUTE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """How many of the part's entries tie with the k-th largest, where not all of them are chosen."""
-    row, part = place(parts)
-    count = whole(k_pointer, k_stride, row)
-    prefix, left, level = digits(counts_pointer, rows, row, count, wanted)
-    ties = tl.zeros((), tl.int32)
-    if level > left:
-        ties = chunks(
-            _count_level, ties, (prefix, unused),
-            x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK,
-        )  # fmt: skip
-    tl.store(ties_pointer + row * parts + part, ties)
-
-
-@triton.jit
-def _write_mask(before, given, x, valid, row, column):
-    pointer, n, prefix, unused, left, bad, some = given
-    key = ordered(x) >> unused
-    level = valid & (key == prefix)
-    rank = before + tl.cumsum(level.to(tl.int32), axis=1)
-    chosen = ((key > prefix) | (level & (rank <= left))) & some
-    out = tl.where(bad, float("nan"), tl.where(chosen, 1.0, 0.0))
-    tl.store(pointer + row * n + column[None, :], out.to(pointer.dtype.element_ty), mask=valid)
-    return before + tl.sum(level.to(tl.int32))
-
-
-@triton.jit(do_not_specialize=["rows", "parts", "wanted", "unused"])
-def _part_mask(
-    x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer, ties_pointer, out_pointer,
-    rows, n, length, parts, wanted, unused,
-    COMPUTE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    row, part = place(parts)
-    prefix, left, _ = digits(counts_pointer, rows, row, whole(k_pointer, k_stride, row), wanted)
-    one = row + tl.arange(0, 1)
-    k = tl.load(k_pointer + one * k_stride).to(tl.float64)
-    nan, selectable, pinned = get(tally_pointer + one * 3, 3)
-    bad = _no_mask(nan, k, tl.floor(k + 0.5), selectable, pinned)
-    other = tl.arange(0, PARTS)
-    before = tl.sum(tl.load(ties_pointer + row * parts + other, mask=other < part, other=0))
-    given = (out_pointer, n, prefix, unused, left, bad[:, None], (k >= 0.5)[:, None])
-    chunks(_write_mask, before, given, x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK)
-
-
-KERNELS = (_part_digits, _resident_mask, _part_ties, _part_mask)
-
-
-def topk_mask(x: Tensor, k: Tensor) -> Tensor:
-    """`selection.topk_mask`, in Triton."""
-    batch, n = x.shape[:-1], x.shape[-1]
-    rows = batch.numel()
-    if n == 0:
-        return reference.topk_mask(x, k)
-    out = x.new_empty(x.shape)
-    if rows == 0:
-        return out
-    source, k_row, compute = layout.rows(x, n), layout.numbers(k, batch, x.device), layout.compute(x.dtype)
-    if n <= layout.RESIDENT:
-        width, together, warps = layout.block(n)
-        launch(
-            _resident_mask,
-            triton.cdiv(rows, together),
-            *source,
-            *k_row,
-            out,
-            rows,
-            n,
-            COMPUTE=compute,
-            TOGETHER=together,
-            WIDTH=width,
-            num_warps=warps,
-        )
-        return out
-    parts, length = layout.parts(rows, n)
-    counts, tally, unused = histograms(x, source, k_row, rows, n)
-    ties = torch.empty(rows * parts, dtype=torch.int32, device=x.device)
-    wanted = counts.numel() // (rows * 256)
-    which = {"COMPUTE": compute, "CHUNK": layout.CHUNK}
-    size = (rows, n, length, parts, wanted, unused)
-    launch(_part_ties, rows * parts, *source, *k_row, counts, ties, *size, **which)
-    launch(
-        _part_mask,
-        rows * parts,
-        *source,
-        *k_row,
-        counts,
-        tally,
-        ties,
-        out,
-        *size,
-        **which,
-        PARTS=triton.next_power_of_2(parts),
-    )
-    return out
+KERNELS = (_part_digits,)

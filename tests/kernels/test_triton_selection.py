@@ -1,0 +1,90 @@
+"""The Triton kernels of hard masks and order statistics, interpreted, against sorts, on hard rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import order_statistics, topk_mask
+from selection_rows import rows
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def hard(n: int, dtype: torch.dtype) -> Tensor:
+    """Those, and numbers of many magnitudes."""
+    x = rows(n)
+    x[9] = torch.exp(8 * torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64))
+    return x.to(dtype)
+
+
+def check(kernels: ModuleType, x: Tensor, k: Tensor) -> None:
+    got, want = kernels.topk_mask(x, k), topk_mask.topk_mask(x, k)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    places = torch.stack((k, x.shape[-1] - k), -1)
+    value, correct = kernels.order_statistics(x, places), order_statistics.order_statistics(x, places)
+    torch.testing.assert_close(value, correct, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def long(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Rows of more than 128 entries are long, and a sample is an eighth of them."""
+    for name, value in {"RESIDENT": 128, "CHUNK": 256, "SAMPLE_BLOCK": 4}.items():
+        monkeypatch.setattr(kernels.layout, name, value)
+    for name, value in {"HELD": 8, "LANES": 16}.items():
+        monkeypatch.setattr(kernels.levels, name, value)
+    monkeypatch.setattr(kernels.levels, "sample", lambda n: 64)
+    return kernels
+
+
+@every_dtype
+def test_rows_of_one_program(kernels: ModuleType, dtype: torch.dtype) -> None:
+    x = hard(150, dtype)
+    check(kernels, x, torch.arange(12.0) * 12)
+    check(kernels, x[::2], torch.arange(12.0, 6.0, -1.0))
+
+
+@every_dtype
+def test_long_rows(long: ModuleType, dtype: torch.dtype) -> None:
+    x = hard(515, dtype)
+    check(long, x, torch.arange(12.0) * 46 + 1)
+    few, k = x[:8:3, :-1].mT.contiguous().mT, torch.tensor(3.0)
+    assert torch.equal(long.topk_mask(few, k), topk_mask.topk_mask(few, k))
+
+
+def test_a_sample_that_is_wrong(long: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few ranks to either side, or more entries between them than there is room for: the row decides."""
+    x, k = hard(515, torch.float32)[[0, 1, 3, 5, 9]], torch.arange(5.0) * 110 + 1
+    monkeypatch.setattr(long.levels, "_room", lambda n, size, k: 16)
+    check(long, x, k)
+    monkeypatch.setattr(long.levels, "_MARGIN", tl.constexpr(0.0))
+    check(long, x, k)
+
+
+def test_there_is_room_for_what_a_sample_leaves(long: ModuleType) -> None:
+    """The number of entries between two ranks of a sample has room, but once in 10⁸."""
+    generator = torch.Generator().manual_seed(0)
+    for k in (1, 1_000, 50_000, 99_990):
+        size, n = 4_096, 100_000
+        room = long.levels._room(n, size, long.layout.Values(None, 0, float(k), 0.0))
+        assert room <= long.levels._room(n, size, long.layout.Values(torch.empty(0), 1, 0.0, 0.0)) < n // 8
+        share = k / n
+        margin = 5 * (size * share * (1 - share)) ** 0.5 + 5
+        ranks = int(min(size, size * share + margin + 1)) - max(0, int(size * share - margin))
+        spacings = torch.empty(50, size + 1, dtype=torch.float64).exponential_(generator=generator)
+        taken = n * spacings[:, :ranks].sum(-1) / spacings.sum(-1)
+        assert taken.max() < room
