@@ -202,6 +202,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "topk": ((4096, 64), lambda x: khot.topk(x, 8).values, [1, 0], [0, 4]),
     "topk (16, 100_000)": ((16, 100_000), lambda x: khot.topk(x, 8).values, [2, 0], [0, 4]),
+    "topk (100, 100_000), many": ((100, 100_000), lambda x: khot.topk(x, 10_000).values, [5, 2], [0, 4]),
     "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 0], [0, 0]),
     "topk_mask (2048, 65_536)": ((2048, 65_536), partial(khot.topk_mask, k=8), [4, 0], [0, 0]),
     "topk_mask (1, 1_000_000), tensor": (

@@ -80,6 +80,22 @@ def test_rows_that_programs_share(
     check(largest, x, 1, False)
 
 
+@every_dtype
+def test_many_of_a_row(largest: ModuleType, dtype: torch.dtype) -> None:
+    x = rows(90).to(dtype)
+    check(largest, x, 45, True)
+    check(largest, x[:, :-1], 17, False)
+    values, indices = largest.topk(x[:3], 30, True, False)  # in any order
+    assert torch.equal(indices.sort().values, reference.topk(x[:3], 30, True, True)[1].sort().values)
+    assert torch.equal(values, x[:3].gather(-1, indices))
+
+
+def test_many_of_a_long_row(largest: ModuleType, split: ModuleType) -> None:
+    x = rows(90).float()[::2]
+    check(largest, x, 40, True)
+    check(largest, x, 11, False)
+
+
 def test_what_is_left_to_torch(largest: ModuleType) -> None:
     check(largest, rows(40).double(), 3, True)
     check(largest, rows(40).float(), 30, False)

@@ -10,11 +10,14 @@ groups.
 What was found is packed as (key, place) into an integer, so that a sort puts it in order, the lowest index
 first where entries are equal. A long row of a small batch is cut into parts; what these find is searched by
 another launch, as a row of such integers. Short rows are sorted as they are.
+
+Where k is large, the level that k entries reach comes from :mod:`.levels`. Two more launches take these
+entries in the order of their places, and torch sorts what they found.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,10 +26,11 @@ from torch import Tensor
 
 from khot._kernels.reference import topk as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.functions import load
+from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.levels import STATE, level_of
 from khot._kernels.triton.places import MOST
-from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered
+from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
 
 SORTED = 256  # entries of a row that is sorted as a whole, which takes less time than to search it
 SOME = 2048  # the same where at least one entry of 16 is wanted
@@ -198,7 +202,47 @@ def _sort_rows(
     tl.store(index_pointer + out, index.to(tl.int64), mask=wanted)
 
 
-KERNELS = (_search_rows, _sort_rows)
+@triton.jit
+def _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST: tl.constexpr, CHUNK: tl.constexpr):
+    """Some of a row's entries, their places, and which of them are selected."""
+    column = start + tl.arange(0, CHUNK)
+    valid = column < n
+    x = tl.load(x_pointer + row * x_stride + column, mask=valid, other=0.0)
+    level, tie = tl.load(level_pointer + row * STATE), tl.load(level_pointer + row * STATE + 1)
+    return x, column, valid & reaches(key_of(x, LARGEST), column, level, tie)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _count_selected(
+    x_pointer, x_stride, level_pointer, counts_pointer, n, length, parts,
+    LARGEST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    number_of = tl.zeros((CHUNK,), tl.int32)
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        _, _, chosen = _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST, CHUNK)
+        number_of += chosen.to(tl.int32)
+    tl.store(counts_pointer + row * parts + part, tl.sum(number_of))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _take_selected(
+    x_pointer, x_stride, level_pointer, counts_pointer, values_pointer, index_pointer, n, length, parts, k,
+    LARGEST: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    other = tl.arange(0, PARTS)
+    slot = tl.sum(tl.load(counts_pointer + row * parts + other, mask=other < part, other=0))
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        x, column, chosen = _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST, CHUNK)
+        hit = chosen.to(tl.int32)
+        at = row * k + slot + tl.cumsum(hit) - hit
+        tl.store(values_pointer + at, x, mask=chosen)
+        tl.store(index_pointer + at, column.to(tl.int64), mask=chosen)
+        slot += tl.sum(hit)
+
+
+KERNELS = (_search_rows, _sort_rows, _count_selected, _take_selected)
 
 
 class _Search(NamedTuple):
@@ -236,11 +280,12 @@ def _parts(rows: int, n: int, k: int) -> tuple[int, int]:
 
 
 def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor]:
-    """`topk.topk`, in Triton. Float64, and k beyond what a program can sort, are left to torch's sort."""
+    """`topk.topk`, in Triton. Float64, and k of more than half a row, are left to torch's sort."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     short = n <= SORTED or (n <= SOME and 16 * k > n)
-    if x.dtype == torch.float64 or n > MOST or not (short or (k + k // 4 <= ROOM and 16 * k <= n)):
+    grouped = k + k // 4 <= ROOM and 16 * k <= n
+    if x.dtype == torch.float64 or n > MOST or not (short or grouped or 2 * k <= n):
         return reference.topk(x, k, largest, sorted)
     values = x.new_empty(*batch, k)
     indices = torch.empty_like(values, dtype=torch.int64)
@@ -257,9 +302,37 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
             LARGEST=largest, TOGETHER=together, WIDTH=width, KEPT=kept, num_warps=max(4, warps),
         )  # fmt: skip
         return values, indices
+    if not grouped:
+        _take(x, source, values, indices, rows, n, k, largest)
+        if not sorted:
+            return values, indices
+        values, order = values.sort(dim=-1, descending=largest, stable=True)
+        return values, indices.gather(-1, order)
     parts, length = _parts(rows, n, k)
     _launch_search(source, source, values, indices, rows, n, length, parts, k, largest)
     return values, indices
+
+
+def _take(
+    x: Tensor, source: tuple[Tensor, int], values: Tensor, indices: Tensor,
+    rows: int, n: int, k: int, largest: bool,
+) -> None:  # fmt: skip
+    """Write the k largest entries of each row in the order of their places."""
+    level = level_of(x, source, k, rows, n, largest)
+    parts, length = layout.parts(rows, n)
+    counts = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
+    which: dict[str, Any] = {
+        "LARGEST": largest,
+        "CHUNK": layout.CHUNK,
+        "num_warps": max(1, layout.CHUNK // 512),
+    }
+    if parts > 1:  # a single part has none before it
+        launch(_count_selected, rows * parts, *source, level, counts, n, length, parts, **which)
+    launch(
+        _take_selected, rows * parts,
+        *source, level, counts, values, indices, n, length, parts, k,
+        PARTS=triton.next_power_of_2(parts), **which,
+    )  # fmt: skip
 
 
 def _launch_search(

@@ -22,6 +22,7 @@ from torch import Tensor
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import (
     GREATEST,
     INFINITE,
@@ -30,6 +31,8 @@ from khot._kernels.triton.selection import (
     choose,
     k_of,
     key_of,
+    load_keys,
+    longest,
     masked,
     number,
     ranked,
@@ -37,7 +40,7 @@ from khot._kernels.triton.selection import (
     search,
 )
 
-__all__ = ["KERNELS", "LEVEL", "MASK", "PLACE", "STATE", "levels"]
+__all__ = ["KERNELS", "LEVEL", "MASK", "PLACE", "STATE", "level_of", "levels"]
 
 FEW, MANY = 4096, 16384  # entries of a sample; many of a row that is longer than `layout.STREAMED`
 DEVIATIONS = 5.0  # of a rank in the sample; so many ranks more cover the ends, where a rank has no deviation
@@ -258,7 +261,21 @@ def _finish(
         tl.store(level_pointer + 2, tl.where(bad, 1, 0))
 
 
-KERNELS = (_bracket, _gather, _finish)
+@triton.jit(do_not_specialize=["rows"])
+def _resident_level(
+    x_pointer, x_stride, level_pointer, rows, n, k, LARGEST: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The same of rows that a program holds."""
+    row, there = place_rows(rows, TOGETHER)
+    at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
+    keys, columns = load_keys(at, there, n, tl.float32, TOGETHER, PIECES, WIDTH, EXACT, LARGEST)
+    level, tie = choose(keys, columns, tl.max(keys[0], axis=len(keys[0].shape) - 1) * 0 + k)
+    tl.store(level_pointer + row * STATE, level, mask=there)
+    tl.store(level_pointer + row * STATE + 1, tie, mask=there)
+
+
+KERNELS = (_bracket, _gather, _finish, _resident_level)
 
 
 def sample(n: int) -> int:
@@ -271,6 +288,21 @@ def _room(n: int, size: int, k: layout.Values) -> int:
     margin = DEVIATIONS * math.sqrt(size * share * (1 - share)) + DEVIATIONS + 1
     ranks = min(2 * margin, size * share + margin)
     return int(n / size * (ranks + 6 * math.sqrt(ranks))) // 16 * 16 + 16
+
+
+def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, largest: bool) -> Tensor:
+    """For each row STATE numbers, the first two of which are the level and the tie of its k largest entries,
+    or of its k smallest ones; k is at least 1."""
+    if n > longest():
+        given = layout.Values(None, 0, *layout.halves(float(k)))
+        return levels(x, source, given, rows, n, LEVEL, largest=largest)
+    state = torch.empty((rows, STATE.value), dtype=torch.int32, device=x.device)
+    tile = layout.tile(rows, n)
+    launch(
+        _resident_level, triton.cdiv(rows, tile.together),
+        *source, state, rows, n, k, LARGEST=largest, **layout.held(tile, n),
+    )  # fmt: skip
+    return state
 
 
 def levels(

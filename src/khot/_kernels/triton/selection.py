@@ -69,6 +69,7 @@ def number(key):
 def load_keys(
     at, there, n, COMPUTE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    LARGEST: tl.constexpr = True,
 ):  # fmt: skip
     """The keys of the rows that a program holds, in pieces, and the columns that they are in. Where there is
     no entry the key is the least integer."""
@@ -77,7 +78,7 @@ def load_keys(
         column = tl.arange(0, WIDTH) + i * WIDTH
         valid = inside(there, column, n, TOGETHER, EXACT)
         x = tl.load(at + i * WIDTH, mask=valid, other=0.0).to(COMPUTE)
-        key = tl.where(valid, key_of(x), LEAST64 if x.dtype == tl.float64 else LEAST)
+        key = tl.where(valid, key_of(x, LARGEST), LEAST64 if x.dtype == tl.float64 else LEAST)
         keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005
         columns = columns + (column if TOGETHER == 1 else column[None, :],)  # type: ignore[assignment]  # noqa: RUF005
     return keys, columns
