@@ -204,7 +204,8 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "topk (16, 100_000)": ((16, 100_000), lambda x: khot.topk(x, 8).values, [2, 0], [0, 4]),
     "topk (100, 100_000), many": ((100, 100_000), lambda x: khot.topk(x, 10_000).values, [5, 2], [0, 4]),
     "topk_mask": ((4096, 64), partial(khot.topk_mask, k=8), [1, 0], [0, 0]),
-    "topk_mask (2048, 65_536)": ((2048, 65_536), partial(khot.topk_mask, k=8), [4, 0], [0, 0]),
+    "topk_mask (2048, 65_536)": ((2048, 65_536), partial(khot.topk_mask, k=8), [3, 0], [0, 0]),
+    "topk_mask (64, 65_536), many": ((64, 65_536), partial(khot.topk_mask, k=20_000), [4, 0], [0, 0]),
     "topk_mask (1, 1_000_000), tensor": (
         (1, 1_000_000), lambda x: khot.topk_mask(x, torch.empty(1, device="cuda")), [4, 0], [0, 0],
     ),

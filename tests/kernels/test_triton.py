@@ -483,7 +483,7 @@ which = {
     places: [{}, {"k_pointer": None}],
     mask: [{}, {"k_pointer": None}],
     levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64} for what in range(3)],
-    largest: [{"PACKED": False, "PART": True}, {"PACKED": False, "PART": False}],
+    largest: [{"PACKED": False, "PART": True, "WHAT": 1}, {"PACKED": False, "PART": False, "WHAT": 2}],
     magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
     draws: [{"WIDTH": 64}],
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others

@@ -28,8 +28,7 @@ from khot._kernels.reference import topk as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.levels import STATE, level_of
-from khot._kernels.triton.places import MOST
+from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of
 from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
 
 SORTED = 256  # entries of a row that is sorted as a whole, which takes less time than to search it
@@ -242,7 +241,25 @@ def _take_selected(
         slot += tl.sum(hit)
 
 
-KERNELS = (_search_rows, _sort_rows, _count_selected, _take_selected)
+@triton.jit
+def _judge_few(values_pointer, index_pointer, out_pointer, k, WHAT: tl.constexpr):
+    """What :func:`.levels.levels` returns, from the k + 1 largest entries of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    values_pointer += row * (k + 1)
+    greatest, last = tl.load(values_pointer), tl.load(values_pointer + k - 1)
+    bad = greatest != greatest
+    if WHAT == PLACE:
+        value = tl.where(bad, greatest, tl.where(last == 0, 0.0, last))
+        tl.store(out_pointer + row, value.to(out_pointer.dtype.element_ty))
+    else:
+        # as many entries as are chosen must be above −inf, and no more than these at +inf
+        bad |= (last == float("-inf")) | (tl.load(values_pointer + k) == float("inf"))
+        tl.store(out_pointer + row * STATE, key_of(last))
+        tl.store(out_pointer + row * STATE + 1, ~tl.load(index_pointer + row * (k + 1) + k - 1).to(tl.int32))
+        tl.store(out_pointer + row * STATE + 2, tl.where(bad, 1, 0))
+
+
+KERNELS = (_search_rows, _sort_rows, _count_selected, _take_selected, _judge_few)
 
 
 class _Search(NamedTuple):
@@ -270,6 +287,29 @@ def _search(n: int, k: int, size: int) -> _Search:
     return _Search(groups, near, room, max(THREAD // 4 * warps, room * near), warps)
 
 
+def _grouped(n: int, k: int) -> bool:
+    """Whether groups are what finds the k largest of a row that is not short."""
+    return k + k // 4 <= ROOM and 16 * k <= n
+
+
+def few(
+    x: Tensor, k: layout.Values, rows: int, n: int, what: tl.constexpr, count: int = 1
+) -> Tensor | None:  # fmt: skip
+    """:func:`.levels.levels` of a k that is the same for all rows, and small: by the groups. None where it is
+    not, or where several entries of a row are wanted."""
+    wanted = k.high + k.low
+    if k.pointer is not None or count > 1 or wanted != int(wanted) or wanted < 1:
+        return None
+    number_of = int(wanted)
+    if not _grouped(n, number_of + 1):
+        return None
+    values, indices = topk(x, number_of + 1, True, True)
+    shape = (rows,) if what == PLACE else (rows, STATE.value)
+    out = x.new_empty(shape, dtype=x.dtype if what == PLACE else torch.int32)
+    launch(_judge_few, rows, values, indices, out, number_of, WHAT=what.value, num_warps=1)
+    return out
+
+
 def _parts(rows: int, n: int, k: int) -> tuple[int, int]:
     """Into how many parts a row is cut, and their length: one for each of the programs that fill a device."""
     if n <= 2 * PARTED:
@@ -284,7 +324,7 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     short = n <= SORTED or (n <= SOME and 16 * k > n)
-    grouped = k + k // 4 <= ROOM and 16 * k <= n
+    grouped = _grouped(n, k)
     if x.dtype == torch.float64 or n > MOST or not (short or grouped or 2 * k <= n):
         return reference.topk(x, k, largest, sorted)
     values = x.new_empty(*batch, k)

@@ -40,8 +40,9 @@ from khot._kernels.triton.selection import (
     search,
 )
 
-__all__ = ["KERNELS", "LEVEL", "MASK", "PLACE", "STATE", "level_of", "levels"]
+__all__ = ["KERNELS", "LEVEL", "MASK", "MOST", "PLACE", "STATE", "level_of", "levels"]
 
+MOST = 2_000_000_000  # entries of a row whose places fit into int32
 FEW, MANY = 4096, 16384  # entries of a sample; many of a row that is longer than `layout.STREAMED`
 DEVIATIONS = 5.0  # of a rank in the sample; so many ranks more cover the ends, where a rank has no deviation
 VECTOR = 16  # bytes that a thread loads at once

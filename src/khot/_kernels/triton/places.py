@@ -9,8 +9,9 @@ from torch import Tensor
 
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.largest import few
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.levels import PLACE, levels
+from khot._kernels.triton.levels import MOST, PLACE, levels
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import (
     ends,
@@ -23,9 +24,7 @@ from khot._kernels.triton.selection import (
     ranked,
 )
 
-__all__ = ["KERNELS", "MOST", "order_statistics"]
-
-MOST = 2_000_000_000  # entries of a row whose places fit into int32
+__all__ = ["KERNELS", "order_statistics"]
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
@@ -65,6 +64,9 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
     if places is None:
         places = layout.Values(k.to(x.device).expand(*batch, count).contiguous(), 1, 0.0, 0.0)
     if long:
+        best = few(x, places, rows, n, PLACE, count)
+        if best is not None:
+            return best.view(*batch, count)
         return levels(x, source, places, rows * count, n, PLACE, count).view(*batch, count)
     tile = layout.tile(rows, n)
     launch(
