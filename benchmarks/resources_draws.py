@@ -112,8 +112,7 @@ def cases() -> list[Case]:
             for cdf, bound in enumerate((90, 75, 80, 71, 119))
         ),
         *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
-        *(_loss(losses._losses, cdf) for cdf in range(5)),
-        *(_loss(losses._pull_losses, cdf) for cdf in range(5)),
+        *(_loss(*case) for case in LOSSES),
         *(
             _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
@@ -195,11 +194,36 @@ def _pull(passes: str, kl: bool, bound: float) -> Case:
     return Case(projection._pull, shape, constants, projection.WIDTH // 64, 2, bound)
 
 
-def _loss(kernel: Any, cdf: int) -> Case:
-    """In float64, of which an exponential and a logarithm take many."""
-    constants = {"CDF": cdf, "CHUNK": losses.CHUNK}
-    bound = 1_700 if cdf == 2 else 800  # the normal CDF's potential needs a quantile
-    return Case(kernel, f"CDF {cdf}", constants, losses.WARPS, losses.CHUNK / 32 / losses.WARPS, bound)
+# the CDF, entries of a row, the bound, and whether only what ordinary rows take is counted
+LOSSES = [
+    (losses.solve_losses, "logistic", 64, 104, True),
+    (losses.solve_losses, "logistic", 8_192, 57, True),
+    (losses.pull_losses, "logistic", 64, 57, True),
+    (losses.pull_losses, "logistic", 8_192, 29, True),
+    *(
+        (kernel, cdf, 8_192, bound, False)
+        for kernel, bound in ((losses.solve_losses, 400), (losses.pull_losses, 200))
+        for cdf in ("logistic", "laplace", "normal", "uniform", "power")
+    ),
+    (losses.solve_losses, "logistic", 100_000, 600, False),
+]
+
+
+def _loss(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -> Case:
+    F, tile = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name), layout.tile(4_096, n)
+    held = tile.pieces * tile.width if tile.streams else tile.together * n
+    constants = {
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": False, "ORDINARY": int(ordinary),
+        "TOGETHER": tile.together, "PIECES": tile.pieces, "WIDTH": tile.width, "STREAM": tile.streams,
+        "EXACT": n == tile.pieces * tile.width, "CHUNK": layout.RESCUE * tile.warps,
+        "tau_pointer": None, "tau_stride": 0, "k_pointer": None, "k_stride": 0,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    shape = f"{name}, n = {n:,}, {'an ordinary row' if ordinary else 'all'}"
+    return Case(
+        kernel, shape, constants, tile.warps, held / 32 / tile.warps, bound, few=ordinary and n == 64,
+        limited=True, multiples=("x_stride", "target_stride", "n_columns"),
+    )  # fmt: skip
 
 
 def _budget(kernel: Any, cdf: int, bound: float, by: str = "value") -> Case:
@@ -358,7 +382,11 @@ TYPES = {
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "goal_rest": "fp32", "budget_rest": "fp32",
     "place_pointer": "*i64", "grain": "fp32", "floor": "fp32",
-    **{f"{name}_{half}": "fp32" for name in ("tau", "budget", "grad_lo") for half in ("high", "low")},
+    **{
+        f"{name}_{half}": "fp32"
+        for name in ("tau", "k", "grad", "budget", "grad_lo")
+        for half in ("high", "low")
+    },
 }  # fmt: skip
 SORTED = {
     "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i64", "w_order_pointer": "*i64",
@@ -375,6 +403,7 @@ OF_LISTS = {
     "grad_pointer": "*fp64", "counted_pointer": "*i1",
 }  # fmt: skip
 OWN_TYPES = {
+    "pull_losses": {"grad_pointer": "*fp64"},
     "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {

@@ -98,13 +98,14 @@ def test_opcheck_of_fenchel_young(cdf: cdfs.CDF) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, dtype=torch.float64, generator=generator)
     target = x.sigmoid()
-    share, hi, lo, tau = (torch.full((2,), v, dtype=torch.float64) for v in (0.8, 0.1, 0.0, 0.7))
-    # the operator's own rule has no gradient in hi
-    live = [t.requires_grad_() for t in (x, target, share)] + [hi] + [t.requires_grad_() for t in (lo, tau)]
+    k, tau = (torch.full((2,), v, dtype=torch.float64) for v in (1.3, 0.7))
+    live = [x.requires_grad_(), target.requires_grad_(), k, tau.requires_grad_()]
     torch.library.opcheck(torch.ops.khot.fenchel_young.default, (*live, *cdf.key))
     rows = torch.ones(2, dtype=torch.float64)
     plain = [t.detach() for t in live]
-    torch.library.opcheck(torch.ops.khot.fenchel_young_backward.default, (rows, *plain, *cdf.key))
+    loss, share, hi, lo = torch.ops.khot.fenchel_young.default(*plain, *cdf.key)
+    given = (rows, *plain[:2], share, loss, hi, lo, plain[3])
+    torch.library.opcheck(torch.ops.khot.fenchel_young_backward.default, (*given, *cdf.key))
 
 
 def test_fenchel_young_is_zero_where_the_target_is_met() -> None:
@@ -123,7 +124,8 @@ def test_infinite_scores_are_free_where_right_and_infinitely_dear_where_wrong() 
     x = torch.tensor([[-math.inf, 1.0, math.inf, 0.0], [1.0, -math.inf, 2.0, 0.0]], requires_grad=True)
     T = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     loss = FenchelYoungTopKLoss(2, reduction="none")(x, T)
-    assert loss[0] == FenchelYoungTopKLoss(1)(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    alone = FenchelYoungTopKLoss(1)(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(loss[0], alone, rtol=2.4e-7, atol=0)  # a GPU solves the two rows differently
     assert loss[1] == math.inf
     (grad,) = torch.autograd.grad(loss[0], x)
     assert grad.isfinite().all()

@@ -1,4 +1,8 @@
-"""The Fenchel-Young loss of each row, from the threshold of its soft top-k."""
+"""The Fenchel-Young loss of each row, with the threshold of its soft top-k.
+
+The loss is smallest at that threshold, so its first derivatives do not need those of the threshold. Its
+second ones do, and solve for the threshold again, differentiably.
+"""
 
 from __future__ import annotations
 
@@ -7,90 +11,107 @@ from typing import Any
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import arguments
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import on, wide_dtype
 from khot._kernels.reference import fenchel_young as kernels
-from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, vjp_loss, vjp_target
+from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, shares, vjp_loss, vjp_target
+from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
 
 __all__ = ["row_losses"]
 
 
-def row_losses(
-    x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: CDF
-) -> Tensor:
-    """τ Σ [ω*(z) + ω(T) − zT] with z = (x − hi − lo)/τ and T = share·target.
+def row_losses(x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
+    """τ Σ [ω*(z) + ω(T) − zT] with z = (x − t)/τ and T = share·target, which sums to k; and the share, NaN in
+    the rows of too small a target.
 
     Args:
         x, target: (*batch, n).
-        share, hi, lo, tau: broadcast with batch.
+        k, tau: broadcast with batch. k has no derivative.
     """
-    if not cdf.built_in:  # which the kernels do not know
-        return loss_of(x, target, share, hi, lo, tau, cdf)
-    loss: Tensor = _fenchel_young(x, target, share, hi, lo, tau, *cdf.key)
-    return loss
+    if cdf.built_in:
+        loss, share, _, _ = _fenchel_young(x, target, k, tau, *cdf.key)
+        return loss, share
+    share, hi, lo = _solved(x, target, k, tau, cdf)  # the kernels do not know the CDF
+    return loss_of(x, target, share, hi, lo, tau, cdf), share
+
+
+def _solved(x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor, Tensor]:
+    """The share and the threshold, differentiable."""
+    _, hi, lo = threshold_map(x, k, tau, cdf, "threshold")
+    return shares(target, k), hi, lo
 
 
 class _Rule(Rule):
+    constants = (1, 2, 3)
+    zeros = False
     own_dims = (1, 1)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
-        *tensors, name, shape = inputs
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, target, k, tau, name, shape = inputs
+        loss, share, hi, lo = outputs
         ctx.key, ctx.cdf = (name, shape), cdfs.resolve(name, shape)
-        return tuple(tensors)
+        return x, target, k, tau, share, loss, hi, lo
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, target, share, hi, lo, tau = ctx.saved_tensors
+    def vjp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 6
+        x, target, k, tau, share, loss, hi, lo = ctx.saved_tensors
         if by_kernel():
-            dx, dlo, dtau = _backward(grad, x, target, share, hi, lo, tau, *ctx.key)
+            dx, dtau = _backward(grad, x, target, share, loss, hi, lo, tau, *ctx.key)
         else:
-            dx, dlo, dtau = vjp_loss(grad, x, target, share, hi, lo, tau, ctx.cdf)
-        dtarget = dshare = None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dtarget, dshare = vjp_target(grad, x, target, share, hi, lo, tau, ctx.cdf)
-            dtarget, dshare = dtarget.sum_to_size(target.shape), dshare.sum_to_size(share.shape)
-        return (
-            dx,
-            dtarget,
-            dshare,
-            None,
-            dlo.sum_to_size(lo.shape),
-            dtau.sum_to_size(tau.shape).to(tau.dtype),
-            None,
-            None,
-        )
+            share, hi, lo = _solved(x, target, k, tau, ctx.cdf)
+            dx, dtau = vjp_loss(grad, x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
+        dtarget = None
+        if ctx.needs_input_grad[1]:
+            dtarget = vjp_target(grad, x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
+        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None
+        return dx, dtarget, None, grad_tau, None, None
 
     @staticmethod
     def jvp(
-        ctx: Any,
-        dx: Tensor | None,
-        dtarget: Tensor | None,
-        dshare: Tensor | None,
-        dhi: Tensor | None,
-        dlo: Tensor | None,
-        dtau: Tensor | None,
-        *_: None,
-    ) -> Tensor:
-        x, target, share, hi, lo, tau = ctx.saved_tensors
-        return jvp_loss((dx, dtarget, dshare, dlo, dtau), x, target, share, hi, lo, tau, ctx.cdf)
+        ctx: Any, dx: Tensor | None, dtarget: Tensor | None, dk: None, dtau: Tensor | None, *_: None
+    ) -> Any:
+        x, target, k, tau, *_rest = ctx.saved_tensors
+        share, hi, lo = _solved(x, target, k, tau, ctx.cdf)
+        out = jvp_loss((dx, dtarget, dtau), x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
+        return out, None, None, None
+
+    @staticmethod
+    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
+        if arguments.shows_nan(outputs[2]):
+            x, _, k, tau, *_ = inputs
+            arguments.explain_nan(outputs[2], x, k, tau)
 
 
-def _fake(x: Tensor, *_: Any) -> Tensor:
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    share, hi, lo = (_number(x) for _ in range(3))
+    return _number(x), share, hi, lo
+
+
+def _number(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
-def _backward_fake(grad: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), _fake(x), _fake(x)
+def _backward_fake(grad: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _number(x)
 
 
-_ROWS = "Tensor x, Tensor target, Tensor share, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape"
-
-_fenchel_young = define("fenchel_young", f"({_ROWS}) -> Tensor", kernels.fenchel_young, _fake, _Rule)
+_fenchel_young = define(
+    "fenchel_young",
+    "(Tensor x, Tensor target, Tensor k, Tensor tau, str cdf, float shape) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    kernels.fenchel_young,
+    _fake,
+    _Rule,
+)
 _backward = define(
     "fenchel_young_backward",
-    f"(Tensor grad, {_ROWS}) -> (Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor x, Tensor target, Tensor share, Tensor loss, Tensor hi, Tensor lo, Tensor tau, "
+    "str cdf, float shape) -> (Tensor, Tensor)",
     kernels.fenchel_young_backward,
     _backward_fake,
 )

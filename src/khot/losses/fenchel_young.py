@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
-import torch
 from torch import Tensor, nn
 
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype
 from khot._core.rows import by_rows
 from khot._ops.fenchel_young import row_losses
-from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce
 
@@ -102,15 +98,16 @@ def _loss(
     input: Tensor, target: Tensor, k: Scalar, dim: int, tau: Scalar, cdf: CDF, reduction: Reduction
 ) -> Tensor:
     x = arguments.rows(input, dim)
-    k = arguments.per_row(k, "k", x, low=0, high=x.shape[-1]).detach()
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    T, share = _target_rows(target, input, dim, k)
-    _, hi, lo = threshold_map(x, k, tau, cdf, "threshold")
-    return reduce(row_losses(x, T, share, hi, lo, tau, cdf), reduction).to(input.dtype)
+    k, tau = arguments.k_and_tau(k, tau, x, high=x.shape[-1], by_value=True)
+    k = arguments.detached(k)
+    T = _target_rows(target, input, dim)
+    loss, share = row_losses(x, T, k, tau, cdf)
+    _check_mass(share, T, k)
+    return reduce(loss, reduction).to(input.dtype)
 
 
-def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The target with dim last, and what each row has to be multiplied by so that it sums to k."""
+def _target_rows(target: Tensor, input: Tensor, dim: int) -> Tensor:
+    """The target with dim last."""
     arguments.check_bool_or_real(target, "target")
     arguments.check_device(target, "target", input)
     if target.shape != input.shape:
@@ -118,11 +115,11 @@ def _target_rows(target: Tensor, input: Tensor, dim: int, k: Tensor) -> tuple[Te
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
         )
     T = target if target.is_floating_point() else target.to(input.dtype)
-    T = arguments.check_values(arguments.rows(T, dim), "target", low=0, high=1)
-    sums = T.sum(-1, dtype=wide_dtype(T.device))
-    mass = torch.where(k == 0, 1, sums / k)
-    short = mass < 1 - 1e-6
-    if arguments.readable(short) and bool(short.any()):
-        least, total = (v.expand(short.shape)[short][0].item() for v in (k, sums))
+    return arguments.check_values(arguments.rows(T, dim), "target", low=0, high=1)
+
+
+def _check_mass(share: Tensor, T: Tensor, k: Tensor) -> None:
+    if arguments.shows_nan(share):
+        short = share.isnan()
+        least, total = (v.expand(short.shape)[short][0].item() for v in (k, T.sum(-1)))
         raise ValueError(f"each target row must sum to at least k = {least:.8g}, but one sums to {total:.8g}")
-    return T, torch.where(short, math.nan, torch.where(k == 0, 0, 1 / mass))

@@ -14,34 +14,49 @@ from khot.cdfs import CDF
 
 __all__ = [
     "CLOSE",
+    "SHORT",
     "fenchel_young",
     "fenchel_young_backward",
     "jvp_loss",
     "loss_of",
+    "shares",
     "vjp_loss",
     "vjp_target",
 ]
 
 CLOSE = 1e-6  # a target within this of the selection of a decided entry agrees with it
+SHORT = 1 - 1e-6  # a target that sums to less than so many times k sums to too little
 
 
 def fenchel_young(
-    x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str, shape: float
-) -> Tensor:
-    """τ Σ [ω*(z) + ω(T) − zT] with z = (x − hi − lo)/τ and T = share·target, in the dtype of `wide_dtype`.
+    x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """τ Σ [ω*(z) + ω(T) − zT] with z = (x − hi − lo)/τ and T = share·target.
 
     Every term is ≥ 0. Infinite scores, and all scores where t is infinite, are decided: they add 0 where the
     target agrees and inf where it does not.
 
     Args:
         x, target: (*batch, n).
-        share, hi, lo, tau: broadcast with batch.
+        k, tau: broadcast with batch.
         cdf, shape: as for :func:`khot.cdfs.resolve`.
 
     Returns:
-        (*batch); NaN for a row whose hi is NaN.
+        The loss; the share of :func:`shares`; and the threshold t of the soft top-k as hi and lo. All have
+        the batch shape and the dtype of `wide_dtype`. The loss is NaN where the share or t is.
     """
-    return loss_of(x, target, share, hi, lo, tau, cdfs.resolve(cdf, shape))
+    _, hi, lo = torch.ops.khot.soft_topk.default(x, k, tau, cdf, shape, "threshold")
+    share = shares(target, k)
+    return loss_of(x, target, share, hi, lo, tau, cdfs.resolve(cdf, shape)), share, hi, lo
+
+
+def shares(target: Tensor, k: Tensor) -> Tensor:
+    """What each row of a target is multiplied by so that it sums to k; NaN where it sums to less.
+
+    The target is (*batch, n), and k broadcasts with batch.
+    """
+    mass = torch.where(k == 0, 1, target.sum(-1, dtype=wide_dtype(target.device)) / k)
+    return torch.where(mass < SHORT, math.nan, torch.where(k == 0, 0, 1 / mass))
 
 
 class _Terms(NamedTuple):
@@ -61,14 +76,14 @@ def _terms(x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau
 
 
 def loss_of(x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF) -> Tensor:
-    """:func:`fenchel_young`, differentiable. t = hi + lo stays in the graph: it adds nothing to the gradient,
-    but it does to the Hessian."""
+    """The loss of :func:`fenchel_young`, differentiable. t = hi + lo stays in the graph: it adds nothing to
+    the gradient, but it does to the Hessian."""
     z, T, decided, scale = _terms(x, target, share, hi, lo, tau)
     terms = scale * (F.conjugate(z) + F.potential(T) - z * T)
     selected = torch.where(x.isinf(), x > 0, hi.unsqueeze(-1) < 0).to(T.dtype)
     mismatch = torch.where((T - selected).abs() < CLOSE, 0.0, math.inf).to(T.dtype)
     loss = torch.where(decided, mismatch, terms).sum(-1)
-    return torch.where(hi.isnan(), math.nan, loss)
+    return torch.where(hi.isnan() | share.isnan(), math.nan, loss)
 
 
 def fenchel_young_backward(
@@ -76,24 +91,26 @@ def fenchel_young_backward(
     x: Tensor,
     target: Tensor,
     share: Tensor,
+    loss: Tensor,
     hi: Tensor,
     lo: Tensor,
     tau: Tensor,
     cdf: str,
     shape: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, lo and τ; the latter two have the batch shape."""
-    dx, dlo, dtau = vjp_loss(grad, x, target, share, hi, lo, tau, cdfs.resolve(cdf, shape))
-    return dx.contiguous(), dlo, dtau
+) -> tuple[Tensor, Tensor]:
+    """The gradients in x and, of the batch shape, in τ. The second one is loss/τ − Σ z(F(z) − T), too, where
+    the loss is finite."""
+    dx, dtau = vjp_loss(grad, x, target, share, hi, lo, tau, cdfs.resolve(cdf, shape))
+    return dx.contiguous(), dtau
 
 
 def vjp_loss(
     grad: Tensor, x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reverse mode, differentiable: F(z) − T in x, −Σ(F(z) − T) in lo, Σ[ω*(z) + ω(T) − zF(z)] in τ."""
+) -> tuple[Tensor, Tensor]:
+    """Reverse mode, differentiable: F(z) − T in x, Σ[ω*(z) + ω(T) − zF(z)] in τ. It is 0 in t, because F
+    and T have the same sum."""
     e, rate = _rates(_terms(x, target, share, hi, lo, tau), F)
-    dx = grad.unsqueeze(-1) * e
-    return dx.to(x.dtype), -dx.sum(-1), grad * rate
+    return (grad.unsqueeze(-1) * e).to(x.dtype), grad * rate
 
 
 def _rates(terms: _Terms, F: CDF) -> tuple[Tensor, Tensor]:
@@ -105,11 +122,19 @@ def _rates(terms: _Terms, F: CDF) -> tuple[Tensor, Tensor]:
 
 def vjp_target(
     grad: Tensor, x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF
-) -> tuple[Tensor, Tensor]:
-    """Reverse mode in the target and its share, differentiable: τ(F⁻¹(T) − z) in T."""
+) -> Tensor:
+    """Reverse mode in the target, differentiable: τ(F⁻¹(T) − z) in T."""
     z, T, decided, scale = _terms(x, target, share, hi, lo, tau)
     dT = grad.unsqueeze(-1) * (scale * (F.icdf(T) - z)).masked_fill(decided, 0)
-    return (dT * share.unsqueeze(-1)).to(target.dtype), (dT * widen(target)).sum(-1)
+    # T is as the target over its sum
+    along = (dT * widen(target)).sum(-1, keepdim=True) / _sums(target)
+    return (share.unsqueeze(-1) * (dT - along)).to(target.dtype)
+
+
+def _sums(target: Tensor) -> Tensor:
+    """(*batch, 1): what a target sums to; 1 in the place of 0."""
+    sums = widen(target).sum(-1, keepdim=True)
+    return sums.masked_fill(sums == 0, 1)
 
 
 def jvp_loss(
@@ -122,23 +147,18 @@ def jvp_loss(
     tau: Tensor,
     F: CDF,
 ) -> Tensor:
-    """Forward mode, for the tangents of x, the target, its share, lo and τ."""
-    dx, dtarget, dshare, dlo, dtau = tangents
+    """Forward mode, for the tangents of x, the target and τ."""
+    dx, dtarget, dtau = tangents
     terms = _terms(x, target, share, hi, lo, tau)
     e, rate = _rates(terms, F)
     out = torch.zeros(x.shape[:-1], dtype=wide_dtype(x.device), device=x.device)
     if dx is not None:
         out = out + (e * widen(dx)).sum(-1)
-    if dlo is not None:
-        out = out - e.sum(-1) * dlo
     if dtau is not None:
         out = out + rate * widen(dtau)
-    if dtarget is not None or dshare is not None:
-        dT = torch.zeros_like(e)
-        if dtarget is not None:
-            dT = dT + widen(dtarget) * share.unsqueeze(-1)
-        if dshare is not None:
-            dT = dT + widen(target) * dshare.unsqueeze(-1)
+    if dtarget is not None:
+        dT = widen(dtarget)
+        dT = share.unsqueeze(-1) * (dT - widen(target) * dT.sum(-1, keepdim=True) / _sums(target))
         slope = (terms.tau * (F.icdf(terms.T) - terms.z)).masked_fill(terms.decided, 0)
         # at a target of 0 or 1 the slope may be infinite
         out = out + (slope.masked_fill(dT == 0, 0) * dT).sum(-1)

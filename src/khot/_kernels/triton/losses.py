@@ -1,9 +1,15 @@
-"""The Fenchel-Young loss of a row, and its gradients: one pass over the scores and the target, in float64.
+"""The Fenchel-Young loss of rows and its gradients, in one launch each.
 
+A program holds rows, or streams past one, as in :mod:`.resident`: it finds the threshold in float32
+(:mod:`.threshold`) and adds up the loss, which is smallest there, so that an error of the threshold hardly
+shows. Float64 scores, and the rows for which float32 does not suffice, take float64 for all of it
+(:mod:`.exact`).
 The formulas are the reference's (`_kernels.reference.fenchel_young`).
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -13,54 +19,49 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.counts import distribution
-from khot._kernels.triton.fast import double, joined, store
+from khot._kernels.triton.exact import find_exactly, number64, share
+from khot._kernels.triton.exact_sums import BY_COUNT
+from khot._kernels.triton.fast import (
+    any_row,
+    double,
+    joined,
+    plus,
+    reciprocal,
+    split,
+    store,
+    total,
+    wide,
+)
 from khot._kernels.triton.functions import (
-    HUGE,
     LAPLACE,
     LOGISTIC,
     NORMAL,
     POWER,
     UNIFORM,
+    full_support,
     log1p,
     normal_icdf,
-    place,
     side,
 )
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import Variant, variant
+from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows
+from khot._kernels.triton.terms import PHI, normal_tail, unit, value
+from khot._kernels.triton.threshold import find, over
 
-CHUNK, WARPS = 512, 8  # entries that a program holds at a time: two of a thread, as float64 fills registers
-CLOSE = tl.constexpr(reference.CLOSE)
-SIZES = ["length", "parts"]  # for which Triton need not compile anew
+CLOSE, SHORT = tl.constexpr(reference.CLOSE), tl.constexpr(reference.SHORT)
 
 
-@triton.jit
-def _conjugate(z, F, power, CDF: tl.constexpr):
-    """ω*(z), whose derivative is F."""
-    if CDF == LOGISTIC:
-        value = tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))
-    elif CDF == LAPLACE:
-        value = tl.maximum(z, 0.0) + 0.5 * tl.exp(-tl.abs(z))
-    elif CDF == NORMAL:
-        near = tl.maximum(z, -40.0)  # below, the value is 0
-        value = tl.where(z > -40, near * F + 0.3989422804014327 * tl.exp(-0.5 * near * near), 0.0)
-    else:
-        tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no conjugate for the CDF with the id {CDF}")
-        q = power + 1
-        inside = (z > 0) & (z < 1)
-        value = tl.exp(q * tl.log(tl.where(inside, z, 1.0))) / q
-        value = tl.where(inside, value, tl.where(z > 0, z - power / q, 0.0))
-    return tl.where(z == z, value, z)
+# ---------------------------------------------------------------------------------- of an entry
 
 
 @triton.jit
 def _potential(y, power, CDF: tl.constexpr):
     """ω(y)."""
     if CDF == LOGISTIC:
-        value = _times_log(y, y) + tl.where(y < 1, (1 - y) * log1p(-tl.where(y < 1, y, 0.0)), 0.0)
+        found = _times_log(y, y) + tl.where(y < 1, (1 - y) * log1p(-tl.where(y < 1, y, 0.0)), 0.0)
     elif CDF == LAPLACE:
         w = tl.minimum(y, 1 - y)
-        value = _times_log(w, 2 * w) - w
+        found = _times_log(w, 2 * w) - w
     elif CDF == NORMAL:
         w = tl.minimum(y, 1 - y)
         z = -tl.abs(normal_icdf(tl.where(w > 0, w, 0.5)))
@@ -68,12 +69,12 @@ def _potential(y, power, CDF: tl.constexpr):
             tail, density = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
             step = (tail - w) / density
             z = tl.where(w > 0, z - step / (1 + 0.5 * z * step), z)
-        value = tl.where(w > 0, -0.3989422804014327 * tl.exp(-0.5 * z * z), 0.0)
+        found = tl.where(w > 0, -0.3989422804014327 * tl.exp(-0.5 * z * z), 0.0)
     else:
         tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no potential for the CDF with the id {CDF}")
         p = 1 + 1 / power
-        value = tl.where(y > 0, tl.exp(p * tl.log(tl.where(y > 0, y, 1.0))), 0.0) / p
-    return tl.where(y == y, value, y)
+        found = tl.where(y > 0, tl.exp(p * tl.log(tl.where(y > 0, y, 1.0))), 0.0) / p
+    return tl.where(y == y, found, y)
 
 
 @triton.jit
@@ -82,135 +83,372 @@ def _times_log(x, y):
 
 
 @triton.jit
-def _row(share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row):
-    """share, t as hi + lo, τ, and whether t is infinite."""
-    hi, lo = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
-    settled = tl.where(tl.abs(hi) == HUGE, 1, 0)
-    tau = double(tl.load(tau_pointer + row * tau_stride))
-    return tl.load(share_pointer + row).to(tl.float64), hi, lo, tau, settled
+def _log_of_more(e):
+    """log(1 + e) for e in [0, 1], by the series of 2 artanh(e/(2 + e)), with the digits of a small e."""
+    s = e * reciprocal(2 + e)
+    t = s * s
+    series = 1 / 13 * t + 1 / 11
+    for i in tl.static_range(9, 0, -2):
+        series = series * t + 1 / i
+    return 2 * s * series
 
 
 @triton.jit
-def _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled):
-    """z and T, whether an entry is decided, and whether it is selected then."""
-    x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
-    T = double(tl.load(target_pointer + column, mask=column < n, other=0.0)) * share
-    infinite = tl.abs(x) == float("inf")
-    decided = tl.where(infinite, 1, settled) > 0
-    z = tl.where(decided, 0.0, ((x - hi) - lo) / tau)
-    return z, T, decided, tl.where(infinite, x, -hi) > 0
+def _entry(x, T, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constexpr):
+    """ω*(z) + ω(T) − zT in float32; F(z) − T; and z. Not SOFT says that T is 0 or 1.
+
+    Of the CDFs with full support let S be 1 − T of an entry above t, and T of one below it. The loss is |z|S,
+    plus what ω* is more than max(z, 0), and F − T is S less the tail, but for its sign: nothing cancels. With
+    compact support, |z|S is of the part of z beyond [0, 1]. Given are hi, lo·unit/τ, unit/τ and the exponent
+    of z.
+    """
+    hi, shift, scale, power = given
+    v = (x - hi) * scale - shift
+    if full_support(CDF):
+        size = tl.abs(v) * (1 / unit(CDF))
+        missed = tl.where(v > 0, 1 - T, T)
+        if CDF == NORMAL:
+            ratio, e = normal_tail(v)
+            tail, more = ratio * e, (PHI - size * ratio) * e
+        else:
+            e = tl.exp2(-tl.abs(v))
+            if CDF == LOGISTIC:
+                tail, more = e * reciprocal(1 + e), _log_of_more(e)
+            else:
+                tail, more = 0.5 * e, 0.5 * e
+        loss = size * missed + more
+        away = missed - tail
+        away = tl.where(v > 0, away, -away)
+        if SOFT:
+            loss += _potential(T, power, CDF)
+    else:
+        F = value(x, hi, scale, shift, power, CDF, WHOLE)
+        held = tl.minimum(tl.maximum(v, 0.0), 1.0)
+        per = 1 / (power + 1)
+        loss = held * (F * per - T) + tl.abs(v - held) * tl.where(v > 0, 1 - T, T)
+        if SOFT:
+            loss += _potential(T, power, CDF)
+        else:
+            loss += T * (1 - per)
+        away = F - T
+    return tl.maximum(loss, 0.0), away, v * (1 / unit(CDF))
 
 
-@triton.jit(do_not_specialize=SIZES)
+# ------------------------------------------------------------------------------------ in float64
+
+
+@triton.jit
+def _conjugate(z, F, power, CDF: tl.constexpr):
+    """ω*(z), whose derivative is F."""
+    if CDF == LOGISTIC:
+        found = tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))
+    elif CDF == LAPLACE:
+        found = tl.maximum(z, 0.0) + 0.5 * tl.exp(-tl.abs(z))
+    elif CDF == NORMAL:
+        near = tl.maximum(z, -40.0)  # below, the value is 0
+        found = tl.where(z > -40, near * F + 0.3989422804014327 * tl.exp(-0.5 * near * near), 0.0)
+    else:
+        tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no conjugate for the CDF with the id {CDF}")
+        q = power + 1
+        inside_ = (z > 0) & (z < 1)
+        found = tl.exp(q * tl.log(tl.where(inside_, z, 1.0))) / q
+        found = tl.where(inside_, found, tl.where(z > 0, z - power / q, 0.0))
+    return tl.where(z == z, found, z)
+
+
+@triton.jit
+def _entries64(x_at, target_at, start, n, per, threshold, CDF: tl.constexpr, WIDTH: tl.constexpr):
+    """F − T, ω*(z) + ω(T), zT and zF; and what a decided entry adds to the loss. Decided are infinite scores,
+    and all scores where t is infinite; the others are 0 there."""
+    column = start + tl.arange(0, WIDTH)
+    there = column < n
+    x = double(tl.load(x_at + column, mask=there, other=0.0))
+    T = double(tl.load(target_at + column, mask=there, other=0.0)) * per
+    F, z, _, _, decided = share(x, 1.0, threshold, CDF, BY_COUNT)
+    F = tl.where(z == z, F, z)
+    free = there & ~decided
+    both = _conjugate(z, F, threshold[3], CDF) + _potential(T, threshold[3], CDF)
+    wrong = tl.where(there & decided & ~(tl.abs(T - F) < CLOSE), float("inf"), 0.0)
+    return (
+        tl.where(free, F - T, 0.0), tl.where(free, both, 0.0), tl.where(free, z * T, 0.0),
+        tl.where(free, z * F, 0.0), wrong,
+    )  # fmt: skip
+
+
+@triton.jit
+def _loss_exactly(
+    x_at, target_at, k, tau, power, loss_at, share_at, hi_at, lo_at, n, CDF: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """One row, which is read a chunk at a time."""
+    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, CDF, BY_COUNT, False, WIDTH)
+    sums = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
+    per = _share(tl.sum(sums, axis=0), k)
+    losses = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, WIDTH):
+        _, both, zT, _, wrong = _entries64(x_at, target_at, start, n, per, (hi, lo, tau, power), CDF, WIDTH)
+        losses += tau * (both - zT) + wrong
+    loss = tl.where((hi == hi) & (per == per), tl.sum(losses, axis=0), float("nan"))
+    tl.store(loss_at, loss)
+    tl.store(share_at, per)
+    tl.store(hi_at, hi)
+    tl.store(lo_at, lo)
+
+
+@triton.jit
+def _pull_exactly(
+    x_at, target_at, per, threshold, grad, dx_at, dtau_at, n, CDF: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    rates = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        away, both, _, zF, _ = _entries64(x_at, target_at, start, n, per, threshold, CDF, WIDTH)
+        rates += both - zF
+        store(dx_at + column, grad * away, column < n)
+    tl.store(dtau_at, grad * tl.sum(rates, axis=0))
+
+
+@triton.jit
+def _share(sums, k):
+    """What a target is multiplied by so that it sums to k."""
+    short = ~(sums >= SHORT * k)
+    return tl.where(short, float("nan"), tl.where(k == 0, 0.0, k / tl.where(sums == 0, 1.0, sums)))
+
+
+# ------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def _target_terms(T, given):
+    """T, and T(1 − T), whose sum is 0 if every entry is 0 or 1."""
+    T = tl.where(float("-inf") == T, 0.0, T)  # which is what lies beyond the row's end
+    return T, T * (1 - T)
+
+
+@triton.jit
+def _target_sums(
+    target_at, there, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    mass = there.to(tl.float64) * 0
+    softness = mass
+    for start in range(0, n, PIECES * WIDTH):
+        T = load_rows(target_at + start, there, n - start, TOGETHER, PIECES, WIDTH, False)
+        sums = over(T, target_at, n, _target_terms, 0, 2, TOGETHER, PIECES, WIDTH, False)
+        mass += sums[0]
+        softness += sums[1]
+    return mass, softness
+
+
+@triton.jit
 def _losses(
-    x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer, lo_pointer, tau_pointer,
-    tau_stride, sums_pointer, n, length, parts,
-    power_high, power_low, CDF: tl.constexpr, CHUNK: tl.constexpr,
+    at, target_at, there, n, per, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    power = joined(power_high, power_low)
-    row, part = place(parts)
-    share, hi, lo, tau, settled = _row(
-        share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row
-    )  # fmt: skip
-    x_pointer += row * x_stride
-    target_pointer += row * target_stride
-    total = tl.zeros((CHUNK,), tl.float64)
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        z, T, decided, selected = _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled)
-        F = distribution(z, power, CDF, False)
-        term = tau * (_conjugate(z, F, power, CDF) + _potential(T, power, CDF) - z * T)
-        agrees = tl.abs(T - tl.where(selected, 1.0, 0.0)) < CLOSE
-        term = tl.where(decided, tl.where(agrees, 0.0, float("inf")), term)
-        total += tl.where(column < n, term, 0.0)
-    loss = tl.where(hi == hi, tl.sum(total, axis=0), hi)
-    tl.store(sums_pointer + row * parts + part, loss)
+    """The loss of rows, in units of τ. Entries are read again, so many pieces at a time: beside those that
+    are held there are not registers enough for their targets."""
+    found = there.to(tl.float64) * 0
+    column = tl.arange(0, WIDTH)
+    for start in range(0, n, PIECES * WIDTH):
+        sums = ()
+        for i in tl.static_range(PIECES):
+            offset = start + i * WIDTH
+            valid = inside(there, column + offset, n, TOGETHER, False)
+            x = tl.load(at + offset, mask=valid, other=0.0).to(tl.float32)
+            T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
+            loss = _entry(x, T, given, CDF, WHOLE, SOFT)[0]
+            sums = plus(sums, (tl.where(valid, loss, 0.0),))
+        found += total(sums, TOGETHER)[0]
+    return found
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _pull_losses(
-    grad_pointer, grad_stride, x_pointer, x_stride, target_pointer, target_stride, share_pointer, hi_pointer,
-    lo_pointer, tau_pointer, tau_stride, dx_pointer, mass_pointer, rate_pointer, n, length, parts,
-    power_high, power_low, CDF: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "evaluations"])
+def solve_losses(
+    x_pointer, x_stride, target_pointer, target_stride, k_pointer, k_stride, k_high, k_low,
+    tau_pointer, tau_stride, tau_high, tau_low, loss_pointer, share_pointer, hi_pointer, lo_pointer,
+    rows, n_columns, evaluations, power_high, power_low,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+    CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
-    power = joined(power_high, power_low)
-    row, part = place(parts)
-    share, hi, lo, tau, settled = _row(
-        share_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, row
-    )  # fmt: skip
-    grad = tl.load(grad_pointer + row * grad_stride).to(tl.float64)
-    x_pointer += row * x_stride
-    target_pointer += row * target_stride
-    mass = tl.zeros((CHUNK,), tl.float64)
-    rate = tl.zeros((CHUNK,), tl.float64)
-    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        z, T, decided, _ = _entries(x_pointer, target_pointer, column, n, share, hi, lo, tau, settled)
-        free = ~decided & (column < n)
-        F = distribution(z, power, CDF, False)
-        dx = grad * tl.where(free, F - T, 0.0)
-        mass -= dx
-        value = _conjugate(z, F, power, CDF) + _potential(T, power, CDF) - z * F
-        rate += tl.where(free, value, 0.0)
-        store(dx_pointer + row * n + column, dx, column < n)
-    tl.store(mass_pointer + row * parts + part, tl.sum(mass, axis=0))
-    tl.store(rate_pointer + row * parts + part, grad * tl.sum(rate, axis=0))
+    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each, or one of any length that streams past. FINE
+    says that all of it takes float64. ORDINARY is as for :func:`.resident.solve_rows`; targets are 0 or 1
+    then."""
+    row, there = place_rows(rows, TOGETHER)
+    ok = there & ~there
+    if not FINE:
+        column = tl.arange(0, WIDTH)
+        at = x_pointer + entries(row, x_stride, column, TOGETHER)
+        target_at = target_pointer + entries(row, target_stride, column, TOGETHER)
+        k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
+        tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+        mass, softness = _target_sums(target_at, there, n_columns, TOGETHER, PIECES, WIDTH)
+        per64 = _share(mass, k.to(tl.float64) + k_rest)
+        per = per64.to(tl.float32)
+        soft = there & ((per != 1) | (softness != 0))
 
-
-KERNELS = (_losses, _pull_losses)
-
-
-class _Rows:
-    """The arguments of a call as the kernels take them."""
-
-    def __init__(
-        self, x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str,
-        shape: float,
-    ) -> None:  # fmt: skip
-        batch, self.n = x.shape[:-1], x.shape[-1]
-        self.rows = batch.numel()
-        self.parts = min(triton.cdiv(self.n, CHUNK), max(1, layout.PROGRAMS // self.rows))
-        self.length = triton.cdiv(triton.cdiv(self.n, self.parts), CHUNK) * CHUNK
-        self.parts = triton.cdiv(self.n, self.length)
-        self.given = (
-            *layout.rows(x, self.n), *layout.rows(target.expand(x.shape), self.n),
-            share.expand(batch).contiguous(), hi.expand(batch).contiguous(), lo.expand(batch).contiguous(),
-            *layout.numbers(tau, batch, x.device),
+        x = ()
+        if not STREAM:
+            x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
+        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+        power = tl.zeros((), tl.float32) + power_high
+        hi, lo, ok, inverse, _ = find(
+            x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
+            CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
         )  # fmt: skip
-        self.power = layout.power(cdfs.resolve(cdf, shape))
-        self.which = {"CDF": layout.cdf_id(cdf), "CHUNK": CHUNK, "num_warps": WARPS}
+        scale = inverse * unit(CDF)
+        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
+        if any_row(soft, TOGETHER) and not ORDINARY:
+            loss = _losses(
+                at, target_at, there, n_columns, wide(per, TOGETHER), given, CDF, WHOLE, True,
+                TOGETHER, 1, WIDTH,
+            )  # fmt: skip
+        else:
+            loss = _losses(
+                at, target_at, there, n_columns, 1.0, given, CDF, WHOLE, False,
+                TOGETHER, PIECES if PIECES < 4 else 4, WIDTH,
+            )  # fmt: skip
+        loss *= tau
+        ok = ok & (tl.abs(loss) < float("inf")) & (per == per)
+        tl.store(loss_pointer + row, loss, mask=ok)
+        tl.store(share_pointer + row, per64, mask=ok)
+        tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
+        tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
+
+    if not ORDINARY:
+        bad = there & ~ok
+        if any_row(bad, TOGETHER):
+            first = tl.program_id(0).to(tl.int64) * TOGETHER
+            for r in range(TOGETHER):
+                one = first + r
+                if any_row(bad & (row == one), TOGETHER):
+                    _loss_exactly(
+                        x_pointer + one * x_stride, target_pointer + one * target_stride,
+                        number64(k_pointer, k_stride, k_high, k_low, one),
+                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
+                        joined(power_high, power_low),
+                        loss_pointer + one, share_pointer + one, hi_pointer + one, lo_pointer + one,
+                        n_columns, CDF, CHUNK,
+                    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pull_losses(
+    x_pointer, x_stride, target_pointer, target_stride, grad_pointer, grad_stride, grad_high, grad_low,
+    share_pointer, loss_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low,
+    dx_pointer, dtau_pointer, rows, n_columns, power_high, power_low,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
+    ORDINARY: tl.constexpr = 0,
+):  # fmt: skip
+    """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in."""
+    row, there = place_rows(rows, TOGETHER)
+    ok = there & ~there
+    if not FINE:
+        hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
+        lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
+        per = tl.load(share_pointer + row, mask=there, other=0.0).to(tl.float32)
+        loss = tl.load(loss_pointer + row, mask=there, other=0.0)
+        grad = numbers(grad_pointer, grad_stride, grad_high, grad_low, row, there)[0]
+        tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
+        ok = there & (tl.abs(hi) < 1e30) & (tl.abs(loss) < float("inf")) & (tau > 1e-25) & (tau < 1e25)
+        inverse = reciprocal(tau)
+        inverse = inverse * (2 - tau * inverse)  # to the last digit
+        scale = inverse * unit(CDF)
+        power = tl.zeros((), tl.float32) + power_high
+        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
+        per, incoming = wide(per, TOGETHER), wide(grad, TOGETHER)
+
+        column = tl.arange(0, WIDTH)
+        at = x_pointer + entries(row, x_stride, column, TOGETHER)
+        target_at = target_pointer + entries(row, target_stride, column, TOGETHER)
+        to = dx_pointer + entries(row, n_columns, column, TOGETHER)
+        moved = loss * 0
+        for start in range(0, n_columns, PIECES * WIDTH):
+            sums = ()
+            for i in tl.static_range(PIECES):
+                offset = start + i * WIDTH
+                valid = inside(ok, column + offset, n_columns, TOGETHER, EXACT)
+                x = tl.load(at + offset, mask=valid, other=float("-inf")).to(tl.float32)
+                T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
+                free = tl.abs(x) < float("inf")  # the others are decided
+                entry = _entry(x, T, given, CDF, WHOLE, False)
+                away = tl.where(free, entry[1], 0.0)
+                sums = plus(sums, (tl.where(free, away * entry[2], 0.0),))
+                tl.store(to + offset, (incoming * away).to(dx_pointer.dtype.element_ty), mask=valid)
+            moved += total(sums, TOGETHER)[0]
+        rate = loss / tl.where(ok, tau, 1.0).to(tl.float64) - moved
+        tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
+
+    if not ORDINARY:
+        bad = there & ~ok
+        if any_row(bad, TOGETHER):
+            first = tl.program_id(0).to(tl.int64) * TOGETHER
+            for r in range(TOGETHER):
+                one = first + r
+                if any_row(bad & (row == one), TOGETHER):
+                    threshold = (
+                        tl.load(hi_pointer + one), tl.load(lo_pointer + one),
+                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
+                        joined(power_high, power_low),
+                    )  # fmt: skip
+                    _pull_exactly(
+                        x_pointer + one * x_stride, target_pointer + one * target_stride,
+                        tl.load(share_pointer + one), threshold,
+                        number64(grad_pointer, grad_stride, grad_high, grad_low, one),
+                        dx_pointer + one * n_columns, dtau_pointer + one, n_columns, CDF, CHUNK,
+                    )  # fmt: skip
+
+
+KERNELS = (solve_losses, pull_losses)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Variant, int]:
+    """What is launched for the losses and for their gradients, and in how many programs."""
+    tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
+    constants = {
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": fine, "TOGETHER": tile.together,
+        "PIECES": tile.pieces, "WIDTH": tile.width, "EXACT": n == tile.pieces * tile.width,
+        "CHUNK": layout.RESCUE * tile.warps, "num_warps": tile.warps, **layout.registers(),
+    }  # fmt: skip
+    solver = variant(solve_losses, STREAM=tile.streams, **constants)
+    return solver, variant(pull_losses, **constants), -(-rows // tile.together)
 
 
 def fenchel_young(
-    x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str, shape: float
-) -> Tensor:
+    x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fenchel_young.fenchel_young`, in Triton."""
     if x.numel() == 0:
-        return reference.fenchel_young(x, target, share, hi, lo, tau, cdf, shape)
-    rows = _Rows(x, target, share, hi, lo, tau, cdf, shape)
-    sums = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
-    launch(
-        _losses, rows.rows * rows.parts,
-        *rows.given, sums, rows.n, rows.length, rows.parts, *rows.power, **rows.which
+        return reference.fenchel_young(x, target, k, tau, cdf, shape)
+    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    loss = torch.empty(batch, dtype=torch.float64, device=x.device)
+    results = loss, torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
+    solver, _, programs = _variants(loss.numel(), n, F, x.dtype == torch.float64)
+    solver(
+        programs, *layout.rows(x, n), *layout.rows(target, n),
+        *layout.values(k, batch, x.device), *layout.values(tau, batch, x.device), *results,
+        loss.numel(), n, EVALUATIONS, *layout.power(F),
     )  # fmt: skip
-    return sums.squeeze(-1) if rows.parts == 1 else sums.sum(-1)
+    return results
 
 
 def fenchel_young_backward(
-    grad: Tensor, x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str,
-    shape: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, x: Tensor, target: Tensor, share: Tensor, loss: Tensor, hi: Tensor, lo: Tensor, tau: Tensor,
+    cdf: str, shape: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fenchel_young.fenchel_young_backward`, in Triton."""
     if x.numel() == 0:
-        return reference.fenchel_young_backward(grad, x, target, share, hi, lo, tau, cdf, shape)
-    rows, dx = _Rows(x, target, share, hi, lo, tau, cdf, shape), x.new_empty(x.shape)
-    dlo = torch.empty((*x.shape[:-1], rows.parts), dtype=torch.float64, device=x.device)
-    dtau = torch.empty_like(dlo)
-    incoming = layout.numbers(grad, x.shape[:-1], x.device)
-    launch(
-        _pull_losses, rows.rows * rows.parts,
-        *incoming, *rows.given, dx, dlo, dtau, rows.n, rows.length, rows.parts, *rows.power, **rows.which
+        return reference.fenchel_young_backward(grad, x, target, share, loss, hi, lo, tau, cdf, shape)
+    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
+    _, puller, programs = _variants(dtau.numel(), n, F, x.dtype == torch.float64)
+    puller(
+        programs, *layout.rows(x, n), *layout.rows(target, n), *layout.values(grad, batch, x.device),
+        *(v.contiguous() for v in (share, loss, hi, lo)), *layout.values(tau, batch, x.device),
+        dx, dtau, dtau.numel(), n, *layout.power(F),
     )  # fmt: skip
-    if rows.parts == 1:
-        return dx, dlo.squeeze(-1), dtau.squeeze(-1)
-    return dx, dlo.sum(-1), dtau.sum(-1)
+    return dx, dtau

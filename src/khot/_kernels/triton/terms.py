@@ -22,6 +22,8 @@ __all__ = [
     "kink",
     "log_rate",
     "moment_quantile",
+    "normal_tail",
+    "PHI",
     "series",
     "term_count",
     "terms",
@@ -73,7 +75,7 @@ def kink(CDF):
 
 
 @triton.jit
-def _normal_tail(v):
+def normal_tail(v):
     """The tail beyond |v| over 2^(−v²), and that power."""
     a = tl.abs(v)
     t = reciprocal(1.0 + 0.3 * a)
@@ -149,7 +151,7 @@ def terms(x, given):
         return half, half * e, e, e * e, near
     elif CDF == NORMAL:
         v = tl.minimum(tl.maximum(v, -1e4), 1e4)  # 0·v is to be 0
-        ratio, e = _normal_tail(v)
+        ratio, e = normal_tail(v)
         first = e * v
         second = first * v
         return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
@@ -252,7 +254,7 @@ def value(x, hi, scale, shift, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
         tail = 0.5 * tl.exp2(-tl.abs(v))
         return tl.where(v > 0, 1 - tail, tail)
     elif CDF == NORMAL:
-        ratio, e = _normal_tail(v)
+        ratio, e = normal_tail(v)
         return tl.where(v > 0, 1 - ratio * e, ratio * e)
     elif (CDF == UNIFORM) | (WHOLE > 0):
         return _raised(_clip(v), power, CDF, WHOLE)[0]
@@ -289,7 +291,7 @@ def log_rate(v, f, power, CDF: tl.constexpr):
     elif CDF == LAPLACE:
         return tl.where(v > 0, f * reciprocal(1 - f), 1.0)
     elif CDF == NORMAL:
-        ratio, e = _normal_tail(v)
+        ratio, e = normal_tail(v)
         return tl.where(v > 0, f * reciprocal(1 - ratio * e), PHI * reciprocal(ratio))
     else:
         rate = reciprocal(v)
