@@ -25,6 +25,7 @@ from khot._kernels.triton import (
     greedy,
     layout,
     losses,
+    magnitude,
     power_norms,
     projection,
     ranking_losses,
@@ -113,6 +114,7 @@ def cases() -> list[Case]:
         ),
         *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
         *(_loss(*case) for case in LOSSES),
+        *(_magnitude(*case) for case in MAGNITUDES),
         *(
             _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
@@ -223,6 +225,37 @@ def _loss(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -> Case:
     return Case(
         kernel, shape, constants, tile.warps, held / 32 / tile.warps, bound, few=ordinary and n == 64,
         limited=True, multiples=("x_stride", "target_stride", "n_columns"),
+    )  # fmt: skip
+
+
+# p, entries of a row, the bound, and whether it is without the rescue in float64
+MAGNITUDES = [
+    (magnitude.solve_magnitudes, 2.0, 64, 108, True),
+    (magnitude.solve_magnitudes, 2.0, 8_192, 70, True),
+    (magnitude.solve_magnitudes, 2.0, 8_192, 135, False),
+    (magnitude.solve_magnitudes, 1.25, 8_192, 735, False),
+    (magnitude.solve_magnitudes, 2.0, 100_000, 245, False),
+    (magnitude.pull_magnitudes, 2.0, 64, 90, True),
+    (magnitude.pull_magnitudes, 2.0, 8_192, 36, True),
+    (magnitude.pull_magnitudes, 2.0, 8_192, 52, False),
+    (magnitude.pull_magnitudes, 1.25, 8_192, 185, False),
+]
+
+
+def _magnitude(kernel: Any, p: float, n: int, bound: float, ordinary: bool) -> Case:
+    """Of entries with signs: a step of the search, of which an ordinary row takes some five."""
+    tile = layout.tile(4_096, n)
+    held = tile.pieces * tile.width if tile.streams else tile.together * n
+    forward, back, _, _ = magnitude._variants(4_096, n, p, True, False)
+    constants = (forward if kernel is magnitude.solve_magnitudes else back).constants | {
+        "ORDINARY": int(ordinary), "tau_pointer": None, "tau_stride": 0, "k_pointer": None, "k_stride": 0,
+        "grad_lo_pointer": None, "grad_lo_stride": 0, "grad_column": 1,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    shape = f"p = {p:g}, n = {n:,}, {'without rescue' if ordinary else 'all'}"
+    return Case(
+        kernel, shape, constants, tile.warps, held / 32 / tile.warps, bound, spills=6,
+        few=ordinary and n == 64, limited=True, multiples=("x_stride", "y_stride", "grad_row", "n_columns"),
     )  # fmt: skip
 
 
@@ -404,6 +437,7 @@ OF_LISTS = {
 }  # fmt: skip
 OWN_TYPES = {
     "pull_losses": {"grad_pointer": "*fp64"},
+    "pull_magnitudes": {"y_pointer": "*fp32"},
     "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {

@@ -93,8 +93,8 @@ def soft_topk_magnitude(
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
         x = arguments.rows(input, dim)
-        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), integer=True)
-        scale = arguments.per_row(tau, "tau", x, low=0, low_open=True)
+        count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), integer=True, by_value=True)
+        scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
         y = magnitude_with_signs(x, arguments.detached(count), scale, float(p))
         return arguments.unrows(y, input, dim)
 

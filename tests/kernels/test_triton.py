@@ -484,10 +484,10 @@ which = {
     mask: [{}, {"k_pointer": None}],
     levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64} for what in range(3)],
     largest: [{"PACKED": False, "PART": True, "WHAT": 1}, {"PACKED": False, "PART": False, "WHAT": 2}],
-    magnitude: [{"P": 2.0, "SIGNED": False}, {"P": 4 / 3, "SIGNED": True}],
+    magnitude: [{"P": 2.0, "SIGNED": False, "WHOLE": 1}, {"P": 1.4, "SIGNED": True, "WHOLE": 0}],
     draws: [{"WIDTH": 64}],
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
-    losses: [{"CDF": 4}],
+    losses: [{"CDF": 4, "WHOLE": 3}],
     scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],
 }
@@ -508,7 +508,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", "ABSOLUTE": False, "PIECES": 2, "PAIRS": 32,
             "LEVELS": 6, "LAST": False, "CENTRED": True, "EXACT": False, "HEIGHT": 8, "MANY": 4,
             "LARGEST": True, "GROUPS": 64, "NEAR": 4, "ROOM": 16, "LOOK": 128, "KEPT": 16,
-            "LANES": 32, "BLOCK": 4, **constants,
+            "LANES": 32, "BLOCK": 4, "STREAM": False, "ORDINARY": 0, **constants,
         }
         if "PARTS" in function.arg_names and "TOGETHER" in function.arg_names:
             constants["TOGETHER"] = 1  # a row that is split has its programs to itself

@@ -161,10 +161,6 @@ def test_magnitude_with_signs(
 ) -> None:
     """Of infinite entries, ties, zeros and a NaN."""
     kernels = request.getfixturevalue(where)
-    if where == "split":
-        monkeypatch = request.getfixturevalue("monkeypatch")
-        # one program takes all steps
-        monkeypatch.setattr(sys.modules["khot._kernels.triton.magnitude"], "LAUNCHES", 0)
     x, k = rows(21, dtype)
     x, k, tau = x[[1, 2, 3]], k[[1, 2, 3]], torch.tensor(0.3, dtype=torch.float64)
     x[2, :3] = torch.tensor([torch.inf, -torch.inf, -0.0])

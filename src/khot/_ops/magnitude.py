@@ -14,7 +14,7 @@ from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, by_kernel, define
-from khot._core.precision import greatest, wide_dtype
+from khot._core.precision import greatest, on, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import magnitude as kernels
 
@@ -58,6 +58,7 @@ def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row 
 
 class _Rule(Rule):
     constants = (1,)
+    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -66,8 +67,9 @@ class _Rule(Rule):
         return s, y, k, hi, lo, tau
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
         s, y, k, hi, lo, tau = ctx.saved_tensors
+        grad, grad_lo = _asked(grad, grad_lo, y, hi)
         if by_kernel():
             ds, dtau = _backward.on(ctx.group)(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
         else:
@@ -90,8 +92,9 @@ class _Rule(Rule):
 
 class _SignedRule(_Rule):
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, _: Any, grad_lo: Tensor) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
         x, y, k, hi, lo, tau = ctx.saved_tensors
+        grad, grad_lo = _asked(grad, grad_lo, y, hi)
         if by_kernel():
             dx, dtau = _with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, ctx.p)
         else:
@@ -115,6 +118,14 @@ class _SignedRule(_Rule):
         arguments.explain_nan(
             outputs[1], x, k, tau, integer=True, count=lambda some: torch.full_like(some, x.shape[-1])
         )
+
+
+def _asked(grad: Tensor | None, grad_lo: Tensor | None, y: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """The incoming gradients, with zeros for what nobody asked for."""
+    return (
+        torch.zeros_like(y) if grad is None else grad,
+        arguments.unasked(hi) if grad_lo is None else grad_lo,
+    )
 
 
 def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,6 +227,7 @@ def _vjp(
     row: Row,
 ) -> tuple[Tensor, Tensor]:
     """Reverse mode: the formulas of the reference's backward kernel, in operations that autograd records."""
+    k, tau = on(hi.device, k), on(hi.device, tau)
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
     d = _linearize(s, y, hi, lo, tau, p)
     v = grad.to(hi.dtype)
@@ -240,6 +252,7 @@ def _jvp(
     row: Row,
 ) -> tuple[Tensor, Tensor]:
     """Forward mode: the tangents of y and of lo."""
+    k, tau = on(hi.device, k), on(hi.device, tau)
     d = _linearize(s, y, hi, lo, tau, p)
     ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
     dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)

@@ -88,7 +88,7 @@ def normal_tail(v):
 @triton.jit
 def _raised(z, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
     """z^e and z^(e − 1) for z from 0 to 1."""
-    if CDF == UNIFORM:
+    if (CDF == UNIFORM) | (WHOLE == 1):
         return z, 1.0
     elif WHOLE == 2:
         return z * z, z
@@ -164,6 +164,8 @@ def terms(x, given):
             # predicate for each entry, which ptxas packs into bits and unpacks again.
             one = _clip(v * STEEP + (1 - STEEP))
             rate = z - one  # 0 where z is 0 or 1
+            if WHOLE == 1:
+                return one, -rate, tl.where(rate > 0, 1.0, 0.0), near
             for _ in tl.static_range(WHOLE - 2):
                 rate *= z
             return one, -rate * z, rate, near

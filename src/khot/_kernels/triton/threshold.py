@@ -32,6 +32,7 @@ from khot._kernels.triton.fast import (
     with_sign,
 )
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, moments
+from khot._kernels.triton.pooled import pooled_terms, size, temperature, unpooled
 from khot._kernels.triton.terms import (
     hard_count,
     holds,
@@ -57,6 +58,8 @@ ROUNDING = tl.constexpr(3e-7)  # the error of a step, in τ, that rounding may c
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
 # Σ w f has to be so many times the digits of costs that a sum of float32 numbers may have lost
 ROUGH = tl.constexpr(0.5)
+# Where the temperature moves with t, the longest last step, as a share of t: its error is about the square
+STEADY = tl.constexpr(2e-4)
 FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
 
 
@@ -185,14 +188,20 @@ def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
 
 
 @triton.jit
-def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, PAID: tl.constexpr = False):
+def taylor_step(
+    sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, PAID: tl.constexpr = False,
+    warming=0.0, POOLED: tl.constexpr = 0,
+):  # fmt: skip
     """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
     k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
 
     With compact support the sums do not tell how Σf changes: turn is its relative fall per τ, if it is known,
-    and 0 otherwise. PAID says that the sums are of :func:`.costs.paid_terms`, and k is a budget.
+    and 0 otherwise. PAID says that the sums are of :func:`.costs.paid_terms`, and k is a budget. POOLED is p
+    of a top-k in magnitude, whose temperature grows by `warming` with t.
     """
     less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
+    if POOLED > 0:  # −less is the sum of 0 < y < 1, which a greater temperature lowers
+        mass -= warming * less
     if PAID:
         excess = (((sums[0] - k) - k_rest) + sums[term_count(CDF)]).to(tl.float32)
     else:
@@ -219,18 +228,20 @@ def taylor_step(sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, PAID: tl.
             h = tl.where(lean, line, h)
         # Taylor's polynomial ends with h: `turn` is the slope of a chord, and knows no more than the size
         # of the next term. y moves up to `power` times as much as t.
-        size = tl.abs(h)
-        crossing = sums[3].to(tl.float32) * size  # at most, times the height of the kink
-        bent = size * size * tl.abs(turn)
-        short = size <= kink(CDF)
+        length = tl.abs(h)
+        crossing = sums[3].to(tl.float32) * length  # at most, times the height of the kink
+        bent = length * length * tl.abs(turn)
+        short = length <= kink(CDF)
         if CDF == POWER:
-            bent = tl.maximum(bent, size * size * power) * power
+            bent = tl.maximum(bent, length * length * power) * power
             crossing *= power * power
             short = short & (turn != 0)
         short = short & (crossing <= ROUNDING * mass) & (bent <= ROUNDING)
         last = (tl.abs(mu) <= ROUNDING) | short
         if CDF == POWER:
             last = last & (goal != 0)
+        if POOLED > 0:
+            last = last & (length * warming <= STEADY)
     return excess, miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
 
 
@@ -334,23 +345,26 @@ def _min_max(a0, a1, b0, b1):
 def _nearest(
     x, at, n, hi, lo,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    base=0.0, FINE: tl.constexpr = False,
+    base=0.0, FINE: tl.constexpr = False, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
-    """The least entry above hi + lo, and the greatest one that is not."""
+    """The least entry above hi + lo, and the greatest one that is not; POOLED, of their sizes."""
     if STREAM:
         column = tl.arange(0, WIDTH)
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
         for start in range(0, n, WIDTH):
             piece = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
+            if POOLED > 0:
+                piece = size(piece)
             above = piece - hi > lo
             least = tl.minimum(least, tl.where(above, piece, float("inf")))
             greatest = tl.maximum(greatest, tl.where(above, float("-inf"), piece))
         return tl.reduce((least, greatest), 0, _min_max)
     else:
         for i in tl.static_range(PIECES):
-            above = x[i] - hi > lo
-            over_, under = tl.where(above, x[i], float("inf")), tl.where(above, float("-inf"), x[i])
+            piece = size(x[i]) if POOLED > 0 else x[i]
+            above = piece - hi > lo
+            over_, under = tl.where(above, piece, float("inf")), tl.where(above, float("-inf"), piece)
             if i == 0:
                 least, greatest = over_, under
             else:
@@ -371,19 +385,23 @@ def _gap_terms(x, given):
 def _gap(
     x, at, n, hi, lo, scale, tau,
     CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    STREAM: tl.constexpr, base=0.0, FINE: tl.constexpr = False,
+    STREAM: tl.constexpr, base=0.0, FINE: tl.constexpr = False, own_tau=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t in a gap that no density crosses, and whether there is such a gap.
 
     With exponential tails as much is missing above t as is left over below it. Both are sums of one
     exponential law, so that the logarithms of the sums relative to the nearest entry, up above t and down
     below it, give t = (up + down)/2 + τ/2·(ln B − ln A). With compact support every t from down to up − τ
-    solves the equation, and the middle of them is taken.
+    solves the equation, and the middle of them is taken. POOLED, the end above is not up − τ, but what `up`
+    is reduced to on its own.
     """
     if not full_support(CDF):
         lo = lo + 0.5 * tau
     hi, lo = wide(hi, TOGETHER), wide(lo, TOGETHER)
-    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM, base, FINE)
+    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM, base, FINE, POOLED)
+    if POOLED > 0:
+        up = unpooled(up, own_tau, POOLED)
+        tau = tau * 0
     middle, rest = two_sum(0.5 * up, 0.5 * down)
     if full_support(CDF):
         given = (wide(up, TOGETHER), wide(down, TOGETHER), wide(scale, TOGETHER))
@@ -425,7 +443,7 @@ def iterate(
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
     AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False,
-    grain=0.0, floor=0.0, PAID: tl.constexpr = False,
+    grain=0.0, floor=0.0, PAID: tl.constexpr = False, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
@@ -433,8 +451,9 @@ def iterate(
     to search, there are not registers enough for both. FINE and base are as in :func:`over`: t is then less
     base, too. PAID says that each entry comes with its cost, that k is a budget and n what all entries cost;
     grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32 cannot tell where
-    the budget is spent.
+    the budget is spent. POOLED is p of a top-k in magnitude, whose temperature moves with t (:mod:`.pooled`).
     """
+    own_tau = tau
     scale = inverse * unit(CDF)
     # as many halves as entries were looked at, those beyond the row's end among them
     seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
@@ -447,6 +466,12 @@ def iterate(
     count = 0
     running = (count < evaluations) & any_row(~done, TOGETHER)
     while running:
+        warming = 0.0
+        if POOLED > 0:
+            tau, warming = temperature(hi + lo, own_tau, POOLED)
+            inverse = reciprocal(tau)
+            inverse = inverse * (2 - tau * inverse)  # to the last digit
+            scale = inverse * unit(CDF)
         # Constants stay constants only in a tuple that has no name; and no sums of this name may come
         # from before the loop, which a row that streams past would carry along in another precision.
         if PAID:
@@ -458,6 +483,12 @@ def iterate(
                 ),
                 term_count(CDF) + 1, TOGETHER, PIECES, WIDTH, STREAM,
             )  # fmt: skip
+        elif POOLED > 0:
+            sums = over(
+                x, at, n_columns, pooled_terms,
+                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
+                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+            )  # fmt: skip
         else:
             sums = over(
                 x, at, n_columns, terms,
@@ -468,11 +499,13 @@ def iterate(
         if not full_support(CDF):
             moved = ((hi - t_before) + lo) * inverse
             mass = sums[2].to(tl.float32)
+            if POOLED > 0:
+                mass = (power * mass - warming * sums[1].to(tl.float32)) * inverse
             turn = (mass_before - mass) * reciprocal(moved * mass)
             turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
             t_before, mass_before = hi + lo, mass
         excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-            sums, k, k_rest, seen, turn, power, CDF, PAID
+            sums, k, k_rest, seen, turn, power, CDF, PAID, warming, POOLED
         )
         if not PAID:
             deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
@@ -488,6 +521,9 @@ def iterate(
             unclear = floor + ROUGH * tl.abs(sums[term_count(CDF)].to(tl.float32))
             failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
         new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
+        if POOLED > 0:  # t stays above 0
+            least = 0.25 * hi
+            new_hi, new_lo = tl.maximum(new_hi, least), tl.where(new_hi < least, 0.0, new_lo)
         hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
         ok = ok & ~failed
         done = done | last | failed
@@ -500,7 +536,7 @@ def iterate(
         if any_row(deep, TOGETHER):
             gap_hi, gap_lo, exists = _gap(
                 x, at, n_columns, hi, lo, scale, tau,
-                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN, base, FINE,
+                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN, base, FINE, own_tau, POOLED,
             )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
