@@ -25,11 +25,9 @@ from khot._kernels.triton.fast import (
     any_row,
     double,
     joined,
-    plus,
     reciprocal,
     split,
     store,
-    total,
     wide,
 )
 from khot._kernels.triton.functions import (
@@ -248,18 +246,20 @@ def _losses(
 ):  # fmt: skip
     """The loss of rows, in units of τ. Entries are read again, so many pieces at a time: beside those that
     are held there are not registers enough for their targets."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     found = there.to(tl.float64) * 0
     column = tl.arange(0, WIDTH)
     for start in range(0, n, PIECES * WIDTH):
-        sums = ()
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
             valid = inside(there, column + offset, n, TOGETHER, False)
             x = tl.load(at + offset, mask=valid, other=0.0).to(tl.float32)
             T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
             loss = _entry(x, T, given, CDF, WHOLE, SOFT)[0]
-            sums = plus(sums, (tl.where(valid, loss, 0.0),))
-        found += total(sums, TOGETHER)[0]
+            # no tuple of one member, which Triton 3.6 joins with another where their members are to be added
+            loss = tl.where(valid, loss, 0.0)
+            part = part + loss if i > 0 else loss  # type: ignore[has-type]  # noqa: F821
+        found += tl.sum(part, axis=AXIS)
     return found
 
 
@@ -367,7 +367,6 @@ def pull_losses(
         to = dx_pointer + entries(row, n_columns, column, TOGETHER)
         moved = loss * 0
         for start in range(0, n_columns, PIECES * WIDTH):
-            sums = ()
             for i in tl.static_range(PIECES):
                 offset = start + i * WIDTH
                 valid = inside(ok, column + offset, n_columns, TOGETHER, EXACT)
@@ -376,9 +375,10 @@ def pull_losses(
                 free = tl.abs(x) < float("inf")  # the others are decided
                 entry = _entry(x, T, given, CDF, WHOLE, False)
                 away = tl.where(free, entry[1], 0.0)
-                sums = plus(sums, (tl.where(free, away * entry[2], 0.0),))
+                product = tl.where(free, away * entry[2], 0.0)
+                part = part + product if i > 0 else product  # type: ignore[has-type]  # noqa: F821
                 tl.store(to + offset, (incoming * away).to(dx_pointer.dtype.element_ty), mask=valid)
-            moved += total(sums, TOGETHER)[0]
+            moved += tl.sum(part, axis=0 if TOGETHER == 1 else 1)
         rate = loss / tl.where(ok, tau, 1.0).to(tl.float64) - moved
         tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
 

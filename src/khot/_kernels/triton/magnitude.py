@@ -83,7 +83,8 @@ def _ends(x, w, given):
 
 @triton.jit
 def _greatest(x, w, given):
-    return (-_finite_size(x),)
+    s = _finite_size(x)
+    return -s, s  # Triton 3.6 has faults with tuples of one member
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _find_exactly(source, k, tau, P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: 
     answered = (nan == 0) & (k >= 0) & (k <= selectable) & (k == tl.floor(k)) & (pinned <= k)
     answered = answered & (tau > 0) & (tau < float("inf"))
     left = k - pinned
-    most = -least(_greatest, 0, 1, source, BY_COUNT, WIDTH)[0]
+    most = -least(_greatest, 0, 2, source, BY_COUNT, WIDTH)[0]
     zero = tl.zeros((), tl.float64)
     hi, lo = zero, zero  # where the k-th entry is 0
     live = tl.where(answered, tl.where(left > 0, positive >= left, False), False)
