@@ -73,6 +73,11 @@ def price(g: Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.rand(shape, generator=g, dtype=torch.float64) + 0.5
 
 
+def heavy(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    """Targets that sum to more than any k of :func:`counted`."""
+    return 0.85 + 0.1 * torch.rand(shape, generator=g, dtype=torch.float64)
+
+
 def shares(g: Generator, shape: tuple[int, ...]) -> Tensor:
     """Probabilities, of which every row has a whole sum where its length is even."""
     half = torch.rand(*shape[:-1], shape[-1] // 2, generator=g, dtype=torch.float64) * 0.9 + 0.05
@@ -218,11 +223,11 @@ def permutahedron(regularization: str) -> Kernel:
 
 
 def fenchel_young(on: Engine, a: Given) -> tuple[Tensor, ...]:
-    soft_topk = OPERATORS["soft_topk"].kernel
-    _, hi, lo = soft_topk(a["x"].double(), a["k"], a["tau"], "normal", 0.0, "threshold")
-    target = a["target"].clamp(0, 1)
-    rest = (a["x"], target, torch.ones_like(hi), hi, lo, a["tau"], "normal", 0.0)
-    return on("fenchel_young")(*rest), *on("fenchel_young_backward")(a["u"], *rest)
+    # a target that sums to k, as half of its entries do
+    target, rest = a["target"], ("normal", 0.0)
+    loss, share, hi, lo = on("fenchel_young")(a["x"], target, a["k"], a["tau"], *rest)
+    grads = on("fenchel_young_backward")(a["u"], a["x"], target, share, loss, hi, lo, a["tau"], *rest)
+    return loss, *grads
 
 
 def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
@@ -268,12 +273,16 @@ KERNELS: dict[str, Kernel] = {
     "soft_count, centred": soft_count("logistic", True),
     "laplace_count": laplace("count"),
     "laplace_thresholds": laplace("thresholds"),
+    "laplace_centred_rank": Kernel(
+        ("laplace_centred_rank",), lambda on, a: on("laplace_centred_rank")(a["x"], a["tau"])[:1],
+        {"x": normal}, {"tau": temperature}, {"x": (NAN,), "tau": TAU}, kinds=PLAIN,
+    ),
     "decay_scan": Kernel(
         ("decay_scan",), lambda on, a: (on("decay_scan")(a["x"], a["w"], False),),
         {"x": normal, "w": price}, {}, {}, dtypes=(torch.float64,), kinds=PLAIN,
     ),
     "fenchel_young": Kernel(
-        ("fenchel_young", "fenchel_young_backward"), fenchel_young, {"x": normal, "target": price},
+        ("fenchel_young", "fenchel_young_backward"), fenchel_young, {"x": normal, "target": heavy},
         {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "tau": TAU},
         kinds=("normal", "ties", "equal"),
     ),
@@ -340,6 +349,12 @@ ELSEWHERE = {
     "assign_pass": "test_assign_pass.py",
     "soft_assign": "test_triton_assign.py",
     "power_blocks": "test_triton_projection.py",
+    "ndcg_loss": "test_triton_ranking_losses.py",
+    "ndcg_loss_backward": "test_triton_ranking_losses.py",
+    "correlation_loss": "test_triton_ranking_losses.py",
+    "correlation_loss_backward": "test_triton_ranking_losses.py",
+    "centred_places": "test_triton_ranking_losses.py",
+    "counted_mean": "test_triton_ranking_losses.py",
 }
 #: The operators whose rows programs may share on a GPU.
 SPLIT = (

@@ -470,7 +470,7 @@ from triton.compiler import ASTSource
 import triton
 import triton.language as tl
 from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
-from khot._kernels.triton import losses, magnitude, mask, places, scans, selectable, selection, transport
+from khot._kernels.triton import losses, magnitude, mask, places, scans, selectable, transport
 
 uncosted = {"BY": 0, "AT_MOST": False, "cost_pointer": None, "cost_row": 0, "cost_column": 0,
             "dcost_pointer": None}
@@ -478,7 +478,6 @@ which = {
     exact: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
     exact_backward: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
     exact_split: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
-    selection: [{}],
     selectable: [{}],
     places: [{}, {"k_pointer": None}],
     mask: [{}, {"k_pointer": None}],

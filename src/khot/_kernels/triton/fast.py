@@ -174,7 +174,11 @@ def any_row(flag, TOGETHER: tl.constexpr):
 
 @triton.jit
 def plus(a, b):
-    """The sums of two tuples' members; of nothing and a tuple, the tuple."""
+    """The sums of two tuples' members; of nothing and a tuple, the tuple.
+
+    One number is no tuple: of tuples with one member Triton 3.6 makes one with both.
+    """
+    tl.static_assert(len(b) > 1)
     if len(a) == 0:
         return b
     else:

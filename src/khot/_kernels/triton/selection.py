@@ -10,15 +10,11 @@ Of equal keys the first ones are chosen, which is the same search, among their p
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, log2, reciprocal
-from khot._kernels.triton.functions import chunks, place
-from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import inside
 
 LEAST = tl.constexpr(-(1 << 31))  # below every key of 32 bits
@@ -265,98 +261,3 @@ def ranked(k, greatest, n):
     IS_NAN: tl.constexpr = NAN64 if greatest.dtype == tl.int64 else NAN
     bad = (greatest == IS_NAN) | (k != k) | (k < 1) | (k > n) | (k != tl.floor(k))
     return tl.where(bad, 1.0, k).to(tl.int32), bad
-
-
-# ----------------------------------------------------------------------------- of long rows, by digits
-
-
-@triton.jit
-def digits(pointer, rows, row, k, wanted):
-    """Follows the histograms of the first `wanted` digits to the k-th largest key: its digits, what is left
-    of k among the keys that have them, and how many these are."""
-    digit = tl.arange(0, 256)
-    left, level = k, k * 0
-    prefix = tl.zeros((), tl.int64)
-    for i in range(wanted):
-        counts = tl.load(pointer + (i * rows + row) * 256 + digit)
-        reach = tl.sum(counts) - tl.cumsum(counts) + counts  # keys with this digit or a greater one
-        chosen = tl.max(tl.where(reach >= left, digit, 0))
-        level = tl.sum(tl.where(digit == chosen, counts, 0))
-        left = left - (tl.sum(tl.where(digit == chosen, reach, 0)) - level)
-        prefix = prefix * 256 + chosen - tl.where(i == 0, 128, 0)
-    return prefix, left, level
-
-
-@triton.jit
-def _count_digits(sums, given, x, valid, row, column):
-    counts, nan, selectable, pinned = sums
-    prefix, later, shift = given
-    key = ordered(x)
-    # the first digit has the sign, so it runs from −128, and no digit before it
-    digit = ((key >> shift) + 128 * (1 - later)) & 255
-    match = valid & ((key >> shift >> 8) * later == prefix)
-    counts += tl.histogram(
-        tl.reshape(digit.to(tl.int32), [x.shape[1]]), 256, mask=tl.reshape(match, [x.shape[1]])
-    )
-    nan += tl.sum(tl.where(valid & (x != x), 1, 0))
-    selectable += tl.sum(tl.where(valid & (x != float("-inf")), 1, 0))
-    pinned += tl.sum(tl.where(valid & (x == float("inf")), 1, 0))
-    return counts, nan, selectable, pinned
-
-
-@triton.jit
-def whole(k_pointer, k_stride, row):
-    """⌊k + ½⌋, at least 1 and within int32."""
-    k = tl.load(k_pointer + row * k_stride).to(tl.float64)
-    return tl.where((k >= 1) & (k < 2e9), tl.floor(k + 0.5), 1.0).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["rows", "parts", "done", "shift"])
-def _part_digits(
-    x_pointer, x_stride, k_pointer, k_stride, counts_pointer, tally_pointer,
-    rows, n, length, parts, done, shift,
-    COMPUTE: tl.constexpr, CHUNK: tl.constexpr, ABSOLUTE: tl.constexpr,
-):  # fmt: skip
-    """Add the part to the histogram of digit number `done` over the keys that have the digits before it."""
-    row, part = place(parts)
-    count = whole(k_pointer, k_stride, row)
-    prefix, _, _ = digits(counts_pointer, rows, row, count, done)
-    counts = tl.zeros((256,), tl.int32)
-    zero = tl.zeros((), tl.int32)
-    counts, nan, selectable, pinned = chunks(
-        _count_digits, (counts, zero, zero, zero), (prefix, tl.minimum(done, 1), shift),
-        x_pointer, x_stride, row, part, n, length, COMPUTE, CHUNK, ABSOLUTE,
-    )  # fmt: skip
-    tl.atomic_add(counts_pointer + (done * rows + row) * 256 + tl.arange(0, 256), counts)
-    if done == 0:
-        tl.atomic_add(tally_pointer + row * 3, nan)
-        tl.atomic_add(tally_pointer + row * 3 + 1, selectable)
-        tl.atomic_add(tally_pointer + row * 3 + 2, pinned)
-
-
-def histograms(
-    x: Tensor,
-    source: tuple[Tensor, int],
-    k: tuple[Tensor, int],
-    rows: int,
-    n: int,
-    absolute: bool = False,
-) -> tuple[Tensor, Tensor, int]:
-    """Counts (digits, rows, 256) of the digits of the k-th largest keys, of x or of |x|; a tally a row of
-    NaN, selectable and +inf; and how many bits below the digits are 0 in every key."""
-    parts, length = layout.parts(rows, n)
-    bits = 64 if x.dtype == torch.float64 else 32
-    unused = 16 if x.dtype == torch.bfloat16 else 0
-    count = (bits - unused) // 8
-    buffer = torch.zeros(rows * (256 * count + 3), dtype=torch.int32, device=x.device)
-    counts, tally = buffer[: rows * 256 * count], buffer[rows * 256 * count :]
-    for done in range(count):
-        launch(
-            _part_digits, rows * parts,
-            *source, *k, counts, tally, rows, n, length, parts, done, bits - 8 * (done + 1),
-            COMPUTE=layout.compute(x.dtype), CHUNK=layout.CHUNK, ABSOLUTE=absolute,
-        )  # fmt: skip
-    return counts, tally, unused
-
-
-KERNELS = (_part_digits,)
