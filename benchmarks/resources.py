@@ -196,6 +196,7 @@ def counts(case: Case, kernel: str, ordinary: int, by_value: bool = True, arch: 
         given |= {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F)}
         if kernel == "forward":
             function = resident.solve_rows
+            given["POLISHED"] = layout.steep(F, case.output)
         else:
             function = resident_backward.pull_rows
             given |= {"AGAIN": tile.pieces > 8, "grad_column": 1, "ASKED": False}

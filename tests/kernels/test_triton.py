@@ -205,6 +205,28 @@ def test_rows_in_float32(
             assert a[5:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("cdf", "shape", "output"),
+    [("power", 3.0, "y"), ("power", 3.0, "log"), ("power", 4 / 3, "log"), ("uniform", 0.0, "log")],
+)
+@either
+def test_an_entry_at_the_end_of_a_support(
+    request: pytest.FixtureRequest, where: str, cdf: str, shape: float, output: str
+) -> None:
+    """There the slope of its result in the threshold has no bound."""
+    kernels, k, tau = request.getfixturevalue(where), number(9.0), number(1.0)
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    x[:, 7] = -torch.inf
+    for _ in range(8):  # the entry follows the threshold, which hardly follows it
+        _, hi, lo = reference.soft_topk(x.double(), k, tau, cdf, shape, "threshold")
+        x[:, 7] = (hi + lo + 1e-6).float()
+    want, *_ = reference.soft_topk(x.double(), k, tau, cdf, shape, output)
+    slope = want[:, 7].exp() if output == "log" else want[:, 7]
+    assert ((slope > 0) & (slope < 0.02)).all()
+    got, *_ = kernels.soft_topk(x, k, tau, cdf, shape, output)
+    assert error(got, want, relative=output == "log") <= (1e-5 if output == "log" else 5e-7)
+
+
 @pytest.mark.parametrize("tau", [1e-42, 1e-20, 1e20, 1e35])
 def test_temperatures_that_float32_does_not_hold(kernels: ModuleType, tau: float) -> None:
     x = torch.randn(2, 20, generator=torch.Generator().manual_seed(6))

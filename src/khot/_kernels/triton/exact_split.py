@@ -72,28 +72,28 @@ def _part_source(x_pointer, x_stride, row, part, n, length):
 
 @triton.jit
 def _crossing(x, w, given):
-    """Which entries are so near a kink that t may cross it."""
+    """Which entries are so near the lower kink, or the upper one, that t may cross it."""
     hi, lo, tau, _ = given[0]
     CDF: tl.constexpr = given[1]
     z, rest = standardized(x, w, hi, lo, tau, CDF, BY_COUNT)
-    kink = (tl.abs(z) <= SHORT) | (tl.abs(rest) <= SHORT)
-    return (tl.where(kink, 1.0, 0.0),)
+    return tl.where(tl.abs(z) <= SHORT, 1.0, 0.0), tl.where(tl.abs(rest) <= SHORT, 1.0, 0.0)
 
 
 @triton.jit
 def _leave_sums(left, parts, source, threshold, CDF: tl.constexpr, CHUNK: tl.constexpr):
     """The sums of a part: of an evaluation; what is next to t on either side; and how many entries are near a
     kink."""
-    crossing = (threshold[0] * 0,)
+    crossing = threshold[0] * 0
     if full_support(CDF):
         up, down = least(distances, (threshold, CDF, BY_COUNT), 2, source, BY_COUNT, CHUNK)
         near_up, near_down = finite(up), finite(down)
     else:
         up, down = least(beside_levels, (threshold, CDF, BY_COUNT), 2, source, BY_COUNT, CHUNK)
         near_up, near_down = threshold[0] * 0, threshold[0] * 0
-        crossing = sums(_crossing, (threshold, CDF), 1, source, BY_COUNT, CHUNK)
+        lower, upper = sums(_crossing, (threshold, CDF), 2, source, BY_COUNT, CHUNK)
+        crossing = lower + upper
     spent, tails = evaluate(source, threshold, near_up, near_down, CDF, BY_COUNT, CHUNK)
-    numbers = (spent[0],) + tails + (up, down) + crossing  # noqa: RUF005
+    numbers = (spent[0],) + tails + (up, down, crossing)  # noqa: RUF005
     for i in tl.static_range(8):
         tl.store(left + i * parts, numbers[i])
 

@@ -224,6 +224,13 @@ def whole(F: cdfs.CDF) -> int:
     return int(high) if high in (2, 3) and abs(low) < 1e-12 else 0
 
 
+def steep(F: cdfs.CDF, output: str) -> bool:
+    """Whether results need more digits of the threshold than float32 finds: the threshold itself; and where
+    their slope has no bound, at the end of a compact support: that of log F, and of F itself with p > 2."""
+    unbounded = power(F)[0] < 1 or output == "log"
+    return output == "threshold" or (unbounded and not F.full_support)
+
+
 def compute(dtype: torch.dtype, tau: Tensor | None = None) -> tl.dtype:
     """The dtype of the arithmetic: float64 where τ, if it can be read without waiting, exceeds float32."""
     fits = tau is None or not tau.is_cpu or bool(((tau > 1e-30) & (tau < 1e30)).all())

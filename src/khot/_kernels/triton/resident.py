@@ -155,10 +155,11 @@ def solve_rows(
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, POLISHED: tl.constexpr = False,
+    ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
-    many entries at a time.
+    many entries at a time. POLISHED says that t is to have the digits of float64.
 
     ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
     counting its instructions, and for nothing else.
@@ -179,13 +180,16 @@ def solve_rows(
         CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
     )  # fmt: skip
 
-    if OUTPUT == THRESHOLD:
-        hi, lo, ok = polish(
-            x, at, n_columns, hi.to(tl.float64), lo.to(tl.float64), ok, k.to(tl.float64) + k_rest,
+    fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
+    if POLISHED:
+        fine_hi, fine_lo, ok = polish(
+            x, at, n_columns, fine_hi, fine_lo, ok, k.to(tl.float64) + k_rest,
             tau.to(tl.float64) + tau_rest, joined(power_high, power_low), CDF, TOGETHER, PIECES, WIDTH,
         )  # fmt: skip
-    tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
-    tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
+        hi, high_rest = split(fine_hi)
+        lo = high_rest + fine_lo.to(tl.float32)
+    tl.store(hi_pointer + row, fine_hi, mask=ok)
+    tl.store(lo_pointer + row, fine_lo, mask=ok)
     if OUTPUT != THRESHOLD:
         values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
         to = out_pointer + entries(row, n_columns, column, TOGETHER)
@@ -262,6 +266,7 @@ def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
+        POLISHED=layout.steep(F, output),
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     return solver, -(-rows // tile.together), layout.power(F)

@@ -219,14 +219,6 @@ def choose(keys, places, k):
     return level, tie
 
 
-@triton.jit
-def select(key, valid, k):
-    """The k-th largest key of each row, k from 1 to as many as are valid; or, between it and the next smaller
-    one, any number that parts the two."""
-    level, _ = kth((tl.where(valid, key, LEAST64 if key.dtype == tl.int64 else LEAST),), k)
-    return level
-
-
 def longest() -> int:
     """Entries of a row that one program holds: with more than 32 keys a thread runs out of registers."""
     return min(layout.RESIDENT, HELD)

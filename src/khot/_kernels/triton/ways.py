@@ -4,8 +4,9 @@
   rows longer than `layout.STREAMED`, `split` and `split_backward`, where programs share a row.
 - Float64: `exact`, whose programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`,
   where programs share a row.
-- A threshold that is asked for by itself has the digits of float64: `resident` finds it in float32 and
-  polishes it; for the few rows that are split, `exact_split` does.
+- A threshold that is asked for by itself, or that results depend on steeply (`layout.steep`), has the digits
+  of float64: `resident` finds it in float32 and polishes it; for the few rows that are split, `exact_split`
+  does.
 - Gradients in float64: `exact_backward` and `exact_split`, by the same length.
 """
 
@@ -56,7 +57,7 @@ def soft_topk(
         return out, hi, lo
     splits = layout.splits(rows, n)
     kernels = split if splits else resident
-    if fine or (splits and output == "threshold"):
+    if fine or (splits and layout.steep(F, output)):
         kernels = exact_split
     kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
     return out, hi, lo
