@@ -230,6 +230,18 @@ def fenchel_young(on: Engine, a: Given) -> tuple[Tensor, ...]:
     return loss, *grads
 
 
+def places(a: Given) -> Tensor:
+    """Two of each row, the second of which may be the first one's equal."""
+    k = a["k"].clamp(min=1).expand(a["x"].shape[:-1])
+    return torch.stack((k, (k - 1).clamp(min=1)), -1)
+
+
+def order_statistics_backward(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    values = OPERATORS["order_statistics"].kernel(a["x"], places(a))
+    u = a["u"].expand(a["x"].shape[:-1]).to(values.dtype)
+    return (on("order_statistics_backward")(a["x"], values, torch.stack((u, u + 2), -1)),)
+
+
 def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
     most = torch.full((*a["x"].shape[:-1], 1), torch.finfo(a["x"].dtype).max, dtype=torch.float64)
     hi = torch.cat((most, a["t"].double().sort(-1, descending=True).values[..., :-1], -most), -1)
@@ -262,9 +274,12 @@ KERNELS: dict[str, Kernel] = {
         {"x": normal}, {}, {}, exact=ROUNDED,
     ),
     "order_statistics": Kernel(
-        ("order_statistics",),
-        lambda on, a: (on("order_statistics")(a["x"], a["k"].clamp(min=1).unsqueeze(-1)),),
+        ("order_statistics",), lambda on, a: (on("order_statistics")(a["x"], places(a)),),
         {"x": normal}, {"k": whole}, {"x": (NAN,), "k": (1e9, NAN)}, exact=ROUNDED,
+    ),
+    "order_statistics_backward": Kernel(
+        ("order_statistics_backward",), order_statistics_backward,
+        {"x": normal}, {"k": whole, "u": sign}, {"x": (NAN,), "k": (1e9, NAN)}, through=True,
     ),
     "selectable": Kernel(
         ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED

@@ -30,6 +30,7 @@ KERNELS = (
     "topk",
     "topk_mask",
     "order_statistics",
+    "order_statistics_backward",
     "selectable",
     "uniform",
     "order_sample",

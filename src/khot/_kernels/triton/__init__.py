@@ -57,6 +57,7 @@ from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magn
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.mask import topk_mask as topk_mask
 from khot._kernels.triton.places import order_statistics as order_statistics
+from khot._kernels.triton.places import order_statistics_backward as order_statistics_backward
 from khot._kernels.triton.power_norms import power_blocks as power_blocks
 from khot._kernels.triton.projection import permutahedron as permutahedron
 from khot._kernels.triton.projection import permutahedron_backward as permutahedron_backward
@@ -93,6 +94,7 @@ __all__ = [
     "ndcg_loss_backward",
     "order_sample",
     "order_statistics",
+    "order_statistics_backward",
     "pareto_sample",
     "permutahedron",
     "permutahedron_backward",

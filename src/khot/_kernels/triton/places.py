@@ -1,4 +1,4 @@
-"""Order statistics: the k-th largest entries of a row, for several k."""
+"""Order statistics: the k-th largest entries of a row, for several k; and their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from khot._kernels.triton.selection import (
     ranked,
 )
 
-__all__ = ["KERNELS", "order_statistics"]
+__all__ = ["KERNELS", "order_statistics", "order_statistics_backward"]
+
+PULLED = 8  # places of a row that a program looks for, one after another
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
@@ -47,7 +49,32 @@ def _resident_places(
         tl.store(out_pointer + query, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
-KERNELS = (_resident_places,)
+@triton.jit(do_not_specialize=["rows", "count"])
+def _pull_places(
+    x_pointer, x_stride, values_pointer, grad_pointer, dx_pointer, rows, n, count,
+    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """To the first entry of each value goes what comes in for it."""
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    there = row < rows
+    valid = there[:, None] & (column < n)[None, :]
+    x = tl.load(x_pointer + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+    dx = x * 0
+    dx = tl.where(dx == 0, dx, 0.0)  # of infinite entries, too
+    for j in range(count):
+        value = tl.load(values_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
+        grad = tl.load(grad_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
+        grad = tl.where(value != value, value, grad)
+        found = valid & (x == value[:, None]) & (tl.abs(x) < float("inf"))
+        first = tl.min(tl.where(found, column[None, :], n), axis=1)
+        taken = (column[None, :] == first[:, None]) | (value != value)[:, None]
+        dx += tl.where(taken, grad[:, None], 0.0)
+    to = dx_pointer + row[:, None] * n + column[None, :]
+    tl.store(to, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+
+
+KERNELS = (_resident_places, _pull_places)
 
 
 def order_statistics(x: Tensor, k: Tensor) -> Tensor:
@@ -75,6 +102,21 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         COMPUTE=layout.compute(x.dtype), **layout.held(tile, n),
     )  # fmt: skip
     return out
+
+
+def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor:
+    """`order_statistics.order_statistics_backward`, in Triton for rows that one program holds."""
+    n, count = x.shape[-1], values.shape[-1]
+    if not x.numel() or n > longest() or count > PULLED:
+        return reference.order_statistics_backward(x, values, grad)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, (width, together, warps) = x.shape[:-1].numel(), layout.block(n)
+    launch(
+        _pull_places, triton.cdiv(rows, together),
+        *layout.rows(x, n), values.contiguous(), grad.contiguous(), dx, rows, n, count,
+        COMPUTE=layout.compute(x.dtype), TOGETHER=together, WIDTH=width, num_warps=warps,
+    )  # fmt: skip
+    return dx
 
 
 def _consecutive(k: Tensor) -> layout.Values | None:
