@@ -230,7 +230,7 @@ def _loss(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -> Case:
 
 # p, entries of a row, the bound, and whether it is without the rescue in float64
 MAGNITUDES = [
-    (magnitude.solve_magnitudes, 2.0, 64, 108, True),
+    (magnitude.solve_magnitudes, 2.0, 64, 150, True),
     (magnitude.solve_magnitudes, 2.0, 8_192, 70, True),
     (magnitude.solve_magnitudes, 2.0, 8_192, 135, False),
     (magnitude.solve_magnitudes, 1.25, 8_192, 735, False),
