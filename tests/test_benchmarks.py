@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -223,8 +222,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "GROWTH_N", [16, 64])
     monkeypatch.setattr(cpu, "FAMILIES", {n: cpu.FAMILIES[n] for n in ("N(0, s²)", "Cauchy")})
     threads = torch.get_num_threads()
-    gc.collect()
-    gc.freeze()  # each measurement of memory collects, and need not look at what other tests left
     try:
         cpu.main(["--out", str(tmp_path), "--cpu-time"])
     finally:

@@ -113,6 +113,8 @@ def peak_memory(call: Call) -> int | None:
         return None
     _keep_freed_memory(False)
     call()  # so that what is loaded or compiled on first use is not counted
+    gc.collect()
+    gc.freeze()  # each run collects what it leaves, and need not look at a million older objects
     return min(_growth(call) for _ in range(3))
 
 
