@@ -76,6 +76,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "losses.permutation_cross_entropy": partial(permutation_loss, n),
         "losses.spearman_loss": partial(ranking_loss, khot.losses.spearman_loss, n),
         "losses.ndcg_loss": partial(ranking_loss, khot.losses.ndcg_loss, n),
+        "losses.log_rank_loss": partial(ranking_loss, khot.losses.log_rank_loss, n, grades=1),
         "losses.average_precision_loss": partial(ranking_loss, khot.losses.average_precision_loss, n),
         "losses.recall_at_k_loss": partial(ranking_loss, khot.losses.recall_at_k_loss, n, k=k),
         "losses.precision_at_k_loss": partial(ranking_loss, khot.losses.precision_at_k_loss, n, k=k),

@@ -563,6 +563,7 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
                 lambda x, k, tau, o=given: losses.ndcg_loss(x, targets, k.detach(), tau=tau, mask=mask, **o),
                 True,
             ),
+            f"log rank {how}": (lambda x, k, tau, o=given: losses.log_rank_loss(x, labels, **o), True),
             f"average precision {how}": (
                 lambda x, k, tau, o=given: losses.average_precision_loss(x, labels, tau=tau, **o),
                 True,

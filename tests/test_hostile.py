@@ -453,6 +453,11 @@ ROWS: dict[str, Row] = {
     "khot.losses.ndcg_loss": Row(
         losses.ndcg_loss, {**OF_LISTS, "relevance": TWO_OF_FOUR, "k": 2.0}, {"k": "positive"}
     ),
+    "khot.losses.log_rank_loss": Row(
+        losses.log_rank_loss,
+        {"scores": X, "relevance": TWO_OF_FOUR, "dim": -1, "grades": 2, "mask": MASK, "reduction": "mean"},
+        {"grades": "size"},
+    ),
     "khot.losses.average_precision_loss": Row(
         losses.average_precision_loss, {**OF_LISTS, "labels": TWO_OF_FOUR}
     ),

@@ -203,6 +203,7 @@ ROWS = [
         (normal, TAU),
         (0, 1),
     ),
+    Row("log_rank_loss", khot.losses.log_rank_loss, (normal, positive), (0,)),
     *(
         Row(f"{loss.__name__}", lambda x, target, tau, loss=loss: loss(x, target, tau=tau), makers, (0, 2))
         for loss, makers in (

@@ -353,6 +353,7 @@ def test_losses(device: single.Device) -> None:
     agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
     for ranking in (losses.spearman_loss, losses.ndcg_loss, losses.average_precision_loss):
         agree(device, lambda x, f=ranking: f(x, K_HOT.to(x), tau=0.5), LOGITS)
+    agree(device, lambda x: losses.log_rank_loss(x, K_HOT.to(x)), LOGITS)
     for at_k in (losses.ndcg_loss, losses.recall_at_k_loss, losses.precision_at_k_loss):
         agree(device, lambda x, f=at_k: f(x, K_HOT.to(x), 2, tau=0.5), LOGITS)
 

@@ -41,6 +41,7 @@ __all__ = [
     "constant",
     "detached",
     "explain_nan",
+    "has_data",
     "is_dtensor",
     "k_and_tau",
     "mask_rows",
@@ -387,10 +388,15 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
 
 def readable(value: Tensor) -> bool:
     """Whether values can be read without waiting: on the CPU, and not under a transform or a trace."""
+    return value.is_cpu and has_data(value)
+
+
+def has_data(value: Tensor) -> bool:
+    """Whether values can decide what is computed: not while tracing or under transforms. A GPU may wait."""
     return (
-        value.is_cpu
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and type(value) in (Tensor, torch.nn.Parameter)
+        and not value.is_meta
         and not is_transformed(value)
     )
 

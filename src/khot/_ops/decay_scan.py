@@ -15,8 +15,9 @@ __all__ = ["scan"]
 
 def scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     """out_i = e^(−g_i)·(out_(i−1) + w_(i−1)), differentiable; see the reference kernel."""
-    # not broadcast_tensors, which the vmap of torch.autograd.functional lacks
-    shape = torch.broadcast_shapes(w.shape, g.shape)
+    # Not broadcast_tensors, which the vmap of torch.autograd.functional lacks. torch takes as long to find a
+    # common shape as to scan a short row.
+    shape = w.shape if w.shape == g.shape else torch.broadcast_shapes(w.shape, g.shape)
     out: Tensor = _decay_scan(w.expand(shape), g.expand(shape), reverse)
     return out
 

@@ -8,6 +8,7 @@ levels i − ½, which gives the soft sort. All take O((n + m) log n) time and O
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from khot._core.precision import wide_dtype, widen
 from khot._kernels.reference import laplace as kernels
 from khot._ops.decay_scan import scan
 
-__all__ = ["laplace_centred_rank", "laplace_count", "laplace_rank", "laplace_sort", "laplace_thresholds"]
+__all__ = [
+    "laplace_centred_rank",
+    "laplace_count",
+    "laplace_integral",
+    "laplace_rank",
+    "laplace_sort",
+    "laplace_thresholds",
+]
 
 
 def laplace_count(x: Tensor, levels: Tensor, tau: Tensor) -> Tensor:
@@ -58,6 +66,22 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     """
     hi, lo, _, _ = _laplace_thresholds(x, levels, tau)
     return hi, lo
+
+
+def laplace_integral(y: Tensor, weight: Tensor) -> Tensor:
+    """Σ_j weight_j G(y_j − y_i) at every entry i, where G(t) = max(t, 0) + ½ e^(−|t|) is the integral of
+    Laplace's CDF.
+
+    Args:
+        y: (*batch, n) in descending order. An entry of −inf comes last and has no weight.
+        weight: (*batch, m, n), 0 or 1: the sums of m subsets of the row, (*batch, m, n).
+    """
+    weight = weight.to(y.dtype)
+    ahead = torch.where(y[..., 1:] > -math.inf, y[..., :-1] - y[..., 1:], 0).nan_to_num()
+    gap = torch.cat((torch.zeros_like(y[..., :1]), ahead), -1).unsqueeze(-2)
+    straight = (gap * kernels.behind(weight.cumsum(-1))).cumsum(-1)
+    decay = gap.clamp(max=kernels.FAR).expand(weight.shape)
+    return straight + (scan(weight, decay, False) + scan(weight, decay, True)) / 2
 
 
 def laplace_sort(x: Tensor, tau: Tensor) -> Tensor:

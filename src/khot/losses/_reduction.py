@@ -10,7 +10,7 @@ from torch import Tensor
 from khot._core.rows import batch
 from khot._ops.ranking_losses import counted_mean
 
-__all__ = ["Reduction", "check_reduction", "reduce", "reduce_counted"]
+__all__ = ["Reduction", "check_reduction", "over_batch", "reduce", "reduce_counted"]
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -24,7 +24,7 @@ def check_reduction(reduction: Reduction) -> Reduction:
 def reduce(loss: Tensor, reduction: Reduction) -> Tensor:
     """The reduction; of a batch that is spread over processes, this process's part of the sum over them."""
     if reduction == "mean" and not batch().here:
-        return loss.sum() / _over_batch(torch.tensor(loss.numel(), device=loss.device))
+        return loss.sum() / over_batch(torch.tensor(loss.numel(), device=loss.device))
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
@@ -35,10 +35,10 @@ def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction, dtype: t
         return counted_mean(loss.reshape(-1), counted.reshape(-1), dtype)
     loss = torch.where(counted, loss, 0)
     if reduction == "mean":
-        return (loss.sum() / _over_batch(counted.sum()).clamp(min=1)).to(dtype)
+        return (loss.sum() / over_batch(counted.sum()).clamp(min=1)).to(dtype)
     return reduce(loss, reduction).to(dtype)
 
 
-def _over_batch(rows: Tensor) -> Tensor:
-    """The number of rows on all processes, from that on this one."""
-    return rows if batch().here else batch().count(rows).long()
+def over_batch(number: Tensor) -> Tensor:
+    """The sum over all processes that have a part of the batch, of which this one has the number."""
+    return number if batch().here else batch().count(number).to(number.dtype)

@@ -1,4 +1,4 @@
-"""Metrics of rankings as losses: one minus the metric, with soft ranks or a soft top-k for the hard ones.
+"""Metrics of rankings as losses, with soft ranks or a soft top-k for the hard ones; and one to train by.
 
 A list is a row of scores. Ranks count from 1 for the largest score, and an entry counts itself as ½ where it
 counts those above it, as in :func:`khot.soft_rank`. Half precision is widened, and only the loss is rounded
@@ -13,23 +13,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import not_below_zero, widen
 from khot._core.rows import by_rows
-from khot._ops.laplace import laplace_centred_rank, laplace_rank
+from khot._ops.laplace import laplace_centred_rank, laplace_integral, laplace_rank
 from khot._ops.permutation import by_scans
 from khot._ops.ranking_losses import centred_places, correlation_loss
 from khot._ops.ranking_losses import ndcg_loss as row_losses
 from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce_counted
+from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce, reduce_counted
 from khot.masks import soft_topk
 
 __all__ = [
     "average_precision_loss",
+    "log_rank_loss",
     "ndcg_loss",
     "precision_at_k_loss",
     "recall_at_k_loss",
@@ -91,7 +93,7 @@ def spearman_loss(
         tensor(0.2000)
     """
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
-    places = centred_places(_rows(targets, "targets", lists), lists.x)
+    places = centred_places(_rows(targets, "targets", scores, dim), lists.x)
     loss, counted = correlation_loss(lists.centred_rank(), places)
     return lists.reduce(loss, counted, reduction)
 
@@ -142,13 +144,94 @@ def ndcg_loss(
         tensor(0.0498)
     """
     lists = _lists(scores, dim, tau, cdf, mask, reduction)
-    gain = _rows(relevance, "relevance", lists)
+    gain = _rows(relevance, "relevance", scores, dim)
     if arguments.readable(gain):
         arguments.check_values(lists.only(widen(gain)), "relevance", low=0, high=sys.float_info.max)
     size = None if k is None else _size(k, lists)
     cut = None if size is None else lists.topk(size)
     loss, counted = row_losses(lists.rank(), gain, lists.x, cut, size)
     return lists.reduce(loss, counted, reduction)
+
+
+@by_rows(0, loss=True)
+def log_rank_loss(
+    scores: Tensor,
+    relevance: Tensor,
+    dim: int = -1,
+    *,
+    grades: int | None = None,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """The logarithm of how many less relevant entries stand before each relevant one: a loss to train by.
+
+        L = Σ_c (c − c⁻) Σ_(i: relevance_i ≥ c) log(1 + N_ic / o_c) / Σ_i relevance_i
+        N_ic = Σ_(j: relevance_j < c) G(x_j − x_i),   G(t) = max(t, 0) + ½ e^(−|t|)
+
+    c goes through the grades, the distinct relevances > 0 of the list, and c⁻ is the grade below (0 for the
+    lowest). N is the number of entries of lower grade before entry i, with a slope: G is the integral of the
+    Laplace CDF, so that N, like RankNet's loss, goes on to fall by a unit of score with each entry that is in
+    its wrong place, however wrong that is. o_c is the mean place of the entries of grade c and above in the
+    perfect order, (their number + 1)/2. The logarithm makes places at the top count for more.
+
+    It is a surrogate, neither a bound nor a limit of NDCG, and has no temperature: the scores find their own
+    scale. Train with it, and measure with :func:`ndcg_loss`, whose gradient vanishes for pairs that are many
+    τ in the wrong order.
+
+    Args:
+        scores: of any floating-point dtype; each row along ``dim`` is a list. An entry with a score of −inf
+            takes no part, as one under the mask.
+        relevance: finite and ≥ 0, of the scores' shape; bool, integer or floating-point.
+        dim: the dimension along which the entries of a list lie.
+        grades: the largest number of distinct relevances > 0 in a list, 4 for grades of 0 to 4. None: it is
+            counted, for which a GPU waits; where it cannot be counted, under ``torch.compile`` and under
+            ``torch.func``'s transforms of the relevance, it is n. Bool relevance has one.
+        mask: bool, broadcastable to the scores; True where an entry takes part.
+        reduction: ``"mean"``: the sum over the lists divided by the sum of all relevances, as
+            ``torch.nn.functional.cross_entropy`` divides by the sum of its weights, so that lists with many
+            relevant entries count for more; ``"sum"`` or ``"none"``: not divided.
+
+    Returns:
+        A number ≥ 0 of the scores' dtype; with ``"none"`` the batch shape. A list without an entry of
+        positive relevance is 0.
+
+    The gradient in the scores is exact, to any order and in either mode; the relevance is a constant. It
+    takes O(n log n + C n) time and O(C n) memory for C grades.
+
+    Raises:
+        ValueError: relevance of another shape, negative or infinite; grades < 1, or fewer than a list has; an
+            unknown reduction. (The values of tensors are checked on the CPU in eager mode; elsewhere a list
+            with a bad value is NaN.)
+        TypeError: scores that are not a floating-point tensor, relevance that is not a tensor of real
+            numbers, grades that is not an integer.
+        IndexError: dim out of range.
+
+    Example:
+        >>> scores = torch.tensor([3.0, 1.0, 2.0])
+        >>> khot.losses.log_rank_loss(scores, torch.tensor([2, 1, 0]))
+        tensor(0.3073)
+    """
+    check_reduction(reduction)
+    arguments.check_input(scores, "scores")
+    if grades is not None:
+        arguments.check_integer(grades, "grades", low=1)
+    x = arguments.rows(scores, dim, mask)
+    given = _rows(relevance, "relevance", scores, dim)
+    gain = arguments.check_values(
+        torch.where(x == -math.inf, 0, widen(given)), "relevance", low=0, high=sys.float_info.max
+    )
+    grade, step, bad = _grades(gain, 1 if given.dtype == torch.bool else grades)
+    bad = bad | x.isnan().any(-1) | ~((gain >= 0) & (gain < math.inf)).all(-1)
+    y, order = torch.sort(widen(x), -1, descending=True)
+    high = gain.gather(-1, order).unsqueeze(-2) >= grade.unsqueeze(-1)
+    before = laplace_integral(y, ~high & (y != -math.inf).unsqueeze(-2))
+    best = (high.sum(-1, keepdim=True) + 1) / 2
+    surplus = torch.where(high, torch.log1p(before / best), 0).sum(-1)
+    loss = (surplus * step).sum(-1).masked_fill(bad, math.nan)
+    if reduction != "mean":
+        return reduce(loss, reduction).to(scores.dtype)
+    total = over_batch(gain.sum())
+    return (loss.sum() / torch.where(total == 0, 1, total)).to(scores.dtype)
 
 
 @by_rows(0, loss=True)
@@ -330,29 +413,49 @@ class _Lists(NamedTuple):
 def _lists(
     scores: Tensor, dim: int, tau: Scalar, cdf: CDFName | CDF, mask: Tensor | None, reduction: Reduction
 ) -> _Lists:
-    F = cdfs.resolve(cdf)
+    resolved = cdfs.resolve(cdf)
     check_reduction(reduction)
     arguments.check_input(scores, "scores")
     x = arguments.rows(scores, dim, mask)
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision has too few digits for ranks
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_scans(F))
-    return _Lists(scores, dim, x, tau, F)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_scans(resolved))
+    return _Lists(scores, dim, x, tau, resolved)
 
 
-def _rows(value: Any, name: str, lists: _Lists) -> Tensor:
+def _rows(value: Any, name: str, scores: Tensor, dim: int) -> Tensor:
     """What belongs to the scores, as a constant with dim last."""
     arguments.check_bool_or_real(value, name)
-    arguments.check_device(value, name, lists.scores)
-    if value.shape != lists.scores.shape:
+    arguments.check_device(value, name, scores)
+    if value.shape != scores.shape:
         raise ValueError(
-            f"{name} must have the scores' shape {tuple(lists.scores.shape)}, but got {tuple(value.shape)}"
+            f"{name} must have the scores' shape {tuple(scores.shape)}, but got {tuple(value.shape)}"
         )
-    return value.detach().movedim(lists.dim, -1) if value.dim() else value.detach().reshape(1)
+    return value.detach().movedim(dim, -1) if value.dim() else value.detach().reshape(1)
+
+
+def _grades(gain: Tensor, most: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct gains > 0 of each list in rising order, +inf where it has fewer than `most`; how far each
+    is above the one below it, 0 for those of +inf; and which lists have more."""
+    risen = F.pad(gain.sort(-1).values, (1, 0))
+    number = F.pad((risen[..., 1:] > risen[..., :-1]).cumsum(-1), (1, 0))  # the distinct gains up to each
+    if most is None:
+        known = arguments.has_data(number) and number.numel()
+        most = int(number.max()) if known else gain.shape[-1]
+    many = number[..., -1] > most
+    if arguments.readable(many) and many.any():
+        raise ValueError(
+            f"grades must be at least the number of distinct relevances > 0 in a list, {int(number.max())}, "
+            f"but got {most}"
+        )
+    grade = risen.new_full((*risen.shape[:-1], most + 1), math.inf)
+    grade = grade.scatter(-1, number.clamp(max=most), risen)
+    step = torch.where(grade[..., 1:] < math.inf, grade[..., 1:] - grade[..., :-1], 0)
+    return grade[..., 1:], step, many
 
 
 def _positive(labels: Any, lists: _Lists) -> tuple[Tensor, Tensor]:
     """Which entries are positive; and which lists have another label than 0 and 1, or NaN."""
-    v = lists.only(_rows(labels, "labels", lists))
+    v = lists.only(_rows(labels, "labels", lists.scores, lists.dim))
     return v == 1, arguments.not_binary(v, "labels").any(-1)
 
 

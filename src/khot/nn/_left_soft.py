@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.torch_internals import is_recomputation
-from khot.nn._values import SEVERAL, has_data
+from khot.nn._values import SEVERAL
 from khot.nn.anneal import Anneal
 
 __all__ = ["FAR", "LeftSoft", "outside"]
@@ -56,7 +57,7 @@ class LeftSoft(nn.Module):
         Without a k, the sum of a row is its k. A layer that knows its selection without data passes none.
         """
         y = selection
-        if y is not None and not (y.requires_grad and has_data(y)):
+        if y is not None and not (y.requires_grad and arguments.has_data(y)):
             return
         if is_recomputation():
             return
@@ -116,4 +117,4 @@ def outside(selection: Tensor, k: Scalar | None = None) -> float:
 
 def _has_ended(anneal: Anneal) -> bool:
     taken = anneal.taken
-    return anneal.steps is not None and has_data(taken) and int(taken) >= anneal.steps
+    return anneal.steps is not None and arguments.has_data(taken) and int(taken) >= anneal.steps

@@ -15,7 +15,7 @@ from khot._core.precision import widen
 from khot._core.torch_internals import is_transformed
 from khot._ops.selectable import selectable
 
-__all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "has_data", "positive"]
+__all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "positive"]
 
 # After so many passes in train mode a layer was not just tried out: it was trained.
 SEVERAL = 10
@@ -85,10 +85,3 @@ def available(k: Scalar, x: Tensor) -> Scalar:
     if number and x.is_cuda and not torch.compiler.is_compiling() and not is_transformed(x):
         return selectable(x.detach(), float(k))
     return widen((x != -math.inf).sum(-1)).clamp(max=k)
-
-
-def has_data(x: Tensor) -> bool:
-    """Whether its values can decide what is computed: not while tracing or under transforms."""
-    if torch.compiler.is_compiling() or is_transformed(x):
-        return False
-    return type(x) in (Tensor, nn.Parameter) and x.device.type != "meta"

@@ -15,7 +15,7 @@ from khot._core import arguments, rows
 from khot._core.torch_internals import is_exporting
 from khot.nn._bias import Biased
 from khot.nn._inputs import check_width
-from khot.nn._values import SEVERAL, describe, has_data
+from khot.nn._values import SEVERAL, describe
 from khot.selection import topk
 
 __all__ = ["QuantileBalancer"]
@@ -165,7 +165,7 @@ class QuantileBalancer(Biased):
     def train(self: _Self, mode: bool = True) -> _Self:
         """As in ``torch.nn.Module``; warns about forgotten updates when training ends."""
         ends = self.training and not mode and self._passes >= SEVERAL
-        if ends and not self._warned and has_data(self.updates) and int(self.updates) == 0:
+        if ends and not self._warned and arguments.has_data(self.updates) and int(self.updates) == 0:
             self._warned = True
             warnings.warn(
                 f"{self} counted tokens in training but was never updated, so that its biases do not balance "

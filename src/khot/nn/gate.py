@@ -19,7 +19,7 @@ from khot.budgets import budget_mask, soft_budget
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
 from khot.nn._left_soft import LeftSoft
-from khot.nn._values import Value, current, describe, has_data, positive
+from khot.nn._values import Value, current, describe, positive
 from khot.sampling import DesignName
 
 __all__ = ["KHotGate"]
@@ -147,7 +147,7 @@ class KHotGate(LeftSoft):
         check_width(input, self.n, self)
         if not self.training:
             return input * self.mask.to(input.dtype)
-        if self.logits.requires_grad and torch.is_grad_enabled() and has_data(self.logits):
+        if self.logits.requires_grad and torch.is_grad_enabled() and arguments.has_data(self.logits):
             self._note()
         if self.cost is not None:
             return input * self._shares().to(input.dtype)
@@ -155,7 +155,7 @@ class KHotGate(LeftSoft):
         return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
 
     def _outside(self) -> float:
-        if not has_data(self.logits):
+        if not arguments.has_data(self.logits):
             return math.nan
         with torch.no_grad():
             probs = self.probs.double()

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from khot._core.arguments import has_data
 from khot.nn._router import Router, Routing
-from khot.nn._values import has_data
 
 __all__ = ["MixtureOfExperts"]
 

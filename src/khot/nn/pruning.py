@@ -20,7 +20,7 @@ from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.budgets import budget_mask, soft_budget
 from khot.magnitude import soft_topk_magnitude
 from khot.nn._left_soft import LeftSoft
-from khot.nn._values import Value, current, describe, has_data, positive
+from khot.nn._values import Value, current, describe, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude", "prune_n_m"]
 
@@ -254,12 +254,13 @@ class _Pruned(LeftSoft):
 
     def forward(self, weight: Tensor) -> Tensor:
         first = self.index == 0  # it speaks for the group
-        if first and self.training and weight.requires_grad and torch.is_grad_enabled() and has_data(weight):
+        learns = self.training and weight.requires_grad and torch.is_grad_enabled()
+        if first and learns and arguments.has_data(weight):
             self._note()
         return self.group.part(self.index, hard=not self.training)
 
     def _outside(self) -> float:
-        if not all(has_data(x) for x in self.group.originals()):
+        if not all(arguments.has_data(x) for x in self.group.originals()):
             return math.nan
         with torch.no_grad():
             both = (self.group.select(hard)[0] for hard in (False, True))
@@ -466,7 +467,7 @@ class _Group:
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
         held = [getattr(x, "_local_tensor", x) for x in tensors]
-        if not all(has_data(x) for x in held) or any(x.is_inference() for x in tensors):
+        if not all(arguments.has_data(x) for x in held) or any(x.is_inference() for x in tensors):
             return None
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen

@@ -23,7 +23,7 @@ from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._state import Grouped, Steady, counts
-from khot.nn._values import Value, current, describe, has_data, positive
+from khot.nn._values import Value, current, describe, positive
 from khot.selection import topk
 
 __all__ = ["TopKSAE"]
@@ -372,7 +372,7 @@ class TopKSAE(Grouped, LeftSoft):
         if self.batch or (self.training and self.tau is not None):
             return True
         k = current(self.k)
-        return isinstance(k, Tensor) and (torch.compiler.is_compiling() or not has_data(k))
+        return isinstance(k, Tensor) and (torch.compiler.is_compiling() or not arguments.has_data(k))
 
     def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""

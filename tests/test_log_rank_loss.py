@@ -1,0 +1,230 @@
+"""The loss of logarithms of ranks: its formula, pair by pair, and what it promises."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import khot
+from khot.losses import log_rank_loss
+
+INF = math.inf
+
+
+def pairwise(x: np.ndarray, relevance: np.ndarray) -> float:
+    """The sum of one list, from the formula."""
+    total, below = 0.0, 0.0
+    for grade in sorted(set(relevance[relevance > 0])):
+        high, low = x[relevance >= grade], x[relevance < grade]
+        t = low[None, :] - high[:, None]
+        n = (np.maximum(t, 0) + 0.5 * np.exp(-np.abs(t))).sum(-1)
+        total += (grade - below) * np.log1p(n / ((len(high) + 1) / 2)).sum()
+        below = grade
+    return total
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def grades(*shape: int, most: int = 3, seed: int = 1) -> Tensor:
+    return torch.randint(0, most + 1, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Ties in scores and in relevance, scores far from each other, real relevance with gaps, none relevant, all.
+LISTS = {
+    "normal": (randn(4, 30), grades(4, 30)),
+    "far": (1e3 * randn(4, 30), grades(4, 30)),
+    "near": (1e-9 * randn(4, 30), grades(4, 30)),
+    "ties": (randn(4, 30).round(), grades(4, 30)),
+    "equal": (torch.zeros(4, 30, dtype=torch.float64), grades(4, 30)),
+    "binary": (randn(4, 30), grades(4, 30, most=1)),
+    "real": (randn(4, 30), randn(4, 30, seed=2).relu()),
+    "gaps": (randn(4, 30), torch.tensor([0, 0.25, 7, 1e3])[grades(4, 30)]),
+    "other grades in each": (randn(4, 30), grades(4, 30) * (torch.arange(4) % 3).unsqueeze(-1)),
+    "all": (randn(4, 30), 1 + grades(4, 30)),
+    "one": (randn(4, 1), grades(4, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_the_pairwise_formula(kind: str) -> None:
+    x, relevance = LISTS[kind]
+    want = [pairwise(*row) for row in zip(x.numpy(), relevance.double().numpy(), strict=True)]
+    got = log_rank_loss(x, relevance, reduction="none")
+    assert got.shape == (4,) and got.dtype == torch.float64
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-13, atol=1e-13)
+    assert math.isclose(log_rank_loss(x, relevance, reduction="sum"), sum(want), rel_tol=1e-13)
+    mean = sum(want) / max(relevance.sum().item(), 1)
+    assert math.isclose(log_rank_loss(x, relevance), mean, rel_tol=1e-13, abs_tol=1e-15)
+    single = log_rank_loss(x.float(), relevance, reduction="none")
+    assert single.dtype == torch.float32
+    if kind != "near":
+        np.testing.assert_allclose(single.numpy(), want, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_gradients_of_both_orders(kind: str) -> None:
+    x, relevance = (t[:2, :9] for t in LISTS[kind])
+    if kind in ("ties", "equal", "far"):
+        x = x / x.abs().max().clamp(min=1) * 3  # and central differences meet no kink: G is smooth twice only
+    x = x.clone().requires_grad_()
+    assert gradcheck(lambda x: log_rank_loss(x, relevance), x, check_forward_ad=True)
+    if kind not in ("ties", "equal", "near"):
+        assert gradgradcheck(lambda x: log_rank_loss(x, relevance), x, check_fwd_over_rev=True)
+
+
+def test_gradient_of_equal_scores_is_that_of_halves() -> None:
+    # dN_i/dx_j = F(0) = ½ for each lower entry, and o = 1
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    log_rank_loss(x, torch.tensor([1, 0, 0])).backward()
+    assert x.grad is not None
+    np.testing.assert_allclose(x.grad, [-1 / 2, 1 / 4, 1 / 4], atol=1e-15)  # N = 1
+
+
+def test_no_pair_is_too_wrong_for_a_gradient() -> None:
+    x = torch.tensor([0.0, 1e4], requires_grad=True)
+    relevance = torch.tensor([1, 0])
+    log_rank_loss(x, relevance).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([-1.0, 1.0]) / (1 + 1e4))
+    metric = torch.tensor([0.0, 1e4], requires_grad=True)
+    (grad,) = torch.autograd.grad(khot.losses.ndcg_loss(metric, relevance), metric)
+    assert (grad == 0).all()
+
+
+def test_a_perfect_order_far_apart_costs_nothing() -> None:
+    relevance = grades(3, 20)
+    assert log_rank_loss(1e3 * relevance.double(), relevance) == 0
+    assert log_rank_loss(-1e3 * relevance.double(), relevance) > 1
+
+
+@pytest.mark.parametrize("pad", [math.nan, INF, 0.0, 1e6])
+def test_ragged_lists_are_separate_lists(pad: float) -> None:
+    x, relevance, length = randn(3, 8), grades(3, 8), torch.tensor([8, 5, 2])
+    mask = torch.arange(8) < length.unsqueeze(-1)
+    padded = x.masked_fill(~mask, pad).requires_grad_()
+    low = x.masked_fill(~mask, -INF)
+    each = log_rank_loss(padded, relevance, mask=mask, reduction="none")
+    want = [log_rank_loss(x[i, :n], relevance[i, :n], reduction="sum") for i, n in enumerate(length)]
+    np.testing.assert_allclose(each.detach(), want, rtol=1e-13)
+    assert torch.equal(log_rank_loss(low, relevance, reduction="none"), each)
+    each.sum().backward()
+    assert padded.grad is not None and (padded.grad[~mask] == 0).all()
+    odd = torch.where(mask, relevance.double(), math.nan)  # what lies under the mask is not read
+    assert torch.equal(log_rank_loss(padded, odd, mask=mask, reduction="none"), each)
+
+
+def test_grades_are_a_bound_and_do_not_change_the_loss() -> None:
+    x, relevance = LISTS["normal"]
+    want = log_rank_loss(x, relevance)
+    for most in (3, 4, 50):
+        assert torch.equal(log_rank_loss(x, relevance, grades=most), want)
+    with pytest.raises(ValueError, match=r"^grades must be at least the number of distinct .*, 3, but got 2$"):
+        log_rank_loss(x, relevance, grades=2)
+    with pytest.raises(ValueError, match=r"^grades must be at least 1, but got 0"):
+        log_rank_loss(x, relevance, grades=0)
+    with pytest.raises(TypeError, match=r"^grades must be an int, but got float"):
+        log_rank_loss(x, relevance, grades=2.0)  # type: ignore[arg-type]
+    traced = torch.compile(lambda x, r: log_rank_loss(x, r, grades=2, reduction="none"), backend="aot_eager")
+    few = torch.cat((relevance[:1].clamp(max=2), relevance[1:]))
+    assert traced(x, few).isnan().tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_bad_entry_spoils_its_list_alone(at: int) -> None:
+    x, relevance = randn(2, 3), torch.tensor([[2.0, 1, 0], [0, 1, 2]])
+    bad = x.clone()
+    bad[0, at] = math.nan
+    got = log_rank_loss(bad, relevance, reduction="none")
+    assert got[0].isnan() and got[1] == log_rank_loss(x[1], relevance[1], reduction="sum")
+    for value in (-1.0, INF, math.nan):
+        wrong = relevance.clone()
+        wrong[0, at] = value
+        with pytest.raises(ValueError, match=re.escape("relevance must lie in [0, ")):
+            log_rank_loss(x, wrong)
+        got = torch.func.vmap(lambda x, r: log_rank_loss(x, r, reduction="sum"))(x, wrong)
+        assert got.isnan().tolist() == [True, False]
+
+
+def test_infinite_scores() -> None:
+    relevance = torch.tensor([1, 0, 0])
+    assert log_rank_loss(torch.tensor([INF, 1, 0]), relevance) == 0
+    tied = log_rank_loss(torch.tensor([INF, INF, 0], dtype=torch.float64), relevance)
+    assert math.isclose(tied, math.log1p(0.5))
+    x = torch.tensor([1.0, INF, 0], requires_grad=True)
+    loss = log_rank_loss(x, relevance)
+    loss.backward()
+    assert loss > 700 and x.grad is not None and x.grad.isfinite().all()
+    assert log_rank_loss(torch.tensor([-INF, 1, 0]), relevance) == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4), (2, 0, 3)])
+def test_empty_lists(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape, requires_grad=True)
+    relevance = torch.ones(shape)
+    assert log_rank_loss(x, relevance) == 0
+    assert log_rank_loss(x, relevance, reduction="none").shape == shape[:-1]
+    log_rank_loss(x, relevance).backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
+def test_dim_and_shapes() -> None:
+    x, relevance = randn(2, 7, 3), grades(2, 7, 3)
+    want = log_rank_loss(x.mT, relevance.mT, reduction="none")
+    assert torch.equal(log_rank_loss(x, relevance, 1, reduction="none"), want)
+    assert log_rank_loss(torch.tensor(0.5), torch.tensor(2)) == 0
+    with pytest.raises(ValueError, match=r"^relevance must have the scores' shape"):
+        log_rank_loss(x, relevance[0])
+    with pytest.raises(TypeError, match=r"^relevance must be "):
+        log_rank_loss(x, [1, 0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^reduction must be"):
+        log_rank_loss(x, relevance, reduction="avg")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_once(dtype: torch.dtype) -> None:
+    x, relevance = randn(3, 200).to(dtype), grades(3, 200)
+    got = log_rank_loss(x, relevance)
+    assert got.dtype == dtype
+    assert torch.equal(got, log_rank_loss(x.double(), relevance).to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(log_rank_loss(x.float(), relevance), log_rank_loss(x.float(), relevance))
+
+
+@pytest.mark.parametrize("given", [{}, {"grades": 3}], ids=["counted", "given"])
+def test_compiles_whole(given: dict[str, Any]) -> None:
+    x, relevance = randn(3, 9).requires_grad_(), grades(3, 9)
+
+    def call(x: Tensor, relevance: Tensor) -> Tensor:
+        return log_rank_loss(x, relevance, **given)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want, got = call(x, relevance), compiled(x, relevance)
+    assert torch.equal(got, want)
+    for a, b in zip(torch.autograd.grad(got, x), torch.autograd.grad(want, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
+
+
+def test_long_lists() -> None:
+    x, relevance = randn(1, 100_000).float().requires_grad_(), grades(1, 100_000)
+    loss = log_rank_loss(x, relevance)
+    loss.backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    some = torch.arange(0, 100_000, 50)  # the counts of a sample, by all pairs
+    want = 0.0
+    rows, r = x.detach()[0].double(), relevance[0]
+    for grade in (1, 2, 3):
+        high = some[r[some] >= grade]
+        t = rows[r < grade] - rows[high].unsqueeze(-1)
+        n = (t.clamp(min=0) + 0.5 * torch.exp(-t.abs())).sum(-1)
+        want += torch.log1p(n / (((r >= grade).sum() + 1) / 2)).sum().item()
+    assert math.isclose(loss.item(), want / r[some].sum().item(), rel_tol=0.01)  # 2,000 of 100,000
