@@ -3,6 +3,7 @@
 A list holds 20 to 60 images of digits. A 9 has relevance 3, an 8 has 2, a 7 has 1, all others 0. The scorer
 is a small network, trained with
 
+- `khot.losses.log_rank_loss`, which is made to train by, and has no tau;
 - `khot.losses.ndcg_loss` of the whole list, and of its first 10 places;
 - `khot.losses.spearman_loss`, which cares for all places alike;
 - for comparison, ListNet (the cross-entropy of a softmax over the list) and RankNet (a logistic loss of every
@@ -67,6 +68,10 @@ def ranknet(scores: Tensor, relevance: Tensor, mask: Tensor) -> Tensor:
     return (losses * pairs).sum() / pairs.sum().clamp(min=1)
 
 
+def log_rank(scores: Tensor, relevance: Tensor, mask: Tensor) -> Tensor:
+    return khot.losses.log_rank_loss(scores, relevance, mask=mask)
+
+
 def ndcg(scores: Tensor, relevance: Tensor, mask: Tensor) -> Tensor:
     return khot.losses.ndcg_loss(scores, relevance, tau=TAU, mask=mask)
 
@@ -80,6 +85,7 @@ def spearman(scores: Tensor, relevance: Tensor, mask: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
+    "log_rank_loss": log_rank,
     "ndcg_loss": ndcg,
     "ndcg_loss, k = 10": ndcg_at_10,
     "spearman_loss": spearman,
@@ -87,7 +93,7 @@ LOSSES: dict[str, Loss] = {
     "RankNet": ranknet,
 }
 METRICS = ("NDCG@10", "NDCG", "average precision", "Spearman")
-COLORS = dict(zip(LOSSES, ("#0b6e99", "#4ba3c3", "#6b4c9a", "#d9730d", "#b3261e"), strict=True))
+COLORS = dict(zip(LOSSES, ("#0b7d4f", "#0b6e99", "#4ba3c3", "#6b4c9a", "#d9730d", "#b3261e"), strict=True))
 
 
 @dataclass
