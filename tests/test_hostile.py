@@ -119,6 +119,7 @@ ROLES = {
     **dict.fromkeys(("p", "rho"), "share"),
     "step": "number",
     "value": "binary",
+    "label_smoothing": "share",
     "at": "level",
     "weight": "weight",
     "cdf": "cdf",
@@ -428,9 +429,11 @@ ROWS: dict[str, Row] = {
             "cdf": "logistic",
             "top1_mode": "softmax",
             "m": 3,
+            "ignore_index": 1,
+            "label_smoothing": 0.0,
             "reduction": "mean",
         },
-        {"k": "integer", "dim": "dim type", "top1_mode": "name", "m": "size"},
+        {"k": "integer", "dim": "dim type", "top1_mode": "name", "m": "size", "ignore_index": "dim type"},
         {"k": (N + 1,)},  # the number of classes is not known yet
     ),
     "khot.losses.TopKCrossEntropyLoss.forward": Row(

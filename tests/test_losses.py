@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import khot
 import oracles
@@ -333,13 +334,62 @@ def test_cross_entropy_refuses() -> None:
         TopKCrossEntropyLoss(1, reduction="avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="k must be at most the number of classes, 2, but got 3"):
         TopKCrossEntropyLoss(3)(scores(1, 2), torch.tensor([0]))
-    for wrong in (2, -100):
+    for wrong in (2, -1):
         with pytest.raises(ValueError, match=rf"^label must lie in \[0, 1\], but got {wrong}$"):
             TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([wrong]))
     with pytest.raises(ValueError, match="label"):
         TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="int64"):
         TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([0.0]))
+    with pytest.raises(ValueError, match=r"^a floating-point label must have the input's shape, \(1, 2\)"):
+        TopKCrossEntropyLoss(1)(scores(1, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"^label must lie in .*, but got -0\.5"):
+        TopKCrossEntropyLoss(1)(scores(1, 2), torch.tensor([[1.5, -0.5]]))
+    with pytest.raises(ValueError, match=r"^label must be int64 where m is given"):
+        TopKCrossEntropyLoss(1, m=2)(scores(1, 3), torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"^label_smoothing must be 0 where m is given"):
+        TopKCrossEntropyLoss(1, m=2, label_smoothing=0.1)(scores(1, 3), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_targets_of_torch(reduction: Any, smoothing: float) -> None:
+    """Of one class, by a softmax, it is torch's cross-entropy: ignored rows, smoothing, probabilities."""
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    x, label = scores(2, 5, 3), torch.tensor([[0, 2, -100], [4, 1, 1]])
+    share = scores(2, 5, 3, seed=1).softmax(1)
+    loss = TopKCrossEntropyLoss(1, 1, top1_mode="softmax", **options)
+    for target in (label, share):
+        torch.testing.assert_close(loss(x, target), F.cross_entropy(x, target, **options), rtol=0, atol=1e-14)
+    ignoring = TopKCrossEntropyLoss(1, 1, top1_mode="softmax", ignore_index=1, **options)
+    label = label.clamp(min=0)
+    want = F.cross_entropy(x, label, ignore_index=1, **options)
+    torch.testing.assert_close(ignoring(x, label), want, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["topk", "softmax", "cross_entropy"])
+def test_several_labels(mode: Any) -> None:
+    """A k-hot target is the sum of its labels' losses, and a score of −inf may stand where none is."""
+    x, labels = scores(3, 6), torch.tensor([[0, 2], [5, 1], [3, 4]])
+    loss = TopKCrossEntropyLoss({1: 0.3, 2: 0.5, 6: 0.2}, tau=0.7, top1_mode=mode, reduction="none")
+    target = torch.zeros(3, 6).scatter(-1, labels, 1)
+    want = loss(x, labels[:, 0]) + loss(x, labels[:, 1])
+    torch.testing.assert_close(loss(x, target), want, rtol=0, atol=1e-14)
+    x = x.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss(x, target), x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x: loss(x, target), x)
+    held = torch.tensor([[1.0, 2.0, -math.inf]], requires_grad=True)
+    one = TopKCrossEntropyLoss(2, tau=0.7)
+    one(held, torch.tensor([[1.0, 1.0, 0.0]])).backward()
+    assert held.grad is not None and held.grad.isfinite().all()
+
+
+def test_rows_that_are_all_ignored() -> None:
+    x, label = scores(2, 3).requires_grad_(), torch.tensor([-100, -100])
+    assert TopKCrossEntropyLoss(1)(x, label).isnan() and F.cross_entropy(x, label).isnan()
+    total = TopKCrossEntropyLoss(1, reduction="sum")(x, label)
+    total.backward()
+    assert total == 0 and (x.grad == 0).all()
 
 
 # ----------------------------------------------------------------------------- permutations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import greatest, vector, widen
+from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.rows import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce
+from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce
 
 __all__ = ["TopKCrossEntropyLoss"]
 
@@ -43,13 +44,18 @@ class TopKCrossEntropyLoss(nn.Module):
                 L = w_1 · (−log softmax(x)_label) + (1 − w_1) · (−log Σ_(k>1) w_k/(1 − w_1) · y^(k)_label)
         m: how many scores the loss looks at, in [2, n] and at least the largest k: that of the label, and the
             m − 1 largest of the others. All other scores have no influence and no gradient. None: all scores.
+        ignore_index: rows with this label are 0 and left out of the mean, as in
+            ``torch.nn.CrossEntropyLoss``.
+        label_smoothing: ε in [0, 1]: the target is 1 − ε at the label, and ε/n at each of the n classes.
         reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``. As in PyTorch, the mean over no rows is
             NaN.
 
     Shape:
         input: scores, of any floating-point dtype.
 
-        label: int64, the input's shape without ``dim``, in [0, n).
+        label: int64, the input's shape without ``dim``, in [0, n); or floating-point, the input's shape: how
+        much each class counts, ≥ 0, as probabilities or as a k-hot vector of several labels. The loss is then
+        Σ_c label_c L(x, c), also with label smoothing, and ``m`` must be None.
 
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape. It is
         computed from logarithms, and is finite however small the probability.
@@ -78,6 +84,8 @@ class TopKCrossEntropyLoss(nn.Module):
     cdf: CDF
     top1_mode: Top1Mode
     m: int | None
+    ignore_index: int
+    label_smoothing: float
     reduction: Reduction
 
     def __init__(
@@ -89,6 +97,8 @@ class TopKCrossEntropyLoss(nn.Module):
         cdf: CDFName | CDF = "logistic",
         top1_mode: Top1Mode = "topk",
         m: int | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
@@ -103,12 +113,17 @@ class TopKCrossEntropyLoss(nn.Module):
         if m is not None:
             arguments.check_integer(m, "m", low=max(2, *self.k))
         self.m = m
+        arguments.check_integer(ignore_index, "ignore_index", low=-sys.maxsize)
+        arguments.check_number(label_smoothing, "label_smoothing", low=0, high=1)
+        self.ignore_index, self.label_smoothing = int(ignore_index), float(label_smoothing)
         self.reduction = check_reduction(reduction)
 
     def extra_repr(self) -> str:
         k = self.k if len(self.k) > 1 else max(self.k)
         options = "" if self.top1_mode == "topk" else f", top1_mode={self.top1_mode!r}"
         options += "" if self.m is None else f", m={self.m}"
+        options += "" if self.ignore_index == -100 else f", ignore_index={self.ignore_index}"
+        options += f", label_smoothing={self.label_smoothing}" if self.label_smoothing else ""
         return (
             f"k={k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}{options}, reduction={self.reduction!r}"
         )
@@ -117,13 +132,14 @@ class TopKCrossEntropyLoss(nn.Module):
         return _loss(input, label, self.dim, self.tau, self.reduction, self)
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
-        """log y^(k) of the score ``at`` (*batch, 1) for each k: (*batch, number of ks)."""
+        """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""
         counts = vector(x.device, ks)
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(ks), x.shape[-1])  # a view: nothing is copied
         tau = tau.unsqueeze(-1)
         _, hi, lo = threshold_map(copies, counts.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
-        every = hi == -greatest(hi)
-        z = ((at - hi.masked_fill(every, 0)) - lo.masked_fill(every, 0)) / widen(tau)
+        every = (hi == -greatest(hi)).unsqueeze(-2)
+        hi, lo = (t.unsqueeze(-2).masked_fill(every, 0) for t in (hi, lo))
+        z = ((at.unsqueeze(-1) - hi) - lo) / widen(tau).unsqueeze(-1)
         return self.cdf.log_cdf(z).masked_fill(every, 0)
 
 
@@ -137,25 +153,80 @@ def _loss(
     for name, size in (("k", max(of.k)), ("m", of.m)):
         if size is not None and size > n:
             raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
-    label = _check_labels(label, x).unsqueeze(-1)
+    at, share, counted, x = _target(label, input, x, dim, of)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    at = x.gather(-1, label)
-    if of.m is not None:
-        x = torch.cat((at, x.scatter(-1, label, -math.inf).topk(of.m - 1).values), -1)
-    # the logarithm of the label's share in each selection, and the weight of this selection
+    # the logarithm of each target's share in each selection, and the weight of this selection
     weights, logs = dict(of.k), []
     first = weights.pop(1, 0.0) if of.top1_mode != "topk" else 0.0
     if first:
-        logs.append(widen(at) - torch.logsumexp(widen(x), -1, keepdim=True))
+        logs.append((at - torch.logsumexp(widen(x), -1, keepdim=True)).unsqueeze(-1))
     if weights:
-        logs.append(of._log_selected(x, widen(at), tau, list(weights)))
+        logs.append(of._log_selected(x, at, tau, list(weights)))
     if first and of.top1_mode == "cross_entropy":
         loss = -first * logs[0].squeeze(-1)
         if weights:
             loss = loss - (1 - first) * _log_mixture([w / (1 - first) for w in weights.values()], logs[1])
     else:
         loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
-    return reduce(loss, reduction).to(input.dtype)
+    loss = loss.squeeze(-1) if share is None else torch.where(share > 0, share * loss, 0).sum(-1)
+    if counted is None:
+        return reduce(loss, reduction).to(input.dtype)
+    loss = torch.where(counted, loss, 0)
+    total = loss.sum() / over_batch(counted.sum()) if reduction == "mean" else reduce(loss, reduction)
+    return total.to(input.dtype)
+
+
+def _target(
+    label: Any, input: Tensor, x: Tensor, dim: int, of: TopKCrossEntropyLoss
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """The scores of the classes that count, (*batch, c); how much each counts, None for one that counts
+    whole; which rows count, None for all; and the scores that the loss looks at."""
+    if isinstance(label, Tensor) and label.is_floating_point() and label.dim() == input.dim():
+        _check_one_label(of, "label must be int64", f"got {label.dtype}")
+        return *_of_all(x, _shares(label, input, dim), of.label_smoothing), None, x
+    arguments.check_index(label, "label", x)
+    if label.shape != x.shape[:-1]:
+        raise ValueError(
+            f"label must have the input's shape without dim, {tuple(x.shape[:-1])}, but got "
+            f"{tuple(label.shape)}"
+        )
+    ignored = label == of.ignore_index
+    label = label.masked_fill(ignored, 0)
+    arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
+    if of.label_smoothing:
+        _check_one_label(of, "label_smoothing must be 0", f"got {of.label_smoothing}")
+        share = torch.zeros_like(x, dtype=wide_dtype(x.device)).scatter(-1, label.unsqueeze(-1), 1)
+        return *_of_all(x, share, of.label_smoothing), ~ignored, x
+    at = x.gather(-1, label.unsqueeze(-1))
+    if of.m is not None:
+        others = x.scatter(-1, label.unsqueeze(-1), -math.inf).topk(of.m - 1).values
+        x = torch.cat((at, others), -1)
+    return widen(at), None, ~ignored, x
+
+
+def _check_one_label(of: TopKCrossEntropyLoss, must: str, got: str) -> None:
+    if of.m is not None:
+        raise ValueError(f"{must} where m is given, which leaves other classes out, but {got} and m = {of.m}")
+
+
+def _shares(label: Tensor, input: Tensor, dim: int) -> Tensor:
+    """How much each class counts, with dim last."""
+    arguments.check_device(label, "label", input)
+    if label.shape != input.shape:
+        raise ValueError(
+            f"a floating-point label must have the input's shape, {tuple(input.shape)}, but got "
+            f"{tuple(label.shape)}"
+        )
+    arguments.check_values(label, "label", low=0, high=sys.float_info.max)
+    return widen(label.detach().movedim(dim, -1) if label.dim() else label.detach().reshape(1))
+
+
+def _of_all(x: Tensor, share: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The scores of all classes, and how much each counts after smoothing. A class that does not count may
+    have a score of −inf."""
+    if epsilon:
+        share = share + epsilon * (1 / share.shape[-1] - share)
+    return widen(x).masked_fill(share == 0, 0), share
 
 
 def _log_mixture(weights: list[float], logs: Tensor) -> Tensor:
@@ -190,14 +261,3 @@ def _weights(k: Any) -> dict[int, float]:
     if abs(sum(given.values()) - 1) > 1e-6:
         raise ValueError(f"the weights of k must sum to 1, but got {dict(given)}")
     return {int(each): float(given[each]) for each in sorted(given) if given[each] > 0}
-
-
-def _check_labels(label: Tensor, x: Tensor) -> Tensor:
-    arguments.check_index(label, "label", x)
-    if label.shape != x.shape[:-1]:
-        raise ValueError(
-            f"label must have the input's shape without dim, {tuple(x.shape[:-1])}, but got "
-            f"{tuple(label.shape)}"
-        )
-    arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
-    return label
