@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, device, latency, operators, report, simple, timing
+from benchmarks import cpu, device, latency, operators, rankers, report, simple, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -428,3 +429,28 @@ def test_latency_measures_and_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     text = (tmp_path / "latency.md").read_text(encoding="utf-8")
     assert text.count("| `softmax` |") == 2
     assert "| `soft_topk` |" in text
+
+
+def test_the_rivals_of_ranking_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, relevance = torch.tensor([[0.3, 1.2, -0.4, 9.0]]), torch.tensor([[2, 0, 1, 4]])
+    mask = torch.tensor([[True, True, True, False]])
+    discount = {1: 1 / math.log2(2), 0: 1 / math.log2(3), 2: 1 / math.log2(4)}  # in the order of the scores
+    best, pairs, weighted = 2 * discount[1] + discount[0], [], []
+    for i, j in ((0, 1), (0, 2), (2, 1)):
+        pairs.append(math.log1p(math.exp(x[0, j] - x[0, i])))
+        gain = relevance[0, i] - relevance[0, j]
+        weighted.append(gain * abs(discount[i] - discount[j]) / best * pairs[-1])
+    assert rankers.ranknet(x, relevance, mask).item() == pytest.approx(sum(pairs) / 3, rel=1e-6)
+    assert rankers.lambdarank(x, relevance, mask).item() == pytest.approx(float(sum(weighted)), rel=1e-6)
+    share = torch.tensor([2.0, 0, 1]).softmax(0)
+    want = -(share * x[0, :3].log_softmax(0)).sum()
+    torch.testing.assert_close(rankers.listnet(x, relevance, mask), want)
+    far = 1e4 * x
+    for loss in (rankers.approx_ndcg, rankers.neural_ndcg):  # of the hard order 1, 0, 2
+        found = (2 * discount[0] + discount[2]) / best
+        assert loss(far, relevance, mask).item() == pytest.approx(1 - found, rel=1e-4)
+    assert rankers.ndcg(far, relevance, mask) == pytest.approx(found, rel=1e-6)
+    monkeypatch.setattr(rankers, "STEPS", 30)
+    start, _ = rankers.train(task := rankers.scikit("digits", 100), lambda x, r, m: 0 * x.sum(), 0.01, 0)
+    for name in ("log_rank_loss", "ndcg_loss"):
+        assert rankers.train(task, rankers.LOSSES[name], 0.01, 0)[0] > start + 0.1

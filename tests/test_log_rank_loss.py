@@ -128,7 +128,7 @@ def test_grades_are_a_bound_and_do_not_change_the_loss() -> None:
     want = log_rank_loss(x, relevance)
     for most in (3, 4, 50):
         assert torch.equal(log_rank_loss(x, relevance, grades=most), want)
-    with pytest.raises(ValueError, match=r"^grades must be at least the number of distinct .*, 3, but got 2$"):
+    with pytest.raises(ValueError, match=r"^grades must be at least the number of .*, 3, but got 2$"):
         log_rank_loss(x, relevance, grades=2)
     with pytest.raises(ValueError, match=r"^grades must be at least 1, but got 0"):
         log_rank_loss(x, relevance, grades=0)
