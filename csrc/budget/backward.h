@@ -64,11 +64,13 @@ class BudgetBackward {
     const Int<R> by_value = spec_.by_value ? ~Int<R>{} : Int<R>{};
     vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
       const Int<R> finite = abs<R>(v) < kInf<R>;
-      const Vec<R> tail = load(b.y + i), costs = finite ? beside(w, i, lanes) : Vec<R>{};
+      const Vec<R> z = load(b.z + i), tail = load(b.y + i), costs = finite ? beside(w, i, lanes) : Vec<R>{};
       const Int<R> counts = held ? finite & by_value & (costs == 0) : finite;
       store(b.w + i, costs);
+      // where z overflows, f is 0, and its product with z has to be 0, too
+      if constexpr (sizeof(R) == 8) store(b.z + i, clamp_above<R>(clamp_below<R>(z, -1e280), 1e280));
       store(b.f + i, counts ? load(b.f + i) : Vec<R>{});
-      const Vec<R> y = load(b.z + i) > median ? 1 - tail : tail, decided = v > 0 ? splat<R>(1) : Vec<R>{};
+      const Vec<R> y = z > median ? 1 - tail : tail, decided = v > 0 ? splat<R>(1) : Vec<R>{};
       store(b.y + i, finite ? y : decided);
     });
   }
@@ -175,7 +177,7 @@ class BudgetBackward {
                                                                              : dws;
         entries(p, q, count, b);
         if constexpr (sizeof(R) == 8) {
-          if (logs) F_.logs(b.z, count, dws, b.log_f);
+          if (logs) F_.log_densities(b.z, count, b.log_f);
         }
         vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
           const bool whole = lanes == kWidth<R>;
@@ -209,7 +211,7 @@ class BudgetBackward {
     }
   };
 
-  // body(parts, x, b, i, v) for all vectors of the row. With `logs`, b has log f, and neither F nor f.
+  // body(parts, x, b, i, v) for all vectors of the row. With `logs`, b has log f, too.
   template <class S, class Parts, class Body, class Put>
   S collect(bool logs, Parts start, Body body, Put put_parts) const {
     const Row cost = cost_, grad = grad_;
@@ -217,7 +219,7 @@ class BudgetBackward {
       double costs[kBlock], incoming[kBlock];
       Block<double> b;
       entries(p, fetch(cost, at, count, costs), count, b);
-      if (logs) F_.logs(b.z, count, b.y, b.log_f);
+      if (logs) F_.log_densities(b.z, count, b.log_f);
       const double* g = fetch(grad, at, count, incoming);
       Parts parts = start;
       vectors<double>(p, count, -kInfinity,

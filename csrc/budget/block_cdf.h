@@ -22,7 +22,8 @@ class BlockCdf {
         self_(&F),
         tails_float_(tails_of<float, C>),
         tails_double_(tails_of<double, C>),
-        logs_(logs_of<C>),
+        log_tails_(log_tails_of<C>),
+        log_densities_(log_densities_of<C>),
         icdf_([](const void* self, double y) { return static_cast<const C*>(self)->icdf(y); }) {}
 
   // For the entries of a block: z as Position::put() does, f, and 1 - F above the median or F elsewhere.
@@ -34,15 +35,20 @@ class BlockCdf {
              double* f) const {
     tails_double_(self_, at, x, w, count, z, tail, f);
   }
-  // The logarithms of both.
-  void logs(const double* z, int count, double* tail, double* f) const { logs_(self_, z, count, tail, f); }
+  // The logarithms of these tails, and f in units of the tail: far out, log f and the logarithm of the tail
+  // have no digits left for their difference.
+  void log_tails(const double* z, int count, double* tail, double* rate) const {
+    log_tails_(self_, z, count, tail, rate);
+  }
+  void log_densities(const double* z, int count, double* f) const { log_densities_(self_, z, count, f); }
   double icdf(double y) const { return icdf_(self_, y); }
 
  private:
   template <class R>
   using Tails = void(const void* self, const Position<R>& at, const R* x, const R* w, int count, R* z,
                      R* tail, R* f);
-  using Logs = void(const void* self, const double* z, int count, double* tail, double* f);
+  using LogTails = void(const void* self, const double* z, int count, double* tail, double* rate);
+  using LogDensities = void(const void* self, const double* z, int count, double* f);
 
   template <class R, class C>
   static KHOT_PASS void tails_of(const void* self, const Position<R>& at, const R* x, const R* w, int count,
@@ -57,19 +63,30 @@ class BlockCdf {
     });
   }
   template <class C>
-  static KHOT_PASS void logs_of(const void* self, const double* z, int count, double* tail, double* f) {
+  static KHOT_PASS void log_tails_of(const void* self, const double* z, int count, double* tail,
+                                     double* rate) {
     const C F = *static_cast<const C*>(self);
     for (int i = 0; i < count; i += kWidth<double>) {
-      const VecD at = load(z + i);
-      store(tail + i, F.template log_tail<double>(at, at > F.median));
-      store(f + i, F.template log_density<double>(at));
+      const VecD at = load(z + i), log_tail = F.template log_tail<double>(at, at > F.median);
+      const VecD log_f = F.template log_density<double>(at);
+      store(tail + i, log_tail);
+      // 1 - F above the median is F on the other side
+      store(rate + i, exp<double>(F.template log_hazard<double>(-abs<double>(at), log_f, log_tail)));
+    }
+  }
+  template <class C>
+  static KHOT_PASS void log_densities_of(const void* self, const double* z, int count, double* f) {
+    const C F = *static_cast<const C*>(self);
+    for (int i = 0; i < count; i += kWidth<double>) {
+      store(f + i, F.template log_density<double>(load(z + i)));
     }
   }
 
   const void* self_;
   Tails<float>* tails_float_;
   Tails<double>* tails_double_;
-  Logs* logs_;
+  LogTails* log_tails_;
+  LogDensities* log_densities_;
   double (*icdf_)(const void*, double);
 };
 

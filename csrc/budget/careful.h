@@ -127,58 +127,53 @@ class CarefulBudget {
         });
   }
 
-  struct LogSum {  // total e^top
-    double top = -kInfinity, total = 0;
+  struct LogSum {  // w (1 - F) or w F adds up to total e^top, and w a f to slope e^top
+    double top = -kInfinity, total = 0, slope = 0;
     void operator+=(LogSum o) {
       if (o.top > top) std::swap(*this, o);
-      if (o.top > -kInfinity) total += o.total * std::exp(o.top - top);
+      if (o.top == -kInfinity) return;
+      const double share = std::exp(o.top - top);
+      total += o.total * share, slope += o.slope * share;
     }
     double log() const { return top + std::log(total); }
   };
-  struct LogSums {  // of w (1 - F) and w a f over the entries above, and of w F and w a f over the others
-    LogSum part[4];
-    void operator+=(const LogSums& o) {
-      for (int j = 0; j < 4; ++j) part[j] += o.part[j];
-    }
+  struct LogSums {
+    LogSum above, below;
+    void operator+=(const LogSums& o) { above += o.above, below += o.below; }
   };
 
-  // The logarithms of what evaluate() sums, where tails underflow.
+  // What evaluate() sums, where tails underflow.
   LogSums evaluate_logs(Threshold t) const {
     const Position<double> position(t, tau_, spec_.by_value);
     const BlockCdf F = F_;
     const Row cost = cost_;
     return reduce<double, LogSums>(
         x_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock], place[kWhole<double>], logs[2][kWhole<double>];
+          double buffer[kBlock], place[kWhole<double>], tails[kWhole<double>], rates[kWhole<double>];
           const double* q = fetch(cost, at, count, buffer);
           position.put(p, q, count, place);
-          F.logs(place, count, logs[0], logs[1]);
-          VecD most[4], totals[4] = {};
-          for (int j = 0; j < 4; ++j) most[j] = splat(-kInfinity);
+          F.log_tails(place, count, tails, rates);
           const VecD never = splat(-kInfinity);
+          VecD most[2] = {never, never}, totals[2] = {}, slopes[2] = {};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = beside(q, i, lanes);
             const IntD counts = (abs<double>(x) < kInfinity) & (w > 0), above = load(place + i) > F.median;
-            const VecD log_w = log_apart(counts ? w : splat(1.0));
-            const VecD tail = counts ? log_w + load(logs[0] + i) : never;
-            const VecD slope =
-                counts ? log_w + load(logs[1] + i) + (position.by_value ? log_w : VecD{}) : never;
-            store(logs[0] + i, tail), store(logs[1] + i, slope);
-            for (int j = 0; j < 4; ++j) {
-              const VecD v = j % 2 == 0 ? tail : slope;
-              most[j] = (j < 2 ? above : ~above) & (v > most[j]) ? v : most[j];
-            }
+            const VecD held = counts ? w : splat(1.0), tail = log_apart(held) + load(tails + i);
+            store(tails + i, counts ? tail : never), store(rates + i, position.a(held) * load(rates + i));
+            most[0] = counts & above & (tail > most[0]) ? tail : most[0];
+            most[1] = counts & ~above & (tail > most[1]) ? tail : most[1];
           });
-          double tops[4];
-          for (int j = 0; j < 4; ++j) tops[j] = maximum<double>(most[j]);
+          const double tops[2] = {maximum<double>(most[0]), maximum<double>(most[1])};
           for (int i = 0; i < count; i += kWidth<double>) {
-            const IntD above = load(place + i) > F.median;
-            for (int j = 0; j < 4; ++j) {
-              const IntD here = (j < 2 ? above : ~above) & (load(logs[j % 2] + i) > never);
-              totals[j] += here ? exp<double>(load(logs[j % 2] + i) - tops[j]) : VecD{};
-            }
+            const IntD above = load(place + i) > F.median, here = load(tails + i) > never;
+            const VecD top = above ? splat(tops[0]) : splat(tops[1]), zero{};
+            const VecD part = here ? exp<double>(load(tails + i) - top) : zero;
+            const VecD slope = here ? part * load(rates + i) : zero;
+            totals[0] += above ? part : zero, totals[1] += above ? zero : part;
+            slopes[0] += above ? slope : zero, slopes[1] += above ? zero : slope;
           }
-          for (int j = 0; j < 4; ++j) sums.part[j] += {tops[j], sum<double>(totals[j])};
+          sums.above += {tops[0], sum<double>(totals[0]), sum<double>(slopes[0])};
+          sums.below += {tops[1], sum<double>(totals[1]), sum<double>(slopes[1])};
         });
   }
 
@@ -321,11 +316,16 @@ class CarefulBudget {
               std::fabs(miss) <= kSure ? doubt : kInfinity};
     }
     const LogSums logs = evaluate_logs(t);
-    LogSum both[2] = {logs.part[2], logs.part[0]};
-    if (over != 0) both[over < 0] += {std::log(std::fabs(over)), 1};
-    const double log_P = both[0].log(), log_Q = both[1].log(), miss = log_P - log_Q;
-    const double rate = std::exp(logs.part[3].log() - log_P) + std::exp(logs.part[1].log() - log_Q);
-    return {miss, 16 * eps * std::fabs(std::min(log_P, log_Q)), tau_ * miss / rate, kInfinity};
+    LogSum below = logs.below, above = logs.above;
+    if (over != 0) (over < 0 ? above : below) += {std::log(std::fabs(over)), 1};
+    const double log_P = below.log(), log_Q = above.log(), miss = log_P - log_Q;
+    const double rate = below.slope / below.total + above.slope / above.total;
+    if (over == 0 || std::isfinite(miss)) {
+      return {miss, 16 * eps * std::fabs(std::min(log_P, log_Q)), tau_ * miss / rate, kInfinity};
+    }
+    // Squares of z overflow, and the next entry is so far that it alone makes up for what is missing.
+    const BudgetGap around = neighbours(t);
+    return {miss, 0, over > 0 ? around.up.level : around.down.level, kInfinity};
   }
 
   // Whether rounding this distance between thresholds changes no y.
@@ -361,6 +361,8 @@ class CarefulBudget {
       }
       const double P = s.excess + std::max(over, 0.0), Q = s.lacking + std::max(-over, 0.0);
       const Verdict now = judge(t, s, over, P, Q);
+      const bool lost = F_.full_support && !std::isfinite(now.miss);  // squares of z overflow
+      if (lost && over == 0) return gap;
       const double size = std::fabs(now.miss), step = now.step;
       // every y is known, and rounding keeps the miss up
       const bool settled = size >= 0.5 * best_miss && now.doubt <= 1e-14;
@@ -375,9 +377,14 @@ class CarefulBudget {
       Threshold trial = moved(t, step);
       // steps that become shorter by the same ratio, as on a power of t, lead to a limit
       const double ratio = step / before;
+      before = step;
       if (ratio > 0.2 && ratio < 0.95) {
         const Threshold limit = moved(t, step / (1 - ratio));
-        if (inside(limit)) trial = limit;
+        if (inside(limit)) trial = limit, before = kNan;
+      }
+      if (lost && !inside(trial)) {  // the root is as near to that end as the next entry
+        const double nearer = std::sqrt(distance(low, high)) * std::sqrt(tau_);
+        trial = now.miss > 0 ? moved(high, -nearer) : moved(low, nearer);
       }
       if (F_.full_support) {
         // from the middle of a gap, the entries next to it are as far away
@@ -409,7 +416,7 @@ class CarefulBudget {
         trial = between(low, high);
         if (!inside(trial)) return t;
       }
-      before = bisects ? kNan : step;
+      if (bisects) before = kNan;
       t = trial;
     }
     return best;

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 import oracles
 from budget_rows import CDFS as NAMED
 from budget_rows import numbers
-from khot import cdfs
+from khot import _kernels, cdfs
 from khot._kernels.reference import soft_budget as budgets
 from khot._kernels.reference import soft_topk as topk
 
@@ -28,6 +29,18 @@ PLACES = {
     torch.float32: (-3e5, -1.0, 0.0, 0.5, 0.5 + 2.0**-24, 7.0),
     torch.float64: (-3e5, -1.0, 0.0, 0.5, 0.5 + 2.0**-53, 1e12),
 }
+REFERENCE = SimpleNamespace(
+    soft_topk=topk.soft_topk,
+    soft_topk_backward=topk.soft_topk_backward,
+    soft_budget=budgets.soft_budget,
+    soft_budget_backward=budgets.soft_budget_backward,
+)
+compiled = pytest.mark.skipif(
+    not _kernels.active()["cpu"].startswith("compiled"), reason="the compiled kernels are not in use"
+)
+every_engine = pytest.mark.parametrize(
+    "engine", [REFERENCE, pytest.param(torch.ops.khot, marks=compiled)], ids=["reference", "compiled"]
+)
 every_cdf = pytest.mark.parametrize("name", CDFS)
 wide_dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
@@ -53,7 +66,7 @@ def rows(draw: st.DrawFn) -> Row:
     )
 
 
-def check(row: Row, name: str, dtype: torch.dtype, by: str) -> None:
+def check(engine: Any, row: Row, name: str, dtype: torch.dtype, by: str) -> None:
     """``by`` is "count" for the soft top-k, and the form of the budget otherwise."""
     cdf, shape = CDFS[name]
     near = [
@@ -82,24 +95,52 @@ def check(row: Row, name: str, dtype: torch.dtype, by: str) -> None:
     zero, v = torch.zeros(1, dtype=torch.float64), torch.ones_like(scores).cumsum(-1)
     grads: tuple[Tensor, ...]
     if by == "count":
-        y, hi, lo = topk.soft_topk(scores, k, tau, cdf, shape, "y")
-        grads = topk.soft_topk_backward(v, zero, scores, hi, lo, tau, cdf, shape, "y")
+        y, hi, lo = engine.soft_topk(scores, k, tau, cdf, shape, "y")
+        grads = engine.soft_topk_backward(v, zero, scores, hi, lo, tau, cdf, shape, "y")
     else:
-        y, hi, lo = budgets.soft_budget(scores, costs, k, tau, cdf, shape, by, False)
-        grads = budgets.soft_budget_backward(v, zero, scores, costs, hi, lo, tau, cdf, shape, by, False)
+        y, hi, lo = engine.soft_budget(scores, costs, k, tau, cdf, shape, by, False)
+        grads = engine.soft_budget_backward(v, zero, scores, costs, hi, lo, tau, cdf, shape, by, False)
     error = (y[0].double() - torch.tensor(want, dtype=torch.float64)).abs().max()
     assert error <= LIMITS[dtype], (y.tolist(), want)
     # a slope of 1/tau may overflow, but not to NaN
     assert not any(grad.isnan().any() for grad in grads), grads
 
 
+@every_engine
 @every_cdf
 @wide_dtypes
 @pytest.mark.parametrize("by", ["count", "score", "value"])
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(row=rows())
-def test_one_group_shares_what_is_left(name: str, dtype: torch.dtype, by: str, row: Row) -> None:
-    check(row, name, dtype, by)
+def test_one_group_shares_what_is_left(engine: Any, name: str, dtype: torch.dtype, by: str, row: Row) -> None:
+    check(engine, row, name, dtype, by)
+
+
+@every_engine
+@every_cdf
+@wide_dtypes
+@pytest.mark.parametrize("scale", [1.0, 1e10])
+def test_a_budget_pays_for_the_best_entries(engine: Any, name: str, dtype: torch.dtype, scale: float) -> None:
+    """In whole, or the last of them in part. Squares of z have no digits left to compare, and overflow."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.randn(50, 5, generator=g), torch.randint(1, 5, (50, 5), generator=g)
+    order = x.argsort(-1, descending=True)
+    costs = w.gather(-1, order).double()
+    before = costs.cumsum(-1) - costs
+    last = torch.randint(1, 5, (50, 1), generator=g)
+    v = torch.randn(50, 5, generator=g).to(dtype)
+    zero = torch.zeros(50, dtype=torch.float64)
+    for tau in (1e-17, 1e-20, 1e-41, 1e-106, 1e-153, 1e-200, 1e-300):
+        for part in (0.0, 0.3):
+            budget = (before + part * costs).gather(-1, last)
+            paid = ((budget - before) / costs).clamp(0, 1)
+            want = torch.zeros_like(paid).scatter(-1, order, paid)
+            given = (scale * x).to(dtype), w.to(dtype)
+            rest = (*numbers(tau), *CDFS[name], "score", False)
+            y, hi, lo = engine.soft_budget(*given, budget.squeeze(-1), *rest)
+            assert (y.double() - want).abs().max() <= LIMITS[dtype], (tau, y, want)
+            grads = engine.soft_budget_backward(v, zero, *given, hi, lo, *rest)
+            assert not any(grad.isnan().any() for grad in grads), (tau, grads)
 
 
 @every_cdf
