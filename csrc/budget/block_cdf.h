@@ -35,8 +35,8 @@ class BlockCdf {
              double* f) const {
     tails_double_(self_, at, x, w, count, z, tail, f);
   }
-  // The logarithms of these tails, and f in units of the tail: far out, log f and the logarithm of the tail
-  // have no digits left for their difference.
+  // With full support: the logarithms of these tails, and of f in units of the tail. Far out, log f and the
+  // logarithm of the tail have no digits left for their difference.
   void log_tails(const double* z, int count, double* tail, double* rate) const {
     log_tails_(self_, z, count, tail, rate);
   }
@@ -65,13 +65,14 @@ class BlockCdf {
   template <class C>
   static KHOT_PASS void log_tails_of(const void* self, const double* z, int count, double* tail,
                                      double* rate) {
+    if (!C::full_support) return;
     const C F = *static_cast<const C*>(self);
     for (int i = 0; i < count; i += kWidth<double>) {
       const VecD at = load(z + i), log_tail = F.template log_tail<double>(at, at > F.median);
       const VecD log_f = F.template log_density<double>(at);
       store(tail + i, log_tail);
       // 1 - F above the median is F on the other side
-      store(rate + i, exp<double>(F.template log_hazard<double>(-abs<double>(at), log_f, log_tail)));
+      store(rate + i, F.template log_hazard<double>(-abs<double>(at), log_f, log_tail));
     }
   }
   template <class C>

@@ -159,7 +159,8 @@ class CarefulBudget {
             const VecD w = beside(q, i, lanes);
             const IntD counts = (abs<double>(x) < kInfinity) & (w > 0), above = load(place + i) > F.median;
             const VecD held = counts ? w : splat(1.0), tail = log_apart(held) + load(tails + i);
-            store(tails + i, counts ? tail : never), store(rates + i, position.a(held) * load(rates + i));
+            store(tails + i, counts ? tail : never);
+            store(rates + i, position.a(held) * exp<double>(load(rates + i)));
             most[0] = counts & above & (tail > most[0]) ? tail : most[0];
             most[1] = counts & ~above & (tail > most[1]) ? tail : most[1];
           });
