@@ -1027,7 +1027,7 @@ def knn_and_sae(to: Recorder) -> None:
         record_plain(
             to,
             f"nn.SoftKNN.predict/{dtype_name}",
-            lambda: layer.predict(query, template, label, chunk_size=11),
+            lambda: layer.predict(query, template, label),
         )
         record(
             to,

@@ -429,3 +429,20 @@ X, W = torch.zeros(3, 4), torch.zeros(5, 4)
 def test_bad_arguments(error: type[Exception], message: str, args: tuple[Any, ...]) -> None:
     with pytest.raises(error, match=message):
         khot.linear_topk(*args)
+
+
+def test_rows_without_columns_have_products_and_derivatives() -> None:
+    v, M = torch.ones(2, 3, 0).requires_grad_(), torch.ones(2, 4, 0).requires_grad_()
+    i = torch.zeros(2, 3, 2, dtype=torch.int64)
+    products = selected_dot(v, M, i)
+    assert torch.equal(products, torch.zeros(2, 3, 2))
+    first = torch.autograd.grad(products.sum(), (v, M), create_graph=True)
+    assert [x.shape for x in first] == [v.shape, M.shape]
+
+
+def test_a_part_of_many_columns_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected, "SCORES", 40)
+    x, weight = of_sizes((7, 3), 20)[:2]
+    sizes = []
+    best_of_product(x, weight, 2, watch=lambda where, scores, best: sizes.append(scores.shape[0]))
+    assert sizes == [2, 2, 2, 1]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from khot.nn import Anneal, SoftKNN
 
@@ -39,12 +41,121 @@ def test_eval_is_the_vote_of_the_nearest_and_training_tends_to_it(k: int) -> Non
     assert (p >= 0).all()
 
 
-@pytest.mark.parametrize("k", [1, 5, 9])
-@pytest.mark.parametrize("chunk_size", [1, 7, 100, 4096])
-def test_predict_in_chunks_is_the_vote_by_sorting(k: int, chunk_size: int) -> None:
-    query, template, label = normal(30, 5), normal(230, 5, seed=1), labels(230)
-    got = SoftKNN(k, 4).predict(query, template, label, chunk_size)
+@pytest.mark.parametrize("k", [1, 5, 9, 229, 230])
+@pytest.mark.parametrize("queries", [0, 1, 300])
+def test_predict_is_the_vote_by_sorting(k: int, queries: int) -> None:
+    query, template, label = normal(queries, 5), normal(230, 5, seed=1), labels(230)
+    got = SoftKNN(k, 4).predict(query, template, label)
     assert torch.equal(got, votes(query, template, label, k).argmax(-1))
+
+
+def test_predict_breaks_ties_by_the_first_template() -> None:
+    # each point is there ten times, and every time with another label
+    point = normal(23, 5).float()
+    template, label = point.repeat(10, 1), torch.arange(10).repeat_interleave(23)
+    got = SoftKNN(1, 10).predict(point + 0.01, template, label)
+    assert torch.equal(got, torch.zeros(23, dtype=torch.int64))
+    got = SoftKNN(3, 10).eval()(point + 0.01, template, label)
+    among = SoftKNN(3, 10, candidates=30).eval()(point + 0.01, template, label)
+    assert torch.equal(among, got)
+
+
+def test_predict_measures_what_products_cannot_tell_apart() -> None:
+    # Around each of two far points, in float32: products are off by more than the distances there differ.
+    generator = torch.Generator().manual_seed(0)
+    corner = torch.tensor([4096.0, -4096.0]).view(2, 1, 1)
+    template, query = (
+        (corner + torch.randint(-9, 9, (2, size, 8), generator=generator) / 8).flatten(0, 1)
+        for size in (9, 20)
+    )
+    label = labels(18)
+    d = (query.double()[:, None] - template.double()).square().sum(-1)
+    want = label[d.sort(dim=-1, stable=True).indices[:, 0]]
+    assert torch.equal(SoftKNN(1, 4).predict(query, template, label), want)
+
+
+AMONG: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masked": {"mask": torch.rand(6, 20, generator=torch.Generator().manual_seed(3)) < 0.7},
+    "some rows closed": {"mask": torch.arange(20) < torch.tensor([20, 0, 3, 1, 20, 6])[:, None]},
+    "batch": {"query": (2, 6, 5)},
+    "batches": {"query": (2, 1, 6, 5), "template": (3, 20, 5)},
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", AMONG.values(), ids=AMONG.keys())
+def test_all_templates_as_candidates_change_nothing(case: dict[str, Any], training: bool) -> None:
+    query, template = normal(*case.get("query", (6, 5))), normal(*case.get("template", (20, 5)), seed=1)
+    label, mask = labels(*template.shape[:-1]), case.get("mask")
+    leaves = query.requires_grad_(), template.requires_grad_()
+    got, want = (
+        SoftKNN(3, 4, tau=0.5, candidates=m).train(training)(*leaves, label, mask) for m in (99, None)
+    )
+    torch.testing.assert_close(got, want, equal_nan=True)
+    if training:
+        weight = normal(*want.shape, seed=2)
+        grads = [torch.autograd.grad((p.nan_to_num() * weight).sum(), leaves) for p in (got, want)]
+        torch.testing.assert_close(*grads)
+
+
+def test_candidates_are_the_nearest() -> None:
+    query, template, label = normal(6, 5), normal(80, 5, seed=1), labels(80)
+    near = (query[:, None] - template).square().sum(-1).argsort(-1)[:, :8]
+    got = SoftKNN(3, 4, tau=0.5, candidates=8)(query, template, label)
+    for i in range(6):
+        want = SoftKNN(3, 4, tau=0.5)(query[i : i + 1], template[near[i]], label[near[i]])
+        torch.testing.assert_close(got[i : i + 1], want)
+    hard = SoftKNN(3, 4, candidates=8).eval()(query, template, label)
+    torch.testing.assert_close(hard, SoftKNN(3, 4).eval()(query, template, label))
+    half = SoftKNN(3, 4, tau=0.5, candidates=8)(query.half(), template.half(), label)
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.double(), got, rtol=0.02, atol=0.02)
+
+
+def test_candidates_have_every_derivative() -> None:
+    label, right = labels(7), labels(3, seed=2)
+
+    def loss(query: Tensor, template: Tensor) -> Tensor:
+        return SoftKNN(2, 4, tau=0.5, candidates=5).loss(query, right, template, label)
+
+    leaves = normal(3, 2).requires_grad_(), normal(7, 2, seed=1).requires_grad_()
+    torch.autograd.gradcheck(loss, leaves, check_forward_ad=True)
+    torch.autograd.gradgradcheck(loss, leaves)
+    both = normal(4, 3, 2), normal(4, 7, 2, seed=1)
+    got = torch.vmap(torch.func.grad(loss))(*both)
+    for i in range(4):
+        torch.testing.assert_close(got[i], torch.func.grad(loss)(both[0][i], both[1][i]))
+
+
+def test_candidates_at_distance_0_have_no_gradient_and_are_measured_exactly() -> None:
+    x = (normal(20, 5) + 512).float().requires_grad_()
+    label, others = labels(20), ~torch.eye(20, dtype=torch.bool)
+    knn, dense = SoftKNN(3, 4, tau=0.5, candidates=9), SoftKNN(3, 4, tau=0.5)
+    (grad,) = torch.autograd.grad(knn.loss(x, label, x, label), x)
+    assert grad.isfinite().all()
+    among = SoftKNN(3, 4, tau=0.5, candidates=20)
+    torch.testing.assert_close(among(x, x, label, others), dense(x, x, label, others), rtol=1e-5, atol=1e-6)
+
+
+def test_predict_and_candidates_keep_no_distance_for_each_pair() -> None:
+    query, template, label = normal(3000, 4).requires_grad_(), normal(2000, 4, seed=1), labels(2000)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, Tensor):
+                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
+            return out
+
+    right = labels(3000, seed=2)
+    with Watch():
+        SoftKNN(3, 4).predict(query.detach(), template, label)
+        SoftKNN(3, 4, candidates=12).loss(query, right, template, label).backward()
+    assert largest < 3000 * 2000 / 2
 
 
 def test_predict_far_from_the_origin() -> None:
@@ -165,6 +276,10 @@ def test_refuses() -> None:
         SoftKNN(0, 4)
     with pytest.raises(ValueError, match="num_classes"):
         SoftKNN(1, 0)
+    with pytest.raises(ValueError, match="candidates must be at least 1, but got 0"):
+        SoftKNN(1, 4, candidates=0)
+    with pytest.raises(ValueError, match="k must be at most candidates = 2, but got 3"):
+        SoftKNN(3, 4, candidates=2)(query, template, label)
     with pytest.raises(TypeError, match="int64"):
         SoftKNN(1, 4)(query, template, label.double())
     with pytest.raises(ValueError, match="label must have"):

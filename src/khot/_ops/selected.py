@@ -33,8 +33,9 @@ Where = tuple[Any, ...]
 # On a CPU, 256 rows and their choice took 1.1 of the product alone at d = 512, and 64 rows 1.9, since they
 # read the matrix more often. At d = 32 the scores are most of what is read, and 64 rows stay in the cache.
 ROWS, ROWS_OF_NARROW, NARROW = 256, 64, 32
-# Elsewhere a part has so many scores, 256 MB: parts for a cache would have too many launches.
-ELSEWHERE = 1 << 26
+# A part has at most so many scores, 256 MB. On other devices it has about so many, because parts for a cache
+# would have too many launches.
+SCORES = 1 << 26
 
 
 def best_of_product(
@@ -198,9 +199,9 @@ def _chosen(
 
 
 def _rows_of_a_part(x: Tensor, n: int) -> int:
-    if x.is_cpu:
-        return ROWS_OF_NARROW if x.shape[-1] <= NARROW else ROWS
-    return max(ELSEWHERE // max(n, 1), ROWS)
+    rows = ROWS_OF_NARROW if x.shape[-1] <= NARROW else ROWS
+    most = max(SCORES // max(n, 1), 1)
+    return min(rows, most) if x.is_cpu else max(rows, most)
 
 
 def _scores(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

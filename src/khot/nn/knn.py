@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from khot import cdfs, masks
 from khot._core import arguments
+from khot._core.parts import in_parts
+from khot._kernels.reference.selected import gathered
+from khot._ops.selected import Where, best_of_product, selected_dot
 from khot.cdfs import CDF, CDFName
 from khot.nn._export import to_onnx
 from khot.nn._left_soft import LeftSoft
@@ -16,6 +19,10 @@ from khot.nn._values import Positive, Value, available, current, describe, posit
 from khot.selection import topk
 
 __all__ = ["SoftKNN"]
+
+# So many more templates than neighbours are measured exactly, because products that are nearly equal are
+# rounded and may be in the wrong order.
+SPARE = 16
 
 
 class SoftKNN(LeftSoft):
@@ -34,6 +41,11 @@ class SoftKNN(LeftSoft):
         tau: temperature > 0, in the units of the distances; as k.
         cdf: as for :func:`khot.soft_topk`.
         learnable_tau: learn the temperature; tau is then the first value, a number. It stays positive.
+        candidates: None, or m: choose among the m nearest templates of each query instead of all, with A the
+            soft top-k of their m distances, and 0 for all others. This takes O(q·m) memory instead of one
+            distance for each pair, and less time from some thousands of templates on. The smaller τ beside
+            the distance that the m-th template is behind the k-th, the less it differs from the choice among
+            all; in eval mode it does not differ.
         device, dtype: of a learned tau.
 
     Shape:
@@ -49,11 +61,16 @@ class SoftKNN(LeftSoft):
         output: probabilities (..., q, num_classes) of the query's dtype, computed in float32 at least. NaN
         where no template may be a neighbour.
 
-    Differentiable in query, template, k and tau: exactly, to first order (torch.cdist has no second); at
-    distance 0, where a distance has a kink, with gradient 0.
+    Differentiable in query, template, k and tau: exactly, to first order (torch.cdist has no second), or to
+    any order with ``candidates``; at distance 0, where a distance has a kink, with gradient 0.
+
+    With ``candidates``, and in :meth:`predict`, the nearest templates are found by products in float32 at
+    least, of features whose mean is subtracted; the distances of those that were found are then computed
+    again from the differences.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and what is allowed.
+        ValueError, TypeError: naming the argument, its value and what is allowed. k may be at most
+            ``candidates``.
 
     Source: Xie et al. 2020, appendix C; the learned temperature after Struski et al. 2025.
 
@@ -71,6 +88,7 @@ class SoftKNN(LeftSoft):
     tau: Value | Positive
     num_classes: int
     cdf: CDF
+    candidates: int | None
 
     def __init__(
         self,
@@ -80,6 +98,7 @@ class SoftKNN(LeftSoft):
         tau: Value = 1.0,
         cdf: CDFName | CDF = "logistic",
         learnable_tau: bool = False,
+        candidates: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,9 +107,11 @@ class SoftKNN(LeftSoft):
         if not isinstance(k, nn.Module):
             arguments.check_number(k, "k", low=1, high=math.inf)
         arguments.check_flags(learnable_tau=learnable_tau)
+        if candidates is not None:
+            arguments.check_integer(candidates, "candidates", low=1)
         tau = positive(tau, "tau")
         self.k, self.tau = k, Positive(tau, "tau", device, dtype) if learnable_tau else tau
-        self.num_classes, self.cdf = num_classes, cdfs.resolve(cdf)
+        self.num_classes, self.cdf, self.candidates = num_classes, cdfs.resolve(cdf), candidates
 
     def reset_parameters(self) -> None:
         """Back to the tau that the layer was made with, if it is learned."""
@@ -99,15 +120,22 @@ class SoftKNN(LeftSoft):
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         self._check(query, template, label)
-        near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
-        k = available(current(self.k), near)
+        k = current(self.k)
+        if self.candidates is None:
+            near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
+            label = label.unsqueeze(-2)
+        else:
+            if not isinstance(k, Tensor) and k > self.candidates:
+                raise ValueError(f"k must be at most candidates = {self.candidates}, but got {k}")
+            near, label = _nearest(query, template, label, self.candidates, mask)
+        k = available(k, near)
         if self.training:
             A = masks.soft_topk(near, k, tau=current(self.tau), cdf=self.cdf)
             self._note(A)
         else:
             A = masks.topk_mask(near, k)
         votes = A.new_zeros(*A.shape[:-1], self.num_classes)
-        votes = votes.scatter_add(-1, label.unsqueeze(-2).expand(A.shape), A)
+        votes = votes.scatter_add(-1, label.expand(A.shape), A)
         return (votes / A.sum(-1, keepdim=True)).to(query.dtype)
 
     def loss(
@@ -135,16 +163,15 @@ class SoftKNN(LeftSoft):
         return 1 - p.gather(-1, query_label.unsqueeze(-1)).mean()
 
     @torch.no_grad()
-    def predict(self, query: Tensor, template: Tensor, label: Tensor, chunk_size: int = 4096) -> Tensor:
+    def predict(self, query: Tensor, template: Tensor, label: Tensor) -> Tensor:
         """The class with the most votes among the k nearest of any number of templates.
 
-        Hard, whatever the mode, and without a gradient. At most chunk_size² distances are in memory.
+        Hard, whatever the mode, and without a gradient. Memory is O(q·k + m), whatever ``candidates`` is.
 
         Args:
             query: (q, d).
             template: (m, d).
             label: (m,).
-            chunk_size: how many queries, and how many templates, to compare at once.
 
         Returns:
             Labels (q,). Of classes with equally many votes, the lowest. Of equally near templates, the first
@@ -160,23 +187,10 @@ class SoftKNN(LeftSoft):
         if not m:
             raise ValueError("template must have at least one row, but got none")
         k = min(max(math.floor(float(current(self.k)) + 0.5), 1), m)
-        # centred, because distances computed from scalar products lose digits far from the origin
-        centre = _wide(template).mean(0)
-        parts = []
-        for q in query.split(chunk_size):
-            q = _wide(q) - centre
-            nearness, votes = q.new_empty(len(q), 0), label.new_empty(len(q), 0)
-            for t, own in zip(template.split(chunk_size), label.split(chunk_size), strict=True):
-                near = -torch.cdist(q, _wide(t) - centre, compute_mode="use_mm_for_euclid_dist")
-                i = topk(near, min(k, len(t))).indices
-                nearness = torch.cat([nearness, near.gather(-1, i)], -1)
-                votes = torch.cat([votes, own[i]], -1)
-                # sorted parts one after the other: equal distances stay in the order of the templates
-                i = topk(nearness, min(k, nearness.shape[-1])).indices
-                nearness, votes = nearness.gather(-1, i), votes.gather(-1, i)
-            counts = votes.new_zeros(len(q), self.num_classes)
-            parts.append(counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1))
-        return torch.cat(parts)
+        near, labels = _nearest(query, template, label, k + SPARE)
+        votes = labels.gather(-1, topk(near, k, sorted=False).indices)
+        counts = votes.new_zeros(len(query), self.num_classes)
+        return counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1)
 
     def _check(self, query: Tensor, template: Tensor, label: Tensor) -> None:
         arguments.check_input(query, "query")
@@ -207,7 +221,8 @@ class SoftKNN(LeftSoft):
                 raise ValueError(f"{name} must lie in [0, {self.num_classes - 1}], but got {bad}")
 
     def extra_repr(self) -> str:
-        return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf)
+        among = {} if self.candidates is None else {"candidates": self.candidates}
+        return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf, **among)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -218,3 +233,54 @@ def _distances(query: Tensor, template: Tensor) -> Tensor:
     if to_onnx():  # it has no cdist
         return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
     return torch.cdist(query, template, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _nearest(
+    query: Tensor, template: Tensor, label: Tensor, count: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Minus the distances of the nearest templates of each query, and the labels of these: (..., q, count).
+
+    They come in the order of the templates, so that of equally near ones the first is chosen. Those that the
+    mask excludes are at −inf.
+    """
+    query, template = _wide(query), _wide(template)
+    dtype = torch.promote_types(query.dtype, template.dtype)
+    # products lose digits far from the origin
+    centre = template.detach().nan_to_num(0, 0, 0).mean(-2, keepdim=True)
+    batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
+    query, template = ((x.to(dtype) - centre).expand(*batch, *x.shape[-2:]) for x in (query, template))
+    pairs = *batch, query.shape[-2], template.shape[-2]
+    closed = None if mask is None else ~arguments.mask_rows(mask, query.new_empty(1).expand(pairs), -1)
+
+    def masked(where: Where, scores: Tensor) -> Tensor:
+        assert closed is not None
+        return scores.masked_fill(closed[where], -math.inf)
+
+    # the largest ⟨q, t⟩ − ‖t‖²/2 are the least ‖q − t‖²
+    half = -template.square().sum(-1) / 2
+    _, indices = best_of_product(
+        query, template, min(count, pairs[-1]), half.detach(), adjust=None if closed is None else masked
+    )
+    indices = indices.sort(-1).values
+    squared = _squared_distances(query.detach(), template.detach(), indices)
+    # what has the derivatives is added without its value, which has fewer digits
+    known = torch.zeros_like(squared)
+    formula = query.square().sum(-1, keepdim=True) - 2 * selected_dot(query, template, indices, half, known)
+    squared = squared + (formula - formula.detach())
+    apart = squared > 0  # at distance 0 the root has no derivative
+    near = -squared.where(apart, 1).sqrt().where(apart, 0)
+    if closed is not None:
+        near = near.masked_fill(closed.gather(-1, indices), -math.inf)
+    labels = label.unsqueeze(-2).expand(pairs).gather(-1, indices)
+    return near, labels
+
+
+def _squared_distances(query: Tensor, template: Tensor, indices: Tensor) -> Tensor:
+    """‖q − t‖² of queries and chosen templates, from the differences, of which a part is in memory."""
+
+    def part(start: int, stop: int) -> Tensor:
+        chosen = gathered(template, indices[..., start:stop, :])
+        return (chosen - query[..., start:stop, None, :]).square().sum(-1)
+
+    batch = math.prod(query.shape[:-2])
+    return in_parts(part, query.shape[-2], batch * indices.shape[-1] * query.shape[-1])

@@ -20,6 +20,7 @@ from khot._core.torch_internals import bag_gradient, bag_products
 
 __all__ = [
     "entries",
+    "gathered",
     "gathered_dot",
     "gathered_outer",
     "gathered_sum",
@@ -76,9 +77,16 @@ def selected_outer(w: Tensor, v: Tensor, i: Tensor, n: int) -> Tensor:
     return bag_gradient(weights, vectors, rows, math.prod(batch) * n).view(*batch, n, d)
 
 
+def gathered(M: Tensor, i: Tensor) -> Tensor:
+    """M[i], (*batch, B, k, d)."""
+    rows = (i + _starts(M.shape[:-2], M.shape[-2], i)).flatten()
+    # a fifth of the time of an index in brackets
+    return M.flatten(0, -2).index_select(0, rows).view(*i.shape, M.shape[-1])
+
+
 def gathered_sum(w: Tensor, M: Tensor, i: Tensor) -> Tensor:
     with without_autocast(w.device):
-        return (w.unsqueeze(-2) @ _gathered(M, i)).squeeze(-2)
+        return (w.unsqueeze(-2) @ gathered(M, i)).squeeze(-2)
 
 
 def gathered_dot(
@@ -86,7 +94,7 @@ def gathered_dot(
 ) -> Tensor:
     dtype = wide(v, M)
     with without_autocast(v.device):
-        products = (_gathered(M, i).to(dtype) @ v.to(dtype).unsqueeze(-1)).squeeze(-1)
+        products = (gathered(M, i).to(dtype) @ v.to(dtype).unsqueeze(-1)).squeeze(-1)
     products = products if bias is None else products + entries(bias, i)
     # products that a mask has made infinite have no derivative
     return products if known is None else torch.where(known.isfinite(), products, known.to(dtype))
@@ -119,12 +127,6 @@ def _as_one(M: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
     if shared:  # as what torch.vmap does not map
         return M[(0,) * len(batch)], i.reshape(rows)
     return M.reshape(-1, M.shape[-1]), (i + _starts(batch, M.shape[-2], i)).reshape(rows)
-
-
-def _gathered(M: Tensor, i: Tensor) -> Tensor:
-    """M[i], (*batch, B, k, d)."""
-    batch = M.shape[:-2]
-    return (M.reshape(-1, M.shape[-1]) if batch else M)[i + _starts(batch, M.shape[-2], i)]
 
 
 def entries(bias: Tensor, i: Tensor) -> Tensor:
