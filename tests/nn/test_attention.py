@@ -326,6 +326,49 @@ def test_selected_keys_in_half_precision(selecting: None, dtype: torch.dtype) ->
         assert grad.dtype == x.dtype and grad.isfinite().all()
 
 
+def test_selected_keys_compiled_mapped_and_under_autocast(
+    selecting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_weights", None)  # nothing weighs all keys
+    q, k, v = (x.float().requires_grad_() for x in qkv(keys=12))
+    attend = functools.partial(topk_attention, top_k=2, hard=True, is_causal=True)
+    want = weighed(q, k, v, 2, is_causal=True)
+    grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    for call in (torch.compile(attend, fullgraph=True, backend="aot_eager"), torch.vmap(attend)):
+        got = call(q, k, v)
+        close(got, want)
+        close(torch.autograd.grad(got.square().sum(), (q, k, v)), grads)
+    close(torch.func.grad(lambda q: attend(q, k, v).square().sum())(q), grads[0])
+    _, tangent = torch.func.jvp(lambda q: attend(q, k, v), (q.detach(),), (torch.ones_like(q),))
+    close(
+        tangent,
+        torch.func.jvp(lambda q: weighed(q, k, v, 2, None, True), (q.detach(),), (torch.ones_like(q),))[1],
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(q, k, v)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("top_k", [16, 17])
+def test_where_rows_are_gathered_few_keys_are_selected(
+    selecting: None, monkeypatch: pytest.MonkeyPatch, top_k: int
+) -> None:
+    # 16 keys of 4 entries take as much memory as the scores of 64 keys
+    weigh, calls = attention._weights, []
+
+    def weights(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return weigh(*args, **options)
+
+    monkeypatch.setattr(attention, "_weights", weights)
+    q, k, v = normal(1, 3, 4), normal(1, 64, 4, seed=1), normal(1, 64, 4, seed=2)
+    got = torch.vmap(functools.partial(topk_attention, top_k=top_k, hard=True))(q, k, v)
+    torch.testing.assert_close(got, weighed(q, k, v, top_k))
+    assert len(calls) == (top_k == 17)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_selected_keys_need_a_part_of_the_scores(causal: bool) -> None:
     q, k, v = (normal(2, 2_048, 4, seed=i).requires_grad_() for i in range(3))
@@ -412,6 +455,56 @@ def test_candidates_compiled_mapped_and_forward() -> None:
         y = attend(*(forward_ad.make_dual(*pair) for pair in zip((q, k, v), tangents, strict=True)))
         torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, want_tangent)
     torch.testing.assert_close(torch.func.jvp(attend, (q, k, v), tangents)[1], want_tangent)
+
+
+LAYER_MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal and padding": {"is_causal": True, "key_padding_mask": torch.arange(7) > 4},
+    "closed": {"attn_mask": torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) < 0.4},
+    "added": {"attn_mask": normal(7, 7, seed=5)},
+}
+
+
+@pytest.mark.parametrize("options", LAYER_MASKS.values(), ids=LAYER_MASKS.keys())
+@pytest.mark.parametrize("training", [True, False])
+def test_candidates_of_the_layer(options: dict[str, Any], training: bool) -> None:
+    """With all keys as candidates the outputs and weights are those without; with few, both calls agree."""
+    x = normal(7, 8)
+    torch.manual_seed(0)
+    layers = [
+        TopKAttention(8, 2, top_k=2, tau=0.3, candidates=m, dtype=torch.float64).train(training)
+        for m in (None, 99, 3)
+    ]
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+    for weights in (True, False):
+        want = layers[0](x, x, x, need_weights=weights, **options)
+        torch.testing.assert_close(layers[1](x, x, x, need_weights=weights, **options), want)
+    output, weights = layers[2](x, x, x, average_attn_weights=False, **options)
+    assert ((weights > 0).sum(-1) <= (3 if training else 2)).all()
+    torch.testing.assert_close(layers[2](x, x, x, need_weights=False, **options)[0], output)
+    if not training:
+        torch.testing.assert_close(output, layers[0](x, x, x, **options)[0])
+
+
+def test_the_layer_keeps_no_score_of_each_pair_where_it_selects(selecting: None) -> None:
+    x = normal(1, 600, 4)
+    layer = TopKAttention(4, 1, top_k=2, tau=0.3, candidates=4, batch_first=True, dtype=torch.float64)
+    for training in (True, False):
+        layer.train(training)
+        with Largest() as largest:
+            layer(x, x, x, need_weights=False, is_causal=True)[0].sum().backward()
+        assert largest.numel <= 64 * 600
+
+
+def test_the_layer_notes_what_candidates_leave_outside() -> None:
+    layer = TopKAttention(4, 1, top_k=1, tau=10.0, candidates=5, batch_first=True)
+    x = torch.randn(1, 12, 4)
+    for _ in range(20):
+        layer(x, x, x, need_weights=False)
+    with pytest.warns(UserWarning, match="not used as it was trained"):
+        layer.eval()
 
 
 def test_candidates_under_autocast_have_its_dtype() -> None:
@@ -568,6 +661,13 @@ def test_parts_under_compile_and_transforms(small_parts: None) -> None:
     with forward_ad.dual_level():
         dual = f(forward_ad.make_dual(q.detach(), tangent), k.detach(), v.detach())
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, rate, rtol=0, atol=1e-12)
+
+
+def test_refuses_candidates_of_the_layer() -> None:
+    with pytest.raises(ValueError, match="candidates must be at least 1, but got 0"):
+        TopKAttention(4, 2, top_k=1, candidates=0)
+    with pytest.raises(ValueError, match="top_k must be at most candidates = 2, but got 3"):
+        TopKAttention(4, 2, top_k=3, candidates=2)(*[torch.zeros(3, 4)] * 3)
 
 
 def test_refuses() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -92,7 +93,9 @@ def topk_attention(
 
     With ``hard`` and a number ``top_k`` of at most S/8, from 512 keys on, only the selected keys are weighed
     and summed, which takes less time than attention to all from some thousands of keys on. Memory is then
-    O(L·top_k + S). Not so in traces, under transforms and under autocast.
+    O(L·top_k + S). Under ``torch.compile`` and the transforms of ``torch.func`` this is done where
+    ``top_k``·E is at most S, since the selected rows may be gathered there, with O(L·top_k·E) memory; and in
+    exported programs it is not, since they fit every length.
 
     Raises:
         ValueError: both ``attn_mask`` and ``is_causal``, or ``hard`` and ``candidates``; top_k, tau or
@@ -128,16 +131,10 @@ def topk_attention(
         arguments.check_integer(candidates, "candidates", low=1)
         if hard:
             raise ValueError(f"candidates must be None with hard=True, but got {candidates}")
-        if not isinstance(top_k, Tensor) and top_k > candidates:
-            raise ValueError(f"top_k must be at most candidates = {candidates}, but got {top_k}")
-
-        def weigh(scores: Tensor) -> Tensor:
-            k = available(top_k, scores)
-            return _softmax(scores + masks.log_soft_topk(scores, k, tau=tau, cdf=cdf))
-
-        count = min(candidates, key.shape[-2])
-        return _attend_to_best(query, key, value, count, weigh, attn_mask, dropout_p, is_causal, scale)
-    return _attend(query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard)
+        _check_candidates(candidates, top_k)
+    return _attend(
+        query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard, candidates
+    )
 
 
 def selected_attention(
@@ -233,6 +230,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         batch_first: whether the batch, and not the sequence, comes first.
         tau: temperature of the selection, > 0, in the units of the scores; as ``top_k``.
         cdf: as for :func:`khot.soft_topk`.
+        candidates: as for :func:`topk_attention`, in train mode. In eval mode it changes nothing.
         device, dtype: of the parameters.
 
     Shape:
@@ -253,8 +251,8 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         are the weights before dropout.
 
     Raises:
-        ValueError: top_k or tau out of range; an input or mask of another shape than the above, which are the
-            shapes that ``torch.nn.MultiheadAttention`` takes.
+        ValueError: top_k, tau or candidates out of range; an input or mask of another shape than the above,
+            which are the shapes that ``torch.nn.MultiheadAttention`` takes.
         TypeError: an input that is not floating-point, a mask that is neither that nor bool.
 
     Source: Xie et al. 2020, appendix I.3.
@@ -270,6 +268,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
     top_k: Value
     tau: Value
     cdf: CDF
+    candidates: int | None
 
     def __init__(
         self,
@@ -282,12 +281,15 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         *,
         tau: Value = 1.0,
         cdf: CDFName | CDF = "logistic",
+        candidates: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         arguments.check_integer(embed_dim, "embed_dim", low=1)
         arguments.check_integer(num_heads, "num_heads", low=1)
         arguments.check_flags(bias=bias, batch_first=batch_first)
+        if candidates is not None:
+            arguments.check_integer(candidates, "candidates", low=1)
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"num_heads must be a divisor of embed_dim, but got {num_heads} for embed_dim {embed_dim}"
@@ -298,7 +300,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         # otherwise the fast path of nn.TransformerEncoderLayer would use the weights and attend to every key
         self._qkv_same_embed_dim = False
         self.top_k, self.tau = positive(top_k, "top_k"), positive(tau, "tau")
-        self.cdf = cdfs.resolve(cdf)
+        self.cdf, self.candidates = cdfs.resolve(cdf), candidates
 
     def _reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.in_proj_weight)
@@ -332,26 +334,33 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         q, k, v = self._heads(query, key, value)
-        if is_causal and attn_mask is None:
+        is_causal = is_causal and attn_mask is None
+        if is_causal and key_padding_mask is not None:
             attn_mask = q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+            is_causal = False
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.view(-1, 1, 1, k.shape[-2])
-        mask = _added(attn_mask, key_padding_mask, q.dtype)
+        mask = _joined(attn_mask, key_padding_mask, q.dtype)
 
         top_k, tau = current(self.top_k), current(self.tau)
         dropout, hard = self.dropout if self.training else 0.0, not self.training
+        candidates = self.candidates if self.training else None
+        if candidates is not None:
+            _check_candidates(candidates, top_k)
         weights = None
         if need_weights:
-            weights = _weights(q, k, top_k, mask, False, None, tau, self.cdf, hard)
+            weights = _weights(q, k, top_k, mask, is_causal, None, tau, self.cdf, hard, candidates)
             if self.training:
                 self._note(weights, top_k)
             output = F.dropout(weights, dropout) @ v
             weights = weights.mean(-3) if average_attn_weights else weights
         else:
             note = self._note if self.training else None
-            output = _attend(q, k, v, top_k, mask, dropout, False, None, tau, self.cdf, hard, note)
+            output = _attend(
+                q, k, v, top_k, mask, dropout, is_causal, None, tau, self.cdf, hard, candidates, note
+            )
         output = self.out_proj(output.transpose(1, 2).flatten(-2))
         if not batched:
             output, weights = output.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -412,19 +421,28 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
 
     def extra_repr(self) -> str:
+        among = {} if self.candidates is None else {"candidates": self.candidates}
         return describe(
-            embed_dim=self.embed_dim, num_heads=self.num_heads, top_k=self.top_k, tau=self.tau, cdf=self.cdf
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            top_k=self.top_k,
+            tau=self.tau,
+            cdf=self.cdf,
+            **among,
         )
 
 
-def _added(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The sum of the masks as scores, −inf where a boolean one is True."""
+def _joined(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One mask for :func:`topk_attention`: of boolean ones a boolean one, True where attending is allowed;
+    otherwise their sum as scores, −inf where a boolean one is True."""
+    given = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if given and all(mask.dtype == torch.bool for mask in given):
+        return ~functools.reduce(torch.logical_or, given)
     total = None
-    for mask in (attn_mask, key_padding_mask):
-        if mask is not None:
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-            total = mask if total is None else total + mask
+    for mask in given:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+        total = mask if total is None else total + mask
     return total
 
 
@@ -540,12 +558,18 @@ def _attend(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    candidates: int | None = None,
     note: Callable[[Tensor, Scalar], None] | None = None,
 ) -> Tensor:
-    """The output, in parts of the queries."""
-    if hard and _selects(top_k, query, key):
-        count = math.floor(top_k + 0.5)
-        return _attend_to_best(query, key, value, count, _softmax, attn_mask, dropout_p, is_causal, scale)
+    """The output, by sums over the keys that are selected, or in parts of the queries."""
+    if candidates is not None or (hard and _selects(top_k, query, key)):
+        batch_shape = _batch(query, key, value, attn_mask)
+        weights, indices = _weights_of_best(
+            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, candidates, batch_shape
+        )
+        if note is not None:
+            note(weights, top_k)
+        return _summed(weights, query, value, indices, dropout_p, batch_shape)
     length = query.shape[-2]
     batch = math.prod(arguments.broadcast_shape(query.shape[:-2], key.shape[:-2]))
 
@@ -557,7 +581,16 @@ def _attend(
 
         queries = query[..., start:stop, :]
         weights = _weights(
-            queries, key, of(top_k, -1), of(attn_mask, -2), is_causal, scale, of(tau, -1), cdf, hard, start
+            queries,
+            key,
+            of(top_k, -1),
+            of(attn_mask, -2),
+            is_causal,
+            scale,
+            of(tau, -1),
+            cdf,
+            hard,
+            first=start,
         )
         if note is not None and start == 0:
             note(weights, top_k)
@@ -579,10 +612,18 @@ def _weights(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    candidates: int | None = None,
     first: int = 0,
 ) -> Tensor:
     """The weights of the keys, for queries of which the first one has the given number."""
     _check_mask(attn_mask, is_causal)
+    if candidates is not None:
+        batch = _batch(query, key, attn_mask)
+        weights, indices = _weights_of_best(
+            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, candidates, batch
+        )
+        of_all = weights.new_zeros(*weights.shape[:-1], key.shape[-2])
+        return of_all.scatter(-1, indices, weights).to(query.dtype)
     if is_causal:
         attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(first)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
@@ -603,6 +644,11 @@ def _softmax(logits: Tensor) -> Tensor:
     return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0)
 
 
+def _check_candidates(candidates: int, top_k: Scalar) -> None:
+    if not isinstance(top_k, Tensor) and top_k > candidates:
+        raise ValueError(f"top_k must be at most candidates = {candidates}, but got {top_k}")
+
+
 def _check_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
     if attn_mask is None:
         return
@@ -614,38 +660,45 @@ def _check_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
 
 def _selects(top_k: Scalar, query: Tensor, key: Tensor) -> TypeGuard[float]:
     """Whether exactly the best keys are to be selected and the others left alone, which takes less time and
-    memory from some length on. It takes one number of keys for all queries; and sizes in a trace have to fit
-    whatever the number is."""
+    memory from some length on. It takes one number of keys for all queries."""
+    if is_exporting():  # a program that fits every length may not depend on it
+        return False
     keys, number = key.shape[-2], isinstance(top_k, (int, float))
     if not number or keys < LONG or top_k > keys / FEW or top_k < 0.5 or not query.numel():
         return False
-    traced = torch.compiler.is_compiling() or is_exporting() or transforms_are_on()
-    return not traced and autocast_dtype(query.device) is None
+    # where the selected rows of key and value are gathered, they may not take more memory than the scores
+    gathers = torch.compiler.is_compiling() or transforms_are_on()
+    return not gathers or top_k * query.shape[-1] <= keys
 
 
-def _attend_to_best(
+def _batch(*tensors: Tensor | None) -> Sequence[int]:
+    """The batch dims of tensors (*batch, ., .) together."""
+    return arguments.broadcast_shape(*(x.shape[:-2] for x in tensors if x is not None))
+
+
+def _weights_of_best(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
-    count: int,
-    weigh: Callable[[Tensor], Tensor],
+    top_k: Scalar,
     attn_mask: Tensor | None,
-    dropout_p: float,
     is_causal: bool,
     scale: float | None,
-) -> Tensor:
-    """The output of the best keys, by sums over these. A part of the scores at a time is in memory, and none
-    is kept.
-
-    Args:
-        count: how many keys.
-        weigh: the weights of these keys from their scores.
-    """
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    candidates: int | None,
+    batch: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The weights of the best keys and their indices, (*batch, L, m) each: of so many candidates, among which
+    the selection is soft; without candidates of exactly top_k keys. A part of the scores at a time is in
+    memory, and none is kept."""
     _check_mask(attn_mask, is_causal)
     length, keys = query.shape[-2], key.shape[-2]
-    batch = arguments.broadcast_shape(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    if candidates is None:
+        assert not isinstance(top_k, Tensor)
+        count = math.floor(top_k + 0.5)
+    else:
+        count = min(candidates, keys)
     if attn_mask is not None:
-        batch = arguments.broadcast_shape(batch, attn_mask.shape[:-2])
         attn_mask = attn_mask.expand(*batch, length, keys)
     queries, keys_of_all = _scaled(query, key, scale, batch)
 
@@ -673,7 +726,10 @@ def _attend_to_best(
         logits = selected_dot(queries, keys_of_all, indices) + attn_mask.gather(-1, indices)
     else:
         logits = selected_dot(queries, keys_of_all, indices, known=scores)
-    return _summed(weigh(logits), query, value, indices, dropout_p, batch)
+    if candidates is not None:
+        k = available(top_k, logits)
+        logits = logits + masks.log_soft_topk(logits, k, tau=tau, cdf=cdf)
+    return _softmax(logits), indices
 
 
 def _scaled(query: Tensor, key: Tensor, scale: float | None, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
