@@ -45,6 +45,15 @@ def test_attention(tmp_path: Path) -> None:
     assert_picture(tmp_path / "attention.png")
 
 
+def test_indexer(tmp_path: Path) -> None:
+    script = example("indexer")
+    errors = script.run(steps=240, methods=("dense", "indexer"))
+    for n in (128, 512):  # as many keys as in training, and more
+        assert errors["indexer"][n] < 1.1 * errors["dense"][n] < 0.5
+    script.draw(errors, tmp_path / "indexer.png")
+    assert_picture(tmp_path / "indexer.png")
+
+
 def test_beam_search(tmp_path: Path) -> None:
     script = example("beam_search")
     results = script.run(steps=120, methods=("beam", "forced"))
