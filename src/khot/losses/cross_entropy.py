@@ -19,6 +19,7 @@ from khot._core.rows import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce
+from khot.selection import topk
 
 __all__ = ["TopKCrossEntropyLoss"]
 
@@ -199,7 +200,7 @@ def _target(
         return *_of_all(x, share, of.label_smoothing), ~ignored, x
     at = x.gather(-1, label.unsqueeze(-1))
     if of.m is not None:
-        others = x.scatter(-1, label.unsqueeze(-1), -math.inf).topk(of.m - 1).values
+        others = topk(x.scatter(-1, label.unsqueeze(-1), -math.inf), of.m - 1).values
         x = torch.cat((at, others), -1)
     return widen(at), None, ~ignored, x
 

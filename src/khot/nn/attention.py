@@ -668,7 +668,7 @@ def _selects(top_k: Scalar, query: Tensor, key: Tensor) -> TypeGuard[float]:
         return False
     # where the selected rows of key and value are gathered, they may not take more memory than the scores
     gathers = torch.compiler.is_compiling() or transforms_are_on()
-    return not gathers or top_k * query.shape[-1] <= keys
+    return not (gathers and bool(top_k * query.shape[-1] > keys))
 
 
 def _batch(*tensors: Tensor | None) -> Sequence[int]:

@@ -135,7 +135,9 @@ def soft_beam_search(
             allowed = (scores.detach() > -torch.inf).sum(-1)
             A = _choice(scores, k, allowed, epsilon, normalize)
             # a beam without a continuation gets one that is forbidden
-            place = torch.where(ranks < allowed.unsqueeze(-1), A.argmax(-1), scores.argmin(-1, keepdim=True))
+            likeliest = topk(A.detach(), 1).indices.squeeze(-1)
+            forbidden = topk(scores.detach(), 1, largest=False).indices
+            place = torch.where(ranks < allowed.unsqueeze(-1), likeliest, forbidden)
             A = A.unflatten(-1, (-1, V)).to(h.dtype)
             x, h = A.sum(-2) @ embedding, A.sum(-1) @ h
         likelihood = scores.gather(1, place)
