@@ -625,6 +625,25 @@ def test_given_keys_out_of_range(change: dict[str, Any], kind: type[Exception], 
         selected_attention(**{"query": q, "key": k, "value": v, "indices": INDICES, **change})
 
 
+@pytest.mark.parametrize("name", ["topk_attention", "selected_attention"])
+def test_numbers_out_of_range(name: str) -> None:
+    q, k, v = qkv()
+    last = 2 if name == "topk_attention" else torch.zeros(2, 3, 4, 2, dtype=torch.int64)
+    attend = functools.partial(getattr(attention, name), q, k, v, last)
+    with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\], but got 2"):
+        attend(dropout_p=2)
+    with pytest.raises(TypeError, match="scale must be a real number, but got str"):
+        attend(scale="a")
+    assert attend(scale=torch.tensor(0.5)).shape == attend(scale=0.5).shape
+
+
+def test_given_keys_without_entries_count_alike() -> None:
+    q, k, v = qkv()
+    indices = torch.tensor([1, 4]).expand(2, 3, 4, 2)
+    got = selected_attention(q[..., :0], k[..., :0], v, indices)
+    torch.testing.assert_close(got, v[..., [1, 4], :].mean(-2, keepdim=True).expand(got.shape))
+
+
 def test_a_nan_stays_in_its_row(selecting: None) -> None:
     q, k, v = qkv()
     q[0, 0, 1, 0] = math.nan

@@ -115,6 +115,7 @@ def topk_attention(
         True
     """
     _check_inputs(query, key, value)
+    _check_numbers(dropout_p, scale)
     arguments.check_flags(is_causal=is_causal, enable_gqa=enable_gqa, hard=hard)
     arguments.check_scalar(top_k, "top_k", low=0)
     arguments.check_scalar(tau, "tau", low=0, low_open=True)
@@ -190,6 +191,7 @@ def selected_attention(
         torch.Size([2, 5, 8])
     """
     _check_inputs(query, key, value)
+    _check_numbers(dropout_p, scale)
     arguments.check_flags(enable_gqa=enable_gqa)
     arguments.check_tensor(indices, "indices")
     arguments.check_has_values(indices, "indices", query)
@@ -464,6 +466,12 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"key and value must have the same length along dim -2, but got shapes "
             f"{tuple(key.shape)} and {tuple(value.shape)}"
         )
+
+
+def _check_numbers(dropout_p: float, scale: float | None) -> None:
+    arguments.check_number(dropout_p, "dropout_p", low=0, high=1)
+    if not (scale is None or isinstance(scale, Tensor)):
+        arguments.check_number(scale, "scale", low=-math.inf, high=math.inf)
 
 
 def _for_each_head(x: Tensor, name: str, query: Tensor) -> Tensor:
