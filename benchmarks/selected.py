@@ -1,11 +1,13 @@
 """Selecting the k largest and summing what was selected, on one CPU thread: `python -m benchmarks.selected`.
 
-Three tables, in float32, of medians of CPU time of calls that take turns:
+Five tables, in float32, of medians of CPU time of calls that take turns:
 
 - khot.topk beside torch.topk (not sorted) and softmax, on rows of several kinds; with `--plot`, against n;
+- the hard mask and the k-th largest entry, in softmaxes;
 - khot.linear_topk, and a step of TopKSAE with the mean squared error and with its own loss, in products of
   the encoder, beside one that is written by hand with torch.topk and a dense code;
-- topk_attention, hard and among 4 k candidates, in dense attention, forward and forward + backward.
+- topk_attention, hard and among 4 k candidates, in dense attention, forward and forward + backward;
+- SoftKNN's predict, and a step among 4 k candidates and among all templates, in products.
 
 Results agree with those by hand before anything is timed. Set MALLOC_TRIM_THRESHOLD_ and
 MALLOC_MMAP_THRESHOLD_ to 4000000000 to leave page faults out.
@@ -42,6 +44,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 LAYERS = ((1024, 512, 16_384, 32), (512, 768, 65_536, 64), (256, 128, 512, 16))  # batch, size, latents, k
 HEADS = ((4, 1024, 32, 32), (4, 8192, 32, 32), (4, 8192, 64, 64))  # heads, length, size, k
+NEIGHBOURS = ((2000, 8192, 64, 9), (500, 60_000, 32, 9))  # queries, templates, size, k
 TAU = 0.1
 PLOT = Path(__file__).parents[1] / "docs" / "figures" / "topk.png"
 
@@ -68,6 +71,19 @@ def of_topk(seconds: float) -> Iterator[list[str]]:
         softmaxes = max(t["khot"] / t["softmax"] for t in found.values())
         ratios = [report.ratio(t["torch"] / t["khot"]) for t in found.values()]
         yield [f"({rows:,}, {n:,}), k = {k}", report.ratio(softmaxes), *ratios]
+
+
+def of_masks(seconds: float) -> Iterator[list[str]]:
+    for rows, n, k in SHAPES:
+        x = torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
+        calls: dict[str, Call] = {
+            "softmax": lambda x=x: x.softmax(-1),
+            "mask": lambda x=x, k=k: khot.topk_mask(x, k),
+            "k-th": lambda x=x, k=k: khot.kth_value(x, k),
+        }
+        t = times(calls, seconds)
+        cells = (report.ratio(t[name] / t["softmax"]) for name in ("mask", "k-th"))
+        yield [f"({rows:,}, {n:,}), k = {k}", *cells]
 
 
 def of_layers(seconds: float) -> Iterator[list[str]]:
@@ -127,6 +143,32 @@ def attention_times(inputs: list[Tensor], k: int, both: bool, seconds: float) ->
     return [report.ratio(t[name] / t["dense"]) for name in ("hard", "candidates")]
 
 
+def of_neighbours(seconds: float) -> Iterator[list[str]]:
+    for queries, templates, size, k in NEIGHBOURS:
+        generator = torch.Generator().manual_seed(0)
+        leaves = [
+            torch.randn(rows, size, generator=generator).requires_grad_() for rows in (queries, templates)
+        ]
+        q, t = (x.detach() for x in leaves)
+        asked, label = (torch.randint(10, (rows,), generator=generator) for rows in (queries, templates))
+        every, among = (khot.nn.SoftKNN(k, 10, tau=TAU, candidates=m) for m in (None, 4 * k))
+
+        def step(
+            knn: khot.nn.SoftKNN, leaves: list[Tensor] = leaves, asked: Tensor = asked, label: Tensor = label
+        ) -> object:
+            return torch.autograd.grad(knn.loss(leaves[0], asked, leaves[1], label), leaves)
+
+        calls: dict[str, Call] = {
+            "product": lambda q=q, t=t: q @ t.mT,
+            "predict": lambda q=q, t=t, knn=every, label=label: knn.predict(q, t, label),
+            "candidates": lambda knn=among, step=step: step(knn),
+            "all": lambda knn=every, step=step: step(knn),
+        }
+        took = times(calls, seconds)
+        shape = f"{queries:,} of {templates:,} × {size}, k = {k}"
+        yield [shape, *(report.ratio(took[name] / took["product"]) for name in calls if name != "product")]
+
+
 def plot(seconds: float) -> None:
     curves: dict[str, list[tuple[float, float]]] = {"khot.topk": [], "torch.topk": [], "softmax": []}
     for n in (1 << i for i in range(6, 21, 2)):
@@ -152,6 +194,7 @@ def main() -> None:
             ["rows", "softmaxes", *KINDS],
             of_topk(args.seconds),
         ),
+        ("Hard masks and order statistics, in softmaxes", ["rows", "mask", "k-th"], of_masks(args.seconds)),
         (
             "A training step, in products of the encoder",
             ["layer", "linear_topk", "error", "loss", "by hand"],
@@ -161,6 +204,11 @@ def main() -> None:
             "Attention, in dense attention",
             ["", "hard", f"candidates, τ = {TAU}", "hard, both", "candidates, both"],
             of_attention(args.seconds),
+        ),
+        (
+            "Nearest neighbours, in products of queries and templates",
+            ["", "predict", "step, candidates", "step, all"],
+            of_neighbours(args.seconds),
         ),
     ):
         print(f"\n## {title}\n\n{report.table(head, list(rows))}", flush=True)
