@@ -34,7 +34,7 @@ SIZE, HEADS, WIDTH, CHOSEN = 16, 4, 64, 16
 INDEX_HEADS, INDEX_SIZE = 2, 12
 BATCH, QUERIES, LENGTH = 8, 16, 128
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
-NAMES = {"dense": "all keys", "indexer": "16, trained", "untrained": "16, untrained"}
+NAMES = {"dense": "all keys", "indexer": "16 by indexer", "untrained": "not trained"}
 
 
 class Lookups:
