@@ -42,7 +42,7 @@ from khot._kernels.triton.functions import (
     side,
 )
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows
+from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over
 
@@ -175,9 +175,12 @@ def _entries64(x_at, target_at, start, n, per, threshold, CDF: tl.constexpr, WID
 
 @triton.jit
 def _loss_exactly(
-    x_at, target_at, k, tau, power, loss_at, share_at, hi_at, lo_at, n, CDF: tl.constexpr, WIDTH: tl.constexpr
+    row, x_pointer, x_stride, target_pointer, target_stride, k, tau, power,
+    loss_pointer, share_pointer, hi_pointer, lo_pointer, n, CDF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
+    x_at, target_at = x_pointer + row * x_stride, target_pointer + row * target_stride
+    k, tau = number64(*k, row), number64(*tau, row)
     hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, CDF, BY_COUNT, False, WIDTH)
     sums = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, n, WIDTH):
@@ -189,23 +192,27 @@ def _loss_exactly(
         _, both, zT, _, wrong = _entries64(x_at, target_at, start, n, per, (hi, lo, tau, power), CDF, WIDTH)
         losses += tau * (both - zT) + wrong
     loss = tl.where((hi == hi) & (per == per), tl.sum(losses, axis=0), float("nan"))
-    tl.store(loss_at, loss)
-    tl.store(share_at, per)
-    tl.store(hi_at, hi)
-    tl.store(lo_at, lo)
+    tl.store(loss_pointer + row, loss)
+    tl.store(share_pointer + row, per)
+    tl.store(hi_pointer + row, hi)
+    tl.store(lo_pointer + row, lo)
 
 
 @triton.jit
 def _pull_exactly(
-    x_at, target_at, per, threshold, grad, dx_at, dtau_at, n, CDF: tl.constexpr, WIDTH: tl.constexpr
+    row, x_pointer, x_stride, target_pointer, target_stride, grad, share_pointer, hi_pointer, lo_pointer,
+    tau, power, dx_pointer, dtau_pointer, n, CDF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    x_at, target_at = x_pointer + row * x_stride, target_pointer + row * target_stride
+    per, dx_at, grad = tl.load(share_pointer + row), dx_pointer + row * n, number64(*grad, row)
+    threshold = (tl.load(hi_pointer + row), tl.load(lo_pointer + row), number64(*tau, row), power)
     rates = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         away, both, _, zF, _ = _entries64(x_at, target_at, start, n, per, threshold, CDF, WIDTH)
         rates += both - zF
         store(dx_at + column, grad * away, column < n)
-    tl.store(dtau_at, grad * tl.sum(rates, axis=0))
+    tl.store(dtau_pointer + row, grad * tl.sum(rates, axis=0))
 
 
 @triton.jit
@@ -318,20 +325,15 @@ def solve_losses(
         tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            first = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                one = first + r
-                if any_row(bad & (row == one), TOGETHER):
-                    _loss_exactly(
-                        x_pointer + one * x_stride, target_pointer + one * target_stride,
-                        number64(k_pointer, k_stride, k_high, k_low, one),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
-                        joined(power_high, power_low),
-                        loss_pointer + one, share_pointer + one, hi_pointer + one, lo_pointer + one,
-                        n_columns, CDF, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _loss_exactly,
+            (
+                x_pointer, x_stride, target_pointer, target_stride, (k_pointer, k_stride, k_high, k_low),
+                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
+                loss_pointer, share_pointer, hi_pointer, lo_pointer, n_columns, CDF, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -383,23 +385,16 @@ def pull_losses(
         tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            first = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                one = first + r
-                if any_row(bad & (row == one), TOGETHER):
-                    threshold = (
-                        tl.load(hi_pointer + one), tl.load(lo_pointer + one),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
-                        joined(power_high, power_low),
-                    )  # fmt: skip
-                    _pull_exactly(
-                        x_pointer + one * x_stride, target_pointer + one * target_stride,
-                        tl.load(share_pointer + one), threshold,
-                        number64(grad_pointer, grad_stride, grad_high, grad_low, one),
-                        dx_pointer + one * n_columns, dtau_pointer + one, n_columns, CDF, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _pull_exactly,
+            (
+                x_pointer, x_stride, target_pointer, target_stride,
+                (grad_pointer, grad_stride, grad_high, grad_low), share_pointer, hi_pointer, lo_pointer,
+                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
+                dx_pointer, dtau_pointer, n_columns, CDF, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 KERNELS = (solve_losses, pull_losses)

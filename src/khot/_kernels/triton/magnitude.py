@@ -22,11 +22,11 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_steps import NOISE, next_state
 from khot._kernels.triton.exact_sums import BY_COUNT, least, load, sums
-from khot._kernels.triton.fast import LOG2E, any_row, log2, plus, reciprocal, split, store, total, wide
+from khot._kernels.triton.fast import LOG2E, log2, plus, reciprocal, split, store, total, wide
 from khot._kernels.triton.functions import HUGE, POWER, UNIFORM
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.pooled import pooled_moments, size, temperature, unpooled
-from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows
+from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
 from khot._kernels.triton.terms import holds, value
 from khot._kernels.triton.threshold import guess, iterate, over
 
@@ -159,14 +159,17 @@ def _write_exactly(
 
 
 @triton.jit
-def _rescue(
-    source, k, tau, to, hi_at, lo_at, P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr
+def _solve_exactly(
+    row, x_pointer, x_stride, k, tau, out_pointer, hi_pointer, lo_pointer, n,
+    P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
+    source = (x_pointer + row * x_stride, x_pointer, 0, n)
+    k, tau = number64(*k, row), number64(*tau, row)
     hi, lo = _find_exactly(source, k, tau, P, SIGNED, WIDTH)
-    tl.store(hi_at, hi)
-    tl.store(lo_at, lo)
-    _write_exactly(to, source, hi, lo, tau, P, SIGNED, WIDTH)
+    tl.store(hi_pointer + row, hi)
+    tl.store(lo_pointer + row, lo)
+    _write_exactly(out_pointer + row * n, source, hi, lo, tau, P, SIGNED, WIDTH)
 
 
 # ------------------------------------------------------------------------------------- forward
@@ -266,18 +269,15 @@ def solve_magnitudes(
                 tl.store(to + i * WIDTH, y, mask=valid)
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            first = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                one = first + r
-                if any_row(bad & (row == one), TOGETHER):
-                    _rescue(
-                        (x_pointer + one * x_stride, x_pointer, 0, n_columns),
-                        number64(k_pointer, k_stride, k_high, k_low, one),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
-                        out_pointer + one * n_columns, hi_pointer + one, lo_pointer + one, P, SIGNED, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _solve_exactly,
+            (
+                x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
+                (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
+                P, SIGNED, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ backward
@@ -315,6 +315,19 @@ def _rates(x, y, given, P: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def _entries(
+    x_at, y_at, grad_at, grad_column, offset, valid, TYPE: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr
+):  # fmt: skip
+    """x; y where it is used; and the incoming gradient, in the direction of |x|."""
+    x = tl.load(x_at + offset, mask=valid, other=0.0 if SIGNED else float("-inf")).to(TYPE)
+    y = x
+    if P != 2:
+        y = tl.load(y_at + offset, mask=valid, other=0.0).to(TYPE)
+    v = tl.load(grad_at + tl.cast(offset, tl.int64) * grad_column, mask=valid, other=0.0).to(TYPE)
+    return x, y, tl.where(x < 0, -v, v)
+
+
+@triton.jit
 def _pull(
     x_at, y_at, grad_at, grad_column, dx_at, dtau_at, there, n, k, hi, lo, tau, grad_lo,
     P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
@@ -337,12 +350,7 @@ def _pull(
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
             valid = inside(there, column + offset, n, TOGETHER, False)
-            x = tl.load(x_at + offset, mask=valid, other=0.0 if SIGNED else float("-inf")).to(hi.dtype)
-            y = x
-            if P != 2:
-                y = tl.load(y_at + offset, mask=valid, other=0.0).to(hi.dtype)
-            v = tl.load(grad_at + tl.cast(offset, tl.int64) * grad_column, mask=valid, other=0.0).to(hi.dtype)
-            v = tl.where(x < 0, -v, v)
+            x, y, v = _entries(x_at, y_at, grad_at, grad_column, offset, valid, hi.dtype, P, SIGNED)
             own, _slope, fall, rate, turn = _rates(x, y, given, P, SIGNED)
             one = tl.where(valid & own, 1.0, 0.0).to(hi.dtype)
             held = plus(held, (one, rate, turn, rate * v, v * (fall + turn)))
@@ -363,12 +371,7 @@ def _pull(
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
             valid = inside(ok, column + offset, n, TOGETHER, False)
-            x = tl.load(x_at + offset, mask=valid, other=0.0 if SIGNED else float("-inf")).to(hi.dtype)
-            y = x
-            if P != 2:
-                y = tl.load(y_at + offset, mask=valid, other=0.0).to(hi.dtype)
-            v = tl.load(grad_at + tl.cast(offset, tl.int64) * grad_column, mask=valid, other=0.0).to(hi.dtype)
-            v = tl.where(x < 0, -v, v)
+            x, y, v = _entries(x_at, y_at, grad_at, grad_column, offset, valid, hi.dtype, P, SIGNED)
             _own, slope, _fall, rate, _turn = _rates(x, y, given, P, SIGNED)
             dx = slope * v + rate * (v + share)
             dx = tl.where(x < 0, -dx, dx)
@@ -409,23 +412,34 @@ def pull_magnitudes(
         )  # fmt: skip
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            first = tl.program_id(0).to(tl.int64) * TOGETHER
-            place = tl.arange(0, CHUNK)
-            for r in range(TOGETHER):
-                one = first + r
-                if any_row(bad & (row == one), TOGETHER):
-                    _pull(
-                        x_pointer + one * x_stride + place, y_pointer + one * y_stride + place,
-                        grad_pointer + one * grad_row + place.to(tl.int64) * grad_column, grad_column,
-                        dx_pointer + one * n_columns + place, dtau_pointer + one, one < rows, n_columns,
-                        number64(k_pointer, k_stride, k_high, k_low, one),
-                        tl.load(hi_pointer + one), tl.load(lo_pointer + one),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, one),
-                        number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, one),
-                        P, SIGNED, 1, 1, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _pull_exactly,
+            (
+                x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
+                (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
+                (k_pointer, k_stride, k_high, k_low), hi_pointer, lo_pointer,
+                (tau_pointer, tau_stride, tau_high, tau_low), dx_pointer, dtau_pointer, rows, n_columns,
+                P, SIGNED, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pull_exactly(
+    row, x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column, grad_lo, k,
+    hi_pointer, lo_pointer, tau, dx_pointer, dtau_pointer, rows, n,
+    P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row in float64."""
+    place = tl.arange(0, WIDTH)
+    _pull(
+        x_pointer + row * x_stride + place, y_pointer + row * y_stride + place,
+        grad_pointer + row * grad_row + place.to(tl.int64) * grad_column, grad_column,
+        dx_pointer + row * n + place, dtau_pointer + row, row < rows, n,
+        number64(*k, row), tl.load(hi_pointer + row), tl.load(lo_pointer + row), number64(*tau, row),
+        number64(*grad_lo, row), P, SIGNED, 1, 1, WIDTH,
+    )  # fmt: skip
 
 
 KERNELS = (solve_magnitudes, pull_magnitudes)

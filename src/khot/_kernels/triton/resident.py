@@ -33,6 +33,7 @@ __all__ = [
     "load_rows",
     "numbers",
     "place_rows",
+    "rescue",
     "result",
     "row_values",
     "soft_topk",
@@ -100,6 +101,16 @@ def load_rows(
 
 
 @triton.jit
+def rescue(bad, row, solve: tl.constexpr, given, TOGETHER: tl.constexpr):
+    """solve(r, *given) for each of the program's rows that is bad."""
+    if any_row(bad, TOGETHER):
+        first = tl.program_id(0).to(tl.int64) * TOGETHER
+        for r in range(TOGETHER):
+            if any_row(bad & (row == first + r), TOGETHER):
+                solve(first + r, *given)
+
+
+@triton.jit
 def row_values(hi, lo, tau_inverse, above_half, power, CDF: tl.constexpr, TOGETHER: tl.constexpr):
     """What :func:`result` needs to know of rows; above_half says that k is more than half of a row."""
     scale = tau_inverse * unit(CDF)
@@ -132,13 +143,14 @@ def result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
-def _rescue(
-    x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, row, n, k, tau, power,
+def _solve_exactly(
+    row, x_pointer, x_stride, k, tau, out_pointer, hi_pointer, lo_pointer, n, power,
     CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
     x_at = x_pointer + row * x_stride
     source = (x_at, x_at, 0, n)
+    k, tau = number64(*k, row), number64(*tau, row)
     hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
@@ -202,17 +214,15 @@ def solve_rows(
                 tl.store(to + i * WIDTH, out, mask=valid)
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            start = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                if any_row(bad & (row == start + r), TOGETHER):
-                    _rescue(
-                        x_pointer, x_stride, out_pointer, hi_pointer, lo_pointer, start + r, n_columns,
-                        number64(k_pointer, k_stride, k_high, k_low, start + r),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        joined(power_high, power_low), CDF, OUTPUT, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _solve_exactly,
+            (
+                x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
+                (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
+                joined(power_high, power_low), CDF, OUTPUT, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 @triton.jit
