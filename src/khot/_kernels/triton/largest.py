@@ -28,7 +28,7 @@ from khot._kernels.reference import topk as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of
+from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
 from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
 
 SORTED = 256  # entries of a row that is sorted as a whole, which takes less time than to search it
@@ -292,17 +292,16 @@ def _grouped(n: int, k: int) -> bool:
     return k + k // 4 <= ROOM and 16 * k <= n
 
 
-def few(
+def of_long_rows(
     x: Tensor, k: layout.Values, rows: int, n: int, what: tl.constexpr, count: int = 1
-) -> Tensor | None:  # fmt: skip
-    """:func:`.levels.levels` of a k that is the same for all rows, and small: by the groups. None where it is
-    not, or where several entries of a row are wanted."""
+) -> Tensor:  # fmt: skip
+    """:func:`.levels.levels`; by the groups where k is the same for all rows, and small, and no more than one
+    entry of each is wanted."""
     wanted = k.high + k.low
-    if k.pointer is not None or count > 1 or wanted != int(wanted) or wanted < 1:
-        return None
+    one = k.pointer is None and count == 1 and wanted == int(wanted) and wanted >= 1
     number_of = int(wanted)
-    if not _grouped(n, number_of + 1):
-        return None
+    if not one or not _grouped(n, number_of + 1):
+        return levels(x, layout.rows(x, n), k, rows * count, n, what, count)
     values, indices = topk(x, number_of + 1, True, True)
     shape = (rows,) if what == PLACE else (rows, STATE.value)
     out = x.new_empty(shape, dtype=x.dtype if what == PLACE else torch.int32)

@@ -11,9 +11,9 @@ from khot._kernels.reference import topk_mask as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, wide
 from khot._kernels.triton.functions import place
-from khot._kernels.triton.largest import few
+from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.levels import MASK, MOST, STATE, levels
+from khot._kernels.triton.levels import MASK, MOST, STATE
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import (
     GREATEST,
@@ -91,9 +91,7 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         return out
     source, given = layout.rows(x, n), layout.values(k, batch, x.device)
     if long:
-        state = few(x, given, rows, n, MASK)
-        if state is None:
-            state = levels(x, source, given, rows, n, MASK)
+        state = of_long_rows(x, given, rows, n, MASK)
         parts = triton.cdiv(n, layout.CHUNK)
         launch(
             _write_mask, rows * parts, *source, state, out, n, parts,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.largest import few
+from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.levels import MOST, PLACE, levels
+from khot._kernels.triton.levels import MOST, PLACE
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import (
     ends,
@@ -86,19 +86,15 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
     out = x.new_empty(*batch, count)
     if rows == 0 or count == 0:
         return out
-    source = layout.rows(x, n)
     places = _consecutive(k)
     if places is None:
         places = layout.Values(k.to(x.device).expand(*batch, count).contiguous(), 1, 0.0, 0.0)
     if long:
-        best = few(x, places, rows, n, PLACE, count)
-        if best is not None:
-            return best.view(*batch, count)
-        return levels(x, source, places, rows * count, n, PLACE, count).view(*batch, count)
+        return of_long_rows(x, places, rows, n, PLACE, count).view(*batch, count)
     tile = layout.tile(rows, n)
     launch(
         _resident_places, triton.cdiv(rows, tile.together),
-        *source, *places, out, rows, n, count,
+        *layout.rows(x, n), *places, out, rows, n, count,
         COMPUTE=layout.compute(x.dtype), **layout.held(tile, n),
     )  # fmt: skip
     return out
