@@ -426,9 +426,18 @@ def slow(case: Case, x: Tensor) -> dict[str, Function]:
     }
 
 
+def streaming(case: Case, x: Tensor) -> dict[str, Function]:
+    """What gives a row to one program, however long it is."""
+    names = ("softmax", "soft_topk_magnitude", "FenchelYoungTopKLoss", "soft_budget, by score",
+             "soft_budget, by value")  # fmt: skip
+    made = others(case, x)
+    return {name: made[name] for name in names}
+
+
 BENCHES = {
     **{f"soft top-k, {case.id}": (soft_topks, case) for case in SOFT_TOPK},
     **{f"other operators, {case.id}": (others, case) for case in MANY},
+    **{f"long rows, {case.id}": (streaming, case) for case in (SOFT_TOPK[5], SOFT_TOPK[-1])},
     **{f"n² and more, {case.id}": (slow, case) for case in [*SQUARES, MANY[0]]},
     **{f"peers, {case.id}": (peers, case) for case in SOFT_TOPK},
 }

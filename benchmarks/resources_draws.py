@@ -135,8 +135,29 @@ def cases() -> list[Case]:
             )
         ),
         *(
+            _budget_in_float32(kernel, "logistic", n, bound, ordinary=True, by="value")
+            for kernel, n, bound in (
+                (resident_budget.solve_budgets, 8_192, 125),
+                (resident_budget_backward.pull_budgets, 8_192, 71),
+            )
+        ),
+        *(
+            _budget_in_float32(kernel, cdf, n, bound, by="value")
+            for kernel, cdf, n, bound in (
+                (resident_budget.solve_budgets, "logistic", 64, 950),
+                (resident_budget.solve_budgets, "logistic", 8_192, 485),
+                (resident_budget_backward.pull_budgets, "logistic", 8_192, 200),
+                (resident_budget.solve_budgets, "laplace", 8_192, 450),
+                (resident_budget.solve_budgets, "normal", 8_192, 580),
+                (resident_budget.solve_budgets, "power", 8_192, 630),
+                (resident_budget.solve_budgets, "logistic", 100_000, 950),
+                (resident_budget_backward.pull_budgets, "logistic", 100_000, 335),
+            )
+        ),
+        *(
             _budget_in_float32(kernel, cdf, n, bound)
             for kernel, cdf, n, bound in (
+                (resident_budget.solve_budgets, "logistic", 100_000, 810),
                 (resident_budget.solve_budgets, "logistic", 64, 900),
                 (resident_budget_backward.pull_budgets, "logistic", 64, 400),
                 (resident_budget.solve_budgets, "logistic", 8_192, 410),
@@ -356,22 +377,26 @@ def _list(kernel: Any, n: int, bound: float) -> Case:
     )  # fmt: skip
 
 
-def _budget_in_float32(kernel: Any, name: str, n: int, bound: float, ordinary: bool = False) -> Case:
+def _budget_in_float32(
+    kernel: Any, name: str, n: int, bound: float, ordinary: bool = False, by: str = "score"
+) -> Case:
     """With the rescue in float64; or, ordinary, an evaluation of an ordinary row, or its gradients."""
     F, tile = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name), layout.pair_tile(4_096, n)
     constants = {
         "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "AT_MOST": False, "ORDINARY": int(ordinary),
         "TOGETHER": tile.together, "PIECES": tile.pieces, "WIDTH": tile.width,
         "EXACT": n == tile.pieces * tile.width, "CHUNK": layout.RESCUE * tile.warps, "ASKED": False,
+        "BY": exact_sums.BY[by], "STREAM": tile.streams,
         "tau_pointer": None, "tau_stride": 0, "budget_pointer": None, "budget_stride": 0,
         "grad_lo_pointer": None, "grad_lo_stride": 0, "cost_column": 1, "grad_column": 1,
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     shape = f"{name}, n = {n:,}, {'an ordinary row' if ordinary else 'all'}"
-    few = ordinary and n == 64
+    shape += ", by value" if by == "value" else ""
+    held = tile.pieces * tile.width if tile.streams else tile.together * n
     return Case(
-        kernel, shape, constants, tile.warps, tile.together * n / 32 / tile.warps, bound, few=few,
-        limited=True, multiples=("x_stride", "cost_row", "grad_row", "n_columns"),
+        kernel, shape, constants, tile.warps, held / 32 / tile.warps, bound, spills=0 if ordinary else 2,
+        few=ordinary and n == 64, limited=True, multiples=("x_stride", "cost_row", "grad_row", "n_columns"),
     )  # fmt: skip
 
 

@@ -38,11 +38,21 @@ def some(n: int, dtype: torch.dtype, shares: tuple[float, ...], step: int) -> tu
     return x[::step], w[::step], budget[::step]
 
 
+def stream(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stream past their program, 256 entries at a time."""
+    monkeypatch.setattr(kernels.layout, "pair_tile", lambda rows, n: kernels.layout.Tile(1, 2, 128, 1, True))
+    for module in (kernels.resident_budget, kernels.resident_budget_backward):
+        monkeypatch.setattr(module, "_variant", module._variant.__wrapped__)
+
+
 @every_form
 @pytest.mark.parametrize(("cdf", "dtype", "tau", "at_most"), CASES)
 def test_rows_as_the_reference(
-    kernels: ModuleType, cdf: str, by: str, dtype: torch.dtype, tau: float, at_most: bool
-) -> None:
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, by: str, dtype: torch.dtype, tau: float,
+    at_most: bool,
+) -> None:  # fmt: skip
+    if at_most:  # half of these as if they were long
+        stream(kernels, monkeypatch)
     x, w, budget = some(60, dtype, (0.0, 1e-6, 0.3, 0.9, 1.0), 27)
     check_rows(kernels, x, w, budget, tau, cdf, by, at_most)
 
@@ -50,8 +60,11 @@ def test_rows_as_the_reference(
 @every_form
 @pytest.mark.parametrize(("cdf", "dtype", "tau", "at_most"), CASES)
 def test_gradients_as_the_reference(
-    kernels: ModuleType, cdf: str, by: str, dtype: torch.dtype, tau: float, at_most: bool
-) -> None:
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, by: str, dtype: torch.dtype, tau: float,
+    at_most: bool,
+) -> None:  # fmt: skip
+    if at_most:
+        stream(kernels, monkeypatch)
     x, w, budget = some(60, dtype, (0.0, 0.02, 0.3, 0.5, 1.0), 47)
     check_gradients(kernels, x, w, budget, tau, cdf, by, at_most)
 
@@ -106,27 +119,32 @@ def test_layouts_and_broadcasting(kernels: ModuleType, by: str) -> None:
 @every_cdf
 def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
     monkeypatch.setattr(kernels.exact, "WIDTH", 64)
-    monkeypatch.setattr(kernels.layout, "PAIRS", 0)  # so that `exact` serves float32, too
     g = torch.Generator().manual_seed(0)
-    x, w = 3 * torch.randn(2, 150, generator=g), torch.rand(2, 150, generator=g) + 0.01
-    budget = torch.tensor([0.01, 0.6]) * w.double().sum(-1)
+    x, w = 3 * torch.randn(2, 150, generator=g).double(), torch.rand(2, 150, generator=g).double() + 0.01
+    budget = torch.tensor([0.01, 0.6]) * w.sum(-1)
     for by in ("score", "value"):
         check_rows(kernels, x, w, budget, 0.5, cdf, by, False)
         check_gradients(kernels, x, w, budget, 0.5, cdf, by, False)
 
 
-@every_cdf
-@pytest.mark.parametrize(("n", "at_most"), [(64, True), (700, False)])
+@every_form
+@pytest.mark.parametrize(
+    ("cdf", "n", "at_most"),
+    [*((cdf, 64, True) for cdf in CDFS), ("logistic", 700, False), ("uniform", 700, True)],
+)
+@pytest.mark.parametrize("long", [False, True], ids=["held", "streaming"])
 def test_ordinary_rows_need_no_float64(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, n: int, at_most: bool
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, by: str, cdf: str, n: int, at_most: bool, long: bool
 ) -> None:
     """Rows with costs of about one size are decided in float32, whatever their scale, in few evaluations,
     forward and backward."""
     taken = []
     for module, name in (
-        (kernels.resident_budget, "_rescue"), (kernels.resident_budget_backward, "_rescue"),
+        (kernels.resident_budget, "_solve_exactly"), (kernels.resident_budget_backward, "_pull_exactly"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_: taken.append("rescue"))
+    if long:
+        stream(kernels, monkeypatch)
     iterate = kernels.threshold.taylor_step
     monkeypatch.setattr(
         kernels.threshold, "taylor_step", lambda *given: taken.append("evaluation") or iterate(*given)
@@ -136,20 +154,27 @@ def test_ordinary_rows_need_no_float64(
     budget = torch.tensor([0.05, 0.3]) * w.double().sum(-1)
     for tau in (1.0, 0.05):
         taken.clear()
-        check_rows(kernels, x, w, budget, tau, cdf, "score", at_most)
+        check_rows(kernels, x, w, budget, tau, cdf, by, at_most)
         assert "rescue" not in taken and len(taken) <= 2 * 10
-        check_gradients(kernels, x, w, budget, tau, cdf, "score", at_most)
+        check_gradients(kernels, x, w, budget, tau, cdf, by, at_most)
         assert "rescue" not in taken
 
 
-@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
-def test_the_rounding_of_a_sum_of_costs_does_not_move_the_shares(kernels: ModuleType, cdf: str) -> None:
+@pytest.mark.parametrize(
+    ("cdf", "by", "long"),
+    [("logistic", "score", False), ("uniform", "score", False), ("logistic", "value", True)],
+)  # fmt: skip
+def test_the_rounding_of_a_sum_of_costs_does_not_move_the_shares(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, by: str, long: bool
+) -> None:
     """In float32 what 4,000 selected entries cost has an error of 1e-4, which one entry makes up for."""
+    if long:
+        stream(kernels, monkeypatch)
     n, g = 8_000, torch.Generator().manual_seed(0)
     x = torch.cat((torch.full((n // 2,), 9.0), torch.zeros(1), torch.full((n // 2 - 1,), -9.0)))[None]
     w = torch.rand(1, n, generator=g) / 3 + 0.5
     budget = w[:, : n // 2].double().sum(-1) + 0.3 * w[:, n // 2].double()
-    check_rows(kernels, x, w, budget, 0.1, cdf, "score", False)
+    check_rows(kernels, x, w, budget, 0.1, cdf, by, False)
 
 
 def test_a_bound_that_is_nearly_spent(kernels: ModuleType) -> None:

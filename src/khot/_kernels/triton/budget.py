@@ -1,8 +1,7 @@
 """Which kernels take a batch of soft budgets: the one place that decides it.
 
-- By score, of float32 and narrower, up to `layout.PAIRS` entries: `resident_budget` and
-  `resident_budget_backward`.
-- All else, by `exact` and `exact_backward` in float64.
+- Of float32 and narrower: `resident_budget` and `resident_budget_backward`.
+- Of float64: `exact` and `exact_backward`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def soft_budget(
     source, prices = layout.rows(x, n), layout.matrix(cost, x)
     goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
     slack = reference.SLACK * torch.finfo(cost.dtype).eps
-    if _in_float32(x, cost, by):
+    if _in_float32(x, cost):
         resident_budget.soft_budget(
-            source, prices, goal, tau_row, y, hi, lo, hi.numel(), n, F, at_most=at_most, slack=slack
+            source, prices, goal, tau_row, y, hi, lo, hi.numel(), n, F, by=by, at_most=at_most, slack=slack
         )  # fmt: skip
     else:
         exact.solve(
@@ -46,10 +45,9 @@ def soft_budget(
     return y, hi, lo
 
 
-def _in_float32(x: Tensor, cost: Tensor, by: str) -> bool:
+def _in_float32(x: Tensor, cost: Tensor) -> bool:
     """Whether a batch is solved in float32, but for rows that need more."""
-    narrow = x.dtype != torch.float64 and cost.dtype != torch.float64
-    return narrow and by == "score" and x.shape[-1] <= layout.PAIRS
+    return x.dtype != torch.float64 and cost.dtype != torch.float64
 
 
 def soft_budget_backward(
@@ -70,8 +68,8 @@ def soft_budget_backward(
         (dx, dcost, dbudget, dtau),
     )  # fmt: skip
     F = cdfs.resolve(cdf, shape)
-    if _in_float32(x, cost, by):
-        resident_budget_backward.soft_budget_backward(*given, hi.numel(), n, F, at_most=at_most)
+    if _in_float32(x, cost):
+        resident_budget_backward.soft_budget_backward(*given, hi.numel(), n, F, by=by, at_most=at_most)
     else:
         exact_backward.backward(*given, n, F, by=by, at_most=at_most)
     return dx, dcost, dbudget, dtau

@@ -1,6 +1,6 @@
 """The threshold of a row in float64, with costs or without: a program reads the row a chunk at a time.
 
-It serves float64 scores, the rows for which float32 does not suffice, and budgets. The equations and the
+It serves float64 scores, and the rows for which float32 does not suffice. The equations and the
 order of the edge cases are the reference's (`_kernels.reference.root`, `_kernels.reference.soft_budget`).
 What selected entries cost beyond the budget (with a cost of one each: their number beyond k), less what they
 lack, plus what the others spend, is P − Q for two sums of positive numbers. These have all their digits in a

@@ -16,6 +16,7 @@ __all__ = [
     "double",
     "before",
     "exact_total",
+    "fma",
     "half_with_sign",
     "joined",
     "log2",
@@ -71,6 +72,15 @@ def half_with_sign(v):
     """±½ with the sign of v: summed, they count."""
     sign = v.to(tl.int32, bitcast=True) & -0x80000000
     return (sign | 0x3F000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fma(a, b, c):
+    """a·b + c of float32 numbers, rounded once, which Triton's interpreter would round twice."""
+    if INTERPRETED:
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
 
 
 @triton.jit

@@ -93,7 +93,9 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
 
 
 def pair_tile(rows: int, n: int) -> Tile:
-    """The same for entries that are pairs, of a row of up to `PAIRS`: 4 to 16 pairs per thread."""
+    """The same for entries that are pairs: 4 to 16 per thread, 8 at a time of a row longer than `PAIRS`."""
+    if n > PAIRS:
+        return Tile(1, 2, 2048, 16, True)
     held = tile(rows, n)
     if held.pieces <= 4:
         return held

@@ -1,4 +1,4 @@
-"""Soft budgets by score for rows that stay on chip, in float32.
+"""Soft budgets of rows that stay on chip or stream past one program, in float32.
 
 As :mod:`.resident`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
 evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (a
@@ -16,72 +16,118 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import costs, layout
-from khot._kernels.triton.costs import as_bits, paid_moments, paid_terms, unit_of_costs
+from khot._kernels.triton.costs import (
+    as_bits,
+    levels,
+    load_pair,
+    moment_count,
+    paid_count,
+    paid_moments,
+    paid_terms,
+    priced,
+    unit_of_costs,
+)
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
-from khot._kernels.triton.exact_sums import BY_SCORE
-from khot._kernels.triton.fast import LOG2E, any_row, joined, reciprocal, two_sum, wide
+from khot._kernels.triton.exact_sums import BY, BY_SCORE, BY_VALUE
+from khot._kernels.triton.fast import LOG2E, joined, reciprocal, two_sum, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import (
     EVALUATIONS,
     entries,
     inside,
-    load_rows,
     numbers,
     place_rows,
+    rescue,
     result,
     row_values,
 )
-from khot._kernels.triton.terms import holds, term_count, unit
-from khot._kernels.triton.threshold import guess, iterate, over, taylor_step
+from khot._kernels.triton.terms import holds, unit
+from khot._kernels.triton.threshold import (
+    FLUSH,
+    guess,
+    guess_by_value,
+    iterate,
+    min_max,
+    over,
+    taylor_step,
+)
 
-__all__ = ["KERNELS", "load_costs", "soft_budget"]
+__all__ = ["KERNELS", "share_of", "soft_budget"]
 
 CLEAR = tl.constexpr(1e-5)  # of the budget: what t = 0 spends more or less than that is no matter of rounding
 
 
 @triton.jit
-def load_costs(
-    at, column_stride, x, there, n,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+def _load_pairs(
+    at, there, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """The costs of the entries x, in the same pieces. What is masked, or not there, costs nothing."""
+    """The entries of rows as pairs, in pieces, with costs in their unit; and what
+    :func:`.costs.unit_of_costs` has."""
     column = tl.arange(0, WIDTH)
-    step = (tl.zeros((), tl.int64) + WIDTH) * column_stride
-    w = ()
+    held = ()
     for i in tl.static_range(PIECES):
         valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
-        piece = tl.load(at + i * step, mask=valid, other=0.0).to(tl.float32)
-        w = w + (tl.where(x[i] == float("-inf"), 0.0, piece),)  # type: ignore[assignment]  # noqa: RUF005
-    return w
-
-
-@triton.jit
-def _in_units(x, w, TOGETHER: tl.constexpr, PIECES: tl.constexpr):
-    """The entries as pairs, with costs in their unit; and what :func:`.costs.unit_of_costs` has."""
-    most = as_bits(w[0])
+        held = held + (load_pair(at, i * WIDTH, valid),)  # type: ignore[assignment]  # noqa: RUF005
+    most = as_bits(held[0][1])  # type: ignore[misc]
     for i in tl.static_range(1, PIECES):
-        most = tl.maximum(most, as_bits(w[i]))
+        most = tl.maximum(most, as_bits(held[i][1]))
     per, good = unit_of_costs(tl.max(most, axis=0 if TOGETHER == 1 else 1))
     pairs = ()
     for i in tl.static_range(PIECES):
-        pairs = pairs + ((x[i], w[i] * wide(per, TOGETHER)),)  # type: ignore[assignment]  # noqa: RUF005
+        pair = (held[i][0], held[i][1] * wide(per, TOGETHER))
+        pairs = pairs + (pair,)  # type: ignore[assignment]  # noqa: RUF005
     return pairs, per, good
 
 
 @triton.jit
-def _find(
-    x, at, origin, there, n_columns, k, k_rest, good, tau, power, evaluations, grain, floor,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, AT_MOST: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, ORDINARY: tl.constexpr,
+def _unit_of_long_row(at, n, WIDTH: tl.constexpr):
+    """What :func:`.costs.unit_of_costs` has of a row that streams past."""
+    column = tl.arange(0, WIDTH)
+    most = tl.zeros((WIDTH,), tl.uint32)
+    for start in range(0, n, WIDTH):
+        most = tl.maximum(most, as_bits(load_pair(at, start, column + start < n)[1]))
+    return unit_of_costs(tl.max(most, axis=0))
+
+
+@triton.jit
+def _bracket(
+    x, at, n, per, quantile,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """t of rows, where entries spend k, in the units of their costs; and which of them have one. Also
-    returned are 1/τ and what k leaves of all costs."""
-    n, n_rest, first, second = over(
-        x, at, n_columns, paid_moments, (wide(origin, TOGETHER), grain), 4, TOGETHER, PIECES, WIDTH, False
-    )
-    rest = (n - k) + (n_rest - k_rest)
-    n += n_rest
+    """Between which thresholds all entries of a row have the same share (:func:`.costs.levels`)."""
+    if STREAM:
+        column = tl.arange(0, WIDTH)
+        low, high = tl.full((WIDTH,), float("inf"), tl.float32), tl.full((WIDTH,), float("-inf"), tl.float32)
+        for start in range(0, n, WIDTH):
+            score, w = load_pair(at, start, column + start < n)
+            least, greatest = levels(score, w * per, quantile)
+            low, high = tl.minimum(low, least), tl.maximum(high, greatest)
+    else:
+        low, high = levels(x[0][0], x[0][1], wide(quantile, TOGETHER))
+        for i in tl.static_range(1, PIECES):
+            least, greatest = levels(x[i][0], x[i][1], wide(quantile, TOGETHER))
+            low, high = tl.minimum(low, least), tl.maximum(high, greatest)
+    return tl.reduce((low, high), 0 if TOGETHER == 1 else 1, min_max)
+
+
+@triton.jit
+def _find(
+    x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, grain, floor,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+    ORDINARY: tl.constexpr,
+):  # fmt: skip
+    """t of rows, where entries spend k, in the units of their costs, of which `per` make one; and which of
+    the rows have one. Also returned are 1/τ and what k leaves of all costs."""
+    COUNT: tl.constexpr = paid_count(CDF, BY) + 1
+    found = over(
+        x, at, n_columns, paid_moments, (wide(origin, TOGETHER), grain, BY), moment_count(BY),
+        TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
+    )  # fmt: skip
+    n, n_rest, second = found[0], found[1].to(tl.float32), found[3].to(tl.float32)
+    rest = ((n - k) + (n_rest - k_rest)).to(tl.float32)
+    n = (n + n_rest).to(tl.float32)
     inverse = reciprocal(tau)
     inverse = inverse * (2 - tau * inverse)  # to the last digit
     scale = inverse * unit(CDF)
@@ -90,21 +136,36 @@ def _find(
     loose = ok & ~ok
     if AT_MOST:
         # whether t = 0 spends less than there is, or more, or whether that is not clear
+        nothing = tl.zeros((), tl.float32)
         sums = over(
             x, at, n_columns, paid_terms,
-            (0.0, 0.0, wide(scale, TOGETHER), power, CDF, WHOLE, grain),
-            term_count(CDF) + 1, TOGETHER, PIECES, WIDTH, False,
+            (nothing, nothing, wide(scale, TOGETHER), power, CDF, WHOLE, grain, BY),
+            COUNT, TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
         )  # fmt: skip
-        _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, k * 0, power, CDF, True)
+        _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, k * 0, power, CDF, BY)
         clear = tl.abs(miss) > CLEAR * tl.minimum(tl.maximum(k, 1.0), n)
         loose = ok & clear & (miss < 0)
         ok = ok & clear
     ok = ok & (loose | ((rest > 0) & holds(n, rest, power, CDF)))
 
-    offset = first * reciprocal(n)
-    variance = tl.maximum(second * reciprocal(n) - offset * offset, 0.0)
-    hi, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
-    hi += origin
+    if BY == BY_VALUE:
+        moments_ = (
+            found[2].to(tl.float32), second, found[4].to(tl.float32), found[5].to(tl.float32),
+            found[6].to(tl.float32),
+        )  # fmt: skip
+        hi, crowd, quantile = guess_by_value(n, moments_, k, tau, power, CDF)
+        low, high = _bracket(x, at, n_columns, per, quantile, TOGETHER, PIECES, WIDTH, STREAM)
+        hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
+    else:
+        offset = found[2].to(tl.float32) * reciprocal(n)
+        variance = tl.maximum(second * reciprocal(n) - offset * offset, 0.0)
+        hi, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
+        hi += origin
+        # bounds on any quantile (Cantelli), a little wider than they need to be; and the costs in a τ
+        ratio = tl.sqrt(k * reciprocal(rest))
+        low = (origin + offset) - 1.001 * deviation * ratio
+        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
+        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
     ok = ok & (loose | (tl.abs(hi) < 1e30))
     hi = tl.where(loose, 0.0, hi)
     lo = hi * 0
@@ -114,22 +175,17 @@ def _find(
                 x, at, n_columns, paid_terms,
                 (
                     wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE,
-                    grain,
+                    grain, BY,
                 ),
-                term_count(CDF) + 1, TOGETHER, PIECES, WIDTH, False,
+                COUNT, TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
             )  # fmt: skip
-            _, _, h, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, lo, power, CDF, True)
+            _, _, h, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, lo, power, CDF, BY)
             hi, lo = two_sum(hi, lo + h * tau)
     else:
-        # bounds on any quantile (Cantelli), a little wider than they need to be; and the costs in a τ
-        ratio = tl.sqrt(k * reciprocal(rest))
-        low = (origin + offset) - 1.001 * deviation * ratio
-        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
-        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
         hi, lo, solved = iterate(
             x, at, n_columns, hi, lo, low, high, crowd, loose | ~ok, n, k, k_rest, tau, inverse,
-            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, False,
-            grain=grain, floor=floor, PAID=True,
+            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
+            base=per, grain=grain, floor=floor, BY=BY,
         )  # fmt: skip
         ok = ok & solved
     if AT_MOST:
@@ -138,16 +194,29 @@ def _find(
 
 
 @triton.jit
-def _rescue(
-    x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer, row, n,
-    budget, tau, slack, power, CDF: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,
+def share_of(x, w, values, CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr):
+    """y of entries, by what :func:`.resident.row_values` has of their rows."""
+    if BY == BY_VALUE:
+        off, shift = priced(x, w, values[0], values[1], values[2], CDF, WHOLE)
+        _, _, turn, sign, base, inverse, low, power = values
+        return result(off, (0.0, shift, turn, sign, base, inverse, low, power), CDF, VALUE, WHOLE)
+    else:
+        return result(x, values, CDF, VALUE, WHOLE)
+
+
+@triton.jit
+def _solve_exactly(
+    row, x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer, n,
+    budget, budget_rest, tau, slack, power,
+    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
     source = (x_pointer + row * x_stride, cost_pointer + row * cost_row, cost_column, n)
-    hi, lo = find_exactly(source, budget, tau, slack, power, CDF, BY_SCORE, AT_MOST, CHUNK)
+    budget, tau = number64(*budget, row) + budget_rest, number64(*tau, row)
+    hi, lo = find_exactly(source, budget, tau, slack, power, CDF, BY, AT_MOST, CHUNK)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
-    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_SCORE, VALUE, CHUNK)
+    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY, VALUE, CHUNK)
 
 
 @triton.jit(do_not_specialize=["rows", "evaluations"])
@@ -156,52 +225,60 @@ def solve_budgets(
     budget_pointer, budget_stride, budget_high, budget_low, budget_rest,
     tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
     rows, n_columns, evaluations, slack, grain, floor, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, AT_MOST: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
-    ORDINARY: tl.constexpr = 0,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+    CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each. ORDINARY is as for
-    :func:`.resident.solve_rows`."""
+    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
+    many entries at a time. ORDINARY is as for :func:`.resident.solve_rows`."""
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    at = x_pointer + entries(row, x_stride, column, TOGETHER)
-    x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
     cost_at = cost_pointer + entries(row, cost_row, column.to(tl.int64) * cost_column, TOGETHER)
-    w = load_costs(cost_at, cost_column, x, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-    pairs, per, good = _in_units(x, w, TOGETHER, PIECES)
-    origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
-    origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+    at = (x_pointer + entries(row, x_stride, column, TOGETHER), cost_at, cost_column)
+    pairs, origin = (), row.to(tl.float32) * 0
+    if STREAM:
+        per, good = _unit_of_long_row(at, n_columns, WIDTH)
+    else:
+        pairs, per, good = _load_pairs(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
+    if BY == BY_SCORE:
+        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
     k, k_rest = numbers(budget_pointer, budget_stride, budget_high, budget_low, row, there)
     tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = _find(
-        pairs, at, origin, there, n_columns, k * per, k_rest * per, good, tau, power, evaluations,
-        grain, floor, CDF, WHOLE, AT_MOST, TOGETHER, PIECES, WIDTH, ORDINARY,
+        pairs, at, origin, there, n_columns, k * per, k_rest * per, per, good, tau, power, evaluations,
+        grain, floor, CDF, WHOLE, BY, AT_MOST, TOGETHER, PIECES, WIDTH, STREAM, ORDINARY,
     )  # fmt: skip
 
-    tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
-    tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
+    apart = per.to(tl.float64) if BY == BY_VALUE else 1.0
+    tl.store(hi_pointer + row, hi.to(tl.float64) * apart, mask=ok)
+    tl.store(lo_pointer + row, lo.to(tl.float64) * apart, mask=ok)
     values = row_values(hi, lo, inverse, k * per > rest, power, CDF, TOGETHER)
     to = out_pointer + entries(row, n_columns, column, TOGETHER)
-    for i in tl.static_range(PIECES):
-        valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-        out = result(x[i], values, CDF, VALUE, WHOLE).to(out_pointer.dtype.element_ty)
-        tl.store(to + i * WIDTH, out, mask=valid)
+    if STREAM:
+        for start in range(0, n_columns, WIDTH):
+            valid = inside(ok, column + start, n_columns, 1, False)
+            x, w = load_pair(at, start, valid)
+            y = share_of(x, w * per, values, CDF, WHOLE, BY)
+            tl.store(to + start, y.to(out_pointer.dtype.element_ty), mask=valid)
+    else:
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
+            y = share_of(pairs[i][0], pairs[i][1], values, CDF, WHOLE, BY)
+            tl.store(to + i * WIDTH, y.to(out_pointer.dtype.element_ty), mask=valid)
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            start = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                if any_row(bad & (row == start + r), TOGETHER):
-                    budget = number64(budget_pointer, budget_stride, budget_high, budget_low, start + r)
-                    _rescue(
-                        x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-                        out_pointer, hi_pointer, lo_pointer, start + r, n_columns,
-                        budget + budget_rest,
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r), slack,
-                        joined(power_high, power_low), CDF, AT_MOST, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _solve_exactly,
+            (
+                x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer,
+                n_columns, (budget_pointer, budget_stride, budget_high, budget_low), budget_rest,
+                (tau_pointer, tau_stride, tau_high, tau_low), slack, joined(power_high, power_low),
+                CDF, BY, AT_MOST, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 KERNELS = (solve_budgets,)
@@ -219,24 +296,28 @@ def soft_budget(
     n: int,
     F: cdfs.CDF,
     *,
+    by: str,
     at_most: bool,
     slack: float,
 ) -> None:
     """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
-    start, programs, numbers = _variant(rows, n, F, at_most)
+    start, programs, numbers = _variant(rows, n, F, by, at_most)
     start(programs, *source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
 
 
 @functools.lru_cache(maxsize=1024)
-def _variant(rows: int, n: int, F: cdfs.CDF, at_most: bool) -> tuple[Variant, int, tuple[float, ...]]:
+def _variant(
+    rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool
+) -> tuple[Variant, int, tuple[float, ...]]:
     """What is launched, in how many programs; and the grain, the floor of Σ w f, and the exponent of z."""
     tile = layout.pair_tile(rows, n)
     solver = variant(
         solve_budgets,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), AT_MOST=at_most,
+        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), BY=BY[by], AT_MOST=at_most,
         TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
-        EXACT=n == tile.pieces * tile.width, CHUNK=layout.RESCUE * tile.warps,
+        EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
-    numbers = costs.grain(n), costs.least_mass(n), *layout.power(F)
+    together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
+    numbers = costs.grain(min(n, together)), costs.least_mass(n, together), *layout.power(F)
     return solver, -(-rows // tile.together), numbers

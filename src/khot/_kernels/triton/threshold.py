@@ -16,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.costs import paid_terms
+from khot._kernels.triton.costs import load_pair, paid_count, paid_series, paid_terms
+from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
@@ -44,7 +45,19 @@ from khot._kernels.triton.terms import (
     unit,
 )
 
-__all__ = ["FLUSH", "find", "guess", "iterate", "less", "long_step", "moment_terms", "over", "taylor_step"]
+__all__ = [
+    "FLUSH",
+    "find",
+    "guess",
+    "guess_by_value",
+    "iterate",
+    "less",
+    "long_step",
+    "min_max",
+    "moment_terms",
+    "over",
+    "taylor_step",
+]
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
 # 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
@@ -79,10 +92,11 @@ def less(x, base, FINE: tl.constexpr):
 def over(
     x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    base=0.0, FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32,
+    base=0.0, FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32, BY: tl.constexpr = BY_COUNT,
 ):  # fmt: skip
     """The sums over a row of the COUNT members of terms(x, given), which are of this type: of the pieces in
-    x, or of what is at `at`, which FINE takes less `base` (:func:`less`).
+    x, or of what is at `at`, which FINE takes less `base` (:func:`less`). BY says whether entries are pairs
+    (:func:`.costs.load_pair`), whose costs are at `at` in units of 1/base.
 
     A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
     its digits to the many entries that a thread adds up.
@@ -101,8 +115,12 @@ def over(
                 held = ()
                 for i in tl.static_range(PIECES):  # all loads first
                     valid = column + (start + i * WIDTH) < n
-                    piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
-                    held = held + (less(piece, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+                    if BY == BY_COUNT:
+                        piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
+                        held = held + (less(piece, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+                    else:
+                        score, w = load_pair(at, start + i * WIDTH, valid)
+                        held = held + ((score, w * base),)  # type: ignore[assignment]  # noqa: RUF005
                 for i in tl.static_range(PIECES):
                     part = plus(part, terms(held[i], given))
             part = total(part, 1)
@@ -189,21 +207,25 @@ def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
 
 @triton.jit
 def taylor_step(
-    sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, PAID: tl.constexpr = False,
+    sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT,
     warming=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
     k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
 
     With compact support the sums do not tell how Σf changes: turn is its relative fall per τ, if it is known,
-    and 0 otherwise. PAID says that the sums are of :func:`.costs.paid_terms`, and k is a budget. POOLED is p
+    and 0 otherwise. BY says whether the sums are of :func:`.costs.paid_terms`, and k is a budget. POOLED is p
     of a top-k in magnitude, whose temperature grows by `warming` with t.
     """
-    less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
+    LAST: tl.constexpr = paid_count(CDF, BY)
+    if BY == BY_VALUE:
+        less, mass, beta, gamma, delta, epsilon = paid_series(sums, power, CDF)
+    else:
+        less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
     if POOLED > 0:  # −less is the sum of 0 < y < 1, which a greater temperature lowers
         mass -= warming * less
-    if PAID:
-        excess = (((sums[0] - k) - k_rest) + sums[term_count(CDF)]).to(tl.float32)
+    if BY != BY_COUNT:
+        excess = (((sums[0] - k) - k_rest) + sums[LAST]).to(tl.float32)
     else:
         excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
     miss = excess - less
@@ -211,7 +233,7 @@ def taylor_step(
         h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
         last = (tl.abs(mu) <= 1.5 * _short_step(CDF)) & _is_short(h, gamma, epsilon, CDF)
         if CDF == LAPLACE:  # an entry that crosses the kink leaves the polynomial by half a square
-            crossing = sums[4].to(tl.float32) * h * h
+            crossing = sums[LAST - 1].to(tl.float32) * h * h
             last = last | ((tl.abs(h) <= kink(CDF)) & (tl.abs(mu) < 0.1) & (crossing <= ROUNDING * mass))
     else:
         mu = miss * reciprocal(mass)
@@ -271,7 +293,7 @@ def _few(miss, mu, f_sum, CDF: tl.constexpr):
 
 
 @triton.jit
-def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr):
+def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT):
     """The step in units of τ where Taylor's, h, is too long to be trusted.
 
     Few entries near t: the densities go on as a cosh that agrees with their sum and its derivatives, or, with
@@ -279,8 +301,9 @@ def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr):
     """
     if full_support(CDF):
         # sinh(λh)/λ − β(cosh(λh) − 1)/λ² = μ, a quadratic equation in e^(λh)
+        slowest: tl.constexpr = 1e-8 if BY == BY_VALUE else 0.01  # of cheap entries z moves slowly
         rate = tl.sqrt(
-            tl.minimum(tl.maximum(tl.maximum(gamma, beta * beta), 0.01), 200.0 if CDF == NORMAL else 1.0)
+            tl.minimum(tl.maximum(tl.maximum(gamma, beta * beta), slowest), 200.0 if CDF == NORMAL else 1.0)
         )
         per_rate = reciprocal(rate)
         q = tl.minimum(tl.maximum(beta * per_rate, -1.0), 1.0)
@@ -292,15 +315,18 @@ def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr):
     else:
         near = h
 
-    dense = miss * (6 + 2 * reciprocal(tl.maximum(crowd, 1e-9))) * reciprocal(6 * f_sum + 2)
-    close = (f_sum > UNDECIDED) & (tl.abs(near) < 0.5)
-    return tl.where(_few(miss, mu, f_sum, CDF) | close, near, dense)
+    if BY == BY_VALUE and full_support(CDF):  # few or many, cheap entries may be alike in a step of many τ
+        return near
+    else:
+        dense = miss * (6 + 2 * reciprocal(tl.maximum(crowd, 1e-9))) * reciprocal(6 * f_sum + 2)
+        close = (f_sum > UNDECIDED) & (tl.abs(near) < 0.5)
+        return tl.where(_few(miss, mu, f_sum, CDF) | close, near, dense)
 
 
 @triton.jit
 def _search(
     miss, mu, h, beta, gamma, f_sum, t, k, n, tau, inverse, goal, crowd,
-    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr,
+    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """:func:`long_step`, which goes as if entries were spread as between the ends of the bracket [low, high]
     of t, and the bracket. Where the step leaves it: the secant of the count's logit, with Illinois' halving;
@@ -320,7 +346,7 @@ def _search(
     between = (miss_low - miss_high) * tau * reciprocal(high - low)
     crowd = tl.where(both & (between > 0), between, crowd)
     few = _few(miss, mu, f_sum, CDF)
-    step = long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF)
+    step = long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF, BY)
 
     reached = t + step * tau
     share = tl.minimum(tl.maximum(g_low * reciprocal(g_low - g_high), 0.02), 0.98)
@@ -337,7 +363,7 @@ def _search(
 
 
 @triton.jit
-def _min_max(a0, a1, b0, b1):
+def min_max(a0, a1, b0, b1):
     return tl.minimum(a0, b0), tl.maximum(a1, b1)
 
 
@@ -359,7 +385,7 @@ def _nearest(
             above = piece - hi > lo
             least = tl.minimum(least, tl.where(above, piece, float("inf")))
             greatest = tl.maximum(greatest, tl.where(above, float("-inf"), piece))
-        return tl.reduce((least, greatest), 0, _min_max)
+        return tl.reduce((least, greatest), 0, min_max)
     else:
         for i in tl.static_range(PIECES):
             piece = size(x[i]) if POOLED > 0 else x[i]
@@ -369,7 +395,7 @@ def _nearest(
                 least, greatest = over_, under
             else:
                 least, greatest = tl.minimum(least, over_), tl.maximum(greatest, under)
-        return tl.reduce((least, greatest), 0 if TOGETHER == 1 else 1, _min_max)
+        return tl.reduce((least, greatest), 0 if TOGETHER == 1 else 1, min_max)
 
 
 @triton.jit
@@ -419,22 +445,49 @@ def _gap(
 
 
 @triton.jit
-def guess(n, offset, variance, k, tau, power, CDF: tl.constexpr):
-    """From moments: the quantile of a sum of the scores' distribution, taken for normal, and F's, less the
-    origin; and the mean and 1/deviation of the sum, and the normal quantile."""
+def _quantiles(n, k, power, CDF: tl.constexpr):
+    """The quantiles of k of n of the normal distribution and of F, in units of their deviations from their
+    means."""
     log_k, log_rest = log2(k), log2(n - k)
     goal = log_k - log_rest
     log_share = tl.minimum(log_k, log_rest) - log2(n)
     normal = with_sign(_quantile(log_share), goal)
+    return normal, moment_quantile(log_share, goal, normal, k, n, power, CDF)
+
+
+@triton.jit
+def guess(n, offset, variance, k, tau, power, CDF: tl.constexpr):
+    """From moments: the quantile of a sum of the scores' distribution, taken for normal, and F's, less the
+    origin; and the mean and 1/deviation of the sum, and the normal quantile."""
+    normal, own = _quantiles(n, k, power, CDF)
     own_mean, own_variance = moments(power, CDF)
     noise = tau * tau * own_variance
     spread = noise + variance
     per_deviation = tl.rsqrt(spread)
-    own = moment_quantile(log_share, goal, normal, k, n, power, CDF)
     quantile = normal + (own - normal) * (noise * per_deviation * per_deviation)
     offset -= tau * own_mean
     deviation = spread * per_deviation
     return offset - quantile * deviation, offset, deviation, per_deviation, normal
+
+
+@triton.jit
+def guess_by_value(n, sums, k, tau, power, CDF: tl.constexpr):
+    """t for which x − t w has that quantile at 0, from the sums of w x, w x², w², w² x and w³; the costs in a
+    τ; and where F is k/n, times τ."""
+    normal, own = _quantiles(n, k, power, CDF)
+    own_mean, own_variance = moments(power, CDF)
+    noise, per = tau * tau * own_variance, reciprocal(n)
+    x, a = sums[0] * per, sums[2] * per
+    spread, both, costs = sums[1] * per - x * x, sums[3] * per - x * a, sums[4] * per - a * a
+    x -= tau * own_mean
+    t = x * reciprocal(a)
+    for _ in tl.static_range(5):  # the spread depends on t, so that this is a fixed point
+        variance = noise + tl.maximum(spread - 2 * t * both + t * t * costs, 0.0)
+        per_deviation = tl.rsqrt(variance)
+        quantile = normal + (own - normal) * (noise * per_deviation * per_deviation)
+        t = (x - quantile * variance * per_deviation) * reciprocal(a)
+    crowd = n * a * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
+    return t, crowd, tau * (own_mean + own * tl.sqrt(own_variance))
 
 
 @triton.jit
@@ -443,15 +496,15 @@ def iterate(
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
     AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False,
-    grain=0.0, floor=0.0, PAID: tl.constexpr = False, POOLED: tl.constexpr = 0,
+    grain=0.0, floor=0.0, BY: tl.constexpr = BY_COUNT, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
     AGAIN says that the entries can be read again at `at`, though they are held: in a gap, which few rows have
-    to search, there are not registers enough for both. FINE and base are as in :func:`over`: t is then less
-    base, too. PAID says that each entry comes with its cost, that k is a budget and n what all entries cost;
-    grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32 cannot tell where
-    the budget is spent. POOLED is p of a top-k in magnitude, whose temperature moves with t (:mod:`.pooled`).
+    to search, there are not registers enough for both. FINE, base and BY are as in :func:`over`: FINE, t is
+    less base, too, and if entries have costs, k is a budget and n what all entries cost; grain is what
+    :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32 cannot tell where the budget is
+    spent. POOLED is p of a top-k in magnitude, whose temperature moves with t (:mod:`.pooled`).
     """
     own_tau = tau
     scale = inverse * unit(CDF)
@@ -474,14 +527,14 @@ def iterate(
             scale = inverse * unit(CDF)
         # Constants stay constants only in a tuple that has no name; and no sums of this name may come
         # from before the loop, which a row that streams past would carry along in another precision.
-        if PAID:
+        if BY != BY_COUNT:
             sums = over(
                 x, at, n_columns, paid_terms,
                 (
                     wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE,
-                    grain,
+                    grain, BY,
                 ),
-                term_count(CDF) + 1, TOGETHER, PIECES, WIDTH, STREAM,
+                paid_count(CDF, BY) + 1, TOGETHER, PIECES, WIDTH, STREAM, base, BY=BY,
             )  # fmt: skip
         elif POOLED > 0:
             sums = over(
@@ -505,20 +558,20 @@ def iterate(
             turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
             t_before, mass_before = hi + lo, mass
         excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-            sums, k, k_rest, seen, turn, power, CDF, PAID, warming, POOLED
+            sums, k, k_rest, seen, turn, power, CDF, BY, warming, POOLED
         )
-        if not PAID:
+        if BY == BY_COUNT:
             deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
         done = done | deep
         if any_row(~(last | done), TOGETHER):
             step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
                 miss, mu, h, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
-                low, high, miss_low, miss_high, g_low, g_high, side, count, CDF,
+                low, high, miss_low, miss_high, g_low, g_high, side, count, CDF, BY,
             )  # fmt: skip
             h = tl.where(last, h, step)
         failed = ~(tl.abs(h) < 1e30) & ~done
-        if PAID:  # a gap is not searched: the sums of costs have not the digits for it
-            unclear = floor + ROUGH * tl.abs(sums[term_count(CDF)].to(tl.float32))
+        if BY != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
+            unclear = floor + ROUGH * tl.abs(sums[paid_count(CDF, BY)].to(tl.float32))
             failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
         new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
         if POOLED > 0:  # t stays above 0
@@ -530,7 +583,7 @@ def iterate(
         count += 1
         running = (count < evaluations) & any_row(~done, TOGETHER)
     ok = ok & done
-    if (CDF == NORMAL) | PAID:
+    if (CDF == NORMAL) | (BY != BY_COUNT):
         ok = ok & ~deep
     else:
         if any_row(deep, TOGETHER):
