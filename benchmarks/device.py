@@ -487,15 +487,18 @@ def layers(device: torch.device, dry: bool) -> dict[str, Callable[[], Made]]:
     def autoencoder(loss: bool) -> Made:
         width, latents, k = size(1_024, 16), size(16_384, 64), size(32, 4)
         sae = khot.nn.TopKSAE(width, latents, k=k, device=device)
+        names = ("encoder", "encoder_bias", "decoder", "bias")
+        hand = tuple(getattr(sae, name).detach().clone().requires_grad_() for name in names)
 
         def by_hand(x: Tensor) -> Tensor:
-            scores = F.linear(x - sae.bias, sae.encoder, sae.encoder_bias)
+            encoder, encoder_bias, decoder, bias = hand
+            scores = F.linear(x - bias, encoder, encoder_bias)
             values, indices = scores.topk(k)
             code = torch.zeros_like(scores).scatter(-1, indices, values.relu())
-            return (code @ sae.decoder + sae.bias - x).square().mean()
+            return (code @ decoder + bias - x).square().mean()
 
         ours = sae.loss if loss else lambda x: (sae(x) - x).square().mean()
-        return Made(ours, by_hand, (normal(size(4_096, 8), width),), tuple(sae.parameters()))
+        return Made(ours, by_hand, (normal(size(4_096, 8), width),), (*sae.parameters(), *hand))
 
     def router() -> Made:
         width, experts, k = size(2_048, 16), size(64, 8), size(8, 2)

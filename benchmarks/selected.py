@@ -43,6 +43,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "infinite": lambda x: x.where(x < 1, math.inf).where(x > -1, -math.inf),
 }
 LAYERS = ((1024, 512, 16_384, 32), (512, 768, 65_536, 64), (256, 128, 512, 16))  # batch, size, latents, k
+PARTS = ("encoder", "encoder_bias", "decoder", "bias")
 HEADS = ((4, 1024, 32, 32), (4, 8192, 32, 32), (4, 8192, 64, 64))  # heads, length, size, k
 NEIGHBOURS = ((2000, 8192, 64, 9), (500, 60_000, 32, 9))  # queries, templates, size, k
 TAU = 0.1
@@ -90,28 +91,30 @@ def of_layers(seconds: float) -> Iterator[list[str]]:
     for batch, size, latents, k in LAYERS:
         torch.manual_seed(0)
         sae, x = khot.nn.TopKSAE(size, latents, k), torch.randn(batch, size)
-        parameters = list(sae.parameters())
+        parameters, own = list(sae.parameters()), F.mse_loss(sae(x), x)  # which sets the bias
+        hand = [getattr(sae, name).detach().clone().requires_grad_() for name in PARTS]
 
-        def by_hand(x: Tensor = x, sae: khot.nn.TopKSAE = sae, k: int = k) -> Tensor:
-            a = F.linear(x - sae.bias, sae.encoder, sae.encoder_bias).relu()
+        def by_hand(x: Tensor = x, hand: list[Tensor] = hand, k: int = k) -> Tensor:
+            encoder, encoder_bias, decoder, bias = hand
+            a = F.linear(x - bias, encoder, encoder_bias).relu()
             best = a.topk(k, sorted=False)
             code = torch.zeros_like(a).scatter(-1, best.indices, best.values)
-            return F.mse_loss(F.linear(code, sae.decoder.mT, sae.bias), x)
+            return F.mse_loss(F.linear(code, decoder.mT, bias), x)
 
-        torch.testing.assert_close(F.mse_loss(sae(x), x), by_hand(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own, by_hand(), rtol=1e-4, atol=1e-5)
         steps = {
             "error": lambda sae=sae, x=x: F.mse_loss(sae(x), x),
             "loss": lambda sae=sae, x=x: sae.loss(x),
-            "by hand": by_hand,
         }
         calls: dict[str, Call] = {
             name: (lambda f=f, p=parameters: torch.autograd.grad(f(), p)) for name, f in steps.items()
         }
+        calls["by hand"] = lambda f=by_hand, p=hand: torch.autograd.grad(f(), p)
         encoder = sae.encoder.detach()
         calls["choice"] = lambda x=x, w=encoder, k=k: khot.linear_topk(x, w, k)
         t = times({"product": lambda x=x, w=encoder: x @ w.mT, **calls}, seconds)
         shape = f"({batch:,}, {size} → {latents:,}), k = {k}"
-        yield [shape, *(report.ratio(t[name] / t["product"]) for name in ("choice", *steps))]
+        yield [shape, *(report.ratio(t[name] / t["product"]) for name in ("choice", *steps, "by hand"))]
 
 
 def of_attention(seconds: float) -> Iterator[list[str]]:

@@ -3,7 +3,8 @@
 Every image is approximated by a sum of a few directions from a learned dictionary. Their number is given, and
 an encoder chooses which ones to use:
 
-- `nn.TopKSAE` on its `loss`, which has a second error with 1.5 times as many directions;
+- `nn.TopKSAE` on its `loss`, the logarithm of the error, with a second error of 1.5 times as many directions,
+  and a third of those that are not used;
 - hard, but with the gradient of a soft selection (`tau=0.1, hard=True`);
 - hard, on the mean squared error alone, as top-k autoencoders are usually trained.
 
@@ -53,8 +54,6 @@ def train(images: Images, method: str, k: int, steps: int, seed: int, report: Pr
     torch.manual_seed(seed)
     soft = {"tau": 0.1, "hard": True} if method == "straight" else {}
     sae = khot.nn.TopKSAE(images.n, LATENTS, k, **soft)
-    with torch.no_grad():
-        sae.bias.copy_(images.train_images.mean(0))
     optimizer = torch.optim.Adam(sae.parameters(), lr=2e-3)
     result = Result(sae)
     for step in range(steps):

@@ -447,7 +447,7 @@ def sparse_autoencoder(**options: Any) -> khot.nn.TopKSAE:
     sae = khot.nn.TopKSAE(8, 24, 3, **{"revive": 4} | options, dtype=torch.float64)
     with torch.no_grad():
         sae.encoder_bias[12:] = -1.5
-        sae.decoder.mul_(torch.linspace(0.5, 1.5, 24, dtype=torch.float64).unsqueeze(-1))
+        sae.decoder = sae.decoder * torch.linspace(0.5, 1.5, 24, dtype=torch.float64).unsqueeze(-1)
     return sae
 
 

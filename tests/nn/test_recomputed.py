@@ -24,7 +24,7 @@ class Loss(nn.Module):
             self.sae.encoder_bias[6:] = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.sae(x, loss=True).log()
+        return self.sae(x, loss=True).exp().log()
 
 
 MORE: dict[str, Callable[[], nn.Module]] = {
@@ -94,7 +94,7 @@ def test_some_latents_are_pulled() -> None:
     for _ in range(3):
         layer(torch.randn(14, 5, dtype=torch.float64)).backward()
     idle = layer.sae.idle >= 2 * 12 / 2
-    assert idle.any() and layer.sae.encoder.grad is not None and layer.sae.encoder.grad[idle].any()
+    assert idle.any() and layer.sae.raw_encoder.grad is not None and layer.sae.raw_encoder.grad[idle].any()
 
 
 def test_what_others_write_is_read_at_once() -> None:

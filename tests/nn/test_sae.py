@@ -25,7 +25,7 @@ def make(
     k: float | Anneal = 3, dtype: torch.dtype = torch.float64, tau: float | None = 0.2, **kw: object
 ) -> TopKSAE:
     torch.manual_seed(0)
-    sae = TopKSAE(5, 12, k, tau=tau, dtype=dtype, **kw)
+    sae = TopKSAE(5, 12, k, tau=tau, dtype=dtype, **{"centre": False} | kw)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in sae.parameters():
             parameter += 0.1 * scores(*parameter.shape, seed=3).to(dtype)
@@ -102,7 +102,11 @@ def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, 
         code = y.view(a.shape) * a.clamp(min=0)
         errors.append((code @ sae.decoder + sae.bias - x).square().mean())
     want = errors[0] + 0.5 * errors[1]
+    torch.testing.assert_close(sae.loss(x, "mse"), want)
+    torch.testing.assert_close(sae(x, loss="mse"), want)
+    want = want.log()
     got = sae.loss(x)
+    torch.testing.assert_close(sae(x, loss=True), want)
     torch.testing.assert_close(got, want)
     parameters = list(sae.parameters())
     torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
@@ -120,49 +124,45 @@ def with_idle(inputs: int | None = 100, **options: object) -> TopKSAE:
     return sae
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}, {"k": 12}, {"k": 0.4}], ids=str)
-def test_idle_latents_are_pulled_towards_selection(options: dict[str, object]) -> None:
-    """Each towards the input for which it comes nearest to that, by its own weights alone."""
+def mean_square_with(sae: TopKSAE, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean squared error with the chosen latents, and what they leave."""
+    rest = x - (chosen * activations(sae, x).relu()) @ sae.decoder - sae.bias
+    return rest.square().mean(), rest.detach()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"k": 1}, {"batch": True}, {"tau": 0.2}, {"k": 12}, {"k": 0.4}], ids=str
+)
+def test_idle_latents_learn_what_the_others_leave(options: dict[str, object]) -> None:
+    """The 2k of largest activations, which may be negative."""
     sae, x = with_idle(**options), scores(2, 7, 5)
     with torch.no_grad():
-        sae.encoder_bias[[1, 5, 8]] -= 5
-        sae.bias.add_(0.1)
-    plain = copy.deepcopy(sae)
+        sae.encoder_bias[[1, 5, 8]] -= torch.tensor([1.0, 5, 2])
+    plain, k = copy.deepcopy(sae), float(options.get("k", 3))  # type: ignore[arg-type]
     plain.revive = None
-    a = activations(sae, x).detach().flatten(0, 1)
-    extra = torch.zeros((), dtype=torch.float64)
-    grown = {name: torch.zeros_like(p) for name, p in sae.named_parameters()}
-    if float(options.get("k", 3)) >= 1:  # type: ignore[arg-type]
-        size = round(float(options.get("k", 3)))  # type: ignore[arg-type]
-        if "tau" in options:
-            y = khot.soft_topk(a, size, tau=0.2)
-        else:
-            y = khot.topk_mask(a.flatten(), 14 * size).view(14, 12) if options.get("batch") else None
-            y = khot.topk_mask(a, size) if y is None else y
-        level = torch.where(y > 0.5, a, torch.inf).amin(1).clamp(min=0)
-        level = level.amin().expand(14) if options.get("batch") else level
-        for i in (1, 5, 8):
-            lacking, at = (level - a[:, i]).min(0)
-            if lacking > 0:
-                extra = extra + 0.01 / 14 * lacking
-                grown["encoder"][i] -= 0.01 / 14 * (x.flatten(0, 1)[at] - sae.bias.detach())
-                grown["encoder_bias"][i] -= 0.01 / 14
-        assert extra > 0
-    base = plain.loss(x)
-    got = sae.loss(x)
-    torch.testing.assert_close(got, base + extra)
-    base.backward()
-    got.backward()
-    for (name, p), q in zip(sae.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad + grown[name])
+    a = activations(sae, x)
+    if "tau" in options:
+        y = khot.soft_topk(a, k, tau=0.2)
+    elif "batch" in options:
+        y = khot.topk_mask(a.detach().flatten(), 14 * k).view(a.shape)
+    else:
+        y = khot.topk_mask(a.detach(), k)
+    _, rest = mean_square_with(sae, x, y)
+    best = a[..., [1, 5, 8]].topk(min(round(2 * k), 3))
+    again = (best.values.unsqueeze(-1) * sae.decoder[torch.tensor([1, 5, 8])[best.indices]]).sum(-2)
+    extra = (again - rest).square().mean()
+    want = plain.loss(x, "mse") + 0.3 * extra
+    got = copy.deepcopy(sae).loss(x)
+    torch.testing.assert_close(got, want.log())
+    parameters = list(sae.parameters())
+    grads = torch.autograd.grad(want.log(), [*parameters, *plain.parameters()])
+    found = copy.deepcopy(sae)
+    found.loss(x).backward()
+    for p, *each in zip(found.parameters(), grads[: len(parameters)], grads[len(parameters) :], strict=True):
+        torch.testing.assert_close(p.grad, each[0] + each[1])
     torch.compiler.reset()
-    again = with_idle(**options)
-    again.load_state_dict(sae.state_dict())
-    again.idle.copy_(with_idle().idle)
-    if again.threshold is not None:
-        again.threshold.fill_(-1)
-    compiled = torch.compile(again.loss, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), base + extra)
+    compiled = torch.compile(copy.deepcopy(sae).loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), got)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -186,11 +186,11 @@ def test_idle_latents_come_back() -> None:
         with torch.no_grad():
             sae.encoder_bias[32:] = -3
         optimizer = torch.optim.Adam(sae.parameters(), lr=1e-2)
-        for _ in range(300):
+        for _ in range(150):
             optimizer.zero_grad()
             sae.loss(torch.randn(64, 16)).backward()
             optimizer.step()
-        # a latent is pulled from 500 inputs without use on, and needs some steps to come back
+        # a latent learns from 500 inputs without use on, and needs some steps to come back
         shares[revive] = sae.dead(2_000).item()
     assert shares[None] > 0.4 and shares[31.25] < 0.1
 
@@ -215,6 +215,7 @@ def test_nested_widths_reconstruct_alone(options: dict[str, object], widths: lis
         for width in (*widths, 12):
             out = code[..., :width] @ sae.decoder[:width] + sae.bias
             want = want + share * (out - x).square().mean() / (len(widths) + 1)
+    want = want.log()
     got = sae.loss(x)
     torch.testing.assert_close(got, want)
     parameters = list(sae.parameters())
@@ -316,7 +317,7 @@ def test_no_pre_activations_of_all_inputs_are_made(idle: int, monkeypatch: pytes
     with _Largest() as largest:
         sae.loss(scores(64, 5).float()).backward()
     assert largest.size <= 4096 * 16
-    sae.encoder.grad = None
+    sae.raw_encoder.grad = None
     assert sae.eval().top(scores(64, 5).float())[0].shape == (64, 8)
 
 
@@ -324,16 +325,16 @@ def test_no_pre_activations_of_all_inputs_are_made(idle: int, monkeypatch: pytes
 def test_the_loss_of_parts_is_that_of_the_formula(
     kw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With idle latents, whose nearest inputs are in several parts."""
+    """With idle latents, of which those that are chosen come from several parts."""
     monkeypatch.setattr(selected, "ROWS_OF_NARROW", 7)
     options = {"k": 4, "dtype": torch.float64} | kw
     torch.manual_seed(0)
-    sae = TopKSAE(5, 12, **options)
+    sae = TopKSAE(5, 12, centre=False, **options)
     with torch.no_grad():
         sae.encoder_bias.normal_()
-        sae.encoder_bias[2:9] -= 3  # a pull of exactly 0 would have no gradient, or one by rounding
+        sae.shift.normal_().mul_(0.3)
     sae.idle[2:9] = 10**6
-    x = scores(3, 13, 5).to(sae.encoder.dtype)
+    x = scores(3, 13, 5).to(sae.shift.dtype)
     loss = sae.loss(x)
     W, c, D, b = (p.double() for p in (sae.encoder, sae.encoder_bias, sae.decoder, sae.bias))
     rows = x.double().reshape(-1, 5)
@@ -341,18 +342,19 @@ def test_the_loss_of_parts_is_that_of_the_formula(
     k = options["k"]
     best = a.topk(max(int(1.5 * k + 0.5), k))
     want = torch.zeros((), dtype=torch.float64)
-    for count, share in ((k, 1.0), (best.values.shape[-1], 0.5)):
+    rest = rows
+    for count, share in ((best.values.shape[-1], 0.5), (k, 1.0)):
         code = torch.zeros_like(a).scatter(-1, best.indices[:, :count], best.values[:, :count].relu())
         widths = [12, *options.get("widths", [])]
-        errors = [(code[:, :w] @ D[:w] + b - rows).square().mean() for w in widths]
-        want = want + share * torch.stack(errors).mean()
-    level = best.values[:, k - 1].relu().detach()
-    lacking = level[:, None] - a.detach()
-    for i in range(2, 9):
-        at = lacking[:, i].argmin()
-        want = want + 0.01 / 39 * (level[at] - (rows[at] - b.detach()) @ W[i] - c[i]).relu()
-    half = sae.encoder.dtype == torch.bfloat16
-    torch.testing.assert_close(loss.double(), want, rtol=0.01 if half else 1e-12, atol=0)
+        rests = [rows - code[:, :w] @ D[:w] - b for w in widths]
+        rest = rests[0].detach()
+        want = want + share * torch.stack([each.square().mean() for each in rests]).mean()
+    idle = a[:, 2:9].topk(min(2 * k, 7))
+    again = torch.zeros_like(a).scatter(-1, idle.indices + 2, idle.values) @ D
+    want = (want + 0.3 * (again - rest).square().mean()).log()
+    half = sae.shift.dtype == torch.bfloat16
+    assert loss.dtype == (torch.float32 if half else torch.float64)
+    torch.testing.assert_close(loss.double(), want, rtol=0, atol=0.01 if half else 1e-12)
     if not half:
         grads = [torch.autograd.grad(y, list(sae.parameters())) for y in (loss, want)]
         torch.testing.assert_close(*grads)
@@ -377,7 +379,7 @@ def trained(k: float | Anneal = 3, steps: int = 300, inputs: int = 64, **kw: obj
     """One with a threshold, in eval mode."""
     sae = make(k, **{"tau": None, "batch": True} | kw)
     for seed in range(steps):
-        sae.encode(scores(inputs, 5, seed=seed + 100).to(sae.encoder.dtype))
+        sae.encode(scores(inputs, 5, seed=seed + 100).to(sae.shift.dtype))
     return sae.eval()
 
 
@@ -466,7 +468,7 @@ def test_the_threshold_keeps_its_digits_in_half_precision(dtype: torch.dtype, ca
     assert dtype in (torch.float32, torch.float64) or sae.threshold.to(dtype).double() != exact
     for half in (torch.float16, torch.bfloat16):
         sae.to(half)
-        assert sae.encoder.dtype == half and sae.threshold.dtype == torch.float32
+        assert sae.shift.dtype == half and sae.threshold.dtype == torch.float32
         torch.testing.assert_close(sae.threshold.double(), exact, rtol=1e-7, atol=0)
 
 
@@ -475,7 +477,7 @@ def test_the_threshold_keeps_its_digits_when_a_state_is_assigned(dtype: torch.dt
     state = {n: v.to(dtype) if v.is_floating_point() else v for n, v in trained(steps=3).state_dict().items()}
     sae = make(tau=None, batch=True)
     sae.load_state_dict(state, assign=True)
-    assert sae.encoder.dtype == dtype and sae.threshold is not None and sae.threshold.dtype == torch.float32
+    assert sae.shift.dtype == dtype and sae.threshold is not None and sae.threshold.dtype == torch.float32
     assert sae.threshold.equal(state["threshold"].float()) and state["threshold"].dtype == dtype
     before = sae.threshold.clone()
     x = sae.bias.detach() + 1.02 * scores(64, 5, seed=102).to(dtype)  # the same level, nearly
@@ -558,7 +560,173 @@ def test_idle_counts_the_inputs_since_a_latent_was_used(batch: bool) -> None:
 def test_starts_with_directions_of_length_one_tied() -> None:
     sae = TopKSAE(5, 12, 3)
     torch.testing.assert_close(sae.decoder.norm(dim=-1), torch.ones(12))
-    assert sae.decoder.equal(sae.encoder) and (sae.bias == 0).all() and (sae.encoder_bias == 0).all()
+    torch.testing.assert_close(sae.decoder, sae.encoder)
+    assert (sae.bias == 0).all() and (sae.encoder_bias == 0).all()
+
+
+@pytest.mark.parametrize("call", ["forward", "encode", "loss"])
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}, {"dtype": torch.bfloat16}], ids=str)
+def test_the_bias_is_the_mean_of_the_first_training_batch(options: dict[str, object], call: str) -> None:
+    sae = make(**{"tau": None, "centre": True} | options)
+    dtype, shift = sae.shift.dtype, sae.shift.detach().clone()
+    first = (scores(2, 7, 5) + 3).to(dtype)
+    sae.eval()
+    getattr(sae, call)(first)
+    sae.train()
+    sae.top(first)
+    for nothing in (first[:0], torch.full_like(first, math.nan)):
+        getattr(sae, call)(nothing)
+    assert not sae.centred and (sae.mean == 0).all()
+    got = getattr(sae, call)(first)
+    assert sae.centred
+    mean = first.double().mean((0, 1)).to(dtype)
+    torch.testing.assert_close(sae.mean, mean)
+    torch.testing.assert_close(sae.bias, mean + shift)
+    other = make(**{"tau": None, "centre": True} | options)
+    other.load_state_dict(sae.state_dict())
+    other.idle.zero_()
+    torch.testing.assert_close(getattr(other, call)(first), got)  # the mean was there before the pass
+    for layer in (sae, other):
+        getattr(layer, call)((scores(2, 7, 5, seed=1) - 3).to(dtype))
+        torch.testing.assert_close(layer.mean, mean)
+    sae.reset_parameters()
+    assert not sae.centred and (sae.mean == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}], ids=str)
+def test_the_first_mean_when_compiled(options: dict[str, object]) -> None:
+    torch.compiler.reset()
+    eager, compiled = (make(tau=None, centre=True, **options) for _ in range(2))
+    loss = torch.compile(compiled.loss, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        x = scores(7, 5, seed=seed) + 3
+        torch.testing.assert_close(loss(x), eager.loss(x))
+        torch.testing.assert_close(dict(compiled.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_without_centre_the_bias_starts_at_zero() -> None:
+    sae = TopKSAE(5, 12, 3, centre=False)
+    sae.loss(scores(7, 5).float())
+    assert (sae.bias == 0).all() and "centre=False" in repr(sae)
+
+
+def test_warns_of_inputs_whose_mean_is_far_from_the_bias() -> None:
+    x = scores(50, 5) + 3
+    sae = make(tau=None)
+    sae.eval()(x)
+    with pytest.warns(UserWarning, match=r"mean of the inputs is 6\.\d+ from the bias.*they are 2\.\d+ from"):
+        sae.train().loss(x)
+    sae.loss(x)  # and says so once
+    make(tau=None, centre=True).loss(x)
+    sae = make(tau=None)
+    sae.bias = x.mean(0)
+    sae.loss(x)
+    make(tau=None).loss(x[:2])  # too few to know
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_encoder_decoder_and_bias_can_be_assigned(dtype: torch.dtype) -> None:
+    sae = make(tau=None, dtype=dtype, centre=True)
+    given = {"encoder": scores(12, 5, seed=5), "decoder": scores(5, 12, seed=6).mT, "bias": scores(5, seed=7)}
+    given["decoder"][3] = 0
+    for name, value in given.items():
+        setattr(sae, name, value.to(dtype))
+        assert getattr(sae, name).equal(value.to(dtype)) and getattr(sae, name).dtype == dtype
+    assert sae.centred and [*dict(sae.named_parameters())] == [
+        "raw_encoder", "encoder_bias", "raw_decoder", "shift"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"bias must have shape \(5,\), but got \(12,\)"):
+        sae.bias = torch.zeros(12)
+    sae.loss(scores(7, 5).to(dtype)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in sae.parameters())
+    assert sae.decoder[3].equal(torch.zeros(5, dtype=dtype)) and sae.bias.equal(given["bias"].to(dtype))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_state_of_version_0_1_is_read(dtype: torch.dtype, assign: bool) -> None:
+    """It had the matrices and the bias themselves, with rows of any length."""
+    state = {"encoder": scores(12, 5), "encoder_bias": scores(12, seed=1), "decoder": scores(12, 5, seed=2)}
+    state = {name: v.to(dtype) for name, v in (state | {"bias": scores(5, seed=3)}).items()}
+    nested, x = torch.nn.Sequential(make(tau=None, dtype=dtype, centre=True)), scores(7, 5).to(dtype)
+    nested.load_state_dict(
+        {f"0.{name}": v for name, v in state.items()} | {"0.idle": torch.arange(12)}, assign=assign
+    )
+    sae = nested[0]
+    for name, value in state.items():
+        assert getattr(sae, name).equal(value)
+    a = (x - state["bias"]).double() @ state["encoder"].double().mT + state["encoder_bias"].double()
+    code = khot.topk_mask(a, 3) * a.relu()
+    want = code @ state["decoder"].double() + state["bias"].double()
+    error = 0.1 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(sae.eval()(x).double(), want, rtol=error, atol=error)
+    sae.train().loss(x + 1)
+    assert sae.bias.equal(state["bias"])  # it has been trained before
+    lengths = state["decoder"].norm(dim=-1).to(sae.lengths.dtype)
+    torch.testing.assert_close(sae.lengths, lengths, rtol=0.01, atol=0)
+
+
+def test_training_keeps_the_lengths_of_the_directions() -> None:
+    torch.manual_seed(0)
+    sae = TopKSAE(16, 64, 4)
+    sae.decoder = sae.decoder.detach() * torch.linspace(0.5, 2, 64).unsqueeze(-1)
+    optimizer, before = torch.optim.Adam(sae.parameters(), lr=1e-2), sae.decoder.detach().clone()
+    for _ in range(20):
+        optimizer.zero_grad()
+        sae.loss(torch.randn(64, 16)).backward()
+        optimizer.step()
+    torch.testing.assert_close(sae.decoder.norm(dim=-1), torch.linspace(0.5, 2, 64))
+    assert ((sae.decoder - before).norm(dim=-1) > 0.01).all()
+    half = copy.deepcopy(sae).bfloat16()
+    assert half.lengths.dtype == torch.float32 and half.lengths.equal(sae.lengths)
+
+
+def test_the_log_has_no_unit_and_is_finite_without_error() -> None:
+    grads, x = [], scores(40, 5)
+    for scale in (1, 1000):
+        sae = make(tau=None)
+        with torch.no_grad():
+            sae.encoder_bias.mul_(scale)
+            sae.shift.mul_(scale)
+        loss = sae.loss(scale * x)
+        loss.backward()
+        grads += [loss - 2 * math.log(scale), sae.raw_encoder.grad, scale * sae.encoder_bias.grad]
+    torch.testing.assert_close(grads[:3], grads[3:])
+    sae = TopKSAE(5, 12, 3)
+    x = torch.ones(8, 5)  # the bias, which is their mean
+    loss = sae.loss(x)
+    loss.backward()
+    assert loss == math.log(torch.finfo(torch.float32).tiny) and sae.loss(x, "mse") == 0
+    assert all(p.grad is not None and (p.grad == 0).all() for p in sae.parameters())
+
+
+def test_explains_more_than_one_that_is_written_by_hand() -> None:
+    """After 300 steps on sums of 4 of 64 directions with an offset, by default settings of both."""
+    torch.manual_seed(0)
+    directions, offset = torch.nn.functional.normalize(torch.randn(64, 32), dim=-1), torch.randn(32) / 4
+
+    def draw(inputs: int) -> Tensor:
+        code = torch.zeros(inputs, 64).scatter(-1, torch.rand(inputs, 64).topk(4).indices, 1.0)
+        return (code * (0.5 + torch.rand(inputs, 64))) @ directions + offset
+
+    sae = TopKSAE(32, 128, 4)
+    rows = torch.nn.functional.normalize(torch.randn(128, 32), dim=-1)
+    hand = [p.requires_grad_() for p in (rows.clone(), rows.clone(), torch.zeros(128), torch.zeros(32))]
+
+    def by_hand(x: Tensor) -> Tensor:
+        W, D, c, b = hand
+        best = ((x - b) @ W.mT + c).topk(4)
+        return torch.zeros(len(x), 128).scatter(-1, best.indices, best.values.relu()) @ D + b
+
+    optimizer = torch.optim.Adam([*sae.parameters(), *hand], lr=1e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        x = draw(128)
+        (sae.loss(x) + (by_hand(x) - x).square().mean()).backward()
+        optimizer.step()
+    x = draw(2000)
+    ours, theirs = ((out - x).square().mean() for out in (sae.eval()(x), by_hand(x)))
+    assert ours < 0.7 * theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -582,7 +750,7 @@ def test_half_precision_does_not_change_the_choice(how: str, options: dict[str, 
     dtype = {"float16": torch.float16, "autocast": torch.float32}.get(how, torch.bfloat16)
     sae = TopKSAE(64, 512, 16, revive=None, dtype=torch.float64, **options)  # type: ignore[arg-type]
     with torch.no_grad():
-        sae.bias.copy_(3 * torch.randn(64))
+        sae.bias = 3 * torch.randn(64)
         sae.encoder_bias.copy_(0.1 * torch.randn(512))
     sae = sae.to(dtype)
     x = (torch.randn(300, 64) + sae.bias.detach().float()).to(dtype)
@@ -603,7 +771,7 @@ def test_half_precision_does_not_change_the_choice(how: str, options: dict[str, 
 def test_large_numbers_in_float16() -> None:
     sae = TopKSAE(64, 128, 4, dtype=torch.float16)
     with torch.no_grad():
-        sae.encoder.copy_(sae.encoder.sign() * 100)
+        sae.encoder = sae.encoder.sign() * 100
     x = torch.full((3, 64), 100.0, dtype=torch.float16)
     want = (x.double() @ sae.encoder.double().mT).topk(4).indices.sort().values
     assert (sae.top(x)[1].sort().values == want).float().mean() >= 0.5  # sums of signs are often equal
@@ -663,7 +831,7 @@ def test_an_ensemble_in_training_counts_for_each_model() -> None:
     """Under vmap the buffers have to be mapped over, too."""
     skeleton, saes, x = make(), [make(), make(), make()], scores(3, 7, 5)
     for i, sae in enumerate(saes):
-        sae.encoder.data.mul_(i + 1)
+        sae.raw_encoder.data.mul_(i + 1)
     state = {n: torch.stack([sae.state_dict()[n] for sae in saes]) for n in saes[0].state_dict()}
     got = torch.vmap(lambda s, x: torch.func.functional_call(skeleton, s, (x,)))(state, x)
     for i, sae in enumerate(saes):
@@ -703,8 +871,11 @@ def test_an_input_of_another_dtype() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(TypeError, match="loss must be a bool, but got Tensor"):
-        make()(scores(2, 5), torch.ones(2, dtype=torch.bool))
+    for kind in ("mae", None, torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="loss must be one of 'log', 'mse', but got"):
+            make()(scores(2, 5), kind)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="loss must be one of 'log', 'mse', but got"):
+            make().loss(scores(2, 5), kind)  # type: ignore[arg-type]
     for inputs, error in ((0, ValueError), (-1, ValueError), (0.5, TypeError), ("9", TypeError)):
         with pytest.raises(error, match="inputs must"):
             make().dead(inputs)

@@ -44,7 +44,7 @@ def tied_sae(dtype: torch.dtype, batch: bool, k: float) -> khot.nn.TopKSAE:
     """An autoencoder whose activations are the inputs, each for several latents."""
     sae = khot.nn.TopKSAE(6, 24, k, batch=batch, dtype=dtype).eval()
     with torch.no_grad():
-        sae.encoder.copy_(torch.eye(6).repeat(4, 1))
+        sae.encoder = torch.eye(6, dtype=dtype).repeat(4, 1)
     return sae
 
 

@@ -74,7 +74,7 @@ def sae_to_layout(sae: TopKSAE, layout: Layout) -> dict[str, Tensor]:
     if not isinstance(sae, TopKSAE):
         raise TypeError(f"sae must be a khot.nn.TopKSAE, but got {type(sae).__name__}")
     names = _names(layout)
-    ours = {name: x.detach().clone() for name, x in sae.state_dict().items()}
+    ours = {our: getattr(sae, our).detach().clone() for our, _, _ in names}
     state = {their: ours[our].mT.contiguous() if flipped else ours[our] for our, their, flipped in names}
     level = None
     if sae.threshold is not None:
@@ -83,7 +83,7 @@ def sae_to_layout(sae: TopKSAE, layout: Layout) -> dict[str, Tensor]:
                 "sae must have a threshold: with batch=True it gets one in its first training step"
             )
         # the others select what is above their threshold, and this layer what is not below its own
-        level = torch.nextafter(ours["threshold"], torch.full_like(ours["threshold"], -math.inf))
+        level = torch.nextafter(sae.threshold, torch.full_like(sae.threshold, -math.inf))
     if layout == "saelens":
         return state if level is None else state | {"threshold": level.repeat(sae.latents)}
     state["k"] = torch.tensor(sae._count_of(1.0), dtype=torch.int32)
@@ -181,8 +181,7 @@ def sae_from_layout(
         features, latents, k, batch=batch, device=ours["decoder"].device, dtype=ours["decoder"].dtype
     )
     with torch.no_grad():
-        for our, x in ours.items():
-            getattr(sae, our).copy_(x)
+        sae.load_state_dict(ours, strict=False)
         if sae.threshold is not None:
             name = "topk_threshold" if "topk_threshold" in state else "threshold"
             levels = _entry(state, name).to(sae.threshold).reshape(-1)

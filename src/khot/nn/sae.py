@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +17,29 @@ from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen, without_autocast
-from khot._core.rows import Shards
 from khot._ops.product import product
-from khot._ops.selected import Where, best_of_product, selected_dot, selected_sum
+from khot._ops.selected import best_of_product, selected_dot, selected_sum
+from khot._ops.topk import largest_entries
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._state import Grouped, Steady, counts
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, available, current, describe, positive
 from khot.selection import topk
 
 __all__ = ["TopKSAE"]
 
+Loss = Literal["log", "mse"]
+
 WIDER, SHARE = 1.5, 0.5  # of k, and of the error with so many latents in the loss
-PULL = 0.01  # on idle latents: tried on activations of other networks than docs/results/sparse-autoencoder
-REVIVE = 50.0  # uses that a latent of average use would have had; tried as PULL was
+AGAIN, WEIGHT = 2.0, 0.3  # of k idle latents in what the others leave, and of that error in the loss
+REVIVE = 50.0  # uses that a latent of average use would have had
 UNKNOWN = -1.0  # no threshold is negative
 MOVE = 0.02  # how far a training step moves the threshold: it is a mean over some 50 steps
+# Adam moves every number by the same amount. A step counts twice for the encoder, whose parameter is half of
+# it, and turns a direction the more, the shorter its parameter is. Lengths grow, so that it turns less later.
+GAIN, START = 2.0, 0.3
+ENOUGH = 8  # inputs, from whose mean it can be seen that the bias is not there
 
 
 class _Instead:
@@ -42,8 +49,8 @@ class _Instead:
         self.work = work
 
 
-class _Nearest:
-    """The input of a batch for which each idle latent comes nearest to its selection.
+class _Idle:
+    """For each input of a batch the idle latents whose pre-activations are largest.
 
     The pre-activations may come in parts. Where it can be read which latents are idle, only these are
     looked at.
@@ -51,35 +58,33 @@ class _Nearest:
     Attributes:
         idle: (n,), which latents are idle.
         columns: the indices of the latents that are looked at; None: all.
-        looks: whether there is a latent to look at.
-        distance, input, level: one entry for each of these: how far the latent is from its selection, the
-            index of the input, and the smallest activation that is selected there; None before the first
-            input.
+        count: how many are chosen for each input.
+        values, indices: the pre-activations of what was chosen, or 0 where fewer are idle, and their indices,
+            (..., count); from :meth:`take` on.
     """
 
-    distance: Tensor | None = None
-    input: Tensor | None = None
-    level: Tensor | None = None
+    values: Tensor
+    indices: Tensor
 
-    def __init__(self, idle: Tensor, whole: bool) -> None:
+    def __init__(self, idle: Tensor, count: int) -> None:
         self.idle = idle
-        self.columns = idle.nonzero().squeeze(-1) if not whole and arguments.readable(idle) else None
-        self.looks = self.columns is None or bool(self.columns.numel())
+        self.columns = idle.nonzero().squeeze(-1) if arguments.readable(idle) else None
+        self.count = count if self.columns is None else min(count, len(self.columns))
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
-    def see(self, start: int, a: Tensor, level: Tensor) -> None:
-        """Look at pre-activations, (..., n), of the inputs from ``start`` on, and at the smallest activation
-        that is selected for each, (..., 1)."""
-        if not self.looks or not a.numel():
-            return
-        level = level.expand(*a.shape[:-1], 1).reshape(-1, 1)
-        a = a.reshape(-1, a.shape[-1])
-        distance, at = (level - (a if self.columns is None else a[:, self.columns])).min(0)
-        level, at = level.squeeze(-1)[at], at + start
-        if self.distance is not None and self.input is not None and self.level is not None:
-            nearer = distance < self.distance
-            distance = torch.where(nearer, distance, self.distance)
-            at, level = torch.where(nearer, at, self.input), torch.where(nearer, level, self.level)
-        self.distance, self.input, self.level = distance, at, level
+    def see(self, a: Tensor) -> None:
+        """Look at pre-activations, (..., n), without gradient."""
+        a = a.masked_fill(~self.idle, -math.inf) if self.columns is None else a[..., self.columns]
+        values, indices = largest_entries(a, self.count, True, True)
+        self._parts.append((values, indices if self.columns is None else self.columns[indices]))
+
+    def take(self, shape: torch.Size, values: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Choose for inputs of this shape; ``values`` computes the pre-activations, which it is given, at
+        given indices, differentiably."""
+        known, self.indices = (
+            torch.cat(part).view(*shape, self.count) for part in zip(*self._parts, strict=True)
+        )
+        self.values = torch.where(known > -math.inf, values(known, self.indices), 0)
 
 
 class TopKSAE(Grouped, LeftSoft):
@@ -111,15 +116,15 @@ class TopKSAE(Grouped, LeftSoft):
             input, so that some inputs get more than others. In eval mode an input gets the latents with
             a ≥ ``threshold``, which are k on average, and its code does not depend on the other inputs.
         revive: a latent counts as idle when ``revive``·n/k training inputs in a row did not use it, so many
-            that a latent of average use had been used ``revive`` times. Idle latents are pulled back in
-            :meth:`loss`. A small number leaves fewer latents unused, and costs error where the inputs need
-            few: on activations of a network for digits, whose 256 latents had errors of 1.7 to 1.8 % from
-            300 down to 50, and 1.9 % at 30, with 48, 17 and 10 % unused. None: they are left alone, which
-            has the smallest error where unused latents do no harm (docs/results/sparse-autoencoder).
+            that a latent of average use had been used ``revive`` times. In :meth:`loss`, idle latents learn
+            what the others leave. None: they are left alone.
+        centre: whether the first training batch sets the bias to its mean. With False it starts at 0, which
+            is right for inputs with the mean 0; there is a warning if the first training batch that this
+            layer sees has its mean far from the bias.
         group: None, or the process group (a tuple of them for a grid) whose processes train one autoencoder,
-            each with a part of the batch (docs/distributed). In train mode ``idle``, ``threshold``, the
-            selection with ``batch`` and the pull on idle latents are then those of the whole batch, and all
-            processes have to make the same calls. None: those of this process.
+            each with a part of the batch (docs/distributed). In train mode ``idle``, ``threshold``, the first
+            mean, the selection with ``batch`` and the logarithm of :meth:`loss` are then those of the whole
+            batch, and all processes have to make the same calls. None: those of this process.
         widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
             reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
             first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
@@ -127,7 +132,15 @@ class TopKSAE(Grouped, LeftSoft):
 
     Attributes:
         encoder, decoder: W and D, both (n, in_features); they start from the same random rows of length 1.
-        encoder_bias, bias: c, (n,), and b, (in_features,); 0 at the start.
+            Training turns the rows of D and does not change their lengths.
+        encoder_bias, bias: c, (n,), and b, (in_features,); 0 before the first training batch.
+        raw_encoder, raw_decoder, shift: the parameters that ``encoder``, ``decoder`` and ``bias`` are
+            computed from: W = 2 · raw_encoder, D_i = lengths_i · raw_decoder_i / ‖raw_decoder_i‖ and
+            b = mean + shift. To set one of the three, assign a tensor, as in ``sae.bias = x.mean(0)``:
+            writing into what they return has no effect. A state dict that has them instead, as that of khot
+            0.1, is read, too.
+        lengths, mean, centred: buffers: the lengths of D's rows, (n,); the mean of the first training batch,
+            (in_features,); and whether there was one, or the bias was assigned, (1,).
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
             latent if a > 0 and y > ½.
         threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
@@ -139,7 +152,7 @@ class TopKSAE(Grouped, LeftSoft):
         input: (..., in_features), of the parameters' dtype, or of one that torch promotes to it, as half
             precision to float32.
 
-        loss: whether to return :meth:`loss` of the input instead.
+        loss: whether to return :meth:`loss` of the input instead: False, or its ``kind``, or True for "log".
 
         output: the reconstruction, of the input's shape, or with ``loss`` the loss, 0-dim.
 
@@ -176,11 +189,15 @@ class TopKSAE(Grouped, LeftSoft):
     k: Value
     tau: Value | None
     cdf: CDF
-    encoder: nn.Parameter
+    centre: bool
+    raw_encoder: nn.Parameter
     encoder_bias: nn.Parameter
-    decoder: nn.Parameter
-    bias: nn.Parameter
+    raw_decoder: nn.Parameter
+    shift: nn.Parameter
 
+    lengths: Tensor
+    mean: Tensor
+    centred: Tensor
     idle: Tensor
     threshold: Tensor | None
 
@@ -196,6 +213,7 @@ class TopKSAE(Grouped, LeftSoft):
         batch: bool = False,
         revive: float | None = REVIVE,
         widths: Sequence[int] | None = None,
+        centre: bool = True,
         group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -203,7 +221,7 @@ class TopKSAE(Grouped, LeftSoft):
         super().__init__()
         for name, size in (("in_features", in_features), ("latents", latents)):
             arguments.check_integer(size, name, low=1)
-        arguments.check_flags(hard=hard, batch=batch)
+        arguments.check_flags(hard=hard, batch=batch, centre=centre)
         positive(k, "k")
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
@@ -211,97 +229,216 @@ class TopKSAE(Grouped, LeftSoft):
         if revive is not None:
             arguments.check_number(revive, "revive", low=0, high=math.inf)
             positive(revive, "revive")
-        self.hard, self.batch, self.revive = hard, batch, revive
+        self.hard, self.batch, self.revive, self.centre = hard, batch, revive, centre
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
-        self.group, self._pulled = group, Steady()
-        self.encoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
-        self.encoder_bias = nn.Parameter(torch.empty(latents, device=device, dtype=dtype))
-        self.decoder = nn.Parameter(torch.empty(latents, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
-        self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
+        self.group, self._steady, self._compared = group, Steady(), False
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.raw_encoder = nn.Parameter(torch.empty(latents, in_features, **made))
+        self.encoder_bias = nn.Parameter(torch.empty(latents, **made))
+        self.raw_decoder = nn.Parameter(torch.empty(latents, in_features, **made))
+        self.shift = nn.Parameter(torch.empty(in_features, **made))
+        wide: dict[str, Any] = {"device": device, "dtype": _single(self.shift.dtype)}
+        self.register_buffer("lengths", torch.empty(latents, **wide))
+        self.register_buffer("mean", torch.empty(in_features, **made))
         # one element and not 0-dim: torch.compile does not write to a 0-dim float64 tensor on the CPU
-        threshold = torch.empty(1, device=device, dtype=_single(self.encoder.dtype)) if batch else None
-        self.register_buffer("threshold", threshold)
+        self.register_buffer("centred", torch.empty(1, dtype=torch.bool, device=device))
+        self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
+        self.register_buffer("threshold", torch.empty(1, **wide) if batch else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Random directions of length 1, the same in encoder and decoder, and biases of 0."""
-        nn.init.normal_(self.decoder)
+        nn.init.normal_(self.raw_decoder)
         with torch.no_grad():
-            self.decoder.div_(self.decoder.norm(dim=-1, keepdim=True))
-            self.encoder.copy_(self.decoder)
+            self.raw_decoder.div_(self.raw_decoder.norm(dim=-1, keepdim=True))
+            self.raw_encoder.copy_(self.raw_decoder / GAIN)
+            self.raw_decoder.mul_(START)
+        self.lengths.fill_(1)
         nn.init.zeros_(self.encoder_bias)
-        nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.shift)
+        self.mean.zero_()
+        self.centred.fill_(False)
         self.idle.zero_()
         if self.threshold is not None:
             self.threshold.fill_(UNKNOWN)
 
-    def forward(self, input: Tensor, loss: bool = False) -> Tensor:
+    @property
+    def encoder(self) -> Tensor:
+        return GAIN * self.raw_encoder
+
+    @encoder.setter
+    def encoder(self, encoder: Tensor) -> None:
+        self._assign({"encoder": encoder})
+
+    @property
+    def decoder(self) -> Tensor:
+        return (self.raw_decoder * self._stretch().unsqueeze(-1)).to(self.raw_decoder.dtype)
+
+    @decoder.setter
+    def decoder(self, decoder: Tensor) -> None:
+        self._assign({"decoder": decoder})
+
+    @property
+    def bias(self) -> Tensor:
+        return self.mean + self.shift
+
+    @bias.setter
+    def bias(self, bias: Tensor) -> None:
+        self._assign({"bias": bias})
+
+    @torch.no_grad()
+    def _assign(self, effective: dict[str, Tensor]) -> None:
+        own = self.state_dict()
+        for name, value in _raw(effective).items():
+            if value.shape != own[name].shape:
+                (given,) = effective
+                raise ValueError(
+                    f"{given} must have shape {tuple(own[name].shape)}, but got {tuple(value.shape)}"
+                )
+            own[name].copy_(value)
+
+    def _stretch(self, indices: Tensor | None = None) -> Tensor:
+        """What a row of ``raw_decoder`` is multiplied with in D, (n,), or of the shape of indices."""
+        if indices is None:
+            return _ratio(self.lengths, self.raw_decoder)
+        if torch.compiler.is_compiling() or 2 * indices.numel() >= self.latents:
+            return _ratio(self.lengths, self.raw_decoder).gather(0, indices.flatten()).view(indices.shape)
+        return _ratio(self.lengths[indices], self.raw_decoder[indices])  # the other rows are not read
+
+    def forward(self, input: Tensor, loss: bool | Loss = False) -> Tensor:
         asked: Any = loss
-        if not isinstance(asked, bool | _Instead):
-            raise TypeError(f"loss must be a bool, but got {type(loss).__name__}")
-        work = self._loss if loss else self._reconstruct
-        result: Tensor = (asked.work if isinstance(asked, _Instead) else work)(input)
+        if isinstance(asked, _Instead):
+            work = asked.work
+        elif isinstance(asked, bool):
+            work = self._loss if asked else self._reconstruct
+        else:
+            work = functools.partial(self._loss, kind=asked)
+        result: Tensor = work(input)
         if self.training:
-            self._pulled.until_backward_of(result)
+            self._steady.until_backward_of(result)
         return result
 
-    def loss(self, input: Tensor) -> Tensor:
-        """What to train on, a 0-dim tensor: the mean squared error of the reconstruction with k latents, plus
-        half of that with 1.5 k latents.
+    def loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
+        """What to train on, a 0-dim tensor, whose dtype is float32 at least.
 
-        The second error gives a gradient to latents that just missed the top k. On the activations of two
-        small networks, the first one was smaller by 42 and 6 % than that of a top-k autoencoder by hand, and
-        on sparse sums of random directions larger by 2 % (docs/results/sparse-autoencoder). There the inputs
-        were centred and divided by the root of their mean square, which the layer leaves to you.
+        With E(m), the mean squared error of the reconstruction with the m best latents, and A, that of what
+        the idle latents make of the rest x − reconstruction of each input x,
 
-        Unless ``revive`` is None, every idle latent i is pulled towards its selection. Of the B inputs it
-        takes the one for which it comes nearest to that, x, whose smallest selected activation is t (at
-        least 0), and
+            loss = log(E(k) + ½ E(1.5 k) + 0.3 A)
 
-            0.01/B · Σ_i max(t − a_i(x), 0)
+        E(1.5 k) gives a gradient to latents that just missed the top k. A, which is left out unless some
+        latent is idle, is the mean square of Σ_i a_i D_i − rest over the 2 k idle latents i of largest
+        pre-activations a_i, which may be negative here; the rest has no gradient. Which latents are idle is
+        read before the batch; those that became idle since the last backward pass count from the next one on.
 
-        is added. Only the rows of ``encoder`` and ``encoder_bias`` that belong to idle latents get a gradient
-        from it. Once a latent is selected, it learns from the errors as all others do.
+        The logarithm divides the gradient by the error. So Adam, whose steps are as long as the gradient is
+        large beside those of the last thousand steps, does not go on with short steps for having seen the
+        errors of the first ones. It also means that the loss has no unit: it falls by 0.7 where the error
+        halves, whatever the scale of the inputs, may be negative, and should neither be added to other losses
+        nor minimised by plain gradient descent, whose steps would grow as the error falls.
+        Where the error is 0, it is the logarithm of the smallest normal number, and has no gradient.
 
-        With ``widths``, the first and the second error are means over these widths and n, each of what the
-        first latents of the code reconstruct alone.
+        With ``widths``, E(m) is the mean over these widths and n of the errors of what the first latents of
+        the code reconstruct alone.
 
-        Latents that became idle since the last backward pass are pulled from the next one on.
+        Args:
+            input: as for the layer.
+            kind: "log", or "mse" for E(k) + ½ E(1.5 k) + 0.3 A itself, to add it to other losses.
 
         As in PyTorch, the mean over no inputs is NaN.
         """
-        loss: Tensor = self(input, loss=True)
+        _check_kind(kind)
+        loss: Tensor = self(input, loss=kind)
         return loss
 
     def _reconstruct(self, input: Tensor) -> Tensor:
         if self._is_dense():
             return self._decode(self._encode(input))
+        self._centre(input)
         values, indices = self._best(input, self._count_of(1.0))
         self._count(values > 0, indices)
         return self._decode(values, indices)
 
-    def _loss(self, input: Tensor) -> Tensor:
-        limit = (self.revive or 0.0) * self.latents / current(self.k)
-        idle = self._pulled.read(self.idle, lambda: self.idle >= limit)  # before this batch
-        nearest = None if self.revive is None else _Nearest(idle, whole=not self._shared().here)
+    def _loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
+        _check_kind(kind)
+        self._centre(input)
+        idle = self._idle()  # before this batch
         if self._is_dense():
             a = self._activations(input)
             near, far = self._code(a), self._code(a, WIDER)
             self._count(self._uses(a, near))
             self._follow(a, near)
-            first, second = (self._error(input, y * a.relu()) for y in (near, far))
-            if nearest is not None:
-                nearest.see(0, a.detach(), self._smallest(a, near))
+            rest, first = self._error(input, near * a.relu())
+            _, second = self._error(input, far * a.relu())
+            again = None if idle is None else self._again(a, idle)
         else:
             m = self._count_of(1.0)
-            values, indices = self._best(input, self._count_of(WIDER), m, nearest)
+            others = None if idle is None else _Idle(idle, self._count_of(AGAIN))
+            values, indices = self._best(input, self._count_of(WIDER), others)
             self._count(values[..., :m] > 0, indices[..., :m])
-            first, second = self._errors(input, values, indices, m)
+            rest, first, second = self._errors(input, values, indices, m)
+            again = None if others is None else self._sum(others.values, others.indices)
         loss = first + SHARE * second
-        return loss if nearest is None else loss + PULL * self._pull(input, nearest)
+        if idle is not None and again is not None:
+            error = F.mse_loss(_wide(again), rest.detach())
+            loss = loss + WEIGHT * (error if arguments.readable(idle) else torch.where(idle.any(), error, 0))
+        return loss if kind == "mse" else self._log(loss, input)
+
+    def _log(self, loss: Tensor, input: Tensor) -> Tensor:
+        """The logarithm of a loss, whose gradient is divided by the loss of the whole batch."""
+        smallest = torch.finfo(loss.dtype).tiny
+        shared = self._shared()
+        if shared.here:
+            return loss.clamp(min=smallest).log()
+        inputs = math.prod(input.shape[:-1])
+        sums = [loss.detach() * inputs if inputs else torch.zeros_like(loss), torch.full_like(loss, inputs)]
+        total, count = shared.reduce(sums)
+        whole = (total / count).clamp(min=smallest)
+        return whole.log() + (loss - loss.detach()) / whole
+
+    def _idle(self) -> Tensor | None:
+        """Which latents are idle, (n,); None if it is known that none is to learn from it."""
+        if self.revive is None:
+            return None
+        limit = self.revive * self.latents / current(self.k)
+        idle = self._steady.read(self.idle, lambda: self.idle >= limit)
+        return None if arguments.readable(idle) and not idle.any() else idle
+
+    def _again(self, a: Tensor, idle: Tensor) -> Tensor:
+        """What the idle latents of largest pre-activations, (..., n), make together."""
+        scores = a.detach().masked_fill(~idle, -math.inf)
+        chosen = masks.topk_mask(scores, available(current(self.k) * AGAIN, scores))
+        return self._decode(chosen * a) - self.bias
+
+    def _centre(self, input: Tensor) -> None:
+        """Set ``mean``, in the first forward pass of train mode, and warn if the bias is far from it."""
+        if not counts(self):
+            return
+        check_width(input, self.in_features, self)
+        x = input.detach().reshape(-1, self.in_features)
+        known = arguments.readable(self.centred) and bool(self.centred)
+        if self.centre and not known:
+            sums = [_wide(x).sum(0), torch.full((), len(x), dtype=_wide(x).dtype, device=x.device)]
+            total, inputs = self._shared().reduce(sums)
+            mean = total / inputs
+            fits = mean.isfinite().all()  # not that of no inputs
+            self.mean.copy_(torch.where(fits & ~self.centred, mean.to(self.mean.dtype), self.mean))
+            self.centred.logical_or_(fits)
+        if self._compared or not arguments.has_data(x) or not x.is_cpu or len(x) < ENOUGH:
+            return
+        self._compared = True
+        mean = _wide(x).mean(0)
+        far = (mean - self.bias.detach()).norm()
+        spread = (_wide(x) - mean).square().sum(-1).mean().sqrt()
+        if far > spread:
+            warnings.warn(
+                f"the mean of the inputs is {far:.3g} from the bias of this TopKSAE, and they are "
+                f"{spread:.3g} from their mean: the latents have to learn the mean first. Set sae.bias = "
+                "x.mean(0), or, if it was trained on inputs that were centred or scaled, do so here, too",
+                stacklevel=2,
+            )
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
@@ -309,11 +446,12 @@ class TopKSAE(Grouped, LeftSoft):
         return code
 
     def _encode(self, input: Tensor) -> Tensor:
+        self._centre(input)
         a = self._activations(input)
         y = self._code(a)
         self._count(self._uses(a, y))
         self._follow(a, y)
-        return (y * a.relu()).to(self.encoder.dtype)
+        return (y * a.relu()).to(self.shift.dtype)
 
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """The hard code as values and indices, both (..., m): its k largest entries in descending order.
@@ -328,14 +466,14 @@ class TopKSAE(Grouped, LeftSoft):
     def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
         if not self.batch:
             values, indices = self._best(input, self._count_of(1.0))
-            return values.to(self.encoder.dtype), indices
+            return values.to(self.shift.dtype), indices
         a = self._activations(input)
         chosen = self._above(a)
         counts = (chosen != 0).sum(-1)
         scores = a.detach().masked_fill(chosen == 0, -math.inf)
         indices = topk(scores, int(counts.max()) if counts.numel() else 0).indices
         values = a.gather(-1, indices).relu() * chosen.gather(-1, indices)
-        return values.to(self.encoder.dtype), indices
+        return values.to(self.shift.dtype), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
@@ -345,19 +483,24 @@ class TopKSAE(Grouped, LeftSoft):
     def _decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
         if indices is None:
             check_width(code, self.latents, self, "code")
-            return F.linear(code.to(self.decoder.dtype), self.decoder.mT, self.bias)
+            code = (code * self._stretch()).to(self.shift.dtype)
+            return F.linear(code, self.raw_decoder.mT, self.bias)
         arguments.check_bool_or_real(code, "code")
         arguments.check_tensor(indices, "indices")
         if indices.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"indices must have dtype torch.int64, but got {indices.dtype}")
         for name, x in (("code", code), ("indices", indices)):
-            arguments.check_has_values(x, name, self.decoder)
+            arguments.check_has_values(x, name, self.raw_decoder)
         if code.shape != indices.shape or not code.dim():
             raise ValueError(
                 f"code and indices must have the same shape (..., m), but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        return selected_sum(code, self.decoder, indices.long()) + self.bias
+        return self._sum(code, indices.long()) + self.bias
+
+    def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
+        """Σ_j values_j D[indices_j]."""
+        return selected_sum(values * self._stretch(indices), self.raw_decoder, indices)
 
     def dead(self, inputs: int) -> Tensor:
         """The share of latents that none of the last ``inputs`` training inputs used: 0-dim, in [0, 1]."""
@@ -414,73 +557,45 @@ class TopKSAE(Grouped, LeftSoft):
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
-    def _error(self, input: Tensor, code: Tensor) -> Tensor:
-        """The mean squared error of the reconstruction, or with widths the mean of theirs."""
+    def _error(self, input: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        """What a code leaves of the input, and its mean square, or with widths the mean of theirs."""
         place = torch.arange(self.latents, device=code.device)
         codes = [code, *(code * (place < width) for width in self.widths)]
-        return _mean([F.mse_loss(self._decode(each), input) for each in codes])
+        rests = [_wide(input) - _wide(self._decode(each)) for each in codes]
+        return rests[0], _mean([rest.square().mean() for rest in rests])
 
-    def _errors(self, input: Tensor, values: Tensor, indices: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        """:meth:`_error` of the first m of some values, and of all."""
-        first, second = [], []
+    def _errors(
+        self, input: Tensor, values: Tensor, indices: Tensor, m: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_error` of the first m of some values, and the second result for all of them, too."""
+        rests, first, second = [], [], []
+        centred = _wide(input) - _wide(self.bias)
+        weights = values * self._stretch(indices)
         for width in (self.latents, *self.widths):
-            kept = values if width == self.latents else values * (indices < width)
-            near = selected_sum(kept[..., :m], self.decoder, indices[..., :m]) + self.bias
-            far = near + selected_sum(kept[..., m:], self.decoder, indices[..., m:])
-            first.append(F.mse_loss(near, input))
-            second.append(F.mse_loss(far, input))
-        return _mean(first), _mean(second)
-
-    def _smallest(self, a: Tensor, y: Tensor) -> Tensor:
-        """The smallest activation that a selection has, (..., 1), or (1, ..., 1) if the batch shares it."""
-        selected = torch.where(y.detach() > 0.5, a.detach(), math.inf)
-        if self.batch:
-            return self._lowest(selected).clamp(min=0).view((1,) * a.dim())
-        return selected.amin(-1, keepdim=True).clamp(min=0)
+            kept = weights if width == self.latents else weights * (indices < width)
+            near = centred - selected_sum(kept[..., :m], self.raw_decoder, indices[..., :m])
+            far = near - selected_sum(kept[..., m:], self.raw_decoder, indices[..., m:])
+            rests.append(near)
+            first.append(near.square().mean())
+            second.append(far.square().mean())
+        return rests[0], _mean(first), _mean(second)
 
     def _lowest(self, x: Tensor) -> Tensor:
         """The smallest entry that all processes have, 0-dim; ∞ if they have none."""
         lowest = x.amin() if x.numel() else x.new_full((), math.inf)
         return -self._shared().reduce([], [-lowest])[0].to(x.dtype)
 
-    def _pull(self, input: Tensor, nearest: _Nearest) -> Tensor:
-        """What idle latents lack to be selected for the input that is nearest to it, in sum, over B."""
-        shared, inputs = self._shared(), input.reshape(-1, self.in_features)
-        idle, columns, level = nearest.idle, nearest.columns, nearest.level
-        if isinstance(shared, Shards):  # of all processes, the one with the nearest input pulls
-            distance = nearest.distance
-            if distance is None:
-                distance = input.new_full((self.latents,), math.inf, dtype=_single(self.encoder.dtype))
-            (distances,) = shared.reduce([shared.slots(distance)])
-            idle = idle & (distances.argmin(-1) == shared.rank)
-        if level is None:
-            return input.new_zeros((), dtype=_single(self.encoder.dtype))
-        centred = inputs[nearest.input] - self.bias.detach()
-        encoder: Tensor = self.encoder
-        encoder_bias: Tensor = self.encoder_bias
-        if columns is not None:
-            idle, encoder, encoder_bias = idle[columns], encoder[columns], encoder_bias[columns]
-        lacking = level - (centred * encoder).sum(-1, dtype=level.dtype) - encoder_bias
-        # nothing was selected where the level is infinite
-        return torch.where(idle & (level < math.inf), lacking.relu(), 0).sum() / len(inputs)
-
-    def _best(
-        self, input: Tensor, count: int, m: int = 0, nearest: _Nearest | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _best(self, input: Tensor, count: int, idle: _Idle | None = None) -> tuple[Tensor, Tensor]:
         """The largest activations of each input and their indices, (..., count) each.
 
-        ``nearest`` sees the pre-activations beside the m-th largest ones.
+        ``idle`` sees the pre-activations.
         """
         x, weight, bias = self._map(input)
-
-        def watch(where: Where, scores: Tensor, best: Tensor) -> None:
-            assert nearest is not None
-            start = where[-1].start if isinstance(where[-1], slice) else 0
-            nearest.see(start, scores, best[..., m - 1 : m].clamp(min=0))
-
-        seen = watch if nearest is not None and nearest.looks and m else None
-        best, indices = best_of_product(x, weight, count, bias, watch=seen)
+        watch = None if idle is None else (lambda where, scores, best: idle.see(scores))
+        best, indices = best_of_product(x, weight, count, bias, watch=watch)
         values = selected_dot(x, weight, indices, bias, known=best)
+        if idle is not None:
+            idle.take(x.shape[:-1], lambda known, at: selected_dot(x, weight, at, bias, known=known))
         return values.relu(), indices
 
     def _count_of(self, wider: float) -> int:
@@ -497,12 +612,14 @@ class TopKSAE(Grouped, LeftSoft):
     def _map(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The (input, weight, bias) of the linear map that computes the pre-activations."""
         check_width(input, self.in_features, self)
-        check_dtype(input, self.encoder, self)
-        if input.dtype == self.encoder.dtype != _single(input.dtype):
+        check_dtype(input, self.shift, self)
+        if input.dtype == self.shift.dtype != _single(input.dtype):
             # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
-            return input, self.encoder, self.encoder_bias - product(self.bias, self.encoder.mT)
-        centred = (input - self.bias).to(torch.promote_types(self.encoder.dtype, torch.float32))
-        return centred, self.encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype)
+            encoder = self.encoder
+            return input, encoder, self.encoder_bias - product(self.bias, encoder.mT)
+        centred = (input - self.bias).to(torch.promote_types(self.shift.dtype, torch.float32))
+        # the gain goes to the inputs, which are fewer
+        return GAIN * centred, self.raw_encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype)
 
     def _size(self, a: Tensor, k: Scalar | None = None) -> Scalar:
         """How many latents a whole batch gets, k for each input."""
@@ -527,21 +644,25 @@ class TopKSAE(Grouped, LeftSoft):
         else:  # the sizes do not depend on values
             times = torch.zeros_like(self.idle).scatter_add(0, indices.flatten(), used.flatten().long())
         inputs, times = self._shared().reduce([inputs, times])
-        self._pulled.write(self.idle, torch.where(times > 0, 0, self.idle + inputs.long()))
+        self._steady.write(self.idle, torch.where(times > 0, 0, self.idle + inputs.long()))
 
     def _cure(self) -> str:
         return f"{super()._cure()}, set hard=True, or leave out tau"
 
     def _apply(self, fn: Any, recurse: bool = True) -> TopKSAE:
-        threshold = self.threshold
+        before = {name: self._buffers[name] for name in ("lengths", "threshold")}
         super()._apply(fn, recurse)
-        if threshold is not None and self.threshold is not None:
-            dtype = _single(self.threshold.dtype)
-            if dtype != self.threshold.dtype:  # half precision has too few digits for a moving mean
-                self.threshold = threshold.to(self.threshold.device, dtype)
+        for name, value in before.items():
+            after = self._buffers[name]
+            if value is not None and after is not None and after.dtype != _single(after.dtype):
+                # half precision has too few digits for a moving mean, and for what keeps lengths as they are
+                setattr(self, name, value.to(after.device, _single(after.dtype)))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        names = [name for name in ("encoder", "decoder", "bias") if prefix + name in state_dict]
+        given = {name: state_dict.pop(prefix + name) for name in names}  # up to khot 0.1
+        state_dict.update({prefix + name: value for name, value in _raw(given).items()})
         name = prefix + "threshold"
         level = state_dict.get(name)
         if self.threshold is None:
@@ -552,8 +673,9 @@ class TopKSAE(Grouped, LeftSoft):
                 )
         elif level is None:  # states of khot 0.1 have none
             state_dict[name] = torch.full_like(self.threshold, UNKNOWN)
-        else:  # assign=True would take it as it is
-            state_dict[name] = level.to(_single(level.dtype))
+        for name in (prefix + "lengths", prefix + "threshold"):
+            if isinstance(state_dict.get(name), Tensor):  # assign=True would take it as it is
+                state_dict[name] = _wide(state_dict[name])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -561,12 +683,46 @@ class TopKSAE(Grouped, LeftSoft):
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
         values += ", hard=True" * self.hard + ", batch=True" * self.batch
         values += "" if self.revive == REVIVE else f", revive={self.revive}"
+        values += "" if self.centre else ", centre=False"
         return f"{values}, widths={self.widths}" if self.widths else values
 
 
 def _single(dtype: torch.dtype) -> torch.dtype:
     """The dtype itself, or float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_single(x.dtype))
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=_single(rows.dtype))
+
+
+def _ratio(lengths: Tensor, rows: Tensor) -> Tensor:
+    """What gives rows these lengths; of a row of zeros it is finite."""
+    return lengths / _lengths(rows).clamp(min=torch.finfo(lengths.dtype).tiny)
+
+
+def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of a state that make ``encoder``, ``decoder`` and ``bias``, those that are given, so."""
+    raw = {}
+    if "encoder" in effective:
+        raw["raw_encoder"] = effective["encoder"] / GAIN
+    if "decoder" in effective:
+        # The parameter is D itself, so that its lengths have a ratio of exactly 1.
+        raw["raw_decoder"] = effective["decoder"].contiguous()
+        raw["lengths"] = _lengths(raw["raw_decoder"])
+    if "bias" in effective:
+        raw["shift"], raw["mean"] = effective["bias"], torch.zeros_like(effective["bias"])
+        raw["centred"] = torch.ones(1, dtype=torch.bool, device=raw["shift"].device)
+    return raw
+
+
+def _check_kind(kind: Loss) -> None:
+    if kind not in get_args(Loss):
+        raise ValueError(f"loss must be one of {', '.join(map(repr, get_args(Loss)))}, but got {kind!r}")
 
 
 def _mean(errors: list[Tensor]) -> Tensor:
