@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -467,12 +468,14 @@ def trained_sae(
         model = fully_shard(sae, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = []
+    many = 1 if "candidates" in kind else khot.nn.sae.MANY
     for x in batches:
         optimizer.zero_grad()
         if "checkpoint" in kind:
             loss = checkpoint(model, x[part], loss=True, use_reentrant=False)
         else:
-            loss = sae.loss(x[part]) if kind.startswith("FSDP2") else model(x[part], loss=True)
+            with mock.patch.object(khot.nn.sae, "MANY", many):
+                loss = sae.loss(x[part]) if kind.startswith("FSDP2") else model(x[part], loss=True)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

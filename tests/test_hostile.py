@@ -542,8 +542,11 @@ ROWS: dict[str, Row] = {
         {"revive": "positive", "widths": "widths"},
         fine={"revive": (None,), "widths": (None,)},
     ),
-    "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X}),
-    "khot.nn.TopKSAE.forward in eval mode": Row(khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X}),
+    "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X, "loss": "mse"}, {"loss": "name"}),
+    "khot.nn.TopKSAE.forward in eval mode": Row(
+        khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X, "loss": "log"}, {"loss": "name"}
+    ),
+    "khot.nn.TopKSAE.loss": Row(khot.nn.TopKSAE(4, 6, 2).loss, {"input": X, "kind": "log"}, {"kind": "name"}),
     "khot.nn.TopKSAE.encode": Row(khot.nn.TopKSAE(4, 6, 2).encode, {"input": X}),
     "khot.nn.TopKSAE.top": Row(khot.nn.TopKSAE(4, 6, 2).top, {"input": X}),
     "khot.nn.TopKSAE.decode": Row(

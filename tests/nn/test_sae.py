@@ -160,9 +160,10 @@ def test_idle_latents_learn_what_the_others_leave(options: dict[str, object]) ->
     found.loss(x).backward()
     for p, *each in zip(found.parameters(), grads[: len(parameters)], grads[len(parameters) :], strict=True):
         torch.testing.assert_close(p.grad, each[0] + each[1])
-    torch.compiler.reset()
-    compiled = torch.compile(copy.deepcopy(sae).loss, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), got)
+    if "k" not in options:  # each takes seconds
+        torch.compiler.reset()
+        compiled = torch.compile(copy.deepcopy(sae).loss, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), got)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -319,6 +320,47 @@ def test_no_pre_activations_of_all_inputs_are_made(idle: int, monkeypatch: pytes
     assert largest.size <= 4096 * 16
     sae.raw_encoder.grad = None
     assert sae.eval().top(scores(64, 5).float())[0].shape == (64, 8)
+
+
+@pytest.mark.parametrize("call", ["forward", "loss"])
+def test_a_batch_that_selects_together_makes_none_either(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected, "ROWS_OF_NARROW", 16)
+    sae = TopKSAE(5, 4096, 8, batch=True)
+    sae.idle[:50] = 10**6
+    with _Largest() as largest:
+        getattr(sae, call)(scores(64, 5).float()).square().mean().backward()
+    assert largest.size <= 4096 * 16
+
+
+@pytest.mark.parametrize("options", [{}, {"widths": [4]}, {"k": 0.4}, {"k": 2.5}, {"k": 12}], ids=str)
+def test_a_batch_selects_together_what_whole_rows_would(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one input has nearly all that is selected, more than its first candidates, and with ties."""
+    monkeypatch.setattr(khot.nn.sae, "MANY", 1)
+    for case in range(3):
+        sae = make(**{"k": 1, "tau": None, "batch": True} | options)  # type: ignore[arg-type]
+        dense, x = copy.deepcopy(sae), scores(2, 7, 5)
+        if case == 1:
+            x[1, 3] *= 50
+        if case == 2:
+            x = x.sign()
+            with torch.no_grad():
+                for layer in (sae, dense):
+                    layer.encoder = layer.encoder.round()
+                    layer.encoder_bias.zero_()
+                    layer.shift.zero_()
+        dense._is_dense = lambda input: True  # type: ignore[method-assign]
+        for call in (sae.__call__, sae.loss):
+            other = getattr(dense, call.__name__ if call.__name__ == "loss" else "__call__")
+            got, want = call(x), other(x)
+            torch.testing.assert_close(got, want)
+            grads = [
+                torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+                for y, layer in ((got, sae), (want, dense))
+            ]
+            torch.testing.assert_close(*grads)
+            torch.testing.assert_close(dict(sae.named_buffers()), dict(dense.named_buffers()))
 
 
 @pytest.mark.parametrize("kw", [{}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}], ids=str)
@@ -874,7 +916,7 @@ def test_refuses() -> None:
     for kind in ("mae", None, torch.ones(2, dtype=torch.bool)):
         with pytest.raises(ValueError, match="loss must be one of 'log', 'mse', but got"):
             make()(scores(2, 5), kind)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="loss must be one of 'log', 'mse', but got"):
+        with pytest.raises(ValueError, match="kind must be one of 'log', 'mse', but got"):
             make().loss(scores(2, 5), kind)  # type: ignore[arg-type]
     for inputs, error in ((0, ValueError), (-1, ValueError), (0.5, TypeError), ("9", TypeError)):
         with pytest.raises(error, match="inputs must"):

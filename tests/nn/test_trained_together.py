@@ -40,8 +40,18 @@ def test_a_sparse_autoencoder(options: dict[str, Any], kind: str) -> None:
         torch.testing.assert_close(own_results, results)
 
 
-def test_some_latents_are_pulled() -> None:
-    """Without which the test above says nothing of the pull."""
+def test_a_sparse_autoencoder_that_selects_from_candidates() -> None:
+    """As it does with many latents. The one process looks at whole rows."""
+    losses, state, _ = shards.trained_sae(None, "alone", {"batch": True}, batches())
+    parts = processes.run(2, shards.trained_sae, "DDP, candidates", {"batch": True}, batches())
+    mean = [sum(each) / 2 for each in zip(*(part[0] for part in parts), strict=True)]
+    torch.testing.assert_close(mean, losses)
+    for _, own_state, _ in parts:
+        torch.testing.assert_close(own_state, state)
+
+
+def test_idle_latents_add_to_the_loss() -> None:
+    """Without which the test above says nothing of them."""
     losses, *_ = shards.trained_sae(None, "alone", {}, batches())
     others, *_ = shards.trained_sae(None, "alone", {"revive": None}, batches())
     assert losses[-1] > others[-1]
