@@ -258,7 +258,8 @@ class KHot(_KHotVectors):
     adjusted_conditional_poisson, sampford), ``entropy`` and ``kl_divergence`` for conditional_poisson, and
     ``mode`` where it is known to be the k most probable units (pareto, conditional_poisson, sampford). All
     but mode are differentiable in probs or logits.
-    With any other design they raise NotImplementedError.
+    With any other design they raise NotImplementedError. For a policy of k simultaneous actions, which needs
+    log_prob, entropy and divergence but no given π, take :class:`ConditionalPoisson`.
 
     Raises:
         ValueError: probs that do not sum to k, k that is not an integer in [0, n], an unknown design, both or
@@ -373,7 +374,10 @@ class KHot(_KHotVectors):
     def _require(self, what: str, designs: Iterable[str]) -> None:
         if self.design not in designs:
             known = ", ".join(map(repr, designs))
-            raise NotImplementedError(f"{what} is not known for design {self.design!r}, only for {known}")
+            raise NotImplementedError(
+                f"{what} is not known for design {self.design!r}, only for {known}; "
+                "khot.distributions.ConditionalPoisson has log_prob, entropy and kl_divergence by its logits"
+            )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, design: {self.design})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -223,3 +224,26 @@ def test_ranking(tmp_path: Path) -> None:
     assert script.seconds("RankNet", 1024) > 3 * script.seconds("ndcg_loss", 1024)
     script.draw(results, tmp_path / "ranking.png", lengths=(16, 64))
     assert_picture(tmp_path / "ranking.png")
+
+
+def test_policy(tmp_path: Path) -> None:
+    script = example("policy")
+    torch.manual_seed(0)
+    logits = torch.randn(3, script.N)
+    for policy in script.NAMES:
+        scores = logits @ torch.randn(script.N, len(script.SETS)) if policy == "all" else logits
+        chosen, log_prob, entropy = script.draw(policy, scores)
+        assert chosen.shape == (script.SAMPLES, 3, script.N) and (chosen.sum(-1) == script.K).all()
+        assert log_prob.shape == (script.SAMPLES, 3) and entropy.shape == (3,)
+    # the probability of a set is the sum of those of its 24 orders; here, of equal logits
+    _, log_prob, _ = script.draw("order", torch.zeros(1, script.N))
+    assert torch.allclose(log_prob, -torch.tensor(16.0 * 15 * 14 * 13).log())
+    world, state = script.valves(0), torch.randn(5, script.STATE)
+    rewards = world.reward(state.unsqueeze(1), script.SETS)
+    best = script.SETS[rewards.argmax(1)]
+    assert torch.allclose(world.share(state, best), torch.tensor(1.0))
+    found = script.run(steps=120, runs=1)
+    share = {policy: results[0][1] for policy, results in found.items()}
+    assert share["set"] > 0.6 and share["set"] > share["all"]
+    script.picture(found, 120, tmp_path / "policy.png")
+    assert_picture(tmp_path / "policy.png")
