@@ -75,6 +75,25 @@ class Gumbel(cdfs.CDF):
         return -z - torch.exp(-z)
 
 
+class Greater(cdfs.CDF):
+    """Of the greater of two logistic variables, F², with a quantile that is infinite at the number before
+    1."""
+
+    name = "greater"
+
+    def cdf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z).square()
+
+    def pdf(self, z: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(z).square() * torch.sigmoid(-z)
+
+    def sf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(-z) * (1 + torch.sigmoid(z))
+
+    def icdf(self, y: Tensor) -> Tensor:
+        return torch.logit(torch.sqrt(y))
+
+
 class Steeper(cdfs.Logistic):
     """A built-in with another F: everything else has to follow from the new F."""
 
@@ -252,6 +271,16 @@ def test_an_overridden_built_in_is_another_cdf() -> None:
     x = randn(3, 50)
     assert not Steeper().built_in
     torch.testing.assert_close(khot.soft_topk(x, 5, cdf=Steeper()), khot.soft_topk(x, 5, tau=1 / 3))
+
+
+@pytest.mark.parametrize("rest", [2**-50, 2**-49, 2**-40, 0.5])
+def test_a_count_next_to_all_entries(rest: float) -> None:
+    x = randn(7)
+    assert Greater().icdf(torch.tensor(1 - 2.0**-53, dtype=torch.float64)).isinf()
+    t = khot.inverse_soft_count(x, 7 - rest, cdf=Greater())
+    left = scipy.optimize.brentq(lambda t: Greater().sf(x - t).sum().item() - (7 - (7 - rest)), -60, 20)
+    # the last one is the least that 7 has below it, and a threshold is as good as the digits of its count
+    torch.testing.assert_close(t.item(), left, rtol=1e-6, atol=2.5 if rest == 2**-50 else 0)
 
 
 def test_copies_and_pickles_have_keys_of_their_own() -> None:

@@ -189,7 +189,10 @@ def quantile_of(cdf: CDF, spent: Tensor, rest: Tensor) -> Tensor:
     """F⁻¹(B/W), from B and W − B: their ratio to W loses digits near 1."""
     info = torch.finfo(spent.dtype)
     if not cdf.symmetric:
-        return cdf.icdf((spent / (spent + rest)).clamp(info.tiny, 1 - info.eps / 2))
+        share = (spent / (spent + rest)).clamp(info.tiny, 1 - info.eps / 2)
+        z = cdf.icdf(share)
+        # a user's quantile may be infinite at the number before 1, and a search does not start there
+        return torch.where(z.isfinite(), z, cdf.icdf(share.clamp(max=1 - 16 * info.eps)))
     lesser = (torch.minimum(spent, rest) / (spent + rest)).clamp(min=info.tiny)
     z = cdf.icdf(lesser)
     return torch.where(spent <= rest, z, -z)

@@ -64,7 +64,8 @@ def unit(CDF):
 @triton.constexpr_function
 def term_count(CDF):
     """How many members the tuple of :func:`terms` has."""
-    return {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 5}.get(getattr(CDF, "value", CDF), 4)
+    counts = {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 5, UNIFORM.value: 4, POWER.value: 4}
+    return counts[getattr(CDF, "value", CDF)]
 
 
 @triton.constexpr_function
