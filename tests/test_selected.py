@@ -446,3 +446,8 @@ def test_a_part_of_many_columns_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) 
     sizes = []
     best_of_product(x, weight, 2, watch=lambda where, scores, best: sizes.append(scores.shape[0]))
     assert sizes == [2, 2, 2, 1]
+
+
+def test_batches_without_rows() -> None:
+    best, indices = best_of_product(torch.ones(2, 0, 3), torch.ones(2, 4, 3), 2)
+    assert best.shape == indices.shape == (2, 0, 2)

@@ -159,7 +159,7 @@ def _in_parts(
 ) -> tuple[Tensor, Tensor]:
     n, count, batch = weight.shape[-2], x.shape[-2], x.shape[:-2]
     dtype = kernels.wide(x, weight)
-    size = min(_rows_of_a_part(x, n), count)
+    size = min(_rows_of_a_part(x, n), max(count, 1))
     buffer = x.new_empty(size * n, dtype=dtype)
 
     def choice(where: Where, stop: int) -> tuple[Tensor, Tensor]:
