@@ -392,6 +392,27 @@ def test_rows_that_are_all_ignored() -> None:
     assert total == 0 and (x.grad == 0).all()
 
 
+@pytest.mark.parametrize("padding", [math.nan, -math.inf])
+@pytest.mark.parametrize("options", [{}, {"m": 2}, {"label_smoothing": 0.1}], ids=str)
+def test_the_scores_of_ignored_rows_have_no_influence(options: dict[str, Any], padding: float) -> None:
+    x, label = scores(3, 4), torch.tensor([1, -100, 2])
+    want = TopKCrossEntropyLoss(2, **options)(x, label)
+    x = x.index_fill(0, torch.tensor(1), padding).requires_grad_()
+    loss = TopKCrossEntropyLoss(2, **options)(x, label)
+    loss.backward()
+    assert loss == want and x.grad is not None and x.grad.isfinite().all() and (x.grad[1] == 0).all()
+
+
+def test_smoothing_compiled_after_none() -> None:
+    x, label = scores(3, 4), torch.tensor([1, 3, 2])
+    torch.compiler.reset()
+    for smoothing in (0.0, 0.1, 0.2):  # a number that changes is an unknown one in the trace
+        loss = TopKCrossEntropyLoss(2, label_smoothing=smoothing)
+        for target in (label, scores(3, 4, seed=1).softmax(-1)):
+            compiled = torch.compile(loss, backend="eager", fullgraph=True)
+            torch.testing.assert_close(compiled(x, target), loss(x, target))
+
+
 # ----------------------------------------------------------------------------- permutations
 
 

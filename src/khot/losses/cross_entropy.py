@@ -183,7 +183,7 @@ def _target(
     """The scores of the classes that count, (*batch, c); how much each counts, None for one that counts
     whole; which rows count, None for all; and the scores that the loss looks at."""
     if isinstance(label, Tensor) and label.is_floating_point() and label.dim() == input.dim():
-        _check_one_label(of, "label must be int64", f"got {label.dtype}")
+        _check_one_label(of, "label must be int64", label.dtype)
         return *_of_all(x, _shares(label, input, dim), of.label_smoothing), None, x
     arguments.check_index(label, "label", x)
     if label.shape != x.shape[:-1]:
@@ -192,10 +192,12 @@ def _target(
             f"{tuple(label.shape)}"
         )
     ignored = label == of.ignore_index
-    label = label.masked_fill(ignored, 0)
+    if not arguments.readable(ignored) or ignored.any():
+        label = label.masked_fill(ignored, 0)
+        x = x.masked_fill(ignored.unsqueeze(-1), 0)  # padding may be NaN, or have no class to select
     arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
     if of.label_smoothing:
-        _check_one_label(of, "label_smoothing must be 0", f"got {of.label_smoothing}")
+        _check_one_label(of, "label_smoothing must be 0", of.label_smoothing)
         share = torch.zeros_like(x, dtype=wide_dtype(x.device)).scatter(-1, label.unsqueeze(-1), 1)
         return *_of_all(x, share, of.label_smoothing), ~ignored, x
     at = x.gather(-1, label.unsqueeze(-1))
@@ -205,9 +207,11 @@ def _target(
     return widen(at), None, ~ignored, x
 
 
-def _check_one_label(of: TopKCrossEntropyLoss, must: str, got: str) -> None:
+def _check_one_label(of: TopKCrossEntropyLoss, must: str, got: Any) -> None:
     if of.m is not None:
-        raise ValueError(f"{must} where m is given, which leaves other classes out, but {got} and m = {of.m}")
+        raise ValueError(
+            f"{must} where m is given, which leaves other classes out, but got {got} and m = {of.m}"
+        )
 
 
 def _shares(label: Tensor, input: Tensor, dim: int) -> Tensor:
