@@ -646,6 +646,14 @@ def test_the_first_mean_when_compiled(options: dict[str, object]) -> None:
         torch.testing.assert_close(dict(compiled.named_buffers()), dict(eager.named_buffers()))
 
 
+def test_an_input_that_is_refused_is_no_first_batch() -> None:
+    sae = TopKSAE(5, 12, 3)
+    for call in (sae, sae.loss, sae.encode):
+        with pytest.raises(TypeError, match=r"input must have dtype torch\.float32"):
+            call(scores(7, 5))
+    assert not sae.centred and (sae.mean == 0).all()
+
+
 def test_without_centre_the_bias_starts_at_zero() -> None:
     sae = TopKSAE(5, 12, 3, centre=False)
     sae.loss(scores(7, 5).float())
@@ -682,6 +690,19 @@ def test_encoder_decoder_and_bias_can_be_assigned(dtype: torch.dtype) -> None:
     sae.loss(scores(7, 5).to(dtype)).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in sae.parameters())
     assert sae.decoder[3].equal(torch.zeros(5, dtype=dtype)) and sae.bias.equal(given["bias"].to(dtype))
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder", "bias"])
+def test_what_may_be_assigned(name: str) -> None:
+    sae = TopKSAE(5, 12, 3)
+    before, value = {n: v.clone() for n, v in sae.state_dict().items()}, torch.randn(getattr(sae, name).shape)
+    for wrong, got in ((1.0, "float"), (torch.nn.Linear(5, 12), "Linear"), (value.long(), "int64")):
+        with pytest.raises(TypeError, match=f"{name} must .* but got .*{got}"):
+            setattr(sae, name, wrong)
+        torch.testing.assert_close(dict(sae.state_dict()), before, rtol=0, atol=0)
+    setattr(sae, name, torch.nn.Parameter(value))
+    torch.testing.assert_close(getattr(sae, name), value)
+    assert list(sae.state_dict()) == list(before)
 
 
 @pytest.mark.parametrize("assign", [False, True])

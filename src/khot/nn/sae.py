@@ -42,6 +42,7 @@ MOVE = 0.02  # how far a training step moves the threshold: it is a mean over so
 # Adam moves every number by the same amount. A step counts twice for the encoder, whose parameter is half of
 # it, and turns a direction the more, the shorter its parameter is. Lengths grow, so that it turns less later.
 GAIN, START = 2.0, 0.3
+EFFECTIVE = "encoder", "decoder", "bias"  # what is computed from parameters and can be assigned
 ENOUGH = 8  # inputs, from whose mean it can be seen that the bias is not there
 
 
@@ -292,8 +293,16 @@ class TopKSAE(Grouped, LeftSoft):
     def bias(self, bias: Tensor) -> None:
         self._assign({"bias": bias})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in EFFECTIVE:  # torch would register a Parameter or a module under the name
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @torch.no_grad()
     def _assign(self, effective: dict[str, Tensor]) -> None:
+        for name, value in effective.items():
+            arguments.check_input(value, name, distributed=True)
         own = self.state_dict()
         for name, value in _raw(effective).items():
             if value.shape != own[name].shape:
@@ -416,7 +425,7 @@ class TopKSAE(Grouped, LeftSoft):
         """Set ``mean``, in the first forward pass of train mode, and warn if the bias is far from it."""
         if not counts(self):
             return
-        check_width(input, self.in_features, self)
+        self._check(input)
         x = input.detach().reshape(-1, self.in_features)
         known = arguments.readable(self.centred) and bool(self.centred)
         if self.centre and not known:
@@ -657,10 +666,13 @@ class TopKSAE(Grouped, LeftSoft):
         with without_autocast(input.device):
             return F.linear(x, weight, bias)
 
-    def _map(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The (input, weight, bias) of the linear map that computes the pre-activations."""
+    def _check(self, input: Tensor) -> None:
         check_width(input, self.in_features, self)
         check_dtype(input, self.shift, self)
+
+    def _map(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The (input, weight, bias) of the linear map that computes the pre-activations."""
+        self._check(input)
         if input.dtype == self.shift.dtype != _single(input.dtype):
             # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
             encoder = self.encoder
@@ -708,7 +720,7 @@ class TopKSAE(Grouped, LeftSoft):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        names = [name for name in ("encoder", "decoder", "bias") if prefix + name in state_dict]
+        names = [name for name in EFFECTIVE if prefix + name in state_dict]
         given = {name: state_dict.pop(prefix + name) for name in names}  # up to khot 0.1
         state_dict.update({prefix + name: value for name, value in _raw(given).items()})
         name = prefix + "threshold"
