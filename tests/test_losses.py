@@ -406,11 +406,10 @@ def test_the_scores_of_ignored_rows_have_no_influence(options: dict[str, Any], p
 def test_smoothing_compiled_after_none() -> None:
     x, label = scores(3, 4), torch.tensor([1, 3, 2])
     torch.compiler.reset()
-    for smoothing in (0.0, 0.1, 0.2):  # a number that changes is an unknown one in the trace
+    for smoothing in (0.0, 0.1):  # a number that has changed is an unknown one in the trace
         loss = TopKCrossEntropyLoss(2, label_smoothing=smoothing)
-        for target in (label, scores(3, 4, seed=1).softmax(-1)):
-            compiled = torch.compile(loss, backend="eager", fullgraph=True)
-            torch.testing.assert_close(compiled(x, target), loss(x, target))
+        compiled = torch.compile(loss, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, label), loss(x, label))
 
 
 # ----------------------------------------------------------------------------- permutations
