@@ -165,6 +165,50 @@ def test_predict_far_from_the_origin() -> None:
     assert torch.equal(SoftKNN(5, 4).predict(query + 512, template + 512, label), want)
 
 
+@pytest.mark.parametrize("case", ["clusters", "outlier", "padding", "lattice"])
+def test_finds_what_rounded_products_miss(case: str) -> None:
+    """In float32 the distances are far below the digits of the products, or many templates are as near."""
+    query, template, label = normal(20, 3).float(), normal(400, 3, seed=1).float(), labels(400)
+    mask = torch.ones(400, dtype=torch.bool)
+    if case == "clusters":
+        query[10:] += 1e4
+        template[200:] += 1e4
+    elif case == "outlier":
+        template[7] = 1e12
+    elif case == "padding":
+        template[7], mask[7] = 1e15, False
+    else:
+        query, template = (2 * query[:, :2]).round(), (2 * template[:, :2]).round()
+    knn = SoftKNN(5, 4).eval()
+    want = knn(query.double(), template.double(), label, mask)
+    among = SoftKNN(5, 4, candidates=6).eval()(query, template, label, mask)
+    torch.testing.assert_close(among.double(), want)
+    batch = SoftKNN(5, 4, candidates=6).eval()(
+        query.view(2, 10, 3 - (case == "lattice")),
+        template.expand(2, *template.shape),
+        label.expand(2, 400),
+        mask,
+    )
+    torch.testing.assert_close(batch.flatten(0, 1), among)
+    if case != "padding":
+        assert torch.equal(knn.predict(query, template, label), want.argmax(-1))
+
+
+def test_candidates_without_templates() -> None:
+    p = SoftKNN(1, 4, candidates=3)(normal(2, 5), normal(0, 5), labels(0))
+    assert p.shape == (2, 4) and p.isnan().all()
+
+
+def test_gradients_do_not_depend_on_padding() -> None:
+    query, template, label = normal(4, 3).float().requires_grad_(), normal(9, 3, seed=1).float(), labels(9)
+    mask, grads = torch.arange(9) < 8, []
+    for padding in (0.0, 1e15, math.nan):
+        template = template.index_fill(0, torch.tensor(8), padding)
+        loss = SoftKNN(2, 4, candidates=5).loss(query, labels(4), template, label, mask)
+        grads += torch.autograd.grad(loss, query)
+    torch.testing.assert_close(grads[1:], grads[:1] * 2)
+
+
 def test_fewer_templates_than_k() -> None:
     query, template, label = normal(3, 5), normal(4, 5, seed=1), torch.tensor([1, 1, 3, 1])
     p = SoftKNN(9, 4)(query, template, label)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.parts import in_parts
+from khot._core.precision import wide_dtype
 from khot._kernels.reference.selected import gathered
 from khot._ops.selected import Where, best_of_product, selected_dot
 from khot.cdfs import CDF, CDFName
@@ -20,7 +21,7 @@ from khot.selection import topk
 
 __all__ = ["SoftKNN"]
 
-# So many more templates than neighbours are measured exactly, because products that are nearly equal are
+# So many more templates than are asked for are measured exactly, because products that are nearly equal are
 # rounded and may be in the wrong order.
 SPARE = 16
 
@@ -65,8 +66,11 @@ class SoftKNN(LeftSoft):
     any order with ``candidates``; at distance 0, where a distance has a kink, with gradient 0.
 
     With ``candidates``, and in :meth:`predict`, the nearest templates are found by products in float32 at
-    least, of features whose mean is subtracted; the distances of those that were found are then computed
-    again from the differences.
+    least, of features whose mean is subtracted; the distances of those that were found, and of 16 more, are
+    then computed again from the differences. On a CPU in eager mode, queries for which the products may be
+    too coarse for the choice are done again in float64, so that it is that of the distances. Elsewhere
+    nothing tells: there, clusters or outliers that are a thousand times as far apart as neighbours can
+    change it.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed. k may be at most
@@ -187,8 +191,7 @@ class SoftKNN(LeftSoft):
         if not m:
             raise ValueError("template must have at least one row, but got none")
         k = min(max(math.floor(float(current(self.k)) + 0.5), 1), m)
-        near, labels = _nearest(query, template, label, k + SPARE)
-        votes = labels.gather(-1, topk(near, k, sorted=False).indices)
+        _, votes = _nearest(query, template, label, k)
         counts = votes.new_zeros(len(query), self.num_classes)
         return counts.scatter_add(-1, votes, torch.ones_like(votes)).argmax(-1)
 
@@ -245,27 +248,20 @@ def _nearest(
     """
     query, template = _wide(query), _wide(template)
     dtype = torch.promote_types(query.dtype, template.dtype)
-    # products lose digits far from the origin
-    centre = template.detach().nan_to_num(0, 0, 0).mean(-2, keepdim=True)
     batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
-    query, template = ((x.to(dtype) - centre).expand(*batch, *x.shape[-2:]) for x in (query, template))
+    query, template = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, template))
     pairs = *batch, query.shape[-2], template.shape[-2]
     closed = None if mask is None else ~arguments.mask_rows(mask, query.new_empty(1).expand(pairs), -1)
-
-    def masked(where: Where, scores: Tensor) -> Tensor:
-        assert closed is not None
-        return scores.masked_fill(closed[where], -math.inf)
-
-    # the largest ⟨q, t⟩ − ‖t‖²/2 are the least ‖q − t‖²
-    half = -template.square().sum(-1) / 2
-    _, indices = best_of_product(
-        query, template, min(count, pairs[-1]), half.detach(), adjust=None if closed is None else masked
-    )
-    indices = indices.sort(-1).values
-    squared = _squared_distances(query.detach(), template.detach(), indices)
+    # products lose digits far from the origin
+    known = template.detach().nan_to_num(0, 0, 0)
+    known = known if closed is None else known.masked_fill(closed.all(-2).unsqueeze(-1), 0)
+    centre = known.mean(-2, keepdim=True)
+    indices, squared = _find(query.detach(), template.detach(), centre, min(count, pairs[-1]), closed)
     # what has the derivatives is added without its value, which has fewer digits
-    known = torch.zeros_like(squared)
-    formula = query.square().sum(-1, keepdim=True) - 2 * selected_dot(query, template, indices, half, known)
+    query, template = query - centre, template - centre
+    half = -template.square().sum(-1) / 2
+    products = selected_dot(query, template, indices, half, torch.zeros_like(squared))
+    formula = query.square().sum(-1, keepdim=True) - 2 * products
     squared = squared + (formula - formula.detach())
     apart = squared > 0  # at distance 0 the root has no derivative
     near = -squared.where(apart, 1).sqrt().where(apart, 0)
@@ -273,6 +269,55 @@ def _nearest(
         near = near.masked_fill(closed.gather(-1, indices), -math.inf)
     labels = label.unsqueeze(-2).expand(pairs).gather(-1, indices)
     return near, labels
+
+
+def _find(
+    query: Tensor, template: Tensor, centre: Tensor, count: int, closed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The indices of the nearest templates of each query in ascending order, and their squared distances."""
+    q, t = query - centre, template - centre
+    indices, squared, least = _measured(q, t, query, template, count, closed)
+    wide = wide_dtype(query.device)
+    if query.dtype == wide or not squared.numel() or not arguments.readable(least):
+        return indices, squared
+    # A template that is nearer than the farthest of these is no farther from the centre than both distances
+    # together, and its product is at least that of a template as far as this one, up to rounding.
+    length, far = q.norm(dim=-1), squared.amax(-1)
+    rounding = 2 * math.sqrt(q.shape[-1]) * torch.finfo(q.dtype).eps * (length + far.sqrt()).square()
+    unsure = ~((least == -math.inf) | (least + rounding < (length.square() - far) / 2))
+    for at in unsure.any(-1).nonzero().tolist():
+        where = (*at, unsure[tuple(at)])
+        x, y = query[where], template[tuple(at)]
+        own = None if closed is None else closed[where]
+        indices[where], squared[where], _ = _measured(x.to(wide), y.to(wide), x, y, count, own)
+    return indices, squared
+
+
+def _measured(
+    q: Tensor, t: Tensor, query: Tensor, template: Tensor, count: int, closed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest by the products of q and t, measured exactly, and the least of the products of those that
+    were measured, (..., q)."""
+
+    def masked(where: Where, scores: Tensor) -> Tensor:
+        assert closed is not None
+        return scores.masked_fill(closed[where], -math.inf)
+
+    # the largest ⟨q, t⟩ − ‖t‖²/2 are the least ‖q − t‖²
+    products, indices = best_of_product(
+        q,
+        t,
+        min(count + SPARE, t.shape[-2]),
+        -t.square().sum(-1) / 2,
+        adjust=None if closed is None else masked,
+    )
+    whole = products.shape[-1] == t.shape[-2]
+    least = products.new_full((), -math.inf) if whole else products[..., -1]
+    indices = indices.sort(-1).values
+    squared = _squared_distances(query, template, indices)
+    seen = squared if closed is None else squared.masked_fill(closed.gather(-1, indices), math.inf)
+    first = topk(-seen, count, sorted=False).indices.sort(-1).values
+    return indices.gather(-1, first), squared.gather(-1, first), least.expand(squared.shape[:-1])
 
 
 def _squared_distances(query: Tensor, template: Tensor, indices: Tensor) -> Tensor:
