@@ -729,6 +729,16 @@ def test_a_state_of_version_0_1_is_read(dtype: torch.dtype, assign: bool) -> Non
     torch.testing.assert_close(sae.lengths, lengths, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("latents", [6, 100])
+def test_directions_of_zeros_have_no_gradient(latents: int) -> None:
+    """Also those of length 1 whose parameter was set to 0, as pruning does, or is too small to divide by."""
+    sae = TopKSAE(5, latents, 6)
+    with torch.no_grad():
+        sae.raw_decoder.mul_(torch.where(torch.arange(latents) % 2 == 0, 0, 1e-42).unsqueeze(-1))
+    sae.loss(scores(7, 5).float()).backward()
+    assert (sae.decoder == 0).all() and (sae.raw_decoder.grad == 0).all()
+
+
 def test_training_keeps_the_lengths_of_the_directions() -> None:
     torch.manual_seed(0)
     sae = TopKSAE(16, 64, 4)

@@ -347,11 +347,11 @@ class TopKSAE(Grouped, LeftSoft):
         pre-activations a_i, which may be negative here; the rest has no gradient. Which latents are idle is
         read before the batch; those that became idle since the last backward pass count from the next one on.
 
-        The logarithm divides the gradient by the error. So Adam, whose steps are as long as the gradient is
-        large beside those of the last thousand steps, does not go on with short steps for having seen the
-        errors of the first ones. It also means that the loss has no unit: it falls by 0.7 where the error
-        halves, whatever the scale of the inputs, may be negative, and should neither be added to other losses
-        nor minimised by plain gradient descent, whose steps would grow as the error falls.
+        The logarithm divides the gradient by the error. Adam divides it by its root mean square over about a
+        thousand steps. Without the logarithm, the large errors of the first steps would keep the next
+        thousand short. With it the loss has no unit: it falls by 0.7 where the error halves, whatever the
+        scale of the inputs, and may be negative. Do not add it to other losses, and do not minimise it by
+        plain gradient descent, whose steps would grow as the error falls.
         Where the error is 0, it is the logarithm of the smallest normal number, and has no gradient.
 
         With ``widths``, E(m) is the mean over these widths and n of the errors of what the first latents of
@@ -761,8 +761,9 @@ def _lengths(rows: Tensor) -> Tensor:
 
 
 def _ratio(lengths: Tensor, rows: Tensor) -> Tensor:
-    """What gives rows these lengths; of a row of zeros it is finite."""
-    return lengths / _lengths(rows).clamp(min=torch.finfo(lengths.dtype).tiny)
+    """What gives rows these lengths; 0 of a row of zeros, which has no direction, and so no gradient."""
+    own = _lengths(rows)
+    return lengths / own.masked_fill(own < torch.finfo(own.dtype).tiny, math.inf)
 
 
 def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
