@@ -98,9 +98,8 @@ def test_beams_of_equal_likelihood(end: int | None) -> None:
         assert (beams.tokens[:, 1] == torch.tensor([0, end, end])).all()
 
 
-@pytest.mark.parametrize("chunk_size", [50, 64, 4096])
 @pytest.mark.parametrize("k", [1, 6, 20, 130])
-def test_neighbours_at_equal_distance(k: int, chunk_size: int) -> None:
+def test_neighbours_at_equal_distance(k: int) -> None:
     template = levels(130, 2, kinds=3)  # nine different points; those at (0, 0) are one query
     label = torch.randint(4, (130,), generator=torch.Generator().manual_seed(2))
     query = template[:30]
@@ -110,6 +109,6 @@ def test_neighbours_at_equal_distance(k: int, chunk_size: int) -> None:
     torch.testing.assert_close(knn(query, template, label), votes / k)
     # centred on a point of the grid, where distances that are equal are computed equal
     template = torch.cat([template, -template])
-    got = knn.predict(query, template, torch.cat([label, label]), chunk_size)
+    got = knn.predict(query, template, torch.cat([label, label]))
     d = torch.cdist(query, template)
     assert got.equal(torch.nn.functional.one_hot(label.repeat(2)[by_sorting(-d, k)], 4).sum(-2).argmax(-1))
