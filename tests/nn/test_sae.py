@@ -974,3 +974,17 @@ def test_refuses() -> None:
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):
         TopKSAE(0, 5, 3)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_a_mean_of_several_states(use_buffers: bool) -> None:
+    sae = TopKSAE(4, 8, k=2)
+    averaged = torch.optim.swa_utils.AveragedModel(sae, use_buffers=use_buffers)
+    inputs = 3 + torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        sae.loss(inputs).backward()
+        averaged.update_parameters(sae)
+    if not use_buffers:
+        averaged.module.bias = inputs.mean(0)
+    torch.testing.assert_close(averaged.module.bias, inputs.mean(0))
+    torch.testing.assert_close(averaged.module.eval()(inputs), sae.eval()(inputs))

@@ -248,7 +248,7 @@ class TopKSAE(Grouped, LeftSoft):
         self.register_buffer("lengths", torch.empty(latents, **wide))
         self.register_buffer("mean", torch.empty(in_features, **made))
         # one element and not 0-dim: torch.compile does not write to a 0-dim float64 tensor on the CPU
-        self.register_buffer("centred", torch.empty(1, dtype=torch.bool, device=device))
+        self.register_buffer("centred", torch.empty(1, dtype=torch.int64, device=device))
         self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
         self.register_buffer("threshold", torch.empty(1, **wide) if batch else None)
         self.reset_parameters()
@@ -264,7 +264,7 @@ class TopKSAE(Grouped, LeftSoft):
         nn.init.zeros_(self.encoder_bias)
         nn.init.zeros_(self.shift)
         self.mean.zero_()
-        self.centred.fill_(False)
+        self.centred.zero_()
         self.idle.zero_()
         if self.threshold is not None:
             self.threshold.fill_(UNKNOWN)
@@ -433,7 +433,7 @@ class TopKSAE(Grouped, LeftSoft):
             total, inputs = self._shared().reduce(sums)
             mean = total / inputs
             fits = mean.isfinite().all()  # not that of no inputs
-            self.mean.copy_(torch.where(fits & ~self.centred, mean.to(self.mean.dtype), self.mean))
+            self.mean.copy_(torch.where(fits & (self.centred == 0), mean.to(self.mean.dtype), self.mean))
             self.centred.logical_or_(fits)
         if self._compared or not arguments.has_data(x) or not x.is_cpu or len(x) < ENOUGH:
             return
@@ -777,7 +777,7 @@ def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
         raw["lengths"] = _lengths(raw["raw_decoder"])
     if "bias" in effective:
         raw["shift"], raw["mean"] = effective["bias"], torch.zeros_like(effective["bias"])
-        raw["centred"] = torch.ones(1, dtype=torch.bool, device=raw["shift"].device)
+        raw["centred"] = torch.ones(1, dtype=torch.int64, device=raw["shift"].device)
     return raw
 
 
