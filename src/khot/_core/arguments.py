@@ -386,19 +386,20 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
     return f"be an integer in [{low}, {high}]" if integer else f"lie in [{low}, {high}]"
 
 
-def readable(value: Tensor) -> bool:
-    """Whether values can be read without waiting: on the CPU, and not under a transform or a trace."""
-    return value.is_cpu and has_data(value)
+def readable(value: Tensor, wait: bool = False) -> bool:
+    """Whether values can be read: on the CPU, or where a device may ``wait`` on any, and not under a
+    transform or a trace."""
+    return (
+        (value.is_cpu or (wait and not value.is_meta))
+        and not torch.compiler.is_compiling()
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and not is_transformed(value)
+    )
 
 
 def has_data(value: Tensor) -> bool:
     """Whether values can decide what is computed: not while tracing or under transforms. A GPU may wait."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(value) in (Tensor, torch.nn.Parameter)
-        and not value.is_meta
-        and not is_transformed(value)
-    )
+    return readable(value, wait=True)
 
 
 def check_number(value: Any, name: str, *, low: float, high: float) -> None:
