@@ -327,7 +327,7 @@ Written by `python -m benchmarks.rankers`. {settings}.
 
 ## Time of a loss and its gradient, ms of one core
 
-{report.table(["", *(f"{lists} lists of {n:,}" for lists, n in LENGTHS)], times).strip()}
+{report.table(["", *(f"{lists} list{'s' * (lists > 1)} of {n:,}" for lists, n in LENGTHS)], times).strip()}
 """
     folder.with_suffix(".md").write_text(text, encoding="utf-8")
 
