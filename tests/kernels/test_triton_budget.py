@@ -155,7 +155,10 @@ def test_ordinary_rows_need_no_float64(
     for tau in (1.0, 0.05):
         taken.clear()
         check_rows(kernels, x, w, budget, tau, cdf, by, at_most)
-        assert "rescue" not in taken and len(taken) <= 2 * 10
+        # A streamed row starts from a wider bracket, which costs it one or two evaluations where few entries
+        # lie inside a compact support. No row of 64 entries is streamed but here.
+        most = 12 if long and n == 64 else 10
+        assert "rescue" not in taken and len(taken) <= 2 * most
         check_gradients(kernels, x, w, budget, tau, cdf, by, at_most)
         assert "rescue" not in taken
 
