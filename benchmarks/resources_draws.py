@@ -142,29 +142,24 @@ def cases() -> list[Case]:
             )
         ),
         *(
-            _budget_in_float32(kernel, cdf, n, bound, by="value")
-            for kernel, cdf, n, bound in (
-                (resident_budget.solve_budgets, "logistic", 64, 950),
-                (resident_budget.solve_budgets, "logistic", 8_192, 485),
-                (resident_budget_backward.pull_budgets, "logistic", 8_192, 200),
-                (resident_budget.solve_budgets, "laplace", 8_192, 450),
-                (resident_budget.solve_budgets, "normal", 8_192, 580),
-                (resident_budget.solve_budgets, "power", 8_192, 630),
-                (resident_budget.solve_budgets, "logistic", 100_000, 950),
-                (resident_budget_backward.pull_budgets, "logistic", 100_000, 335),
-            )
-        ),
-        *(
-            _budget_in_float32(kernel, cdf, n, bound)
-            for kernel, cdf, n, bound in (
-                (resident_budget.solve_budgets, "logistic", 100_000, 810),
-                (resident_budget.solve_budgets, "logistic", 64, 900),
-                (resident_budget_backward.pull_budgets, "logistic", 64, 400),
-                (resident_budget.solve_budgets, "logistic", 8_192, 410),
-                (resident_budget_backward.pull_budgets, "logistic", 8_192, 240),
-                (resident_budget.solve_budgets, "normal", 8_192, 600),
-                (resident_budget.solve_budgets, "power", 8_192, 600),
-                (resident_budget_backward.pull_budgets, "power", 8_192, 340),
+            _budget_in_float32(kernel, cdf, n, bound, by=by)
+            for kernel, cdf, n, bound, by in (
+                (resident_budget.solve_budgets, "logistic", 64, 950, "value"),
+                (resident_budget.solve_budgets, "logistic", 8_192, 485, "value"),
+                (resident_budget_backward.pull_budgets, "logistic", 8_192, 200, "value"),
+                (resident_budget.solve_budgets, "laplace", 8_192, 450, "value"),
+                (resident_budget.solve_budgets, "normal", 8_192, 580, "value"),
+                (resident_budget.solve_budgets, "power", 8_192, 630, "value"),
+                (resident_budget.solve_budgets, "logistic", 100_000, 950, "value"),
+                (resident_budget_backward.pull_budgets, "logistic", 100_000, 335, "value"),
+                (resident_budget.solve_budgets, "logistic", 100_000, 810, "score"),
+                (resident_budget.solve_budgets, "logistic", 64, 900, "score"),
+                (resident_budget_backward.pull_budgets, "logistic", 64, 400, "score"),
+                (resident_budget.solve_budgets, "logistic", 8_192, 410, "score"),
+                (resident_budget_backward.pull_budgets, "logistic", 8_192, 240, "score"),
+                (resident_budget.solve_budgets, "normal", 8_192, 600, "score"),
+                (resident_budget.solve_budgets, "power", 8_192, 600, "score"),
+                (resident_budget_backward.pull_budgets, "power", 8_192, 340, "score"),
             )
         ),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
