@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from khot import sampling
 from khot._core import arguments
-from khot._core.precision import in_float64, on, widen
+from khot._core.precision import at_least_single, in_float64, on, widen
 from khot.counting import inverse_soft_count
 from khot.masks import sigmoid_topk, soft_topk, topk_mask
 from khot.sampling import DesignName, conditional_poisson
@@ -496,7 +496,7 @@ class _Relaxed(_ChoiceOfK):
     def _perturbed(self, sample_shape: _Shape) -> Tensor:
         """logits + g, in float32 at least."""
         x = self.logits.expand(self._extended_shape(sample_shape))
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = at_least_single(x)
         return x + gumbel_noise(x)
 
     def _check_value(self, value: Tensor) -> None:

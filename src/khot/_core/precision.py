@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from khot._core.torch_internals import is_transformed
 
 __all__ = [
+    "at_least_single",
     "autocast_dtype",
     "WITHOUT_FLOAT64",
     "greatest",
@@ -42,6 +43,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """x in the dtype of :func:`wide_dtype`."""
     return x.to(wide_dtype(x.device))
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """x in float32 where it is of half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:

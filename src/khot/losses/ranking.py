@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import not_below_zero, widen
+from khot._core.precision import at_least_single, not_below_zero, widen
 from khot._core.rows import by_rows
 from khot._ops.laplace import laplace_centred_rank, laplace_integral, laplace_rank
 from khot._ops.permutation import by_scans
@@ -417,7 +417,7 @@ def _lists(
     check_reduction(reduction)
     arguments.check_input(scores, "scores")
     x = arguments.rows(scores, dim, mask)
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision has too few digits for ranks
+    x = at_least_single(x)  # half precision has too few digits for ranks
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_scans(resolved))
     return _Lists(scores, dim, x, tau, resolved)
 

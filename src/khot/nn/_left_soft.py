@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.precision import at_least_single
 from khot._core.torch_internals import is_recomputation
 from khot.nn._values import SEVERAL
 from khot.nn.anneal import Anneal
@@ -107,7 +108,7 @@ class LeftSoft(nn.Module):
 
 def outside(selection: Tensor, k: Scalar | None = None) -> float:
     """The share of the weights in the rows of a selection that their k largest entries do not hold."""
-    y = selection.to(torch.promote_types(selection.dtype, torch.float32))
+    y = at_least_single(selection)
     total = y.sum(-1, keepdim=True)
     kept = torch.ceil((total if k is None else k) - ROUNDING * torch.ones_like(total))
     rank = torch.arange(y.shape[-1], device=y.device)

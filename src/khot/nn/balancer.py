@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from khot._core import arguments, rows
+from khot._core.precision import at_least_single
 from khot._core.torch_internals import is_exporting
 from khot.nn._bias import Biased
 from khot.nn._inputs import check_width
@@ -243,7 +244,7 @@ class QuantileBalancer(Biased):
 
     def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
         """The k best experts of each token; if this is to be counted, also the next one."""
-        biased = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self.bias
+        biased = at_least_single(scores) + self.bias
         best = topk(biased.detach(), self.k + observes).indices
         if observes:
             self._observe(biased, best, mask)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.parts import in_parts
-from khot._core.precision import wide_dtype
+from khot._core.precision import at_least_single, wide_dtype
 from khot._kernels.reference.selected import gathered
 from khot._ops.selected import Where, best_of_product, selected_dot
 from khot.cdfs import CDF, CDFName
@@ -126,7 +126,7 @@ class SoftKNN(LeftSoft):
         self._check(query, template, label)
         k = current(self.k)
         if self.candidates is None:
-            near = arguments.rows(-_distances(_wide(query), _wide(template)), -1, mask)
+            near = arguments.rows(-_distances(at_least_single(query), at_least_single(template)), -1, mask)
             label = label.unsqueeze(-2)
         else:
             if not isinstance(k, Tensor) and k > self.candidates:
@@ -228,10 +228,6 @@ class SoftKNN(LeftSoft):
         return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf, **among)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _distances(query: Tensor, template: Tensor) -> Tensor:
     if to_onnx():  # it has no cdist
         return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
@@ -246,7 +242,7 @@ def _nearest(
     They come in the order of the templates, so that of equally near ones the first is chosen. Those that the
     mask excludes are at −inf.
     """
-    query, template = _wide(query), _wide(template)
+    query, template = at_least_single(query), at_least_single(template)
     dtype = torch.promote_types(query.dtype, template.dtype)
     batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
     query, template = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, template))

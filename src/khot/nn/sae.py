@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype, widen, without_autocast
+from khot._core.precision import at_least_single, wide_dtype, widen, without_autocast
 from khot._ops.product import product
 from khot._ops.selected import best_of_product, selected_dot, selected_sum
 from khot._ops.topk import largest_entries
@@ -391,7 +391,7 @@ class TopKSAE(Grouped, LeftSoft):
             again = None if others is None else self._sum(others.values, others.indices)
         loss = first + SHARE * second
         if idle is not None and again is not None:
-            error = F.mse_loss(_wide(again), rest.detach())
+            error = F.mse_loss(at_least_single(again), rest.detach())
             loss = loss + WEIGHT * (error if arguments.readable(idle) else torch.where(idle.any(), error, 0))
         return loss if kind == "mse" else self._log(loss, input)
 
@@ -429,18 +429,19 @@ class TopKSAE(Grouped, LeftSoft):
         x = input.detach().reshape(-1, self.in_features)
         known = arguments.readable(self.centred) and bool(self.centred)
         if self.centre and not known:
-            sums = [_wide(x).sum(0), torch.full((), x.shape[0], dtype=_wide(x).dtype, device=x.device)]
-            total, inputs = self._shared().reduce(sums)
+            sums = at_least_single(x).sum(0)
+            total, inputs = self._shared().reduce([sums, sums.new_full((), len(x))])
             mean = total / inputs
             fits = mean.isfinite().all()  # not that of no inputs
             self.mean.copy_(torch.where(fits & (self.centred == 0), mean.to(self.mean.dtype), self.mean))
             self.centred.logical_or_(fits)
-        if self._compared or not arguments.has_data(x) or not x.is_cpu or len(x) < ENOUGH:
+        if self._compared or not arguments.readable(x) or len(x) < ENOUGH:
             return
         self._compared = True
-        mean = _wide(x).mean(0)
+        x = at_least_single(x)
+        mean = x.mean(0)
         far = (mean - self.bias.detach()).norm()
-        spread = (_wide(x) - mean).square().sum(-1).mean().sqrt()
+        spread = (x - mean).square().sum(-1).mean().sqrt()
         if far > spread:
             warnings.warn(
                 f"the mean of the inputs is {far:.3g} from the bias of this TopKSAE, and they are "
@@ -574,7 +575,7 @@ class TopKSAE(Grouped, LeftSoft):
         """What a code leaves of the input, and its mean square, or with widths the mean of theirs."""
         place = torch.arange(self.latents, device=code.device)
         codes = [code, *(code * (place < width) for width in self.widths)]
-        rests = [_wide(input) - _wide(self._decode(each)) for each in codes]
+        rests = [at_least_single(input) - at_least_single(self._decode(each)) for each in codes]
         return rests[0], _mean([rest.square().mean() for rest in rests])
 
     def _errors(
@@ -582,7 +583,7 @@ class TopKSAE(Grouped, LeftSoft):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_error` of some values and their indices, and the second result with more of them, too."""
         rests, first, second = [], [], []
-        centred = _wide(input) - _wide(self.bias)
+        centred = at_least_single(input) - at_least_single(self.bias)
         parts = [(values * self._stretch(indices), indices) for values, indices in (near, more)]
         for width in (self.latents, *self.widths):
             sums = [
@@ -735,7 +736,7 @@ class TopKSAE(Grouped, LeftSoft):
             state_dict[name] = torch.full_like(self.threshold, UNKNOWN)
         for name in (prefix + "lengths", prefix + "threshold"):
             if isinstance(state_dict.get(name), Tensor):  # assign=True would take it as it is
-                state_dict[name] = _wide(state_dict[name])
+                state_dict[name] = at_least_single(state_dict[name])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -750,10 +751,6 @@ class TopKSAE(Grouped, LeftSoft):
 def _single(dtype: torch.dtype) -> torch.dtype:
     """The dtype itself, or float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(_single(x.dtype))
 
 
 def _lengths(rows: Tensor) -> Tensor:

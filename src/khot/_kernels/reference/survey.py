@@ -191,8 +191,12 @@ def quantile_of(cdf: CDF, spent: Tensor, rest: Tensor) -> Tensor:
     if not cdf.symmetric:
         share = (spent / (spent + rest)).clamp(info.tiny, 1 - info.eps / 2)
         z = cdf.icdf(share)
-        # a user's quantile may be infinite at the number before 1, and a search does not start there
-        return torch.where(z.isfinite(), z, cdf.icdf(share.clamp(max=1 - 16 * info.eps)))
+        # A user's quantile may be infinite at the number before 1, and a search does not start there. It is
+        # asked for once more only then, as it may be a search of its own; a GPU would have to wait to know.
+        infinite = ~z.isfinite()
+        if z.is_cuda or bool(infinite.any()):
+            z = torch.where(infinite, cdf.icdf(share.clamp(max=1 - 16 * info.eps)), z)
+        return z
     lesser = (torch.minimum(spent, rest) / (spent + rest)).clamp(min=info.tiny)
     z = cdf.icdf(lesser)
     return torch.where(spent <= rest, z, -z)
