@@ -430,12 +430,12 @@ class TopKSAE(Grouped, LeftSoft):
         known = arguments.readable(self.centred) and bool(self.centred)
         if self.centre and not known:
             sums = at_least_single(x).sum(0)
-            total, inputs = self._shared().reduce([sums, sums.new_full((), len(x))])
+            total, inputs = self._shared().reduce([sums, sums.new_full((), x.shape[0])])
             mean = total / inputs
             fits = mean.isfinite().all()  # not that of no inputs
             self.mean.copy_(torch.where(fits & (self.centred == 0), mean.to(self.mean.dtype), self.mean))
             self.centred.logical_or_(fits)
-        if self._compared or not arguments.readable(x) or len(x) < ENOUGH:
+        if self._compared or not arguments.readable(x) or x.shape[0] < ENOUGH:
             return
         self._compared = True
         x = at_least_single(x)
