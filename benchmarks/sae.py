@@ -5,11 +5,12 @@ gets 16. The activations, none of which is centred or scaled but where it says s
 
 - `hidden`: the second hidden layer, after its relu, of a network 784-128-128-10 for MNIST, with 128 numbers;
 - `before relu`: the same before it;
+- `first` and `first before relu`: its first hidden layer;
 - `standardised`: the first hidden layer, whose numbers have the mean 0 and the deviation 1;
 - `sums`: sums of 8 of 256 random directions of length 1 in 64 dimensions, with coefficients from ½ to 1½, an
   offset of length 2 and noise of deviation 0.02;
-- `MiniLM`: what the third layer of all-MiniLM-L6-v2 says of the docstrings of Python's standard library, 384
-  numbers for a token, if the extra `sae` is installed.
+- `MiniLM 1`, `MiniLM 3` and `MiniLM 5`: what these layers of all-MiniLM-L6-v2 say of the docstrings of
+  Python's standard library, 384 numbers for a token, if the extra `sae` is installed.
 
 Each is trained as its package trains it: `khot.nn.TopKSAE` on its loss by Adam at 1e-3, and by khot's
 defaults with one of them left out; SAELens and dictionary_learning by their trainers, if they are installed,
@@ -48,7 +49,9 @@ from reproduce.harness.data import Images, load_mnist
 
 PATH = Path(__file__).parent / "results" / "sae.md"
 LATENTS, K, BATCH = 512, 16, 256
-SETS = ("hidden", "before relu", "standardised", "sums", "MiniLM")
+SETS = ("hidden", "before relu", "first", "first before relu", "standardised", "sums")
+LAYERS = (1, 3, 5)
+SETS += tuple(f"MiniLM {layer}" for layer in LAYERS)
 ROOM = 60_000  # training vectors of MiniLM, and a tenth of that to test
 
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]  # the reconstruction and the dense code
@@ -206,8 +209,8 @@ def sums() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def minilm(cache: Path) -> tuple[Tensor, Tensor]:
-    """States of the third layer, from a package that has the model in an archive."""
+def minilm(cache: Path, layer: int) -> tuple[Tensor, Tensor]:
+    """States of a layer, from a package that has the model in an archive."""
     from transformers import AutoTokenizer, BertModel
 
     package = importlib.util.find_spec("all_minilm_l6_v2")
@@ -230,7 +233,7 @@ def minilm(cache: Path) -> tuple[Tensor, Tensor]:
     for start in range(0, len(order), 32):
         some = [texts[i] for i in order[start : start + 32]]
         given = tokenizer(some, padding=True, truncation=True, max_length=96, return_tensors="pt")
-        hidden = model(**given, output_hidden_states=True).hidden_states[3]
+        hidden = model(**given, output_hidden_states=True).hidden_states[layer]
         states.append(hidden[given["attention_mask"].bool()])
         if sum(map(len, states)) > 1.1 * ROOM:
             break
@@ -245,9 +248,11 @@ def vectors(name: str, data: Path, cache: Path) -> tuple[Tensor, Tensor]:
         made: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
             "hidden": partial(of_network, data, 4),
             "before relu": partial(of_network, data, 3),
+            "first": partial(of_network, data, 2),
+            "first before relu": partial(of_network, data, 1),
             "standardised": partial(of_network, data, 2, True),
             "sums": sums,
-            "MiniLM": partial(minilm, cache / "minilm"),
+            **{f"MiniLM {layer}": partial(minilm, cache / "minilm", layer) for layer in LAYERS},
         }
         cache.mkdir(parents=True, exist_ok=True)
         torch.save([part.clone() for part in made[name]()], path)
@@ -323,10 +328,11 @@ def main() -> None:
     results = report.resume(args.out.with_suffix(".json"), setting)
     todo = [
         (seed, name, method)
+        for parts in (False, True)  # the comparison comes first
         for seed in range(args.seeds)
-        for method in METHODS
         for name in args.sets.split(",")
-        if not missing(method)
+        for method in METHODS
+        if method.startswith("with") == parts and not missing(method)
     ]
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
