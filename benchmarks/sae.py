@@ -135,7 +135,7 @@ def dictionary_learning(
         layer=0,
         lm_name="",
         lr=rate,
-        warmup_steps=warmup,
+        warmup_steps=min(warmup, steps // 2),  # it refuses as many as there are steps
         seed=seed,
         device="cpu",
     )
