@@ -9,6 +9,7 @@
 
 #include "cdfs.h"
 #include "kernels.h"
+#include "search/guard.h"
 #include "simd/math.h"
 
 namespace khot::KHOT_ISA {
@@ -136,6 +137,7 @@ void assign_typed(const AssignPass& pass, const F& cdf, int64_t begin, int64_t e
     if (r != r) r = assign_guess<R>(u, n, k);
 
     R low = -kInf<R>, high = kInf<R>, miss, density;
+    Guard<ScalarArithmetic> guard;
     for (int64_t step = 0;; ++step) {
       Vec<R> lower_tails{}, upper_tails{}, densities{}, upper_densities{}, counts{};
       for (j = 0; j < wide; j += W) {
@@ -161,7 +163,8 @@ void assign_typed(const AssignPass& pass, const F& cdf, int64_t begin, int64_t e
       R next = r + tau * assign_move<R>(k, static_cast<R>(n), spare, below, above, density,
                                         sum<R>(upper_densities), miss);
       if (next == r) break;
-      if (!(next > low && next < high)) next = low + (high - low) / 2;
+      const bool inside = next > low && next < high;
+      if (guard.bisects(inside, high - low, std::fabs(miss))) next = R(0.5) * low + R(0.5) * high;
       if (!(std::fabs(next) < kInf<R>)) break;
       r = next;
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import large, widen
+from khot._kernels.reference.guard import guarded
 
 __all__ = ["exponential", "log_omega"]
 
@@ -100,7 +101,7 @@ def exponential(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Te
         excess = share.sum(-1, keepdim=True) - k
         low, high = torch.where(excess <= 0, delta, low), torch.where(excess >= 0, delta, high)
         trial = delta - excess / slope
-        trial = torch.where((trial >= low) & (trial <= high), trial, 0.5 * low + 0.5 * high)
+        trial = guarded(trial, low, high, (trial == low) | (trial == high))
         # what is left is rounding, either of δ or of the sum
         running = running & ((trial - delta).abs() > eps * reach) & (excess.abs() > 2 * eps * (k + 1))
         delta = trial

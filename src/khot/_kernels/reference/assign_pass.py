@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._kernels.reference.guard import guarded
 
 __all__ = ["assign_pass"]
 
@@ -66,8 +67,7 @@ def assign_pass(
         step += 1
         low, high = torch.where(todo & (miss > 0), r, low), torch.where(todo & (miss < 0), r, high)
         moved = r + tau * _move(k, n, spare, below, above, density, upper, miss)
-        middle = torch.where(moved == r, r, low + (high - low) / 2)
-        moved = torch.where((moved > low) & (moved < high), moved, middle)
+        moved = guarded(moved, low, high, moved == r)
         r = torch.where(todo & moved.isfinite(), moved, r)
     y = torch.where(up, 1 - tail, tail)
     moves = density > LEAST[x.dtype]

@@ -11,6 +11,7 @@ from torch import Tensor
 from khot._core import rows
 from khot._core.precision import greatest, large, widen
 from khot._core.rows import HERE, Row, Shards
+from khot._kernels.reference.guard import guarded
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
@@ -207,8 +208,8 @@ def _solve_block(
         rounding = ROUNDING[lo.dtype] * torch.where(anchor == 0, trial.clamp(low, high), drop)
         tiny = ((trial - lo).abs() <= rounding) & trial.isfinite()
         # near a kink of G, Newton's step may end below the bracket by a rounding error
-        inside = torch.where((trial - low).abs() <= rounding, low + rounding, 0.5 * low + 0.5 * high)
-        trial = torch.where(((trial > low) & (trial < high)) | tiny, trial, inside)
+        short = (trial <= low) & (low - trial <= rounding) & ~tiny
+        trial = guarded(torch.where(short, low + rounding, trial), low, high, tiny)
         lo = torch.where(running, trial, lo)
         running = running & ~(tiny | (high - low <= rounding))
     return two_sum(anchor, lo)

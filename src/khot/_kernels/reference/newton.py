@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from khot._kernels.reference.guard import guarded_pairs
 from khot._kernels.reference.survey import Problem, Scales, costs_of, residual, times
 from khot._kernels.reference.tiles import tiles, two_sum
 
-__all__ = ["Walk", "guarded", "walk_pass"]
+__all__ = ["Walk", "walk_pass"]
 
 # Newton's method goes on while a pass divides the miss by this: in the first passes, and later
 SHRINK, SOON = (2.0, 8.0), 3
@@ -67,7 +67,7 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
         for new, old in zip(news, olds, strict=True)
     ]
     hi, lo = two_sum(at.hi, at.lo + step)
-    hi, lo, _, (*_, apart) = guarded(hi.unsqueeze(-1), lo.unsqueeze(-1), ends[:2], ends[3:5])
+    hi, lo, _, (*_, apart) = guarded_pairs(hi.unsqueeze(-1), lo.unsqueeze(-1), ends[:2], ends[3:5])
 
     shift = plain.abs() / tau
     change = s.steepest * shift  # of any y, in a step
@@ -90,24 +90,6 @@ def walk_pass(p: Problem, scales: Scales, at: Walk, running: Tensor) -> tuple[Wa
         found=at.found | (running & found),
     )  # fmt: skip
     return moved, told & ~found & ~slow & apart & step.isfinite()
-
-
-def guarded(
-    hi: Tensor, lo: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Points (hi and lo) that lie inside the bracket.
-
-    The first two results are the points, with the middle of the bracket in place of those that lie outside.
-    The third says which points lay inside. The last has the middle, as hi and lo, and whether there is any
-    number between the ends of the bracket for it.
-    """
-    (left_hi, left_lo), (right_hi, right_lo) = ([v.unsqueeze(-1) for v in end] for end in (left, right))
-    width = (right_hi - left_hi) + (right_lo - left_lo)
-    middle = two_sum(left_hi, left_lo + 0.5 * width)
-    inside = ((hi - left_hi) + (lo - left_lo) > 0) & ((right_hi - hi) + (right_lo - lo) > 0)
-    apart = ((middle[0] - left_hi) + (middle[1] - left_lo) > 0).squeeze(-1)
-    hi, lo = torch.where(inside, hi, middle[0]), torch.where(inside, lo, middle[1])
-    return hi, lo, inside, (*middle, apart)
 
 
 class _Tails(NamedTuple):

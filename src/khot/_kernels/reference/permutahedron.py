@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from khot._core.precision import wide_dtype, widen
+from khot._kernels.reference.guard import middle
 
 __all__ = [
     "farthest",
@@ -222,10 +223,10 @@ def _level(u: Tensor, w: Tensor, start: Tensor, p: float) -> Tensor:
     high = _powers(-total / count, p - 1)  # its solution if all were as large as the first
     low = last + high
     for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        much = pooled(_powers(a - middle, 1 / (p - 1)), start) > total
-        low, high = torch.where(much, middle, low), torch.where(much, high, middle)
-    return torch.where(count == 1, _powers(-w, p - 1), (low + high) / 2)
+        trial = middle(low, high)
+        much = pooled(_powers(a - trial, 1 / (p - 1)), start) > total
+        low, high = torch.where(much, trial, low), torch.where(much, high, trial)
+    return torch.where(count == 1, _powers(-w, p - 1), middle(low, high))
 
 
 def _powers(t: Tensor, exponent: float) -> Tensor:

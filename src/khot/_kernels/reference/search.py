@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from khot._core.precision import greatest, large
-from khot._kernels.reference.newton import guarded
+from khot._kernels.reference.guard import guarded_pairs
 from khot._kernels.reference.sample import Sample, keep, lanes, no_sample, sample_of
 from khot._kernels.reference.survey import Problem, Scales, costs_of, cut, exact_sum, per, residual
 from khot._kernels.reference.tiles import TILE, tiles, two_sum
@@ -92,7 +92,7 @@ def _trials(p: Problem, state: State) -> tuple[Tensor, Tensor, Tensor]:
         _alone(_middle_of_sizes(left.hi, right.hi)),
     ]
     hi, lo = (torch.cat(parts, -1) for parts in zip(*points, strict=True))
-    hi, lo, inside, middle = guarded(hi, lo, left[:2], right[:2])
+    hi, lo, inside, middle = guarded_pairs(hi, lo, left[:2], right[:2])
     # Nothing is proposed from an end that was not evaluated. Where tau is far below the rounding error of
     # the scores, the root lies next to an entry, and steps from elsewhere end on that entry itself. That is
     # one end of the bracket if Newton's method came there, and steps from it are exact.

@@ -28,6 +28,7 @@ from khot._kernels.triton.functions import (
     moments,
     side,
 )
+from khot._kernels.triton.guard import stalls
 from khot._kernels.triton.launch import launch
 
 WIDEST = 256  # columns: beyond, factors of their matrix take one program longer than all the rest
@@ -89,7 +90,7 @@ def _roots(u, open_, k, count, r, tau, power, CDF: tl.constexpr):
     r = tl.where((r > low) & (r < high), r, guess)
     span = high - low
     active = tl.where(live, 1, 0)
-    evaluation = 1
+    evaluation = 0
     left = tl.sum(active)
     while left > 0:
         z = (u - r[:, None]) / tau
@@ -124,10 +125,7 @@ def _roots(u, open_, k, count, r, tau, power, CDF: tl.constexpr):
         step = ratio / (slope_down * by_down / P + slope_up * by_up / Q)
         low = tl.where(ratio > 0, tl.maximum(low, r), low)
         high = tl.where(ratio < 0, tl.minimum(high, r), high)
-        # a bracket that has not become half as wide in three evaluations is bisected
-        third = evaluation % 3 == 0
-        slow = third & (high - low > 0.5 * span) & (tl.abs(step) > CLOSE)
-        span = tl.where(third, high - low, span)
+        slow, span = stalls(high - low, span, tl.abs(step) <= CLOSE, evaluation)
         trial, middle = r + tau * step, 0.5 * low + 0.5 * high
         done = (tl.abs(step) <= LAST) | (trial == r)
         newton = done | ((trial > low) & (trial < high) & ~slow)
@@ -136,7 +134,7 @@ def _roots(u, open_, k, count, r, tau, power, CDF: tl.constexpr):
         r = tl.where((active > 0) & ~exhausted, moved, r)
         active = tl.where(done | exhausted, 0, active)
         evaluation += 1
-        left = tl.where(evaluation > EVALUATIONS, 0, tl.sum(active))
+        left = tl.where(evaluation == EVALUATIONS, 0, tl.sum(active))
     return r
 
 

@@ -15,6 +15,7 @@ from khot._kernels.triton.functions import (
     log_scale,
     log_scales,
 )
+from khot._kernels.triton.guard import stalls
 
 __all__ = ["FARTHEST", "NOISE", "ROUNDING", "differences", "less", "logs", "newton", "next_state"]
 
@@ -108,10 +109,7 @@ def next_state(state, trial, jump, tau, most, count, CDF: tl.constexpr):
     high_hi, high_lo = tl.where(step < 0, hi, high_hi), tl.where(step < 0, lo, high_lo)
     width = less(high_hi, high_lo, low_hi, low_lo)
 
-    # a bracket that has not become half as wide in three evaluations is bisected, unless Newton's steps help
-    third = count % 3 == 2
-    slow = third & (width > 0.5 * span) & ~fast
-    span = tl.where(third, width, span)
+    slow, span = stalls(width, span, fast, count)
     unit = tau / most
     other_hi, other_lo = two_sum(low_hi, low_lo + 0.5 * width)
     middle = _from_log(0.5 * _to_log(low_hi, unit) + 0.5 * _to_log(high_hi, unit), unit)

@@ -15,6 +15,7 @@ from torch import Tensor
 from khot._kernels.reference import permutahedron as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import double, joined
+from khot._kernels.triton.guard import stalls
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import FAR_WEIGHT, add2, bounded, greater, score
 
@@ -22,6 +23,7 @@ LONGEST = 4096  # a longer row would keep one multiprocessor for too long: the r
 EVALUATIONS = 128  # at most, of the sums of a row; Newton's steps take about ten
 WIDTH = 256
 ROUNDING = tl.constexpr(2.0**-52)
+CLOSE = tl.constexpr(1e-2)  # of a bracket: shorter steps of Newton's method need no bisection
 
 
 @triton.jit
@@ -65,8 +67,10 @@ def _pool(start_at, mark_at, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _bracket(u_at, w_at, v_at, low_at, high_at, total_at, start_at, n, less, WIDTH: tl.constexpr):
-    """Σ w of every block; ends that enclose its level; and their middle."""
+def _bracket(
+    u_at, w_at, v_at, low_at, high_at, span_at, total_at, start_at, n, less, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Σ w of every block; ends that enclose its level, and how far they are apart; and their middle."""
     last, last_total = -1, tl.zeros((), tl.float64)
     for at in range(0, n, WIDTH):
         here = at + tl.arange(0, WIDTH)
@@ -85,12 +89,15 @@ def _bracket(u_at, w_at, v_at, low_at, high_at, total_at, start_at, n, less, WID
         tl.store(total_at + first, total, mask=ends)
         tl.store(low_at + first, low, mask=ends)
         tl.store(high_at + first, high, mask=ends)
+        tl.store(span_at + first, high - low, mask=ends)
         tl.store(v_at + first, 0.5 * low + 0.5 * high, mask=ends)
     tl.debug_barrier()
 
 
 @triton.jit
-def _step(u_at, v_at, low_at, high_at, total_at, start_at, n, count, exponent, WIDTH: tl.constexpr):
+def _step(
+    u_at, v_at, low_at, high_at, span_at, total_at, start_at, n, count, exponent, WIDTH: tl.constexpr
+):  # fmt: skip
     """The levels after a step, Newton's if it stays in the bracket. Where one is found, its bracket is empty.
     Returns whether one is not."""
     found = tl.zeros((WIDTH,), tl.int32)
@@ -118,7 +125,9 @@ def _step(u_at, v_at, low_at, high_at, total_at, start_at, n, count, exponent, W
         miss = s - tl.load(total_at + first, mask=ends, other=0.0)
         low, high = tl.where(miss > 0, v, low), tl.where(miss > 0, high, v)
         newton, middle = v + miss / slope, 0.5 * low + 0.5 * high
-        inside = (newton > low) & (newton < high) & (count % 8 != 7)
+        span = tl.load(span_at + first, mask=ends, other=0.0)
+        slow, span = stalls(high - low, span, tl.abs(newton - v) <= CLOSE * (high - low), count)
+        inside = (newton > low) & (newton < high) & ~slow
         after = tl.where(inside, newton, middle)
         near = inside & (tl.abs(newton - v) <= ROUNDING * tl.maximum(tl.abs(low), tl.abs(high)))
         done = (miss == 0) | near | ~((after > low) & (after < high))
@@ -126,6 +135,7 @@ def _step(u_at, v_at, low_at, high_at, total_at, start_at, n, count, exponent, W
         tl.store(v_at + first, after, mask=live)
         tl.store(low_at + first, tl.where(done, after, low), mask=live)
         tl.store(high_at + first, tl.where(done, after, high), mask=live)
+        tl.store(span_at + first, span, mask=live)
         found = tl.maximum(found, tl.where(live & ~done, 1, 0))
     tl.debug_barrier()
     return tl.max(found)
@@ -143,7 +153,9 @@ def _power_levels(
     start_at, v_at, mark_at = start_pointer + row * n, v_pointer + row * n, mark_pointer + row * n
     size = rows.to(tl.int64) * n
     u_at = scratch_pointer + row * n
-    w_at, low_at, high_at, total_at = u_at + size, u_at + 2 * size, u_at + 3 * size, u_at + 4 * size
+    w_at, low_at, high_at, span_at, total_at = (
+        u_at + size, u_at + 2 * size, u_at + 3 * size, u_at + 4 * size, u_at + 5 * size,
+    )  # fmt: skip
     tau = tl.load(tau_pointer + row * tau_stride).to(tl.float64)
     for at in range(0, n, WIDTH):
         here = at + tl.arange(0, WIDTH)
@@ -162,11 +174,11 @@ def _power_levels(
     tl.debug_barrier()
     while _breaks(u_at, v_at, start_at, mark_at, n, WIDTH) > 0:
         _pool(start_at, mark_at, n, WIDTH)
-        _bracket(u_at, w_at, v_at, low_at, high_at, total_at, start_at, n, less, WIDTH)
+        _bracket(u_at, w_at, v_at, low_at, high_at, span_at, total_at, start_at, n, less, WIDTH)
         count = 0
         live = 1
         while live > 0:
-            live = _step(u_at, v_at, low_at, high_at, total_at, start_at, n, count, exponent, WIDTH)
+            live = _step(u_at, v_at, low_at, high_at, span_at, total_at, start_at, n, count, exponent, WIDTH)
             count += 1
             live = tl.where(count < evaluations, live, 0)
     for at in range(0, n, WIDTH):
@@ -188,7 +200,7 @@ def power_blocks(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, T
     scores, order = torch.sort(z.contiguous(), dim=-1, descending=True, stable=True)
     weights, w_order = torch.sort(w.contiguous(), dim=-1, descending=True, stable=True)
     index, w_index, start, mark = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(4))
-    v, scratch = (z.new_empty(shape, dtype=torch.float64) for shape in (z.shape, (5, rows, n)))
+    v, scratch = (z.new_empty(shape, dtype=torch.float64) for shape in (z.shape, (6, rows, n)))
     width = min(WIDTH, max(32, triton.next_power_of_2(n)))
     launch(
         _power_levels, rows,
