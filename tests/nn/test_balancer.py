@@ -737,3 +737,97 @@ def test_the_balancer_is_made_where_the_router_is() -> None:
     router = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K), device="meta")
     assert router.balancer is not None and router.balancer.bias.device.type == "meta"
     assert "balancer" in repr(router)
+
+
+# ------------------------------------------------------------------------------------ groups
+
+
+def grouped_choice(x: Tensor, bias: Tensor, k: int, groups: int, top: int) -> Tensor:
+    """A stable sort of each row, in Python: the experts of its best groups, (rows, k)."""
+    rows = []
+    for row in (x + bias).tolist():
+        size = len(row) // groups
+        sums = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+        best = sorted(range(groups), key=lambda g: -sums[g])[:top]
+        open_ = [e for e in range(len(row)) if e // size in best]
+        rows.append(sorted(open_, key=lambda e: -row[e])[:k])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("groups,top", [(4, 2), (8, 3), (2, 1), (16, 5)])
+def test_groups_of_experts(groups: int, top: int) -> None:
+    """With ties within groups and between them."""
+    x = (2 * normal(60, 32, seed=groups)).round().float()
+    balancer = QuantileBalancer(32, 2, groups=groups, top_groups=top)
+    balancer.bias.copy_(normal(32, seed=1).round())
+    want = grouped_choice(x.double(), balancer.bias.double(), 2, groups, top)
+    assert torch.equal(balancer(x), want) and torch.equal(balancer.eval()(x), want)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "logits", "log_softmax"])
+def test_one_bias_per_expert_balances_groups(kind: str) -> None:
+    """In 20 updates, for sigmoids in 10."""
+    x = SCORES[kind](skewed(8192, 64))
+    balancer = QuantileBalancer(64, 4, groups=8, top_groups=4)
+    for _ in range(10 if kind == "sigmoid" else 20):
+        balancer(x)
+        balancer.update()
+    before = balancer.load
+    balancer(x)
+    balancer.update()
+    assert before.sum() == balancer.load.sum() == 4 * len(x)
+    loads = before.double() / before.double().mean()
+    assert loads.max() - 1 <= 0.03
+    plain = QuantileBalancer(64, 4)
+    plain.solve(x)
+    uneven = grouped_choice(x.double()[:2048], plain.bias.double(), 4, 8, 4).flatten().bincount(minlength=64)
+    assert uneven.max() / uneven.double().mean() - 1 > 0.1  # biases for all experts do not balance groups
+
+
+def test_all_groups_are_no_groups() -> None:
+    x = skewed(512)
+    plain, grouped = QuantileBalancer(E, K), QuantileBalancer(E, K, groups=4, top_groups=4)
+    for _ in range(3):
+        assert torch.equal(plain(x), grouped(x))
+        plain.update()
+        grouped.update()
+    assert torch.equal(plain.bias, grouped.bias)
+
+
+def test_closed_experts_and_bad_tokens_in_groups() -> None:
+    x = skewed(256)
+    x[:, 5], x[3, 2] = -math.inf, math.nan
+    balancer = QuantileBalancer(E, K, groups=4, top_groups=2)
+    for _ in range(4):
+        balancer(x)
+        balancer.update()
+    assert balancer.bias.isfinite().all() and balancer.load.sum() == K * 255 and balancer.load[5] == 0
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"groups": 5}, "groups must divide num_experts=16, but got 5"),
+        ({"groups": 0}, r"groups must lie in \[1, 16\], but got 0"),
+        ({"groups": 4, "top_groups": 5}, r"top_groups must lie in \[1, 4\], but got 5"),
+        ({"groups": 8, "top_groups": 1}, "top_groups=1 of groups=8 have 2 experts, but got k=3"),
+    ],
+)
+def test_bad_groups(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantileBalancer(E, K, **options)
+
+
+def test_the_load_of_the_last_update() -> None:
+    x = skewed(300)
+    balancer = QuantileBalancer(E, K)
+    assert torch.equal(balancer.load, torch.zeros(E, dtype=torch.int64))
+    want = load(x, balancer.bias).long()
+    balancer(x[:100])
+    balancer(x[100:])
+    balancer.update()
+    assert torch.equal(balancer.load, want)
+    balancer.update()  # nothing was counted
+    assert torch.equal(balancer.load, want) and "load" not in balancer.state_dict()
+    balancer.reset_parameters()
+    assert not balancer.load.any()

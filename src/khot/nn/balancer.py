@@ -15,6 +15,7 @@ from khot._core import arguments, rows
 from khot._core.precision import at_least_single
 from khot._core.torch_internals import is_exporting
 from khot.nn._bias import Biased
+from khot.nn._groups import Groups
 from khot.nn._inputs import check_width
 from khot.nn._values import SEVERAL, describe
 from khot.selection import topk
@@ -63,6 +64,10 @@ class QuantileBalancer(Biased):
 
     Only the choice depends on the biases. Compute the weights of the experts from the scores without them.
 
+    With ``groups``, a token chooses among the experts of its ``top_groups`` best groups. The distance of an
+    expert of another group is the larger one of its own and of that of its group, whose sum of two scores has
+    to reach the last of the best groups.
+
     It counts in train mode, and only while gradients are enabled, so evaluation leaves no trace. Activation
     checkpointing computes a layer twice and so doubles all its counts, which changes no quantile; call
     :meth:`update` after the backward pass, when everything has been recomputed with the same biases.
@@ -74,6 +79,9 @@ class QuantileBalancer(Biased):
             each half has 64 octaves. The default has 8 bins per octave, and 4 in the first update.
         ema: in [0, 1); the share of the old bias that an update keeps: a bias moves by 1 − ema times the
             quantile. 0 adapts fastest.
+        groups: how many groups the experts form, each of E / groups neighbours.
+        top_groups: how many groups a token may use, from 1 to ``groups``: those with the largest sums of
+            their two best biased scores, of equal ones the first. None allows all.
 
     Attributes:
         bias: (E,), a buffer in float32, ≤ 0, which stays in float32 when the model is cast. It is saved.
@@ -82,6 +90,8 @@ class QuantileBalancer(Biased):
             less 127. 0 stands for the octaves of the first update. It is saved.
         counts: (bins + 1, E), a buffer in int64 that is not saved: the tokens since the last update by their
             distance. The last row has the tokens that the expert is closed to, by a score of −inf.
+        load: (E,), a buffer in int64 that is not saved: how many tokens every expert got, of those that the
+            last update counted, in all processes.
 
     Shape:
         scores: (..., E), of any floating-point dtype. −inf closes an expert to a token. A token with a NaN is
@@ -121,8 +131,18 @@ class QuantileBalancer(Biased):
     updates: Tensor
     octave: Tensor
     counts: Tensor
+    load: Tensor
 
-    def __init__(self, num_experts: int, k: int, *, bins: int = 1024, ema: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        k: int,
+        *,
+        bins: int = 1024,
+        ema: float = 0.0,
+        groups: int = 1,
+        top_groups: int | None = None,
+    ) -> None:
         super().__init__()
         arguments.check_integer(num_experts, "num_experts", low=2)
         arguments.check_integer(k, "k", low=1, high=num_experts - 1)
@@ -131,12 +151,14 @@ class QuantileBalancer(Biased):
             raise ValueError(f"bins must be a power of two, but got {bins}")
         arguments.check_number(ema, "ema", low=0, high=math.nextafter(1, 0))
         self.num_experts, self.k, self.bins, self.ema = num_experts, k, bins, ema
+        self._groups = Groups.of(groups, top_groups, num_experts, k)
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32))
         self.register_buffer("updates", torch.empty((), dtype=torch.int64))
         self.register_buffer("octave", torch.empty((), dtype=torch.int64))
         self.register_buffer(
             "counts", torch.empty(bins + 1, num_experts, dtype=torch.int64), persistent=False
         )
+        self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self._passes, self._warned = 0, False
         self.reset_parameters()
 
@@ -227,7 +249,7 @@ class QuantileBalancer(Biased):
             self._choose(scores, mask, True)
             (total,) = _totals([self], group)
             shares, _ = self._shares(total)
-            error = (total[: self.bins // 2].sum(0) - shares).amax() / shares.amax().clamp(min=1)
+            error = (self._load_in(total) - shares).amax() / shares.amax().clamp(min=1)
             if error.item() < least:
                 best, least = self.bias.clone(), error.item()
             if least <= SOLVED:
@@ -244,20 +266,37 @@ class QuantileBalancer(Biased):
 
     def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
         """The k best experts of each token; if this is to be counted, also the next one."""
-        biased = at_least_single(scores) + self.bias
-        best = topk(biased.detach(), self.k + observes).indices
+        biased = (at_least_single(scores) + self.bias).detach()
+        sums = None if self._groups.all else self._groups.sums(biased)
+        offered = biased
+        if sums is not None:
+            offered = biased.masked_fill(self._groups.closed(sums, self.num_experts), -math.inf)
+        values, best = topk(offered, self.k + observes)
         if observes:
-            self._observe(biased, best, mask)
+            distance, chosen = self._distances(biased, values, best[..., : self.k], sums)
+            self._observe(biased, distance, chosen, mask)
         return best
 
-    def _observe(self, biased: Tensor, best: Tensor, mask: Tensor | None) -> None:
-        """Count the tokens by their distances. ``best`` has the k + 1 best experts of each."""
+    def _distances(
+        self, biased: Tensor, values: Tensor, best: Tensor, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The distance of each expert, ≤ 0 where it is chosen, and where that is. ``values`` has the k + 1
+        largest scores of what was offered."""
+        last, next = values[..., self.k - 1 :].split(1, -1)
+        chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best, True)
+        cutoff = torch.where(self._both(), torch.where(chosen, next, last), _middle(last, next))
+        distance = _less(cutoff, biased)
+        if sums is not None:
+            last, next = topk(sums, self._groups.top + 1).values[..., -2:].split(1, -1)
+            short = _less(torch.where(self._both(), last, _middle(last, next)), sums)
+            short = self._groups.of_experts(short, self.num_experts)
+            closed = self._groups.closed(sums, self.num_experts)
+            distance = torch.where(closed, torch.maximum(distance, short), distance)
+        return distance, chosen
+
+    def _observe(self, biased: Tensor, distance: Tensor, chosen: Tensor, mask: Tensor | None) -> None:
+        """Count the tokens by their distances."""
         half = self.bins // 2
-        last, next = biased.gather(-1, best[..., self.k - 1 :]).split(1, -1)
-        middle = torch.where(last == next, last, last / 2 + next / 2).nan_to_num(0.0, math.inf, -math.inf)
-        chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best[..., : self.k], True)
-        cutoff = torch.where(self._both(), torch.where(chosen, next, last), middle)
-        distance = (cutoff - biased).float().masked_fill(biased == cutoff, 0)  # ∞ − ∞ is NaN
         lowest, dropped = self._window()
         size = ((distance.abs().view(torch.int32) - lowest) >> dropped).clamp(0, half - 1)
         # by the choice and not by the sign: the negative bins are then the load even where scores are equal
@@ -302,7 +341,11 @@ class QuantileBalancer(Biased):
         size = torch.where(i < half, half - 1 - i, i - half).squeeze(0).masked_fill(~opened, 0).amax()
         self.octave.copy_(torch.where(counted, self._next_octave(size), self.octave))
         self.updates.copy_(self.updates + counted)
+        self.load.copy_(torch.where(counted, self._load_in(counts), self.load))
         self.counts.zero_()
+
+    def _load_in(self, counts: Tensor) -> Tensor:
+        return counts[: self.bins // 2].sum(0)
 
     def _both(self) -> Tensor:
         """Whether the next update is from both cutoffs, and not from the middle between them."""
@@ -334,6 +377,7 @@ class QuantileBalancer(Biased):
         super()._reset_bias()
         self.updates.zero_()
         self.octave.zero_()
+        self.load.zero_()
         self.counts.zero_()  # they were counted with other biases
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -344,7 +388,16 @@ class QuantileBalancer(Biased):
         self.counts.zero_()  # they were counted with other biases
 
     def extra_repr(self) -> str:
-        return describe(num_experts=self.num_experts, k=self.k, bins=self.bins, ema=self.ema)
+        groups = {} if self._groups.all else {"groups": self._groups.count, "top_groups": self._groups.top}
+        return describe(num_experts=self.num_experts, k=self.k, bins=self.bins, ema=self.ema, **groups)
+
+
+def _middle(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a == b, a, a / 2 + b / 2).nan_to_num(0.0, math.inf, -math.inf)
+
+
+def _less(cutoff: Tensor, values: Tensor) -> Tensor:
+    return (cutoff - values).float().masked_fill(values == cutoff, 0)  # ∞ − ∞ is NaN
 
 
 def _totals(balancers: list[QuantileBalancer], group: Any) -> list[Tensor]:
