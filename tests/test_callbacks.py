@@ -110,3 +110,39 @@ def test_without_a_length_it_says_what_to_do() -> None:
     tau.step()
     assert float(tau()) == pytest.approx(math.sqrt(0.1))
     assert (Anneal(1, 0.1, 2).schedule, Anneal(1.0, 0.0, 2).schedule) == ("exponential", "linear")
+
+
+class Choice(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(6, 8)
+        self.balancer = khot.nn.QuantileBalancer(8, 2)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        scores = self.scores(batch)
+        return scores.gather(-1, self.balancer(scores)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_lightning_updates_balancers_and_logs(tmp_path: Path) -> None:
+    """After steps of the optimizer, each of two batches of four."""
+    net = Choice()
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[khot.lightning.BalancerCallback()],
+        accelerator="cpu",
+        logger=False,
+        log_every_n_steps=3,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(net, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    assert net.balancer.updates == 6 and net.balancer.load.sum() == 2 * 8
+    share = net.balancer.load / 2.0
+    assert trainer.logged_metrics["violation"] == share.max() - 1
+    assert trainer.logged_metrics["least_load"] == share.min()

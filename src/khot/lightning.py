@@ -1,4 +1,4 @@
-"""khot in Lightning: `AnnealCallback` (needs the extra ``lightning``)."""
+"""khot in Lightning: `AnnealCallback` and `BalancerCallback` (needs the extra ``lightning``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import lightning
 
 from khot import _callbacks
 
-__all__ = ["AnnealCallback"]
+__all__ = ["AnnealCallback", "BalancerCallback"]
 
 
 class AnnealCallback(lightning.Callback):
@@ -37,3 +37,29 @@ class AnnealCallback(lightning.Callback):
         if trainer.global_step > self._seen:
             self._seen = trainer.global_step
             _callbacks.step(pl_module)
+
+
+class BalancerCallback(lightning.Callback):
+    """Updates every :class:`khot.nn.QuantileBalancer` of the module after each step of the optimizer, by one
+    all-reduce for all of them, if there are several processes.
+
+    It logs the ``violation`` of the worst layer, its largest load over the mean load, less 1, and
+    ``least_load``, the smallest load of any expert over the mean load, every ``trainer.log_every_n_steps``
+    steps.
+
+    Pass it to the trainer: ``lightning.Trainer(callbacks=[khot.lightning.BalancerCallback()])``.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self._seen:  # the gradients of this batch are only accumulated
+            return
+        self._seen = trainer.global_step
+        _callbacks.update_balancers(pl_module)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            pl_module.log_dict(_callbacks.loads(pl_module))

@@ -1,14 +1,215 @@
-"""khot in Hugging Face's Trainer: `AnnealCallback` (needs the extra ``transformers``)."""
+"""khot in Hugging Face's models and Trainer (needs the extra ``transformers``)."""
 
 from __future__ import annotations
 
+import functools
+import re
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import cached_file
 
 from khot import _callbacks
+from khot._core.precision import without_autocast
+from khot.nn.balancer import QuantileBalancer
 
-__all__ = ["AnnealCallback"]
+__all__ = ["AnnealCallback", "BalancerCallback", "balance", "unbalance"]
+
+
+def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> list[QuantileBalancer]:
+    """Put a :class:`khot.nn.QuantileBalancer` into every router of a mixture of experts.
+
+    From then on the experts are chosen by biased scores, and weighted by scores without biases. Names of
+    parameters, router logits and ``generate`` stay as they are. The biases belong to the model: they are
+    saved with it, and balancing a model that ``from_pretrained`` has read from such a folder finds them
+    again. A balancer counts in train mode, padding as other tokens; :class:`BalancerCallback` calls its
+    update, or, in a loop of your own, ``QuantileBalancer.update_all(model)`` after each step of the
+    optimizer.
+
+    With biases of 0, the model computes what it did before. Of equal scores the lowest indices are chosen.
+    An auxiliary loss of the model stays as it is (Mixtral has one if ``output_router_logits`` is set); it is
+    of no use here.
+
+    Args:
+        model: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or DeepSeek-V3, with any head, of a version of
+            transformers that has its routers in classes of their own (5.0 and later). Where its routers are
+            balanced already, they stay so. DeepSeek-V3's own biases are the balancers' first ones, and are
+            kept equal to theirs in what is saved, so that the result runs everywhere.
+        bins, ema: as for :class:`khot.nn.QuantileBalancer`.
+
+    Returns:
+        The balancers, from the first layer to the last.
+
+    Raises:
+        ValueError: the model has no router that is known.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=64,
+        ...     hidden_size=16,
+        ...     intermediate_size=16,
+        ...     num_hidden_layers=2,
+        ...     num_attention_heads=2,
+        ...     num_key_value_heads=2,
+        ...     num_local_experts=4,
+        ... )
+        >>> model = transformers.MixtralForCausalLM(config)
+        >>> balancers = khot.transformers.balance(model)
+        >>> tokens = torch.randint(64, (2, 8))
+        >>> model.train()(tokens, labels=tokens).loss.backward()
+        >>> khot.nn.QuantileBalancer.update_all(model)
+        >>> int(balancers[0].load.sum())  # two experts for each of 16 tokens
+        32
+    """
+    routers = [m for m in model.modules() if isinstance(m, _Balanced) or type(m).__name__ in _RULES]
+    if not routers:
+        known = ", ".join(_RULES)
+        raise ValueError(f"model must have a router of the classes {known}, but got {type(model).__name__}")
+    new = [router for router in routers if not isinstance(router, _Balanced)]
+    for router in new:
+        groups = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        balancer = QuantileBalancer(
+            router.num_experts, router.top_k, bins=bins, ema=ema, groups=groups[0], top_groups=groups[1]
+        )
+        router.__class__ = _balanced(type(router))
+        router.balancer = balancer.to(router.weight.device).train(router.training)
+        router._begin()
+    if len(new) == len(routers):
+        _load_saved(model, [router.balancer for router in routers])
+    return [router.balancer for router in routers]
+
+
+def unbalance(model: PreTrainedModel) -> None:
+    """Take the balancers out of the routers again. DeepSeek-V3's routers keep the biases as their own; the
+    others choose by their scores alone.
+
+    Raises:
+        ValueError: no router of the model is balanced.
+    """
+    routers = [m for m in model.modules() if isinstance(m, _Balanced)]
+    if not routers:
+        raise ValueError(f"model must have been balanced, but no router of {type(model).__name__} is")
+    for router in routers:
+        router._end()
+        router.__class__ = type(router).__bases__[1]
+        del router.balancer
+
+
+class _Balanced(nn.Module):
+    """What takes the place of the forward pass of a router. Its class is put before that of the router."""
+
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+    weight: nn.Parameter
+    balancer: QuantileBalancer
+
+    def _begin(self) -> None:
+        """After the balancer has come."""
+
+    def _end(self) -> None:
+        """Before it goes."""
+
+
+class _OfSoftmax(_Balanced):
+    """The k experts of the largest biased logits, with their probabilities as weights."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        indices = self.balancer(logits)
+        weights = logits.float().softmax(-1).gather(-1, indices)
+        if getattr(self, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        # Mixtral leaves the weights in float32
+        return logits, weights.to(logits.dtype) if hasattr(self, "norm_topk_prob") else weights, indices
+
+
+class _OfSigmoid(_Balanced):
+    """The k experts of the largest biased sigmoids, within the best groups."""
+
+    e_score_correction_bias: Tensor
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with without_autocast(hidden_states.device):
+            logits = F.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
+        scores = logits.sigmoid()
+        indices = self.balancer(scores)
+        weights = scores.gather(-1, indices)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return logits, weights * self.routed_scaling_factor, indices
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        own = self.e_score_correction_bias
+        self.balancer.bias.copy_(own - own.max())
+        self._hook = self.register_state_dict_pre_hook(_keep_equal)
+
+    def _end(self) -> None:
+        _keep_equal(self)
+        self._hook.remove()
+        del self._hook
+
+
+@torch.no_grad()
+def _keep_equal(router: Any, *_: Any) -> None:
+    router.e_score_correction_bias.copy_(router.balancer.bias)
+
+
+_RULES = {
+    "MixtralTopKRouter": _OfSoftmax,
+    "Qwen2MoeTopKRouter": _OfSoftmax,
+    "Qwen3MoeTopKRouter": _OfSoftmax,
+    "OlmoeTopKRouter": _OfSoftmax,
+    "DeepseekV3TopkRouter": _OfSigmoid,
+}
+
+
+@functools.lru_cache(None)
+def _balanced(router: type[nn.Module]) -> type[nn.Module]:
+    """A class of its own for each class of routers, as the models look for theirs by its class."""
+    return type(f"Balanced{router.__name__}", (_RULES[router.__name__], router), {})
+
+
+def _load_saved(model: PreTrainedModel, balancers: list[QuantileBalancer]) -> None:
+    """Give the balancers what is in the folder that the model was read from, if it has as many."""
+    states = _saved(model)
+    if len(states) == len(balancers):
+        for balancer, state in zip(balancers, states, strict=True):
+            balancer.load_state_dict(state)
+
+
+def _saved(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """The states of balancers in the model's files, from the first layer to the last.
+
+    Files name modules otherwise than models, so that layers are told by the numbers in the names.
+    """
+    from safetensors import safe_open
+
+    if not (name := model.name_or_path):
+        return []
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
+    index = cached_file(name, "model.safetensors.index.json", **options)
+    files = re.findall(r'"([^"/]+\.safetensors)"', Path(index).read_text(encoding="utf-8")) if index else []
+    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    for file in sorted(set(files)) or ["model.safetensors"]:
+        path = cached_file(name, file, **options)
+        if path is None:
+            continue
+        with safe_open(path, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (it is no dict)
+                prefix, _, rest = key.rpartition(".balancer.")
+                if prefix:
+                    layer = tuple(map(int, re.findall(r"\d+", prefix)))
+                    found.setdefault(layer, {})[rest] = tensors.get_tensor(key)
+    return [found[layer] for layer in sorted(found)]
 
 
 class AnnealCallback(TrainerCallback):
@@ -28,3 +229,28 @@ class AnnealCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _callbacks.step(kwargs["model"])
+
+
+class BalancerCallback(TrainerCallback):
+    """Updates every :class:`khot.nn.QuantileBalancer` of the model after each step of the optimizer, by one
+    all-reduce for all of them, if there are several processes.
+
+    What the trainer logs, and ``trainer.state.log_history``, then have the ``violation`` of the worst layer,
+    its largest load over the mean load, less 1, and ``least_load``, the smallest load of any expert over the
+    mean load, both of the last step.
+
+    Pass it to the trainer: ``transformers.Trainer(model, callbacks=[khot.transformers.BalancerCallback()])``.
+    """
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        _callbacks.update_balancers(kwargs["model"])
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        found = _callbacks.loads(kwargs["model"])
+        kwargs["logs"].update(found)
+        if state.log_history:  # which has a copy
+            state.log_history[-1].update(found)
