@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-import khot
 import khot.transformers
 import processes
+from khot import _callbacks
 from khot.nn import QuantileBalancer
 from khot.transformers import balance, unbalance
 
@@ -40,7 +40,8 @@ def qwen2() -> Any:
 
 
 def qwen3() -> Any:
-    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, norm_topk_prob=True)
+    options: dict[str, Any] = {"head_dim": 8, "norm_topk_prob": True}
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, **options)
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -49,12 +50,12 @@ def olmoe() -> Any:
 
 
 def deepseek() -> Any:
-    config = transformers.DeepseekV3Config(
-        **SIZES, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8,
-        n_group=4, topk_group=2, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
-        qk_nope_head_dim=4, v_head_dim=8,
-    )  # fmt: skip
-    return transformers.DeepseekV3ForCausalLM(config)
+    options: dict[str, Any] = {
+        **SIZES, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    }  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**options))
 
 
 MODELS: list[Callable[[], Any]] = [mixtral, qwen2, qwen3, olmoe, deepseek]
@@ -116,7 +117,7 @@ def test_updates_even_the_loads(make: Callable[[], Any]) -> None:
         model(tokens(64))
         QuantileBalancer.update_all(model)
         assert all(balancer.load.sum() == 2 * 64 * 9 for balancer in balancers)
-        worst.append(khot._callbacks.loads(model)["violation"])
+        worst.append(_callbacks.loads(model)["violation"])
     assert worst[0] > 0.25 and worst[-1] < 0.25 * worst[0]
 
 
@@ -243,7 +244,7 @@ def balanced_in_parts(group: Any, batches: list[Tensor]) -> list[Tensor]:
     balance(model)
     for batch in batches:
         model(batch.chunk(processes.MOST)[group.rank()])
-        khot._callbacks.update_balancers(model)
+        _callbacks.update_balancers(model)
     return [buffer for balancer in balance(model) for buffer in (balancer.bias, balancer.load)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from khot import _callbacks
 from khot._core.precision import without_autocast
@@ -66,7 +65,9 @@ def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> li
         >>> int(balancers[0].load.sum())  # two experts for each of 16 tokens
         32
     """
-    routers = [m for m in model.modules() if isinstance(m, _Balanced) or type(m).__name__ in _RULES]
+    routers: list[Any] = [
+        m for m in model.modules() if isinstance(m, _Balanced) or type(m).__name__ in _RULES
+    ]
     if not routers:
         known = ", ".join(_RULES)
         raise ValueError(f"model must have a router of the classes {known}, but got {type(model).__name__}")
@@ -172,10 +173,14 @@ _RULES = {
 }
 
 
-@functools.lru_cache(None)
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _balanced(router: type[nn.Module]) -> type[nn.Module]:
     """A class of its own for each class of routers, as the models look for theirs by its class."""
-    return type(f"Balanced{router.__name__}", (_RULES[router.__name__], router), {})
+    if router not in _CLASSES:
+        _CLASSES[router] = type(f"Balanced{router.__name__}", (_RULES[router.__name__], router), {})
+    return _CLASSES[router]
 
 
 def _load_saved(model: PreTrainedModel, balancers: list[QuantileBalancer]) -> None:

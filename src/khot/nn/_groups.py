@@ -14,10 +14,10 @@ __all__ = ["Groups"]
 
 
 class Groups(NamedTuple):
-    """Experts in ``count`` groups of as many neighbours each, of which a token may use ``top``: those with
+    """Experts in ``number`` groups of as many neighbours each, of which a token may use ``top``: those with
     the largest sums of their two best scores; of equal ones, the first."""
 
-    count: int
+    number: int
     top: int
 
     @classmethod
@@ -36,11 +36,11 @@ class Groups(NamedTuple):
 
     @property
     def all(self) -> bool:
-        return self.top == self.count
+        return self.top == self.number
 
     def sums(self, scores: Tensor) -> Tensor:
-        """The sum of the two best scores of each group, (..., count)."""
-        each = scores.detach().unflatten(-1, (self.count, -1))
+        """The sum of the two best scores of each group, (..., number)."""
+        each = scores.detach().unflatten(-1, (self.number, -1))
         return topk(each, min(2, each.shape[-1])).values.sum(-1)
 
     def closed(self, sums: Tensor, num_experts: int) -> Tensor:
@@ -51,4 +51,4 @@ class Groups(NamedTuple):
 
     def of_experts(self, values: Tensor, num_experts: int) -> Tensor:
         """Values of groups as values of their experts."""
-        return values.repeat_interleave(num_experts // self.count, -1)
+        return values.repeat_interleave(num_experts // self.number, -1)
