@@ -116,6 +116,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     token = L.TokenChoiceRouter(n, num_experts=8, k=2)
     expert = L.ExpertChoiceRouter(n, num_experts=8, capacity=1.0)
     balanced = L.BalancedRouter(n, num_experts=8, k=2)
+    best = L.TopKRouter(n, num_experts=8, k=2)
     attention = L.TopKAttention(n, 4, 1, batch_first=True)
     pruned, together = L.prune_magnitude(nn.Linear(n, n), "weight", n), nn.Linear(n, n)
     L.prune_global([(together, "weight")], n)
@@ -132,6 +133,7 @@ def layers(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "nn.TokenChoiceRouter": lambda x: token(x).weights,
         "nn.ExpertChoiceRouter": lambda x: expert(x).weights,
         "nn.BalancedRouter": lambda x: balanced(x).weights,
+        "nn.TopKRouter": lambda x: best(x).topk_weights,
         "nn.QuantileBalancer": lambda x: x.gather(-1, balancer(x)),
         "nn.MixtureOfExperts": lambda x: first(mixture(x)),
         "nn.TopKAttention": lambda x: first(attention(x[None], x[None], x[None])),

@@ -43,7 +43,7 @@ PUBLIC = {
 }
 del PUBLIC["khot.show_config"]  # it takes no argument
 # These hold values and check none.
-RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
+RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.nn.TopKRouting", "khot.sampling.Design"}
 # These take a module, and tensors only as its parameters; or a state dict, which their own tests spoil.
 OF_MODULES = {
     "khot.nn.make_permanent",
@@ -517,14 +517,41 @@ ROWS: dict[str, Row] = {
             "BalancedRouter": {"k": 2},
         }.items()
     },
+    "khot.nn.TopKRouter": Row(
+        khot.nn.TopKRouter,
+        {
+            "in_features": 4,
+            "num_experts": 6,
+            "k": 2,
+            "scores": "softmax",
+            "scale": 1.0,
+            "jitter": 0.1,
+            "capacity": 1.0,
+            "groups": 3,
+            "top_groups": 2,
+            "balancer": None,
+        },
+        {
+            "balancer": "balancer",
+            "k": "size",
+            "groups": "size",
+            "top_groups": "size",
+            "jitter": "share",
+            "scores": "name",
+            "scale": "positive",
+        },
+        fine={"in_features": (0,), "capacity": (0, None, math.inf), "top_groups": (None,)},
+    ),
+    "khot.nn.TopKRouter.forward": Row(khot.nn.TopKRouter(4, 3, 2), TOKENS),
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
     "khot.nn.BalancedRouter.forward": Row(khot.nn.BalancedRouter(4, 3, 2), TOKENS),
     "khot.nn.BalancedRouter.forward in eval mode": Row(khot.nn.BalancedRouter(4, 3, 2).eval(), TOKENS),
     "khot.nn.QuantileBalancer": Row(
         khot.nn.QuantileBalancer,
-        {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5},
-        {"k": "size", "bins": "size", "ema": "share"},
+        {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5, "groups": 2, "top_groups": 2},
+        {"k": "size", "bins": "size", "ema": "share", "groups": "size", "top_groups": "size"},
+        fine={"top_groups": (None,)},
     ),
     "khot.nn.QuantileBalancer.forward": Row(
         khot.nn.QuantileBalancer(N, 2), {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}

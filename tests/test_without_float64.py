@@ -412,6 +412,10 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]] =
     ),
     "ExpertChoiceRouter": (lambda: khot.nn.ExpertChoiceRouter(8, 4, capacity=2.0), _routed),
     "TokenChoiceRouter": (lambda: khot.nn.TokenChoiceRouter(8, 4, k=2), _routed),
+    "TopKRouter": (
+        lambda: khot.nn.TopKRouter(8, 4, k=2, capacity=1.5),
+        lambda module, x: module(x.unsqueeze(0)).topk_weights,
+    ),
     "BalancedRouter": (lambda: khot.nn.BalancedRouter(8, 4, k=2), _routed),
     "BalancedRouter in eval mode": (lambda: khot.nn.BalancedRouter(8, 4, k=2).eval(), _routed),
     "TopKSAE": (lambda: khot.nn.TopKSAE(8, 16, k=4), torch.nn.Module.__call__),

@@ -111,6 +111,13 @@ ROWS = [
         lambda: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True),
         (normal(7, 5),),
     ),
+    Row("TopKRouter", lambda: khot.nn.TopKRouter(5, 4, 2), (normal(2, 7, 5), normal(2, 7, seed=1) > 0)),
+    Row(
+        "TopKRouter-capacity",
+        lambda: khot.nn.TopKRouter(5, 4, 2, scores="sigmoid", capacity=0.8, groups=2, top_groups=1),
+        (normal(7, 5),),
+        in_onnx=False,  # which has no stable sort
+    ),
     Row("QuantileBalancer", lambda: khot.nn.QuantileBalancer(6, 2, bins=64), (normal(2, 7, 6),)),
     Row(
         "TokenChoiceRouter-balanced",
@@ -127,6 +134,7 @@ ROWS = [
         lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),
         (normal(2, 7, 5),),
     ),
+    Row("MixtureOfExperts-top k", lambda: mixture(khot.nn.TopKRouter(5, 4, 2)), (normal(7, 5),)),
     Row(
         "MixtureOfExperts-token choice",
         lambda: mixture(khot.nn.TokenChoiceRouter(5, 4, 2, cdf="uniform")),

@@ -38,7 +38,8 @@ def _annealed() -> nn.Module:
 
 def _mixture(router: str, **kw: Any) -> nn.Module:
     experts = [nn.Linear(5, 3, **kw) for _ in range(4)]
-    return khot.nn.MixtureOfExperts(getattr(khot.nn, router)(5, 4, 2, tau=0.5, **kw), experts)
+    options = {} if router == "TopKRouter" else {"tau": 0.5}
+    return khot.nn.MixtureOfExperts(getattr(khot.nn, router)(5, 4, 2, **options, **kw), experts)
 
 
 LAYERS = [
@@ -80,10 +81,19 @@ LAYERS = [
         lambda **kw: khot.nn.BalancedRouter(5, 4, 2, tau=0.5, **kw),
         (scores(2, 7, 5),),
     ),
+    Layer("TopKRouter", lambda **kw: khot.nn.TopKRouter(5, 4, 2, **kw), (scores(2, 7, 5),)),
+    Layer(
+        "TopKRouter-groups",
+        lambda **kw: khot.nn.TopKRouter(
+            5, 8, 2, scores="sigmoid", groups=4, top_groups=2, scale=2.5, capacity=1.0, **kw
+        ),
+        (scores(2, 7, 5),),
+    ),
     Layer("MixtureOfExperts-balanced", lambda **kw: _mixture("BalancedRouter", **kw), (scores(2, 7, 5),)),
     Layer(
         "MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), (scores(7, 5),)
     ),
+    Layer("MixtureOfExperts-top k", lambda **kw: _mixture("TopKRouter", **kw), (scores(2, 7, 5),)),
     Layer(
         "MixtureOfExperts-token choice", lambda **kw: _mixture("TokenChoiceRouter", **kw), (scores(2, 7, 5),)
     ),

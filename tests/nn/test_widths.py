@@ -56,6 +56,7 @@ LAYERS = {
         lambda: khot.nn.TokenChoiceRouter(WIDTH, num_experts=4, k=2), nn.Module.__call__
     ),
     "BalancedRouter": Layer(lambda: khot.nn.BalancedRouter(WIDTH, num_experts=4, k=2), nn.Module.__call__),
+    "TopKRouter": Layer(lambda: khot.nn.TopKRouter(WIDTH, num_experts=4, k=2), nn.Module.__call__),
     "TokenChoiceRouter-learned": Layer(
         lambda: khot.nn.TokenChoiceRouter(WIDTH, num_experts=4, k=2, learnable_k=True), nn.Module.__call__
     ),

@@ -30,6 +30,8 @@ from khot.nn.pruning import prune_n_m as prune_n_m
 from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
+from khot.nn.topk_router import TopKRouter as TopKRouter
+from khot.nn.topk_router import TopKRouting as TopKRouting
 
 __all__ = [
     "Anneal",
@@ -45,6 +47,8 @@ __all__ = [
     "SoftTopK",
     "TokenChoiceRouter",
     "TopKAttention",
+    "TopKRouter",
+    "TopKRouting",
     "TopKSAE",
     "make_permanent",
     "prune_global",

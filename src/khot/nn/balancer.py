@@ -91,7 +91,7 @@ class QuantileBalancer(Biased):
         counts: (bins + 1, E), a buffer in int64 that is not saved: the tokens since the last update by their
             distance. The last row has the tokens that the expert is closed to, by a score of −inf.
         load: (E,), a buffer in int64 that is not saved: how many tokens every expert got, of those that the
-            last update counted, in all processes.
+            last update counted, in all processes; activation checkpointing doubles it.
 
     Shape:
         scores: (..., E), of any floating-point dtype. −inf closes an expert to a token. A token with a NaN is

@@ -41,8 +41,7 @@ class TokenChoiceRouter(Router):
             exactly 0 in train mode, too.
         balancer: a :class:`khot.nn.QuantileBalancer` for these experts and this k, which has to be a number,
             or None. The router shows it the scores in the balancer's train mode; call its ``update`` once per
-            step of the optimizer. To train with a hard selection, put the router in eval mode and then
-            ``router.balancer.train()``.
+            step of the optimizer. To train with a hard selection, take a :class:`khot.nn.TopKRouter`.
         device, dtype: of the parameters.
 
     Shape:
@@ -139,6 +138,8 @@ def _check_balancer(balancer: object, num_experts: int, k: object) -> None:
             f"balancer must have the experts and the fixed k of the router, num_experts={num_experts} and "
             f"k={of_router}, but got num_experts={balancer.num_experts} and k={balancer.k}"
         )
+    if not balancer._groups.all:
+        raise ValueError(f"balancer must have no groups, which khot.nn.TopKRouter takes, but got {balancer}")
 
 
 class _CountOfToken(nn.Module):

@@ -1,0 +1,268 @@
+"""The router of large language models: the k best experts of each token, as indices and weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot._core import arguments
+from khot._core.precision import without_autocast
+from khot._core.torch_internals import save_in_exports
+from khot.nn._groups import Groups
+from khot.nn._inputs import check_width
+from khot.nn._values import describe
+from khot.nn.balancer import QuantileBalancer
+from khot.selection import topk
+
+__all__ = ["TopKRouter", "TopKRouting"]
+
+Scores = Literal["softmax", "sigmoid"]
+TINY = 1e-20  # as DeepSeek-V3 adds to a sum of sigmoids
+
+
+class TopKRouting(NamedTuple):
+    """What a :class:`TopKRouter` decided, and how the load is distributed.
+
+    Attributes:
+        topk_weights: (..., n, k), of the tokens' dtype; the weights of the experts, 0 where there is none.
+        indices: (..., n, k), int64; the experts of each token, the best first. ``num_experts``, one more than
+            the last expert, stands for none: padding, and what a ``capacity`` dropped.
+        logits: (..., n, experts), in float32 (in float64 for tokens of that dtype).
+        load: (experts,); for each expert, the share of the tokens that it gets.
+        entropy: of the load, divided by that of an even load: 1 is balanced, 0 is a single expert.
+        dropped: the share of all choices that the capacity dropped.
+        z_loss: the mean over the tokens of (log Σ exp logits)², for those who add it to their loss to keep
+            the logits small (Zoph et al. 2022).
+
+    ``topk_weights``, ``logits`` and ``z_loss`` are differentiable.
+    """
+
+    topk_weights: Tensor
+    indices: Tensor
+    logits: Tensor
+    load: Tensor
+    entropy: Tensor
+    dropped: Tensor
+    z_loss: Tensor
+
+
+save_in_exports(TopKRouting, "khot.nn.TopKRouting")
+
+
+class TopKRouter(nn.Module):
+    """Each token goes to its k best experts, in train mode as in eval mode, as in large language models.
+
+    With the logits Wx of the experts, in float32 whatever the dtype of the tokens:
+
+        scores = softmax(logits) or σ(logits),   indices = the k largest,   weights = scores[indices]
+
+    Nothing of shape (tokens, experts) is made but the logits, the scores, and what a balancer counts. The
+    gradient reaches W through the weights, as in the models below. For a soft choice in small mixtures, see
+    :class:`khot.nn.TokenChoiceRouter`.
+
+    ==============================  ====================================================================
+    Mixtral                         ``TopKRouter(d, E, k)``, and ``jitter=`` its ``router_jitter_noise``
+    Qwen-MoE, OLMoE                 ``TopKRouter(d, E, k, normalize=config.norm_topk_prob)``
+    DeepSeek-V3                     ``TopKRouter(d, E, k, scores="sigmoid", groups=config.n_group,``
+                                    ``top_groups=config.topk_group, scale=config.routed_scaling_factor)``
+    ==============================  ====================================================================
+
+    Args:
+        in_features: size of a token.
+        num_experts: E, at least 2.
+        k: how many experts a token gets, from 1 to E.
+        scores: "softmax" or "sigmoid".
+        normalize: divide the k weights of a token by their sum, which makes those of "softmax" a softmax
+            over the k chosen experts alone.
+        scale: a factor for the weights, > 0.
+        jitter: in [0, 1); in train mode, the router sees each number of a token times a random one between
+            1 − jitter and 1 + jitter.
+        capacity: how many tokens an expert takes at most, in units of its even share k·n/E of all n tokens of
+            the call; the tokens that come later in the order of the call are dropped. None: any number.
+        groups: how many groups the experts form, each of E / groups neighbours.
+        top_groups: how many groups a token may use, from 1 to ``groups``: those with the largest sums of
+            their two best scores, of equal ones the first. None allows all.
+        balancer: a :class:`khot.nn.QuantileBalancer` for these experts, k and groups, or None. The choice is
+            then that of the largest biased scores (logits for "softmax"), and the weights have no bias. Call
+            the balancer's ``update`` once per step of the optimizer.
+        device, dtype: of the parameter.
+
+    Attributes:
+        weight: (E, in_features), the parameter W.
+
+    Shape:
+        input: tokens (..., n, in_features), of any floating-point dtype; mask: (..., n), bool, False where a
+        token is padding, which goes to no expert and is not counted.
+
+        output: :class:`TopKRouting`, for experts of the form ``experts(x, indices, topk_weights)``, or for
+        :class:`khot.nn.MixtureOfExperts`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed.
+
+    Sources: Shazeer et al. 2017; Lepikhin et al. 2021 (capacity); DeepSeek-AI 2024 (groups, sigmoid).
+
+    Example:
+        >>> balancer = khot.nn.QuantileBalancer(8, k=2)
+        >>> router = khot.nn.TopKRouter(16, num_experts=8, k=2, balancer=balancer)
+        >>> x = torch.randn(4, 100, 16)
+        >>> for _ in range(8):
+        ...     routing = router(x)
+        ...     balancer.update()
+        >>> routing.indices.shape, bool(router(x).load.max() < 1.05 * 2 / 8)
+        (torch.Size([4, 100, 2]), True)
+        >>> torch.allclose(routing.topk_weights.sum(-1), torch.tensor(1.0))
+        True
+    """
+
+    in_features: int
+    num_experts: int
+    k: int
+    scores: Scores
+    weight: nn.Parameter
+    balancer: QuantileBalancer | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        k: int,
+        *,
+        scores: Scores = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        jitter: float = 0.0,
+        capacity: float | None = None,
+        groups: int = 1,
+        top_groups: int | None = None,
+        balancer: QuantileBalancer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        arguments.check_integer(in_features, "in_features", low=0)
+        arguments.check_integer(num_experts, "num_experts", low=2)
+        arguments.check_integer(k, "k", low=1, high=num_experts)
+        if scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores must be 'softmax' or 'sigmoid', but got {scores!r}")
+        arguments.check_flags(normalize=normalize)
+        arguments.check_scalar(scale, "scale", low=0, low_open=True)
+        arguments.check_number(jitter, "jitter", low=0, high=math.nextafter(1, 0))
+        if capacity is not None:
+            arguments.check_number(capacity, "capacity", low=0, high=math.inf)
+        self.in_features, self.num_experts, self.k = in_features, num_experts, k
+        self.scores, self.normalize, self.scale = scores, normalize, scale
+        self.jitter, self.capacity = jitter, capacity
+        self._groups = Groups.of(groups, top_groups, num_experts, k)
+        if balancer is not None:
+            self._check(balancer)
+            balancer = balancer.to(device)  # None is where it is
+        self.balancer = balancer
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As in ``torch.nn.Linear``; all biases are 0."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.balancer is not None:
+            self.balancer.reset_parameters()
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> TopKRouting:
+        check_width(input, self.in_features, self)
+        if input.dim() < 2:
+            raise ValueError(
+                f"input must have shape (..., n, {self.in_features}) for this TopKRouter, but got shape "
+                f"{tuple(input.shape)}"
+            )
+        if mask is not None:
+            mask = arguments.mask_rows(mask, input[..., 0], -1)
+            input = input.masked_fill(~mask.unsqueeze(-1), 0)
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with without_autocast(input.device):
+            x = input.to(wide)
+            if self.training and self.jitter:
+                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = F.linear(x, self.weight.to(wide))
+        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
+        indices = self._choose(scores if self.scores == "sigmoid" else logits, mask)
+        weights = scores.gather(-1, indices)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights * self.scale
+        taken = torch.ones_like(indices, dtype=torch.bool)
+        taken = taken if mask is None else taken & mask.unsqueeze(-1)
+        count = self._counts(indices, taken)
+        if mask is None:
+            tokens = torch.full((), logits[..., 0].numel(), dtype=wide, device=x.device)
+        else:
+            tokens = mask.sum().to(wide)
+        choices = count.sum().to(wide).clamp(min=1)
+        if self.capacity is not None:
+            kept = self._within(indices, taken, (self.capacity * self.k / self.num_experts * tokens).ceil())
+            dropped = 1 - kept.sum() / choices
+            count, taken = self._counts(indices, kept), kept
+        else:
+            dropped = torch.zeros_like(choices)
+        load = count / tokens.clamp(min=1)
+        share = load / load.sum().clamp(min=torch.finfo(wide).tiny)
+        entropy = torch.special.entr(share).sum() / math.log(self.num_experts)
+        sizes = logits.logsumexp(-1).square()
+        z_loss = (sizes if mask is None else sizes * mask).sum() / tokens.clamp(min=1)
+        return TopKRouting(
+            weights.masked_fill(~taken, 0).to(input.dtype),
+            indices.masked_fill(~taken, self.num_experts),
+            logits,
+            load,
+            entropy,
+            dropped,
+            z_loss,
+        )
+
+    def _choose(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        if self.balancer is not None:
+            indices: Tensor = self.balancer(scores, mask)
+            return indices
+        scores = scores.detach()
+        if not self._groups.all:
+            closed = self._groups.closed(self._groups.sums(scores), self.num_experts)
+            scores = scores.masked_fill(closed, -math.inf)
+        return topk(scores, self.k).indices
+
+    def _counts(self, indices: Tensor, taken: Tensor) -> Tensor:
+        """How many tokens each expert gets, in int64."""
+        zeros = taken.new_zeros(self.num_experts, dtype=torch.int64)
+        return zeros.scatter_add(0, indices.flatten(), taken.flatten().long())
+
+    def _within(self, indices: Tensor, taken: Tensor, most: Tensor) -> Tensor:
+        """Which choices are among the first ``most`` of their expert."""
+        experts = indices.masked_fill(~taken, self.num_experts).flatten()
+        ordered, order = experts.sort(stable=True)
+        first = torch.searchsorted(ordered, ordered)  # where the choices of the same expert begin
+        place = torch.arange(ordered.shape[0], device=ordered.device) - first
+        kept = torch.empty_like(experts, dtype=torch.bool).scatter(0, order, place < most)
+        return kept.view_as(taken) & taken
+
+    def _check(self, balancer: object) -> None:
+        if not isinstance(balancer, QuantileBalancer):
+            raise TypeError(f"balancer must be a QuantileBalancer or None, but got {type(balancer).__name__}")
+        if (balancer.num_experts, balancer.k, balancer._groups) != (self.num_experts, self.k, self._groups):
+            raise ValueError(
+                f"balancer must have the experts, k and groups of the router, {self._describe()}, but got "
+                f"{balancer}"
+            )
+
+    def _describe(self) -> str:
+        groups = {} if self._groups.all else {"groups": self._groups.number, "top_groups": self._groups.top}
+        return describe(num_experts=self.num_experts, k=self.k, **groups)
+
+    def extra_repr(self) -> str:
+        more = {"normalize": (self.normalize, True), "scale": (self.scale, 1), "jitter": (self.jitter, 0)}
+        changed = {name: value for name, (value, usual) in more.items() if value != usual}
+        if self.capacity is not None:
+            changed["capacity"] = self.capacity
+        rest = describe(scores=self.scores, **changed)
+        return f"in_features={self.in_features}, {self._describe()}, {rest}"
