@@ -857,3 +857,29 @@ def test_any_call_ends_in_its_exception_or_a_valid_answer(call: Call) -> None:
         assert not must
         if not may:
             assert_answer(call, y)
+
+
+@pytest.mark.parametrize(
+    "call,error,said",
+    [
+        (lambda: khot.soft_topk(torch.ones(3), 1, cdf="logistc"), ValueError, "; did you mean 'logistic'?"),
+        (
+            lambda: khot.soft_rank(torch.ones(3), method="projecton"),
+            ValueError,
+            "; did you mean 'projection'?",
+        ),
+        (
+            lambda: khot.sample_khot(torch.ones(3), 1, design="paretto"),
+            ValueError,
+            "; did you mean 'pareto'?",
+        ),
+        (lambda: khot.nn.Anneal(1.0, 0.5, schedule="linar"), ValueError, "; did you mean 'linear'?"),
+        (lambda: khot.soft_topk(torch.ones(3), 1, cdf="xyz"), ValueError, "but got 'xyz'"),
+        (lambda: khot.soft_topk(torch.ones(3), 1, cdf=khot.cdfs.Normal), TypeError, "call it: Normal()"),
+        (lambda: khot.soft_topk(torch.ones(3), 1, 0.5), TypeError, "such as tau, go by name"),
+    ],
+)
+def test_what_was_meant(call: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as info:
+        call()
+    assert str(info.value).endswith(said)

@@ -191,7 +191,7 @@ def test_root_finding_takes_few_steps_and_stops_early_where_told() -> None:
 
 def test_root_finding_refuses() -> None:
     x = scores()
-    with pytest.raises(ValueError, match="method must be one of bisection, newton, halley, but got 'secant'"):
+    with pytest.raises(ValueError, match="method must be one of 'bisection', 'newton', 'halley', but got"):
         baselines.root_finding_topk(x, 1, method="secant")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"guess must be None or one of zero, .* but got 'mean'"):
         baselines.root_finding_topk(x, 1, guess="mean")  # type: ignore[arg-type]

@@ -302,7 +302,9 @@ def test_the_restriction_with_infinite_scores_ties_and_nan() -> None:
 
 
 def test_the_restriction_refuses() -> None:
-    with pytest.raises(ValueError, match=r"top1_mode must be one of topk, softmax, cross_entropy, but got"):
+    with pytest.raises(
+        ValueError, match=r"top1_mode must be one of 'topk', 'softmax', 'cross_entropy', but got"
+    ):
         TopKCrossEntropyLoss(1, top1_mode="sm")  # type: ignore[arg-type]
     for m in (0, 1, 2):
         with pytest.raises(ValueError, match="m must"):

@@ -437,7 +437,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w": W.bool()}, TypeError, "w must be a real number"),
     *(({"tau": tau}, ValueError, "tau must be finite and > 0") for tau in (0, -1.0, NAN, INF, f64(-1.0))),
     ({"tau": torch.ones(3)}, ValueError, "tau must broadcast"),
-    ({"regularization": "l1"}, ValueError, "regularization must be one of l2, kl, but got 'l1'"),
+    ({"regularization": "l1"}, ValueError, "regularization must be one of 'l2', 'kl', but got 'l1'"),
     ({"regularization": 2}, TypeError, "regularization must be a name"),
     ({"p": 1.1}, ValueError, "p must lie in [1.15, 3], but got 1.1"),
     ({"p": "2"}, TypeError, "p must be a number"),
@@ -464,9 +464,9 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], said: st
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"method": "pav"}, ValueError, "method must be one of count, projection, but got 'pav'"),
+        ({"method": "pav"}, ValueError, "method must be one of 'count', 'projection', but got 'pav'"),
         ({"method": None}, TypeError, "method must be a name"),
-        ({"regularization": "entropy"}, ValueError, "regularization must be one of l2, kl"),
+        ({"regularization": "entropy"}, ValueError, "regularization must be one of 'l2', 'kl'"),
         ({"cdf": "logistic"}, ValueError, "cdf must be left out with method='projection'"),
         ({"method": "count", "regularization": "kl"}, ValueError, "regularization must be left out"),
         *(

@@ -244,7 +244,7 @@ def test_bad_q(q: Any) -> None:
 
 
 def test_bad_interpolation() -> None:
-    said = "interpolation must be one of linear, lower, higher, nearest, midpoint, but got 'cubic'"
+    said = "interpolation must be one of 'linear', 'lower', 'higher', 'nearest', 'midpoint', but got 'cubic'"
     with pytest.raises(ValueError, match=re.escape(said)):
         khot.quantile(normal(3), 0.5, interpolation="cubic")  # type: ignore[arg-type]
 

@@ -320,7 +320,9 @@ def test_interpolated_quantiles_with_masks_infinite_scores_and_half_precision(in
 
 
 def test_the_names_of_interpolations_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"^interpolation must be one of linear, lower, .* but got 'cubic'"):
+    with pytest.raises(
+        ValueError, match=r"^interpolation must be one of 'linear', 'lower', .* but got 'cubic'"
+    ):
         khot.soft_quantile(X, 0.3, interpolation="cubic")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^interpolation must be a string"):
         khot.soft_quantile(X, 0.3, interpolation=3)  # type: ignore[arg-type]

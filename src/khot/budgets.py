@@ -11,6 +11,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
+from khot._core.names import unknown
 from khot._core.precision import on, widen
 from khot._core.rows import by_rows
 from khot._ops.budget_mask import greedy_mask
@@ -205,4 +206,4 @@ def _check_by(by: Any) -> None:
     if not isinstance(by, str):
         raise TypeError(f"by must be a string, but got {type(by).__name__}")
     if by not in names:
-        raise ValueError(f"by must be one of {', '.join(names)}, but got {by!r}")
+        raise unknown("by", by, names)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from khot._core.names import unknown
 from khot._core.precision import wide_dtype, widen
 
 __all__ = ["CDF", "CDFName", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
@@ -515,7 +516,10 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
     if isinstance(cdf, CDF):
         return cdf
     if not isinstance(cdf, str):
-        raise TypeError(f"cdf must be a name or a khot.cdfs object, but got {type(cdf).__name__}")
+        got = type(cdf).__name__
+        if isinstance(cdf, type) and issubclass(cdf, CDF):
+            got = f"the class {cdf.__name__}; call it: {cdf.__name__}()"
+        raise TypeError(f"cdf must be a name or a khot.cdfs object, but got {got}")
     if cdf == "power" and shape:
         return Power(shape)
     if cdf in _BY_NAME:
@@ -525,5 +529,4 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
         if own is None:
             raise ValueError(f"the CDF with the key {cdf!r} no longer exists: keep a reference to it")
         return own
-    allowed = ", ".join(map(repr, _BY_NAME))
-    raise ValueError(f"cdf must be one of {allowed} or khot.cdfs.Power(p), but got {cdf!r}")
+    raise unknown("cdf", cdf, _BY_NAME, " or khot.cdfs.Power(p)")

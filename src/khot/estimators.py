@@ -34,6 +34,7 @@ from torch import Generator, Tensor
 from khot import baselines, cdfs, sampling
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.names import unknown
 from khot._core.precision import wide_dtype
 from khot.cdfs import CDF, CDFName
 from khot.masks import soft_topk, topk_mask
@@ -139,7 +140,7 @@ def sample_khot(
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
     if estimator not in _NAMES:
-        raise ValueError(f"estimator must be one of {', '.join(_ESTIMATORS)}, but got {estimator!r}")
+        raise unknown("estimator", estimator, _ESTIMATORS)
     draw, takes, designs = _ESTIMATORS[estimator]
     if k is None and "k=None" not in takes:
         raise ValueError(f"k must be a number or tensor for estimator {estimator!r}, but got None")

@@ -19,6 +19,7 @@ from khot import cdfs
 from khot._core import arguments, eager
 from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, between, check_interpolation
+from khot._core.names import unknown
 from khot._core.parts import in_parts
 from khot._core.precision import wide_dtype, widen
 from khot._core.rows import by_rows
@@ -203,7 +204,7 @@ def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:
     if not isinstance(method, str):
         raise TypeError(f"method must be a name, but got {type(method).__name__}")
     if method not in _METHODS:
-        raise ValueError(f"method must be one of {', '.join(_METHODS)}, but got {method!r}")
+        raise unknown("method", method, _METHODS)
     if not (isinstance(regularization, str) and regularization == "l2"):
         check_regularization(regularization)
         if method == "count":

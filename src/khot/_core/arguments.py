@@ -160,7 +160,8 @@ def check_flags(**flags: Any) -> None:
 
 def check_dim_type(dim: Any) -> None:
     if isinstance(dim, bool) or not isinstance(dim, (int, numbers.Integral)):
-        raise TypeError(f"dim must be an int, but got {type(dim).__name__}")
+        more = "; arguments behind it, such as tau, go by name" if isinstance(dim, float) else ""
+        raise TypeError(f"dim must be an int, but got {type(dim).__name__}{more}")
 
 
 def check_dim(input: Tensor, dim: Any) -> int:

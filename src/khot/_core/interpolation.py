@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from khot._core import arguments
+from khot._core.names import unknown
 
 __all__ = ["InterpolationName", "between", "check_interpolation"]
 
@@ -20,7 +21,7 @@ def check_interpolation(interpolation: Any) -> InterpolationName:
     if not isinstance(interpolation, str):
         raise TypeError(f"interpolation must be a string, but got {type(interpolation).__name__}")
     if interpolation not in names:
-        raise ValueError(f"interpolation must be one of {', '.join(names)}, but got {interpolation!r}")
+        raise unknown("interpolation", interpolation, names)
     return cast("InterpolationName", interpolation)
 
 

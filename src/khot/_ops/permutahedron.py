@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.names import unknown
 from khot._core.precision import wide_dtype, widen
 from khot._kernels.reference import permutahedron as kernels
 
@@ -26,9 +27,7 @@ def check_regularization(regularization: Any) -> None:
     if not isinstance(regularization, str):
         raise TypeError(f"regularization must be a name, but got {type(regularization).__name__}")
     if regularization not in _REGULARIZATIONS:
-        raise ValueError(
-            f"regularization must be one of {', '.join(_REGULARIZATIONS)}, but got {regularization!r}"
-        )
+        raise unknown("regularization", regularization, _REGULARIZATIONS)
 
 
 def permutahedron(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> Tensor:

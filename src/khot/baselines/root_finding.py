@@ -10,6 +10,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.names import unknown
 from khot._core.precision import on_cpu
 from khot.baselines._root_finders import GUESSES, STEPS, iterate
 from khot.baselines._rows import check_iterations, prepare
@@ -68,7 +69,7 @@ def root_finding_topk(
         tensor([0.3775, 0.8176, 0.6225, 0.1824])
     """
     if method not in STEPS:
-        raise ValueError(f"method must be one of {', '.join(STEPS)}, but got {method!r}")
+        raise unknown("method", method, STEPS)
     if guess is not None and guess not in GUESSES:
         raise ValueError(f"guess must be None or one of {', '.join(GUESSES)}, but got {guess!r}")
     if guess is not None and method == "bisection":

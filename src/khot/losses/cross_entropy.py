@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.names import unknown
 from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.rows import by_rows
 from khot._ops.soft_topk import threshold_map
@@ -245,7 +246,7 @@ def _check_mode(mode: Any) -> Any:
     if not isinstance(mode, str):
         raise TypeError(f"top1_mode must be a string, but got {type(mode).__name__}")
     if mode not in names:
-        raise ValueError(f"top1_mode must be one of {', '.join(names)}, but got {mode!r}")
+        raise unknown("top1_mode", mode, names)
     return mode
 
 

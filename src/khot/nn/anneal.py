@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from khot._core import arguments
+from khot._core.names import unknown
 from khot._core.precision import widen
 from khot._core.torch_internals import is_exporting
 from khot.nn._state import counts
@@ -91,8 +92,7 @@ class Anneal(nn.Module):
         if schedule is None:
             schedule = "exponential" if start > 0 and end > 0 else "linear"
         if schedule not in get_args(ScheduleName):
-            names = ", ".join(map(repr, SCHEDULES))
-            raise ValueError(f"schedule must be one of {names}, but got {schedule!r}")
+            raise unknown("schedule", schedule, SCHEDULES)
         for name, value in (("start", start), ("end", end)):
             if schedule == "exponential" and value <= 0:
                 raise ValueError(f"{name} must be > 0 for the exponential schedule, but got {value}")
