@@ -95,6 +95,14 @@ def test_mixture(tmp_path: Path) -> None:
     assert_picture(tmp_path / "mixture.png")
 
 
+def test_moe_llm(tmp_path: Path) -> None:
+    script = example("moe_llm")
+    found = {method: script.train(method, 40, 0)[0] for method in ("none", "khot")}
+    assert sum(found["khot"][-10:]) < 0.6 * sum(found["none"][-10:])
+    script.draw(found, tmp_path / "moe_llm.png")
+    assert_picture(tmp_path / "moe_llm.png")
+
+
 def test_balancing(tmp_path: Path) -> None:
     script = example("balancing")
     violations = script.run(steps=20)
