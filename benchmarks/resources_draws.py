@@ -23,9 +23,11 @@ from khot._kernels.triton import (
     exact_backward,
     exact_sums,
     greedy,
+    interpolation,
     layout,
     losses,
     magnitude,
+    places,
     power_norms,
     projection,
     ranking_losses,
@@ -162,6 +164,11 @@ def cases() -> list[Case]:
                 (resident_budget_backward.pull_budgets, "power", 8_192, 340, "score"),
             )
         ),
+        *(
+            Case(kernel, "", {"BLOCK": interpolation.BLOCK}, 4, 1, bound)
+            for kernel, bound in ((interpolation._interpolate, 190), (interpolation._pull_ends, 190))
+        ),
+        *(_places(kernel, count, bound) for kernel, count, bound in PLACES),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
         *(_project(*case) for case in PROJECTIONS),
         *(_pull(*case) for case in PULLED),
@@ -174,6 +181,23 @@ def cases() -> list[Case]:
         *(_list(*case) for case in LISTS),
         *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]  # fmt: skip
+
+
+# places that are asked for, and the bound
+PLACES = [
+    (places._find_places, 1, 22),
+    (places._find_places, 2, 20),
+    (places._find_places, 8, 20),
+    (places._write_places, 2, 20),
+]
+
+
+def _places(kernel: Any, count: int, bound: float) -> Case:
+    """Of long rows: instructions for each entry and place."""
+    chunk, warps = layout.CHUNK // count, layout.CHUNK // 512
+    constants = {"COMPUTE": tl.float32, "COUNT": count, "CHUNK": chunk, "PARTS": 64}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return Case(kernel, f"{count} at a time", constants, warps, layout.CHUNK / 32 / warps, bound)
 
 
 # which passes, of "l2" or "kl", entries that a program holds, and the bound
@@ -455,7 +479,13 @@ OF_LISTS = {
     **dict.fromkeys(("drank_pointer", "dcut_pointer", "a_pointer", "b_pointer", "da_pointer"), "*fp32"),
     "grad_pointer": "*fp64", "counted_pointer": "*i1",
 }  # fmt: skip
+OF_PLACES = {
+    **dict.fromkeys(("both_pointer", "values_pointer", "grad_pointer", "dboth_pointer"), "*fp32"),
+    **dict.fromkeys(("weight_high", "weight_low", "weight_rest"), "fp32"),
+    "first_pointer": "*i32",
+}
 OWN_TYPES = {
+    **{kernel.fn.__name__: OF_PLACES for kernel in (*places.KERNELS, *interpolation.KERNELS)},
     "pull_losses": {"grad_pointer": "*fp64"},
     "pull_magnitudes": {"y_pointer": "*fp32"},
     "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},

@@ -560,6 +560,11 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         backward = (layout, values, torch.ones_like(values))
         cases.append(("places-backward", ops.order_statistics_backward.default, backward))
         cases.append(("topk", ops.topk.default, (layout, 3, False, True)))
+        both = torch.cat((layout, layout + 1), -1)
+        for weight in (layout.sigmoid().double(), torch.tensor(0.3, dtype=torch.float64)):
+            cases.append(("interpolate", ops.interpolate.default, (both, weight)))
+            backward = (both, weight, torch.ones_like(layout))
+            cases.append(("interpolate-backward", ops.interpolate_backward.default, backward))
     args = (x.abs(), whole, tau, 1.5)
     y, hi, lo = ops.soft_topk_magnitude(*args)
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._core.interpolation import InterpolationName, between, check_interpolation
+from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import Row, by_rows
 from khot._ops import shared
+from khot._ops.interpolation import interpolate
 from khot._ops.order_statistics import order_statistics
 
 __all__ = ["kth_value", "quantile"]
@@ -85,7 +86,7 @@ def kth_value(
     counts = _lengths(x, input, dim, mask, row)
     place = widen(on(x.device, place.detach())).expand(x.shape[:-1]).unsqueeze(-1)
     bad = place > counts
-    if mask is not None and arguments.readable(bad) and bool(bad.any()):
+    if isinstance(counts, Tensor) and arguments.readable(bad) and bool(bad.any()):
         most = arguments.plain(counts.expand(place.shape)[bad][0].item())
         raise ValueError(
             f"k must lie in [1, number of entries that take part], but got "
@@ -165,15 +166,15 @@ def quantile(
     if row.limit(x) == 0:
         raise ValueError(_empty(input))
     if one_number:
-        value = _at_number(x, q * (x.shape[-1] - 1), interpolation).to(x.dtype)
+        value = _at_number(x, q * (x.shape[-1] - 1), interpolation)
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     n = _lengths(x, flat, axis, chosen, row)
     if not row.here and torch.compiler.is_compiling():
         level = shared.share(level, row.name)
     else:
         (level,) = row.share([level])
-    position = (widen(level).reshape(-1) * (n - 1).clamp(min=0)).expand(*x.shape[:-1], -1)
-    value = _at(x, position, n, interpolation, row).masked_fill(n == 0, math.nan).to(x.dtype).movedim(-1, 0)
+    last = (n - 1).clamp(min=0) if isinstance(n, Tensor) else n - 1
+    value = _at(x, widen(level).reshape(-1) * last, n, interpolation, row).movedim(-1, 0)
     if keepdim:
         value = value.reshape(value.shape[0], *_kept(input, dim))
     return value if level.dim() else value.squeeze(0)
@@ -208,30 +209,32 @@ def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
     one = {"lower": lower, "higher": higher, "nearest": round(position)}.get(interpolation)
     if one is not None or lower == higher:
         return _entries(x, n - (lower if one is None else one))
-    above, below = widen(_entries(x, n - higher, 2)).chunk(2, -1)
-    return between(below, above, position - lower if interpolation == "linear" else 0.5)
+    weight = position - lower if interpolation == "linear" else 0.5
+    where = "cpu" if x.is_cuda else x.device  # the GPU kernels take numbers by value
+    given = torch.full((), weight, dtype=wide_dtype(x.device), device=where)
+    return interpolate(_entries(x, n - higher, 2), given)
 
 
-def _at(x: Tensor, position: Tensor, n: Tensor, interpolation: str, row: Row) -> Tensor:
-    """What stands at positions (*batch, m) of each row, which count from 0 for the smallest entry."""
-    where = position.detach()
+def _at(x: Tensor, position: Tensor, n: Tensor | float, interpolation: str, row: Row) -> Tensor:
+    """What stands at positions (m) or (*batch, m) of each row, which count from 0 for the smallest entry."""
+    where, batch = position.detach(), x.shape[:-1]
     if interpolation in ("lower", "higher", "nearest"):
         rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](where)
-        return order_statistics(x, n - rounded, row)
+        return order_statistics(x, (n - rounded).expand(*batch, -1), row)
     lower, higher = where.floor(), where.ceil()
-    both = widen(order_statistics(x, torch.cat((n - lower, n - higher), -1), row))
-    below, above = both.chunk(2, -1)
+    both = order_statistics(x, (n - torch.cat((higher, lower), -1)).expand(*batch, -1), row)
     weight = position - lower if interpolation == "linear" else 0.5 * (higher - lower)
-    return between(below, above, weight)
+    return interpolate(both, weight.expand(*batch, -1))
 
 
-def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor:
-    """How many entries of each row take part, as (*batch, 1) or a number, in the wide dtype."""
+def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor | float:
+    """How many entries of each row take part: a number, or in the wide dtype as (*batch, 1) or (1)."""
     known = row.here or bool(row.lengths)  # a trace does not know the lengths of other shards
     if mask is None:
-        n = row.limit(x) if known else x.shape[-1]
-        counts = torch.full((1,), n, dtype=wide_dtype(x.device), device=x.device)
-        return counts if known else shared.total(counts, row.name)
+        if known:
+            return row.limit(x)
+        mine = torch.full((1,), x.shape[-1], dtype=wide_dtype(x.device), device=x.device)
+        return shared.total(mine, row.name)
     counts = widen(arguments.mask_rows(mask, input, dim).sum(-1, keepdim=True))
     return row.count(counts) if known else shared.total(counts, row.name)
 

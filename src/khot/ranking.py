@@ -18,11 +18,12 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, eager
 from khot._core.arguments import Scalar
-from khot._core.interpolation import InterpolationName, between, check_interpolation
+from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.names import unknown
 from khot._core.parts import in_parts
 from khot._core.precision import wide_dtype, widen
 from khot._core.rows import by_rows
+from khot._ops.interpolation import interpolate
 from khot._ops.laplace import laplace_rank, laplace_sort
 from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
 from khot._ops.permutation import (
@@ -429,12 +430,11 @@ def _interpolated(
     where = position.detach()
     lower, higher = where.floor(), where.ceil()
     rounded = {"lower": lower, "higher": higher, "nearest": where.round()}.get(interpolation)
-    counts = 0.5 + last - (torch.cat((lower, higher), -1) if rounded is None else rounded)
+    counts = 0.5 + last - (torch.cat((higher, lower), -1) if rounded is None else rounded)
     t = quantiles(x, counts if isinstance(n, int) else counts.masked_fill(n == 0, 0), tau, F)
     if rounded is not None:
         return t
-    below, above = t.chunk(2, -1)
-    return between(below, above, position - lower if interpolation == "linear" else 0.5 * (higher - lower))
+    return interpolate(t, position - lower if interpolation == "linear" else 0.5 * (higher - lower))
 
 
 def soft_median(

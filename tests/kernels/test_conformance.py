@@ -242,6 +242,15 @@ def order_statistics_backward(on: Engine, a: Given) -> tuple[Tensor, ...]:
     return (on("order_statistics_backward")(a["x"], values, torch.stack((u, u + 2), -1)),)
 
 
+def interpolate(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    both, weight = torch.cat((a["x"], a["v"]), -1), a["w"].expand(a["x"].shape).double() - 0.5
+    found = [on("interpolate")(both, weight), *on("interpolate_backward")(both, weight, a["v"])]
+    for number in (0.3, 0.5):  # of all pairs, by value
+        one = torch.tensor(number, dtype=torch.float64)
+        found += on("interpolate")(both, one), on("interpolate_backward")(both, one, a["v"])[0]
+    return tuple(found)
+
+
 def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
     most = torch.full((*a["x"].shape[:-1], 1), torch.finfo(a["x"].dtype).max, dtype=torch.float64)
     hi = torch.cat((most, a["t"].double().sort(-1, descending=True).values[..., :-1], -most), -1)
@@ -280,6 +289,10 @@ KERNELS: dict[str, Kernel] = {
     "order_statistics_backward": Kernel(
         ("order_statistics_backward",), order_statistics_backward,
         {"x": normal}, {"k": whole, "u": sign}, {"x": (NAN,), "k": (1e9, NAN)}, through=True,
+    ),
+    "interpolate": Kernel(
+        ("interpolate", "interpolate_backward"), interpolate, {"x": normal, "v": normal, "w": price}, {}, {},
+        exact={torch.float64: 1e-15, torch.float32: 1e-7},
     ),
     "selectable": Kernel(
         ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED
@@ -378,6 +391,7 @@ SPLIT = (
     "magnitude, p = 2",
     "topk_mask",
     "order_statistics",
+    "order_statistics_backward",
     "fenchel_young",
 )
 

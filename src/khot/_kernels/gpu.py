@@ -31,6 +31,8 @@ KERNELS = (
     "topk_mask",
     "order_statistics",
     "order_statistics_backward",
+    "interpolate",
+    "interpolate_backward",
     "selectable",
     "uniform",
     "order_sample",

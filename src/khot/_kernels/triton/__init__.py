@@ -43,6 +43,8 @@ from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.greedy import budget_mask as budget_mask
+from khot._kernels.triton.interpolation import interpolate as interpolate
+from khot._kernels.triton.interpolation import interpolate_backward as interpolate_backward
 from khot._kernels.triton.laplace import laplace_centred_rank as laplace_centred_rank
 from khot._kernels.triton.laplace import laplace_count as laplace_count
 from khot._kernels.triton.laplace import laplace_count_backward as laplace_count_backward
@@ -83,6 +85,8 @@ __all__ = [
     "decay_scan",
     "fenchel_young",
     "fenchel_young_backward",
+    "interpolate",
+    "interpolate_backward",
     "laplace_centred_rank",
     "laplace_count",
     "laplace_count_backward",

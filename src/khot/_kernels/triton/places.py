@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.functions import place
 from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE
@@ -74,7 +77,53 @@ def _pull_places(
     tl.store(to, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
 
-KERNELS = (_resident_places, _pull_places)
+@triton.jit
+def _asked(pointer, row, count, COUNT: tl.constexpr, COMPUTE: tl.constexpr):
+    """A number for each place that is asked for of one row, as a column."""
+    j = tl.arange(0, COUNT)
+    return tl.load(pointer + row * count + j, mask=j < count, other=0.0).to(COMPUTE)[:, None]
+
+
+@triton.jit(do_not_specialize=["count", "length", "parts"])
+def _find_places(
+    x_pointer, x_stride, values_pointer, first_pointer, n, count, length, parts,
+    COMPUTE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The first column of a part of a row that has each of the values; n if none has."""
+    row, part = place(parts)
+    value = _asked(values_pointer, row, count, COUNT, COMPUTE)
+    first = tl.full((COUNT, CHUNK), n, tl.int32)
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("inf")).to(COMPUTE)
+        found = (x[None, :] == value) & (tl.abs(x) < float("inf"))[None, :]
+        first = tl.minimum(first, tl.where(found, column[None, :], n))
+    j = tl.arange(0, COUNT)
+    tl.store(first_pointer + (row * count + j) * parts + part, tl.min(first, axis=1), mask=j < count)
+
+
+@triton.jit(do_not_specialize=["count", "length", "parts"])
+def _write_places(
+    values_pointer, grad_pointer, first_pointer, dx_pointer, n, count, length, parts,
+    COMPUTE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What :func:`_pull_places` writes, in a part of a row."""
+    row, part = place(parts)
+    j, other = tl.arange(0, COUNT)[:, None], tl.arange(0, PARTS)[None, :]
+    there = (j < count) & (other < parts)
+    first = tl.load(first_pointer + (row * count + j) * parts + other, mask=there, other=n)
+    first = tl.min(first, axis=1)[:, None]
+    value = _asked(values_pointer, row, count, COUNT, COMPUTE)
+    grad = _asked(grad_pointer, row, count, COUNT, COMPUTE)
+    grad = tl.where(value != value, value, grad)
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        taken = (column[None, :] == first) | (value != value)
+        dx = tl.sum(tl.where(taken, grad, 0.0), axis=0)
+        tl.store(dx_pointer + row * n + column, dx.to(dx_pointer.dtype.element_ty), mask=column < n)
+
+
+KERNELS = (_resident_places, _pull_places, _find_places, _write_places)
 
 
 def order_statistics(x: Tensor, k: Tensor) -> Tensor:
@@ -101,16 +150,34 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
 
 
 def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor:
-    """`order_statistics.order_statistics_backward`, in Triton for rows that one program holds."""
+    """`order_statistics.order_statistics_backward`, in Triton for few places of a row."""
     n, count = x.shape[-1], values.shape[-1]
-    if not x.numel() or n > longest() or count > PULLED:
+    if not x.numel() or n > MOST or not 0 < count <= PULLED:
         return reference.order_statistics_backward(x, values, grad)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows, (width, together, warps) = x.shape[:-1].numel(), layout.block(n)
+    rows, compute = x.shape[:-1].numel(), layout.compute(x.dtype)
+    source, values, grad = layout.rows(x, n), values.contiguous(), grad.contiguous()
+    if n <= longest():
+        width, together, warps = layout.block(n)
+        launch(
+            _pull_places, triton.cdiv(rows, together),
+            *source, values, grad, dx, rows, n, count,
+            COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
+        )  # fmt: skip
+        return dx
+    parts, length = layout.parts(rows, n)
+    first = torch.empty((rows, count, parts), dtype=torch.int32, device=x.device)
+    wide = triton.next_power_of_2(count)
+    which: dict[str, Any] = {
+        "COMPUTE": compute,
+        "COUNT": wide,
+        "CHUNK": max(1, layout.CHUNK // wide),
+        "num_warps": max(1, layout.CHUNK // 512),
+    }
+    launch(_find_places, rows * parts, *source, values, first, n, count, length, parts, **which)
     launch(
-        _pull_places, triton.cdiv(rows, together),
-        *layout.rows(x, n), values.contiguous(), grad.contiguous(), dx, rows, n, count,
-        COMPUTE=layout.compute(x.dtype), TOGETHER=together, WIDTH=width, num_warps=warps,
+        _write_places, rows * parts, values, grad, first, dx, n, count, length, parts,
+        PARTS=triton.next_power_of_2(parts), **which,
     )  # fmt: skip
     return dx
 

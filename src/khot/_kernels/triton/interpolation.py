@@ -1,0 +1,109 @@
+"""What stands between two entries of a row, and its derivatives: a number of each at a time, in float64."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import interpolation as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.exact import number64
+from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.launch import launch
+
+__all__ = ["KERNELS", "interpolate", "interpolate_backward"]
+
+BLOCK = 128
+
+
+@triton.jit
+def _ends(
+    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK: tl.constexpr
+):
+    """The lower and the upper one of each pair, its weight, whether one of them is infinite, and where all
+    this is."""
+    one = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = one < size
+    upper = one + one // count * count
+    above = double(tl.load(both_pointer + upper, mask=there, other=0.0))
+    below = double(tl.load(both_pointer + upper + count, mask=there, other=0.0))
+    weight = number64(weight_pointer, 1, weight_high, weight_low, tl.where(there, one, 0)) + weight_rest
+    weight += tl.zeros((BLOCK,), tl.float64)
+    infinite = (tl.abs(above) == float("inf")) | (tl.abs(below) == float("inf"))
+    return below, above, weight, infinite, one, upper, there
+
+
+@triton.jit
+def _interpolate(
+    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, out_pointer, size, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    a, b, weight, infinite, one, _, there = _ends(
+        both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK
+    )
+    rise = b - a
+    line = tl.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
+    mixed = (1 - weight) * a + weight * b
+    # the difference of two finite numbers may overflow
+    line = tl.where(infinite | (tl.abs(rise) == float("inf")), mixed, line)
+    line = tl.where(infinite & ((a == b) | (weight == 0)), a, line)
+    store(out_pointer + one, line, there)
+
+
+@triton.jit
+def _pull_ends(
+    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, grad_pointer, dboth_pointer,
+    dweight_pointer, size, count, BLOCK: tl.constexpr,
+):  # fmt: skip
+    a, b, weight, infinite, one, upper, there = _ends(
+        both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK
+    )
+    grad = tl.where(infinite, 0.0, double(tl.load(grad_pointer + one, mask=there, other=0.0)))
+    store(dboth_pointer + upper, grad * weight, there)
+    store(dboth_pointer + upper + count, grad * (1 - weight), there)
+    if weight_pointer is not None:
+        tl.store(dweight_pointer + one, grad * tl.where(infinite, 0.0, b - a), mask=there)
+
+
+KERNELS = (_interpolate, _pull_ends)
+
+
+def interpolate(both: Tensor, weight: Tensor) -> Tensor:
+    """`interpolation.interpolate`, in Triton."""
+    count = both.shape[-1] // 2
+    out = both.new_empty(*both.shape[:-1], count)
+    given = _weights(weight)
+    if out.numel() == 0 or given is None:
+        return reference.interpolate(both, weight)
+    launch(
+        _interpolate, triton.cdiv(out.numel(), BLOCK),
+        both.contiguous(), *given, out, out.numel(), count, BLOCK=BLOCK,
+    )  # fmt: skip
+    return out
+
+
+def interpolate_backward(both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """`interpolation.interpolate_backward`, in Triton."""
+    given = _weights(weight)
+    if grad.numel() == 0 or given is None:
+        return reference.interpolate_backward(both, weight, grad)
+    dboth = torch.empty_like(both, memory_format=torch.contiguous_format)
+    dweight = both.new_empty(grad.shape if weight.dim() else 0, dtype=torch.float64)
+    launch(
+        _pull_ends, triton.cdiv(grad.numel(), BLOCK),
+        both.contiguous(), *given, grad.contiguous(), dboth, dweight, grad.numel(), grad.shape[-1],
+        BLOCK=BLOCK,
+    )  # fmt: skip
+    return dboth, dweight
+
+
+def _weights(weight: Tensor) -> tuple[Tensor | None, float, float, float] | None:
+    """In memory; or one number by value, as the sum of three."""
+    if weight.dim():
+        return weight.contiguous(), 0.0, 0.0, 0.0
+    if not weight.is_cpu:
+        return None
+    given = layout.Values(None, 0, *layout.halves(weight.item()))
+    return None, given.high, given.low, layout.rest(weight, given)
