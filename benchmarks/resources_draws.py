@@ -169,7 +169,11 @@ def cases() -> list[Case]:
             for kernel, bound in ((interpolation._interpolate, 190), (interpolation._pull_ends, 190))
         ),
         *(_places(kernel, count, bound) for kernel, count, bound in PLACES),
-        Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 190),
+        Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 150),
+        *(
+            _rank(greedy._greedy_rows, n, bound, REGISTERS)
+            for n, bound in ((64, 280), (256, 365), (1_024, 560))
+        ),
         *(_project(*case) for case in PROJECTIONS),
         *(_pull(*case) for case in PULLED),
         Case(

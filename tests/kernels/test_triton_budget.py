@@ -257,7 +257,8 @@ def test_scores_far_beyond_the_digits_of_tau(kernels: ModuleType) -> None:
 def test_the_mask_is_the_references(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, kind: str
 ) -> None:
-    """150 entries are three chunks. Whole numbers fit exactly, or do not by one unit."""
+    """150 entries are three chunks where torch sorts them, as it does in float64. Whole numbers fit exactly,
+    or do not by one unit."""
     monkeypatch.setattr(kernels.greedy, "WIDTH", 64)
     g = torch.Generator().manual_seed(n)
     x, cost = torch.randn(12, n, generator=g), torch.rand(12, n, generator=g)
@@ -270,6 +271,9 @@ def test_the_mask_is_the_references(
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         given = (x.to(dtype), cost, budget)
         assert torch.equal(kernels.budget_mask(*given), reference_mask(*given))
+    monkeypatch.setattr(kernels.greedy, "RANKED", 100)
+    if n > 100:
+        assert torch.equal(kernels.budget_mask(x, cost, budget), reference_mask(x, cost, budget))
 
 
 def test_the_mask_when_all_is_spent_and_without_a_limit(kernels: ModuleType) -> None:
@@ -292,6 +296,19 @@ def test_bad_rows_of_the_mask_are_nan_alone(kernels: ModuleType) -> None:
     budget[5] = 1
     hidden = x.masked_fill(prices != cost, -INF)  # a masked entry's cost is ignored
     assert torch.equal(kernels.budget_mask(hidden, prices, budget), reference_mask(hidden, cost, budget))
+
+
+def test_a_bad_row_of_the_mask_is_nan_from_its_start(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is bad comes in the last chunk of a long row, when the others are written."""
+    monkeypatch.setattr(kernels.greedy, "WIDTH", 64)
+    monkeypatch.setattr(kernels.greedy, "RANKED", 100)
+    x = -torch.arange(150.0).expand(3, -1)
+    cost = torch.ones_like(x)
+    cost[1, 149] = -1
+    y = kernels.budget_mask(x, cost, torch.tensor([5.0, 5.0, NAN], dtype=torch.float64))
+    assert y[0].sum() == 5 and y[1:].isnan().all()
 
 
 def test_layouts_of_the_mask(kernels: ModuleType) -> None:

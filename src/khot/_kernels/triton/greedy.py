@@ -1,7 +1,8 @@
-"""The hard selection under a budget: a program a row, which it goes through in descending order, once for
-what is bad and once for what fits.
+"""The hard selection under a budget, which goes through a row in descending order: a program sorts short rows
+and takes what fits; of long rows torch sorts the entries, and a program goes through each once.
 
-The method is the reference's (`_kernels.reference.budget_mask`), a chunk of the order at a time.
+The method is the reference's (`_kernels.reference.budget_mask`): of a long row, a chunk of the order at a
+time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import budget_mask as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, ranks
 from khot._kernels.triton.exact import number64
-from khot._kernels.triton.fast import double
+from khot._kernels.triton.fast import any_row, double, wide
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.ranks import RANKED, across, compares_doubles, nan_of, sorted_rows
+from khot._kernels.triton.resident import entries, inside, place_rows
 
 __all__ = ["KERNELS", "budget_mask"]
 
@@ -23,14 +26,54 @@ WIDTH = 1024  # entries that a program holds at a time
 
 
 @triton.jit
-def _chunk(x_at, place_at, cost_at, cost_column, start, n, WIDTH: tl.constexpr):
-    """What follows from `start` on in the order: scores, their places, and their costs in float64."""
-    at = start + tl.arange(0, WIDTH)
-    there = at < n
-    x = tl.load(x_at + at, mask=there, other=float("-inf"))
-    place = tl.load(place_at + at, mask=there, other=0)
-    price = double(tl.load(cost_at + place * cost_column, mask=there & (x != float("-inf")), other=0.0))
-    return x, place, price, there
+def _unpayable(price):
+    """Whether no budget pays for it: it is negative, infinite or NaN."""
+    return ~((price >= 0) & (price < float("inf")))
+
+
+@triton.jit
+def _take(price, waiting, left, TOGETHER: tl.constexpr):
+    """Which of the entries that wait are taken, in their order, and what is then left of the budget."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    waiting = tl.where(price <= wide(left, TOGETHER), waiting, 0)
+    taken = waiting * 0
+    while any_row(tl.max(waiting, axis=AXIS) > 0, TOGETHER):
+        # the longest run from the front that fits; what then costs more than is left never fits
+        run = tl.cumsum(tl.where(waiting > 0, price, 0.0), axis=AXIS)
+        fits = tl.where(run <= wide(left, TOGETHER), waiting, 0)
+        taken += fits
+        spent = tl.max(tl.where(fits > 0, run, 0.0), axis=AXIS)
+        left = tl.where(left < float("inf"), left - spent, left)  # never below 0, so that free entries fit
+        waiting = tl.where((fits == 0) & (price <= wide(left, TOGETHER)), waiting, 0)
+    return taken, left
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _greedy_rows(
+    x_pointer, x_stride, cost_pointer, cost_row, cost_column,
+    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, out_pointer, rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+):  # fmt: skip
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = inside(there, column, n, TOGETHER, EXACT)
+    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
+    poison = nan_of(x, AXIS)
+    taking = tl.where(x > float("-inf"), valid, False)
+    _, order = sorted_rows(x, column, taking, TOGETHER, DOUBLES)
+    number_of = wide(tl.sum(tl.where(taking, 1, 0), axis=AXIS), TOGETHER)
+    waiting = tl.where(across(column, TOGETHER) < number_of, 1, 0)  # those that may be taken come first
+    costs = cost_pointer + wide(row * cost_row, TOGETHER)
+    price = double(tl.load(costs + order.to(tl.int64) * cost_column, mask=waiting > 0, other=0.0))
+    budget = tl.zeros_like(poison).to(tl.float64) + budget_rest
+    budget += number64(budget_pointer, budget_stride, budget_high, budget_low, tl.where(there, row, 0))
+    wrong = tl.max(tl.where(_unpayable(price), 1, 0), axis=AXIS) > 0
+    bad = wrong | (poison != poison) | ~(budget >= 0)
+    taken, _ = _take(price, waiting, budget, TOGETHER)
+    y = tl.where(wide(bad, TOGETHER), float("nan"), taken.to(tl.float32))
+    to = out_pointer + wide(row * n, TOGETHER) + order
+    tl.store(to, y.to(out_pointer.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -43,32 +86,26 @@ def _greedy(
     x_at, place_at, out_at = x_pointer + row * n, place_pointer + row * n, out_pointer + row * n
     cost_at = cost_pointer + row * cost_row
     budget = number64(budget_pointer, budget_stride, budget_high, budget_low, row) + budget_rest
-    worst = tl.zeros((WIDTH,), tl.int32)
+    worst, left = tl.zeros((WIDTH,), tl.int32), budget
     for start in range(0, n, WIDTH):
-        x, _, price, _ = _chunk(x_at, place_at, cost_at, cost_column, start, n, WIDTH)
-        wrong = (x != x) | ~((price >= 0) & (price < float("inf")))
-        worst = tl.maximum(worst, tl.where(wrong, 1, 0))
-    bad = (tl.max(worst, axis=0) > 0) | ~(budget >= 0)
-    left = budget
-    for start in range(0, n, WIDTH):
-        x, place, price, there = _chunk(x_at, place_at, cost_at, cost_column, start, n, WIDTH)
-        taken = tl.zeros((WIDTH,), tl.int32)
-        waiting = tl.where((x != float("-inf")) & (price <= left) & ~bad, 1, 0)
-        more = tl.max(waiting, axis=0)
-        while more > 0:
-            # the longest run from the front that fits; what then costs more than is left never fits
-            run = tl.cumsum(tl.where(waiting > 0, price, 0.0), axis=0)
-            fits = tl.where((waiting > 0) & (run <= left), 1, 0)
-            taken += fits
-            # never below 0, so that free entries fit
-            left = tl.where(left < float("inf"), left - tl.max(tl.where(fits > 0, run, 0.0), axis=0), left)
-            waiting = tl.where((waiting > 0) & (fits == 0) & (price <= left), 1, 0)
-            more = tl.max(waiting, axis=0)
-        y = tl.where(bad, float("nan"), taken.to(tl.float32))
-        tl.store(out_at + place, y.to(out_pointer.dtype.element_ty), mask=there)
+        at = start + tl.arange(0, WIDTH)
+        there = at < n
+        x = tl.load(x_at + at, mask=there, other=float("-inf"))
+        place = tl.load(place_at + at, mask=there, other=0).to(tl.int32)  # as `at` is, and half as wide
+        taking = x != float("-inf")
+        price = double(tl.load(cost_at + place.to(tl.int64) * cost_column, mask=taking, other=0.0))
+        worst = tl.maximum(worst, tl.where((x != x) | _unpayable(price), 1, 0))
+        taken, left = _take(price, tl.where(taking, 1, 0), left, 1)
+        tl.store(out_at + place, taken.to(tl.float32).to(out_pointer.dtype.element_ty), mask=there)
+    if (tl.max(worst, axis=0) > 0) | ~(budget >= 0):  # which few rows are, so that it is seen late
+        for start in range(0, n, WIDTH):
+            at = start + tl.arange(0, WIDTH)
+            place = tl.load(place_at + at, mask=at < n, other=0)  # what the thread has written
+            nan = (at * 0).to(tl.float32) + float("nan")
+            tl.store(out_at + place, nan.to(out_pointer.dtype.element_ty), mask=at < n)
 
 
-KERNELS = (_greedy,)
+KERNELS = (_greedy, _greedy_rows)
 
 
 def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
@@ -76,13 +113,19 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
     n = x.shape[-1]
     if x.numel() == 0:
         return reference.budget_mask(x, cost, budget)
-    ordered, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-    amount = layout.values(budget, x.shape[:-1], x.device)
+    amount, rows = layout.values(budget, x.shape[:-1], x.device), x.numel() // n
+    given = *layout.matrix(cost, x), *amount, layout.rest(budget, amount)
     out = x.new_empty(x.shape)
+    if n <= RANKED and x.dtype != torch.float64:
+        tile = ranks.tile(n)
+        launch(
+            _greedy_rows, triton.cdiv(rows, tile["TOGETHER"]),
+            *layout.rows(x, n), *given, out, rows, n, DOUBLES=compares_doubles(x.device), **tile,
+        )  # fmt: skip
+        return out
+    ordered, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
     width = min(WIDTH, max(64, triton.next_power_of_2(n)))
     launch(
-        _greedy, x.numel() // n,
-        ordered, order, *layout.matrix(cost, x),
-        *amount, layout.rest(budget, amount), out, n, WIDTH=width, num_warps=max(1, width // 256),
+        _greedy, rows, ordered, order, *given, out, n, WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return out
