@@ -58,7 +58,8 @@ def cases() -> Iterator[Case]:
         yield Case("pareto_sample", f"({rows:,}, {n:,})", (probs, SEED, 2.5, 1e-6))
         size = torch.full((rows,), n // 4)
         yield Case("order_sample", f"({rows:,}, {n:,})", (torch.logit(probs.double()), size, SEED))
-        yield Case("tournament", f"({rows:,}, {n:,})", (probs.double(), SEED))
+        for name in ("pivotal_sample", "systematic_sample"):
+            yield Case(name, f"({rows:,}, {n:,})", (probs, SEED, 1e-6))
     for rows, n, m in ((4_096, 64, 64), (100, 10_000, 1), (100, 1_000, 1_000)):
         x, at = _nothing(rows, n), _nothing(rows, m)
         key = (x, at, one, "logistic", 0.0, True)

@@ -18,6 +18,7 @@ from khot._kernels.triton import (
     assign,
     conditional_poisson,
     counts,
+    designs,
     draws,
     exact,
     exact_backward,
@@ -107,7 +108,15 @@ def cases() -> list[Case]:
         Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170, spills=2),
         Case(draws._careful, "rows that are calibrated", careful, 4, 2, 3_700, spills=1),
         Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
-        Case(draws._duels, "2,048 units", {"WIDTH": 2048, "LEVELS": 11, "LAST": True}, 8, 8, 310),
+        *(_tournament(nodes, bound) for nodes, bound in ((65, 340), (1_024, 430), (2_048, 530))),
+        *(
+            Case(
+                designs._systematic, f"{width:,} units at a time", {"WIDTH": width}, warps,
+                width / 32 / warps, bound, registers=168,
+            )
+            for width, warps, bound in ((128, 1, 260), (designs.WIDTH, 4, 280))
+        ),
+        Case(designs._phantoms, "", {"WIDTH": designs.WIDTH}, 4, 8, 60),
         *(_tile(counts._count, cdf, 32, bound, **many) for cdf, bound in enumerate((85, 74, 154, 70, 105))),
         _tile(counts._count, 0, 1, 110, **many),
         *(
@@ -185,6 +194,22 @@ def cases() -> list[Case]:
         *(_list(*case) for case in LISTS),
         *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
     ]  # fmt: skip
+
+
+def _tournament(nodes: int, bound: float) -> Case:
+    constants, _ = designs.way(nodes)
+    warps, held = constants.pop("num_warps"), constants["TOGETHER"] * constants["WIDTH"]
+    more = {"SUMMED": True, "LAST": True, "units_pointer": None, "phantom_pointer": None}
+    return Case(
+        designs._duels,
+        f"{nodes:,} units",
+        constants | more,
+        warps,
+        held / 32 / warps,
+        bound,
+        registers=200,
+        few=nodes == 65,
+    )
 
 
 # places that are asked for, and the bound
@@ -458,7 +483,7 @@ class Line(NamedTuple):
 TYPES = {
     "x_pointer": "*fp32", "out_pointer": "*fp32", "at_pointer": "*fp32", "dx_pointer": "*fp32",
     "target_pointer": "*fp32", "seed_pointer": "*i64", "keys_pointer": "*i64", "drawn_pointer": "*i1",
-    "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32",  "found_pointer": "*i32",
+    "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32", "found_pointer": "*i32",
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",
     "x_after": "*fp64", "power_high": "fp32", "power_low": "fp32", "goal_rest": "fp32", "budget_rest": "fp32",
@@ -492,7 +517,6 @@ OWN_TYPES = {
     **{kernel.fn.__name__: OF_PLACES for kernel in (*places.KERNELS, *interpolation.KERNELS)},
     "pull_losses": {"grad_pointer": "*fp64"},
     "pull_magnitudes": {"y_pointer": "*fp32"},
-    "_duels": {"out_pointer": "*i1", "x_pointer": "*fp64"},
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {
         "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",

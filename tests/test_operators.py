@@ -608,6 +608,8 @@ CHECKED_WITH_THEIR_KERNELS = {
     "conditional_poisson_sample",
     "tournament",
     "random_tournament",
+    "pivotal_sample",
+    "systematic_sample",
     "trials",
     "fenchel_young",
     "fenchel_young_backward",

@@ -346,6 +346,13 @@ KERNELS: dict[str, Kernel] = {
         ("tournament",), lambda on, a: (on("tournament")(a["x"], SEED),), {"x": shares}, {}, {},
         dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,
     ),
+    **{
+        name: Kernel(
+            (name,), lambda on, a, name=name: (on(name)(a["x"], SEED, 1e-4),), {"x": shares}, {},
+            {"x": (NAN, 1.5, -0.1)}, kinds=("normal",), exact=ROUNDED,
+        )
+        for name in ("pivotal_sample", "systematic_sample")
+    },
     "random_tournament": Kernel(
         ("random_tournament",), lambda on, a: (on("random_tournament")(a["x"], torch.tensor(7), SEED),),
         {"x": shares}, {}, {}, dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,

@@ -119,6 +119,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.khot.order_sample.default, (torch.logit(probs), k.long(), SEED))
     torch.library.opcheck(torch.ops.khot.tournament.default, (probs, SEED))
     torch.library.opcheck(torch.ops.khot.random_tournament.default, (probs, ORDER, SEED))
+    torch.library.opcheck(torch.ops.khot.pivotal_sample.default, (probs, SEED, 1e-6))
+    torch.library.opcheck(torch.ops.khot.systematic_sample.default, (probs, SEED, 1e-6))
     which = torch.arange(9).repeat(2)
     torch.library.opcheck(torch.ops.khot.trials.default, (torch.logit(probs), k, which, SEED))
     torch.library.opcheck(torch.ops.khot.conditional_poisson_sample.default, (probs.float(), SEED, 1e-4))

@@ -92,6 +92,10 @@ def test_samples_launch_little(device: Device, shape: tuple[int, ...]) -> None:
     device.forget()
     khot.sampling.sample(probs, "conditional_poisson", sample_shape=shape)
     assert device.kernels == ["_conditional_poisson"] and len(device.torch) <= 2, device.torch
+    for design, kernel in (("pivotal", "_duels"), ("systematic", "_systematic")):
+        device.forget()
+        khot.sampling.sample(probs, design, sample_shape=shape)
+        assert device.kernels == [kernel] and len(device.torch) <= 2, device.torch
 
 
 def test_the_list_of_what_waits_names_what_there_is() -> None:

@@ -39,8 +39,11 @@ def draws(kernels: ModuleType) -> Any:
 @pytest.fixture
 def parts(draws: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same, with rows in several parts."""
-    for name, value in {"HELD": 8, "CHUNK": 16, "NODES": 4}.items():
+    for name, value in {"HELD": 8, "CHUNK": 16}.items():
         monkeypatch.setattr(draws, name, value)
+    for name, value in {"NODES": 4, "WIDTH": 256}.items():
+        monkeypatch.setattr(sys.modules["khot._kernels.triton.designs"], name, value)
+    monkeypatch.setattr(draws.layout, "TOGETHER", 8)
     return draws
 
 
@@ -66,9 +69,32 @@ def test_uniforms(parts: Any, value: int, n: int, offset: int) -> None:
 @either
 @pytest.mark.parametrize("n", [1, 2, 19])
 def test_tournaments(request: pytest.FixtureRequest, where: str, n: int) -> None:
-    kernels, (probs, _) = request.getfixturevalue(where), rows(n)
+    request.getfixturevalue(where)
+    designs, (probs, _) = sys.modules["khot._kernels.triton.designs"], rows(n)
     for x in (probs[1:], probs[:1].float().expand(2, n)):
-        assert torch.equal(kernels.tournament(x, SEED), reference.tournament(x, SEED))
+        assert torch.equal(designs.tournament(x, SEED), reference.tournament(x, SEED))
+
+
+@pytest.mark.parametrize("name", ["pivotal_sample", "systematic_sample"])
+@pytest.mark.parametrize(
+    ("where", "n"), [("draws", 1), ("draws", 3), ("draws", 45), ("parts", 19), ("parts", 300)]
+)
+def test_units_in_their_order(request: pytest.FixtureRequest, where: str, n: int, name: str) -> None:
+    """Whole sums and others, with certain units, in any layout; a row that is not of probabilities is NaN
+    alone. 300 units are two chunks, and have more than one launch in a tournament."""
+    request.getfixturevalue(where)
+    kernel, probs = getattr(sys.modules["khot._kernels.triton.designs"], name), rows(n)[0]
+    bad = probs[[0, 1, 1, 1, 2]].clone()
+    bad[torch.arange(1, 4), n // 2] = torch.tensor([math.nan, 1.5, -0.1], dtype=torch.float64)
+    for x, dtype in (
+        (bad, torch.float64),
+        (0.9 * probs[:1].T.contiguous().T, torch.float32),
+        (probs[1:].expand(2, 2, n), torch.bfloat16),
+    ):
+        given = (x.to(dtype), SEED, n * torch.finfo(dtype).eps)
+        got, want = kernel(*given), getattr(reference, name)(*given)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @either
@@ -214,25 +240,33 @@ def _halves(draws: Any, seed: Any, row: Any, block: Any) -> Any:
     return half, half
 
 
-def test_nothing_to_draw(draws: Any) -> None:
+def test_nothing_to_draw(kernels: ModuleType, draws: Any) -> None:
     for shape in ((0, 4), (3, 0)):
         x = torch.zeros(shape, dtype=torch.float64)
-        assert draws.tournament(x, SEED).shape == shape
+        for name in ("pivotal_sample", "systematic_sample"):
+            assert getattr(kernels, name)(x, SEED, 0.0).shape == shape
+        assert kernels.tournament(x, SEED).shape == shape
         assert draws.order_sample(x, torch.zeros(shape[0]), SEED).shape == shape
         assert draws.pareto_sample(x, SEED, LEAST, 0.0)[0].shape == shape
         assert draws.uniform(SEED, *shape, 3).shape == shape
 
 
-def test_launches(draws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for rows that a program holds, three for longer ones, and one for those that are calibrated; one
-    for every NODES units of a tournament's row."""
+def test_launches(kernels: ModuleType, draws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for rows that a program holds, three for longer ones, and one for those that are calibrated; of a
+    tournament one more for phantom units, where a row has more than 2,047 units, and one for the winners of
+    2,048."""
     launches: list[str] = []
     monkeypatch.setattr(launch, "watch", launches.append)
     monkeypatch.setattr(launch, "start", lambda *_: None)
     x = torch.empty(5, 4096)
     draws.pareto_sample(x, SEED, LEAST, 0.0)
-    draws.tournament(x[:, :2048], SEED)
+    kernels.tournament(x[:, :2048], SEED)
     draws.uniform(SEED, 5, 4096, 0)
     assert launches == ["_pareto", "_careful", "_duels", "_uniform"]
     draws.pareto_sample(torch.empty(1, 100_000), SEED, LEAST, 0.0)
     assert launches[4:] == ["_part_moments", "_part_keys", "_choose", "_careful"]
+    launches.clear()
+    kernels.systematic_sample(x, SEED, 0.0)
+    kernels.pivotal_sample(x[:, :2047], SEED, 0.0)
+    kernels.pivotal_sample(x, SEED, 0.0)
+    assert launches == ["_systematic", "_duels", "_phantoms", "_duels", "_duels"]

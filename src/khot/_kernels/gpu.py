@@ -39,6 +39,8 @@ KERNELS = (
     "pareto_sample",
     "conditional_poisson_sample",
     "tournament",
+    "pivotal_sample",
+    "systematic_sample",
     "soft_assign",
     "soft_budget",
     "soft_budget_backward",

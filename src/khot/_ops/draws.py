@@ -1,4 +1,4 @@
-"""Draws of k units from each row: order sampling, trials given their sum, and tournaments."""
+"""Draws of k units from each row: order and systematic sampling, trials given their sum, tournaments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = [
     "conditional_poisson_sample",
     "order_sample",
     "pareto_sample",
+    "pivotal_sample",
     "random_tournament",
+    "systematic_sample",
     "tournament",
     "trials",
 ]
@@ -27,7 +29,7 @@ def _fake_pareto(probs: Tensor, seed: Tensor, least: float, tolerance: float) ->
     return probs.new_empty(probs.shape), probs.new_empty((), dtype=torch.bool)
 
 
-def _fake_conditional_poisson(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
+def _fake_of_probs(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
     return probs.new_empty(probs.shape)
 
 
@@ -56,7 +58,7 @@ conditional_poisson_sample = define(
     "conditional_poisson_sample",
     "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
     kernels.conditional_poisson_sample,
-    _fake_conditional_poisson,
+    _fake_of_probs,
 )
 tournament = define(
     "tournament", "(Tensor probs, Tensor seed) -> Tensor", kernels.tournament, _fake_tournament
@@ -66,6 +68,18 @@ random_tournament = define(
     "(Tensor probs, Tensor order, Tensor seed) -> Tensor",
     kernels.random_tournament,
     _fake_random_tournament,
+)
+pivotal_sample = define(
+    "pivotal_sample",
+    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
+    kernels.pivotal_sample,
+    _fake_of_probs,
+)
+systematic_sample = define(
+    "systematic_sample",
+    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
+    kernels.systematic_sample,
+    _fake_of_probs,
 )
 trials = define(
     "trials", "(Tensor z, Tensor k, Tensor which, Tensor seed) -> Tensor", halving.trials, _fake_trials

@@ -206,7 +206,10 @@ def _draw(
         sample = conditional_poisson_sample(every, seed, _tolerance(rows))
         if not arguments.readable(sample) or not bool(sample[..., 0].isnan().any()):
             return sample
-    draw: Any = pareto.draw_exact if exact else resolve(design).draw
+    found = resolve(design)
+    if found.sample is not None and every.numel() and not rows.is_cpu:
+        return found.sample(every, philox.new_seed(rows.device, generator), _tolerance(rows))
+    draw: Any = pareto.draw_exact if exact else found.draw
     pi, valid = _checked(rows)
     shape = torch.Size(sample_shape)
     if not pi.numel():

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from khot._ops import draws
 from khot.sampling._designs import (
     adjusted_conditional_poisson,
     brewer,
@@ -62,6 +63,8 @@ class Design:
             not tractable.
         fixed_size: whether a draw has exactly k units. If not, only its expectation is near k, and what
             promises k-hot vectors refuses the design.
+        sample: the operator that draws from probabilities of any dtype and sum, for devices that one would
+            have to wait for to look at them; None where the other functions have to do.
         close: whether the inclusion probabilities are the given ones within 2e-3.
     """
 
@@ -73,6 +76,7 @@ class Design:
     marginals: Callable[[Tensor], Tensor] | None = None
     fixed_size: bool = True
     close: bool = True
+    sample: Callable[[Tensor, Tensor, float], Tensor] | None = None
 
 
 designs: Mapping[DesignName, Design] = MappingProxyType(
@@ -117,7 +121,12 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
             sampford.joint,
         ),
         "brewer": Design("draw by draw; O(nk)", True, brewer.draw),
-        "pivotal": Design("duels between neighbours, in rounds; units nearby repel", True, pivotal.draw),
+        "pivotal": Design(
+            "duels between neighbours, in rounds; units nearby repel",
+            True,
+            pivotal.draw,
+            sample=draws.pivotal_sample,
+        ),
         "random_pivotal": Design("pivotal, shuffled for every draw", True, pivotal.draw_random_order),
         "poisson": Design(
             "independent trials; the size is random",
@@ -148,6 +157,7 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
             True,
             systematic.draw,
             joint=systematic.joint,
+            sample=draws.systematic_sample,
         ),
     }
 )

@@ -1,4 +1,5 @@
-"""The kernels of the designs that draw whole rows: order sampling, conditional Poisson, the tournament."""
+"""The kernels of the designs that draw whole rows: order sampling, conditional Poisson, the tournament of the
+pivotal method, systematic sampling."""
 
 from __future__ import annotations
 
@@ -13,10 +14,14 @@ __all__ = [
     "adjusted",
     "conditional_poisson",
     "conditional_poisson_sample",
+    "line_bits",
     "order_sample",
     "pareto_sample",
+    "pivotal_sample",
     "random_tournament",
     "smallest",
+    "systematic",
+    "systematic_sample",
     "tournament",
 ]
 
@@ -55,19 +60,25 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
         The sample; and True, or False if a row is not of probabilities. Such a row is NaN. (Compiled kernels
         of the CPU, where the second result is looked at, leave the whole sample without meaning.)
     """
-    pi = probs.double()
-    fair = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
-    pi = pi.where(fair, 0)
-    total = pi.sum(-1, keepdim=True)
-    phantom = (total.ceil() - total).masked_fill((total - total.round()).abs() <= tolerance, 0)
-    pi = torch.cat((pi, phantom), -1)
-    k = (total + phantom).squeeze(-1).round()
+    pi, fair = _with_phantom(probs, tolerance)
+    k = pi.sum(-1).round()
     theta, d = adjusted(pi, least)
     few = d.squeeze(-1) < least
     if bool(few.any()):
         theta[few] = order_sampling.order_calibrate(torch.logit(pi[few]), k[few])
     chosen = order_sample(theta, k.long(), seed)
     return chosen[..., :-1].to(probs.dtype).masked_fill(~fair, math.nan).contiguous(), fair.all()
+
+
+def _with_phantom(probs: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The probabilities in float64 with a phantom unit behind each row, 0 where the row needs none; and which
+    rows are of probabilities, (*batch, 1). The others are 0."""
+    pi = probs.double()
+    fair = ((pi >= 0) & (pi <= 1)).all(-1, keepdim=True)
+    pi = pi.where(fair, 0)
+    total = pi.sum(-1, keepdim=True)
+    phantom = (total.ceil() - total).masked_fill((total - total.round()).abs() <= tolerance, 0)
+    return torch.cat((pi, phantom), -1), fair
 
 
 def conditional_poisson_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
@@ -122,6 +133,46 @@ def tournament(probs: Tensor, seed: Tensor) -> Tensor:
         seed: of philox, 0-dim; the duels take its columns one after another.
     """
     return _rounds(probs.double(), seed, 0)
+
+
+def pivotal_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
+    """A draw of the pivotal method: zeros and ones in probs' dtype, from arguments as those of
+    :func:`pareto_sample`. A row that is not of probabilities is NaN."""
+    pi, fair = _with_phantom(probs, tolerance)
+    return tournament(pi, seed)[..., :-1].to(probs.dtype).masked_fill(~fair, math.nan).contiguous()
+
+
+def systematic_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
+    """The same by systematic sampling."""
+    pi, fair = _with_phantom(probs, tolerance)
+    drawn = systematic(pi, philox.uniform(seed, (*probs.shape[:-1], 1)))
+    return drawn[..., :-1].to(probs.dtype).masked_fill(~fair, math.nan).contiguous()
+
+
+def systematic(probs: Tensor, uniform: Tensor) -> Tensor:
+    """True for the units whose interval, of length π, contains one of the ticks u, u + 1, ..., u + k − 1.
+
+    Lengths are integer multiples of 2^−bits. Sums of floats are rounded, so that a unit could get two ticks,
+    and on a GPU they are not even monotone. With integers, rounding affects only where the line ends.
+
+    Args:
+        probs: (*batch, n) in float64, each row's sum an integer.
+        uniform: u, (*batch, 1).
+    """
+    bits = line_bits(probs.shape[-1])
+    uncertain = (probs > 0) & (probs < 1)
+    k = (phantom.size(probs) - (probs == 1).sum(-1)).unsqueeze(-1)
+    line = (probs * 2**bits).add_(0.5).floor_().long().mul_(uncertain).cumsum_(-1)
+    ticks = torch.minimum((line + (2**bits - 1 - (uniform * 2**bits).long())) >> bits, k)
+    places = uncertain.cumsum(-1)
+    ticks = torch.maximum(ticks, k - (places[..., -1:] - places))
+    before = torch.nn.functional.pad(ticks, (1, 0))[..., :-1]
+    return (ticks > before) | (probs == 1)
+
+
+def line_bits(n: int) -> int:
+    """In units of which power of ½ the lengths of n units are: their sum, n·2^bits, is an int64."""
+    return 62 - n.bit_length()
 
 
 def random_tournament(probs: Tensor, order: Tensor, seed: Tensor) -> Tensor:

@@ -38,9 +38,11 @@ from khot._kernels.triton.conditional_poisson import (
 )
 from khot._kernels.triton.counts import soft_count as soft_count
 from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
+from khot._kernels.triton.designs import pivotal_sample as pivotal_sample
+from khot._kernels.triton.designs import systematic_sample as systematic_sample
+from khot._kernels.triton.designs import tournament as tournament
 from khot._kernels.triton.draws import order_sample as order_sample
 from khot._kernels.triton.draws import pareto_sample as pareto_sample
-from khot._kernels.triton.draws import tournament as tournament
 from khot._kernels.triton.draws import uniform as uniform
 from khot._kernels.triton.greedy import budget_mask as budget_mask
 from khot._kernels.triton.interpolation import interpolate as interpolate
@@ -102,6 +104,7 @@ __all__ = [
     "pareto_sample",
     "permutahedron",
     "permutahedron_backward",
+    "pivotal_sample",
     "power_blocks",
     "selectable",
     "soft_assign",
@@ -114,6 +117,7 @@ __all__ = [
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "sorted_soft_topk",
+    "systematic_sample",
     "topk",
     "topk_mask",
     "tournament",

@@ -32,7 +32,6 @@ MOST_PARTS = 512  # of a row, each of which reads the sums of all
 CHUNK = 512  # entries of a long row that a program holds at a time
 CALIBRATED = 1 << 22  # units at most for which there is memory to calibrate them at a time
 CALIBRATED_WIDTH = 16  # units of a row that are calibrated side by side, for 16 nodes or frequencies each
-NODES = 2048  # units of a tournament that one program plays off
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
@@ -568,79 +567,4 @@ def _by_formula(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ the tournament
-
-
-@triton.jit
-def _one_uniform(seed, row, column):
-    first, second = uniforms(seed, row, column // 2)
-    return tl.where(column % 2 == 0, first, second)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _duels(
-    x_pointer, x_stride, units_pointer, seed_pointer, out_pointer, x_after, units_after,
-    n, nodes, column, parts, WIDTH: tl.constexpr, LEVELS: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """Play off the nodes of one part of a row: each of a pair but the one that goes on is decided.
-
-    A node is a unit that is still in play, with its probability. Where the tournament ends, `LAST`, the last
-    unit is decided as well.
-    """
-    row, part = place(parts)
-    node = part * WIDTH + tl.arange(0, WIDTH)
-    there = node < nodes
-    x = double(tl.load(x_pointer + row * x_stride + node, mask=there, other=0.0))
-    unit = node
-    if units_pointer is not None:
-        unit = tl.load(units_pointer + row * nodes + node, mask=there, other=n)
-    unit = tl.where(there, unit, n)
-    seed = tl.load(seed_pointer)
-    out_pointer += row * n
-    for level in tl.static_range(1, LEVELS + 1):
-        a, b = tl.split(tl.reshape(x, [WIDTH >> level, 2]))
-        unit_a, unit_b = tl.split(tl.reshape(unit, [WIDTH >> level, 2]))
-        u = _one_uniform(seed, row, column + part * (WIDTH >> level) + tl.arange(0, WIDTH >> level))
-        over = a + b > 1
-        one = tl.where(over, 1.0, 0.0).to(tl.float64)
-        first = u * tl.abs(a + b - 2 * one) < tl.abs(a - one)
-        decided = tl.where(first, unit_b, unit_a)
-        tl.store(out_pointer + decided, over, mask=decided < n)
-        x, unit = a + b - one, tl.where(first, unit_a, unit_b)
-        nodes = (nodes + 1) // 2
-        column += nodes
-    if LAST:
-        tl.store(out_pointer + unit, x > 0.5, mask=unit < n)
-    else:
-        at = row * parts + part + tl.arange(0, 1)
-        tl.store(x_after + at, x)
-        tl.store(units_after + at, unit)
-
-
-def tournament(probs: Tensor, seed: Tensor) -> Tensor:
-    """`draws.tournament`, in Triton."""
-    n = probs.shape[-1]
-    out = torch.empty(probs.shape, dtype=torch.bool, device=probs.device)
-    if out.numel() == 0:
-        return out
-    rows, (x, stride) = out.numel() // n, layout.rows(probs, n)
-    units, nodes, column = None, n, 0
-    while True:
-        width = min(triton.next_power_of_2(nodes), NODES)
-        parts, levels = triton.cdiv(nodes, width), width.bit_length() - 1
-        after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
-        units_after = torch.empty_like(after, dtype=torch.int32)
-        launch(
-            _duels, rows * parts,
-            x, stride, units, seed, out, after, units_after, n, nodes, column, parts,
-            WIDTH=width, LEVELS=levels, LAST=parts == 1, num_warps=min(8, max(1, width // 256)),
-        )  # fmt: skip
-        if parts == 1:
-            return out
-        for _ in range(levels):
-            nodes = (nodes + 1) // 2
-            column += nodes
-        x, stride, units = after, parts, units_after
-
-
-KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _careful, _duels)
+KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _careful)
