@@ -42,12 +42,13 @@ class Case(NamedTuple):
 
 def _cases() -> Iterator[Case]:
     # Loading an entry, with its mask, takes about 7. To an evaluation (at most 1.3 times its formulas' 22.7,
-    # 11.4, 32.3, 12.0 and 12.8) comes the pass that counts the window's entries, about 20 with its loads.
+    # 11.4, 32.3, 12.0 and 12.8) comes the pass that counts the window's entries, about 20 with its loads; and
+    # with the last three CDFs a count of NaN, about 7.
     # "fine" adds a difference in float64 for each entry that is loaded.
     bounds = {
         "logistic": (41.0, 15.7),
         "laplace": (32.0, 15.7),
-        "normal": (57.0, 30.0),
+        "normal": (62.0, 30.0),
         "uniform": (47.0, 11.5),
         "power": (46.0, 13.4),
     }

@@ -229,6 +229,15 @@ def test_sizes_around_the_limits(split: ModuleType, n: int) -> None:
     check(split, x[:1], number(1.5), number(0.3), "uniform")
 
 
+@pytest.mark.parametrize("cdf", CDFS)
+def test_a_nan_that_the_sample_misses(split: ModuleType, cdf: str) -> None:
+    """It spoils its row, and no other."""
+    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0))
+    x[0, 3] = torch.nan
+    y, hi, _ = split.soft_topk(x, torch.tensor(3.0), torch.tensor(1.0), cdf, CDFS[cdf], "y")
+    assert y[0].isnan().all() and hi[0].isnan() and y[1].isfinite().all()
+
+
 def test_a_sample_that_tells_nothing(larger: ModuleType) -> None:
     """Its bounds do not hold then, and the row is solved without them."""
     n, blocks = 1000, 32

@@ -295,12 +295,28 @@ def _leave_sums(
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     scale = inverse * unit(CDF)
-    sums = over(
-        (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), term_count(CDF), 1, PIECES, WIDTH, True,
-        base, FINE,
-    )  # fmt: skip
-    for i in tl.static_range(term_count(CDF)):
+    COUNT: tl.constexpr = term_count(CDF)
+    if CDF == NORMAL or not full_support(CDF):
+        sums = over(
+            (), at, n, _terms_and_nan, (hi, lo * scale, scale, power, CDF, WHOLE), COUNT + 1,
+            1, PIECES, WIDTH, True, base, FINE,
+        )  # fmt: skip
+        tl.store(left, tl.where(sums[COUNT] > 0, float("nan"), sums[0]))
+    else:
+        sums = over(
+            (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), COUNT,
+            1, PIECES, WIDTH, True, base, FINE,
+        )  # fmt: skip
+        tl.store(left, sums[0])
+    for i in tl.static_range(1, COUNT):
         tl.store(left + i * parts, sums[i])
+
+
+@triton.jit
+def _terms_and_nan(x, given):
+    """The terms, and 1 for a score that is NaN: the sample may miss it, and what is cut to the ends of an
+    interval hides it."""
+    return terms(x, given) + (tl.where(x == x, 0.0, 1.0),)  # noqa: RUF005
 
 
 @triton.jit
