@@ -36,6 +36,7 @@ from khot._kernels.triton import (
     resident_budget,
     resident_budget_backward,
     sorts,
+    split_losses,
 )
 from khot._kernels.triton.functions import OUTPUTS
 
@@ -125,6 +126,15 @@ def cases() -> list[Case]:
         ),
         *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
         *(_loss(*case) for case in LOSSES),
+        *(
+            _split_loss(kernel, cdf, bound)
+            for kernel, bound in (
+                (split_losses._target_parts, 20),
+                (split_losses._loss_parts, 330),
+                (split_losses._pull_loss_parts, 230),
+            )
+            for cdf in ("logistic", "normal", "power")
+        ),
         *(_magnitude(*case) for case in MAGNITUDES),
         *(
             _budget(exact.solve_exactly, cdf, bound)
@@ -294,6 +304,21 @@ def _loss(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -> Case:
     return Case(
         kernel, shape, constants, tile.warps, held / 32 / tile.warps, bound, few=ordinary and n == 64,
         limited=True, multiples=("x_stride", "target_stride", "n_columns"),
+    )  # fmt: skip
+
+
+def _split_loss(kernel: Any, name: str, bound: float) -> Case:
+    """A part of a row, in float32 and in float64."""
+    F, cut = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name), layout.cut(1, 6_300_000)
+    constants = {
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "PIECES": cut.pieces, "WIDTH": cut.width,
+        "PARTS": 1024, "CHUNK": layout.RESCUE * cut.warps, "tau_pointer": None, "tau_stride": 0,
+        "k_pointer": None, "k_stride": 0,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return Case(
+        kernel, name, constants, cut.warps, cut.pieces * cut.width / 32 / cut.warps, bound, limited=True,
+        multiples=("x_stride", "target_stride", "n_columns", "length"),
     )  # fmt: skip
 
 
@@ -516,6 +541,8 @@ OF_PLACES = {
 OWN_TYPES = {
     **{kernel.fn.__name__: OF_PLACES for kernel in (*places.KERNELS, *interpolation.KERNELS)},
     "pull_losses": {"grad_pointer": "*fp64"},
+    "_pull_loss_parts": {"grad_pointer": "*fp64"},
+    **{key: {"counter_pointer": "*i32"} for key in ("_target_parts", "_loss_parts")},
     "pull_magnitudes": {"y_pointer": "*fp32"},
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {

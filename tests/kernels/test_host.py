@@ -246,6 +246,9 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "FenchelYoungTopKLoss (100, 100_000)": (
         (100, 100_000), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [1, 2], [1, 3],
     ),
+    "FenchelYoungTopKLoss (1, 1_000_000)": (
+        (1, 1_000_000), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [5, 2], [2, 3],
+    ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
     "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
     "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),

@@ -493,7 +493,8 @@ from triton.compiler import ASTSource
 import triton
 import triton.language as tl
 from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
-from khot._kernels.triton import losses, magnitude, mask, places, scans, transport
+from khot._kernels.triton import designs, greedy, interpolation, losses, magnitude, mask, places, scans
+from khot._kernels.triton import split_losses, transport
 
 selectable = importlib.import_module("khot._kernels.triton.selectable")  # which a function hides
 
@@ -504,7 +505,10 @@ which = {
     exact_backward: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
     exact_split: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selectable: [{}],
-    places: [{}, {"k_pointer": None}],
+    places: [{"COUNT": 2}, {"COUNT": 1, "k_pointer": None}],
+    interpolation: [{}, {"weight_pointer": None}],
+    greedy: [{"DOUBLES": True}],
+    designs: [{"SUMMED": True, "LAST": True, "units_pointer": None}, {"SUMMED": False}],
     mask: [{}, {"k_pointer": None}],
     levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64} for what in range(3)],
     largest: [{"PACKED": False, "PART": True, "WHAT": 1}, {"PACKED": False, "PART": False, "WHAT": 2}],
@@ -512,14 +516,17 @@ which = {
     draws: [{"WIDTH": 64}],
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
     losses: [{"CDF": 4, "WHOLE": 3}],
+    split_losses: [{"CDF": 4, "WHOLE": 3}],
     scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
-           "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer")
+           "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer",
+           "both_pointer", "dboth_pointer", "values_pointer")
 integers = ("counter_pointer", "counts_pointer", "tally_pointer", "ties_pointer", "found_pointer",
             "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer",
-            "level_pointer", "list_pointer")
+            "first_pointer", "level_pointer", "list_pointer")
+wide = ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer", "place_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     for constants, function in itertools.product(which[module], module.KERNELS):
@@ -540,7 +547,7 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
             arg: "constexpr" if arg in constants
             else f"*{dtype}" if arg in entries
             else "*i32" if arg in integers
-            else "*i64" if arg in ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer")
+            else "*i64" if arg in wide
             else "*fp64" if arg.endswith(("pointer", "before", "after"))
             else "fp32" if arg.endswith(("_high", "_low", "_rest")) or arg in ("least", "tolerance", "slack")
             else "i32"

@@ -60,18 +60,20 @@ def compare(got: Tensor, want: Tensor, tolerance: float) -> None:
         (torch.bfloat16, "kernels"),
         (torch.float32, "kernels"),
         (torch.float32, "split"),
+        (torch.float32, "streams"),
     ],
 )
 def test_losses_and_gradients(
     request: pytest.FixtureRequest, cdf: str, dtype: torch.dtype, where: str
 ) -> None:
-    kernels, (x, target, k) = request.getfixturevalue(where), rows(33, dtype)
+    kernels = request.getfixturevalue("split" if where == "streams" else where)
+    x, target, k = rows(33, dtype)
     tau = torch.tensor([0.7, 1.0, 1.0, 0.3, 1.0], dtype=torch.float64)
-    if where == "split":  # a row streams past, three steps long
-        kernels.losses._variants.cache_clear()
-        request.getfixturevalue("monkeypatch").setattr(
-            kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(1, 2, 8, 1, True)
-        )
+    if where == "streams":  # past one program, in three steps
+        kernels.losses.variants.cache_clear()
+        patch, tile = request.getfixturevalue("monkeypatch"), kernels.layout.Tile(1, 2, 8, 1, True)
+        patch.setattr(kernels.layout, "splits", lambda rows, n: False)
+        patch.setattr(kernels.layout, "tile", lambda rows, n: tile)
     given = (x, target, k, tau)
     want, want_back = solved(given, cdf)
     found = kernels.fenchel_young(*given, cdf, CDFS[cdf])

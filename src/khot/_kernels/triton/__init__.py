@@ -44,6 +44,8 @@ from khot._kernels.triton.designs import tournament as tournament
 from khot._kernels.triton.draws import order_sample as order_sample
 from khot._kernels.triton.draws import pareto_sample as pareto_sample
 from khot._kernels.triton.draws import uniform as uniform
+from khot._kernels.triton.fenchel import fenchel_young as fenchel_young
+from khot._kernels.triton.fenchel import fenchel_young_backward as fenchel_young_backward
 from khot._kernels.triton.greedy import budget_mask as budget_mask
 from khot._kernels.triton.interpolation import interpolate as interpolate
 from khot._kernels.triton.interpolation import interpolate_backward as interpolate_backward
@@ -53,8 +55,6 @@ from khot._kernels.triton.laplace import laplace_count_backward as laplace_count
 from khot._kernels.triton.laplace import laplace_thresholds as laplace_thresholds
 from khot._kernels.triton.laplace import laplace_thresholds_backward as laplace_thresholds_backward
 from khot._kernels.triton.largest import topk as topk
-from khot._kernels.triton.losses import fenchel_young as fenchel_young
-from khot._kernels.triton.losses import fenchel_young_backward as fenchel_young_backward
 from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
 from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude

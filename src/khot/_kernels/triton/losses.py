@@ -1,4 +1,5 @@
-"""The Fenchel-Young loss of rows and its gradients, in one launch each.
+"""The Fenchel-Young loss of rows and its gradients, in one launch each; few very long rows are left to
+:mod:`.split_losses`, which has what is here by parts.
 
 A program holds rows, or streams past one, as in :mod:`.resident`: it finds the threshold in float32
 (:mod:`.threshold`) and adds up the loss, which is smallest there, so that an error of the threshold hardly
@@ -11,10 +12,8 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
@@ -42,9 +41,21 @@ from khot._kernels.triton.functions import (
     side,
 )
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
+from khot._kernels.triton.resident import entries, inside, load_rows, numbers, place_rows, rescue
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over
+
+__all__ = [
+    "KERNELS",
+    "losses_exactly",
+    "losses_of",
+    "pull",
+    "pull_entries_exactly",
+    "pulls",
+    "share_of",
+    "target_sums",
+    "variants",
+]
 
 CLOSE, SHORT = tl.constexpr(reference.CLOSE), tl.constexpr(reference.SHORT)
 
@@ -174,6 +185,16 @@ def _entries64(x_at, target_at, start, n, per, threshold, CDF: tl.constexpr, WID
 
 
 @triton.jit
+def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH: tl.constexpr):
+    """The loss of one row or of a part of one, which is read a chunk at a time."""
+    losses = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, WIDTH):
+        _, both, zT, _, wrong = _entries64(x_at, target_at, start, n, per, threshold, CDF, WIDTH)
+        losses += threshold[2] * (both - zT) + wrong
+    return tl.sum(losses, axis=0)
+
+
+@triton.jit
 def _loss_exactly(
     row, x_pointer, x_stride, target_pointer, target_stride, k, tau, power,
     loss_pointer, share_pointer, hi_pointer, lo_pointer, n, CDF: tl.constexpr, WIDTH: tl.constexpr,
@@ -186,16 +207,27 @@ def _loss_exactly(
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
-    per = _share(tl.sum(sums, axis=0), k)
-    losses = tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, n, WIDTH):
-        _, both, zT, _, wrong = _entries64(x_at, target_at, start, n, per, (hi, lo, tau, power), CDF, WIDTH)
-        losses += tau * (both - zT) + wrong
-    loss = tl.where((hi == hi) & (per == per), tl.sum(losses, axis=0), float("nan"))
+    per = share_of(tl.sum(sums, axis=0), k)
+    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), CDF, WIDTH)
+    loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
     tl.store(loss_pointer + row, loss)
     tl.store(share_pointer + row, per)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
+
+
+@triton.jit
+def pull_entries_exactly(
+    x_at, target_at, dx_at, n, per, threshold, grad, CDF: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The gradients of the entries of one row or of a part of one, and what they bring to that of τ."""
+    rates = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        away, both, _, zF, _ = _entries64(x_at, target_at, start, n, per, threshold, CDF, WIDTH)
+        rates += both - zF
+        store(dx_at + column, grad * away, column < n)
+    return tl.sum(rates, axis=0)
 
 
 @triton.jit
@@ -206,17 +238,12 @@ def _pull_exactly(
     x_at, target_at = x_pointer + row * x_stride, target_pointer + row * target_stride
     per, dx_at, grad = tl.load(share_pointer + row), dx_pointer + row * n, number64(*grad, row)
     threshold = (tl.load(hi_pointer + row), tl.load(lo_pointer + row), number64(*tau, row), power)
-    rates = tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, n, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        away, both, _, zF, _ = _entries64(x_at, target_at, start, n, per, threshold, CDF, WIDTH)
-        rates += both - zF
-        store(dx_at + column, grad * away, column < n)
-    tl.store(dtau_pointer + row, grad * tl.sum(rates, axis=0))
+    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, CDF, WIDTH)
+    tl.store(dtau_pointer + row, grad * rate)
 
 
 @triton.jit
-def _share(sums, k):
+def share_of(sums, k):
     """What a target is multiplied by so that it sums to k."""
     short = ~(sums >= SHORT * k)
     return tl.where(short, float("nan"), tl.where(k == 0, 0.0, k / tl.where(sums == 0, 1.0, sums)))
@@ -233,7 +260,7 @@ def _target_terms(T, given):
 
 
 @triton.jit
-def _target_sums(
+def target_sums(
     target_at, there, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     mass = there.to(tl.float64) * 0
@@ -247,7 +274,7 @@ def _target_sums(
 
 
 @triton.jit
-def _losses(
+def losses_of(
     at, target_at, there, n, per, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -290,8 +317,8 @@ def solve_losses(
         target_at = target_pointer + entries(row, target_stride, column, TOGETHER)
         k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
         tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
-        mass, softness = _target_sums(target_at, there, n_columns, TOGETHER, PIECES, WIDTH)
-        per64 = _share(mass, k.to(tl.float64) + k_rest)
+        mass, softness = target_sums(target_at, there, n_columns, TOGETHER, PIECES, WIDTH)
+        per64 = share_of(mass, k.to(tl.float64) + k_rest)
         per = per64.to(tl.float32)
         soft = there & ((per != 1) | (softness != 0))
 
@@ -308,12 +335,12 @@ def solve_losses(
         scale = inverse * unit(CDF)
         given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
         if any_row(soft, TOGETHER) and not ORDINARY:
-            loss = _losses(
+            loss = losses_of(
                 at, target_at, there, n_columns, wide(per, TOGETHER), given, CDF, WHOLE, True,
                 TOGETHER, 1, WIDTH,
             )  # fmt: skip
         else:
-            loss = _losses(
+            loss = losses_of(
                 at, target_at, there, n_columns, 1.0, given, CDF, WHOLE, False,
                 TOGETHER, PIECES if PIECES < 4 else 4, WIDTH,
             )  # fmt: skip
@@ -336,6 +363,43 @@ def solve_losses(
         )  # fmt: skip
 
 
+@triton.jit
+def pulls(there, hi, loss, tau):
+    """Whether the gradients of a row are taken in float32."""
+    return there & (tl.abs(hi) < 1e30) & (tl.abs(loss) < float("inf")) & (tau > 1e-25) & (tau < 1e25)
+
+
+@triton.jit
+def pull(
+    at, target_at, to, ok, n, hi, lo, tau, per, grad, power_high,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of rows' entries, and Σ z(F − T)."""
+    inverse = reciprocal(tau)
+    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    scale = inverse * unit(CDF)
+    power = tl.zeros((), tl.float32) + power_high
+    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
+    per, incoming = wide(per, TOGETHER), wide(grad, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    moved = ok.to(tl.float64) * 0
+    for start in range(0, n, PIECES * WIDTH):
+        for i in tl.static_range(PIECES):
+            offset = start + i * WIDTH
+            valid = inside(ok, column + offset, n, TOGETHER, EXACT)
+            x = tl.load(at + offset, mask=valid, other=float("-inf")).to(tl.float32)
+            T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
+            free = tl.abs(x) < float("inf")  # the others are decided
+            entry = _entry(x, T, given, CDF, WHOLE, False)
+            away = tl.where(free, entry[1], 0.0)
+            product = tl.where(free, away * entry[2], 0.0)
+            part = part + product if i > 0 else product  # type: ignore[has-type]  # noqa: F821
+            tl.store(to + offset, (incoming * away).to(to.dtype.element_ty), mask=valid)
+        moved += tl.sum(part, axis=0 if TOGETHER == 1 else 1)
+    return moved
+
+
 @triton.jit(do_not_specialize=["rows"])
 def pull_losses(
     x_pointer, x_stride, target_pointer, target_stride, grad_pointer, grad_stride, grad_high, grad_low,
@@ -355,32 +419,14 @@ def pull_losses(
         loss = tl.load(loss_pointer + row, mask=there, other=0.0)
         grad = numbers(grad_pointer, grad_stride, grad_high, grad_low, row, there)[0]
         tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
-        ok = there & (tl.abs(hi) < 1e30) & (tl.abs(loss) < float("inf")) & (tau > 1e-25) & (tau < 1e25)
-        inverse = reciprocal(tau)
-        inverse = inverse * (2 - tau * inverse)  # to the last digit
-        scale = inverse * unit(CDF)
-        power = tl.zeros((), tl.float32) + power_high
-        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
-        per, incoming = wide(per, TOGETHER), wide(grad, TOGETHER)
-
+        ok = pulls(there, hi, loss, tau)
         column = tl.arange(0, WIDTH)
-        at = x_pointer + entries(row, x_stride, column, TOGETHER)
-        target_at = target_pointer + entries(row, target_stride, column, TOGETHER)
-        to = dx_pointer + entries(row, n_columns, column, TOGETHER)
-        moved = loss * 0
-        for start in range(0, n_columns, PIECES * WIDTH):
-            for i in tl.static_range(PIECES):
-                offset = start + i * WIDTH
-                valid = inside(ok, column + offset, n_columns, TOGETHER, EXACT)
-                x = tl.load(at + offset, mask=valid, other=float("-inf")).to(tl.float32)
-                T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
-                free = tl.abs(x) < float("inf")  # the others are decided
-                entry = _entry(x, T, given, CDF, WHOLE, False)
-                away = tl.where(free, entry[1], 0.0)
-                product = tl.where(free, away * entry[2], 0.0)
-                part = part + product if i > 0 else product  # type: ignore[has-type]  # noqa: F821
-                tl.store(to + offset, (incoming * away).to(dx_pointer.dtype.element_ty), mask=valid)
-            moved += tl.sum(part, axis=0 if TOGETHER == 1 else 1)
+        moved = pull(
+            x_pointer + entries(row, x_stride, column, TOGETHER),
+            target_pointer + entries(row, target_stride, column, TOGETHER),
+            dx_pointer + entries(row, n_columns, column, TOGETHER),
+            ok, n_columns, hi, lo, tau, per, grad, power_high, CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT,
+        )  # fmt: skip
         rate = loss / tl.where(ok, tau, 1.0).to(tl.float64) - moved
         tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
 
@@ -401,7 +447,7 @@ KERNELS = (solve_losses, pull_losses)
 
 
 @functools.lru_cache(maxsize=1024)
-def _variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Variant, int]:
+def variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Variant, int]:
     """What is launched for the losses and for their gradients, and in how many programs."""
     tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
     constants = {
@@ -411,39 +457,3 @@ def _variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Vari
     }  # fmt: skip
     solver = variant(solve_losses, STREAM=tile.streams, **constants)
     return solver, variant(pull_losses, **constants), -(-rows // tile.together)
-
-
-def fenchel_young(
-    x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fenchel_young.fenchel_young`, in Triton."""
-    if x.numel() == 0:
-        return reference.fenchel_young(x, target, k, tau, cdf, shape)
-    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
-    loss = torch.empty(batch, dtype=torch.float64, device=x.device)
-    results = loss, torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
-    solver, _, programs = _variants(loss.numel(), n, F, x.dtype == torch.float64)
-    solver(
-        programs, *layout.rows(x, n), *layout.rows(target, n),
-        *layout.values(k, batch, x.device), *layout.values(tau, batch, x.device), *results,
-        loss.numel(), n, EVALUATIONS, *layout.power(F),
-    )  # fmt: skip
-    return results
-
-
-def fenchel_young_backward(
-    grad: Tensor, x: Tensor, target: Tensor, share: Tensor, loss: Tensor, hi: Tensor, lo: Tensor, tau: Tensor,
-    cdf: str, shape: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`fenchel_young.fenchel_young_backward`, in Triton."""
-    if x.numel() == 0:
-        return reference.fenchel_young_backward(grad, x, target, share, loss, hi, lo, tau, cdf, shape)
-    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
-    dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
-    _, puller, programs = _variants(dtau.numel(), n, F, x.dtype == torch.float64)
-    puller(
-        programs, *layout.rows(x, n), *layout.rows(target, n), *layout.values(grad, batch, x.device),
-        *(v.contiguous() for v in (share, loss, hi, lo)), *layout.values(tau, batch, x.device),
-        dx, dtau, dtau.numel(), n, *layout.power(F),
-    )  # fmt: skip
-    return dx, dtau
