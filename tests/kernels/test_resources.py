@@ -61,3 +61,19 @@ def test_a_section_of_the_report_replaces_its_predecessor(
         resources.keep(section)
     text = (tmp_path / "resources.md").read_text(encoding="utf-8")
     assert [part.split() for part in text.split("## ")[1:]] == [["a", "other"], ["b", "new"]]
+
+
+def test_every_model_of_a_time_is_of_what_there_is() -> None:
+    """Its kernels are compiled by the table, and its line is timed on a device."""
+    from benchmarks import device, gpu
+
+    for (title, line), steps in gpu.MODELS.items():
+        source = Path(device.__file__).read_text(encoding="utf-8")
+        assert title in device.BENCHES
+        assert f'"{line}"' in source
+        for step in steps:
+            if isinstance(step, gpu.Measured):
+                assert step.table in device.BENCHES
+                assert f'"{step.line}"' in source
+            else:
+                assert not step.name or step.name in gpu.instructions()
