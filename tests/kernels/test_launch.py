@@ -66,17 +66,24 @@ class Kernel:
 
     __name__, arg_names = "kernel", ("x_pointer", "n", "WIDTH")
     signature = inspect.signature(lambda x_pointer, n, WIDTH: None)
+    function, packed_metadata = 17, (4, 1, 0)
 
     def __init__(self, devices: list[int]) -> None:
         self.fn, self.devices, self.builds, self.runs = self, devices, 0, []  # type: ignore[var-annotated]
+        self.told = 0  # launches in Triton's own way, which tells hooks of them
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **_: Any) -> Kernel:
             self.builds += len(grid) == 1  # a compiled kernel is given all three
+            self.told += len(grid) == 3
             self.runs.append((grid[0], self.devices[-1], *arguments[1:]))
             return self
 
         return run
+
+    def run(self, *given: Any) -> None:
+        assert given[1:9] == (1, 1, 0, self.function, self.packed_metadata, None, None, None)
+        self.runs.append((given[0], self.devices[-1], *given[10:]))
 
 
 class There(NamedTuple):
@@ -135,6 +142,21 @@ def test_a_kernel_is_built_for_what_triton_tells_apart(kernel: Kernel) -> None:
         assert kernel.builds == builds
     # the compiled kernel gets the constants in its order
     assert kernel.runs[1] == (7, 0, 19, 8) and kernel.runs[7] == (9, 0, 32, 16)
+
+
+def test_hooks_are_told_of_every_launch(kernel: Kernel) -> None:
+    """Where there are none, Triton's launcher is not made to call an empty list of them."""
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    for hook in (None, *hooks):
+        if hook is not None:
+            hook.add(print)
+        try:
+            for _ in range(2):
+                launch.launch(kernel, 5, There(0), 3, WIDTH=8)
+        finally:
+            if hook is not None:
+                hook.remove(print)
+    assert kernel.builds == 1 and kernel.told == 4 and len(kernel.runs) == 6
 
 
 def modules() -> list[ModuleType]:

