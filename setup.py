@@ -129,7 +129,7 @@ def extension() -> dict[str, Any]:
     eager = CppExtension(
         f"khot._eager_{version}",
         [EAGER],
-        depends=["csrc/kernels.h", "csrc/bindings/rows.h"],
+        depends=["csrc/kernels.h", "csrc/bindings/launch.h", "csrc/bindings/rows.h"],
         include_dirs=[os.path.abspath("csrc")],
         # Most of it is torch's headers, and its own loops are over a few rows.
         extra_compile_args=["-Os", "-fvisibility=hidden", "-Wno-psabi", *debug, *sanitize],

@@ -1,8 +1,9 @@
 """What a soft top-k costs the host of a GPU, and what it has Triton build: `python -m benchmarks.host`.
 
-Needs no GPU: Triton gets a driver that starts nothing, so that everything before a launch runs as it would
-for an NVIDIA GPU of compute capability 9.0, on tensors that lie on the CPU. Figures are CPU time of one
-thread, and hold what torch takes for empty tensors on the CPU instead of its allocator on a device.
+Needs no GPU: Triton gets a driver that starts nothing, and the extension for plain calls a launch function
+that does nothing, so that everything before a launch runs as it would for an NVIDIA GPU of compute capability
+9.0, on tensors that lie on the CPU. Figures are CPU time of one thread, and hold what torch takes for empty
+tensors on the CPU instead of its allocator on a device. With --calls it prints the times of calls alone.
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +25,18 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "host.md"
 CDFS = ("logistic", "laplace", "normal", "uniform", "power")
 ROWS = (1, 3, 16, 128, 1_000, 4_096)
 LENGTHS = (33, 48, 50, 60, 64)  # of rows that are padded to the same width
+BEFORE = (
+    "Before calls went without Python (at 453c8e9, on the same machine): 54.9 µs for `soft_topk` and 102.6 "
+    "of a tensor that requires a gradient, where a softmax took 1.7."
+)
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
 
@@ -77,6 +85,22 @@ def _register() -> None:
     gpu.register("CPU")
 
 
+@functools.cache
+def _start_nothing() -> None:
+    """Let the extension for plain calls start kernels by a function that does nothing."""
+    import ctypes
+
+    from khot._kernels.triton import native
+
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/nothing.so"
+        command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", library]
+        subprocess.run(command, input=b"int nothing(void) { return 0; }", check=True)
+        address = ctypes.cast(ctypes.CDLL(library).nothing, ctypes.c_void_p).value
+    assert address is not None
+    native.use(address, max(native.SCRATCH.values()), "cpu")
+
+
 @contextmanager
 def device() -> Iterator[None]:
     """Tensors on the CPU take the way of those on a GPU, in a process that uses the reference kernels."""
@@ -89,7 +113,9 @@ def device() -> Iterator[None]:
         raise RuntimeError("this needs KHOT_KERNELS=reference, without TRITON_INTERPRET=1")
     driver.set_active(_Driver())  # type: ignore[arg-type]
     _register()
-    readable, arguments.readable = arguments.readable, lambda _: False
+    readable = arguments.readable
+    # as on a device: values can be read by who may wait
+    arguments.readable = lambda value, wait=False: wait and readable(value)
     yield
     arguments.readable = readable
 
@@ -104,31 +130,61 @@ def calls(cdf: str, rows: int, n: int) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(khot.soft_topk(x, 8, cdf=F), x, grad)  # type: ignore[arg-type]
 
 
-def microseconds(repeats: int = 15, count: int = 300) -> dict[str, float]:
-    """Of a call, the median: (512, 64) float32, k and τ numbers."""
+def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, float]]:
+    """Of a call, and of torch.softmax's in its place, the medians, which take turns: (512, 64) float32, k and
+    τ numbers, beside (4, 64) on the CPU, where little of it is computing."""
     import torch
 
     import khot
+    from khot._core import eager
 
-    x = torch.ones(512, 64)
-    wanted = x.clone().requires_grad_()
-    functions = {
-        "soft_topk": lambda: khot.soft_topk(x, 8),
-        "soft_topk of a tensor that requires a gradient": lambda: khot.soft_topk(wanted, 8),
-        "torch.empty_like": lambda: torch.empty_like(x),
-        "torch.softmax on the CPU, (4, 64)": partial(torch.softmax, x[:4], -1),
-    }
-    found = {}
-    for name, function in functions.items():
-        function()
-        times = []
-        for _ in range(repeats):
-            start = time.process_time()
-            for _ in range(count):
+    _start_nothing()
+    x, grad = torch.ones(512, 64), torch.ones(512, 64)
+    wanted, few = x.clone().requires_grad_(), x[:4].clone()
+    few_wanted, few_grad = few.clone().requires_grad_(), grad[:4].clone()
+    layer, soft = khot.nn.SoftTopK(8), torch.nn.Softmax(-1)
+    forward = partial(torch.softmax, few, -1)
+
+    def both(call: Callable[[Any], Any], x: Any, grad: Any) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(call(x), x, grad)
+
+    def ordinary(call: Callable[[], Any]) -> Callable[[], Any]:
+        """The call where nothing is prepared for it, but its kernels are known."""
+
+        def run() -> Any:
+            plain, eager.soft_topk = eager.soft_topk, eager._ordinary
+            try:
+                return call()
+            finally:
+                eager.soft_topk = plain
+
+        return run
+
+    one, with_gradient = partial(khot.soft_topk, x, 8), both(lambda x: khot.soft_topk(x, 8), wanted, grad)
+    soft_both = both(lambda x: torch.softmax(x, -1), few_wanted, few_grad)
+    calls = {
+        "soft_topk": (one, forward),
+        "soft_topk of a tensor that requires a gradient": (
+            partial(khot.soft_topk, wanted, 8), partial(torch.softmax, few_wanted, -1),
+        ),
+        "soft_topk and its gradient": (with_gradient, soft_both),
+        "topk_mask": (partial(khot.topk_mask, x, 8), forward),
+        "nn.SoftTopK": (partial(layer, x), partial(soft, few)),
+        "nn.SoftTopK and its gradient": (both(layer, wanted, grad), both(soft, few_wanted, few_grad)),
+        "soft_topk, the ordinary way": (ordinary(one), forward),
+        "soft_topk and its gradient, the ordinary way": (ordinary(with_gradient), soft_both),
+    }  # fmt: skip
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    for repeat in range(repeats + 1):
+        for name, pair in calls.items():
+            for function, found in zip(pair, times[name], strict=True):
                 function()
-            times.append((time.process_time() - start) / count)
-        found[name] = 1e6 * sorted(times)[repeats // 2]
-    return found
+                start = time.process_time()
+                for _ in range(count if repeat else 3):
+                    function()
+                if repeat:
+                    found.append(1e6 * (time.process_time() - start) / count)
+    return {name: (median(ours), median(softmax)) for name, (ours, softmax) in times.items()}
 
 
 def builds(shapes: list[tuple[int, int]]) -> int:
@@ -141,6 +197,7 @@ def builds(shapes: list[tuple[int, int]]) -> int:
 
     class Nothing:
         packed_metadata = function = None
+        metadata = SimpleNamespace(num_ctas=0)  # which the extension for plain calls leaves to Triton
 
         def launch_metadata(self, *_: Any) -> None: ...
         def run(self, *_: Any) -> None: ...
@@ -152,15 +209,19 @@ def builds(shapes: list[tuple[int, int]]) -> int:
         kernel = self.device_caches[device][0][key] = Nothing()
         return kernel
 
-    for kernel in (*resident.KERNELS, *resident_backward.KERNELS):
-        kernel.device_caches.clear()
+    def forget() -> None:
+        launch.forget()
+        for kernel in (*resident.KERNELS, *resident_backward.KERNELS):
+            kernel.device_caches.clear()
+
+    forget()
     original, JITFunction._do_compile = JITFunction._do_compile, compile_nothing
     try:
         for shape in shapes:
             calls("logistic", *shape)()
     finally:
         JITFunction._do_compile = original
-        launch.forget()
+        forget()
     return len(set(built))
 
 
@@ -233,6 +294,10 @@ def main() -> None:
         rows = builds([(rows, 64) for rows in ROWS])
         lengths = builds([(128, n) for n in LENGTHS])
         times = microseconds() if "--builds" not in sys.argv else {}
+        if "--calls" in sys.argv:
+            for name, (ours, soft) in times.items():
+                print(f"{name}: {ours:.1f} {soft:.1f} {ours / soft:.2f}")
+            return
     wall, used = seconds(compile_all, [(cdf, shape) for shape in SHAPES for cdf in CDFS])
     all_calls = [(number,) for number in range(len(every_operator()))]
     all_wall, all_used = seconds(compile_operator, all_calls)
@@ -241,7 +306,14 @@ def main() -> None:
         (__doc__ or "").partition("\n\n")[2].strip(),
         "; ".join(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items())
         + f"; Triton {triton.__version__}; load {os.getloadavg()[0]:.1f}",
-        report.table(["call", "µs"], [[f"`{name}`", f"{value:.1f}"] for name, value in times.items()]),
+        report.table(
+            ["call", "µs", "softmax in its place", "ratio"],
+            [
+                [name, f"{ours:.1f}", f"{soft:.1f}", f"{ours / soft:.2f}"]
+                for name, (ours, soft) in times.items()
+            ],
+        ),
+        BEFORE,
         report.table(
             ["builds, logistic, forward and backward", "kernels"],
             [

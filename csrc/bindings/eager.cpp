@@ -5,6 +5,8 @@
 // torch's own Function in C++. Whatever is not a plain call gets None, and takes the ordinary way: other
 // types, other devices, transforms, modes, tangents, values out of range. That way also raises the errors.
 //
+// On a GPU a call is one launch, which the ordinary way prepares when it first makes such a call (launch.h).
+//
 // It needs torch's C++ interface, which is not stable, so it serves only the torch that it was built with
 // (khot/_core/eager.py). The kernels are those of khot._C.
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -14,6 +16,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -35,6 +38,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "bindings/launch.h"
 #include "bindings/rows.h"
 #include "kernels.h"
 
@@ -79,6 +83,8 @@ std::optional<Dtype> dtype_of(const Tensor& x) {
       return std::nullopt;
   }
 }
+
+bool plain(const Tensor& x) { return plain_tensor(x) || gpu::is_there(x); }
 
 // The rows of a contiguous tensor.
 struct Rows {
@@ -136,11 +142,44 @@ using Variables = torch::autograd::variable_list;
 struct Problem {
   Spec spec;
   double k, tau;
+  const double* counts = nullptr;  // on a GPU: k of each row, in the place of k
   bool threshold() const { return spec.output == Output::kThreshold; }
+  gpu::Signature signature(gpu::Signature::Operator which, const Tensor& x) const {
+    return {which, x, static_cast<int64_t>(spec.cdf), static_cast<int64_t>(spec.output)};
+  }
+};
+
+// y or log y on a GPU; undefined where nothing was prepared for it, or nothing could be started.
+Tensor forward_there(const Tensor& x, const Problem& problem, double* hi, double* lo) {
+  const bool by_row = problem.counts != nullptr;
+  const auto which = by_row ? gpu::Signature::kSoftTopkOfRows : gpu::Signature::kSoftTopk;
+  const auto prepared = gpu::find(problem.signature(which, x));
+  if (prepared == nullptr) return Tensor();
+  Tensor y = at::empty(x.sizes(), x.options());
+  const void* const from = x.const_data_ptr();
+  void* const to = y.mutable_data_ptr();
+  const bool started = by_row ? prepared->start(x.device(), {from, to, hi, lo, problem.counts}, {problem.tau})
+                              : prepared->start(x.device(), {from, to, hi, lo}, {problem.k, problem.tau});
+  return started ? y : Tensor();
+}
+
+// Two numbers for each row, both of which begin where Triton's kernels can load and store several at once.
+class PairsThere {
+ public:
+  explicit PairsThere(const Tensor& x)
+      : rows_((x.numel() / x.size(-1) + 1) / 2 * 2),
+        both_(at::empty({2 * rows_}, x.options().dtype(at::kDouble))) {}
+  double* first() { return both_.mutable_data_ptr<double>(); }
+  double* second() { return first() + rows_; }
+
+ private:
+  int64_t rows_;
+  Tensor both_;
 };
 
 // y, log y or the threshold. It is undefined where a row has no result.
 Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
+  if (gpu::is_there(x)) return forward_there(x, problem, hi, lo);
   const int64_t rows = x.numel() / problem.spec.n;
   Tensor y = problem.threshold() ? Tensor() : at::empty(x.sizes(), x.options());
   void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
@@ -168,6 +207,35 @@ Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Ten
                    name_of(problem.spec.output, kOutputs));
 }
 
+// The gradient of x on a GPU, from a prepared launch or by the operator, which prepares one.
+Tensor backward_there(const Tensor& grad, const Tensor& x, const Tensor& hi, const Tensor& lo,
+                      const Problem& problem) {
+  if (grad.is_contiguous() && grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes()) {
+    const pybind11::gil_scoped_acquire alone;
+    const auto prepared = gpu::find(problem.signature(gpu::Signature::kSoftTopkBackward, x));
+    if (prepared != nullptr) {
+      Tensor dx = at::empty(x.sizes(), x.options());
+      PairsThere rest(x);  // the gradients of k and tau, which are numbers
+      const bool started =
+          prepared->start(x.device(),
+                          {grad.const_data_ptr(), x.const_data_ptr(), hi.const_data_ptr(),
+                           lo.const_data_ptr(), dx.mutable_data_ptr(), rest.first(), rest.second()},
+                          {problem.tau});
+      if (started) return dx;
+    }
+  }
+  static const auto call =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("khot::soft_topk_backward", "")
+          .typed<std::tuple<Tensor, Tensor, Tensor>(
+              const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+              c10::string_view, double, c10::string_view, const std::optional<Tensor>&)>();
+  const auto number = at::TensorOptions(at::kDouble);
+  return std::get<0>(call.call(grad, at::scalar_tensor(0.0, number), x, hi, lo,
+                               at::scalar_tensor(problem.tau, number), name_of(problem.spec.cdf, kCdfs), 0.0,
+                               name_of(problem.spec.output, kOutputs), std::nullopt));
+}
+
 class SoftTopk : public torch::autograd::Function<SoftTopk> {
  public:
   // y, log y or the threshold, and the part of the threshold that carries its derivatives
@@ -179,8 +247,8 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     *valid = y.defined();
     if (!*valid) y = at::empty({0}, x.options());  // the call is left to the ordinary way
     context->set_materialize_grads(false);
-    const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
-                        problem.spec.output == Output::kValue;
+    const bool serves = x.scalar_type() == at::kFloat && !gpu::is_there(x) &&
+                        density_from_value(problem.spec.cdf) && problem.spec.output == Output::kValue;
     context->save_for_backward({x, serves ? y : Tensor(), hi, lo});
     context->saved_data["problem"] =
         std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
@@ -197,7 +265,7 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
                     static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
     const Problem problem{spec, given[2], given[3]};
     const bool direct = !at::GradMode::is_enabled() && plain_state() && grads[0].defined() &&
-                        plain_tensor(grads[0]) && plain_tensor(x) && !grads[1].defined();
+                        plain(grads[0]) && plain(x) && !grads[1].defined();
     Tensor grad = grads[0], grad_lo = grads[1];
     if (problem.threshold() && grad.defined()) {  // the threshold is lo and a constant
       grad = grad.to(at::kDouble);
@@ -210,6 +278,7 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
       return {vjp(first, second, x, hi, lo, problem), Tensor(), Tensor()};
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
+    if (gpu::is_there(x)) return {backward_there(grad, x, hi, lo, problem), Tensor(), Tensor()};
     Tensor result = at::empty(x.sizes(), x.options());
     if (grad.defined()) grad = grad.contiguous();
     if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
@@ -231,11 +300,17 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
 // The result of a problem, with its gradient; undefined where a row has no result.
 Tensor solve(const Tensor& x, const Problem& problem) {
   RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
-  const pybind11::gil_scoped_release others_may_run;
+  const bool there = gpu::is_there(x);
+  std::optional<pybind11::gil_scoped_release> others_may_run;
+  if (!there) others_may_run.emplace();
   if (at::GradMode::is_enabled() && x.requires_grad()) {
     bool valid = true;
     const Tensor y = SoftTopk::apply(x, problem, &valid)[0];
     return valid ? y : Tensor();
+  }
+  if (there) {
+    PairsThere threshold(x);
+    return forward_there(x, problem, threshold.first(), threshold.second());
   }
   c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
   return forward(x, problem, threshold.data(), threshold.data() + threshold.size() / 2);
@@ -336,9 +411,8 @@ std::optional<Cdf> cdf_of(PyObject* cdf) {
   return std::nullopt;
 }
 
-// A tensor of at most so many entries that has its rows in the last dimension; null for everything else. It
-// is contiguous, or so small that a copy which is costs less than the ordinary way.
-const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
+// A plain tensor that has its rows in the last dimension; null for everything else.
+const Tensor* rows_in(PyObject* input, PyObject* dim) {
   if (!PyLong_CheckExact(dim)) return nullptr;
   if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
   const Tensor& x = THPVariable_Unpack(input);
@@ -346,9 +420,39 @@ const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
   const long at = PyLong_AsLongAndOverflow(dim, &overflow);
   if (overflow != 0) return nullptr;
   if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
-  if (!plain_tensor(x) || !dtype_of(x) || x.numel() == 0 || x.numel() > most) return nullptr;
-  if (x.numel() > kMost && !x.is_contiguous()) return nullptr;
+  if (!plain(x) || !dtype_of(x) || x.numel() == 0) return nullptr;
   return x._fw_grad(0).defined() ? nullptr : &x;
+}
+
+// The same on the CPU, of at most so many entries. It is contiguous, or so small that a copy which is costs
+// less than the ordinary way.
+const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
+  const Tensor* x = rows_in(input, dim);
+  if (x == nullptr || served == nullptr || !plain_tensor(*x) || x->numel() > most) return nullptr;
+  return x->numel() > kMost && !x->is_contiguous() ? nullptr : x;
+}
+
+// The same on a GPU, contiguous.
+const Tensor* rows_there(PyObject* input, PyObject* dim) {
+  if (gpu::driver().launch == nullptr) return nullptr;
+  const Tensor* x = rows_in(input, dim);
+  return x != nullptr && gpu::is_there(*x) && x->is_contiguous() ? x : nullptr;
+}
+
+// A number that a launch passes by value, with what it has to be for the ordinary way as well.
+std::optional<double> passed(PyObject* value) {
+  if (!PyFloat_CheckExact(value) && !PyLong_CheckExact(value)) return std::nullopt;
+  const auto found = number(value);
+  return found && gpu::by_value(*found) ? found : std::nullopt;
+}
+
+// The k of each row on the same GPU, in float64 and without a gradient; null for everything else.
+const double* counts_of(PyObject* value, const Tensor& x) {
+  if (!THPVariable_CheckExact(value)) return nullptr;
+  const Tensor& k = THPVariable_Unpack(value);
+  const bool fits = gpu::is_there(k) && k.device() == x.device() && k.scalar_type() == at::kDouble &&
+                    k.sizes() == x.sizes().slice(0, x.dim() - 1) && k.is_contiguous();
+  return fits && !k.requires_grad() && !k._fw_grad(0).defined() ? k.const_data_ptr<double>() : nullptr;
 }
 
 // soft_topk(input, k, dim, tau, cdf, largest, mask, group, log)
@@ -356,15 +460,18 @@ PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
   if (args[5] != Py_True || args[6] != Py_None || args[7] != Py_None) Py_RETURN_NONE;
-  const Tensor* found = rows_of(args[0], args[2], kAny);
+  const Tensor* const there = rows_there(args[0], args[2]);
+  const Tensor* const found = there != nullptr ? there : rows_of(args[0], args[2], kAny);
   if (found == nullptr) Py_RETURN_NONE;
   const Tensor& x = *found;
-  const auto k = number(args[1]), tau = number(args[3]);
+  const auto take = there != nullptr ? passed : number;
+  const double* const counts = there != nullptr ? counts_of(args[1], x) : nullptr;
+  const auto tau = take(args[3]), k = counts != nullptr ? std::optional(1.0) : take(args[1]);
   const auto cdf = cdf_of(args[4]);
   if (!k || !tau || !cdf || !(*k > 0 && *k <= x.size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
     Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
-  Tensor y = solve(x, {{*cdf, 0, output, x.size(-1), nullptr}, *k, *tau});
+  Tensor y = solve(x, {{*cdf, 0, output, x.size(-1), nullptr}, *k, *tau, counts});
   if (!y.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
@@ -499,6 +606,17 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 6, "khot: topk_mask takes 6 arguments");
   if (args[3] != Py_True || args[4] != Py_None || args[5] != Py_None) Py_RETURN_NONE;
+  if (const Tensor* there = rows_there(args[0], args[2])) {
+    const auto k = passed(args[1]);
+    if (!k || *k > there->size(-1)) Py_RETURN_NONE;
+    const auto prepared = gpu::find({gpu::Signature::kTopkMask, *there, 0, 0});
+    if (prepared == nullptr) Py_RETURN_NONE;
+    RECORD_FUNCTION("khot::topk_mask", std::vector<c10::IValue>());
+    Tensor y = at::empty(there->sizes(), there->options());
+    const void* const x = there->const_data_ptr();
+    if (!prepared->start(there->device(), {x, y.mutable_data_ptr()}, {*k})) Py_RETURN_NONE;
+    return THPVariable_Wrap(std::move(y));
+  }
   const Tensor* found = rows_of(args[0], args[2], kMost);
   if (found == nullptr) Py_RETURN_NONE;
   const auto k = number(args[1]);
@@ -634,7 +752,180 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// serve(address, classes): what khot._C offers, and the class of each CDF by its name.
+// selectable(input, dim, most), on a GPU alone
+PyObject* selectable(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "khot: selectable takes 3 arguments");
+  const Tensor* const x = rows_there(args[0], args[1]);
+  const auto most = passed(args[2]);
+  if (x == nullptr || !most) Py_RETURN_NONE;
+  const auto prepared = gpu::find({gpu::Signature::kSelectable, *x, 0, 0});
+  if (prepared == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::selectable", std::vector<c10::IValue>());
+  Tensor found = at::empty(x->sizes().slice(0, x->dim() - 1), x->options().dtype(at::kDouble));
+  if (!prepared->start(x->device(), {x->const_data_ptr(), found.mutable_data_ptr()}, {*most})) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(found));
+  END_HANDLE_TH_ERRORS
+}
+
+// ------------------------------------------------------------------------------- launches on a GPU
+
+// use_driver(launch, stream, hooks, unused, device): what starts kernels; see `gpu::Driver`.
+PyObject* use_driver(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 5, "khot: use_driver takes 5 arguments");
+  using c10::DispatchKey;
+  gpu::Driver next;
+  next.launch = reinterpret_cast<gpu::Launch>(PyLong_AsVoidPtr(args[0]));
+  next.unused = static_cast<int>(PyLong_AsLong(args[3]));
+  if (PyErr_Occurred()) return nullptr;
+  TORCH_CHECK_VALUE(next.unused >= 0 && next.unused <= 4, "khot: unused must lie in [0, 4]");
+  if (named(args[4], "cpu")) {  // for tests, which have no other device
+    next.device = c10::DeviceType::CPU;
+    next.keys = c10::DispatchKeySet(
+        {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
+  } else {
+    next.keys = c10::DispatchKeySet({DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
+                                     DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA});
+  }
+  next.stream = Py_NewRef(args[1]);
+  next.hooks = Py_NewRef(args[2]);
+  std::swap(gpu::driver(), next);
+  Py_XDECREF(next.stream);
+  Py_XDECREF(next.hooks);
+  gpu::tables().clear();
+  gpu::prepared().clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// remember(table, arguments, function, threads, shared, types): how launches with such arguments are started.
+// The types are those of the arguments in Triton's words.
+PyObject* remember(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[5]), "khot: remember takes 6 arguments");
+  gpu::Arguments arguments;
+  auto kernel = std::make_shared<gpu::Compiled>();
+  const int64_t table = PyLong_AsLongLong(args[0]);
+  kernel->function = PyLong_AsVoidPtr(args[2]);
+  kernel->threads = static_cast<unsigned>(PyLong_AsUnsignedLong(args[3]));
+  kernel->shared = static_cast<unsigned>(PyLong_AsUnsignedLong(args[4]));
+  if (PyErr_Occurred()) return nullptr;
+  if (!arguments.read(args[1]) || PyTuple_GET_SIZE(args[5]) != arguments.count) Py_RETURN_FALSE;
+  for (int i = 0; i < arguments.count; ++i) {
+    PyObject* const type = PyTuple_GET_ITEM(args[5], i);
+    using gpu::Passed;
+    using Kind = gpu::Argument::Kind;
+    const Kind kind = arguments.given[i].kind;
+    const bool pointer =
+        PyUnicode_CheckExact(type) && PyUnicode_GET_LENGTH(type) > 1 && PyUnicode_READ_CHAR(type, 0) == '*';
+    if (named(type, "constexpr")) {
+      kernel->passed.push_back(Passed::kNot);
+    } else if (kind == Kind::kPointer && pointer) {
+      kernel->passed.push_back(Passed::kPointer);
+    } else if (kind == Kind::kInteger && named(type, "i32")) {
+      kernel->passed.push_back(Passed::kInt32);
+    } else if (kind == Kind::kInteger && named(type, "i64")) {
+      kernel->passed.push_back(Passed::kInt64);
+    } else if (kind == Kind::kReal && named(type, "fp32")) {
+      kernel->passed.push_back(Passed::kFloat32);
+    } else {
+      Py_RETURN_FALSE;
+    }
+  }
+  gpu::tables()[table][arguments.key()] = std::move(kernel);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// start(table, programs, arguments): whether a remembered kernel was started.
+PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "khot: start takes 3 arguments");
+  gpu::Arguments arguments;
+  if (gpu::driver().launch == nullptr) Py_RETURN_FALSE;
+  const int64_t table = PyLong_AsLongLong(args[0]), programs = PyLong_AsLongLong(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  const auto kernels = gpu::tables().find(table);
+  if (kernels == gpu::tables().end() || !arguments.read(args[2])) Py_RETURN_FALSE;
+  const auto found = kernels->second.find(arguments.key());
+  if (found == kernels->second.end()) Py_RETURN_FALSE;
+  const std::shared_ptr<const gpu::Compiled> kernel = found->second;  // also if another thread forgets it
+  if (gpu::start(*kernel, programs, arguments.given.data(), arguments.first->device())) Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
+  END_HANDLE_TH_ERRORS
+}
+
+// prepare(operator, x, cdf, output, table, programs, arguments, places): let plain calls with contiguous rows
+// like those of x make this launch of a remembered kernel. The places are those of the addresses among the
+// arguments, and then those of the two halves of each number, in the order of `Prepared::start`.
+PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 8 && THPVariable_Check(args[1]) && PyTuple_CheckExact(args[7]),
+                   "khot: prepare takes 8 arguments");
+  constexpr struct {
+    const char* name;
+    gpu::Signature::Operator choice;
+    Py_ssize_t places;
+  } operators[] = {{"soft_topk", gpu::Signature::kSoftTopk, 8},
+                   {"soft_topk_of_rows", gpu::Signature::kSoftTopkOfRows, 7},
+                   {"soft_topk_backward", gpu::Signature::kSoftTopkBackward, 9},
+                   {"topk_mask", gpu::Signature::kTopkMask, 4},
+                   {"selectable", gpu::Signature::kSelectable, 4}};
+  int64_t facts[] = {-1, 0, 0};
+  for (const auto& one : operators) {
+    if (named(args[0], one.name) && PyTuple_GET_SIZE(args[7]) == one.places) facts[0] = one.choice;
+  }
+  for (const auto& one : kCdfs) {
+    if (named(args[2], one.name)) facts[1] = static_cast<int64_t>(one.choice);
+  }
+  for (const auto& one : kOutputs) {
+    if (named(args[3], one.name)) facts[2] = static_cast<int64_t>(one.choice);
+  }
+  TORCH_CHECK_VALUE(facts[0] >= 0, "khot: prepare knows no such operator with so many places");
+  const int64_t table = PyLong_AsLongLong(args[4]), programs = PyLong_AsLongLong(args[5]);
+  if (PyErr_Occurred()) return nullptr;
+  const auto kernels = gpu::tables().find(table);
+  gpu::Arguments arguments;
+  if (kernels == gpu::tables().end() || !arguments.read(args[6])) Py_RETURN_FALSE;
+  const auto kernel = kernels->second.find(arguments.key());
+  if (kernel == kernels->second.end()) Py_RETURN_FALSE;
+
+  auto result = std::make_shared<gpu::Prepared>();
+  result->kernel = kernel->second;
+  result->programs = programs;
+  result->arguments.assign(arguments.given.begin(), arguments.given.begin() + arguments.count);
+  std::array<bool, gpu::kMostArguments> placed{};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[7]); ++i) {
+    const long place = PyLong_AsLong(PyTuple_GET_ITEM(args[7], i));
+    if (PyErr_Occurred()) return nullptr;
+    TORCH_CHECK_INDEX(place >= 0 && place < arguments.count, "khot: there is no argument ", place);
+    result->places.push_back(static_cast<int>(place));
+    placed[place] = true;
+  }
+  for (int i = 0; i < arguments.count;
+       ++i) {  // what was an address must be one of the call's own, and aligned
+    const gpu::Argument& argument = arguments.given[i];
+    if (argument.kind == gpu::Argument::Kind::kPointer && !(placed[i] && argument.aligned())) Py_RETURN_FALSE;
+  }
+  if (gpu::prepared().size() >= gpu::kMostPrepared) gpu::prepared().clear();
+  const gpu::Signature signature(static_cast<gpu::Signature::Operator>(facts[0]), THPVariable_Unpack(args[1]),
+                                 facts[1], facts[2]);
+  gpu::prepared()[signature] = std::move(result);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// forget(): all kernels and launches.
+PyObject* forget(PyObject*, PyObject* const*, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  gpu::tables().clear();
+  gpu::prepared().clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// serve(address, classes): what khot._C offers, 0 if it is not in use, and the class of each CDF by its name.
 PyObject* serve(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 2 && PyDict_Check(args[1]), "khot: serve takes an address and a dict");
@@ -663,6 +954,12 @@ PyMethodDef methods[] = {{"serve", method(serve), METH_FASTCALL, nullptr},
                          {"soft_rank", method(soft_rank), METH_FASTCALL, nullptr},
                          {"soft_sort", method(soft_sort), METH_FASTCALL, nullptr},
                          {"pareto", method(pareto), METH_FASTCALL, nullptr},
+                         {"selectable", method(selectable), METH_FASTCALL, nullptr},
+                         {"use_driver", method(use_driver), METH_FASTCALL, nullptr},
+                         {"remember", method(remember), METH_FASTCALL, nullptr},
+                         {"start", method(start), METH_FASTCALL, nullptr},
+                         {"prepare", method(prepare), METH_FASTCALL, nullptr},
+                         {"forget", method(forget), METH_FASTCALL, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_eager", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -157,6 +157,10 @@ class Operator:
         self._faster[device] = kernel
         self.compute = self._by_device
 
+    def is_served(self, x: Tensor) -> bool:
+        """Whether there is a kernel in Python for the device of x."""
+        return x.device.type in self._faster
+
     def _by_device(self, *args: Any) -> Any:
         kernel = self._faster.get(args[0].device.type)
         if kernel is not None and decides_by_device(args):

@@ -2,8 +2,11 @@
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
 dispatch, checks and errors are there. Of all but the soft top-k, the soft count, its inverse and the top-k,
-only small calls are taken. The extension is written in torch's C++ interface, which is not stable, so it is
-used with the torch that it was built with, whose version is in its name. Without it every call returns None.
+only small calls are taken. On a GPU, calls of the soft top-k, of the
+hard mask and of what layers ask before are taken once the ordinary way has made a call with rows like theirs,
+and has prepared a launch (:mod:`khot._kernels.triton.native`); the ordinary way's own launches go through
+:data:`start`. The extension is written in torch's C++ interface, which is not stable, so it is used with the
+torch that it was built with, whose version is in its name. Without it every call returns None.
 """
 
 from __future__ import annotations
@@ -17,16 +20,23 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "forget",
     "in_use",
     "inverse_soft_count",
+    "launching",
     "load",
     "pareto",
+    "prepare",
+    "remember",
+    "selectable",
     "soft_count",
     "soft_rank",
     "soft_sort",
     "soft_topk",
+    "start",
     "topk",
     "topk_mask",
+    "use_driver",
 ]
 
 
@@ -53,6 +63,20 @@ soft_sort: _Call = _ordinary
 #: pareto(probs, dim, generator, least): a sample of each row with the sum of p(1 − p) at least that
 pareto: _Call = _ordinary
 
+#: selectable(input, dim, most), on a GPU alone
+selectable: _Call = _ordinary
+#: start(table, programs, arguments): whether a remembered kernel of a GPU was started; if not, nothing was
+start: Callable[..., bool | None] = _ordinary
+#: remember(table, arguments, function, threads, shared, types): a kernel for arguments like these
+remember: Callable[..., bool | None] = _ordinary
+#: prepare(operator, x, cdf, output, table, programs, arguments, places): a launch for plain calls
+prepare: Callable[..., bool | None] = _ordinary
+#: forget(): all kernels and launches
+forget: Callable[[], None] = _ordinary
+
+#: whether there is an extension for this torch that starts the kernels of a GPU
+launching = False
+
 
 def in_use() -> bool:
     """Whether there is an extension for this torch."""
@@ -65,15 +89,51 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
     A call takes a CDF by its name in ``cdfs``, or an object of exactly that class.
     """
     global soft_topk, soft_count, inverse_soft_count, topk, topk_mask, soft_rank, soft_sort, pareto
-    version = torch.__version__.split("+")[0].replace(".", "_")
-    try:
-        extension = importlib.import_module(f"khot._eager_{version}")
-    except ImportError:
-        return
-    if not hasattr(kernels, "khot_served"):  # built from other sources
+    extension = _extension()
+    if extension is None or not hasattr(kernels, "khot_served"):  # built from other sources
         return
     kernels.khot_served.restype = ctypes.c_void_p
     extension.serve(kernels.khot_served(), cdfs)
     soft_topk, topk, topk_mask = extension.soft_topk, extension.topk, extension.topk_mask
     soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
     soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto
+
+
+def use_driver(
+    launch: int,
+    stream: Callable[[int], int],
+    hooks: object,
+    unused: int,
+    device: str,
+    *,
+    cdfs: dict[str, type],
+) -> None:
+    """Let the extension, if there is one, start kernels of a GPU.
+
+    Args:
+        launch: the address of the driver's function ``cuLaunchKernel``.
+        stream: gives the current stream of a device.
+        hooks: has the hooks that Triton tells of launches. While there are any, nothing is started here.
+        unused: how many null pointers a kernel gets after its parameters.
+        device: "cuda", or "cpu" for tests.
+        cdfs: as for :func:`load`.
+    """
+    global soft_topk, topk_mask, selectable, start, remember, prepare, forget, launching
+    extension = _extension()
+    if extension is None:
+        return
+    if not in_use():
+        extension.serve(0, cdfs)
+    extension.use_driver(launch, stream, hooks, unused, device)
+    soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
+    selectable, start = extension.selectable, extension.start
+    remember, prepare, forget = extension.remember, extension.prepare, extension.forget
+    launching = True
+
+
+def _extension() -> Any:
+    version = torch.__version__.split("+")[0].replace(".", "_")
+    try:
+        return importlib.import_module(f"khot._eager_{version}")
+    except ImportError:
+        return None

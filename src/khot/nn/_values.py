@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._core.torch_internals import is_transformed
@@ -82,6 +82,7 @@ def available(k: Scalar, x: Tensor) -> Scalar:
     number = not isinstance(k, Tensor) and k <= x.shape[-1]
     if number and x.numel() and arguments.readable(x) and x.detach().amin().item() > -math.inf:
         return k  # not so with a NaN
-    if number and x.is_cuda and not torch.compiler.is_compiling() and not is_transformed(x):
-        return selectable(x.detach(), float(k))
+    if number and selectable.is_served(x) and not torch.compiler.is_compiling() and not is_transformed(x):
+        counts = eager.selectable(x, -1, float(k))
+        return selectable(x.detach(), float(k)) if counts is None else counts
     return widen((x != -math.inf).sum(-1)).clamp(max=k)

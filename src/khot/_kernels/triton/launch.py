@@ -4,10 +4,13 @@ Triton's own way from a kernel's arguments to the compiled program takes the hos
 takes the device: among other things it compares every global that the kernel uses with what it was when the
 kernel was compiled, and it tells hooks of every launch, also where none are set. So a compiled kernel is
 remembered here by what Triton specialises it for, with its constants, and given to Triton's launcher itself.
+Where the extension for plain calls is in use, it remembers the kernel as well, and starts it without Python
+(:mod:`.native`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from khot._core import eager
+from khot._kernels.triton import native
 from khot._kernels.triton.fast import PTX
 
 __all__ = ["Variant", "launch", "variant"]
@@ -25,6 +30,7 @@ LARGE = 1 << 31  # from here on an integer has 64 bits
 watch: Callable[[str], object] | None = None
 
 _VARIANTS: dict[Any, Variant] = {}
+_numbers = itertools.count()
 
 
 class Variant:
@@ -34,6 +40,7 @@ class Variant:
         self.kernel = kernel
         self.constants = constants
         self.compiled: dict[Any, _Compiled] = {}
+        self.table = next(_numbers)  # of the extension
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Start so many programs: ``kernel[(programs,)](*arguments, **constants)``.
@@ -73,6 +80,8 @@ def variant(kernel: Any, **constants: Any) -> Variant:
 
 
 def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
+    if eager.start(variant.table, programs, arguments):
+        return
     if not PTX.value:  # the interpreter; and ROCm, where the size of a tensor counts, too
         with torch.cuda.device_of(arguments[0]):
             variant.kernel[(programs,)](*arguments, **variant.constants)
@@ -95,7 +104,9 @@ def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
     found = variant.compiled.get(tuple(key))
     if found is None:
         kernel = variant.kernel[(programs,)](*arguments, **variant.constants)
-        variant.compiled[tuple(key)] = _Compiled(kernel, _in_order(variant, len(arguments)))
+        if kernel is not None:  # a hook of Triton's may keep it from compiling
+            variant.compiled[tuple(key)] = _Compiled(kernel, _in_order(variant, len(arguments)))
+            native.remember(variant.table, arguments, kernel)
         return
     stream = active.get_current_stream(current)
     if _watched():
@@ -108,14 +119,12 @@ def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
 
 
 def _watched() -> bool:
-    """Whether something, such as a profiler of Triton's, is to be told of launches."""
-    hooks = knobs.runtime
-    return _calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook)
-
-
-def _calls(hook: Any) -> bool:
-    """Whether a hook calls anything: Triton's are lists of functions, unless somebody has put one there."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    """Whether something, such as a profiler of Triton's, is to be told of launches. Triton's hooks are lists
+    of functions, unless somebody has put another function there."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def _in_order(variant: Variant, given: int) -> tuple[Any, ...]:
@@ -126,5 +135,6 @@ def _in_order(variant: Variant, given: int) -> tuple[Any, ...]:
 
 def forget() -> None:
     """Forget what was compiled."""
+    eager.forget()
     for each in _VARIANTS.values():
         each.compiled.clear()

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import topk_mask as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.fast import any_row, wide
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.largest import of_long_rows
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.levels import MASK, MOST, STATE
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import (
@@ -99,9 +99,9 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         )  # fmt: skip
         return out
     tile = layout.tile(rows, n)
-    launch(
-        _resident_mask, triton.cdiv(rows, tile.together),
-        *source, *given, out, rows, n,
-        COMPUTE=layout.compute(x.dtype), **layout.held(tile, n),
-    )  # fmt: skip
+    programs, arguments = triton.cdiv(rows, tile.together), (*source, *given, out, rows, n)
+    mask = variant(_resident_mask, COMPUTE=layout.compute(x.dtype), **layout.held(tile, n))
+    mask(programs, *arguments)
+    if given.pointer is None and source[0].is_contiguous():
+        native.prepare("topk_mask", source[0], mask, programs, arguments)
     return out

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.triton import layout
+from khot._core import eager
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
@@ -261,7 +262,11 @@ def soft_topk_backward(
 ) -> None:
     """Fill the results: dx, dk and dtau."""
     start, programs, power = _variant(rows, n, F, output, asked(grad_lo))
-    start(programs, *grad, *grad_lo, *source, *t, *tau, *results, rows, n, *power)
+    arguments = (*grad, *grad_lo, *source, *t, *tau, *results, rows, n, *power)
+    start(programs, *arguments)
+    numbers = eager.launching and tau.pointer is None and not asked(grad_lo)
+    if numbers and source[0].is_contiguous() and grad[0].is_contiguous() and grad[0].dtype == source[0].dtype:
+        native.prepare("soft_topk_backward", source[0], start, programs, arguments, F.name, output)
 
 
 def asked(grad_lo: layout.Values) -> bool:

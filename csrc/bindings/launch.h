@@ -1,0 +1,310 @@
+// Kernels of a GPU that Triton has compiled, started without a line of Python.
+//
+// Triton's own way from a kernel's arguments to the driver takes longer than a short row takes the device.
+// Here a compiled kernel is found by what Triton specialises it for, and given to the driver's launch
+// function, whose address comes from Python (khot/_kernels/triton/native.py): neither a build nor an import
+// needs CUDA.
+//
+// Every function that starts a kernel says whether it did. If not, nothing was started, and the caller takes
+// the ordinary way, which raises the errors. All tables are read and written with the GIL held.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace khot::gpu {
+
+using at::Tensor;
+
+// cuLaunchKernel, as the driver declares it.
+using Launch = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
+                       void** extra);
+
+// What starts kernels, once Python has named it.
+struct Driver {
+  Launch launch = nullptr;
+  PyObject* stream = nullptr;  // called with the index of a device: its current stream, a number
+  PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
+  int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
+  c10::DeviceType device = c10::DeviceType::CUDA;
+  c10::DispatchKeySet keys;  // of plain tensors there
+};
+
+inline Driver& driver() {
+  static Driver only;
+  return only;
+}
+
+inline bool is_there(const Tensor& x) {
+  return driver().launch != nullptr && x.device().type() == driver().device &&
+         driver().keys.has_all(x.key_set());
+}
+
+constexpr int kMostArguments = 48;
+constexpr int64_t kLarge = int64_t{1} << 31;  // from here on an integer has 64 bits
+constexpr int64_t kLargest = int64_t{1} << 60;
+constexpr uintptr_t kAligned = 15;  // Triton compiles for pointers that are multiples of 16
+
+struct Argument {
+  enum class Kind : int8_t { kNone, kInteger, kReal, kPointer };
+  Kind kind = Kind::kNone;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  union {
+    int64_t integer = 0;
+    double real;
+    const void* pointer;
+  };
+  bool aligned() const { return (reinterpret_cast<uintptr_t>(pointer) & kAligned) == 0; }
+};
+
+// How the compiled kernel takes an argument: not at all if it was compiled for it.
+enum class Passed : int8_t { kNot, kPointer, kInt32, kInt64, kFloat32 };
+
+struct Compiled {
+  void* function;
+  unsigned threads, shared;
+  std::vector<Passed> passed;
+};
+
+using Key = std::string;
+
+inline void extend(Key& key, int64_t value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+// The kernels of one source with the same constants (`Variant` in khot/_kernels/triton/launch.py), by what
+// Triton compiles them for; and the same of all sources, by their number.
+using Table = std::unordered_map<Key, std::shared_ptr<const Compiled>>;
+
+inline std::unordered_map<int64_t, Table>& tables() {
+  static std::unordered_map<int64_t, Table> all;
+  return all;
+}
+
+// The arguments of a launch.
+struct Arguments {
+  int count = 0;
+  std::array<Argument, kMostArguments> given;
+  const Tensor* first = nullptr;
+
+  // False for what only the ordinary way knows.
+  bool read(PyObject* tuple) {
+    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) > kMostArguments) return false;
+    count = static_cast<int>(PyTuple_GET_SIZE(tuple));
+    for (int i = 0; i < count; ++i) {
+      if (!read(PyTuple_GET_ITEM(tuple, i), given[i])) return false;
+    }
+    return first != nullptr;
+  }
+
+  Key key() const {
+    Key result;
+    result.reserve((count + 1) * sizeof(int64_t));
+    extend(result, first->device().index());
+    for (int i = 0; i < count; ++i) extend(result, kind_of(given[i]));
+    return result;
+  }
+
+ private:
+  bool read(PyObject* value, Argument& found) {
+    if (value == Py_None) {
+      found.kind = Argument::Kind::kNone;
+    } else if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      found.kind = Argument::Kind::kInteger;
+      found.integer = PyLong_AsLongLongAndOverflow(value, &overflow);
+      return overflow == 0 && std::abs(found.integer) < kLargest;
+    } else if (PyFloat_CheckExact(value)) {
+      found.kind = Argument::Kind::kReal;
+      found.real = PyFloat_AS_DOUBLE(value);
+    } else {
+      if (!THPVariable_CheckExact(value)) return false;
+      const Tensor& x = THPVariable_Unpack(value);
+      if (!is_there(x) || (first != nullptr && x.device() != first->device())) return false;
+      if (first == nullptr) first = &x;
+      found.kind = Argument::Kind::kPointer;
+      found.dtype = x.scalar_type();
+      found.pointer = x.data_ptr();
+    }
+    return true;
+  }
+
+  // At least as fine as what Triton distinguishes: integers that are 1, small, large, or multiples of 16; and
+  // pointers by their type and alignment. The kind is in the low bits, which no two kinds share.
+  static int64_t kind_of(const Argument& argument) {
+    switch (argument.kind) {
+      case Argument::Kind::kNone:
+        return 0;
+      case Argument::Kind::kReal:
+        return 1;
+      case Argument::Kind::kInteger: {
+        const bool common = argument.integer > 1 && argument.integer < kLarge;
+        const int64_t told = common ? (argument.integer & kAligned) | 32 : argument.integer;
+        return static_cast<int64_t>(static_cast<uint64_t>(told) << 2) | 2;
+      }
+      case Argument::Kind::kPointer: {
+        const int64_t rest = static_cast<int64_t>(reinterpret_cast<uintptr_t>(argument.pointer) & kAligned);
+        return ((static_cast<int64_t>(argument.dtype) << 4 | rest) << 2) | 3;
+      }
+    }
+    return 0;
+  }
+};
+
+// Whether nothing is to be told of launches. Triton's hooks are lists of functions, unless somebody has put
+// another function there.
+inline bool unwatched() {
+  static PyObject* const names[] = {PyUnicode_InternFromString("launch_enter_hook"),
+                                    PyUnicode_InternFromString("launch_exit_hook")};
+  static PyObject* const calls = PyUnicode_InternFromString("calls");
+  for (PyObject* name : names) {
+    const auto hook = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(driver().hooks, name));
+    if (hook && hook.is_none()) continue;
+    const auto list =
+        pybind11::reinterpret_steal<pybind11::object>(hook ? PyObject_GetAttr(hook.ptr(), calls) : nullptr);
+    if (!list || !PyList_CheckExact(list.ptr())) {
+      PyErr_Clear();
+      return false;
+    }
+    if (PyList_GET_SIZE(list.ptr()) != 0) return false;
+  }
+  return true;
+}
+
+inline std::optional<void*> current_stream(c10::Device device) {
+  const auto index = pybind11::reinterpret_steal<pybind11::object>(PyLong_FromLong(device.index()));
+  const auto stream =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(driver().stream, index.ptr()));
+  void* const found = stream ? PyLong_AsVoidPtr(stream.ptr()) : nullptr;
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return found;
+}
+
+// Start so many programs on the current stream of the device. The GIL is held, but not while the driver is
+// called, which may wait for room in its queue.
+inline bool start(const Compiled& kernel, int64_t programs, const Argument* given, c10::Device device) {
+  if (programs == 0) return true;
+  if (programs < 0 || programs >= kLarge || !unwatched()) return false;
+  const c10::DeviceGuard guard(device);
+  const std::optional<void*> stream = current_stream(device);
+  if (!stream) return false;
+  std::array<uint64_t, kMostArguments + 4> values{};  // those that are not written are the null pointers
+  std::array<void*, kMostArguments + 4> parameters;
+  int count = 0;
+  for (size_t i = 0; i < kernel.passed.size(); ++i) {
+    void* const place = &values[count];
+    switch (kernel.passed[i]) {
+      case Passed::kNot:
+        continue;
+      case Passed::kPointer:
+        std::memcpy(place, &given[i].pointer, sizeof(void*));
+        break;
+      case Passed::kInt32: {
+        const int32_t number = static_cast<int32_t>(given[i].integer);
+        std::memcpy(place, &number, sizeof number);
+        break;
+      }
+      case Passed::kInt64:
+        std::memcpy(place, &given[i].integer, sizeof(int64_t));
+        break;
+      case Passed::kFloat32: {
+        const float number = static_cast<float>(given[i].real);
+        std::memcpy(place, &number, sizeof number);
+        break;
+      }
+    }
+    parameters[count++] = place;
+  }
+  for (int i = 0; i < driver().unused; ++i, ++count) parameters[count] = &values[count];
+  const pybind11::gil_scoped_release others_may_run;
+  return driver().launch(kernel.function, static_cast<unsigned>(programs), 1, 1, kernel.threads, 1, 1,
+                         kernel.shared, *stream, parameters.data(), nullptr) == 0;
+}
+
+// ------------------------------------------------------------------------------------- prepared calls
+
+// What decides a launch of an operator for contiguous rows, apart from addresses and numbers.
+struct Signature {
+  enum Operator : int64_t { kSoftTopk, kSoftTopkOfRows, kSoftTopkBackward, kTopkMask, kSelectable };
+  std::array<int64_t, 7> facts;
+
+  Signature(Operator which, const Tensor& x, int64_t cdf, int64_t output)
+      : facts{which,
+              x.device().index(),
+              static_cast<int64_t>(x.scalar_type()),
+              x.numel() / x.size(-1),
+              x.size(-1),
+              cdf,
+              output} {}
+  bool operator==(const Signature& other) const { return facts == other.facts; }
+};
+
+struct Hash {
+  size_t operator()(const Signature& signature) const {
+    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+    for (const int64_t fact : signature.facts) hash = (hash ^ static_cast<uint64_t>(fact)) * 0x100000001b3;
+    return hash ^ hash >> 29;
+  }
+};
+
+// A launch of which all is known but addresses and numbers: the arguments, and where these belong among them.
+struct Prepared {
+  std::shared_ptr<const Compiled> kernel;
+  int64_t programs;
+  std::vector<Argument> arguments;
+  std::vector<int> places;  // of the addresses, and after them two for each number
+
+  // Numbers are passed as the sums of two of float32, as khot/_kernels/triton/layout.py does.
+  bool start(c10::Device device, std::initializer_list<const void*> addresses,
+             std::initializer_list<double> numbers) const {
+    std::array<Argument, kMostArguments> given;
+    std::copy(arguments.begin(), arguments.end(), given.begin());
+    auto place = places.begin();
+    for (const void* address : addresses) {
+      Argument& argument = given[*place++];
+      argument.pointer = address;
+      if (!argument.aligned()) return false;
+    }
+    for (const double number : numbers) {
+      const float high = static_cast<float>(number);
+      given[*place++].real = high;
+      given[*place++].real = static_cast<float>(number - high);
+    }
+    return gpu::start(*kernel, programs, given.data(), device);
+  }
+};
+
+// Whether float32 holds both halves of a number; others are not passed by value.
+inline bool by_value(double number) { return number > 1e-20 && number < 1e30; }
+
+constexpr size_t kMostPrepared = 4096;  // then all are forgotten: lengths of rows may have no end
+
+inline std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash>& prepared() {
+  static std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash> all;
+  return all;
+}
+
+inline std::shared_ptr<const Prepared> find(const Signature& signature) {
+  const auto found = prepared().find(signature);
+  return found == prepared().end() ? nullptr : found->second;
+}
+
+}  // namespace khot::gpu

@@ -1,0 +1,418 @@
+"""Launches without Python, beside Triton's own and the ordinary way: run by `test_native.py`, in a process of
+its own, where a driver records what is started."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+from benchmarks import host
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+from triton import knobs
+from triton.compiler import compiler
+from triton.runtime import driver
+
+import khot
+import recorded
+from khot._core import arguments, eager
+from khot._kernels import triton as kernels
+from khot._kernels.triton import launch, native
+
+CDFS = ("logistic", "laplace", "normal", "uniform")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CALLS = ("soft_topk", "topk_mask", "selectable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[None]:
+    recorded.library()
+    host._register()
+    driver.set_active(recorded.Driver())  # type: ignore[arg-type]
+    recorded.use()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "readable", lambda *_, **__: False)
+        patch.setattr(triton.compiler, "compile", recorded.NotCompiled)
+        yield
+
+
+@pytest.fixture
+def seen() -> Iterator[list[recorded.Launch]]:
+    """The launches, in whose place the reference kernels write the results."""
+    found: list[recorded.Launch] = []
+    recorded.emulate(found)
+    yield found
+    recorded.stop()
+
+
+@contextmanager
+def ordinary(start: bool = True) -> Iterator[None]:
+    """The ordinary way for every call; with ``start``, by Triton's launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*CALLS, "start") if start else CALLS:
+            patch.setattr(eager, name, eager._ordinary)
+        yield
+
+
+@contextmanager
+def answers(name: str = "soft_topk") -> Iterator[list[bool]]:
+    """For each call of the extension: whether it answered."""
+    call, found = getattr(eager, name), []
+
+    def noted(*args: Any) -> Tensor | None:
+        y = call(*args)
+        found.append(y is not None)
+        return y  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, name, noted)
+        yield found
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+def with_gradient(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = call(leaf)
+    return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+
+def prepare(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Make the call once, with its gradient."""
+    with_gradient(call, x, torch.ones_like(x))
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(
+        torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------ the launches
+
+
+def test_triton_would_start_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kernel that these operators launch: function, grid, block, shared memory, stream and every
+    byte of the parameters, those included that Triton appends."""
+    own, checked = launch.start, []
+
+    def both(variant: launch.Variant, programs: int, given: tuple[Any, ...]) -> None:
+        own(variant, programs, given)  # compiles it
+        before = recorded.starts()
+        with ordinary():
+            own(variant, programs, given)
+        wanted = recorded.Launch()
+        assert eager.start(variant.table, programs, given)
+        assert recorded.starts() == before + 2
+        assert recorded.Launch() == wanted and wanted.attributes == 0
+        checked.append(variant.kernel.__name__)
+
+    monkeypatch.setattr(launch, "start", both)
+    x, seed = scores(512, 64), torch.tensor(-(1 << 62) + 5)
+    one = torch.ones((), dtype=torch.float64)
+    hi, lo = torch.zeros(512, dtype=torch.float64), torch.zeros(512, dtype=torch.float64)
+    kernels.soft_topk(x, one * 8, one, "logistic", 0.0, "y")
+    kernels.soft_topk(x[:, 1:], hi + 8, one, "laplace", 0.0, "log")
+    kernels.soft_topk(scores(2, 300_000), one * 8, one, "logistic", 0.0, "y")
+    kernels.soft_topk_backward(x.mT.contiguous().mT, one * 0, x, hi, lo, one, "logistic", 0.0, "y")
+    kernels.topk_mask(x, one * 8)
+    kernels.selectable(x, 3.0)
+    kernels.laplace_count(x.bfloat16(), x.bfloat16(), one)
+    kernels.uniform(seed, 4, 8, 1 << 40)
+    assert len(set(checked)) >= 9 and len(checked) >= 11
+
+
+def test_kernels_that_triton_compiles_are_plain() -> None:
+    """Those of the other tests are not compiled."""
+    types = ("*fp32", "i32", "*fp64", "i32", "i32", "fp32", "fp32", "constexpr", "constexpr")
+    (kernel,) = sys.modules["khot._kernels.triton.selectable"].KERNELS
+    constants = {"TOGETHER": 1, "WIDTH": 64}
+    source = compiler.ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constants)
+    assert native._is_plain(compiler.compile(source, driver.active.get_current_target()).metadata)
+
+
+def test_a_prepared_launch_is_that_of_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    x, grad = scores(37, 33), scores(37, 33)
+    call = lambda x: khot.soft_topk(x, 2.7, tau=0.3)  # noqa: E731
+    prepare(call, x)
+    seen.clear()
+    with ordinary():
+        with_gradient(call, x, grad)
+    with ordinary(start=False):
+        with_gradient(call, x, grad)
+    with answers() as answered:
+        with_gradient(call, x, grad)
+    assert answered == [True] and len(seen) == 6
+    for tritons, started, prepared in zip(seen[:2], seen[2:4], seen[4:], strict=True):
+        kept = list(recorded.compiled[prepared.function - 1].kept.values())
+        # results lie at other addresses
+        numbers = [i for i, kind in enumerate(kept) if not kind.startswith("*")] + [len(kept), len(kept) + 1]
+        for other in (tritons, started):
+            assert (prepared.function, prepared.place) == (other.function, other.place)
+            assert [prepared.values[i] for i in numbers] == [other.values[i] for i in numbers]
+    assert seen[4].values[0] == x.data_ptr() and seen[5].values[0] == grad.data_ptr()
+
+
+def test_a_kernel_with_more_than_parameters_takes_tritons_own_way() -> None:
+    class Metadata:
+        num_ctas, num_warps, shared = 1, 4, 0
+        launch_cooperative_grid = launch_pdl = False
+        global_scratch_size = profile_scratch_size = 0
+        target = driver.active.get_current_target()
+
+    assert native._is_plain(Metadata())
+    for name, value in (
+        ("num_ctas", 2),
+        ("launch_cooperative_grid", True),
+        ("launch_pdl", True),
+        ("global_scratch_size", 8),
+        ("profile_scratch_size", 8),
+        ("shared", native.MOST_SHARED + 1),
+        ("instrumentation_mode", "gsan"),
+    ):
+        other = Metadata()
+        setattr(other, name, value)
+        assert not native._is_plain(other), name
+
+
+def test_another_triton_takes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(native, "use", lambda *given: used.append(given))
+    native._look.__wrapped__()
+    assert used == [(recorded.address("cuLaunchKernel"), native.SCRATCH[recorded.version()])]
+    monkeypatch.setattr(native.triton, "__version__", "3.99.0")
+    native._look.__wrapped__()
+    assert len(used) == 1
+
+
+# -------------------------------------------------------------------------------------- the calls
+
+
+def agrees(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """With and without a gradient, once it is prepared."""
+    grad = x.flip(0)
+    with ordinary():
+        wanted = with_gradient(call, x, grad)
+    prepare(call, x)
+    with answers() as answered:
+        found = with_gradient(call, x, grad)
+        with torch.no_grad():
+            assert torch.equal(call(x), wanted[0])
+        with torch.inference_mode():
+            assert call(x).is_inference() and torch.equal(call(x), wanted[0])
+    assert answered == [True] * 4
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(37, 33), (7,), (2, 3, 16), (5, 1)], ids=str)
+def test_results_are_those_of_the_ordinary_way(shape: tuple[int, ...], seen: list[recorded.Launch]) -> None:
+    k = min(2, shape[-1] / 2)
+    agrees(lambda x: khot.soft_topk(x, k, tau=0.7), scores(*shape))
+    agrees(lambda x: khot.soft_topk(x, k, hard=True), scores(*shape))
+    if len(shape) == 3:
+        agrees(lambda x: khot.log_soft_topk(x, k, x.dim() - 1), scores(*shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cdf", CDFS)
+def test_every_cdf_and_dtype_is_taken(cdf: Any, dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
+    if cdf == "logistic" or dtype == torch.float32:
+        agrees(lambda x: khot.soft_topk(x, 2, cdf=cdf), scores(6, 32, dtype=dtype))
+        agrees(lambda x: khot.soft_topk(x, 2, cdf=khot.cdfs.resolve(cdf)), scores(6, 32, dtype=dtype))
+
+
+def test_names_and_masks_take_the_same_way(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32)
+    for name, call in (
+        ("soft_topk", lambda: khot.sigmoid_topk(x, 3)),
+        ("soft_topk", lambda: khot.laplace_topk(x, 3)),
+        ("soft_topk", lambda: khot.sparse_topk(x, 3)),
+        ("topk_mask", lambda: khot.topk_mask(x, 3)),
+        ("topk_mask", lambda: khot.topk_mask(x, 2.5)),
+    ):
+        with ordinary():
+            wanted = call()
+        call()
+        with answers(name) as answered:
+            assert torch.equal(call(), wanted)
+        assert answered == [True]
+
+
+def test_layers_take_the_same_way(seen: list[recorded.Launch]) -> None:
+    """A layer asks how many entries of each row may be selected, and passes that on."""
+    layer, x, grad = khot.nn.SoftTopK(3), scores(6, 32), scores(6, 32).flip(0)
+    x[0, 2:] = -torch.inf
+    with ordinary():
+        wanted = with_gradient(layer, x, grad)
+    prepare(layer, x)
+    for name in ("soft_topk", "selectable"):
+        with answers(name) as answered:
+            found = with_gradient(layer, x, grad)
+        assert answered == [True] and same(found, wanted)
+    for k in (
+        torch.full((6,), 3),
+        torch.full((6, 1), 3.0).double(),
+        torch.full((6,), 3.0, dtype=torch.float64, requires_grad=True),
+        torch.full((12,), 3.0, dtype=torch.float64)[::2],
+    ):
+        with answers() as answered, contextlib.suppress(ValueError):
+            khot.soft_topk(x, k)
+        assert answered == [False]
+
+
+def test_what_is_not_plain_takes_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32)
+    khot.soft_topk(x, 3)
+    khot.topk_mask(x, 3)
+    with answers() as answered:
+        khot.soft_topk(x, 3)
+        for call in (
+            lambda: khot.soft_topk(x.mT.contiguous().mT, 3),
+            lambda: khot.soft_topk(x, 3, 0),
+            lambda: khot.soft_topk(x, 3, largest=False),
+            lambda: khot.soft_topk(x, 3, mask=x > -9),
+            lambda: khot.soft_topk(x, torch.tensor(3.0)),
+            lambda: khot.soft_topk(x, 3, tau=torch.ones(6)),
+            lambda: khot.soft_topk(x, 3, tau=1e-25),
+            lambda: khot.soft_topk(x, 3, cdf=khot.cdfs.Power(1.5)),
+            lambda: khot.soft_topk(x.double(), 3),
+            lambda: khot.soft_topk(x[:, :31].contiguous(), 3),  # nothing was prepared for it
+            lambda: khot.soft_topk(x[:0], 3),
+            lambda: torch.func.grad(lambda x: khot.soft_topk(x, 3)[0, 0])(x),
+            lambda: torch.func.vmap(lambda x: khot.soft_topk(x, 3))(x),
+        ):
+            call()
+        with forward_ad.dual_level():
+            khot.soft_topk(forward_ad.make_dual(x, torch.ones_like(x)), 3)
+        with FlopCounterMode(display=False):
+            khot.soft_topk(x, 3)
+        for bad in (-1, 33, "2", True, float("nan")):
+            with pytest.raises((ValueError, TypeError)):
+                khot.soft_topk(x, bad)  # type: ignore[arg-type]
+    assert answered == [True] + [False] * 20
+
+
+def test_unaligned_rows_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    held = scores(6 * 32 + 1)
+    x, off = held[:-1].view(6, 32), held[1:].view(6, 32)
+    for _ in range(2):
+        with answers() as answered:
+            khot.soft_topk(x, 3)
+            y = khot.soft_topk(off, 3)
+    assert answered == [True, False]
+    assert torch.equal(y, khot.soft_topk(off.clone(), 3))
+
+
+def test_hooks_and_errors_of_the_driver_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32)
+    prepare(lambda x: khot.soft_topk(x, 3), x)
+    told: list[Any] = []
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(told.append)
+        with answers() as answered:
+            khot.soft_topk(x, 3)
+        hook.remove(told.append)
+        assert answered == [False]
+    assert len(told) == 2
+    recorded.run_instead(lambda: 201)
+    before = recorded.starts()
+    with answers() as answered, pytest.raises(RuntimeError, match="an error of the driver"):
+        khot.soft_topk(x, 3)
+    assert answered == [False] and recorded.starts() == before + 3  # prepared, remembered, and Triton's
+
+
+def test_the_node_is_like_any_other(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32).requires_grad_()
+    call = lambda x: khot.soft_topk(x, 3)  # noqa: E731
+    prepare(call, x)
+    with answers() as answered:
+        y = call(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            y.sum().backward()
+        changed = x * 1
+        y = call(changed)
+        changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        y = call(x)
+        rows = torch.autograd.grad(y, x, torch.eye(192).view(192, 6, 32), is_grads_batched=True)[0]
+        assert rows.shape == (192, 6, 32)
+    assert all(answered)
+
+
+def test_second_derivatives_are_those_of_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    x, v = scores(6, 32).requires_grad_(), scores(6, 32).flip(0)
+
+    def derivatives() -> list[Tensor]:
+        y = khot.soft_topk(x, 3, tau=0.7)
+        (dx,) = torch.autograd.grad(y, x, v, create_graph=True)
+        return [y.detach(), dx.detach(), *torch.autograd.grad(dx.square().sum(), x)]
+
+    with ordinary():
+        wanted = derivatives()
+    derivatives()
+    with answers() as answered:
+        found = derivatives()
+    assert answered == [True]
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, wanted, strict=True))
+
+
+def test_threads_share_what_is_prepared(seen: list[recorded.Launch]) -> None:
+    x = scores(16, 32)
+    prepare(lambda x: khot.soft_topk(x, 3), x)
+    wanted = with_gradient(lambda x: khot.soft_topk(x, 3), x, torch.ones_like(x))
+    found: list[bool] = []
+
+    def run() -> None:
+        for _ in range(20):
+            found.append(same(with_gradient(lambda x: khot.soft_topk(x, 3), x, torch.ones_like(x)), wanted))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [True] * 80
+
+
+def test_too_many_prepared_launches_are_forgotten(seen: list[recorded.Launch]) -> None:
+    """And prepared again."""
+    x = scores(6, 32)
+    last: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        prepare = eager.prepare
+        patch.setattr(eager, "prepare", lambda *given: last.append(given) or prepare(*given))
+        eager.forget(), launch.forget()
+        khot.soft_topk(x, 3)
+    (given,) = last
+    for rows in range(1, 4_097):
+        assert eager.prepare(given[0], torch.empty(rows, 1), *given[2:])
+    with answers() as answered:
+        for _ in range(2):
+            khot.soft_topk(x, 3)
+    assert answered == [False, True]
+
+
+def test_profiles_show_the_operators(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32).requires_grad_()
+    prepare(lambda x: khot.soft_topk(x, 3), x)
+    khot.topk_mask(x, 3)
+    with answers() as answered, torch.autograd.profiler.profile(use_kineto=False) as profile:
+        khot.soft_topk(x, 3).sum().backward()
+        khot.topk_mask(x, 3)
+    assert answered == [True]
+    shown = {event.name for event in profile.function_events or []}
+    assert {"khot::soft_topk", "khot::soft_topk_backward", "khot::topk_mask"} <= shown
