@@ -1,11 +1,12 @@
 """khot on a GPU, in three commands of less than five minutes each: `python -m benchmarks.device check`, then
 `bench`, then `layers`.
 
-`check` runs every row of the operators' table (tests/operators.py) forward and backward at a short and a long
-size, and each path through the soft top-k, against the CPU in float64, with memory that is filled with NaN
-before; and says whether the host waits and whether a CUDA graph can be captured and replayed. `bench` times
-the soft top-k on the shapes that the project has goals for, and the other operators, beside torch's softmax,
-sort and topk. `layers` times layers beside what one would write by hand.
+`check` first compares calls without Python with the ordinary way, bit by bit, and says how long they keep
+the host. Then it runs every row of the operators' table (tests/operators.py) forward and backward at a short
+and a long size, and each path through the soft top-k, against the CPU in float64, with memory that is filled
+with NaN before; and says whether the host waits and whether a CUDA graph can be captured and replayed.
+`bench` times the soft top-k on the shapes that the project has goals for, and the other operators, beside
+torch's softmax, sort and topk. `layers` times layers beside what one would write by hand.
 
 All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
 without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
@@ -27,8 +28,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as Late
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,11 +45,13 @@ from benchmarks import report, timing
 from benchmarks.cpu import spread_normal
 from khot import _kernels as kernels
 from khot import cdfs
+from khot._core import eager
 from khot.losses import FenchelYoungTopKLoss
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = {"check": 240, "bench": 240, "layers": 120}  # after which nothing new is begun
 REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take so many seconds
+CALLS = "calls without Python"  # the first check
 TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
 
 Function = Callable[..., Any]
@@ -222,6 +226,88 @@ def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | N
     except RuntimeError:
         return None
     return graph, result
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """The ordinary way for every call, and Triton's launcher for every kernel."""
+    names = ("soft_topk", "topk_mask", "selectable", "start")
+    held = {name: getattr(eager, name) for name in names}
+    try:
+        for name in names:
+            setattr(eager, name, eager._ordinary)
+        yield
+    finally:
+        for name, call in held.items():
+            setattr(eager, name, call)
+
+
+def examine_calls(dry: bool) -> dict[str, Any]:
+    """Whether calls without Python have the bits of the ordinary way, and how long they keep the host, in
+    softmaxes."""
+    device = gpu_or_cpu(dry)
+    functions: dict[str, Function] = {
+        f"soft_topk, {cdf}": partial(khot.soft_topk, k=3, cdf=cdf) for cdf in ("logistic", "laplace")
+    }
+    functions["log_soft_topk"] = partial(khot.log_soft_topk, k=2.5, tau=0.3)
+    functions["hard"] = partial(khot.soft_topk, k=3, hard=True)
+    functions["nn.SoftTopK"] = khot.nn.SoftTopK(3)
+    shapes = ((3, 20, torch.float32), (4_096, 64, torch.float32), (64, 8_192, torch.bfloat16))
+    wrong = [
+        f"{name}, ({rows}, {n}): {how}"
+        for rows, n, dtype in shapes[: 1 if dry else None]
+        for name, function in functions.items()
+        for how in differences(function, torch.randn(rows, n, device=device).to(dtype).requires_grad_())
+    ]
+    found: dict[str, Any] = {"right": not wrong and (dry or eager.launching), "wrong": "; ".join(wrong)}
+    x, grad = (torch.randn(4 if dry else 4_096, 64, device=device) for _ in range(2))
+    wanted = x.clone().requires_grad_()
+    for name, call, softmax in (
+        ("soft_topk", partial(khot.soft_topk, k=3), partial(torch.softmax, dim=-1)),
+        ("nn.SoftTopK", khot.nn.SoftTopK(3), torch.nn.Softmax(-1)),
+    ):
+        forward = [on_host(partial(each, x), device, 5 * REPEATS) for each in (call, softmax)]
+        both = [
+            on_host(lambda f=f: torch.autograd.grad(f(wanted), wanted, grad), device, 5 * REPEATS)  # type: ignore[misc]
+            for f in (call, softmax)
+        ]
+        found[f"host, {name}"] = round(forward[0] / forward[1], 2)
+        found[f"host, {name} and its gradient"] = round(both[0] / both[1], 2)
+    return found
+
+
+def differences(function: Function, x: Tensor) -> Iterator[str]:
+    """Where a call and its gradient differ from the ordinary way's: once prepared, in a thread, on another
+    stream, in a graph, and for a gradient that is not contiguous."""
+    contiguous = torch.randn_like(x)
+    transposed = contiguous.mT.contiguous().mT
+
+    def results(grad: Tensor = contiguous) -> list[Tensor]:
+        y = function(x)
+        return [y.detach(), *torch.autograd.grad(y, x, grad), khot.topk_mask(x.detach(), 3)]
+
+    with ordinary():
+        wanted, across = results(), results(transposed)
+    results()
+    got = {"prepared": results(), "transposed": results(transposed)}
+    with ThreadPoolExecutor(1) as thread:
+        got["thread"] = thread.submit(results).result()
+    if x.is_cuda:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got["stream"] = results()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = capture(results)
+        if graph is None:
+            yield "no graph"
+        else:
+            graph[0].replay()
+            got["graph"] = graph[1]
+    for how, found in got.items():
+        right = across if how == "transposed" else wanted
+        if not all(torch.equal(a, b) for a, b in zip(found, right, strict=True)):
+            yield how
 
 
 def copied(device: torch.device, dry: bool) -> float:
@@ -697,6 +783,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.what == "check":
         todo = {n: c for n, c in checks(dry).items() if wanted(f"check: {n}")}
         tasks: dict[str, Callable[[], Any]] = {n: partial(examine, *c, dry) for n, c in todo.items()}
+        if wanted(f"check: {CALLS}"):
+            tasks = {CALLS: partial(examine_calls, dry), **tasks}
         for name, found in run(tasks, 1 if dry else args.jobs, end):
             if isinstance(found, Exception):
                 found = {"right": False, "error": f"{found!r}"[:300]}
