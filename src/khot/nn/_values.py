@@ -80,9 +80,12 @@ def available(k: Scalar, x: Tensor) -> Scalar:
     A number stays one where all entries may be selected: the operators take a number as it is.
     """
     number = not isinstance(k, Tensor) and k <= x.shape[-1]
+    if number and not torch.compiler.is_compiling() and eager.launching:
+        counts = eager.selectable(x, -1, float(k))
+        if counts is not None:
+            return counts
     if number and x.numel() and arguments.readable(x) and x.detach().amin().item() > -math.inf:
         return k  # not so with a NaN
     if number and selectable.is_served(x) and not torch.compiler.is_compiling() and not is_transformed(x):
-        counts = eager.selectable(x, -1, float(k))
-        return selectable(x.detach(), float(k)) if counts is None else counts
+        return selectable(x.detach(), float(k))
     return widen((x != -math.inf).sum(-1)).clamp(max=k)
