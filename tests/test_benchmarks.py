@@ -281,7 +281,7 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     text = (tmp_path / "device.md").read_text(encoding="utf-8")
     assert "of the variable" in text
     expected = {
-        "check": ["short rows, logarithm", "3 of 3 are right"],
+        "check": ["short rows, logarithm", "calls without Python", "4 of 4 are right"],
         "bench": ["log_soft_topk", "(2, 33) bfloat16"],
         "layers": ["autoencoder, its loss", "by hand"],
     }
