@@ -585,11 +585,11 @@ ROWS: dict[str, Row] = {
     "khot.nn.sae_from_layout": Row(
         khot.nn.sae_from_layout,
         {
-            "state": khot.nn.sae_to_layout(khot.nn.TopKSAE(4, 6, 2), "dictionary_learning"),
+            "source": khot.nn.sae_to_layout(khot.nn.TopKSAE(4, 6, 2), "dictionary_learning"),
             "layout": "dictionary_learning",
             "k": 2,
         },
-        {"state": "function", "layout": "function", "k": "function"},
+        {"source": "function", "layout": "function", "k": "function"},
     ),
     "khot.nn.topk_attention": Row(
         khot.nn.topk_attention,

@@ -303,4 +303,4 @@ def test_options_of_layers_are_keyword_only(name: str) -> None:
         for option in positional(name)
         if parameters(name)[option].default is not inspect.Parameter.empty
     ]
-    assert set(with_default) <= {"dim", "capacity", "schedule", "steps", "n", "m"}
+    assert set(with_default) <= {"dim", "capacity", "layout", "schedule", "steps", "n", "m"}

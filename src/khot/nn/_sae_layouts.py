@@ -1,70 +1,68 @@
-"""Sparse autoencoders in the state dicts of other libraries."""
+"""Sparse autoencoders from other libraries, and for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from khot._core import arguments
+from khot._core.precision import at_least_single, widen
+from khot.nn._sae_kinds import (
+    KINDS,
+    Kind,
+    Layout,
+    Scaling,
+    Told,
+    of_configuration,
+    of_folder,
+    of_layer,
+    save,
+)
 from khot.nn.sae import TopKSAE
 
 __all__ = ["sae_from_layout", "sae_to_layout"]
 
-Layout = Literal["saelens", "dictionary_learning"]
-
-# Our name, theirs, and whether theirs is the transpose.
-NAMES: dict[Layout, tuple[tuple[str, str, bool], ...]] = {
-    "saelens": (
-        ("encoder", "W_enc", True),
-        ("encoder_bias", "b_enc", False),
-        ("decoder", "W_dec", False),
-        ("bias", "b_dec", False),
-    ),
-    "dictionary_learning": (
-        ("encoder", "encoder.weight", False),
-        ("encoder_bias", "encoder.bias", False),
-        ("decoder", "decoder.weight", True),
-        ("bias", "b_dec", False),
-    ),
-}
-
-# What else states have there.
-OTHERS: dict[Layout, set[str]] = {
-    "saelens": {"threshold", "topk_threshold"},
-    "dictionary_learning": {"k", "threshold"},
-}
+NONE = -1.0  # the threshold of a layer of dictionary_learning that has none yet
 
 
-def sae_to_layout(sae: TopKSAE, layout: Layout) -> dict[str, Tensor]:
+def sae_to_layout(
+    sae: TopKSAE, layout: Layout | Any, *, folder: str | Path | None = None
+) -> dict[str, Tensor]:
     """The state dict that another library has for the same sparse autoencoder.
 
-    | layout                  | for                                                                  |
-    |-------------------------|----------------------------------------------------------------------|
-    | `"saelens"`             | SAELens: its `topk` architecture; with `batch`, `jumprelu`           |
-    | `"dictionary_learning"` | dictionary_learning: `AutoEncoderTopK`; with `batch`, `BatchTopKSAE` |
+    | layout                  | by default          | with `batch`   | with a threshold for each latent |
+    |-------------------------|---------------------|----------------|----------------------------------|
+    | `"saelens"`             | architecture `topk` | `jumprelu`     | `jumprelu`                       |
+    | `"dictionary_learning"` | `AutoEncoderTopK`   | `BatchTopKSAE` | `JumpReluAutoEncoder`            |
 
-    The layer of the other library computes what this one computes in eval mode. For SAELens this is a layer
-    for inference, ``TopKSAE`` or ``JumpReLUSAE``, whose configuration has its defaults, among them
-    ``apply_b_dec_to_input=True``, ``normalize_activations="none"`` and
-    ``rescale_acts_by_decoder_norm=False``, and our k. Its ``TopKTrainingSAE`` has
-    ``rescale_acts_by_decoder_norm=True`` by default, and needs False, too, unless the rows of our decoder
-    have the same length. What only training needs is left out: the schedule of k, and how long latents have
-    been idle.
+    Instead of the name, a layer of one of these libraries gets the state, or a configuration says which layer
+    it is for. The layer of the other library computes what this one computes in eval mode. With the name of a
+    library, this is a layer for inference that has the library's defaults and our k. A layer or a
+    configuration may say ``apply_b_dec_to_input=False``; the bias of the encoder then makes up for that.
+    What only training needs is left out: the schedule of k, and how long latents have been idle.
 
     Args:
         sae: the autoencoder.
-        layout: the name of the layout.
+        layout: the name of the layout, or a layer of the library, or its configuration (an object or a dict).
+        folder: None, or where to save the state and a configuration, with the name of a layout: SAELens reads
+            such a folder with ``SAE.load_from_disk``, and dictionary_learning with
+            ``utils.load_dictionary``. That of SAELens needs the package safetensors.
 
     Returns:
         Copies of the tensors, under the names and in the shapes of the layout.
 
     Raises:
-        ValueError: an unknown layout, or an autoencoder with ``batch`` that has no threshold yet.
-        TypeError: something else than a :class:`khot.nn.TopKSAE`.
+        ValueError: an unknown layout, an autoencoder with ``batch`` that has no threshold yet, or a layer
+            that cannot compute the same: one that selects otherwise, has other sizes, another k or one
+            threshold where we have several, scales its inputs, or rescales its activations by lengths that
+            differ.
+        TypeError: something else than a :class:`khot.nn.TopKSAE`, or than a layout.
+        ImportError: safetensors is missing.
 
     Example:
         >>> state = khot.nn.sae_to_layout(khot.nn.TopKSAE(16, 64, k=4), "saelens")
@@ -73,60 +71,72 @@ def sae_to_layout(sae: TopKSAE, layout: Layout) -> dict[str, Tensor]:
     """
     if not isinstance(sae, TopKSAE):
         raise TypeError(f"sae must be a khot.nn.TopKSAE, but got {type(sae).__name__}")
-    names = _names(layout)
-    ours = {our: getattr(sae, our).detach().clone() for our, _, _ in names}
-    state = {their: ours[our].mT.contiguous() if flipped else ours[our] for our, their, flipped in names}
-    level = None
-    if sae.threshold is not None:
-        if sae.threshold < 0:
-            raise ValueError(
-                "sae must have a threshold: with batch=True it gets one in its first training step"
-            )
-        # the others select what is above their threshold, and this layer what is not below its own
-        level = torch.nextafter(sae.threshold, torch.full_like(sae.threshold, -math.inf))
-    if layout == "saelens":
-        return state if level is None else state | {"threshold": level.repeat(sae.latents)}
-    state["k"] = torch.tensor(sae._count_of(1.0), dtype=torch.int32)
-    state["threshold"] = torch.tensor(-1.0) if level is None else level.squeeze(0)
+    layer = layout if isinstance(layout, nn.Module) else None
+    told = _target(sae, layout)
+    if folder is not None and not isinstance(layout, str):
+        raise ValueError(
+            "folder must not be given with a layer or a configuration: the library saves its layers itself"
+        )
+    with torch.no_grad():
+        state = _state(sae, told)
+        if layer is not None:
+            own = layer.state_dict()
+            layer.load_state_dict(own | {name: x for name, x in state.items() if name != "group_sizes"})
+    if folder is not None:
+        save(Path(folder), told.kind, state, sae._count_of(1.0))
     return state
 
 
 def sae_from_layout(
-    state: Mapping[str, Tensor],
-    layout: Layout,
+    source: Mapping[str, Tensor] | nn.Module | str | Path,
+    layout: Layout | Any = None,
     *,
     k: float | None = None,
     batch: bool | None = None,
     rescale_acts_by_decoder_norm: bool | None = None,
+    apply_b_dec_to_input: bool | None = None,
 ) -> TopKSAE:
-    """A sparse autoencoder from the state dict of another library.
+    """A sparse autoencoder from another library.
 
-    In eval mode it computes what the layer of the other library computes. The layouts are those of
-    :func:`sae_to_layout`. What a state dict does not tell has to be given:
+    In eval mode it computes what the layer of the other library computes. Layers, folders and configurations
+    tell all that this takes, except the k of layers with a threshold for each latent. What a state dict does
+    not tell has to be given; what is given must not contradict what is told, except k. These are read:
+
+    - of SAELens the architectures `topk`, `batchtopk`, `matryoshka_batchtopk` and `jumprelu`;
+    - of dictionary_learning `AutoEncoderTopK`, `BatchTopKSAE`, `MatryoshkaBatchTopKSAE` and
+      `JumpReluAutoEncoder`.
 
     Args:
-        state: the state dict: a mapping from names to tensors.
-        layout: the name of the layout.
-        k: how many latents per input. ``"dictionary_learning"`` has it in the state.
-        batch: whether the other layer selects by its threshold. ``"saelens"`` tells it by the name
-            ``threshold``, one for each latent, which have to be equal, or ``topk_threshold`` while it trains.
-            ``"dictionary_learning"`` has a threshold for both of its layers: give True for ``BatchTopKSAE``
-            and False for ``AutoEncoderTopK``, unless the threshold is −1, which stands for none.
-        rescale_acts_by_decoder_norm: for ``"saelens"``, whether its layer multiplies the activations by the
-            lengths of the rows of its decoder, as its configuration says: True by default while it trains,
-            and False in what it saves for inference. It makes no difference, and need not be given, if all
-            rows have the same length, with a threshold length 1; nor if there is a ``threshold``, which only
-            layers for inference have.
+        source: a layer of one of these libraries; or a folder that it saved, a checkpoint among them; or a
+            state dict, a mapping from names to tensors.
+        layout: with a state dict, "saelens" or "dictionary_learning", or better the configuration of the
+            layer, an object or a dict. Nothing, or the name, with a layer or a folder, which have their own.
+        k: how many latents per input. States of dictionary_learning have it, unless each latent has a
+            threshold. Where there are thresholds, eval mode does not depend on it; the loss does.
+        batch: whether the layer selects by a threshold. The names in a state tell it, except that in
+            dictionary_learning both ``BatchTopKSAE`` (True) and ``AutoEncoderTopK`` (False) have a threshold;
+            there it need not be given if the threshold is −1, which stands for none yet.
+        rescale_acts_by_decoder_norm: for SAELens, whether the layer selects by the activations times the
+            lengths of the rows of its decoder: True by default while it trains, and False in what it saves
+            for inference. It need not be given where it makes no difference: where all rows have the same
+            length, which is 1 with ``topk_threshold``, or each latent has a threshold.
+        apply_b_dec_to_input: whether the layer subtracts the bias of its decoder from its inputs: True by
+            default in SAELens, and False for the layers of Gemma Scope and for ``JumpReluAutoEncoder``. It
+            need not be given where that bias is 0, nor for the other layers of dictionary_learning.
 
     Returns:
         The layer, in train mode, with copies of the tensors, on their device and in their dtype. Where the
         other layer rescales, the lengths are multiplied into the encoder, and the rows of the decoder have
-        length 1.
+        length 1. Where it does not subtract the bias, the bias of the encoder makes up for that. Where a
+        checkpoint of SAELens scales or whitens the inputs, this is multiplied into all tensors. A threshold
+        for each latent stays that until the layer is trained.
 
     Raises:
         ValueError: an unknown layout, a name that is missing or unknown, tensors whose shapes do not fit, no
-            k, thresholds that differ, or an argument that has to be given.
-        TypeError: no mapping, or something else than a floating-point tensor under one of the names.
+            k, an argument that has to be given or contradicts what is known, a layer that does not select, or
+            one that scales each input in its own way.
+        TypeError: another source, or something else than a floating-point tensor under one of the names.
+        ImportError: a folder of SAELens needs the package safetensors.
 
     Example:
         >>> state = {"encoder.weight": torch.randn(64, 16), "encoder.bias": torch.zeros(64)}
@@ -134,102 +144,298 @@ def sae_from_layout(
         >>> khot.nn.sae_from_layout(state, "dictionary_learning")
         TopKSAE(in_features=16, latents=64, k=4)
     """
-    flags = {"batch": batch, "rescale_acts_by_decoder_norm": rescale_acts_by_decoder_norm}
+    flags = {
+        "batch": batch,
+        "rescale_acts_by_decoder_norm": rescale_acts_by_decoder_norm,
+        "apply_b_dec_to_input": apply_b_dec_to_input,
+    }
     arguments.check_flags(**{name: flag for name, flag in flags.items() if flag is not None})
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"state must be a mapping from names to tensors, but got {type(state).__name__}; load a file "
-            "first, with torch.load or safetensors.torch.load_file, and take the state_dict() of a layer"
+    state, told = _source(source, layout, batch)
+    kind = told.kind
+    _agreed("batch", batch, bool(kind.threshold))
+    ours = _tensors(state, told)
+    k = _k(k, told, state)
+    rescales = _agreed("rescale_acts_by_decoder_norm", rescale_acts_by_decoder_norm, told.rescales)
+    subtracts = _agreed("apply_b_dec_to_input", apply_b_dec_to_input, told.subtracts)
+    with torch.no_grad():
+        if kind.layout == "saelens" and not kind.each and _rescales(ours["decoder"], kind, rescales):
+            lengths = ours["decoder"].norm(dim=-1)
+            ours["encoder"] = ours["encoder"] * lengths.unsqueeze(-1)
+            ours["encoder_bias"] = ours["encoder_bias"] * lengths
+            ours["decoder"] = ours["decoder"] / lengths.where(lengths > 0, 1).unsqueeze(-1)
+        if not _subtracts(ours["bias"], subtracts):
+            ours["encoder_bias"] = _shifted(ours["encoder_bias"], ours["encoder"], ours["bias"])
+        if told.scaling is not None:
+            ours |= _unscaled(ours, told.scaling)
+        latents, features = ours["decoder"].shape
+        made: dict[str, Any] = {"device": ours["decoder"].device, "dtype": ours["decoder"].dtype}
+        widths = told.widths or None
+        sae = TopKSAE(features, latents, k, batch=bool(kind.threshold), widths=widths, **made)
+        if kind.threshold:
+            ours["threshold"] = _threshold(state, kind, latents)
+        sae.load_state_dict(ours, strict=False)
+    return sae
+
+
+def _source(source: Any, layout: Any, batch: bool | None) -> tuple[Mapping[str, Tensor], Told]:
+    """A state dict, and what is known of the layer that it is of."""
+    if isinstance(source, Mapping):
+        if layout is None:
+            raise ValueError(
+                "layout must be given with a state dict: the configuration of its layer, or one of "
+                f"{_layouts()}"
+            )
+        return source, _of_state(source, layout, batch) if isinstance(layout, str) else _configured(layout)
+    if isinstance(source, nn.Module):
+        return _checked(source.state_dict(), of_layer(source), layout)
+    if isinstance(source, (str, Path)):
+        return _checked(*of_folder(Path(source)), layout)
+    raise TypeError(
+        "source must be a layer of SAELens or dictionary_learning, a folder that one of them saved, or a "
+        f"state dict, a mapping from names to tensors, but got {type(source).__name__}"
+    )
+
+
+def _checked(state: Mapping[str, Tensor], told: Told, layout: Any) -> tuple[Mapping[str, Tensor], Told]:
+    """What a layer or a folder says, which a layout must not contradict."""
+    if layout is not None and layout != told.kind.layout:
+        raise ValueError(
+            f"layout must be None or {told.kind.layout!r} with this layer or folder, which has a "
+            f"configuration of its own, but got {layout!r}"
         )
-    names = _names(layout)
-    if rescale_acts_by_decoder_norm is not None and layout != "saelens":
-        raise ValueError("rescale_acts_by_decoder_norm must not be given for a layout other than 'saelens'")
-    ours = {}
-    for our, their, flipped in names:
+    return state, told
+
+
+def _of_state(state: Mapping[str, Tensor], layout: str, batch: bool | None) -> Told:
+    """What a state dict says without a configuration."""
+    _check_layout(layout)
+    if layout == "saelens":
+        name = "batchtopk" if "topk_threshold" in state else "jumprelu" if "threshold" in state else "topk"
+        kind = KINDS[name]
+        return Told(kind, rescales=False if kind.each else None)
+    if "group_sizes" in state:
+        sizes = torch.as_tensor(state["group_sizes"]).tolist()
+        widths = tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
+        return Told(KINDS["MatryoshkaBatchTopKSAE"], widths=widths, rescales=False, subtracts=True)
+    if "W_enc" in state:
+        return Told(KINDS["JumpReluAutoEncoder"], rescales=False)
+    if batch is None and "threshold" in state and bool((_entry(state, "threshold") >= 0).any()):
+        raise ValueError(
+            "batch must be given, because in the layout 'dictionary_learning' BatchTopKSAE (batch=True) and "
+            "AutoEncoderTopK (batch=False) both have a threshold, and select differently"
+        )
+    return Told(KINDS["BatchTopKSAE" if batch else "AutoEncoderTopK"], rescales=False, subtracts=True)
+
+
+def _configured(configuration: Any) -> Told:
+    if not (isinstance(configuration, Mapping) or hasattr(configuration, "to_dict")):
+        raise TypeError(
+            f"layout must be one of {_layouts()}, or a configuration of one of these libraries, but got "
+            f"{type(configuration).__name__}"
+        )
+    return of_configuration(configuration)
+
+
+def _tensors(state: Mapping[str, Tensor], told: Told) -> dict[str, Tensor]:
+    """Our tensors in a state, checked."""
+    kind, ours = told.kind, {}
+    for our, their, flipped in kind.names:
         x = _entry(state, their)
         dims = 1 if "bias" in our else 2
         if x.dim() != dims:
             raise ValueError(f"state[{their!r}] must have {dims} dims, but got shape {tuple(x.shape)}")
-        ours[our] = x.mT if flipped else x
-    unknown = set(state) - {their for _, their, _ in names} - OTHERS[layout]
+        ours[our] = x.detach().mT if flipped else x.detach()
+    unknown = set(state) - {their for _, their, _ in kind.names} - {kind.threshold, *kind.others}
     if unknown:
         raise ValueError(
-            f"state must be of a top-k autoencoder in the layout {layout!r}, but it has other names, too: "
+            f"state must be that of a {kind.name} of {kind.layout}, but it has other names, too: "
             f"{', '.join(map(repr, sorted(unknown)))}"
         )
     latents, features = ours["decoder"].shape
-    wanted = {"encoder": (latents, features), "encoder_bias": (latents,), "bias": (features,)}
-    for our, their, flipped in names:
-        shape = wanted.get(our, (latents, features))
+    for name, size, wanted in (("latents", latents, told.latents), ("features", features, told.features)):
+        if wanted is not None and size != wanted:
+            raise ValueError(f"state must have {wanted} {name}, as its configuration says, but it has {size}")
+    shapes = {"encoder": (latents, features), "encoder_bias": (latents,), "bias": (features,)}
+    for our, their, flipped in kind.names:
+        shape = shapes.get(our, (latents, features))
         if tuple(ours[our].shape) != shape:
             raise ValueError(
                 f"state[{their!r}] must have shape {shape[::-1] if flipped else shape} for {latents} latents "
                 f"of {features} features, but got {tuple(state[their].shape)}"
             )
-    if k is None and layout == "dictionary_learning" and "k" in state:
-        k = int(state["k"])
-    if k is None:
-        raise ValueError(f"k must be given, because state has none in the layout {layout!r}")
-    if batch is None:
-        batch = _selects_by_threshold(state, layout)
-    if layout == "saelens" and _rescales(ours["decoder"], state, batch, rescale_acts_by_decoder_norm):
-        lengths = ours["decoder"].norm(dim=-1)
-        ours["encoder"] = ours["encoder"] * lengths.unsqueeze(-1)
-        ours["encoder_bias"] = ours["encoder_bias"] * lengths
-        ours["decoder"] = ours["decoder"] / lengths.where(lengths > 0, 1).unsqueeze(-1)
-    sae = TopKSAE(
-        features, latents, k, batch=batch, device=ours["decoder"].device, dtype=ours["decoder"].dtype
+    return ours
+
+
+def _k(k: float | None, told: Told, state: Mapping[str, Tensor]) -> float:
+    if k is not None:
+        return k
+    if "k" in state:
+        return int(state["k"])
+    if told.k is not None:
+        return told.k
+    where = (
+        "a layer with a threshold for each latent does not say how many an input has on average, as the "
+        "loss of TopKSAE needs"
+        if told.kind.each
+        else f"state has none in the layout {told.kind.layout!r}"
     )
-    with torch.no_grad():
-        sae.load_state_dict(ours, strict=False)
-        if sae.threshold is not None:
-            name = "topk_threshold" if "topk_threshold" in state else "threshold"
-            levels = _entry(state, name).to(sae.threshold).reshape(-1)
-            if bool((levels != levels[0]).any()):
-                raise ValueError(
-                    f"state[{name!r}] must have equal entries, because TopKSAE has one threshold"
-                )
-            level = torch.nextafter(levels[:1], torch.full_like(levels[:1], math.inf))
-            sae.threshold.copy_(torch.where(levels[:1] == -1, levels[:1], level.clamp(min=0)))
-    return sae
+    raise ValueError(f"k must be given, because {where}")
 
 
-def _selects_by_threshold(state: Mapping[str, Tensor], layout: Layout) -> bool:
-    """Whether the layer with this state has one, where the state tells it."""
-    if layout == "saelens":
-        return "threshold" in state or "topk_threshold" in state
-    if "threshold" in state and bool((_entry(state, "threshold") >= 0).any()):
-        raise ValueError(
-            "batch must be given, because in the layout 'dictionary_learning' BatchTopKSAE (batch=True) and "
-            "AutoEncoderTopK (batch=False) both have a threshold, and select differently"
-        )
-    return False
+def _agreed(name: str, given: bool | None, told: bool | None) -> bool | None:
+    """An argument that must not contradict what is known."""
+    if None not in (given, told) and given != told:
+        raise ValueError(f"{name} must be {told} or not be given, because the layer is so, but got {given}")
+    return given if told is None else told
 
 
-def _rescales(decoder: Tensor, state: Mapping[str, Tensor], batch: bool, given: bool | None) -> bool:
-    """Whether the layer of SAELens with this state multiplies its activations by the lengths of the rows."""
-    if "threshold" in state:
-        return False
-    if given is not None:
-        return given
-    lengths = decoder.detach().double().norm(dim=-1)
-    target = 1.0 if batch else lengths.mean()
-    # rows that were divided by their lengths are of length 1 up to a rounding of the lengths and of the rows
-    tolerance = 2 * torch.finfo(decoder.dtype).eps + 1e-6
-    if bool(((lengths - target).abs() <= tolerance * target).all()):
+def _rescales(decoder: Tensor, kind: Kind, known: bool | None) -> bool:
+    """Whether a layer of SAELens multiplies its activations by the lengths of the rows."""
+    if known is not None:
+        return known
+    lengths = _lengths(decoder)
+    if _alike(lengths, 1.0 if kind.threshold else lengths.mean(), decoder.dtype):
         return False
     raise ValueError(
         "rescale_acts_by_decoder_norm must be given, because it changes the result where the rows of "
         f"state['W_dec'] have lengths from {lengths.min():.4g} to {lengths.max():.4g}: pass what the "
         "configuration of SAELens has, by default True while it trains, and False once it was saved for "
-        "inference"
+        "inference, or pass the configuration itself as layout"
     )
 
 
-def _names(layout: Layout) -> tuple[tuple[str, str, bool], ...]:
+def _lengths(decoder: Tensor) -> Tensor:
+    return widen(decoder.detach()).norm(dim=-1)
+
+
+def _alike(lengths: Tensor, target: float | Tensor, dtype: torch.dtype) -> bool:
+    # rows that were divided by their lengths are of length 1 up to a rounding of the lengths and of the rows
+    tolerance = 2 * torch.finfo(dtype).eps + 1e-6
+    return bool(((lengths - target).abs() <= tolerance * target).all())
+
+
+def _subtracts(bias: Tensor, known: bool | None) -> bool:
+    """Whether a layer subtracts the bias of its decoder from the inputs."""
+    if known is not None or not bias.any():
+        return known is not False
+    raise ValueError(
+        "apply_b_dec_to_input must be given, because state['b_dec'] is not 0: pass what the configuration "
+        "has, by default True in SAELens, and False for Gemma Scope and for JumpReluAutoEncoder, or pass the "
+        "configuration itself as layout"
+    )
+
+
+def _shifted(encoder_bias: Tensor, encoder: Tensor, shift: Tensor) -> Tensor:
+    """The bias of an encoder whose inputs are smaller by a shift than they were."""
+    # in float64, because what is added may be far larger than the sum
+    return (encoder_bias.double() + encoder.double() @ shift.double()).to(encoder_bias.dtype)
+
+
+def _unscaled(ours: dict[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
+    """The tensors for inputs before a scaling, of those for inputs after it."""
+    mean, matrix, inverse = (x.double().to(ours["bias"].device) for x in scaling)
+
+    def times(x: Tensor, matrix: Tensor) -> Tensor:
+        return x.double() * matrix if matrix.numel() == 1 else x.double() @ matrix
+
+    folded = {
+        "encoder": times(ours["encoder"], matrix.mT),
+        "decoder": times(ours["decoder"], inverse),
+        "bias": times(ours["bias"].unsqueeze(0), inverse).squeeze(0) + mean,
+    }
+    return {name: x.to(ours[name].dtype) for name, x in folded.items()}
+
+
+def _threshold(state: Mapping[str, Tensor], kind: Kind, latents: int) -> Tensor:
+    """The smallest activations that are selected: one, or one for each latent."""
+    levels = at_least_single(_entry(state, kind.threshold).detach()).reshape(-1)
+    if levels.numel() != (latents if kind.each else 1):
+        raise ValueError(
+            f"state[{kind.threshold!r}] must have {latents if kind.each else 1} entries, but got shape "
+            f"{tuple(state[kind.threshold].shape)}"
+        )
+    levels = levels.to(at_least_single(state["b_dec"]).dtype)
+    if bool((levels == levels[0]).all()):
+        levels = levels[:1]
+    # the others select what exceeds their threshold, and this layer what is not below its own
+    above = torch.nextafter(levels, torch.full_like(levels, math.inf)).clamp(min=0)
+    return torch.where(levels == NONE, levels, above) if kind.layout == "dictionary_learning" else above
+
+
+def _target(sae: TopKSAE, layout: Any) -> Told:
+    """What is known of the layer that a state is for, which has to be able to compute what sae computes."""
+    level = sae.threshold
+    if level is not None and bool((level < 0).any()):
+        raise ValueError("sae must have a threshold: with batch=True it gets one in its first training step")
+    several = level is not None and not bool((level == level[0]).all())
+    if isinstance(layout, str):
+        _check_layout(layout)
+        names = {
+            "saelens": ("topk", "jumprelu", "jumprelu"),
+            "dictionary_learning": ("AutoEncoderTopK", "BatchTopKSAE", "JumpReluAutoEncoder"),
+        }[layout]
+        kind = KINDS[names[2 if several else 1 if sae.batch else 0]]
+        return Told(kind, rescales=False, subtracts=kind.name != "JumpReluAutoEncoder")
+    told = of_layer(layout) if isinstance(layout, nn.Module) else _configured(layout)
+    kind = told.kind
+    if bool(kind.threshold) != sae.batch:
+        how = "a threshold" if kind.threshold else "the k largest"
+        raise ValueError(
+            f"layout must select as sae with batch={sae.batch} does, but a {kind.name} takes {how}"
+        )
+    if several and not kind.each:
+        raise ValueError(
+            f"layout must have a threshold for each latent, as sae has, but a {kind.name} has only one"
+        )
+    if told.scaling is not None:
+        raise ValueError("layout must not scale the inputs, because sae does not")
+    given: dict[str, tuple[float | None, float]] = {
+        "features": (told.features, sae.in_features),
+        "latents": (told.latents, sae.latents),
+    }
+    if not (kind.threshold or kind.others):  # which keeps its k in its configuration
+        given["k"] = told.k, sae._count_of(1.0)
+    for name, (theirs, own) in given.items():
+        if theirs is not None and theirs != own:
+            raise ValueError(f"layout must have {own} as its {name}, as sae does, but it has {theirs}")
+    if told.rescales:
+        lengths = _lengths(sae.decoder)
+        if not _alike(lengths, 1.0 if kind.threshold else lengths.mean(), sae.decoder.dtype):
+            raise ValueError(
+                "layout must not have rescale_acts_by_decoder_norm=True, because the rows of sae.decoder "
+                f"have lengths from {lengths.min():.4g} to {lengths.max():.4g}"
+            )
+    return told
+
+
+def _state(sae: TopKSAE, told: Told) -> dict[str, Tensor]:
+    kind = told.kind
+    ours = {our: getattr(sae, our).detach().clone() for our, _, _ in kind.names}
+    if told.subtracts is False:
+        ours["encoder_bias"] = _shifted(ours["encoder_bias"], ours["encoder"], -ours["bias"])
+    state = {their: ours[our].mT.contiguous() if flipped else ours[our] for our, their, flipped in kind.names}
+    level = torch.tensor(NONE)
+    if sae.threshold is not None:
+        # the others select what exceeds their threshold, and this layer what is not below its own
+        level = torch.nextafter(sae.threshold, torch.full_like(sae.threshold, -math.inf))
+        level = level.expand(sae.latents).clone() if kind.each else level[0].clone()
+    if kind.threshold or "threshold" in kind.others:
+        state[kind.threshold or "threshold"] = level
+    if "k" in kind.others:
+        state["k"] = torch.tensor(sae._count_of(1.0), dtype=torch.int32)
+    if "group_sizes" in kind.others:
+        ends = (0, *told.widths, sae.latents)
+        state["group_sizes"] = torch.tensor(ends).diff()
+    return state
+
+
+def _check_layout(layout: str) -> None:
     if layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {', '.join(map(repr, NAMES))}, but got {layout!r}")
-    return NAMES[layout]
+        raise ValueError(f"layout must be one of {_layouts()}, but got {layout!r}")
+
+
+def _layouts() -> str:
+    return ", ".join(map(repr, get_args(Layout)))
 
 
 def _entry(state: Mapping[str, Tensor], name: str) -> Tensor:

@@ -150,7 +150,9 @@ class TopKSAE(Grouped, LeftSoft):
         threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
             moving mean over the training steps. Its dtype is that of the parameters, but float32 for half
             precision. It is −1 before the first step; until then eval mode selects as train mode does. Every
-            process of a data-parallel training has its own, unless buffers are broadcast.
+            process of a data-parallel training has its own, unless buffers are broadcast. An autoencoder from
+            elsewhere (:func:`khot.nn.sae_from_layout`) may have one for each latent, (n,); training moves all
+            of them towards the same.
 
     Shape:
         input: (..., in_features), of the parameters' dtype, or of one that torch promotes to it, as half
@@ -551,7 +553,7 @@ class TopKSAE(Grouped, LeftSoft):
     def _above(self, a: Tensor) -> Tensor:
         """The selection of eval mode with ``batch``: by the threshold, or together before there is one."""
         assert self.threshold is not None
-        known = self.threshold >= 0
+        known = (self.threshold >= 0).all()
         chosen = (a >= self.threshold).to(a.dtype)
         if arguments.readable(known) and bool(known):
             return chosen
@@ -734,6 +736,8 @@ class TopKSAE(Grouped, LeftSoft):
                 )
         elif level is None:  # states of khot 0.1 have none
             state_dict[name] = torch.full_like(self.threshold, UNKNOWN)
+        elif level.shape != self.threshold.shape and level.shape in ((1,), (self.latents,)):
+            self.threshold = self.threshold.new_empty(level.shape)  # one for each latent, or one for all
         for name in (prefix + "lengths", prefix + "threshold"):
             if isinstance(state_dict.get(name), Tensor):  # assign=True would take it as it is
                 state_dict[name] = at_least_single(state_dict[name])
