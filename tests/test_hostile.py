@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,13 @@ PUBLIC = {
 }
 del PUBLIC["khot.show_config"]  # it takes no argument
 # These hold values and check none.
-RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.nn.TopKRouting", "khot.sampling.Design"}
+RECORDS = {
+    "khot.nn.Beams",
+    "khot.nn.LossParts",
+    "khot.nn.Routing",
+    "khot.nn.TopKRouting",
+    "khot.sampling.Design",
+}
 # These take a module, and tensors only as its parameters; or a state dict, which their own tests spoil.
 OF_MODULES = {
     "khot.nn.make_permanent",
@@ -574,6 +581,44 @@ ROWS: dict[str, Row] = {
         khot.nn.TopKSAE(4, 6, 2).eval(), {"input": X, "loss": "log"}, {"loss": "name"}
     ),
     "khot.nn.TopKSAE.loss": Row(khot.nn.TopKSAE(4, 6, 2).loss, {"input": X, "kind": "log"}, {"kind": "name"}),
+    "khot.nn.TopKSAE.loss_parts": Row(
+        khot.nn.TopKSAE(4, 6, 2).loss_parts, {"input": X, "kind": "log"}, {"kind": "name"}
+    ),
+    "khot.nn.fit_sae": Row(
+        partial(khot.nn.fit_sae, khot.nn.TopKSAE(4, 6, 2)),
+        {
+            "activations": X,
+            "steps": 1,
+            "batch_size": 2,
+            "lr": 1e-3,
+            "decay": 0.2,
+            "average": 0.5,
+            "kind": "log",
+            "every": 1,
+            "save_every": 1,
+            "callback": None,
+            "checkpoint": None,
+        },
+        {
+            "activations": "scores",
+            **dict.fromkeys(("batch_size", "every", "save_every"), "size"),
+            "lr": "number",
+            "decay": "share",
+            "average": "share",
+            "kind": "name",
+            "callback": "function",
+            "checkpoint": "function",
+        },
+        {"average": (None,)},
+    ),
+    "khot.nn.unexplained": Row(
+        partial(khot.nn.unexplained, khot.nn.TopKSAE(4, 6, 2)), {"activations": X}, {"activations": "scores"}
+    ),
+    "khot.nn.loss_recovered": Row(
+        partial(khot.nn.loss_recovered, nn.Sequential(nn.Embedding(4, 4))),
+        {"hook": "0", "sae": khot.nn.TopKSAE(4, 6, 2), "tokens": torch.tensor([[0, 1, 2]]), "loss": None},
+        dict.fromkeys(("hook", "sae", "tokens", "loss"), "function"),
+    ),
     "khot.nn.TopKSAE.encode": Row(khot.nn.TopKSAE(4, 6, 2).encode, {"input": X}),
     "khot.nn.TopKSAE.top": Row(khot.nn.TopKSAE(4, 6, 2).top, {"input": X}),
     "khot.nn.TopKSAE.decode": Row(

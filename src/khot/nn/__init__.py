@@ -7,8 +7,11 @@ than k entries may be selected, all of them are selected.
 """
 
 from khot.nn._router import Routing as Routing
+from khot.nn._sae_fit import fit_sae as fit_sae
 from khot.nn._sae_layouts import sae_from_layout as sae_from_layout
 from khot.nn._sae_layouts import sae_to_layout as sae_to_layout
+from khot.nn._sae_metrics import loss_recovered as loss_recovered
+from khot.nn._sae_metrics import unexplained as unexplained
 from khot.nn.anneal import Anneal as Anneal
 from khot.nn.anneal import ScheduleName as ScheduleName
 from khot.nn.attention import TopKAttention as TopKAttention
@@ -27,6 +30,7 @@ from khot.nn.pruning import make_permanent as make_permanent
 from khot.nn.pruning import prune_global as prune_global
 from khot.nn.pruning import prune_magnitude as prune_magnitude
 from khot.nn.pruning import prune_n_m as prune_n_m
+from khot.nn.sae import LossParts as LossParts
 from khot.nn.sae import TopKSAE as TopKSAE
 from khot.nn.soft_topk import SoftTopK as SoftTopK
 from khot.nn.token_choice import TokenChoiceRouter as TokenChoiceRouter
@@ -39,6 +43,7 @@ __all__ = [
     "Beams",
     "ExpertChoiceRouter",
     "KHotGate",
+    "LossParts",
     "MixtureOfExperts",
     "QuantileBalancer",
     "Routing",
@@ -50,6 +55,8 @@ __all__ = [
     "TopKRouter",
     "TopKRouting",
     "TopKSAE",
+    "fit_sae",
+    "loss_recovered",
     "make_permanent",
     "prune_global",
     "prune_magnitude",
@@ -60,6 +67,7 @@ __all__ = [
     "soft_beam_search",
     "selected_attention",
     "topk_attention",
+    "unexplained",
 ]
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from khot.nn._state import Grouped, Steady, counts
 from khot.nn._values import Value, available, current, describe, positive
 from khot.selection import topk
 
-__all__ = ["TopKSAE"]
+__all__ = ["LossParts", "TopKSAE"]
 
 Loss = Literal["log", "mse"]
 
@@ -44,6 +44,24 @@ MOVE = 0.02  # how far a training step moves the threshold: it is a mean over so
 GAIN, START = 2.0, 0.3
 EFFECTIVE = "encoder", "decoder", "bias"  # what is computed from parameters and can be assigned
 ENOUGH = 8  # inputs, from whose mean it can be seen that the bias is not there
+
+
+class LossParts(NamedTuple):
+    """The loss of a :class:`khot.nn.TopKSAE` and its terms, all 0-dim. Only the loss has a gradient.
+
+    Attributes:
+        loss: what to minimise: the logarithm of error + ½ wider + 0.3 idle, or with "mse" this sum itself.
+        error: E(k), the mean squared error with k latents.
+        wider: E(1.5 k), that with half as many more.
+        idle: A, that of what the idle latents make of the rest; 0 if none is idle.
+        used: how many latents an input uses, on average over the batch.
+    """
+
+    loss: Tensor
+    error: Tensor
+    wider: Tensor
+    idle: Tensor
+    used: Tensor
 
 
 class _Instead:
@@ -333,7 +351,7 @@ class TopKSAE(Grouped, LeftSoft):
             work = functools.partial(self._loss, kind=asked)
         result: Tensor = work(input)
         if self.training:
-            self._steady.until_backward_of(result)
+            self._steady.until_backward_of(result.loss if isinstance(result, LossParts) else result)
         return result
 
     def loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
@@ -369,6 +387,15 @@ class TopKSAE(Grouped, LeftSoft):
         loss: Tensor = self(input, loss=kind)
         return loss
 
+    def loss_parts(self, input: Tensor, kind: Loss = "log") -> LossParts:
+        """:meth:`loss`, to minimise, with the terms that it consists of, to look at: :class:`LossParts`.
+
+        With a ``group``, the terms are those of this process.
+        """
+        _check_kind(kind, "kind")
+        parts: LossParts = self(input, _Instead(functools.partial(self._loss_parts, kind=kind)))
+        return parts
+
     def _reconstruct(self, input: Tensor) -> Tensor:
         if self._is_dense(input):
             return self._decode(self._encode(input))
@@ -377,25 +404,34 @@ class TopKSAE(Grouped, LeftSoft):
         return self._decode(values, indices)
 
     def _loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
+        return self._loss_parts(input, kind).loss
+
+    def _loss_parts(self, input: Tensor, kind: Loss = "log") -> LossParts:
         self._centre(input)
         idle = self._idle()  # before this batch
         if self._is_dense(input):
             a = self._activations(input)
             near, far = self._code(a), self._code(a, WIDER)
-            self._count(self._uses(a, near))
+            used = self._uses(a, near)
+            self._count(used)
             self._follow(a, near)
             rest, first = self._error(input, near * a.relu())
             _, second = self._error(input, far * a.relu())
             again = None if idle is None else self._again(a, idle)
         else:
             others = None if idle is None else _Idle(idle, self._count_of(AGAIN))
-            rest, first, second = self._errors(input, *self._selected(input, (1.0, WIDER), others))
+            selected = self._selected(input, (1.0, WIDER), others)
+            used = selected[0][0] > 0
+            rest, first, second = self._errors(input, *selected)
             again = None if others is None else self._sum(others.values, others.indices)
-        loss = first + SHARE * second
+        loss, third = first + SHARE * second, torch.zeros_like(first)
         if idle is not None and again is not None:
             error = F.mse_loss(at_least_single(again), rest.detach())
-            loss = loss + WEIGHT * (error if arguments.readable(idle) else torch.where(idle.any(), error, 0))
-        return loss if kind == "mse" else self._log(loss, input)
+            third = error if arguments.readable(idle) else torch.where(idle.any(), error, 0)
+            loss = loss + WEIGHT * third
+        loss = loss if kind == "mse" else self._log(loss, input)
+        number = at_least_single(used).sum(-1).mean()
+        return LossParts(loss, first.detach(), second.detach(), third.detach(), number)
 
     def _log(self, loss: Tensor, input: Tensor) -> Tensor:
         """The logarithm of a loss, whose gradient is divided by the loss of the whole batch."""
@@ -413,9 +449,13 @@ class TopKSAE(Grouped, LeftSoft):
         """Which latents are idle, (n,); None if it is known that none is to learn from it."""
         if self.revive is None:
             return None
-        limit = self.revive * self.latents / current(self.k)
+        limit = self._limit()
         idle = self._steady.read(self.idle, lambda: self.idle >= limit)
         return None if arguments.readable(idle) and not idle.any() else idle
+
+    def _limit(self) -> Scalar:
+        """After how many inputs without use a latent counts as idle."""
+        return (REVIVE if self.revive is None else self.revive) * self.latents / current(self.k)
 
     def _again(self, a: Tensor, idle: Tensor) -> Tensor:
         """What the idle latents of largest pre-activations, (..., n), make together."""

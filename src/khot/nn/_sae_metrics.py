@@ -1,0 +1,195 @@
+"""How good a sparse autoencoder is: what it leaves unexplained, and what a model loses by it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from khot._core import arguments
+from khot._core.precision import wide_dtype
+from khot.nn.sae import TopKSAE
+
+__all__ = ["batches_of", "check_sae", "loss_recovered", "rows_of", "unexplained"]
+
+ROOM = 2**22  # pre-activations at a time
+
+
+def check_sae(sae: Any) -> None:
+    if not isinstance(sae, TopKSAE):
+        raise TypeError(f"sae must be a khot.nn.TopKSAE, but got {type(sae).__name__}")
+
+
+def batches_of(activations: Any, sae: TopKSAE) -> Iterator[Tensor]:
+    """The batches of an iterable, (N, in_features) each, on the device of the autoencoder."""
+    if not isinstance(activations, Iterable):
+        raise TypeError(
+            f"activations must be a tensor or an iterable of tensors, but got {type(activations).__name__}"
+        )
+    for batch in activations:
+        if not isinstance(batch, Tensor):
+            raise TypeError(
+                f"activations must give tensors, but gave a {type(batch).__name__}; of the tuples of a "
+                "DataLoader, pass on the tensor: (x for x, *_ in loader)"
+            )
+        yield rows_of(batch, sae).to(sae.shift.device)
+
+
+def rows_of(activations: Tensor, sae: TopKSAE) -> Tensor:
+    """Activations as rows (N, in_features)."""
+    arguments.check_input(activations, "activations")
+    if not activations.dim() or activations.shape[-1] != sae.in_features:
+        raise ValueError(
+            f"activations must have shape (..., {sae.in_features}), but got {tuple(activations.shape)}"
+        )
+    return activations.detach().reshape(-1, sae.in_features)
+
+
+@contextmanager
+def _evaluating(*modules: nn.Module) -> Generator[None]:
+    before = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            if training:
+                module.train()
+
+
+def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
+    """The share of the variance of activations that an autoencoder leaves unexplained, in eval mode.
+
+        Σ ‖x − reconstruction‖² / Σ ‖x − mean‖²
+
+    where the mean is that of these activations. Vectors that were not trained on tell more.
+
+    Args:
+        sae: the autoencoder.
+        activations: (..., in_features), of which it takes a part at a time, or an iterable of such batches.
+
+    Returns:
+        A 0-dim tensor, in float64 if the device has it: 0 if all is explained, 1 for the mean alone, and more
+        if that is worse; NaN if all activations are the same, or there are none.
+
+    Raises:
+        ValueError, TypeError: an argument out of range.
+
+    Example:
+        >>> sae = khot.nn.TopKSAE(16, 64, k=4)
+        >>> khot.nn.unexplained(sae, torch.randn(100, 16)).shape
+        torch.Size([])
+    """
+    check_sae(sae)
+    parts: Iterable[Tensor] = activations
+    if isinstance(activations, Tensor):
+        parts = rows_of(activations, sae).split(max(1, ROOM // sae.latents))
+    device = sae.shift.device
+    wide: dict[str, Any] = {"dtype": wide_dtype(device), "device": device}
+    rest, square, total, count = torch.zeros((), **wide), torch.zeros((), **wide), torch.zeros((), **wide), 0
+    shift: Tensor | None = None
+    with _evaluating(sae):
+        for x in batches_of(parts, sae):
+            out, x = sae(x).to(**wide), x.to(**wide)
+            if shift is None and len(x):
+                shift = x.mean(0)  # near the mean, so that the difference of two sums keeps its digits
+            rest = rest + (x - out).square().sum()
+            if shift is not None:
+                square = square + (x - shift).square().sum()
+                total = total + (x - shift).sum(0)
+                count += len(x)
+    return rest / (square - total.square().sum() / max(count, 1))
+
+
+def loss_recovered(
+    model: nn.Module,
+    hook: str | nn.Module,
+    sae: TopKSAE,
+    tokens: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> Tensor:
+    """How much of a model's loss is recovered when reconstructions take the place of its activations.
+
+        (zeroed − reconstructed) / (zeroed − original)
+
+    where these are the losses with zeros, with reconstructions, and with the activations themselves.
+
+    Args:
+        model: any module; it is called as ``model(tokens)``, in eval mode.
+        hook: the submodule whose output the autoencoder reconstructs, or its name in
+            ``model.named_modules()``. Of a tuple it reconstructs the first entry.
+        sae: the autoencoder, of activations of this output's last dim.
+        tokens: what the model is called with; by default (batch, length) tokens of a language model.
+        loss: a function of the model's output and of the tokens. By default the cross-entropy of the next
+            token, from the logits (batch, length, vocabulary) that the model returns, alone, as ``logits`` of
+            an object, or first of a tuple.
+
+    Returns:
+        A 0-dim tensor: 1 if nothing is lost, and 0 if the reconstructions are as bad as zeros.
+
+    Raises:
+        ValueError, TypeError: an argument out of range.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 9))
+        >>> sae = khot.nn.TopKSAE(16, 64, k=4)
+        >>> khot.nn.loss_recovered(model, "1", sae, torch.randint(9, (4, 20))).shape
+        torch.Size([])
+    """
+    check_sae(sae)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
+    place = _place(model, hook)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be None or a function, but got {type(loss).__name__}")
+    judge = _next_token if loss is None else loss
+    changes: tuple[Callable[[Tensor], Tensor] | None, ...] = (
+        torch.zeros_like,
+        lambda x: sae(x).to(x.dtype),
+        None,
+    )
+    found = []
+    with _evaluating(model, sae):
+        for change in changes:
+            handle = None if change is None else place.register_forward_hook(_replace(change))
+            try:
+                found.append(judge(model(tokens), tokens))
+            finally:
+                if handle is not None:
+                    handle.remove()
+    zeroed, reconstructed, original = found
+    return (zeroed - reconstructed) / (zeroed - original)
+
+
+def _place(model: nn.Module, hook: Any) -> nn.Module:
+    modules = dict(model.named_modules())
+    if isinstance(hook, str):
+        if hook not in modules:
+            names = ", ".join(map(repr, itertools.islice(modules, 1, 9)))
+            raise ValueError(f"hook must name a submodule of model, such as {names}, but got {hook!r}")
+        return modules[hook]
+    if not any(module is hook for module in modules.values()):
+        raise ValueError(f"hook must be a submodule of model or its name, but got {type(hook).__name__}")
+    return hook
+
+
+def _replace(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
+    def replaced(module: nn.Module, given: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+    return replaced
+
+
+def _next_token(output: Any, tokens: Tensor) -> Tensor:
+    logits: Tensor = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
