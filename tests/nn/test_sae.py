@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
+from khot._core import arguments
 from khot._ops import selected
 from khot.nn import Anneal, TopKSAE
 
@@ -644,6 +645,41 @@ def test_the_first_mean_when_compiled(options: dict[str, object]) -> None:
         x = scores(7, 5, seed=seed) + 3
         torch.testing.assert_close(loss(x), eager.loss(x))
         torch.testing.assert_close(dict(compiled.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_the_first_mean_is_not_asked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it cannot be read whether there is one, as on a GPU."""
+    sae, plain = (TopKSAE(5, 12, 3, dtype=torch.float64) for _ in range(2))
+    x = scores(20, 5) + 3
+    spoiled = torch.cat([x, torch.full((1, 5), math.inf)])
+    monkeypatch.setattr(arguments, "readable", lambda *_, **__: False)
+    sums: list[Tensor] = []
+    finite = Tensor.isfinite  # which nothing else in a pass asks for
+    monkeypatch.setattr(Tensor, "isfinite", lambda x: sums.append(x) or finite(x))
+    sae(spoiled)
+    sae(x[:0])
+    assert not sae.centred
+    for _ in range(20):
+        sae(x)
+    assert len(sums) == 8 and sae.centred
+    torch.testing.assert_close(sae.bias, x.mean(0))
+    for renew in (
+        lambda: sae.load_state_dict(plain.state_dict()),
+        lambda: sae.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True),
+        sae.reset_parameters,
+    ):
+        renew()
+        sae(x + 1)
+        torch.testing.assert_close(sae.bias, (x + 1).mean(0))
+        for _ in range(9):
+            sae(x)
+        torch.testing.assert_close(sae.bias, (x + 1).mean(0))
+    again = copy.deepcopy(sae)
+    again.centred.zero_()
+    sae.centred.zero_()
+    for layer in (again, sae):
+        layer(x + 2)
+        torch.testing.assert_close(layer.bias, (x + 2).mean(0))
 
 
 def test_an_input_that_is_refused_is_no_first_batch() -> None:

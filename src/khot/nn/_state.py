@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from khot._core import rows
 from khot._core.torch_internals import is_recomputation, process_group, transforms_are_on, within_backward
 
-__all__ = ["Grouped", "Steady", "counts", "observes"]
+__all__ = ["Grouped", "Settled", "Steady", "counts", "observes"]
+
+# With so many passes behind it, a training has had a batch with inputs that are finite, or will not have one.
+PASSES = 8
 
 
 def counts(layer: nn.Module) -> bool:
@@ -54,7 +57,43 @@ class Grouped(nn.Module):
         return rows.of(self._group if self.training else "")
 
 
-class Steady:
+class _Watched:
+    """Knows whether a state is as the layer itself left it. A copy does not."""
+
+    def __init__(self) -> None:
+        self._state: tuple[Tensor, int] | None = None  # as this layer left it
+
+    def __reduce__(self) -> tuple[type[_Watched], tuple[()]]:
+        return type(self), ()
+
+    def _knows(self, state: Tensor) -> bool:
+        return self._state is not None and self._state[0] is state and self._state[1] == state._version
+
+
+class Settled(_Watched):
+    """Whether a state that only the first passes change needs no more of them, where it cannot be read.
+
+    It is so after some passes since somebody else wrote to the state. All processes of a group say the same,
+    because they make the same passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passes = 0
+
+    def __call__(self, state: Tensor) -> bool:
+        return _is_eager(state) and self._passes >= PASSES and self._knows(state)
+
+    def write(self, state: Tensor, value: Tensor) -> None:
+        """Write to the state in a pass."""
+        eager = _is_eager(state)
+        known = eager and self._knows(state)
+        state.copy_(value)
+        if eager:
+            self._passes, self._state = self._passes + 1 if known else 1, (state, state._version)
+
+
+class Steady(_Watched):
     """A value that a forward pass reads from a state which forward passes write.
 
     It is renewed by the first forward pass after a backward pass, and where somebody else has written to the
@@ -63,12 +102,9 @@ class Steady:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._due = True
         self._value: Tensor | None = None
-        self._state: tuple[Tensor, int] | None = None  # as this layer left it
-
-    def __reduce__(self) -> tuple[type[Steady], tuple[()]]:
-        return Steady, ()
 
     def read(self, state: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()`` from the state as it is, or as it was when the value was renewed."""
@@ -96,9 +132,6 @@ class Steady:
 
     def _renew(self, _: Any) -> None:
         self._due = True
-
-    def _knows(self, state: Tensor) -> bool:
-        return self._state is not None and self._state[0] is state and self._state[1] == state._version
 
 
 def _is_eager(state: Tensor) -> bool:

@@ -23,7 +23,7 @@ from khot._ops.topk import largest_entries
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
-from khot.nn._state import Grouped, Steady, counts
+from khot.nn._state import Grouped, Settled, Steady, counts
 from khot.nn._values import Value, available, current, describe, positive
 from khot.selection import topk
 
@@ -258,7 +258,7 @@ class TopKSAE(Grouped, LeftSoft):
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
-        self.group, self._steady, self._compared = group, Steady(), False
+        self.group, self._steady, self._settled, self._compared = group, Steady(), Settled(), False
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.raw_encoder = nn.Parameter(torch.empty(latents, in_features, **made))
         self.encoder_bias = nn.Parameter(torch.empty(latents, **made))
@@ -469,14 +469,14 @@ class TopKSAE(Grouped, LeftSoft):
             return
         self._check(input)
         x = input.detach().reshape(-1, self.in_features)
-        known = arguments.readable(self.centred) and bool(self.centred)
+        known = bool(self.centred) if arguments.readable(self.centred) else self._settled(self.centred)
         if self.centre and not known:
             sums = at_least_single(x).sum(0)
             total, inputs = self._shared().reduce([sums, sums.new_full((), x.shape[0])])
             mean = total / inputs
             fits = mean.isfinite().all()  # not that of no inputs
             self.mean.copy_(torch.where(fits & (self.centred == 0), mean.to(self.mean.dtype), self.mean))
-            self.centred.logical_or_(fits)
+            self._settled.write(self.centred, self.centred.logical_or(fits))
         if self._compared or not arguments.readable(x) or x.shape[0] < ENOUGH:
             return
         self._compared = True
