@@ -1,11 +1,13 @@
 """Draws the figures of the documentation: `make figures`, or `python docs/figures.py FOLDER`.
 
 All is computed here, but for times, and for the bias and spread of the estimators: these are read from the
-committed tables in benchmarks/results/sampling.md, benchmarks/results/quantile.md and docs/estimators.md.
+committed tables in benchmarks/results/sampling.md, benchmarks/results/quantile.md and docs/estimators.md,
+and the parts of the sparse autoencoder from benchmarks/results/sae.json.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -317,6 +319,35 @@ def quantiles(out: Path) -> None:
     save(figure, out / "quantiles.png")
 
 
+def sae_parts(out: Path) -> None:
+    """What each part of the autoencoder's default is worth, on the sets on which all were left out."""
+    cases = json.loads((ROOT / "benchmarks/results/sae.json").read_text(encoding="utf-8"))["cases"].values()
+    methods = ["khot"]
+    methods += dict.fromkeys(case["method"] for case in cases if case["method"].startswith("with"))
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for case in cases:
+        if case["method"] in methods:
+            found.setdefault(case["set"], {}).setdefault(case["method"], []).append(case)
+    sets = [name for name, measured in found.items() if len(measured) == len(methods)]
+    figure, axes = panels(2 + 5 * len(sets), 2.8, 1, len(sets), sharey=True, squeeze=False)
+    for name, ax in zip(sets, axes[0], strict=True):
+        means = [
+            [
+                sum(case[column] for case in found[name][method]) / len(found[name][method])
+                for method in methods
+            ]
+            for column in ("unexplained", "dead")
+        ]
+        drawn = ax.barh(methods, means[0], color=[ORANGE, *[BLUE] * (len(methods) - 1)], height=0.6)
+        labels = [f"{error:.2f}, {dead:.0f} % unused" for error, dead in zip(*means, strict=True)]
+        ax.bar_label(drawn, labels, padding=3, fontsize=9)
+        ax.set_xlim(0, 1.6 * max(means[0]))
+        ax.set_title({"hidden": "hidden layer"}.get(name, name))
+        ax.set_xlabel("variance unexplained, %")
+    axes[0, 0].invert_yaxis()
+    save(figure, out / "sae_parts.png")
+
+
 def table(path: Path) -> dict[str, list[str]]:
     """The rows of the table in a Markdown file, by their first cell."""
     text = path.read_text(encoding="utf-8")
@@ -336,6 +367,7 @@ FIGURES = (
     designs,
     estimators,
     quantiles,
+    sae_parts,
 )
 
 

@@ -15,7 +15,7 @@ They are centred, and divided by the root of their mean square. The methods are:
 - `khot, batch`: the same with `batch=True`, where the inputs of a batch share their latents in training, and
   new vectors use what exceeds the layer's threshold.
 - `khot, no revival`: the same as `khot` with `revive=None`: directions that none of the last 1,600 vectors
-  used are not pulled towards their selection.
+  used do not learn what the others leave.
 - `khot, batch, no revival`: the same with `batch=True`.
 - `khot, straight-through`: a hard selection with the gradient of the soft one at tau = 0.1, where the first
   pre-activations have a deviation of 1; trained on the mean squared error.
