@@ -1009,3 +1009,91 @@ def test_the_masks_of_the_report_are_refused_in_words() -> None:
         ours(query[None], keys[None], keys[None])
     with pytest.raises(ValueError, match="same batch size"):
         ours(query[:1], keys, keys)
+
+
+# ------------------------------------------------------------------------------------------- gap
+
+
+def faded_by_hand(query: Tensor, key: Tensor, value: Tensor, k: int, gap: float, mask: Tensor) -> Tensor:
+    """Row by row, from a sort in Python."""
+    out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float64)
+    for i, row in enumerate((query.double() @ key.double().mT / math.sqrt(query.shape[-1])).tolist()):
+        order = sorted((j for j in range(len(row)) if mask[i, j]), key=lambda j: -row[j])
+        best, rest = order[:k], order[k:]
+        weights = {j: math.exp(row[j] - row[best[0]]) for j in best}
+        if rest and row[best[0]] > row[rest[0]]:
+            weights = {j: -w * math.expm1((row[rest[0]] - row[j]) / gap) for j, w in weights.items()}
+        for j, w in weights.items():
+            out[i] += w / sum(weights.values()) * value[j].double()
+    return out
+
+
+@pytest.mark.parametrize("keys,k", [(40, 3), (40, 39), (40, 40), (3, 5), (600, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("gap", [0.05, 4.0])
+def test_weights_that_fade_towards_the_next_score(keys: int, k: int, masked: bool, gap: float) -> None:
+    """Short and long rows, in which a few keys are selected by another way; and with too few keys."""
+    query, key, value = normal(9, 8), 2 * normal(keys, 8, seed=1), normal(keys, 5, seed=2)
+    mask = normal(9, keys, seed=3) > -0.3 if masked else torch.ones(9, keys, dtype=torch.bool)
+    mask[0, 2:] = False  # 2 keys
+    given = mask if masked else None
+    want = faded_by_hand(query, key, value, k, gap, mask if masked else torch.ones_like(mask))
+    got = khot.nn.topk_attention(query, key, value, k, given, hard=True, gap=gap)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_a_gap_is_continuous_and_tends_to_the_hard_choice() -> None:
+    key, value = torch.eye(4), normal(4, 3).float()
+
+    def attend(scores: list[float], gap: float | None) -> Tensor:
+        query = torch.tensor([scores])
+        return khot.nn.topk_attention(query, key, value, 2, hard=True, gap=gap, scale=1.0)
+
+    below, above = attend([3.0, 2.0, 1.999999, 0], 1.0), attend([3.0, 2.0, 2.000001, 0], 1.0)
+    torch.testing.assert_close(below, above, rtol=0, atol=1e-5)
+    assert (attend([3.0, 2.0, 1.999999, 0], None) - attend([3.0, 2.0, 2.000001, 0], None)).abs().max() > 0.1
+    scores = [3.0, 2.0, 1.0, 0]
+    torch.testing.assert_close(attend(scores, 1e-6), attend(scores, None))
+    tied = [1.0, 1, 1, 0]  # no score is above the next
+    torch.testing.assert_close(attend(tied, 1.0), attend(tied, None))
+
+
+@pytest.mark.parametrize("keys", [12, 640])
+def test_derivatives_with_a_gap(keys: int) -> None:
+    """In the scores of the chosen keys and of the next one; of both ways."""
+    query, key, value = (normal(*shape, seed=i) for i, shape in enumerate([(2, 4), (keys, 4), (keys, 3)]))
+    few = torch.arange(6)
+
+    def attend(q: Tensor, part: Tensor) -> Tensor:
+        keys_ = key.index_copy(0, few, part)
+        return khot.nn.topk_attention(q, keys_, value, 3, hard=True, gap=2.0)
+
+    inputs = (query.requires_grad_(), (3 * key[few]).detach().requires_grad_())
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+def test_the_layer_fades_in_eval_mode() -> None:
+    layer = TopKAttention(8, 2, 2, gap=4.0, batch_first=True)
+    plain = TopKAttention(8, 2, 2, batch_first=True)
+    plain.load_state_dict(layer.state_dict())
+    x = normal(2, 7, 8).float()
+    assert torch.equal(layer(x, x, x)[0], plain(x, x, x)[0])
+    output, weights = layer.eval()(x, x, x, average_attn_weights=False)
+    assert weights is not None and bool(((weights > 0).sum(-1) == 2).all())
+    q, k, v = layer._heads(x, x, x)
+    want = khot.nn.topk_attention(q, k, v, 2, hard=True, gap=4.0)
+    torch.testing.assert_close(output, layer.out_proj(want.transpose(1, 2).flatten(-2)))
+    torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], output)
+    assert not torch.allclose(output, plain.eval()(x, x, x)[0])
+    assert "gap=4.0" in repr(layer)
+
+
+def test_bad_gaps() -> None:
+    x = normal(3, 4)
+    with pytest.raises(ValueError, match="gap must be finite and > 0, but got 0"):
+        khot.nn.topk_attention(x, x, x, 2, hard=True, gap=0)
+    with pytest.raises(ValueError, match="gap must be None without hard=True"):
+        khot.nn.topk_attention(x, x, x, 2, gap=1.0)
+    with pytest.raises(ValueError, match="gap must be finite and > 0, but got -1"):
+        TopKAttention(8, 2, 2, gap=-1)

@@ -45,6 +45,7 @@ def topk_attention(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
     hard: bool = False,
+    gap: float | None = None,
     candidates: int | None = None,
 ) -> Tensor:
     """Attention in which each query attends to its k best keys, which are chosen softly.
@@ -75,6 +76,11 @@ def topk_attention(
             support (``"uniform"``) weights outside the selection are exactly 0.
         hard: attend to exactly the ⌊top_k + ½⌋ best keys, by a softmax over them. The selection then has no
             gradient; the weights have.
+        gap: None, or with ``hard`` a distance of scores c > 0: the weights of the k best keys then fade to 0
+            towards the next score t, as softmax(s + log(1 − exp(−(s − t)/c))). They are continuous where one
+            key takes the place of another, and at most those of a softmax over the k keys where scores are
+            close to t, as the soft selection has it in training. Where no score is above t, or no key is
+            left, it is a softmax over the k keys.
         candidates: None, or m: choose softly among the m best keys of each query instead of all, with A the
             soft top-k of their m scores, and 0 weight for all others. From some thousands of keys on this
             takes less time and O(L·m + S) memory. The smaller τ, the less it differs from the choice among
@@ -133,8 +139,12 @@ def topk_attention(
         if hard:
             raise ValueError(f"candidates must be None with hard=True, but got {candidates}")
         _check_candidates(candidates, top_k)
+    if gap is not None:
+        arguments.check_scalar(gap, "gap", low=0, low_open=True)
+        if not hard:
+            raise ValueError(f"gap must be None without hard=True, but got {gap}")
     return _attend(
-        query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard, candidates
+        query, key, value, top_k, attn_mask, dropout_p, is_causal, scale, tau, cdf, hard, gap, candidates
     )
 
 
@@ -232,6 +242,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         batch_first: whether the batch, and not the sequence, comes first.
         tau: temperature of the selection, > 0, in the units of the scores; as ``top_k``.
         cdf: as for :func:`khot.soft_topk`.
+        gap: as for :func:`topk_attention`, in eval mode. In train mode it changes nothing.
         candidates: as for :func:`topk_attention`, in train mode. In eval mode it changes nothing.
         device, dtype: of the parameters.
 
@@ -270,6 +281,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
     top_k: Value
     tau: Value
     cdf: CDF
+    gap: float | None
     candidates: int | None
 
     def __init__(
@@ -283,6 +295,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         *,
         tau: Value = 1.0,
         cdf: CDFName | CDF = "logistic",
+        gap: float | None = None,
         candidates: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -290,6 +303,8 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         arguments.check_integer(embed_dim, "embed_dim", low=1)
         arguments.check_integer(num_heads, "num_heads", low=1)
         arguments.check_flags(bias=bias, batch_first=batch_first)
+        if gap is not None:
+            arguments.check_scalar(gap, "gap", low=0, low_open=True)
         if candidates is not None:
             arguments.check_integer(candidates, "candidates", low=1)
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
@@ -302,7 +317,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         # otherwise the fast path of nn.TransformerEncoderLayer would use the weights and attend to every key
         self._qkv_same_embed_dim = False
         self.top_k, self.tau = positive(top_k, "top_k"), positive(tau, "tau")
-        self.cdf, self.candidates = cdfs.resolve(cdf), candidates
+        self.cdf, self.gap, self.candidates = cdfs.resolve(cdf), gap, candidates
 
     def _reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.in_proj_weight)
@@ -353,7 +368,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
             _check_candidates(candidates, top_k)
         weights = None
         if need_weights:
-            weights = _weights(q, k, top_k, mask, is_causal, None, tau, self.cdf, hard, candidates)
+            weights = _weights(q, k, top_k, mask, is_causal, None, tau, self.cdf, hard, self.gap, candidates)
             if self.training:
                 self._note(weights, top_k)
             output = F.dropout(weights, dropout) @ v
@@ -361,7 +376,20 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         else:
             note = self._note if self.training else None
             output = _attend(
-                q, k, v, top_k, mask, dropout, is_causal, None, tau, self.cdf, hard, candidates, note
+                q,
+                k,
+                v,
+                top_k,
+                mask,
+                dropout,
+                is_causal,
+                None,
+                tau,
+                self.cdf,
+                hard,
+                self.gap,
+                candidates,
+                note,
             )
         output = self.out_proj(output.transpose(1, 2).flatten(-2))
         if not batched:
@@ -423,7 +451,8 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         return [x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
 
     def extra_repr(self) -> str:
-        among = {} if self.candidates is None else {"candidates": self.candidates}
+        among = {"gap": self.gap, "candidates": self.candidates}
+        among = {name: value for name, value in among.items() if value is not None}
         return describe(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
@@ -566,6 +595,7 @@ def _attend(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    gap: float | None,
     candidates: int | None = None,
     note: Callable[[Tensor, Scalar], None] | None = None,
 ) -> Tensor:
@@ -573,7 +603,7 @@ def _attend(
     if candidates is not None or (hard and _selects(top_k, query, key)):
         batch_shape = _batch(query, key, value, attn_mask)
         weights, indices = _weights_of_best(
-            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, candidates, batch_shape
+            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, gap, candidates, batch_shape
         )
         if note is not None:
             note(weights, top_k)
@@ -598,6 +628,7 @@ def _attend(
             of(tau, -1),
             cdf,
             hard,
+            gap,
             first=start,
         )
         if note is not None and start == 0:
@@ -620,6 +651,7 @@ def _weights(
     tau: Scalar,
     cdf: CDFName | CDF,
     hard: bool,
+    gap: float | None,
     candidates: int | None = None,
     first: int = 0,
 ) -> Tensor:
@@ -628,7 +660,7 @@ def _weights(
     if candidates is not None:
         batch = _batch(query, key, attn_mask)
         weights, indices = _weights_of_best(
-            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, candidates, batch
+            query, key, top_k, attn_mask, is_causal, scale, tau, cdf, gap, candidates, batch
         )
         of_all = weights.new_zeros(*weights.shape[:-1], key.shape[-2])
         return of_all.scatter(-1, indices, weights).to(query.dtype)
@@ -642,8 +674,21 @@ def _weights(
         scores = scores + attn_mask
 
     k = available(top_k, scores)
-    log_A = masks.topk_mask(scores, k).log() if hard else masks.log_soft_topk(scores, k, tau=tau, cdf=cdf)
-    return _softmax(scores + log_A).to(query.dtype)
+    if not hard:
+        return _softmax(scores + masks.log_soft_topk(scores, k, tau=tau, cdf=cdf)).to(query.dtype)
+    mask = masks.topk_mask(scores, k)
+    chosen = scores + mask.log()
+    if gap is not None and scores.shape[-1]:
+        chosen = _faded(chosen, scores.masked_fill(mask > 0, -math.inf).amax(-1, keepdim=True), gap)
+    return _softmax(chosen).to(query.dtype)
+
+
+def _faded(scores: Tensor, next_: Tensor, gap: float) -> Tensor:
+    """The scores of what is selected, −inf elsewhere, with weights that fade towards the next score."""
+    distance = (scores - next_) / gap
+    above = distance > 0
+    fading = (-torch.expm1(-distance.masked_fill(~above, 1))).log().masked_fill(~above, -math.inf)
+    return torch.where(next_.isfinite() & above.any(-1, keepdim=True), scores + fading, scores)
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -693,6 +738,7 @@ def _weights_of_best(
     scale: float | None,
     tau: Scalar,
     cdf: CDFName | CDF,
+    gap: float | None,
     candidates: int | None,
     batch: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
@@ -703,7 +749,7 @@ def _weights_of_best(
     length, keys = query.shape[-2], key.shape[-2]
     if candidates is None:
         assert not isinstance(top_k, Tensor)
-        count = math.floor(top_k + 0.5)
+        count = math.floor(top_k + 0.5) + (gap is not None)
     else:
         count = min(candidates, keys)
     if attn_mask is not None:
@@ -737,6 +783,8 @@ def _weights_of_best(
     if candidates is not None:
         k = available(top_k, logits)
         logits = logits + masks.log_soft_topk(logits, k, tau=tau, cdf=cdf)
+    elif gap is not None:
+        logits, indices = _faded(logits[..., :-1], logits[..., -1:], gap), indices[..., :-1]
     return _softmax(logits), indices
 
 
