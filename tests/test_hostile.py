@@ -654,6 +654,12 @@ ROWS: dict[str, Row] = {
         {"value": "scores", "candidates": "size"},
         {"candidates": (None,)},
     ),
+    "khot.nn.topk_attention gap": Row(
+        partial(khot.nn.topk_attention, hard=True),
+        {**ATTENDED, "top_k": 2.0, "gap": 1.0, "tau": 1.0, "cdf": "logistic"},
+        {"value": "scores", "gap": "share"},
+        {"gap": (None, 5), "top_k": (N + 1, math.inf)},
+    ),
     "khot.nn.selected_attention": Row(
         khot.nn.selected_attention,
         {
@@ -666,8 +672,9 @@ ROWS: dict[str, Row] = {
     ),
     "khot.nn.TopKAttention": Row(
         khot.nn.TopKAttention,
-        {"embed_dim": 4, "num_heads": 2, "top_k": 2, "tau": 1.0, "cdf": "logistic"},
-        {"top_k": "positive", "embed_dim": "size", "num_heads": "size"},
+        {"embed_dim": 4, "num_heads": 2, "top_k": 2, "tau": 1.0, "cdf": "logistic", "gap": 1.0},
+        {"top_k": "positive", "embed_dim": "size", "num_heads": "size", "gap": "share"},
+        {"gap": (None, 5)},
     ),
     "khot.nn.TopKAttention.forward": Row(
         khot.nn.TopKAttention(4, 2, 2, batch_first=True), ATTENDED, {"value": "scores"}
@@ -814,7 +821,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
     optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
-    optional |= {"candidates"}  # which hard=True and a larger top_k exclude
+    optional |= {"candidates", "gap"}  # which hard=True and a larger top_k exclude, or hard=False
     assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
         "key_padding_mask",
         "attn_mask",

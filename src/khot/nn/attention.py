@@ -125,6 +125,7 @@ def topk_attention(
     arguments.check_flags(is_causal=is_causal, enable_gqa=enable_gqa, hard=hard)
     arguments.check_scalar(top_k, "top_k", low=0)
     arguments.check_scalar(tau, "tau", low=0, low_open=True)
+    cdf = cdfs.resolve(cdf)
     for name, value_ in (("top_k", top_k), ("tau", tau)):
         if isinstance(value_, Tensor):
             arguments.check_has_values(value_, name, query)
@@ -140,7 +141,7 @@ def topk_attention(
             raise ValueError(f"candidates must be None with hard=True, but got {candidates}")
         _check_candidates(candidates, top_k)
     if gap is not None:
-        arguments.check_scalar(gap, "gap", low=0, low_open=True)
+        _check_gap(gap)
         if not hard:
             raise ValueError(f"gap must be None without hard=True, but got {gap}")
     return _attend(
@@ -304,7 +305,7 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         arguments.check_integer(num_heads, "num_heads", low=1)
         arguments.check_flags(bias=bias, batch_first=batch_first)
         if gap is not None:
-            arguments.check_scalar(gap, "gap", low=0, low_open=True)
+            _check_gap(gap)
         if candidates is not None:
             arguments.check_integer(candidates, "candidates", low=1)
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
@@ -695,6 +696,12 @@ def _softmax(logits: Tensor) -> Tensor:
     """0 where all logits are −inf, which softmax would turn into NaN."""
     idle = (logits == -math.inf).all(-1, keepdim=True)
     return logits.masked_fill(idle, 0).softmax(-1).masked_fill(idle, 0)
+
+
+def _check_gap(gap: float) -> None:
+    arguments.check_number(gap, "gap", low=-math.inf, high=math.inf)
+    if not 0 < gap < math.inf:
+        raise ValueError(f"gap must be finite and > 0, but got {gap}")
 
 
 def _check_candidates(candidates: int, top_k: Scalar) -> None:
