@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,77 @@ def test_unbalance_leaves_nothing(make: Callable[[], Any]) -> None:
     assert [type(m) for m in model.modules()] == classes and list(model.state_dict()) == keys
     with pytest.raises(ValueError, match="must have been balanced"):
         unbalance(model)
+
+
+def test_a_folder_that_is_gone_and_one_of_another_model(tmp_path: Path) -> None:
+    """Neither raises, and no router is left without its balancer."""
+    model = skewed(olmoe)
+    trained(model)
+    model.save_pretrained(tmp_path / "a")
+    again = type(model).from_pretrained(tmp_path / "a")
+    again.name_or_path = str(tmp_path / "gone")
+    assert not any(balancer.bias.any() for balancer in balance(again))
+    other = mixtral()
+    other.config.num_local_experts = 4
+    other = type(other)(other.config)
+    other.name_or_path = str(tmp_path / "a")  # with as many layers
+    assert all(len(balancer.bias) == 4 for balancer in balance(other))
+    assert len(balance(torch.nn.Sequential(skewed(mixtral)))) == 2  # type: ignore[arg-type]
+
+
+def test_under_the_hooks_of_accelerate() -> None:
+    """Which put a forward pass of their own before that of the class."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, plain = skewed(qwen3), skewed(qwen3)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.mlp.gate, AlignDevicesHook("cpu"))
+    balancers = balance(model)
+    model(tokens())
+    assert all(balancer.counts.sum() == 18 * 8 for balancer in balancers)
+    balancers[0].bias.copy_(torch.linspace(-4, 0, 8))
+    assert not torch.equal(model(tokens()).logits, plain(tokens()).logits)
+    unbalance(model)
+    assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+    plain.model.layers[0].mlp.gate.forward = lambda x: x
+    with pytest.raises(ValueError, match="must have routers whose forward pass is that of their class"):
+        balance(plain)
+    assert not isinstance(plain.model.layers[1].mlp.gate, khot.transformers._Balanced)
+
+
+@pytest.mark.parametrize("make", [mixtral, deepseek], ids=lambda make: make.__name__)
+def test_a_balanced_model_can_be_pickled(make: Callable[[], Any]) -> None:
+    model = skewed(make)
+    trained(model)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+    unbalance(again)
+    assert type(again.model.layers[0].mlp.gate) is type(make().model.layers[0].mlp.gate)
+
+
+def test_newer_biases_of_deepseek_win(tmp_path: Path) -> None:
+    model = skewed(deepseek)
+    trained(model)
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path).train()
+    newer = [balancer.bias.clone() for balancer in trained(model)]
+    unbalance(model)
+    for balancer, bias in zip(balance(model), newer, strict=True):
+        torch.testing.assert_close(balancer.bias, bias)
+    plain = skewed(deepseek)
+    own = torch.linspace(-1, 0.5, 8)
+    for layer in plain.model.layers:
+        layer.mlp.gate.e_score_correction_bias.copy_(own)
+    missing = model.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert all("balancer.bias" not in key for key in missing)
+    for balancer in balance(model):
+        torch.testing.assert_close(balancer.bias, own - 0.5)
+    rounded = skewed(deepseek).bfloat16()
+    balancers = trained(rounded)
+    rounded.save_pretrained(tmp_path / "half")
+    again = type(rounded).from_pretrained(tmp_path / "half", dtype=torch.bfloat16)
+    for balancer, other in zip(balance(again), balancers, strict=True):
+        assert torch.equal(balancer.bias, other.bias)
 
 
 def test_a_model_without_routers() -> None:

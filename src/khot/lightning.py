@@ -61,5 +61,6 @@ class BalancerCallback(lightning.Callback):
             return
         self._seen = trainer.global_step
         _callbacks.update_balancers(pl_module)
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0 is never
+        if every and trainer.global_step % every == 0:
             pl_module.log_dict(_callbacks.loads(pl_module))

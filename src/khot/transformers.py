@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> li
     update, or, in a loop of your own, ``QuantileBalancer.update_all(model)`` after each step of the
     optimizer.
 
-    With biases of 0, the model computes what it did before. Of equal scores the lowest indices are chosen.
-    An auxiliary loss of the model stays as it is (Mixtral has one if ``output_router_logits`` is set); it is
-    of no use here.
+    With biases of 0, the model computes what it did before, bit for bit. Of equal scores the lowest indices
+    are chosen. An auxiliary loss of the model stays as it is (Mixtral has one if ``output_router_logits`` is
+    set); it is of no use here.
 
     Args:
         model: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or DeepSeek-V3, with any head, of a version of
@@ -73,15 +74,25 @@ def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> li
         raise ValueError(f"model must have a router of the classes {known}, but got {type(model).__name__}")
     new = [router for router in routers if not isinstance(router, _Balanced)]
     for router in new:
-        groups = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        if "forward" in vars(router) and "_old_forward" not in vars(router):  # the latter is accelerate's
+            raise ValueError("model must have routers whose forward pass is that of their class")
+    found = _saved(model) if len(new) == len(routers) else []
+    for i, router in enumerate(new):
         balancer = QuantileBalancer(
-            router.num_experts, router.top_k, bins=bins, ema=ema, groups=groups[0], top_groups=groups[1]
+            router.num_experts,
+            router.top_k,
+            bins=bins,
+            ema=ema,
+            groups=getattr(router, "num_group", 1),
+            top_groups=getattr(router, "topk_group", 1),
         )
-        router.__class__ = _balanced(type(router))
-        router.balancer = balancer.to(router.weight.device).train(router.training)
+        if len(found) == len(new) and found[i]["bias"].shape == balancer.bias.shape:
+            balancer.load_state_dict(found[i])
+        _become(router, _balanced(type(router)))
+        offloaded = router.weight.is_meta and "_old_forward" in vars(router)
+        balancer = balancer.to("cpu" if offloaded else router.weight.device)
+        router.balancer = balancer.train(router.training)
         router._begin()
-    if len(new) == len(routers):
-        _load_saved(model, [router.balancer for router in routers])
     return [router.balancer for router in routers]
 
 
@@ -97,8 +108,14 @@ def unbalance(model: PreTrainedModel) -> None:
         raise ValueError(f"model must have been balanced, but no router of {type(model).__name__} is")
     for router in routers:
         router._end()
-        router.__class__ = type(router).__bases__[1]
+        _become(router, type(router).__bases__[1])
         del router.balancer
+
+
+def _become(router: Any, kind: type[nn.Module]) -> None:
+    router.__class__ = kind
+    if "_old_forward" in vars(router):  # accelerate has put a forward pass of its own before it
+        router._old_forward = types.MethodType(kind.forward, router)
 
 
 class _Balanced(nn.Module):
@@ -115,6 +132,14 @@ class _Balanced(nn.Module):
 
     def _end(self) -> None:
         """Before it goes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # the class has no name that pickle finds
+        return _blank, (type(self).__bases__[1],), self.__dict__
+
+
+def _blank(router: type[nn.Module]) -> nn.Module:
+    made = _balanced(router)
+    return made.__new__(made)
 
 
 class _OfSoftmax(_Balanced):
@@ -149,9 +174,17 @@ class _OfSigmoid(_Balanced):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        own = self.e_score_correction_bias
-        self.balancer.bias.copy_(own - own.max())
+        own, bias = self.e_score_correction_bias, self.balancer.bias
+        dtypes = torch.float32, torch.bfloat16, torch.float16  # to which what was saved may be rounded
+        if not own.is_meta and not any(torch.equal(own, bias.to(dtype).to(own)) for dtype in dtypes):
+            bias.copy_(own - own.max())
         self._hook = self.register_state_dict_pre_hook(_keep_equal)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = state_dict.get(f"{prefix}e_score_correction_bias")
+        if own is not None and f"{prefix}balancer.bias" not in state_dict:  # of a model without balancers
+            state_dict[f"{prefix}balancer.bias"] = own.float() - own.max()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _end(self) -> None:
         _keep_equal(self)
@@ -183,14 +216,6 @@ def _balanced(router: type[nn.Module]) -> type[nn.Module]:
     return _CLASSES[router]
 
 
-def _load_saved(model: PreTrainedModel, balancers: list[QuantileBalancer]) -> None:
-    """Give the balancers what is in the folder that the model was read from, if it has as many."""
-    states = _saved(model)
-    if len(states) == len(balancers):
-        for balancer, state in zip(balancers, states, strict=True):
-            balancer.load_state_dict(state)
-
-
 def _saved(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """The states of balancers in the model's files, from the first layer to the last.
 
@@ -198,10 +223,13 @@ def _saved(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """
     from safetensors import safe_open
 
-    if not (name := model.name_or_path):
+    if not (name := getattr(model, "name_or_path", "")):
         return []
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
-    index = cached_file(name, "model.safetensors.index.json", **options)
+    try:
+        index = cached_file(name, "model.safetensors.index.json", **options)
+    except OSError:  # neither a folder that is there nor a name
+        return []
     files = re.findall(r'"([^"/]+\.safetensors)"', Path(index).read_text(encoding="utf-8")) if index else []
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for file in sorted(set(files)) or ["model.safetensors"]:
@@ -240,9 +268,10 @@ class BalancerCallback(TrainerCallback):
     """Updates every :class:`khot.nn.QuantileBalancer` of the model after each step of the optimizer, by one
     all-reduce for all of them, if there are several processes.
 
-    What the trainer logs, and ``trainer.state.log_history``, then have the ``violation`` of the worst layer,
-    its largest load over the mean load, less 1, and ``least_load``, the smallest load of any expert over the
-    mean load, both of the last step.
+    What the trainer prints, and ``trainer.state.log_history``, then have the ``violation`` of the worst
+    layer, its largest load over the mean load, less 1, and ``least_load``, the smallest load of any expert
+    over the mean load, both of the last step. Callbacks that report to a service come before those of the
+    user, and have not seen them yet: add these behind this one.
 
     Pass it to the trainer: ``transformers.Trainer(model, callbacks=[khot.transformers.BalancerCallback()])``.
     """

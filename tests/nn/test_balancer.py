@@ -784,6 +784,22 @@ def test_one_bias_per_expert_balances_groups(kind: str) -> None:
     assert uneven.max() / uneven.double().mean() - 1 > 0.1  # biases for all experts do not balance groups
 
 
+@pytest.mark.parametrize(
+    "experts,k,groups,top",
+    [(8, 4, 4, 2), (8, 1, 8, 1), (8, 2, 4, 1), (16, 8, 4, 2), (16, 3, 4, 1), (64, 8, 8, 2)],
+)
+def test_groups_that_hold_hardly_more_than_k(experts: int, k: int, groups: int, top: int) -> None:
+    """A token that an expert has is lost with its group, too. With all experts of the open groups chosen, it
+    is lost in no other way."""
+    x = normal(4096, experts).float() + torch.linspace(0, 1, experts)
+    balancer = QuantileBalancer(experts, k, groups=groups, top_groups=top)
+    for _ in range(30):
+        balancer(x)
+        balancer.update()
+    assert balancer.load.max() / balancer.load.double().mean() - 1 <= 0.05
+    assert balancer.bias.min() > -20
+
+
 def test_all_groups_are_no_groups() -> None:
     x = skewed(512)
     plain, grouped = QuantileBalancer(E, K), QuantileBalancer(E, K, groups=4, top_groups=4)

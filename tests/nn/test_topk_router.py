@@ -146,6 +146,23 @@ def test_capacity_drops_what_comes_last(capacity: float, masked: bool) -> None:
     assert whole.dropped == 0 and (capacity < 100) == bool(got.dropped > 0)
 
 
+def test_an_even_share_is_no_expert_too_many() -> None:
+    """Sizes of which the float32 share is rounded up."""
+    for tokens, experts, k in ((25, 5, 3), (15 * 17, 60, 4), (1001, 7, 3)):
+        router = TopKRouter(1, experts, k, capacity=1.0)
+        got = router(torch.ones(tokens, 1)).indices.flatten().bincount(minlength=experts + 1)
+        assert got[:experts].max() == -(-tokens * k // experts)
+    empty = TopKRouter(1, 4, 2, capacity=1.0)(torch.ones(0, 1))
+    assert empty.dropped == 0 and empty.indices.shape == (0, 2)
+
+
+def test_a_router_keeps_the_biases_of_its_balancer() -> None:
+    balancer = QuantileBalancer(E, K)
+    balancer.bias.copy_(torch.linspace(-1, 0, E))
+    TopKRouter(D, E, K, balancer=balancer)
+    assert balancer.bias[0] == -1
+
+
 def test_padding_goes_to_no_expert() -> None:
     x, mask = normal(2, 6, D), torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
     router = TopKRouter(D, E, K, balancer=QuantileBalancer(E, K))

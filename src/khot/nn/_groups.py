@@ -43,11 +43,10 @@ class Groups(NamedTuple):
         each = scores.detach().unflatten(-1, (self.number, -1))
         return topk(each, min(2, each.shape[-1])).values.sum(-1)
 
-    def closed(self, sums: Tensor, num_experts: int) -> Tensor:
-        """Where experts are of a group that the token may not use, (..., experts)."""
+    def closed(self, sums: Tensor) -> Tensor:
+        """Which groups the token may not use, (..., number)."""
         best = topk(sums, self.top).indices
-        closed = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
-        return self.of_experts(closed, num_experts)
+        return torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
 
     def of_experts(self, values: Tensor, num_experts: int) -> Tensor:
         """Values of groups as values of their experts."""

@@ -64,9 +64,10 @@ class QuantileBalancer(Biased):
 
     Only the choice depends on the biases. Compute the weights of the experts from the scores without them.
 
-    With ``groups``, a token chooses among the experts of its ``top_groups`` best groups. The distance of an
-    expert of another group is the larger one of its own and of that of its group, whose sum of two scores has
-    to reach the last of the best groups.
+    With ``groups``, a token chooses among the experts of its ``top_groups`` best groups. An expert of another
+    group gets the token when both it and its group are good enough, and an expert that has the token loses it
+    when one of them is not any more: its distance is the larger one of its own and half of what the sum of
+    its group's two scores is from the cutoff of the groups.
 
     It counts in train mode, and only while gradients are enabled, so evaluation leaves no trace. Activation
     checkpointing computes a layer twice and so doubles all its counts, which changes no quantile; call
@@ -81,7 +82,8 @@ class QuantileBalancer(Biased):
             quantile. 0 adapts fastest.
         groups: how many groups the experts form, each of E / groups neighbours.
         top_groups: how many groups a token may use, from 1 to ``groups``: those with the largest sums of
-            their two best biased scores, of equal ones the first. None allows all.
+            their two best biased scores, of equal ones the first. None allows all. A score of −inf among the
+            two closes the group; a token that may not use k experts then gets some of lowest index.
 
     Attributes:
         bias: (E,), a buffer in float32, ≤ 0, which stays in float32 when the model is cast. It is saved.
@@ -270,7 +272,8 @@ class QuantileBalancer(Biased):
         sums = None if self._groups.all else self._groups.sums(biased)
         offered = biased
         if sums is not None:
-            offered = biased.masked_fill(self._groups.closed(sums, self.num_experts), -math.inf)
+            closed = self._groups.of_experts(self._groups.closed(sums), self.num_experts)
+            offered = biased.masked_fill(closed, -math.inf)
         values, best = topk(offered, self.k + observes)
         if observes:
             distance, chosen = self._distances(biased, values, best[..., : self.k], sums)
@@ -287,11 +290,14 @@ class QuantileBalancer(Biased):
         cutoff = torch.where(self._both(), torch.where(chosen, next, last), _middle(last, next))
         distance = _less(cutoff, biased)
         if sums is not None:
-            last, next = topk(sums, self._groups.top + 1).values[..., -2:].split(1, -1)
-            short = _less(torch.where(self._both(), last, _middle(last, next)), sums)
-            short = self._groups.of_experts(short, self.num_experts)
-            closed = self._groups.closed(sums, self.num_experts)
-            distance = torch.where(closed, torch.maximum(distance, short), distance)
+            groups, size = self._groups, self.num_experts // self._groups.number
+            closed = groups.closed(sums)
+            last, next = topk(sums, groups.top + 1).values[..., -2:].split(1, -1)
+            cutoff = torch.where(self._both(), torch.where(closed, last, next), _middle(last, next))
+            # all experts of a group move, and two of them make its sum
+            short = groups.of_experts(_less(cutoff, sums) / min(2, size), self.num_experts)
+            closed = groups.of_experts(closed, self.num_experts)
+            distance = torch.where(closed | chosen, torch.maximum(distance, short), distance)
         return distance, chosen
 
     def _observe(self, biased: Tensor, distance: Tensor, chosen: Tensor, mask: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal, NamedTuple
 
 import torch
@@ -150,7 +151,7 @@ class TopKRouter(nn.Module):
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores must be 'softmax' or 'sigmoid', but got {scores!r}")
         arguments.check_flags(normalize=normalize)
-        arguments.check_scalar(scale, "scale", low=0, low_open=True)
+        arguments.check_number(scale, "scale", low=math.ulp(0.0), high=sys.float_info.max)
         arguments.check_number(jitter, "jitter", low=0, high=math.nextafter(1, 0))
         if capacity is not None:
             arguments.check_number(capacity, "capacity", low=0, high=math.inf)
@@ -163,13 +164,16 @@ class TopKRouter(nn.Module):
             balancer = balancer.to(device)  # None is where it is
         self.balancer = balancer
         self.weight = nn.Parameter(torch.empty(num_experts, in_features, device=device, dtype=dtype))
-        self.reset_parameters()
+        self._reset_weight()  # a balancer keeps the biases that it has
 
     def reset_parameters(self) -> None:
         """As in ``torch.nn.Linear``; all biases are 0."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self._reset_weight()
         if self.balancer is not None:
             self.balancer.reset_parameters()
+
+    def _reset_weight(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> TopKRouting:
         check_width(input, self.in_features, self)
@@ -202,8 +206,8 @@ class TopKRouter(nn.Module):
             tokens = mask.sum().to(wide)
         choices = count.sum().to(wide).clamp(min=1)
         if self.capacity is not None:
-            kept = self._within(indices, taken, (self.capacity * self.k / self.num_experts * tokens).ceil())
-            dropped = 1 - kept.sum() / choices
+            kept = self._within(indices, taken, (self.capacity * self.k * tokens / self.num_experts).ceil())
+            dropped = (count.sum() - kept.sum()) / choices
             count, taken = self._counts(indices, kept), kept
         else:
             dropped = torch.zeros_like(choices)
@@ -228,8 +232,8 @@ class TopKRouter(nn.Module):
             return indices
         scores = scores.detach()
         if not self._groups.all:
-            closed = self._groups.closed(self._groups.sums(scores), self.num_experts)
-            scores = scores.masked_fill(closed, -math.inf)
+            closed = self._groups.closed(self._groups.sums(scores))
+            scores = scores.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
         return topk(scores, self.k).indices
 
     def _counts(self, indices: Tensor, taken: Tensor) -> Tensor:
