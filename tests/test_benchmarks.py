@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cpu, device, latency, operators, rankers, report, simple, timing
+from benchmarks import cpu, device, latency, operators, rankers, report, retrieval, simple, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
 
@@ -455,3 +455,24 @@ def test_the_rivals_of_ranking_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     start, _ = rankers.train(task := rankers.scikit("digits", 100), lambda x, r, m: 0 * x.sum(), 0.01, 0)
     for name in ("log_rank_loss", "ndcg_loss"):
         assert rankers.train(task, rankers.LOSSES[name], 0.01, 0)[0] > start + 0.1
+
+
+def test_retrieval_tests_one_training_in_several_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "LENGTHS", (32, 64))
+    cases = {
+        f"{task}, {training}, 0": {
+            "task": task, "training": training, "seed": 0, **retrieval.measure(task, training, 0, 3)
+        }
+        for task, training in (("recall", "softmax"), ("pairs", "top-k"))
+    }  # fmt: skip
+    assert all(0 <= x <= 100 for case in cases.values() for right in case["right"].values() for x in right)
+    assert set(cases["pairs, top-k, 0"]["chosen"]) == {"hard, k chosen", "gap, k chosen"}
+    retrieval.write(tmp_path / "x.md", {"setting": {"steps": 3}, "cases": cases})
+    assert "| softmax | times log n / log 32 |" in (tmp_path / "x.md").read_text(encoding="utf-8")
+    places, queries, answers = retrieval.pairs(4, 32, torch.Generator().manual_seed(0))
+    distance = torch.cdist(queries, places[..., :8])  # the two nearest places have the words
+    nearest = distance.topk(2, largest=False).indices
+    words = places[..., 8:].argmax(-1).gather(1, nearest.flatten(1)).view(nearest.shape).sum(-1)
+    assert (words == answers).double().mean() > 0.7
