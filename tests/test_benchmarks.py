@@ -375,7 +375,7 @@ def test_the_rehearsal_for_a_device_needs_no_install(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-m", "benchmarks.device", "check", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=bare, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "of the variable" in done.stdout and "3 of 3 are right" in done.stdout
+    assert "of the variable" in done.stdout and "4 of 4 are right" in done.stdout
 
 
 def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_the_check_of_a_device_finds_what_is_wrong(tmp_path: Path, monkeypatch: 
     ])  # fmt: skip
     with pytest.raises(SystemExit, match="1"):
         device.main(["check", "--dry-run", "--out", str(tmp_path)])
-    assert "2 of 3 are right" in (tmp_path / "device.md").read_text(encoding="utf-8")
+    assert "3 of 4 are right" in (tmp_path / "device.md").read_text(encoding="utf-8")
 
 
 def test_the_device_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

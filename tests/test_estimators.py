@@ -184,7 +184,7 @@ def test_estimators_without_a_design_compile_and_map(name: str) -> None:
 def test_every_public_estimator_is_tested_here() -> None:
     others = {"EstimatorName", "reinmax", "sample_khot", "score_function"}
     assert set(estimators.__all__) == {*NAMES, *others}
-    with pytest.raises(ValueError, match=", ".join(NAMES)):
+    with pytest.raises(ValueError, match=", ".join(map(repr, NAMES))):
         sample_khot(THETA, 2, estimator="reinforce")
 
 

@@ -518,7 +518,7 @@ def resolve(cdf: str | CDF, shape: float = 0.0) -> CDF:
     if not isinstance(cdf, str):
         got = type(cdf).__name__
         if isinstance(cdf, type) and issubclass(cdf, CDF):
-            got = f"the class {cdf.__name__}; call it: {cdf.__name__}()"
+            got = f"type {cdf.__name__}; call it: {cdf.__name__}()"
         raise TypeError(f"cdf must be a name or a khot.cdfs object, but got {got}")
     if cdf == "power" and shape:
         return Power(shape)

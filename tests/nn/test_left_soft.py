@@ -132,6 +132,7 @@ SILENT = {
     "TopKSAE-hard": Case(lambda tau: sae(None), (TOKENS,), ""),
     "TopKSAE-straight through": Case(lambda tau: sae(tau, hard=True), (TOKENS,), ""),
     "QuantileBalancer": Case(lambda tau: khot.nn.QuantileBalancer(6, 2), (scores(4, 7, 6),), ""),
+    "TopKRouter": Case(lambda tau: khot.nn.TopKRouter(5, 4, 2), (TOKENS,), ""),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

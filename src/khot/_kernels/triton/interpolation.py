@@ -35,7 +35,7 @@ def _ends(
     return below, above, weight, infinite, one, upper, there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "count"])
 def _interpolate(
     both_pointer, weight_pointer, weight_high, weight_low, weight_rest, out_pointer, size, count,
     BLOCK: tl.constexpr,
@@ -52,7 +52,7 @@ def _interpolate(
     store(out_pointer + one, line, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "count"])
 def _pull_ends(
     both_pointer, weight_pointer, weight_high, weight_low, weight_rest, grad_pointer, dboth_pointer,
     dweight_pointer, size, count, BLOCK: tl.constexpr,
