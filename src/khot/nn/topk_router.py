@@ -66,11 +66,14 @@ class TopKRouter(nn.Module):
     :class:`khot.nn.TokenChoiceRouter`.
 
     ==============================  ====================================================================
+    model                           router
+    ==============================  ====================================================================
     Mixtral                         ``TopKRouter(d, E, k)``, and ``jitter=`` its ``router_jitter_noise``
     Qwen-MoE, OLMoE                 ``TopKRouter(d, E, k, normalize=config.norm_topk_prob)``
-    DeepSeek-V3                     ``TopKRouter(d, E, k, scores="sigmoid", groups=config.n_group,``
-                                    ``top_groups=config.topk_group, scale=config.routed_scaling_factor)``
+    DeepSeek-V3                     ``TopKRouter(d, E, k, scores="sigmoid", groups=G, top_groups=M, scale=c)``
     ==============================  ====================================================================
+
+    with DeepSeek-V3's ``n_group``, ``topk_group`` and ``routed_scaling_factor`` for G, M and c.
 
     Args:
         in_features: size of a token.
