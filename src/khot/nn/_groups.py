@@ -51,3 +51,7 @@ class Groups(NamedTuple):
     def of_experts(self, values: Tensor, num_experts: int) -> Tensor:
         """Values of groups as values of their experts."""
         return values.repeat_interleave(num_experts // self.number, -1)
+
+    def describe(self) -> dict[str, int]:
+        """For the repr of a layer; nothing where all groups may be used."""
+        return {} if self.all else {"groups": self.number, "top_groups": self.top}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from khot.nn._inputs import check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, positive
 
-__all__ = ["Router", "Routing"]
+__all__ = ["Router", "Routing", "evenness", "tokens_of"]
 
 
 class Routing(NamedTuple):
@@ -42,6 +42,26 @@ class Routing(NamedTuple):
 
 
 save_in_exports(Routing, "khot.nn.Routing")
+
+
+def tokens_of(router: Any, input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The tokens (..., n, in_features) of a router, 0 where they are padding, and the mask (..., n)."""
+    check_width(input, router.in_features, router)
+    if input.dim() < 2:
+        raise ValueError(
+            f"input must have shape (..., n, {router.in_features}) for this {type(router).__name__}, but got "
+            f"shape {tuple(input.shape)}"
+        )
+    if mask is not None:
+        mask = arguments.mask_rows(mask, input[..., 0], -1)
+        input = input.masked_fill(~mask.unsqueeze(-1), 0)
+    return input, mask
+
+
+def evenness(load: Tensor) -> Tensor:
+    """The entropy of a load (experts,), divided by that of an even one."""
+    share = load / load.sum().clamp(min=torch.finfo(load.dtype).tiny)
+    return torch.special.entr(share).sum() / math.log(len(load))
 
 
 class Router(LeftSoft):
@@ -80,15 +100,7 @@ class Router(LeftSoft):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Routing:
-        check_width(input, self.in_features, self)
-        if input.dim() < 2:
-            raise ValueError(
-                f"input must have shape (..., n, {self.in_features}) for this {type(self).__name__}, but got "
-                f"shape {tuple(input.shape)}"
-            )
-        if mask is not None:
-            mask = arguments.mask_rows(mask, input[..., 0], -1)
-            input = input.masked_fill(~mask.unsqueeze(-1), 0)
+        input, mask = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
             x = input.to(wide)
@@ -101,9 +113,7 @@ class Router(LeftSoft):
             missing = (mask.to(wide) - selection.sum(-1)).clamp(min=0)
         tokens = tokens.clamp(min=1)
         load = selection.flatten(0, -2).sum(0) / tokens
-        share = load / load.sum().clamp(min=torch.finfo(wide).tiny)
-        entropy = torch.special.entr(share).sum() / math.log(self.num_experts)
-        return Routing(weights.to(input.dtype), selection, load, entropy, missing.sum() / tokens)
+        return Routing(weights.to(input.dtype), selection, load, evenness(load), missing.sum() / tokens)
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Selection and weights for scores (..., n, experts)."""

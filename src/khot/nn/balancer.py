@@ -394,7 +394,7 @@ class QuantileBalancer(Biased):
         self.counts.zero_()  # they were counted with other biases
 
     def extra_repr(self) -> str:
-        groups = {} if self._groups.all else {"groups": self._groups.number, "top_groups": self._groups.top}
+        groups = self._groups.describe()
         return describe(num_experts=self.num_experts, k=self.k, bins=self.bins, ema=self.ema, **groups)
 
 

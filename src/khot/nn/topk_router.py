@@ -14,7 +14,7 @@ from khot._core import arguments
 from khot._core.precision import without_autocast
 from khot._core.torch_internals import save_in_exports
 from khot.nn._groups import Groups
-from khot.nn._inputs import check_width
+from khot.nn._router import evenness, tokens_of
 from khot.nn._values import describe
 from khot.nn.balancer import QuantileBalancer
 from khot.selection import topk
@@ -179,15 +179,7 @@ class TopKRouter(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> TopKRouting:
-        check_width(input, self.in_features, self)
-        if input.dim() < 2:
-            raise ValueError(
-                f"input must have shape (..., n, {self.in_features}) for this TopKRouter, but got shape "
-                f"{tuple(input.shape)}"
-            )
-        if mask is not None:
-            mask = arguments.mask_rows(mask, input[..., 0], -1)
-            input = input.masked_fill(~mask.unsqueeze(-1), 0)
+        input, mask = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
             x = input.to(wide)
@@ -215,8 +207,6 @@ class TopKRouter(nn.Module):
         else:
             dropped = torch.zeros_like(choices)
         load = count / tokens.clamp(min=1)
-        share = load / load.sum().clamp(min=torch.finfo(wide).tiny)
-        entropy = torch.special.entr(share).sum() / math.log(self.num_experts)
         sizes = logits.logsumexp(-1).square()
         z_loss = (sizes if mask is None else sizes * mask).sum() / tokens.clamp(min=1)
         return TopKRouting(
@@ -224,7 +214,7 @@ class TopKRouter(nn.Module):
             indices.masked_fill(~taken, self.num_experts),
             logits,
             load,
-            entropy,
+            evenness(load),
             dropped,
             z_loss,
         )
@@ -263,8 +253,7 @@ class TopKRouter(nn.Module):
             )
 
     def _describe(self) -> str:
-        groups = {} if self._groups.all else {"groups": self._groups.number, "top_groups": self._groups.top}
-        return describe(num_experts=self.num_experts, k=self.k, **groups)
+        return describe(num_experts=self.num_experts, k=self.k, **self._groups.describe())
 
     def extra_repr(self) -> str:
         more = {"normalize": (self.normalize, True), "scale": (self.scale, 1), "jitter": (self.jitter, 0)}
