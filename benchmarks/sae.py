@@ -90,7 +90,8 @@ def ours(
             schedule.step()
         # what it is does not depend on the constants any more
         state = {name: getattr(sae, name).detach() for name in ("encoder", "encoder_bias", "decoder", "bias")}
-    trained = khot.nn.TopKSAE(x.shape[-1], LATENTS, K, batch=sae.batch)
+    forms = {"batch": sae.batch, "signed": sae.signed, "refine": sae.refine}
+    trained = khot.nn.TopKSAE(x.shape[-1], LATENTS, K, **forms)
     trained.load_state_dict(state, strict=False)
     if trained.threshold is not None:
         trained.threshold.copy_(sae.threshold)
@@ -151,6 +152,8 @@ METHODS: dict[str, Train] = {
     "khot, at 3e-3": partial(ours, rate=3e-3),
     "khot, at 3e-4": partial(ours, rate=3e-4),
     "khot, batch": partial(ours, batch=True),
+    "khot, refine=1": partial(ours, refine=1),
+    "khot, signed": partial(ours, signed=True),
     "without the mean of the first batch": partial(ours, centre=False),
     "without the logarithm": partial(ours, kind="mse"),
     "without the second error": partial(ours, constants={"SHARE": 0.0}),
@@ -270,7 +273,7 @@ def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Pa
         for part in test.split(2048):
             out, code = encode(part)
             rest += (out - part).square().sum().item()
-            used |= (code > 0).any(0)
+            used |= (code != 0).any(0)
     total = (test - test.mean(0)).square().sum().item()
     return {
         "unexplained": 100 * rest / total,

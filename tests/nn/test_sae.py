@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -37,31 +38,40 @@ def activations(sae: TopKSAE, x: Tensor) -> Tensor:
     return (x - sae.bias) @ sae.encoder.mT + sae.encoder_bias
 
 
+def by_sign(a: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """What the selection goes by, and the entries that selected pre-activations have in the code."""
+    return (a.abs(), a) if signed else (a, a.clamp(min=0))
+
+
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("cdf", ["logistic", "uniform"])
-def test_is_the_formula_in_training(batch: bool, cdf: str) -> None:
-    sae, x = make(cdf=cdf, batch=batch), scores(2, 7, 5)
-    a = activations(sae, x)
-    rows, k = (a.flatten(), 3 * 14) if batch else (a, 3)
-    code = khot.soft_topk(rows, k, tau=0.2, cdf=cdf).view(a.shape) * a.clamp(min=0)
+def test_is_the_formula_in_training(batch: bool, cdf: str, signed: bool) -> None:
+    sae, x = make(cdf=cdf, batch=batch, signed=signed), scores(2, 7, 5)
+    by, a = by_sign(activations(sae, x), signed)
+    rows, k = (by.flatten(), 3 * 14) if batch else (by, 3)
+    code = khot.soft_topk(rows, k, tau=0.2, cdf=cdf).view(a.shape) * a
     torch.testing.assert_close(sae.encode(x), code)
     torch.testing.assert_close(sae(x), code @ sae.decoder + sae.bias)
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5)])
-def test_eval_is_the_hard_operator_dense_and_sparse(batch: bool, shape: tuple[int, ...]) -> None:
-    sae, x = make(batch=batch).eval(), scores(*shape)
-    a = activations(sae, x)
-    rows, k = (a.flatten(), 3 * a[..., 0].numel()) if batch else (a, 3)
-    code = khot.topk_mask(rows, k).view(a.shape) * a.clamp(min=0)
+def test_eval_is_the_hard_operator_dense_and_sparse(
+    batch: bool, shape: tuple[int, ...], signed: bool
+) -> None:
+    sae, x = make(batch=batch, signed=signed).eval(), scores(*shape)
+    by, a = by_sign(activations(sae, x), signed)
+    rows, k = (by.flatten(), 3 * a[..., 0].numel()) if batch else (by, 3)
+    code = khot.topk_mask(rows, k).view(a.shape) * a
     torch.testing.assert_close(sae.encode(x), code)
     torch.testing.assert_close(sae(x), code @ sae.decoder + sae.bias)
 
     values, indices = sae.top(x)
     assert values.shape == indices.shape and values.shape[:-1] == shape[:-1]
     assert values.shape[-1] == (3 if not batch else khot.topk_mask(rows, k).view(a.shape).sum(-1).max())
-    assert (values.diff(dim=-1) <= 0).all()
+    assert (by_sign(values, signed)[0].diff(dim=-1) <= 0).all()
     torch.testing.assert_close(torch.zeros_like(code).scatter(-1, indices, values), code)
     torch.testing.assert_close(sae.decode(values, indices), sae(x))
 
@@ -281,13 +291,13 @@ class Loss(torch.nn.Module):
         return self.sae.loss(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}, {"signed": True}], ids=str)
 def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[str, object]) -> None:
     x = scores(1, 2, 5)
     given = {"tau": None} | options
     a, code = activations(make(**given), x), make(**given).eval().encode(x)
     rows, k = (a.flatten(), 6) if "batch" in options else (a, 3)
-    used = code > 0 if "tau" not in options else (khot.soft_topk(rows, k, tau=0.2) > 0.5) & (a > 0)
+    used = code != 0 if "tau" not in options else (khot.soft_topk(rows, k, tau=0.2) > 0.5) & (a > 0)
     idle = torch.where(used.flatten(0, -2).any(0), 0, 2)
     assert 0 < (idle == 0).sum() < 12
     for call in ("forward", "encode", "loss"):
@@ -333,7 +343,9 @@ def test_a_batch_that_selects_together_makes_none_either(call: str, monkeypatch:
     assert largest.size <= 4096 * 16
 
 
-@pytest.mark.parametrize("options", [{}, {"widths": [4]}, {"k": 0.4}, {"k": 2.5}, {"k": 12}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"widths": [4]}, {"k": 0.4}, {"k": 2.5}, {"k": 12}, {"signed": True}], ids=str
+)
 def test_a_batch_selects_together_what_whole_rows_would(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +376,9 @@ def test_a_batch_selects_together_what_whole_rows_would(
             torch.testing.assert_close(dict(sae.named_buffers()), dict(dense.named_buffers()))
 
 
-@pytest.mark.parametrize("kw", [{}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "kw", [{}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}, {"signed": True}], ids=str
+)
 def test_the_loss_of_parts_is_that_of_the_formula(
     kw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,17 +397,19 @@ def test_the_loss_of_parts_is_that_of_the_formula(
     rows = x.double().reshape(-1, 5)
     a = (rows - b) @ W.mT + c
     k = options["k"]
-    best = a.topk(max(int(1.5 * k + 0.5), k))
+    signed = "signed" in options
+    by, values = by_sign(a, signed)
+    best = by.topk(max(int(1.5 * k + 0.5), k)).indices
     want = torch.zeros((), dtype=torch.float64)
     rest = rows
-    for count, share in ((best.values.shape[-1], 0.5), (k, 1.0)):
-        code = torch.zeros_like(a).scatter(-1, best.indices[:, :count], best.values[:, :count].relu())
+    for count, share in ((best.shape[-1], 0.5), (k, 1.0)):
+        code = torch.zeros_like(a).scatter(-1, best[:, :count], values.gather(-1, best[:, :count]))
         widths = [12, *options.get("widths", [])]
         rests = [rows - code[:, :w] @ D[:w] - b for w in widths]
         rest = rests[0].detach()
         want = want + share * torch.stack([each.square().mean() for each in rests]).mean()
-    idle = a[:, 2:9].topk(min(2 * k, 7))
-    again = torch.zeros_like(a).scatter(-1, idle.indices + 2, idle.values) @ D
+    idle = by[:, 2:9].topk(min(2 * k, 7)).indices + 2
+    again = torch.zeros_like(a).scatter(-1, idle, a.gather(-1, idle)) @ D
     want = (want + 0.3 * (again - rest).square().mean()).log()
     half = sae.shift.dtype == torch.bfloat16
     assert loss.dtype == (torch.float32 if half else torch.float64)
@@ -401,6 +417,92 @@ def test_the_loss_of_parts_is_that_of_the_formula(
     if not half:
         grads = [torch.autograd.grad(y, list(sae.parameters())) for y in (loss, want)]
         torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_a_refined_code_is_selected_again_from_what_is_left(
+    options: dict[str, object], times: int, signed: bool
+) -> None:
+    torch.compiler.reset()  # each case is a program of its own, of which few are kept
+    sae = make(**{"tau": None, "refine": times, "signed": signed} | options)  # type: ignore[arg-type]
+    x = scores(2, 7, 5)
+    a = activations(sae, x)
+    for _ in range(times):
+        by, values = by_sign(a, signed)
+        code = torch.zeros_like(a)
+        for row in itertools.product(range(2), range(7)):
+            for i in by[row].topk(3).indices:
+                code[(*row, i)] = values[(*row, i)]
+        a = code + (x - code @ sae.decoder - sae.bias) @ sae.encoder.mT
+    by, values = by_sign(a, signed)
+    rows, k = (by.flatten(), 3 * 14) if "batch" in options else (by, 3)
+    soft = khot.soft_topk(rows, k, tau=0.2) if "tau" in options else khot.topk_mask(rows, k)
+    code = soft.view(a.shape) * values
+    torch.testing.assert_close(sae.encode(x), code)
+    torch.testing.assert_close(sae(x), code @ sae.decoder + sae.bias)
+    grads = [torch.autograd.grad(y.square().sum(), list(sae.parameters())) for y in (sae.encode(x), code)]
+    torch.testing.assert_close(*grads)
+    sae.eval()
+    torch.testing.assert_close(sae.decode(*sae.top(x)), sae(x))
+    torch.testing.assert_close(torch.compile(sae, backend="eager", fullgraph=True)(x), sae(x))
+
+
+def test_refined_codes_explain_more_where_directions_overlap() -> None:
+    """Sums of 3 of 24 random directions in 12 dimensions."""
+    torch.manual_seed(0)
+    directions = torch.nn.functional.normalize(torch.randn(24, 12), dim=-1)
+    x = (khot.topk_mask(torch.rand(2048, 24), 3) * (0.5 + torch.rand(2048, 24))) @ directions
+    left = []
+    for times in (0, 1):
+        torch.manual_seed(1)
+        sae = TopKSAE(12, 48, 3, refine=times)
+        optimizer = torch.optim.Adam(sae.parameters(), lr=5e-3)
+        for step in range(400):
+            optimizer.zero_grad()
+            sae.loss(x[256 * (step % 8) :][:256]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            left.append(float((x - sae.eval()(x)).square().sum() / (x - x.mean(0)).square().sum()))
+    assert left[1] < 0.8 * left[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+def test_a_signed_code_of_the_opposite_is_the_opposite(options: dict[str, object]) -> None:
+    """Without biases; an ordinary code of the opposite has other latents."""
+    sae = make(**{"tau": None, "signed": True, "revive": None} | options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        sae.encoder_bias.zero_()
+        sae.shift.zero_()
+    x = scores(7, 5)
+    for mode in (sae.train(), sae.eval()):
+        code = mode.encode(x)
+        assert (code < 0).any() and (code > 0).any()
+        torch.testing.assert_close(mode.encode(-x), -code)
+        torch.testing.assert_close(mode(-x), -mode(x))
+        torch.testing.assert_close(sae.loss(-x), sae.loss(x))
+
+
+def test_signed_latents_learn_directions_and_their_opposites() -> None:
+    """Sums of 2 of 8 directions with coefficients of both signs: 8 signed latents are enough for them, and
+    8 ordinary ones have every second coefficient missing."""
+    torch.manual_seed(0)
+    directions = torch.linalg.qr(torch.randn(12, 8)).Q.mT
+    chosen = khot.topk_mask(torch.rand(2048, 8), 2)
+    x = (chosen * (1 + torch.rand(2048, 8)) * torch.randn(2048, 8).sign()) @ directions
+    left = {}
+    for signed in (False, True):
+        torch.manual_seed(1)
+        sae = TopKSAE(12, 8, 2, signed=signed)
+        optimizer = torch.optim.Adam(sae.parameters(), lr=5e-3)
+        for step in range(400):
+            optimizer.zero_grad()
+            sae.loss(x[256 * (step % 8) :][:256]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            left[signed] = float((x - sae.eval()(x)).square().sum() / x.square().sum())
+    assert left[True] < 0.02 and left[False] > 0.2
 
 
 def test_batch_gives_inputs_what_they_need() -> None:
@@ -1006,6 +1108,11 @@ def test_refuses() -> None:
     for widths in (4, "4", [2.5], torch.tensor([4])):
         with pytest.raises(TypeError, match="widths must"):
             TopKSAE(5, 12, 3, widths=widths)  # type: ignore[arg-type]
+    for refine, error in ((-1, ValueError), (0.5, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="refine must"):
+            TopKSAE(5, 12, 3, refine=refine)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="signed must"):
+        TopKSAE(5, 12, 3, signed=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="latents must"):
         TopKSAE(5, 0, 3)
     with pytest.raises(ValueError, match="in_features must"):

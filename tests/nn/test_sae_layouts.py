@@ -268,6 +268,10 @@ def test_a_threshold_that_is_not_known_yet() -> None:
 
 
 def test_refuses() -> None:
+    for options in ({"signed": True}, {"refine": 1}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"sae must have {name}="):
+            sae_to_layout(TopKSAE(5, 12, 3, **options), "saelens")  # type: ignore[arg-type]
     lens: State = in_training(False, length=1)[0]
     lens["b_dec"].zero_()
     with pytest.raises(ValueError, match=r"layout must be one of 'saelens', 'dictionary_learning'"):

@@ -60,7 +60,7 @@ def sae_to_layout(
         ValueError: an unknown layout, an autoencoder with ``batch`` that has no threshold yet, or a layer
             that cannot compute the same: one that selects otherwise, has other sizes, another k or one
             threshold where we have several, scales its inputs, or rescales its activations by lengths that
-            differ.
+            differ; an autoencoder with ``signed`` or ``refine``, which these libraries do not have.
         TypeError: something else than a :class:`khot.nn.TopKSAE`, or than a layout.
         ImportError: safetensors is missing.
 
@@ -71,6 +71,10 @@ def sae_to_layout(
     """
     if not isinstance(sae, TopKSAE):
         raise TypeError(f"sae must be a khot.nn.TopKSAE, but got {type(sae).__name__}")
+    if sae.signed:
+        raise ValueError("sae must have signed=False: none of these layouts has latents that are negative")
+    if sae.refine:
+        raise ValueError("sae must have refine=0: the encoders of these layouts are linear maps")
     layer = layout if isinstance(layout, nn.Module) else None
     told = _target(sae, layout)
     if folder is not None and not isinstance(layout, str):

@@ -72,9 +72,9 @@ class _Instead:
 
 
 class _Idle:
-    """For each input of a batch the idle latents whose pre-activations are largest.
+    """For each input of a batch the idle latents whose scores are largest: pre-activations or magnitudes.
 
-    The pre-activations may come in parts. Where it can be read which latents are idle, only these are
+    The scores may come in parts. Where it can be read which latents are idle, only these are
     looked at.
 
     Attributes:
@@ -94,14 +94,15 @@ class _Idle:
         self.count = count if self.columns is None else min(count, len(self.columns))
         self._parts: list[tuple[Tensor, Tensor]] = []
 
-    def see(self, a: Tensor) -> None:
-        """Look at pre-activations, (..., n), without gradient."""
-        a = a.masked_fill(~self.idle, -math.inf) if self.columns is None else a[..., self.columns]
-        values, indices = largest_entries(a, self.count, True, True)
+    def see(self, scores: Tensor) -> None:
+        """Look at scores, (..., n), without gradient."""
+        every = self.columns is None
+        scores = scores.masked_fill(~self.idle, -math.inf) if every else scores[..., self.columns]
+        values, indices = largest_entries(scores, self.count, True, True)
         self._parts.append((values, indices if self.columns is None else self.columns[indices]))
 
     def take(self, shape: torch.Size, values: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Choose for inputs of this shape; ``values`` computes the pre-activations, which it is given, at
+        """Choose for inputs of this shape; ``values`` computes pre-activations, whose scores it is given, at
         given indices, differentiably."""
         known, self.indices = (
             torch.cat(part).view(*shape, self.count) for part in zip(*self._parts, strict=True)
@@ -147,6 +148,15 @@ class TopKSAE(Grouped, LeftSoft):
             each with a part of the batch (docs/distributed). In train mode ``idle``, ``threshold``, the first
             mean, the selection with ``batch`` and the logarithm of :meth:`loss` are then those of the whole
             batch, and all processes have to make the same calls. None: those of this process.
+        signed: whether latents may be negative: y selects the k pre-activations of largest magnitude, and the
+            code is y · a, so that one latent serves a direction and its opposite. ``threshold`` is one of
+            magnitudes then.
+        refine: how often the code is selected again. Each time, the pre-activations become
+            a ← code + W(x − reconstruction), of which the k largest are the next code, so that latents that
+            overlap no longer claim the same part of the input (iterative hard thresholding). It takes about
+            1.5 times as long for each, keeps all n pre-activations of an input, and has no layout of other
+            libraries, whose encoders are linear maps. All but the last selection are hard and take k latents
+            for each input.
         widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
             reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
             first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
@@ -164,7 +174,7 @@ class TopKSAE(Grouped, LeftSoft):
         lengths, mean, centred: buffers: the lengths of D's rows, (n,); the mean of the first training batch,
             (in_features,); and whether there was one, or the bias was assigned, (1,).
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
-            latent if a > 0 and y > ½.
+            latent if a > 0 (with ``signed``, if a ≠ 0) and y > ½.
         threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
             moving mean over the training steps. Its dtype is that of the parameters, but float32 for half
             precision. It is −1 before the first step; until then eval mode selects as train mode does. Every
@@ -182,16 +192,17 @@ class TopKSAE(Grouped, LeftSoft):
 
     All other methods that compute with the parameters are forward passes, too: hooks of the module see them,
     and so does ``fully_shard``. ``DistributedDataParallel`` does not: train on ``model(x, loss=True)``.
-    Where the selection is hard (in train mode without ``tau``), the n pre-activations of an input are not
-    kept, and gradients are sums over the selected latents. With ``batch``, this is so in train mode on a CPU,
-    from 1,024 latents on.
+    Where the selection is hard (in train mode without ``tau``) and not refined, the n pre-activations of an
+    input are not kept, and gradients are sums over the selected latents. With ``batch``, this is so in train
+    mode on a CPU, from 1,024 latents on.
     Activation checkpointing changes neither the gradient nor the counts, unless ``torch.compile`` has
     compiled what it computes twice.
 
     Raises:
         ValueError, TypeError: an argument out of range.
 
-    Sources: Gao et al. 2024 (top-k sparse autoencoders, an error with several k); Bussmann, Leask, Nanda 2024
+    Sources: Blumensath, Davies 2009 (``refine``: iterative hard thresholding); Gao et al. 2024 (top-k sparse
+    autoencoders, an error with several k); Bussmann, Leask, Nanda 2024
     (``batch``); Bussmann, Nabeshima, Karvonen, Nanda 2025 (``widths``: Matryoshka autoencoders).
 
     Example:
@@ -209,6 +220,8 @@ class TopKSAE(Grouped, LeftSoft):
     latents: int
     hard: bool
     batch: bool
+    signed: bool
+    refine: int
     revive: float | None
     widths: tuple[int, ...]
     k: Value
@@ -239,6 +252,8 @@ class TopKSAE(Grouped, LeftSoft):
         revive: float | None = REVIVE,
         widths: Sequence[int] | None = None,
         centre: bool = True,
+        signed: bool = False,
+        refine: int = 0,
         group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -246,7 +261,7 @@ class TopKSAE(Grouped, LeftSoft):
         super().__init__()
         for name, size in (("in_features", in_features), ("latents", latents)):
             arguments.check_integer(size, name, low=1)
-        arguments.check_flags(hard=hard, batch=batch, centre=centre)
+        arguments.check_flags(hard=hard, batch=batch, centre=centre, signed=signed)
         positive(k, "k")
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
@@ -255,6 +270,8 @@ class TopKSAE(Grouped, LeftSoft):
             arguments.check_number(revive, "revive", low=0, high=math.inf)
             positive(revive, "revive")
         self.hard, self.batch, self.revive, self.centre = hard, batch, revive, centre
+        arguments.check_integer(refine, "refine", low=0)
+        self.signed, self.refine = signed, refine
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
@@ -411,17 +428,18 @@ class TopKSAE(Grouped, LeftSoft):
         idle = self._idle()  # before this batch
         if self._is_dense(input):
             a = self._activations(input)
-            near, far = self._code(a), self._code(a, WIDER)
-            used = self._uses(a, near)
+            scores, values = self._scores(a), self._values(a)
+            near, far = self._code(scores), self._code(scores, WIDER)
+            used = self._uses(scores, near)
             self._count(used)
-            self._follow(a, near)
-            rest, first = self._error(input, near * a.relu())
-            _, second = self._error(input, far * a.relu())
+            self._follow(scores, near)
+            rest, first = self._error(input, near * values)
+            _, second = self._error(input, far * values)
             again = None if idle is None else self._again(a, idle)
         else:
             others = None if idle is None else _Idle(idle, self._count_of(AGAIN))
             selected = self._selected(input, (1.0, WIDER), others)
-            used = selected[0][0] > 0
+            used = selected[0][0].abs() > 0
             rest, first, second = self._errors(input, *selected)
             again = None if others is None else self._sum(others.values, others.indices)
         loss, third = first + SHARE * second, torch.zeros_like(first)
@@ -459,7 +477,7 @@ class TopKSAE(Grouped, LeftSoft):
 
     def _again(self, a: Tensor, idle: Tensor) -> Tensor:
         """What the idle latents of largest pre-activations, (..., n), make together."""
-        scores = a.detach().masked_fill(~idle, -math.inf)
+        scores = self._scores(a.detach()).masked_fill(~idle, -math.inf)
         chosen = masks.topk_mask(scores, available(current(self.k) * AGAIN, scores))
         return self._decode(chosen * a) - self.bias
 
@@ -500,13 +518,15 @@ class TopKSAE(Grouped, LeftSoft):
     def _encode(self, input: Tensor) -> Tensor:
         self._centre(input)
         a = self._activations(input)
-        y = self._code(a)
-        self._count(self._uses(a, y))
-        self._follow(a, y)
-        return (y * a.relu()).to(self.shift.dtype)
+        scores = self._scores(a)
+        y = self._code(scores)
+        self._count(self._uses(scores, y))
+        self._follow(scores, y)
+        return (y * self._values(a)).to(self.shift.dtype)
 
     def top(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The hard code as values and indices, both (..., m): its k largest entries in descending order.
+        """The hard code as values and indices, both (..., m): its k largest entries in descending order, with
+        ``signed`` of their magnitudes.
 
         They are the latents of :meth:`encode` in eval mode; of equally large ones, those of lowest index.
         m = ⌊k + ½⌋. With ``batch``, m is the largest number of latents that an input of the batch has; the
@@ -516,15 +536,19 @@ class TopKSAE(Grouped, LeftSoft):
         return code
 
     def _top(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.batch:
+        if not self.batch and not self.refine:
             values, indices = self._best(input, self._count_of(1.0))
             return values.to(self.shift.dtype), indices
         a = self._activations(input)
-        chosen = self._above(a)
+        scores = self._scores(a).detach()
+        if not self.batch:
+            indices = topk(scores, self._count_of(1.0)).indices
+            return self._values(a.gather(-1, indices)).to(self.shift.dtype), indices
+        chosen = self._above(scores)
         counts = (chosen != 0).sum(-1)
-        scores = a.detach().masked_fill(chosen == 0, -math.inf)
+        scores = scores.masked_fill(chosen == 0, -math.inf)
         indices = topk(scores, int(counts.max()) if counts.numel() else 0).indices
-        values = a.gather(-1, indices).relu() * chosen.gather(-1, indices)
+        values = self._values(a.gather(-1, indices)) * chosen.gather(-1, indices)
         return values.to(self.shift.dtype), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
@@ -560,12 +584,13 @@ class TopKSAE(Grouped, LeftSoft):
         return widen(self.idle >= inputs).mean()
 
     def _is_dense(self, input: Tensor) -> bool:
-        """Whether the code has to be a whole row: soft, of inputs together, or of a size that is not known.
+        """Whether the code has to be a whole row: soft, refined, of inputs together, or of a size that is not
+        known.
 
         Under a trace sizes must not depend on values, as that of :meth:`top` does on a k that is a tensor,
         and that of what a batch selects together on the inputs.
         """
-        if self.training and self.tau is not None:
+        if self.refine or (self.training and self.tau is not None):
             return True
         if self.batch:
             readable = all(map(arguments.readable, (input, self.raw_encoder)))
@@ -573,42 +598,50 @@ class TopKSAE(Grouped, LeftSoft):
         k = current(self.k)
         return isinstance(k, Tensor) and (torch.compiler.is_compiling() or not arguments.has_data(k))
 
-    def _code(self, a: Tensor, wider: float = 1.0) -> Tensor:
+    def _scores(self, a: Tensor) -> Tensor:
+        """What decides which pre-activations are selected."""
+        return a.abs() if self.signed else a
+
+    def _values(self, a: Tensor) -> Tensor:
+        """The entries that selected pre-activations have in the code."""
+        return a if self.signed else a.relu()
+
+    def _code(self, scores: Tensor, wider: float = 1.0) -> Tensor:
         """The selection of ``wider`` times k latents."""
         if self.batch and not self.training and wider == 1:
-            return self._above(a)
-        rows = a.flatten() if self.batch else a
+            return self._above(scores)
+        rows = scores.flatten() if self.batch else scores
         k: Scalar = current(self.k) * wider
         if wider > 1:
             k = k.clamp(max=self.latents) if isinstance(k, Tensor) else min(k, self.latents)
-        k = self._size(a, k) if self.batch else k
+        k = self._size(scores, k) if self.batch else k
         group = self.group if self.batch and self.training else None
         if self.tau is None or not self.training:
-            return masks.topk_mask(rows, k, group=group).view(a.shape)
+            return masks.topk_mask(rows, k, group=group).view(scores.shape)
         y = masks.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, hard=self.hard, group=group)
         if wider == 1 and not self.hard:
             self._note(y)
-        return y.view(a.shape)
+        return y.view(scores.shape)
 
-    def _above(self, a: Tensor) -> Tensor:
+    def _above(self, scores: Tensor) -> Tensor:
         """The selection of eval mode with ``batch``: by the threshold, or together before there is one."""
         assert self.threshold is not None
         known = (self.threshold >= 0).all()
-        chosen = (a >= self.threshold).to(a.dtype)
+        chosen = (scores >= self.threshold).to(scores.dtype)
         if arguments.readable(known) and bool(known):
             return chosen
         # elsewhere the question would wait for the device, or cannot be asked
-        together = masks.topk_mask(a.flatten(), self._size(a)).view(a.shape)
+        together = masks.topk_mask(scores.flatten(), self._size(scores)).view(scores.shape)
         return torch.where(known, chosen, together)
 
-    def _follow(self, a: Tensor, y: Tensor) -> None:
-        """Move the threshold, in train mode, towards the smallest activation that the batch selects."""
+    def _follow(self, scores: Tensor, y: Tensor) -> None:
+        """Move the threshold, in train mode, towards the smallest score that the batch selects."""
         if self.threshold is None or not counts(self):
             return
-        a, y = a.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
+        scores, y = scores.detach(), y.detach()  # torch.export saves no program with a no_grad() inside
         if self.tau is not None and not self.hard:
-            y = masks.topk_mask(a.flatten(), self._size(a), group=self.group).view(a.shape)
-        level = self._lowest(torch.where(y > 0.5, a, math.inf)).clamp(min=0).to(self.threshold.dtype)
+            y = masks.topk_mask(scores.flatten(), self._size(scores), group=self.group).view(scores.shape)
+        level = self._lowest(torch.where(y > 0.5, scores, math.inf)).clamp(min=0).to(self.threshold.dtype)
         moved = torch.where(self.threshold < 0, level, self.threshold.lerp(level, MOVE))
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
@@ -646,7 +679,7 @@ class TopKSAE(Grouped, LeftSoft):
             return self._selected_together(input, shares, idle)
         m = self._count_of(1.0)
         values, indices = self._best(input, self._count_of(shares[-1]), idle)
-        self._count(values[..., :m] > 0, indices[..., :m])
+        self._count(values[..., :m].abs() > 0, indices[..., :m])
         parts = [slice(None, m), slice(m, None)][: len(shares)]
         return [(values[..., part], indices[..., part]) for part in parts]
 
@@ -658,7 +691,7 @@ class TopKSAE(Grouped, LeftSoft):
         count = min(math.ceil(float(current(self.k)) * CANDIDATES), self.latents)
         watch = None if idle is None else (lambda where, scores, best: idle.see(scores))
         while True:
-            best, indices = best_of_product(x, weight, count, bias, watch=watch)
+            best, indices = best_of_product(x, weight, count, bias, adjust=self._adjust(), watch=watch)
             chosen = [self._code(best, share) for share in shares]
             # an input whose candidates were all selected may have more of them
             short = chosen[-1][..., -1].any().float()
@@ -668,11 +701,11 @@ class TopKSAE(Grouped, LeftSoft):
         self._follow(best, chosen[0])
         counts = [(y != 0).sum(-1) for y in chosen]  # those of an input come first
         m = int(counts[-1].max()) if counts[-1].numel() else 0
-        values = selected_dot(x, weight, indices[..., :m], bias, known=best[..., :m]).relu()
+        values = self._values(self._dot(x, weight, indices[..., :m], bias, best[..., :m]))
         if idle is not None:
-            idle.take(x.shape[:-1], lambda known, at: selected_dot(x, weight, at, bias, known=known))
+            idle.take(x.shape[:-1], lambda known, at: self._dot(x, weight, at, bias, known))
         near, far = chosen[0][..., :m], chosen[-1][..., :m]
-        self._count((values > 0) & (near > 0.5), indices[..., :m])
+        self._count((values.abs() > 0) & (near > 0.5), indices[..., :m])
         start = int(counts[0].min()) if counts[0].numel() else 0
         parts = [
             (values * near, indices[..., :m]),
@@ -688,15 +721,23 @@ class TopKSAE(Grouped, LeftSoft):
     def _best(self, input: Tensor, count: int, idle: _Idle | None = None) -> tuple[Tensor, Tensor]:
         """The largest activations of each input and their indices, (..., count) each.
 
-        ``idle`` sees the pre-activations.
+        ``idle`` sees the scores.
         """
         x, weight, bias = self._map(input)
         watch = None if idle is None else (lambda where, scores, best: idle.see(scores))
-        best, indices = best_of_product(x, weight, count, bias, watch=watch)
-        values = selected_dot(x, weight, indices, bias, known=best)
+        best, indices = best_of_product(x, weight, count, bias, adjust=self._adjust(), watch=watch)
+        values = self._dot(x, weight, indices, bias, best)
         if idle is not None:
-            idle.take(x.shape[:-1], lambda known, at: selected_dot(x, weight, at, bias, known=known))
-        return values.relu(), indices
+            idle.take(x.shape[:-1], lambda known, at: self._dot(x, weight, at, bias, known))
+        return self._values(values), indices
+
+    def _adjust(self) -> Callable[[Any, Tensor], Tensor] | None:
+        """What :func:`best_of_product` chooses by, where it is not the products themselves."""
+        return (lambda where, products: products.abs_()) if self.signed else None
+
+    def _dot(self, x: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, best: Tensor) -> Tensor:
+        """The pre-activations at indices, of which ``best`` are the scores."""
+        return selected_dot(x, weight, indices, bias, known=None if self.signed else best)
 
     def _count_of(self, wider: float) -> int:
         """``wider`` times k latents, as a whole number."""
@@ -704,10 +745,14 @@ class TopKSAE(Grouped, LeftSoft):
 
     def _activations(self, input: Tensor) -> Tensor:
         x, weight, bias = self._map(input)
-        if x.dtype != bias.dtype:
-            return product(x, weight.mT) + bias
         with without_autocast(input.device):
-            return F.linear(x, weight, bias)
+            a = product(x, weight.mT) + bias if x.dtype != bias.dtype else F.linear(x, weight, bias)
+            for _ in range(self.refine):
+                scores = self._scores(a)
+                code = self._values(a) * masks.topk_mask(scores, available(current(self.k), scores))
+                rest = at_least_single(input) - at_least_single(self._decode(code))
+                a = code + F.linear(GAIN * rest, self.raw_encoder.to(rest.dtype))
+        return a
 
     def _check(self, input: Tensor) -> None:
         check_width(input, self.in_features, self)
@@ -734,8 +779,8 @@ class TopKSAE(Grouped, LeftSoft):
         return k * total
 
     @staticmethod
-    def _uses(a: Tensor, y: Tensor) -> Tensor:
-        return (a > 0) & (y > 0.5)
+    def _uses(scores: Tensor, y: Tensor) -> Tensor:
+        return (scores > 0) & (y > 0.5)
 
     def _count(self, used: Tensor, indices: Tensor | None = None) -> None:
         """Count the inputs since a latent was used, (..., n), or (..., m) at indices."""
@@ -786,7 +831,8 @@ class TopKSAE(Grouped, LeftSoft):
     def extra_repr(self) -> str:
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
         values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
-        values += ", hard=True" * self.hard + ", batch=True" * self.batch
+        values += ", hard=True" * self.hard + ", batch=True" * self.batch + ", signed=True" * self.signed
+        values += f", refine={self.refine}" if self.refine else ""
         values += "" if self.revive == REVIVE else f", revive={self.revive}"
         values += "" if self.centre else ", centre=False"
         return f"{values}, widths={self.widths}" if self.widths else values
