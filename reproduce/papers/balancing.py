@@ -37,7 +37,19 @@ from torch import Tensor
 import khot
 from reproduce.harness import reporting, study
 
-__all__ = ["EXPERIMENT", "KINDS", "RULES", "Args", "batches", "report", "run", "trials", "violation"]
+__all__ = [
+    "EXPERIMENT",
+    "KINDS",
+    "RULES",
+    "Args",
+    "batches",
+    "histogram",
+    "report",
+    "run",
+    "sign_rule",
+    "trials",
+    "violation",
+]
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda x: x,
@@ -139,7 +151,8 @@ def _quantiles(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     return _centred(wanted.quantile(k / scores.shape[-1], 0))
 
 
-def _histogram(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
+def histogram(scores: Tensor, bias: Tensor, k: int, updates: int = 0) -> Tensor:
+    """The next bias from quantiles that are read from bins of equal width."""
     wanted, p = _wanted(scores, bias, k), k / scores.shape[-1]
     low, high = bias.min() - 1, bias.max() + 1
     width = (high - low) / BINS
@@ -157,9 +170,10 @@ def _micro_batches(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor
     return torch.stack([_quantiles(part, bias, k, updates) for part in scores.chunk(MICRO_BATCHES)]).mean(0)
 
 
-def _sign_rule(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
+def sign_rule(scores: Tensor, bias: Tensor, k: int, updates: int = 0, rate: float = RATE) -> Tensor:
+    """The next bias, which moves by the rate towards the mean load."""
     loads = _load(scores, bias, k)
-    return bias + RATE * (loads.mean() - loads).sign().float()
+    return bias + rate * (loads.mean() - loads).sign().float()
 
 
 def _khot(experts: int, k: int) -> Callable[[Tensor], Tensor]:
@@ -194,9 +208,9 @@ def _from_zero(
 RULES: dict[str, Callable[[int, int], Callable[[Tensor], Tensor]]] = {
     "khot": _khot,
     "exact": _from_zero(_exact),
-    "histogram": _from_zero(_histogram),
+    "histogram": _from_zero(histogram),
     "micro-batches": _from_zero(_micro_batches),
-    "sign rule": _from_zero(_sign_rule),
+    "sign rule": _from_zero(sign_rule),
 }
 COLD = "cold start"
 
