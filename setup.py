@@ -2,8 +2,10 @@
 
 `pip install .` builds in an environment of its own, which has no torch; a download of one would take minutes
 and gigabytes. The kernels use only torch's stable interface, so they are built with the torch that is
-installed for the Python that runs the build.
+installed for the Python that runs the build. uv builds in an environment from which that torch cannot be
+found, so it needs `--no-build-isolation`.
 
+The README's links and the package's URLs get the address of the repository (docs/build/address.py).
 Everything else about the package stands in pyproject.toml.
 """
 
@@ -11,8 +13,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+import runpy
 import sys
 import sysconfig
+from pathlib import Path
 from typing import Any
 
 from setuptools import setup
@@ -42,6 +47,22 @@ SMALL = [
 ]
 
 
+def addresses() -> dict[str, Any]:
+    """The README and the URLs, with the address of the repository where it has one."""
+    here = Path(__file__).resolve().parent
+    address = runpy.run_path(str(here / "docs" / "build" / "address.py"))
+    (version,) = re.findall(r'^version = "(.+)"$', (here / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    repository, site = address["repository"](), address["site"]()
+    urls = {"Source": repository, "Documentation": site}
+    if repository:
+        urls |= {"Issues": f"{repository}/issues", "Changelog": f"{repository}/blob/v{version}/CHANGELOG.md"}
+    return {
+        "long_description": address["absolute"]((here / "README.md").read_text("utf-8"), version),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {name: url for name, url in urls.items() if url},
+    }
+
+
 def pure(reason: str) -> dict[str, Any]:
     """The arguments of a build without kernels. pip shows the reason with -v, and `khot info` afterwards."""
     print(f"khot: the CPU kernels are not built: {reason}", file=sys.stderr)
@@ -68,10 +89,23 @@ def extension() -> dict[str, Any]:
 
         def build_extension(self, ext: Any) -> None:
             try:
+                self.tell_what_is_compiled()
                 self.compile_for_size(ext)
                 super().build_extension(ext)
             except Exception as error:
                 print(f"khot: {ext.name} was not built: {error}", file=sys.stderr)
+
+        def tell_what_is_compiled(self) -> None:
+            """A line for each file, as a build takes minutes. Ninja, where it is installed, has its own."""
+            spawn = self.compiler.spawn
+
+            def told(command: list[str], **options: Any) -> None:
+                for word in command:
+                    if word.endswith(".cpp"):
+                        print(f"khot: compiling {os.path.relpath(word)}", file=sys.stderr, flush=True)
+                spawn(command, **options)
+
+            self.compiler.spawn = told
 
         def compile_for_size(self, ext: Any) -> None:
             """An extension has one set of flags, so these objects are made before the others."""
@@ -143,4 +177,4 @@ def extension() -> dict[str, Any]:
     }
 
 
-setup(**extension())
+setup(**addresses(), **extension())

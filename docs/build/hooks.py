@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = runpy.run_path(str(Path(__file__).with_name("address.py")))
 KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = ROOT / "docs" / "results"
@@ -35,6 +37,16 @@ BOOSTS = {
     "papers.md": 0.3,
     "results/": 0.1,
 }
+
+
+def on_config(config: Any) -> Any:
+    """The addresses, if there are any. `repo_url` is not set, as the theme would then ask GitHub for stars."""
+    config.site_url = ADDRESS["site"]() or config.site_url
+    if repository := ADDRESS["repository"]():
+        config.extra["social"] = [
+            {"icon": "fontawesome/brands/git-alt", "link": repository, "name": "Source"}
+        ]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

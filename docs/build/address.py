@@ -1,0 +1,46 @@
+"""Where the repository and the site are: one place for the links of pages, of the README and of the metadata.
+
+The address is in the environment as KHOT_REPOSITORY, or it is that of git's remote `origin`. Where there is
+neither, links stay inside the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+__all__ = ["absolute", "repository", "site"]
+
+
+def repository() -> str:
+    """The address that a browser opens, without a slash at its end; empty if there is none."""
+    address = os.environ.get("KHOT_REPOSITORY") or _origin()
+    address = re.sub(r"^(?:ssh://)?git@([\w.-]+)[:/]", r"https://\1/", address)
+    address = re.sub(r"(?:\.git)?/?$", "", address)
+    return address if re.fullmatch(r"https://[\w.-]+(?:/[\w.-]+)+", address) else ""
+
+
+def _origin() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "remote", "get-url", "origin"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def site() -> str:
+    """The site that GitHub's Pages make of a repository there; elsewhere none is known."""
+    found = re.fullmatch(r"https://github\.com/([\w.-]+)/([\w.-]+)", repository())
+    return f"https://{found[1].lower()}.github.io/{found[2]}/" if found else ""
+
+
+def absolute(text: str, version: str) -> str:
+    """The README with links that work outside of the repository, where its address is known."""
+    address = repository()
+    if not address:
+        return text
+    # a browser shows the pictures of `raw` and the pages of `blob`
+    text = re.sub(r"\]\((?!https?:|#)([^)]*\.png)\)", rf"]({address}/raw/v{version}/\1)", text)
+    return re.sub(r"\]\((?!https?:|#)([^)]*)\)", rf"]({address}/blob/v{version}/\1)", text)
