@@ -1,8 +1,8 @@
 """What a pure build costs: `python -m benchmarks.reference`.
 
 The same calls with the compiled CPU kernels and with the reference kernels, which a pure build has, each in a
-process of its own beside torch.softmax of the same tensor: one thread, CPU time, medians of interleaved calls.
-It prints both in softmaxes, and how many times as long the reference takes.
+process of its own beside torch.softmax of the same tensor: one thread, CPU time, medians of interleaved
+calls. It prints both in softmaxes, and how many times as long the reference takes.
 """
 
 from __future__ import annotations
