@@ -40,7 +40,7 @@ BOOSTS = {
 
 
 def on_config(config: Any) -> Any:
-    """The addresses, if there are any. `repo_url` is not set, as the theme would then ask GitHub for stars."""
+    """The addresses, if there are any. `repo_url` is not set, or the theme would ask GitHub for stars."""
     config.site_url = ADDRESS["site"]() or config.site_url
     if repository := ADDRESS["repository"]():
         config.extra["social"] = [
