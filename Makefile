@@ -1,4 +1,4 @@
-# Every command runs in .venv, which make builds on first use and rebuilds when the versions change.
+# Every command runs in .venv, into which make installs what the command needs, again when the versions change.
 
 PYTHON ?= python3
 ARGS ?=
@@ -8,63 +8,73 @@ TORCH ?= 2.6.0 2.9.1 2.10.0 2.13.0 newest
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALLED := $(VENV)/.installed
+HAS := $(VENV)/.has-
 CSRC := $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp)
+# what `make test` runs: the operators against their oracles and the examples, with the extra `test` alone
+QUICK := README.md docs src/khot tests/test_house.py $(addprefix tests/test_,$(addsuffix .py,topk counting masks selection \
+	budgets ranking quantile magnitude losses cdfs signatures)) tests/sampling/test_designs.py tests/nn/test_soft_topk.py
 KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo reproduce test test-all matrix bench lint format check docs figures dist dist-test clean
+.PHONY: help .venv demo reproduce test test-all test-slow matrix bench lint format check docs figures dist dist-test clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-.venv: $(INSTALLED) ## build the virtual environment (the other commands do this when needed)
+.venv: $(HAS)dev ## build the virtual environment with all that any command needs
 
-# torch goes in first and the build is not isolated, so that compiled parts are built against it. pip, which
-# keeps one core busy, fetches the other packages beside the compiler.
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(CSRC)
+# torch goes in first and the build is not isolated, so that compiled parts are built against it.
+$(HAS)torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel torch
-	KHOT_PURE=1 $(PIP) install --no-build-isolation -c constraints.txt -e '.[dev,docs]' & pip=$$!; \
-	$(BIN)/python setup.py --quiet build_ext --inplace; wait $$pip
 	touch $@
 
-demo: $(INSTALLED) ## learn which pixels distinguish digits, and draw them
+# An extra of pyproject.toml; dev holds all of them. pip, which keeps one core busy, fetches the packages beside the
+# compiler.
+$(HAS)%: $(HAS)torch pyproject.toml setup.py $(CSRC)
+	KHOT_PURE=1 $(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]' & pip=$$!; \
+	$(BIN)/python setup.py --quiet build_ext --inplace; wait $$pip
+	touch $(addprefix $(HAS),$(if $(filter dev,$*),dev docs lint release reproduce test,$*))
+
+demo: $(HAS)reproduce ## learn which pixels distinguish digits, and draw them
 	$(BIN)/python examples/demo.py $(ARGS)
 
-reproduce: $(INSTALLED) ## run the papers' experiments (ARGS="list" names them)
+reproduce: $(HAS)reproduce ## run the papers' experiments (ARGS="list" names them)
 	$(BIN)/python -m reproduce $(ARGS)
 
-test: $(INSTALLED) ## run the tests and doctests (ARGS="-k name" for some of them)
+test: $(HAS)test ## run the tests of the operators and the examples in docstrings and pages, on all cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --doctest-ignore-import-errors $(QUICK) $(ARGS)
+
+test-all: $(HAS)dev ## run all tests but the slow ones (ARGS="-k name" for some of them, "-n auto" on all cores)
 	$(BIN)/pytest $(ARGS)
 
-test-all: $(INSTALLED) ## run the slow tests too
+test-slow: $(HAS)dev ## run the slow tests, too
 	$(BIN)/pytest -m "" $(ARGS)
 
-matrix: $(INSTALLED) ## build with other versions of torch and run the operators' table (TORCH="2.6.0 newest" for some of them)
+matrix: ## build with other versions of torch and run the operators' table (TORCH="2.6.0 newest" for some of them)
 	set -e; for version in $(TORCH); do .ci/try-torch $(PYTHON) $$version $(ARGS); done
 
-bench: $(INSTALLED) ## time the operators beside torch.softmax
+bench: $(HAS)reproduce ## time the operators beside torch.softmax
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
-lint: $(INSTALLED) ## check style, format and types
+lint: $(HAS)lint ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; $(BIN)/mypy; found=$$?; wait $$types && exit $$found
 
-format: $(INSTALLED) ## format the code
+format: $(HAS)lint ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-check: lint test docs ## run all that should pass before a push: lint, tests, types, documentation, distributions
+check: lint test-all docs ## run all that should pass before a push: lint, tests, types, documentation, distributions
 	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
 
-docs: $(INSTALLED) $(KATEX) ## build the documentation in site/
+docs: $(HAS)docs $(KATEX) ## build the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-figures: $(INSTALLED) ## draw the figures of the documentation again
+figures: $(HAS)reproduce ## draw the figures of the documentation again
 	$(BIN)/python docs/figures.py
 
 # KaTeX, which typesets the formulas, is served with the pages
@@ -72,16 +82,16 @@ $(KATEX): docs/katex/package-lock.json
 	npm ci --prefix docs/katex --silent
 	touch $@
 
-dist: $(INSTALLED) ## build the source distribution, the compiled wheel and the pure Python wheel
+dist: $(HAS)release ## build the source distribution, the compiled wheel and the pure Python wheel
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	KHOT_PURE=1 $(PIP) wheel --no-build-isolation --no-deps -w dist dist/khot-*.tar.gz
 
-dist-test: dist ## install each wheel in a new environment, and run the tests outside the source tree
+dist-test: $(HAS)dev dist ## install each wheel in a new environment, and run the tests outside the source tree
 	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
 	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
 
 clean: ## remove build output and caches (.venv stays)
 	rm -rf build dist site docs/katex/node_modules src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f src/khot/*.so khot-demo.png $(INSTALLED)
+	rm -f src/khot/*.so khot-demo.png $(HAS)*
 	find src tests reproduce -name __pycache__ -type d -prune -exec rm -rf {} +

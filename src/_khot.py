@@ -10,6 +10,7 @@ import argparse
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ def main() -> None:
         commands = parser.add_subparsers(dest="command", metavar="COMMAND")
         commands.add_parser("info", help="print versions, devices, and which kernels are active")
         given = parser.parse_args()
+        # torch greets every user who has no numpy
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         if given.version:
             import khot
 

@@ -627,9 +627,16 @@ def soft_budget_grad(
 # ----------------------------------------------------------------------------- convex programmes
 
 
-def _solve_convex(objective: Any, constraints: Sequence[Any], y: Any) -> np.ndarray:
-    import cvxpy
+def _cvxpy() -> Any:
+    """The package, which takes a second to import. Tests that need it are skipped where it is missing: `make
+    test` does not install it."""
+    import pytest
 
+    return pytest.importorskip("cvxpy")
+
+
+def _solve_convex(objective: Any, constraints: Sequence[Any], y: Any) -> np.ndarray:
+    cvxpy = _cvxpy()
     problem = cvxpy.Problem(objective, list(constraints))
     tight = {"tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
     problem.solve(solver=cvxpy.CLARABEL, **tight)
@@ -645,7 +652,7 @@ def capped_simplex_argmax(x: Row, k: float, tau: float, cdf: str, p: float | Non
     row = _float64(x)
     if cdf == "normal":
         return _normal_argmax(row, k, tau)
-    import cvxpy as cp  # here, since it takes a second to import and few tests need it
+    cp = _cvxpy()
 
     y = cp.Variable(len(row))
     constraints = [y >= 0, y <= 1, cp.sum(y) == k]
@@ -666,7 +673,7 @@ def capped_simplex_argmax(x: Row, k: float, tau: float, cdf: str, p: float | Non
 
 def _power_sum(y: Any, p: float) -> tuple[Any, list[Any]]:
     """sum |y_i|^p with its cones; cvxpy.power would replace p by a fraction, and warn."""
-    import cvxpy as cp
+    cp = _cvxpy()
 
     bound = cp.Variable(y.shape)
     return cp.sum(bound), [cp.PowCone3D(bound, np.ones(y.shape), y, 1 / p)]
@@ -700,7 +707,7 @@ def magnitude_argmin(x: Row, k: int, tau: float, p: float) -> np.ndarray:
 
     R = tau/p ||.||_p^p, so R*(d) = tau/q ||d / tau||_q^q, 1/p + 1/q = 1. For n <= 8, to about 1e-4.
     """
-    import cvxpy as cp
+    cp = _cvxpy()
 
     row, q = _float64(x), p / (p - 1)
     u = cp.Variable(len(row))
@@ -805,7 +812,7 @@ def exp_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
 
 def relaxed_sum(x: Row, k: int, tau: float, p: float, phi: str) -> tuple[float, np.ndarray]:
     """min over u of R*(x - u) + the sum of the k largest phi(u_i), by cvxpy, and the y of Proposition 2."""
-    import cvxpy as cp
+    cp = _cvxpy()
 
     row, q = _float64(x), p / (p - 1)
     u = cp.Variable(len(row))
@@ -824,7 +831,7 @@ def relaxed_sum(x: Row, k: int, tau: float, p: float, phi: str) -> tuple[float, 
 def k_support(y: Row, k: int, phi: str) -> float:
     """min over z in the capped simplex, by cvxpy: the square root of sum y_i^2 / z_i for phi "square", or
     sum y_i log(y_i / z_i) for "exp"."""
-    import cvxpy as cp
+    cp = _cvxpy()
 
     row = _float64(y)
     size = np.abs(row).max()

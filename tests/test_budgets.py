@@ -128,7 +128,7 @@ def test_soft_top_p() -> None:
 @pytest.mark.parametrize(("cdf", "by"), [("logistic", "score"), ("logistic", "value"), ("uniform", "value")])
 def test_maximises_the_regularised_value(cdf: str, by: str) -> None:
     """⟨y, x⟩ − τ Σω(y) over the budget; by score, entries are weighted by their costs."""
-    import cvxpy as cp
+    cp = pytest.importorskip("cvxpy")
 
     x, cost, budget = problem("uniform", 1, 8)
     x, cost, tau = x[0].numpy(), cost[0].numpy() + 0.1, 0.4

@@ -54,8 +54,7 @@ class Run(NamedTuple):
 def commands(*calls: tuple[str, ...], missing: tuple[str, ...], **environment: str) -> list[Run]:
     """What `khot` does with each of these lists of arguments, in a process without these packages."""
     done = subprocess.run(
-        # torch warns where numpy is missing
-        [sys.executable, "-W", "ignore", "-c", RUN % {"missing": missing, "calls": calls}],
+        [sys.executable, "-c", RUN % {"missing": missing, "calls": calls}],
         env={**os.environ, "KHOT_KERNELS": "", **environment},
         capture_output=True,
         text=True,
@@ -161,6 +160,7 @@ def test_a_pure_build_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isa is None
     assert "\n" not in note
     assert note.startswith("this is a pure build") and "`pip install .`" in note and "-v" in note
+    assert "`uv pip install --no-build-isolation .`" in note
 
 
 def test_a_library_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +171,51 @@ def test_a_library_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/x/_C.abi3.so")]))
     monkeypatch.setattr(torch.ops, "load_library", fail)
-    with pytest.warns(UserWarning, match="does not load"):
-        isa, note = cpu.load()
+    isa, note = cpu.load()
     assert isa is None
     assert "\n" not in note
     assert "/x/_C.abi3.so does not load" in note and "undefined symbol: xyz" in note
+
+
+USE = """
+import warnings
+from pathlib import Path
+glob = Path.glob
+Path.glob = lambda self, pattern: iter(()) if pattern == "_C.*" else glob(self, pattern)
+import torch, khot
+x = torch.randn(3, 5, requires_grad=True)
+khot.soft_topk(x.to("meta"), 2)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    torch.func.vmap(lambda row: khot.nn.SoftTopK(2)(row))(x)
+    khot.soft_topk(x, 2).sum().backward()
+    khot.soft_rank(x)
+for warning in told:
+    print(warning.filename, warning.message)
+"""
+
+
+def warned(kernels: str) -> list[str]:
+    """What a pure build says when operators are used, and where."""
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        env={**os.environ, "KHOT_KERNELS": kernels},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_a_pure_build_warns_once_where_it_is_first_used_on_a_cpu() -> None:
+    (line,) = warned("")
+    assert line.startswith("<string> khot: ")
+    assert "times as long" in line and "--no-build-isolation" in line
+
+
+def test_who_asks_for_the_reference_is_not_warned() -> None:
+    assert warned("reference") == []
 
 
 # ------------------------------------------------------------------------------------------------ the command

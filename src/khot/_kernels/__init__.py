@@ -7,9 +7,14 @@ other devices use the reference.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from functools import partial
+from typing import Any
 
 import torch
 
+from khot._core.dispatch import OPERATORS, Operator
 from khot._kernels import cpu, gpu
 
 __all__ = ["active", "note", "register"]
@@ -26,6 +31,31 @@ def register() -> None:
     gpu.register("CUDA")
     if _INTERPRETED:
         gpu.register("CPU")
+    if _CPU is None and not cpu.switched_off():
+        _warn_at_first_use(f"khot: {_NOTE}")
+
+
+def _warn_at_first_use(text: str) -> None:
+    """Warn once, when the first operator is called on a CPU; until then each call asks for its device."""
+    before = {operator: operator.compute for operator in OPERATORS.values()}
+
+    def watched(operator: Operator, *args: Any) -> Any:
+        if args[0].device.type == "cpu":
+            for other, compute in before.items():
+                other.compute = compute
+            warnings.warn(text, UserWarning, stacklevel=_level_of_the_caller())
+        return before[operator](*args)
+
+    for operator in before:
+        operator.compute = partial(watched, operator)
+
+
+def _level_of_the_caller() -> int:
+    """How far above the calling function the first frame outside of khot and torch is, as warnings count."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("khot", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def active() -> dict[str, str]:
