@@ -1,8 +1,7 @@
 """Draws the figures of the documentation: `make figures`, or `python docs/figures.py FOLDER`.
 
-All is computed here, but for times, and for the bias and spread of the estimators: these are read from the
-committed tables in benchmarks/results/sampling.md, benchmarks/results/quantile.md and docs/estimators.md,
-and the parts of the sparse autoencoder from benchmarks/results/sae.json.
+All is computed here, but for times and for what was trained: these are read from the committed tables in
+benchmarks/results, docs/results and docs/estimators.md.
 """
 
 from __future__ import annotations
@@ -348,16 +347,136 @@ def sae_parts(out: Path) -> None:
     save(figure, out / "sae_parts.png")
 
 
+def headline(out: Path) -> None:
+    """Time against n beside softmax, entmax and torch.topk, on one CPU thread and on a GPU."""
+    parts = (ROOT / "benchmarks" / "results" / "headline.md").read_text(encoding="utf-8").split("\n\n| ")[1:]
+    figure, axes = panels(10, 3.7, 1, len(parts), sharey=True)
+    colors = {
+        "khot.soft_topk": BLUE,
+        "entmax.budget_bisect": ORANGE,
+        "torch.topk": GREY,
+        "torch.softmax": "black",
+    }
+    for ax, part in zip(axes, parts, strict=True):
+        head, _, *lines = part.strip().splitlines()
+        title, *shapes = (cell.strip() for cell in head.strip("|").split("|"))
+        n = [int(shape.split(", ")[1].split(")")[0].replace(",", "")) for shape in shapes]
+        for line in lines:
+            name, *cells = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
+            if name in colors:
+                times = [float(cell.replace(",", "")) for cell in cells]
+                ax.loglog(n, times, "-" if name == "torch.softmax" else ".-", color=colors[name], label=name)
+        ax.set_title(title.partition(":")[0].replace(" 80GB HBM3", ""), fontsize=11)
+        ax.set_xlabel("entries of a row, n")
+        ax.grid(True, which="major", alpha=0.3)
+    axes[0].set_ylabel("forward + backward, in softmaxes")
+    axes[0].set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axes[1].legend(frameon=False, fontsize=9, loc="lower left")
+    save(figure, out / "headline.png")
+
+
+def uses(out: Path) -> None:
+    """One measured result of each use that the README names; khot's own are blue."""
+    results, reports = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
+
+    def shown(path: Path, column: int, names: dict[str, str]) -> dict[str, float]:
+        rows = table(path)
+        return {names[name]: float(rows[name][column].split()[0]) for name in names}
+
+    chosen: dict[str, dict[str, float]] = {
+        "50 of 784 pixels to redraw a digit:\ntest loss": shown(
+            reports / "feature-selection" / "report.md",
+            1,
+            {
+                "second order (πST2)": "khot, second order",
+                "straight-through (πST)": "khot, straight-through",
+                "SIMPLE": "SIMPLE",
+                "Xie & Ermon": "Xie & Ermon",
+                "NCPSS": "NCPSS",
+            },
+        ),
+        "autoencoder of a model's hidden layer:\nvariance unexplained, %": shown(
+            results / "sae.md",
+            0,
+            {
+                "khot": "khot",
+                "SAELens, at 1e-3, window 100": "SAELens, tuned",
+                "dictionary_learning, at 3e-3, warm-up 100": "dictionary_learning, tuned",
+                "dictionary_learning": "dictionary_learning",
+                "SAELens": "SAELens",
+            },
+        ),
+        "routers of 16 experts, three seeds:\ntokens at the wrong one, % (± 0.3 to 3)": shown(
+            reports / "mixture" / "report.md",
+            0,
+            {
+                "token choice": "khot, soft token choice",
+                "hard + loss 0.01": "hard, with an even load",
+                "hard": "hard",
+                "balanced": "khot, balanced",
+                "expert choice": "khot, expert choice",
+            },
+        ),
+        "MNIST with 90 % of the weights at zero:\ntest error, %": shown(
+            reports / "pruning" / "report.md",
+            2,
+            {
+                "soft, annealed": "khot, soft, annealed",
+                "hard": "hard from the start",
+                "all weights": "all weights",
+            },
+        ),
+        "lists of 20 to 200 synthetic documents:\n100 − NDCG@10": {
+            name: 100 - value
+            for name, value in shown(
+                results / "rankers.md",
+                0,
+                {
+                    "log_rank_loss": "khot, log_rank_loss",
+                    "NeuralNDCG": "NeuralNDCG",
+                    "LambdaRank": "LambdaRank",
+                    "RankNet": "RankNet",
+                    "ListNet": "ListNet",
+                },
+            ).items()
+        },
+        "samples of 3 of 10:\nbias of the gradient through a network": shown(
+            ROOT / "docs" / "estimators.md",
+            4,
+            {
+                "second_order": "khot, second_order",
+                "simple": "SIMPLE",
+                "ncpss": "NCPSS",
+                "sequential_softmax(tau=1.0)": "sequential softmax",
+                "imle(step=1.0)": "I-MLE",
+            },
+        ),
+    }
+    figure, axes = panels(10, 6, 3, 2)
+    for ax, (title, values) in zip(axes.flat, chosen.items(), strict=True):
+        colors = [BLUE if name.startswith("khot") else LIGHT for name in values]
+        drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.65)
+        ax.bar_label(drawn, [f"{value:.3g}" for value in values.values()], padding=3, fontsize=9)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.margins(x=0.15)
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.invert_yaxis()
+    save(figure, out / "uses.png")
+
+
 def table(path: Path) -> dict[str, list[str]]:
-    """The rows of the table in a Markdown file, by their first cell."""
+    """The rows of the tables in a Markdown file, by their first cell; the first table comes first."""
     text = path.read_text(encoding="utf-8")
     _, _, *lines = re.findall(r"^\|(.+)\|$", text, flags=re.MULTILINE)  # without the head and its rule
     cells = [[cell.strip().strip("`") for cell in line.split("|")] for line in lines]
-    return {first: rest for first, *rest in cells}
+    return {first: rest for first, *rest in reversed(cells)}
 
 
 FIGURES = (
     falling_tau,
+    headline,
+    uses,
     cdfs,
     temperature,
     soft_count,

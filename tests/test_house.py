@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.resources
 import json
-import math
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 
 import khot
 from khot import cdfs
-from reproduce.tasks.peers import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,61 +21,40 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
 
 
-def documented(pattern: str) -> list[str]:
-    """The matches of ``pattern`` in the README's tables, sorted, with duplicates."""
-    return sorted(re.findall(pattern, README, flags=re.MULTILINE))
+def documented(page: str, pattern: str) -> list[str]:
+    """The matches of ``pattern`` in the table of a page of the reference, sorted, with duplicates."""
+    text = (ROOT / "docs" / "api" / page).read_text(encoding="utf-8")
+    return sorted(re.findall(pattern, text, flags=re.MULTILINE))
 
 
-def test_readme_lists_every_public_operator() -> None:
+def test_the_reference_lists_every_public_operator() -> None:
     operators = sorted(
         name for name in khot.__all__ if callable(getattr(khot, name)) and name != "show_config"
     )
     assert operators
-    assert documented(r"^\| `khot\.(\w+)` \|") == operators
+    assert documented("operators.md", r"^\| \[`khot\.(\w+)`\]\[\] \|") == operators
 
 
-def test_readme_lists_every_cdf() -> None:
+def test_the_reference_lists_every_cdf() -> None:
     public = [getattr(cdfs, name) for name in cdfs.__all__]
     choices = [c for c in public if isinstance(c, type) and issubclass(c, cdfs.CDF)]
-    assert documented(r"^\| .* \| `khot\.cdfs\.(\w+)` \|") == sorted(
+    assert documented("cdfs.md", r"^\| .* \| \[`khot\.cdfs\.(\w+)`\]\[\] \|") == sorted(
         c.__name__ for c in choices if c is not cdfs.CDF
     )
 
 
-def test_readme_quotes_the_committed_measurements() -> None:
-    """Forward + backward beside softmax, and of the fastest other method and package beside khot."""
-    text = (ROOT / "benchmarks" / "results" / "cpu.md").read_text(encoding="utf-8")
-
-    def measured(title: str) -> dict[str, list[str]]:
-        section = text.split(f"## {title}")[1].split("\n## ")[0]
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()[4:] if line]
-        return {row[0]: [cell.partition(" / ")[2] for cell in row[1:]] for row in rows}
-
-    def ends(cells: list[str]) -> str:
-        return " to ".join(f(cells, key=float) for f in (min, max))
-
-    def fastest(names: set[str]) -> str:
-        return min(names, key=lambda name: math.prod(map(float, peers[name])))
-
-    peers = {
-        name: cells
-        for name, cells in measured("The same, in times of khot.sigmoid_topk").items()
-        if all(cells)
-    }
-    packages = {name for name in peers if PEERS[name].needs}
-    readme = " ".join(README.split())
-    assert f"takes {ends(measured('What people run today')['sigmoid_topk'])} times as long as" in readme
-    name = fastest(set(peers))
-    assert f"({name}) takes {ends(peers[name])} times as long as khot" in readme
-    name = fastest(packages)
-    assert f"({name}) {ends(peers[name])} times" in readme
+@pytest.mark.parametrize("page, kind", [("losses.md", "losses"), ("nn.md", "nn")])
+def test_the_reference_lists_every_loss_and_layer(page: str, kind: str) -> None:
+    public = {name for name in getattr(khot, kind).__all__ if callable(getattr(getattr(khot, kind), name))}
+    results = {"Beams", "LossParts", "Routing", "ScheduleName", "TopKRouting"}
+    assert public - results <= set(documented(page, rf"\[`khot\.{kind}\.(\w+)`\]\[\]"))
 
 
-def test_readme_keeps_its_top_screen() -> None:
-    """What khot is, a picture, five lines of code and figures of speed come before the first heading."""
+def test_readme_leads() -> None:
+    """What khot is, a picture, five lines of code and its speed come before the first heading."""
     top = README.split("\n## ")[0]
-    assert top.count("![") == 1 and top.count("\n>>> ") == 5 and "benchmarks/results/cpu.md" in top
-    assert README.split("\n## ")[1].startswith("Install\n")
+    assert top.count("![") == 2 and top.count("\n>>> ") == 5 and "benchmarks/results/headline.md" in top
+    assert len(README.split()) <= 1_100
     assert "coming" not in "".join(re.findall(r"^#+ .*$", README, flags=re.MULTILINE))
 
 

@@ -253,7 +253,13 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class Logistic(CDF, built_in=True):
-    """F(z) = 1/(1 + e^−z): sigmoid top-k (Wijk et al. 2025), SOFT top-k (Xie et al. 2020) at τ = ε/2."""
+    """F(z) = 1/(1 + e^−z): sigmoid top-k (Wijk et al. 2025), SOFT top-k (Xie et al. 2020) at τ = ε/2.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(x, 2, tau=0.5, cdf=khot.cdfs.Logistic())  # the default
+        tensor([0.2689, 0.9526, 0.7311, 0.0474])
+    """
 
     name: ClassVar[str] = "logistic"
     symmetric: ClassVar[bool] = True
@@ -289,7 +295,13 @@ class Logistic(CDF, built_in=True):
 
 @dataclass(frozen=True)
 class Laplace(CDF, built_in=True):
-    """F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0: LapSum (Struski et al. 2025)."""
+    """F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0: LapSum (Struski et al. 2025).
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(x, 2, tau=0.5, cdf=khot.cdfs.Laplace())
+        tensor([0.1839, 0.9751, 0.8161, 0.0249])
+    """
 
     name: ClassVar[str] = "laplace"
     symmetric: ClassVar[bool] = True
@@ -330,7 +342,13 @@ class Laplace(CDF, built_in=True):
 
 @dataclass(frozen=True)
 class Normal(CDF, built_in=True):
-    """F = Φ, the standard normal CDF: probit top-k."""
+    """F = Φ, the standard normal CDF: probit top-k.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(x, 2, tau=0.5, cdf=khot.cdfs.Normal())
+        tensor([0.1587, 0.9987, 0.8413, 0.0013])
+    """
 
     name: ClassVar[str] = "normal"
     symmetric: ClassVar[bool] = True
@@ -411,6 +429,11 @@ class Power(CDF, built_in=True):
         p: in [1.15, 3]. The rounding of z in float32, 6e-8 of itself, is multiplied by the exponent
             1/(p − 1). It is 4e-7 of y for p = 1.15, and would exceed the 5e-7 that khot promises for
             p < 1.12.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(x, 2, tau=2.0, cdf=khot.cdfs.Power(4 / 3))
+        tensor([0.1007, 1.0000, 0.8993, 0.0000])
     """
 
     p: float
@@ -492,7 +515,13 @@ class Power(CDF, built_in=True):
 
 
 class Uniform(Power, built_in=True):
-    """F(z) = clip(z, 0, 1): the Euclidean projection onto the capped simplex; :class:`Power` with p = 2."""
+    """F(z) = clip(z, 0, 1): the Euclidean projection onto the capped simplex; :class:`Power` with p = 2.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
+        >>> khot.soft_topk(x, 2, tau=2.0, cdf=khot.cdfs.Uniform())
+        tensor([0.2500, 1.0000, 0.7500, 0.0000])
+    """
 
     name: ClassVar[str] = "uniform"
 

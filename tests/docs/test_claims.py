@@ -1,0 +1,262 @@
+"""The figures of the README and of the pages are those of the committed tables.
+
+A claim is a sentence with a place for each figure, and the figures, which are read from a table here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from khot._kernels import cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Rows = dict[str, list[str]]  # the cells of a row, by its first
+
+
+@functools.cache
+def tables(file: str) -> list[tuple[str, Rows]]:
+    """Each table of a report: what stands above it, with its head, and its rows."""
+    found: list[tuple[str, Rows]] = []
+    above: list[str] = []
+    for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            above = [*above[-3:], line]
+            continue
+        cells = [cell.strip().strip("`*") for cell in line.strip().strip("|").split("|")]
+        if above:
+            found.append(("\n".join([*above, line]), {}))
+            above = []
+        elif set(cells[0]) != {"-"}:
+            found[-1][1].setdefault(cells[0], cells[1:])
+    return found
+
+
+def rows(file: str, title: str = "") -> Rows:
+    """The rows of the first table of benchmarks/results with these words in or above its head."""
+    return next(
+        found for above, found in tables(f"benchmarks/results/{file}") if title.lower() in above.lower()
+    )
+
+
+def number(cell: str) -> float:
+    return float(cell.partition(" (")[0].replace(",", ""))
+
+
+def part(cells: Iterable[str], place: int) -> list[str]:
+    """Of cells "forward / forward + backward" the first or the second, without those that are no figures."""
+    return [cell.split(" / ")[place] for cell in cells if re.match(r"[\d.,]+ / [\d.,]+$", cell)]
+
+
+def ends(cells: Iterable[str]) -> list[str]:
+    """The smallest and the largest."""
+    ordered = sorted(cells, key=number)
+    return [ordered[0], ordered[-1]]
+
+
+def rounded(cells: Iterable[str], digits: int) -> list[str]:
+    """The ends, with so many digits."""
+    return [f"{float(f'{number(cell):.{digits}g}'):g}" for cell in ends(cells)]
+
+
+def headline(device: int) -> Rows:
+    return tables("benchmarks/results/headline.md")[device][1]
+
+
+@functools.cache
+def device() -> dict[str, Any]:
+    cases: dict[str, Any] = json.loads((RESULTS / "device.json").read_text(encoding="utf-8"))["cases"]
+    return cases
+
+
+def on_a_gpu(name: str) -> list[str]:
+    """A row of the table on the page: at two sizes, forward and with the gradient, in softmaxes."""
+    cells = []
+    for shape in ("(4,096, 64)", "(4,096, 8,192)"):
+        sections = (
+            device()[f"bench: {title}, {shape} float32"] for title in ("soft top-k", "other operators")
+        )
+        measured = next(times for times in sections if name in times)
+        for place in (0, 1):
+            times = measured[name][place] if place < len(measured[name]) else {}
+            ratio = times["device"] / measured["softmax"][place]["device"] if times else None
+            cells.append("" if ratio is None else f"{ratio:#.2g}".rstrip("."))
+    return cells
+
+
+def small(name: str, place: int = 0) -> str:
+    """Microseconds at (4, 64)."""
+    kind = ("## Forward\n", "## Forward + backward")[place]
+    cells = rows("latency.md", kind)[name]
+    return cells[1].partition(" (")[0]
+
+
+def heavy() -> list[str]:
+    other = rows("cpu.md", "Other scores")
+    names = ("Cauchy", "log-normal(0, 3)", "tau = 1e-3")
+    return [part([cells[1]], 0)[0] for name, cells in other.items() if name.startswith(names)]
+
+
+def smooth(place: int) -> list[str]:
+    """How many times as long the reference takes for a soft top-k whose CDF is smooth."""
+    found = rows("reference.md", "in times of the compiled")
+    names = ("sigmoid_topk", "laplace_topk", "soft_topk, normal", "log_soft_topk")
+    return [cell for name in names for cell in part(found[name], place)]
+
+
+def beside(name: str, place: int = 1) -> list[str]:
+    return ends(part(rows("cpu.md", "in times of khot.sigmoid_topk")[name], place))
+
+
+def packages(name: str) -> list[str]:
+    return part(rows("packages.md", "forward / forward")[name], 1)
+
+
+def permutahedron() -> list[str]:
+    return ends(part([cells[3] for _, cells in table_lines("permutahedron.md")], 1))
+
+
+def table_lines(file: str) -> list[tuple[str, list[str]]]:
+    """All lines of a table whose first cells repeat."""
+    found = []
+    for line in (RESULTS / file).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("| ("):
+            found.append((cells[0], cells[1:]))
+    return found
+
+
+Figures = Callable[[], list[str]]
+README: list[tuple[str, Figures]] = [
+    (
+        "it takes {} to {} times as long as `torch.softmax` on one CPU",
+        lambda: ends(headline(0)["khot.soft_topk"]),
+    ),
+    ("and {} to {} times on an H100", lambda: ends(headline(1)["khot.soft_topk"])),
+    (
+        "and takes {} to {} and {} to {} times as long as softmax",
+        lambda: ends(headline(0)["entmax.budget_bisect"]) + ends(headline(1)["entmax.budget_bisect"]),
+    ),
+    (
+        "rows of 64 scores take {} softmaxes, longer ones {} to {}",
+        lambda: [(sharp := headline(0)["khot.soft_topk, τ = 1e-3"])[0], *ends(sharp[1:])],
+    ),
+    (
+        "a soft top-k takes {} to {} softmaxes",
+        lambda: ends(part(rows("reference.md", "reference, in softmaxes")["sigmoid_topk"], 1)),
+    ),
+]
+PERFORMANCE: list[tuple[str, Figures]] = [
+    (
+        "forward and backward, then takes {} to {} softmaxes",
+        lambda: ends(part(rows("reference.md", "reference, in softmaxes")["sigmoid_topk"], 1)),
+    ),
+    ("forward {} to {} softmaxes with the logistic CDF", lambda: rounded(heavy(), 2)),
+    ("where normal scores take {} to {}", lambda: rounded(part(rows("cpu.md")["soft_topk, logistic"], 0), 2)),
+    (
+        "`soft_topk` takes {} µs and `torch.softmax` {} µs, forward and backward {} and {} µs",
+        lambda: [small("soft_topk"), small("softmax"), small("soft_topk", 1), small("softmax", 1)],
+    ),
+    (
+        "a hard mask {}, soft ranks {}, a soft sort {} and a Pareto sample {} µs, and the layer "
+        "`nn.SoftTopK` {}",
+        lambda: [
+            small(name)
+            for name in ("topk_mask", "soft_rank", "soft_sort", "sampling.sample, pareto", "nn.SoftTopK")
+        ],
+    ),
+    *(
+        (f"| {shown} | {{}} | {{}} | {{}} | {{}} |", functools.partial(on_a_gpu, name))
+        for shown, name in {
+            "`soft_topk`, logistic": "soft_topk",
+            "`soft_topk_magnitude`": "soft_topk_magnitude",
+            "`FenchelYoungTopKLoss`": "FenchelYoungTopKLoss",
+            "`inverse_soft_count`": "inverse_soft_count",
+            "`soft_budget` by score": "soft_budget, by score",
+            "`topk`": "topk",
+            "`topk_mask`": "topk_mask",
+            "`torch.topk`": "torch.topk",
+            "`soft_rank`": "soft_rank",
+            "`soft_sort`": "soft_sort",
+            "`ndcg_loss`": "ndcg_loss",
+            "`spearman_loss`": "spearman_loss",
+            "`torch.sort`": "torch.sort",
+        }.items()
+    ),
+]
+COMPARISON: list[tuple[str, Figures]] = [
+    ("64 to 6 million scores per row | {} to {} | `python -m benchmarks.cpu`", lambda: beside("entmax")),
+    ("written anew, not the package | the same | {} to {} |", lambda: beside("sorted laplace")),
+    ("the fastest that we measured | the same | {} to {} |", lambda: beside("rescaled sigmoid")),
+    ("100 x 1,000 and 16 x 100,000 | {} to {} |", permutahedron),
+    (
+        "`khot.sigmoid_topk` takes {} to {} times as long",
+        lambda: ends(part(rows("cpu.md", "What people run")["sigmoid_topk"], 1)),
+    ),
+    (
+        "one `soft_rank` of the row | `khot.sigmoid_topk`, 64 to 6 million scores per row | {} to {} |",
+        lambda: beside("torchsort"),
+    ),
+    ("the only shape that fits its n x n matrices | the same | {} |", lambda: beside("difftopk")[:1]),
+    ("(64, 64) to (128, 1,000) | {} to {} |", lambda: ends(packages("softtorch, softsort"))),
+    (
+        "softtorch's default method, NeuralSort | the same | {} to {} |",
+        lambda: ends(packages("softtorch, neuralsort")),
+    ),
+    (
+        "On an H100, entmax takes {} to {} softmaxes where `khot.soft_topk` takes {} to {}",
+        lambda: ends(headline(1)["entmax.budget_bisect"]) + ends(headline(1)["khot.soft_topk"]),
+    ),
+    ("the only shape that the table has | the same | {} |", lambda: packages("softtorch, ot")),
+]
+CLAIMS = [
+    *(("README.md", *claim) for claim in README),
+    *(("docs/performance.md", *claim) for claim in PERFORMANCE),
+    *(("docs/comparison.md", *claim) for claim in COMPARISON),
+]
+
+
+def prose(page: str) -> str:
+    """Without blocks of code and the targets of links, with one space between words."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+@pytest.mark.parametrize("page, sentence, figures", CLAIMS, ids=[f"{c[0]}: {c[1][:40]}" for c in CLAIMS])
+def test_figures_are_those_of_a_table(page: str, sentence: str, figures: Figures) -> None:
+    claim = " ".join(sentence.format(*figures()).split())
+    assert claim in prose(page)
+
+
+# versions, and numbers that are no measurement
+NAMED = {"3.10", "2.6", "2.10", "3.5", "1.0", "1e-3", "1e-6", "1e-12", "2.0"}
+
+
+def test_the_readme_has_no_other_figure() -> None:
+    text = prose("README.md")
+    for sentence, figures in README:
+        text = text.replace(" ".join(sentence.format(*figures()).split()), " ")
+    found = set(
+        re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.])|(?<![\w.])\d+e-\d+|\d+(?= (?:%|times|softmaxes))", text)
+    )
+    assert found - NAMED == set()
+
+
+def test_a_pure_build_names_the_measured_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KHOT_KERNELS", raising=False)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([]))
+    _, note = cpu.load()
+    low, high, sparse = map(number, re.findall(r"[\d,]*\d(?= times|(?= to \d+ times))", note))
+    measured = [number(cell) for place in (0, 1) for cell in smooth(place)]
+    assert low == pytest.approx(min(measured), rel=0.05) and high == pytest.approx(max(measured), rel=0.05)
+    both = rows("reference.md", "in times of the compiled")["sparse_topk"]
+    assert sparse == pytest.approx(max(number(cell) for cell in part(both, 0)), rel=0.05)
