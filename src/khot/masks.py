@@ -189,17 +189,31 @@ def sigmoid_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """Sigmoid top-k: σ((x + c)/τ) with c such that the row sums to k.
+    """Sigmoid top-k: y_i = σ((x_i − t)/τ), with t such that the row sums to k.
 
-    This is :func:`soft_topk` with the logistic CDF. It maximises ⟨y, x⟩ plus τ times the binary entropies of
-    y over the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). It is the same function as
-    the LML projection and, at τ = ε/2, as :func:`ot_topk`.
+        σ(z) = 1/(1 + e^−z)
 
-    Args, returns, gradients, errors: as for :func:`soft_topk`.
+    It is smooth to any order, and 0 and 1 are only approached. It maximises ⟨y, x⟩ plus τ times the binary
+    entropies of y over the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). It is the
+    same function as the LML projection and, at τ = ε/2, as :func:`ot_topk`; :func:`soft_topk` has it as its
+    default.
+
+    Args:
+        input: scores, of any floating-point dtype.
+        k: how many to select, in [0, n], not necessarily an integer; a number or a tensor with one value for
+            each row.
+        dim: the dimension to select along.
+        tau: temperature > 0, in the units of the scores; as k.
+        largest, mask, hard, group: as for :func:`soft_topk`.
+
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k.
+
+    Gradients and errors: as for :func:`soft_topk`.
 
     Example:
-        >>> khot.sigmoid_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
-        tensor(2.)
+        >>> khot.sigmoid_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=0.5)
+        tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
     return soft_topk(input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard, group=group)
 
@@ -215,13 +229,31 @@ def laplace_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """LapSum top-k: :func:`soft_topk` with the Laplace CDF (Struski et al. 2025, Theorem 3.3).
+    """LapSum top-k: y_i = F((x_i − t)/τ), with the Laplace CDF F and t such that the row sums to k.
 
-    Args, returns, gradients, errors: as for :func:`soft_topk`.
+        F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0
+
+    The density of F has its peak, a corner, at the threshold: the entries next to it get most of the
+    gradient, and second derivatives jump there. Far from it, weights approach 0 and 1 as e^−|z|, as with
+    :func:`sigmoid_topk`. This is :func:`soft_topk` with ``cdf="laplace"`` (Struski et al. 2025,
+    Theorem 3.3).
+
+    Args:
+        input: scores, of any floating-point dtype.
+        k: how many to select, in [0, n], not necessarily an integer; a number or a tensor with one value for
+            each row.
+        dim: the dimension to select along.
+        tau: temperature > 0, in the units of the scores; as k.
+        largest, mask, hard, group: as for :func:`soft_topk`.
+
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k.
+
+    Gradients and errors: as for :func:`soft_topk`.
 
     Example:
-        >>> khot.laplace_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2).sum()
-        tensor(2.)
+        >>> khot.laplace_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=0.5)
+        tensor([0.1839, 0.9751, 0.8161, 0.0249])
     """
     return soft_topk(
         input, k, dim, tau=tau, cdf="laplace", largest=largest, mask=mask, hard=hard, group=group
@@ -247,12 +279,20 @@ def ot_topk(
     :func:`sigmoid_topk` at τ = ε/2, and is computed that way.
 
     Args:
-        epsilon: regularisation > 0; a number or a tensor that broadcasts with the batch shape.
+        input: scores, of any floating-point dtype.
+        k: how many to select, in [0, n], not necessarily an integer; a number or a tensor with one value for
+            each row.
+        dim: the dimension to select along.
+        epsilon: regularisation > 0, in the units of the scores, twice the ``tau`` of :func:`sigmoid_topk`; as
+            k.
         normalize: divide the cost by its largest entry in the row. (The published code divides by the largest
             entry of the whole batch, and ignores the gradient of that.)
-        input, k, dim, largest, mask, hard, group: as for :func:`soft_topk`.
+        largest, mask, hard, group: as for :func:`soft_topk`.
 
-    Returns, gradients, errors: as for :func:`soft_topk`; also differentiable in epsilon.
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k.
+
+    Gradients and errors: as for :func:`soft_topk`; also differentiable in epsilon.
 
     Example:
         >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
@@ -308,21 +348,29 @@ def sparse_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """Sparse top-k: a relaxed mask that is exactly 0 and 1 away from the threshold.
+    """Sparse top-k: y_i = clip((x_i − t)/τ, 0, 1)^(1/(p−1)), with t such that the row sums to k.
 
-    The mask y maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex (Sander et al. 2023). With p = 2 it is
-    the Euclidean projection of x/τ; with p = 4/3 it is smooth where y leaves 0; for p > 2 its slope is
-    infinite there.
+    Entries more than τ apart are exactly 0 and 1. y maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex
+    (Sander et al. 2023). With p = 2 it is the Euclidean projection of x/τ; with p = 4/3 it is smooth where y
+    leaves 0; for p > 2 its slope is infinite there.
 
     Args:
+        input: scores, of any floating-point dtype.
+        k: how many to select, in [0, n], not necessarily an integer; a number or a tensor with one value for
+            each row.
+        dim: the dimension to select along.
+        tau: temperature > 0, in the units of the scores; as k.
         p: in [1.15, 3], of which 1.15 is what float32 bears; the CDF is ``khot.cdfs.Power(p)``.
-        input, k, dim, tau, largest, mask, hard, group: as for :func:`soft_topk`.
+        largest, mask, hard, group: as for :func:`soft_topk`.
 
-    Returns, gradients, errors: as for :func:`soft_topk`.
+    Returns:
+        Same shape and dtype as the input, in [0, 1], each row summing to k.
+
+    Gradients and errors: as for :func:`soft_topk`.
 
     Example:
-        >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
-        tensor([0., 1., 1., 0.])
+        >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=2.0)
+        tensor([0.2500, 1.0000, 0.7500, 0.0000])
     """
     cdf: CDFName | CDF = "uniform" if p == 2 else cdfs.Power(p)
     return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group)

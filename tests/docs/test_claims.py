@@ -120,6 +120,21 @@ def packages(name: str) -> list[str]:
     return part(rows("packages.md", "forward / forward")[name], 1)
 
 
+def budgets(file: str) -> list[str]:
+    """In times of a soft top-k, by score and by value, but for the row that the page names."""
+    lines = [
+        line.split("|")[1:]
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+        if " x " in line
+    ]
+    found: list[str] = []
+    for column in (2, 3):
+        for place in (0, 1):
+            cells = part((line[column].strip() for line in lines), place)
+            found += ends([f"{number(cell):.1f}" for cell in cells if cell not in ("5.36", "3.95")])
+    return found
+
+
 def permutahedron() -> list[str]:
     return ends(part([cells[3] for _, cells in table_lines("permutahedron.md")], 1))
 
@@ -217,10 +232,42 @@ COMPARISON: list[tuple[str, Figures]] = [
     ),
     ("the only shape that the table has | the same | {} |", lambda: packages("softtorch, ot")),
 ]
+BUDGETS: list[tuple[str, Figures]] = [
+    (
+        f"| {name} (`{file}`) | {{}} to {{}} / {{}} to {{}} | {{}} to {{}} / {{}} to {{}} |",
+        functools.partial(budgets, file),
+    )
+    for name, file in {
+        "with AVX-512": "benchmarks/results/budget.md",
+        "without": "benchmarks/results/avx2/budget.md",
+    }.items()
+]
+
+
+def tally() -> list[str]:
+    """How many claims of the papers are met, met in their order only, not met, open, not tried."""
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    first = lines.index("|---|---|---|---|") + 1
+    rows = lines[first : lines.index("", first)]
+    verdicts = [line.split("|")[2].strip(" *") for line in rows]
+    kinds = ("met in order", "met", "not met", "open", "not tried")  # each verdict counts for the first
+    order, *others = (
+        [v for v in verdicts if next(k for k in kinds if v.startswith(k)) == kind] for kind in kinds
+    )
+    return [str(len(found)) for found in (verdicts, others[0], order, *others[1:])]
+
+
 CLAIMS = [
+    (
+        "docs/results.md",
+        "Of {} claims, {} are met, {} are met in their order only, {} are not met, {} is open and {} was "
+        "not tried.",
+        tally,
+    ),
     *(("README.md", *claim) for claim in README),
     *(("docs/performance.md", *claim) for claim in PERFORMANCE),
     *(("docs/comparison.md", *claim) for claim in COMPARISON),
+    *(("docs/budgets.md", *claim) for claim in BUDGETS),
 ]
 
 
