@@ -24,7 +24,12 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = ROOT / "docs" / "results"
 # the reference comes before pages that mention a name, and the reports and tables come last
 BOOSTS = {
-    "api/operators.md": 2.0,
+    "api/operators.md": 1.0,
+    "api/topk.md": 2.0,
+    "api/magnitude.md": 2.0,
+    "api/counts.md": 2.0,
+    "api/ranks.md": 2.0,
+    "api/budgets.md": 2.0,
     "api/": 1.5,
     "distributed.md": 4.0,
     "troubleshooting.md": 4.0,

@@ -125,7 +125,7 @@ def test_page(page: str, address: str, context: Any) -> None:
 
 # what people look for, and the page that answers first
 QUERIES = {
-    "soft_rank": "api/operators/",
+    "soft_rank": "api/ranks/",
     "spearman": "api/losses/",
     "choose tau": "operators/",
     "torchsort": "migration/",
