@@ -268,6 +268,7 @@ CLAIMS = [
     *(("docs/performance.md", *claim) for claim in PERFORMANCE),
     *(("docs/comparison.md", *claim) for claim in COMPARISON),
     *(("docs/budgets.md", *claim) for claim in BUDGETS),
+    ("docs/troubleshooting.md", *README[-1]),
 ]
 
 
