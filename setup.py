@@ -95,17 +95,21 @@ def extension() -> dict[str, Any]:
             except Exception as error:
                 print(f"khot: {ext.name} was not built: {error}", file=sys.stderr)
 
+        def build_extensions(self) -> None:
+            self.told = False
+            super().build_extensions()
+
         def tell_what_is_compiled(self) -> None:
             """A line for each file, as a build takes minutes. Ninja, where it is installed, has its own."""
-            spawn = self.compiler.spawn
+            if self.told:
+                return
+            self.told, compile_one = True, self.compiler._compile
 
-            def told(command: list[str], **options: Any) -> None:
-                for word in command:
-                    if word.endswith(".cpp"):
-                        print(f"khot: compiling {os.path.relpath(word)}", file=sys.stderr, flush=True)
-                spawn(command, **options)
+            def told(obj: str, src: str, *arguments: Any) -> None:
+                print(f"khot: compiling {os.path.relpath(src)}", file=sys.stderr, flush=True)
+                compile_one(obj, src, *arguments)
 
-            self.compiler.spawn = told
+            self.compiler._compile = told
 
         def compile_for_size(self, ext: Any) -> None:
             """An extension has one set of flags, so these objects are made before the others."""
