@@ -38,7 +38,7 @@ LAYERS = [
     ("estimators",),
     ("distributions",),
     ("losses", "nn"),
-    ("_callbacks", "_kernel_gates"),
+    ("_callbacks", "_kernel_gates", "_kernel_machine"),
     ("lightning", "sklearn", "transformers"),
     ("_config",),
     ("__init__",),

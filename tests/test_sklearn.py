@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from sklearn.datasets import load_iris, make_friedman1
 from sklearn.linear_model import LogisticRegression
@@ -21,9 +22,20 @@ LABELS = (X[:, 1] * X[:, 5] > 0).astype(int)  # neither of the two tells anythin
 TARGET = 1e6 * (3 * X[:, 2] - 2 * X[:, 6])
 
 
-@parametrize_with_checks([KHotSelector(1, steps=3), KHotSelector(1, task="regression", steps=3)])
+# Weights are probabilities of being drawn, in the forest and in training: twice the weight is not the same
+# as the same example twice, but for the mean over seeds, as in scikit-learn's own forests.
+DRAWN = {
+    f"check_sample_weight_equivalence_on_{kind}_data": "weights and repetitions draw other examples"
+    for kind in ("dense", "sparse")
+}
+
+
+@parametrize_with_checks(
+    [KHotSelector(1, steps=3), KHotSelector(1, task="regression", steps=3)],
+    expected_failed_checks=lambda selector: DRAWN if selector.task == "classification" else {},
+)
 def test_contract(estimator: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("khot.sklearn.TREES", 3)  # the contract has hundreds of fits
+    monkeypatch.setattr("khot.sklearn._forest.TREES", 3)  # the contract has hundreds of fits
     monkeypatch.setattr("khot._kernel_gates.FITTING", 3)
     check(estimator)
 
@@ -135,6 +147,122 @@ def test_verbose_says_how_far_the_training_is(capsys: Any, steps: int, lines: An
     assert len(said) == min(steps, 10) and f"step {steps} of" in said[-1]
 
 
+def test_sample_weights_say_which_examples_count() -> None:
+    """Those of weight 0 are as good as absent, and heavy ones outweigh many light ones."""
+    labels = np.where(np.arange(120) < 60, X[:, 1] > 0, X[:, 4] > 0)
+    heavy = np.where(np.arange(120) < 60, 1.0, 1e-3)
+    for weights, best in [(heavy, 1), (1.001 - heavy, 4)]:
+        selector = KHotSelector(1, random_state=0).fit(X, labels, sample_weight=weights)
+        assert list(selector.get_support(indices=True)) == [best]
+    none = np.where(np.arange(120) < 60, 1.0, 0.0)
+    weighted = KHotSelector(2, steps=20, random_state=0).fit(X, labels, sample_weight=none)
+    absent = KHotSelector(2, steps=20, random_state=0).fit(X[:60], labels[:60])
+    np.testing.assert_array_equal(weighted.scores_, absent.scores_)
+    with pytest.raises(ValueError, match="sample_weight must be > 0 for two examples"):
+        KHotSelector(1).fit(X, labels, sample_weight=np.eye(120)[0])
+
+
+def test_class_weight() -> None:
+    """One column tells the frequent classes apart, and another one the rare class from both."""
+    rng = np.random.default_rng(1)
+    features = rng.normal(size=(900, 10))
+    labels = np.where(np.arange(900) < 27, 2, np.arange(900) % 2)
+    features[:, 3] += 1.5 * (labels == 1)
+    features[:, 6] += 2.5 * (labels == 2)
+    for class_weight, best in [("balanced", 6), (None, 3), ({0: 1.0, 1: 1.0, 2: 100.0}, 6)]:
+        selector = KHotSelector(1, class_weight=class_weight, random_state=0)
+        assert selected(selector, features, labels) == [best], class_weight
+
+
+@pytest.mark.parametrize("k, number", [(0.25, 2), (0.1, 1), (0.99, 7)])
+def test_k_as_a_share(k: float, number: int) -> None:
+    assert KHotSelector(k, steps=3, random_state=0).fit(X, LABELS).k_ == number
+
+
+def test_auto_finds_how_many_are_needed() -> None:
+    features, target = make_friedman1(300, n_features=12, noise=1.0, random_state=3)
+    selector = KHotSelector("auto", task="regression", random_state=0)
+    assert selected(selector, features, target) == [0, 1, 2, 3, 4]
+    found = selector.cv_results_
+    assert selector.k_ == 5 and list(found["k"]) == list(range(1, 13))
+    best = found["mean_error"].argmin()
+    near = found["mean_error"] <= found["mean_error"][best] + found["std_error"][best]
+    assert near[4] and not near[:4].any()
+
+
+def test_auto_of_labels_that_only_tell_together() -> None:
+    assert selected(KHotSelector("auto", random_state=0), X, LABELS) == [1, 5]
+
+
+def test_auto_looks_at_64_features_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("khot.sklearn._size.LARGEST", 4)
+    selector = KHotSelector("auto", steps=20, random_state=0).fit(X, X[:, 3] > 0)
+    assert list(selector.get_support(indices=True)) == [3] and len(selector.cv_results_["k"]) == 4
+
+
+def test_ranking_is_that_of_rfe() -> None:
+    """1 for all selected columns, and the others by their scores."""
+    selector = KHotSelector(3, steps=20, random_state=0).fit(X, LABELS)
+    assert (selector.ranking_[selector.get_support()] == 1).all()
+    order = np.argsort(-selector.scores_)
+    assert list(selector.ranking_[order]) == [1, 1, 1, 2, 3, 4, 5, 6]
+
+
+def one_hot_groups(seed: int) -> tuple[Any, Any, Any]:
+    """Two categories as one-hot columns after ten numbers: the label takes one of each kind."""
+    rng = np.random.default_rng(seed)
+    numbers, (five, four) = rng.normal(size=(400, 10)), (rng.integers(0, m, 400) for m in (5, 4))
+    labels = np.isin(five, [1, 3]) ^ (numbers[:, 2] > 0)
+    groups = np.array([*map(str, range(10)), *["five"] * 5, *["four"] * 4])
+    return np.hstack([numbers, np.eye(5)[five], np.eye(4)[four]]), labels, groups
+
+
+def test_groups_are_chosen_together() -> None:
+    features, labels, groups = one_hot_groups(0)
+    selector = KHotSelector(2, groups=groups, random_state=0)
+    assert selected(selector, features, labels) == [2, 10, 11, 12, 13, 14]
+    assert selector.k_ == 2 and sorted(set(selector.ranking_)) == list(range(1, 12))
+    assert len(set(selector.scores_[15:])) == 1
+    # the order of columns does not matter, nor does a column that is constant
+    order = np.random.default_rng(0).permutation(19)
+    mixed = np.hstack([features[:, order], np.ones((400, 1))])
+    selector.set_params(groups=[*groups[order], "five"])
+    assert {*groups[order[selected(selector, mixed, labels)[:-1]]]} == {"2", "five"}
+    assert selector.get_support()[-1]
+
+
+def test_groups_that_are_paid_together() -> None:
+    features, labels, groups = one_hot_groups(1)
+    cost = np.where(groups == "five", 1.0, 2.0)
+    selector = KHotSelector(None, groups=groups, cost=cost, budget=7.0, random_state=0)
+    assert selected(selector, features, labels) == [2, 10, 11, 12, 13, 14]
+    selector.set_params(budget=4.0)  # does not pay for the five columns
+    found = selector.fit(features, labels).get_support()
+    assert cost[found].sum() <= 4 and not found[10:15].any()
+
+
+@pytest.mark.parametrize("format", ["csr_matrix", "csc_array"])
+def test_sparse(format: str) -> None:
+    features = np.where(np.abs(X) > 1, X, 0.0)
+    features[:, 4] = 0.0
+    target = 2 * features[:, 2] + features[:, 6] ** 2
+    few = getattr(scipy.sparse, format)(features)
+    selector = KHotSelector(2, task="regression", random_state=0)
+    assert selected(selector, few, target) == [2, 6]
+    scores, again = selector.scores_, selector.fit(features, target).scores_
+    np.testing.assert_allclose(scores, again, atol=0.1)  # training amplifies what float32 rounds
+    assert scipy.sparse.issparse(selector.transform(few)) and selector.transform(few).shape == (120, 2)
+
+
+def test_labels_of_several_outputs() -> None:
+    labels = np.stack([np.where(X[:, 3] > 0, "a", "b"), np.where(X[:, 6] > 0, "c", "d")], 1)
+    assert selected(KHotSelector(2, random_state=0), X, labels) == [3, 6]
+    one = KHotSelector(2, steps=20, random_state=0)
+    with pytest.warns(Warning, match="column-vector"):
+        column = one.fit(X, labels[:, :1]).scores_
+    np.testing.assert_array_equal(column, one.fit(X, labels[:, 0]).scores_)
+
+
 def test_in_a_grid_search_over_a_pipeline() -> None:
     pipeline = make_pipeline(KHotSelector(1, steps=100, random_state=0), LogisticRegression(max_iter=1000))
     search = GridSearchCV(pipeline, {"khotselector__k": [1, 2]}, cv=2).fit(*load_iris(return_X_y=True))
@@ -172,7 +300,13 @@ def test_in_a_grid_search_over_a_pipeline() -> None:
         ({"k": 1}, X[:, 0], LABELS, "Expected 2D array"),
         ({"k": 1}, np.where(X > 2, np.inf, X), LABELS, "contains infinity"),
         ({"k": 1, "task": "regression"}, X, np.where(LABELS, np.nan, 1.0), "contains NaN"),
-        ({"k": 1}, X, np.stack([LABELS, LABELS], 1), "y should be a 1d array"),
+        ({"k": "all"}, X, LABELS, "k must be"),
+        ({"k": 0.0}, X, LABELS, "k must be"),
+        ({"k": 3, "groups": [0, 0, 0, 0, 1, 1, 1, 1]}, X, LABELS, r"k must be an integer in \[1, 2\]"),
+        ({"k": 1, "groups": [0, 1]}, X, LABELS, r"groups must have shape \(8,\)"),
+        ({"k": 1, "class_weight": "even"}, X, LABELS, "class_weight must be"),
+        ({"k": 1, "class_weight": {5: 1.0}}, X, LABELS, "class_weight"),
+        ({"k": 1}, X, np.stack([LABELS, TARGET], 1), "Unknown label type"),
         ({"k": 1}, X, LABELS[:-1], "inconsistent numbers of samples"),
         ({"k": 1}, np.where(X > 2, np.nan, X), LABELS, "contains NaN"),
         ({"k": 1}, X, TARGET, "Unknown label type"),
@@ -199,7 +333,7 @@ def test_transform_of_another_width() -> None:
 
 
 def test_of_many_examples_some_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("khot.sklearn.EXAMPLES", 100)
+    monkeypatch.setattr("khot.sklearn._table.EXAMPLES", 100)
     rare = np.arange(120) < 10
     KHotSelector(3, steps=3, random_state=0, verbose=True).fit(X, rare)
     assert "on 100 examples" in capsys.readouterr().out

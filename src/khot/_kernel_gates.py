@@ -1,46 +1,25 @@
-"""Feature selection by gates before a kernel machine that is solved, not trained.
+"""Feature selection by gates before a kernel machine, and by exchanges.
 
-Two examples x and x' are compared by
-
-    K = a Z + b Z² + c exp(−½ s D) + 1,    Z = mean_j Σ_d φ_jd φ'_jd / DEGREE,    D = mean_j (φ_j1 − φ'_j1)²,
-
-where φ_j1, φ_j2, φ_j3 are orthonormal polynomials of feature j, of degree 1, 2 and 3, and the means are over
-the selected features: Z has the effects of single features, those that are not monotone included; Z² has
-those of pairs; and the third term has all others. A least-squares machine with this kernel has no weights to
-train, so that a set of features can be judged at once: by half the negative log evidence of the Gaussian
-process and half the log of the leave-one-out error, in which classes count alike. The evidence finds features
-faster. But it takes each example for one of its own, whatever its weight, and would so prefer wrong sets
-where a class is rare. There it counts less, and the prior more. Both go with the square of the share of
-examples that the weighted ones are worth: with the share itself, one of the three features that tell a class
-of 2 % was missed.
-
-:func:`choose` first learns gates, the weights of the features in both means, by gradient descent on random
-examples. Then it exchanges features as long as exact evaluations say that another set is better. Both start
-from, and are held to, a prior: what somebody else believes about the features.
+:func:`choose` first learns gates, the weights of the features in the machine of :mod:`khot._kernel_machine`,
+by gradient descent on random examples. Then it exchanges features as long as exact evaluations say that
+another set is better. Both start from, and are held to, a prior: what somebody else believes about the
+features. :func:`path` removes one feature after the other instead, to say how many are needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from khot._kernel_machine import START, Data, Examples
 from khot.budgets import budget_mask, soft_budget
 from khot.masks import soft_topk, topk_mask
 
-__all__ = ["Data", "choose", "draw"]
+__all__ = ["choose", "path"]
 
-DEGREE = 3
-# Values beyond are moved there, or the third power of a few of them would be all that a feature has.
-FARTHEST = 3.0
-# A power of which the lower ones leave less than this share of its deviation is one of them, as the square
-# of a feature that has two values.
-ROUNDING = 0.05
 # The learning of the gates: examples per step, the rates of gates and kernel, tau, which falls by a constant
 # factor per step and stays at its last value in the last tenth. All were chosen on eight data sets that no
 # published figure is of, as were those of the exchange.
@@ -50,140 +29,11 @@ HOT, COLD, COOLING = 1.0, 0.05, 0.9
 # in turn until one is accepted; steps and rate by which the kernel is fitted to a set.
 EXAMPLES, SUBSETS, TRIED, FOLLOWED, ROUNDS = 400, 2, 16, 2, 20
 FITTING, FITTING_RATE = 30, 0.1
+# The path: examples, how many features are tried before one is removed, and the steps by which the kernel is
+# fitted anew when this share of the features is left.
+PATH_EXAMPLES, PATH_TRIED, PATH_FITTING, PATH_SHARE = 400, 4, 10, 0.7
 # A set is better if the loss falls by this, in nats over all examples; and the weight of the prior, in nats.
 MARGIN, BELIEF = 0.04, 10.0
-# The share of the evidence in the loss where all examples weigh alike; the rest is the leave-one-out error.
-EVIDENCE = 0.5
-# The logs of a, b, c, s and the noise before the learning; and the part of the noise that is not learned, as
-# a share of the mean of the kernel's diagonal.
-START, FLOOR = (1.0, 0.0, 1.0, 0.0, -1.0), 1e-3
-
-
-@dataclass(frozen=True)
-class Data:
-    """Standardised features (n, p), targets (n, outputs), and for a classification classes (n,)."""
-
-    features: Tensor
-    targets: Tensor
-    classes: Tensor | None
-
-    @cached_property
-    def polynomials(self) -> Tensor:
-        """Orthonormal polynomials of each feature, (n, p, DEGREE); 0 where it has too few values for one."""
-        x = self.features.clamp(-FARTHEST, FARTHEST)
-        found: list[Tensor] = []
-        for degree in range(1, DEGREE + 1):
-            power = x**degree
-            rest = power - power.mean(0)
-            all_of_it = rest.square().mean(0).sqrt()
-            for lower in found:
-                rest = rest - lower * (lower * rest).mean(0)
-            deviation = rest.square().mean(0).sqrt()
-            new = deviation > ROUNDING * all_of_it
-            found.append(torch.where(new, rest / deviation.where(new, torch.ones_like(deviation)), 0.0))
-        return torch.stack(found, -1)
-
-    def subset(self, size: int, generator: torch.Generator) -> _Examples:
-        """Random examples, in which each class has the same weight."""
-        rows = draw(self.classes, len(self.features), size, generator)
-        if self.classes is None:
-            weights = torch.ones(len(rows), dtype=torch.float32)
-        else:
-            classes = self.classes[rows]
-            weights = 1 / classes.bincount()[classes].float()
-            weights = weights / weights.mean()
-        targets = self.targets[rows]
-        centred = targets - (weights[:, None] * targets).mean(0)
-        return _Examples(self.polynomials[rows], centred, weights)
-
-
-def draw(classes: Tensor | None, n: int, size: int, generator: torch.Generator) -> Tensor:
-    """Indices of ``size`` of n examples, or of all. Each class is drawn as often as any other while it lasts:
-    of a rare one hardly any example would be seen."""
-    if classes is None:
-        return torch.randperm(n, generator=generator)[:size]
-    return (1 / classes.bincount()[classes].float()).multinomial(min(size, n), generator=generator)
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """Polynomials (..., m, p, DEGREE), centred targets (..., m, outputs), weights of mean 1 (..., m)."""
-
-    polynomials: Tensor
-    targets: Tensor
-    weights: Tensor
-
-    @cached_property
-    def trust(self) -> Tensor:
-        """How far the loss can be trusted, in (0, 1], 1 where all examples weigh alike; (...).
-
-        It is the square of Kish's effective size of a weighted sample, as a share of its size."""
-        return 1 / self.weights.square().mean(-1) ** 2
-
-    def likeness(self, gates: Tensor, size: float) -> tuple[Tensor, Tensor]:
-        """Z and D, the sums over features weighted by the gates (p,), divided by ``size``; (..., m, m)."""
-        scaled = self.polynomials * (gates[:, None] / size)
-        Z = scaled.flatten(-2) @ self.polynomials.flatten(-2).mT / DEGREE
-        products = scaled[..., 0] @ self.polynomials[..., 0].mT
-        squares = products.diagonal(dim1=-2, dim2=-1)
-        return Z, (squares[..., :, None] + squares[..., None, :] - 2 * products).clamp_min(0)
-
-    def likeness_of(self, features: list[int], size: float) -> tuple[Tensor, Tensor]:
-        """What each of these features adds to Z and D; (features, ..., m, m)."""
-        chosen = self.polynomials[..., features, :].movedim(-2, 0)
-        Z = chosen @ chosen.mT / (DEGREE * size)
-        return Z, (chosen[..., :, None, 0] - chosen[..., None, :, 0]).square() / size
-
-    def loss(self, Z: Tensor, D: Tensor, kernel: Tensor) -> Tensor:
-        """The loss of this module's docstring, per example and output and less a constant; (...).
-
-        The scale of the whole kernel is at its best value."""
-        a, b, c, s, noise = kernel.exp()
-        K = a * Z + b * Z * Z + c * (-0.5 * s * D).exp() + 1.0
-        least = FLOOR * K.detach().diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-        inverse, logdet = _Inverse.apply(K + torch.diag_embed(noise / self.weights + least))
-        solution = inverse @ self.targets
-        # targets that are all equal have no error, and log 0 no gradient
-        tiny = torch.finfo(K.dtype).tiny
-        explained = (self.targets * solution).mean((-2, -1)).clamp_min(tiny).log()
-        evidence = 0.5 * (explained + logdet / K.shape[-1])
-        left_out = solution / inverse.diagonal(dim1=-2, dim2=-1)[..., None]
-        error = (self.weights[..., None] * left_out.square()).mean((-2, -1)).clamp_min(tiny).log()
-        share = EVIDENCE * self.trust
-        return share * evidence + (1 - share) * 0.5 * error
-
-    def slopes(self, Z: Tensor, D: Tensor, kernel: Tensor, size: float) -> tuple[float, Tensor]:
-        """The mean loss at Z and D, and its derivative in the gate of each feature, (p,).
-
-        This is what :meth:`likeness` would give, at the cost of the products with one matrix."""
-        Z, D = Z.detach().requires_grad_(), D.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = self.loss(Z, D, kernel).mean()
-            by_product, by_distance = torch.autograd.grad(loss, (Z, D))
-        both = by_distance + by_distance.mT
-        phi = self.polynomials
-        flat = phi.flatten(-2)
-        slope = (flat * (by_product @ flat)).view_as(phi).sum(-1) / DEGREE
-        slope = slope + both.sum(-1)[..., None] * phi[..., 0].square() - phi[..., 0] * (both @ phi[..., 0])
-        return loss.item(), slope.flatten(0, -2).sum(0) / size
-
-
-class _Inverse(torch.autograd.Function):
-    """The inverse of symmetric positive definite matrices and the log of their determinants.
-
-    Two products are its whole gradient; that of torch's own functions takes several solutions."""
-
-    @staticmethod
-    def forward(ctx: Any, K: Tensor) -> tuple[Tensor, Tensor]:
-        L = torch.linalg.cholesky(K)
-        inverse = torch.cholesky_inverse(L)
-        ctx.save_for_backward(inverse)
-        return inverse, 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inverse,), (by_inverse, by_logdet) = ctx.saved_tensors, grads
-        return by_logdet[..., None, None] * inverse - inverse @ by_inverse @ inverse
 
 
 def choose(
@@ -205,20 +55,29 @@ def choose(
     """
     logits, kernel = _learn(data, prior, prices, size, steps, generator, report)
     mask = topk_mask(logits, size) if prices is None else budget_mask(logits, prices, size)
-    # one is enough where it has all examples
-    subsets = SUBSETS if len(data.features) > EXAMPLES else 1
-    drawn = [data.subset(EXAMPLES, generator) for _ in range(subsets)]
-    few = _Examples(
-        *(
-            torch.stack(part)
-            for part in zip(*((e.polynomials, e.targets, e.weights) for e in drawn), strict=True)
-        )
-    )
+    few = data.subsets(EXAMPLES, SUBSETS, generator)
     search = _Search(few, prior, torch.ones_like(prior) if prices is None else prices, size, report)
     chosen = search.run(mask.nonzero().flatten().tolist(), kernel)
     mask = torch.zeros_like(mask)
     mask[chosen] = 1.0
     return logits, mask
+
+
+def path(
+    data: Data, others: Data, prior: Tensor, largest: int, steps: int, generator: torch.Generator
+) -> Iterator[tuple[int, Tensor]]:
+    """For each number of features from ``largest`` to 1 what the machine, solved for ``data``, says of all
+    examples of ``others``, (n, outputs)."""
+    start, kernel = list(range(len(prior))), torch.tensor(START, dtype=torch.float32)
+    if largest < len(prior):
+        logits, kernel = _learn(data, prior, None, largest, steps, generator, lambda _: None)
+        start = topk_mask(logits, largest).nonzero().flatten().tolist()
+    few = data.subsets(PATH_EXAMPLES, 1, generator)
+    polynomials = others.polynomials(torch.arange(len(others.weights))).float()
+    search = _Search(few, prior, torch.ones_like(prior), largest, lambda _: None)
+    for chosen, fitted in search.removals(start, kernel):
+        columns = [column for feature in chosen for column in few.columns[feature]]
+        yield len(chosen), few.of(chosen).predicted(polynomials[:, columns], fitted, search.size)
 
 
 def _learn(
@@ -258,7 +117,7 @@ class _Search:
     """Exchanges features while the loss, less the prior of the selected ones, falls."""
 
     def __init__(
-        self, examples: _Examples, prior: Tensor, prices: Tensor, size: float, report: Callable[[str], None]
+        self, examples: Examples, prior: Tensor, prices: Tensor, size: float, report: Callable[[str], None]
     ) -> None:
         self.examples = examples
         nats = (examples.trust * examples.weights.shape[-1]).sum().item()
@@ -272,7 +131,7 @@ class _Search:
         """The selection from which no exchange leads to a better one; the kernel is fitted twice."""
         self.size = float(max(len(chosen), 1))
         for fit in range(2):
-            kernel = self._fitted(chosen, kernel)
+            kernel = self._fitted(chosen, kernel, FITTING)
             before = set(chosen)
             for turn in range(ROUNDS):
                 better = self._better(chosen, kernel)
@@ -285,16 +144,30 @@ class _Search:
         return chosen
 
     def _likeness(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
-        polynomials = self.examples.polynomials[..., chosen, :]
-        part = _Examples(polynomials, self.examples.targets, self.examples.weights)
-        return part.likeness(torch.ones(len(chosen), dtype=torch.float32), self.size)
+        return self.examples.of(chosen).likeness(torch.ones(len(chosen), dtype=torch.float32), self.size)
 
-    def _fitted(self, chosen: list[int], kernel: Tensor) -> Tensor:
+    def removals(self, chosen: list[int], kernel: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+        """The selection, and those that are left when the feature that is missed least is removed, to the
+        last one, with the kernel."""
+        fitted = math.inf
+        while chosen:
+            if len(chosen) <= PATH_SHARE * fitted:
+                fitted = len(chosen)
+                self.size = float(fitted)
+                kernel = self._fitted(chosen, kernel, PATH_FITTING)
+            yield chosen, kernel
+            Z, D = self._likeness(chosen)
+            _, slope = self.examples.slopes(Z, D, kernel, self.size)
+            with torch.no_grad():
+                out, *_ = self._least(chosen, Z, D, kernel, slope - self.prior, PATH_TRIED)
+            chosen = [i for i in chosen if i != out]
+
+    def _fitted(self, chosen: list[int], kernel: Tensor, steps: int) -> Tensor:
         """The kernel's parameters that suit this selection."""
         Z, D = self._likeness(chosen)
         kernel = kernel.clone().requires_grad_()
         optimizer = torch.optim.Adam([kernel], lr=FITTING_RATE, fused=True)
-        for _ in range(FITTING):
+        for _ in range(steps):
             optimizer.zero_grad()
             self.examples.loss(Z, D, kernel).mean().backward()
             optimizer.step()
@@ -332,15 +205,20 @@ class _Search:
             value = self._losses(Z[None], D[None], kernel).item()
         while spent > self.budget:
             paid = [i for i in selection[:-1] if self.prices[i] > 0]
-            candidates = sorted(paid, key=lambda i: -steep[i].item())[:TRIED]
-            z, d = self.examples.likeness_of(candidates, self.size)
-            losses = self._losses(Z - z, (D - d).clamp_min(0), kernel)
-            at = int((losses + self.prior[candidates]).argmin())
-            value, out = losses[at].item(), candidates[at]
-            Z, D = Z - z[at], (D - d[at]).clamp_min(0)
+            out, value, Z, D = self._least(paid, Z, D, kernel, steep, TRIED)
             selection.remove(out)
             spent = sum(self.prices[i] for i in selection)
         return value - self.prior[selection].sum().item()
+
+    def _least(
+        self, among: list[int], Z: Tensor, D: Tensor, kernel: Tensor, steep: Tensor, tried: int
+    ) -> tuple[int, float, Tensor, Tensor]:
+        """The feature that is missed least, and the loss, Z and D without it."""
+        candidates = sorted(among, key=lambda i: -steep[i].item())[:tried]
+        z, d = self.examples.likeness_of(candidates, self.size)
+        losses = self._losses(Z - z, (D - d).clamp_min(0), kernel)
+        at = int((losses + self.prior[candidates]).argmin())
+        return candidates[at], losses[at].item(), Z - z[at], (D - d[at]).clamp_min(0)
 
     def _losses(self, Z: Tensor, D: Tensor, kernel: Tensor) -> Tensor:
         """The loss of several selections, one after the other so that a few matrices are held at a time."""

@@ -1,0 +1,8 @@
+"""Feature selection for scikit-learn pipelines; needs scikit-learn (``pip install khot[sklearn]``)."""
+
+try:
+    from khot.sklearn._selector import KHotSelector
+except ImportError as error:
+    raise ImportError("khot.sklearn needs scikit-learn >= 1.6: pip install khot[sklearn]") from error
+
+__all__ = ["KHotSelector"]
