@@ -179,7 +179,8 @@ class Examples:
     def of(self, features: list[int]) -> Examples:
         """These features alone, which are counted anew."""
         columns = [column for feature in features for column in self.columns[feature]]
-        new = torch.tensor([at for at, feature in enumerate(features) for _ in self.columns[feature]])
+        members = [at for at, feature in enumerate(features) for _ in self.columns[feature]]
+        new = torch.tensor(members, dtype=torch.int64)
         return Examples(self.polynomials[..., columns, :], self.targets, self.weights, new, self.mean)
 
     def loss(self, Z: Tensor, D: Tensor, kernel: Tensor) -> Tensor:
