@@ -7,13 +7,16 @@ regression, balanced accuracy on ``unbalanced``, accuracy elsewhere, all in perc
     python -m benchmarks.selectors                            # everything, into results/
     python -m benchmarks.selectors friedman1 wide             # these sets only
     python -m benchmarks.selectors --only KHotSelector RFE    # these selectors only
+    python -m benchmarks.selectors --seeds 20 21              # these seeds only
     python -m benchmarks.selectors --out FILE                 # elsewhere, for a table of another revision
 
 A run goes on where the last one stopped. The settings of KHotSelector were chosen on other sizes, noise and
-seeds (100 to 103) of the same kinds of sets. The settings of the others:
+seeds (100 to 109) of the same kinds of sets. The settings of the others, on which nothing was tuned either:
 
-- RFE: a forest of 100 trees, and a tenth of the columns is removed in each round.
+- RFE: a forest of 200 trees, and a tenth of the columns is removed in each round.
 - SelectFromModel: a forest of 200 trees.
+- Boruta: BorutaPy (``pip install boruta``) as its authors advise, a forest of depth 5, of 100 trees in 50
+  rounds. Of columns of equal rank those of the largest mean importance are chosen, to have k of them.
 - mutual information: SelectKBest, three neighbours.
 """
 
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sklearn
 import torch
 from sklearn import datasets
 from sklearn.compose import TransformedTargetRegressor
@@ -47,7 +51,7 @@ from sklearn.svm import SVC, SVR
 from benchmarks import report
 from khot.sklearn import KHotSelector
 
-SEEDS = (11, 12, 13)
+SEEDS = tuple(range(20, 30))
 TEST = 2_000  # examples of synthetic sets; of the others 30 %
 RESULTS = Path(__file__).parent / "results" / "selectors"
 
@@ -116,6 +120,28 @@ def split(name: str, seed: int) -> Split:
     return Split((scaler.transform(A), a), (scaler.transform(B), b), true)
 
 
+class _Boruta:
+    """The k columns that BorutaPy ranks first."""
+
+    def __init__(self, k: int, regression: bool, seed: int) -> None:
+        self.k, self.regression, self.seed = k, regression, seed
+
+    def fit(self, X: Any, y: Any) -> _Boruta:
+        from boruta import BorutaPy
+
+        forest = _forest(self.regression, 100, self.seed).set_params(max_depth=5)
+        if not self.regression:
+            forest.set_params(class_weight="balanced")
+        found = BorutaPy(forest, n_estimators=100, max_iter=50, random_state=self.seed).fit(X, y)
+        importance = np.nan_to_num(np.nanmean(found.importance_history_[1:], 0), nan=-1.0)
+        self.support = np.zeros(X.shape[1], bool)
+        self.support[np.lexsort((-importance, found.ranking_))[: self.k]] = True
+        return self
+
+    def get_support(self) -> Any:
+        return self.support
+
+
 def _forest(regression: bool, trees: int, seed: int) -> Any:
     return (RandomForestRegressor if regression else RandomForestClassifier)(trees, random_state=seed)
 
@@ -129,8 +155,9 @@ def selectors(name: str, seed: int) -> dict[str, Any]:
         "KHotSelector": KHotSelector(
             k, task="regression" if regression else "classification", random_state=seed
         ),
-        "RFE": RFE(_forest(regression, 100, seed), n_features_to_select=k, step=0.1),
+        "RFE": RFE(_forest(regression, 200, seed), n_features_to_select=k, step=0.1),
         "SelectFromModel": SelectFromModel(_forest(regression, 200, seed), max_features=k, threshold=-np.inf),
+        "Boruta": _Boruta(k, regression, seed),
         "mutual information": SelectKBest(information, k=k),
     }
 
@@ -146,42 +173,77 @@ def judge(name: str, chosen: Any, data: Split) -> float:
 
 
 def write(path: Path, results: report.Results) -> None:
-    """Save the rows and the table."""
+    """Save the rows and the tables."""
     report.save(path.with_suffix(".json"), results)
-    rows: dict[tuple[str, str], list[list[Any]]] = {}
+    rows: dict[tuple[str, str], dict[int, Any]] = {}
     for case, row in results["cases"].items():
-        name, method, _ = case.split(", ")
-        rows.setdefault((name, method), []).append(row)
+        name, method, seed = case.split(", ")
+        rows.setdefault((name, method), {})[int(seed)] = row
     names = [name for name in SETS if any(n == name for n, _ in rows)]
-    methods = list(dict.fromkeys(method for _, method in rows))
-    scores, seconds = [], []
+    methods = [method for method in selectors(MEAN[0], 0) if any(m == method for _, m in rows)]
+    scores, seconds, against = [], [], []
     for method in methods:
         found = {name: rows[name, method] for name in names if (name, method) in rows}
-        mean = {name: float(np.mean([row[0] for row in here])) for name, here in found.items()}
+        mean = {name: _mean(here, "score") for name, here in found.items()}
         cells = []
         for name in names:
-            hits = ",".join(str(row[2]) for row in found.get(name, []) if row[2] is not None)
+            hits = [row["true"] for row in found.get(name, {}).values() if row["true"] is not None]
             said = f"{mean[name]:.1f}" if name in mean else "–"
-            cells.append(f"{said} ({hits})" if hits else said)
+            cells.append(f"{said} ({np.mean(hits):.1f})" if hits else said)
         whole = all(name in mean for name in MEAN)
         eight = f"{np.mean([mean[name] for name in MEAN]):.2f}" if whole else "–"
         scores.append([method, *cells, eight])
-        seconds.append(
-            [method, *(f"{np.mean([row[1] for row in found[n]]):.2f}" if n in found else "–" for n in names)]
-        )
+        spent = [f"{_mean(found[n], 'seconds'):.2f}" if n in found else "–" for n in names]
+        total = f"{np.mean([_mean(found[n], 'seconds') for n in MEAN]):.2f}" if whole else "–"
+        seconds.append([method, *spent, total])
+        if method != "KHotSelector" and (lead := _lead(rows, method)):
+            against.append([method, *lead])
     said = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    khot = sorted({row["khot"] for row in results["cases"].values() if row["khot"]})
     k = [f"{name}, {SETS[name].k} of {SETS[name].columns + _own(name)}" for name in names]
     path.with_suffix(".md").write_text(
         "# Feature selectors\n\n"
-        "Mean of a support vector machine and a forest on the selected columns alone, in percent; means\n"
-        f"over the seeds {', '.join(map(str, SEEDS))}. In brackets: how many of the selected columns\n"
-        "count, for each seed. `python -m benchmarks.selectors`, whose docstring has the settings.\n"
-        f"{said}.\n\n"
+        "Mean of a support vector machine and a forest on the selected columns alone, in percent, and over\n"
+        f"seeds ({_seeds(rows)}). In brackets: how many of the selected columns count.\n"
+        "`python -m benchmarks.selectors`, whose docstring has the settings.\n"
+        f"{said}; khot: {', '.join(khot)}.\n\n"
         + report.table(["selector", *k, "mean of eight"], scores)
         + "\n## Seconds per choice\n\n"
-        + report.table(["selector", *names], seconds),
+        + report.table(["selector", *names, "mean of eight"], seconds)
+        + "\n## KHotSelector less another one\n\nThe difference of the means of eight sets, paired by seeds, "
+        "with its standard error.\n\n"
+        + report.table(["selector", "difference", "standard error", "seeds"], against),
         encoding="utf-8",
     )
+
+
+def _mean(rows: dict[int, Any], what: str) -> float:
+    return float(np.mean([row[what] for row in rows.values()]))
+
+
+def _seeds(rows: dict[tuple[str, str], dict[int, Any]]) -> str:
+    """The seeds of each set, or of all of them where they are the same."""
+    seeds: dict[str, list[int]] = {}
+    for (name, _), here in rows.items():
+        seeds[name] = sorted({*seeds.get(name, []), *here})
+    said = {name: f"{min(found)} to {max(found)}" for name, found in seeds.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{name}: {found}" for name, found in said.items())
+
+
+def _lead(rows: dict[tuple[str, str], dict[int, Any]], method: str) -> list[str] | None:
+    """KHotSelector less another one on the mean of eight sets: mean, standard error, number of seeds."""
+    both = [rows.get((name, each), {}) for name in MEAN for each in ("KHotSelector", method)]
+    seeds = sorted(set.intersection(*(set(here) for here in both)))
+    if len(seeds) < 2:
+        return None
+    leads = [
+        np.mean([rows[n, "KHotSelector"][seed]["score"] - rows[n, method][seed]["score"] for n in MEAN])
+        for seed in seeds
+    ]
+    error = np.std(leads, ddof=1) / len(seeds) ** 0.5
+    return [f"{np.mean(leads):+.2f}", f"{error:.2f}", str(len(seeds))]
 
 
 def _own(name: str) -> int:
@@ -195,14 +257,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="feature selectors beside KHotSelector")
     parser.add_argument("sets", nargs="*", choices=[[], *SETS], help="all by default")
     parser.add_argument("--only", nargs="+", help="selectors; all by default")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the results, without their endings")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # solvers that stop early
-    results = report.resume(args.out.with_suffix(".json"), report.machine(cpu_time=True))
-    for seed in SEEDS:
+    machine = report.machine(cpu_time=True)
+    # the other selectors do not depend on it, so each row of ours has its own
+    khot = f"{machine.pop('khot')}, {machine.pop('kernels')}"
+    machine["scikit-learn"] = sklearn.__version__
+    results = report.resume(args.out.with_suffix(".json"), machine)
+    for seed in args.seeds:
         for name in args.sets or SETS:
-            data = split(name, seed)
+            data, judged = split(name, seed), dict[str, float]()
             for method, selector in selectors(name, seed).items():
                 case = f"{name}, {method}, {seed}"
                 if case in results["cases"] or (args.only and method not in args.only):
@@ -210,8 +277,16 @@ def main() -> None:
                 start = time.process_time()
                 chosen = selector.fit(*data.train).get_support()
                 seconds = time.process_time() - start
-                hits = None if data.true is None else int((chosen & data.true).sum())
-                results["cases"][case] = row = [judge(name, chosen, data), seconds, hits]
+                columns = " ".join(map(str, np.flatnonzero(chosen)))
+                if columns not in judged:
+                    judged[columns] = judge(name, chosen, data)
+                results["cases"][case] = row = {
+                    "score": judged[columns],
+                    "seconds": seconds,
+                    "true": None if data.true is None else int((chosen & data.true).sum()),
+                    "columns": columns,
+                    "khot": khot if method == "KHotSelector" else None,
+                }
                 write(args.out, results)
                 print(case, row, flush=True)
 
