@@ -158,8 +158,10 @@ def test_sample_weights_say_which_examples_count() -> None:
     weighted = KHotSelector(2, steps=20, random_state=0).fit(X, labels, sample_weight=none)
     absent = KHotSelector(2, steps=20, random_state=0).fit(X[:60], labels[:60])
     np.testing.assert_array_equal(weighted.scores_, absent.scores_)
-    with pytest.raises(ValueError, match="sample_weight must be > 0 for two examples"):
+    with pytest.raises(ValueError, match="must be > 0 for two examples"):
         KHotSelector(1).fit(X, labels, sample_weight=np.eye(120)[0])
+    with pytest.raises(ValueError, match="Negative values"):
+        KHotSelector(1).fit(X, labels, sample_weight=heavy - 0.5)
 
 
 def test_class_weight() -> None:
@@ -169,7 +171,12 @@ def test_class_weight() -> None:
     labels = np.where(np.arange(900) < 27, 2, np.arange(900) % 2)
     features[:, 3] += 1.5 * (labels == 1)
     features[:, 6] += 2.5 * (labels == 2)
-    for class_weight, best in [("balanced", 6), (None, 3), ({0: 1.0, 1: 1.0, 2: 100.0}, 6)]:
+    for class_weight, best in [
+        ("balanced", 6),
+        (None, 3),
+        ({0: 1.0, 1: 1.0, 2: 100.0}, 6),
+        ({0: 0.0, 1: 1.0, 2: 100.0}, 6),
+    ]:
         selector = KHotSelector(1, class_weight=class_weight, random_state=0)
         assert selected(selector, features, labels) == [best], class_weight
 
@@ -257,6 +264,8 @@ def test_sparse(format: str) -> None:
 def test_labels_of_several_outputs() -> None:
     labels = np.stack([np.where(X[:, 3] > 0, "a", "b"), np.where(X[:, 6] > 0, "c", "d")], 1)
     assert selected(KHotSelector(2, random_state=0), X, labels) == [3, 6]
+    weights = [{"a": 1.0, "b": 1.0}, {"c": 1.0, "d": 2.0}]
+    assert selected(KHotSelector(2, class_weight=weights, random_state=0), X, labels) == [3, 6]
     one = KHotSelector(2, steps=20, random_state=0)
     with pytest.warns(Warning, match="column-vector"):
         column = one.fit(X, labels[:, :1]).scores_
@@ -306,6 +315,8 @@ def test_in_a_grid_search_over_a_pipeline() -> None:
         ({"k": 1, "groups": [0, 1]}, X, LABELS, r"groups must have shape \(8,\)"),
         ({"k": 1, "class_weight": "even"}, X, LABELS, "class_weight must be"),
         ({"k": 1, "class_weight": {5: 1.0}}, X, LABELS, "class_weight"),
+        ({"k": 1, "class_weight": {0: -1.0, 1: 1.0}}, X, LABELS, "class_weight must be finite and >= 0"),
+        ({"k": 1, "class_weight": {0: 0.0, 1: 0.0}}, X, LABELS, "must be > 0 for two examples"),
         ({"k": 1}, X, np.stack([LABELS, TARGET], 1), "Unknown label type"),
         ({"k": 1}, X, LABELS[:-1], "inconsistent numbers of samples"),
         ({"k": 1}, np.where(X > 2, np.nan, X), LABELS, "contains NaN"),

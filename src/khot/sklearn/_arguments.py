@@ -11,9 +11,7 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 
-from khot.sklearn._table import balanced
-
-__all__ = ["Task", "check", "class_weights", "classes", "features", "number", "prices"]
+__all__ = ["Task", "check", "class_weights", "features", "labels", "number", "prices"]
 
 Task = Literal["classification", "regression"]
 
@@ -83,16 +81,20 @@ def prices(selector: Any, feature: Any) -> tuple[Any, float] | None:
     return np.bincount(feature, cost), float(budget)
 
 
-def classes(y: Any) -> Any:
-    """The labels of each output, counted from 0; (n, outputs)."""
+def labels(y: Any) -> Any:
+    """The labels of each output, (n, outputs)."""
     y = column_or_1d(y, warn=True)[:, None] if y.ndim == 1 or y.shape[1] == 1 else y
     for column in y.T:
         check_classification_targets(column)
-    return np.stack([np.unique(column, return_inverse=True)[1] for column in y.T], 1)
+    return y
 
 
-def class_weights(class_weight: Any, y: Any, labels: Any, weights: Any) -> Any:
-    """The weights of examples (n,), multiplied by those of their classes."""
-    if isinstance(class_weight, str):
-        return balanced(labels, weights)
-    return weights * compute_sample_weight(class_weight, y)
+def class_weights(class_weight: Any, y: Any) -> Any:
+    """The weight of each example (n,) by its class, 1 where that depends on the others' weights."""
+    if class_weight is None or isinstance(class_weight, str):
+        return np.ones(len(y))
+    weights = compute_sample_weight(class_weight, y[:, 0] if y.shape[1] == 1 else y)
+    bad = ~((weights >= 0) & (weights < math.inf))
+    if bad.any():
+        raise ValueError(f"class_weight must be finite and >= 0, but got {weights[bad][0]}")
+    return weights

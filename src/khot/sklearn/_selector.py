@@ -19,7 +19,7 @@ from khot.sklearn import _arguments as arguments
 from khot.sklearn._arguments import Task
 from khot.sklearn._forest import TREES, prior
 from khot.sklearn._size import smallest
-from khot.sklearn._table import Table, drawn, one_hot, standardised
+from khot.sklearn._table import Table, balanced, counted, drawn, one_hot, standardised
 
 __all__ = ["KHotSelector"]
 
@@ -139,17 +139,20 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         priced = arguments.prices(self, feature)
         number = None if priced else arguments.number(self.k, int(feature.max()) + 1)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if (weights == 0).any():
-            counts = weights > 0
-            if counts.sum() < 2:
-                raise ValueError("sample_weight must be > 0 for two examples or more")
-            X, y, weights = X[counts], y[counts], weights[counts]
         if regression:
             y = y.reshape(len(y), -1).astype(np.float64)
         else:
-            labels = arguments.classes(y)
-            weights = arguments.class_weights(self.class_weight, y, labels, weights)
-            y = labels
+            y = arguments.labels(y)
+            weights = weights * arguments.class_weights(self.class_weight, y)
+        if (weights == 0).any():
+            counts = weights > 0
+            if counts.sum() < 2:
+                raise ValueError("sample_weight and class_weight must be > 0 for two examples or more")
+            X, y, weights = X[counts], y[counts], weights[counts]
+        if not regression:
+            y = counted(y)
+            if self.class_weight == "balanced":
+                weights = balanced(y, weights)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
         at, weights = drawn(len(y), X.shape[1], weights, generator)

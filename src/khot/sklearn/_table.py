@@ -13,7 +13,7 @@ from torch import Tensor
 
 from khot._kernel_machine import Data, draw, orthonormal
 
-__all__ = ["Table", "balanced", "drawn", "one_hot", "standardised"]
+__all__ = ["Table", "balanced", "counted", "drawn", "one_hot", "standardised"]
 
 # Of more examples, this many are drawn, or fewer, so that a table has no more cells; not fewer than these.
 EXAMPLES, CELLS, FEWEST = 10_000, 20_000_000, 1_000
@@ -63,6 +63,11 @@ def drawn(n: int, columns: int, weights: Any, generator: torch.Generator) -> tup
     rows, left = draw(torch.from_numpy(weights), size, generator)
     rows, order = rows.sort()
     return rows.numpy(), left[order].double().numpy()
+
+
+def counted(y: Any) -> Any:
+    """The labels of each output, counted from 0; (n, outputs)."""
+    return np.stack([np.unique(column, return_inverse=True)[1] for column in y.T], 1)
 
 
 def balanced(y: Any, weights: Any) -> Any:
