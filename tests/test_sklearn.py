@@ -126,6 +126,8 @@ def test_same_random_state_same_result_and_torch_is_left_alone() -> None:
     other = KHotSelector(3, steps=20, random_state=5).fit(X, LABELS).scores_
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+    with torch.device("meta"):
+        np.testing.assert_array_equal(KHotSelector(3, steps=20, random_state=4).fit(X, LABELS).scores_, first)
     with torch.autocast("cpu", torch.bfloat16):
         np.testing.assert_array_equal(KHotSelector(3, steps=20, random_state=4).fit(X, LABELS).scores_, first)
     torch.manual_seed(1)

@@ -154,35 +154,43 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             if self.class_weight == "balanced":
                 weights = balanced(y, weights)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        # the caller may be in any of these modes
+        cpu = torch.device("cpu")
+        with cpu, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
+            self._select(X, y, weights, feature, priced, number, seed)
+        return self
+
+    def _select(
+        self,
+        X: Any,
+        y: Any,
+        weights: Any,
+        feature: Any,
+        priced: tuple[Any, float] | None,
+        number: int | None,
+        seed: int,
+    ) -> None:
+        """Select from some of the examples and the columns that vary, and set the attributes."""
         generator = torch.Generator().manual_seed(seed)
         at, weights = drawn(len(y), X.shape[1], weights, generator)
         if len(at) < len(y):
             X, y = X[at], y[at]
-
         varies, columns, rows, coefficients = standardised(X)
         live = np.unique(feature[varies])  # the features that have a column that varies
         chosen, logits = np.ones(len(live), bool), np.zeros(len(live))
         price, size = (priced[0][live], priced[1]) if priced else (None, number)
         if (len(live) if price is None else price.sum()) > (1 if size is None else size):
+            members = np.searchsorted(live, feature[varies])
+            regression = self.task == "regression"
             targets = standardised_targets(y) if regression else one_hot(y)
             table = Table(
-                columns,
-                rows,
-                coefficients,
-                np.searchsorted(live, feature[varies]),
-                targets,
-                weights,
-                targets if regression else y,
+                columns, rows, coefficients, members, targets, weights, targets if regression else y
             )
-            # the caller may be in any of these modes
-            cpu = torch.device("cpu")
-            with cpu, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
-                logits, chosen = self._learn(table, price, size, seed, generator)
+            logits, chosen = self._learn(table, price, size, seed, generator)
         short = logits[~chosen].max(initial=-math.inf) - logits[chosen].min(initial=math.inf)
-        if -math.inf < short and short >= 0:
+        if short >= 0:
             logits = logits + chosen * (short + 1.0)
         self._keep(feature, live, logits, chosen, number)
-        return self
 
     def _keep(self, feature: Any, live: Any, logits: Any, chosen: Any, number: int | None) -> None:
         """Set the attributes: what was found of the live features, for the columns."""
