@@ -42,7 +42,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
 
     Args:
         k: how many features, from 1 to the number of features; or the share of them, in (0, 1), which is
-            rounded down, to at least one; or ``"auto"``, which takes five to ten times as long: the smallest
+            rounded down, to at least one; or ``"auto"``, which takes several times as long: the smallest
             number whose error in a cross-validation of five folds is within a standard error of the best,
             with 64 as the largest, and 0 if all are constant. None with a cost. With groups, k is a number or
             a share of these.
