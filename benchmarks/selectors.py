@@ -16,8 +16,9 @@ seeds (100 to 109) of the same kinds of sets. The settings of the others, on whi
 - RFE: a forest of 200 trees, and a tenth of the columns is removed in each round.
 - RFE balanced: the same with ``class_weight="balanced_subsample"``, on ``unbalanced`` alone.
 - SelectFromModel: a forest of 200 trees.
-- Boruta: BorutaPy (``pip install boruta``) as its authors advise, a forest of depth 5, of 100 trees in 50
-  rounds. Of columns of equal rank those of the largest mean importance are chosen, to have k of them.
+- Boruta: BorutaPy (``pip install boruta``; 0.4.3 in the published table) as its authors advise, a forest of
+  depth 5, of 100 trees in 50 rounds. Of columns of equal rank those of the largest mean importance are
+  chosen, to have k of them.
 - mutual information: SelectKBest, three neighbours.
 """
 
@@ -186,6 +187,7 @@ def write(path: Path, results: report.Results) -> None:
         rows.setdefault((name, method), {})[int(seed)] = row
     names = [name for name in SETS if any(n == name for n, _ in rows)]
     methods = [method for method in selectors("unbalanced", 0) if any(m == method for _, m in rows)]
+    most = max(len(here) for here in rows.values())
     scores, seconds, against = [], [], []
     for method in methods:
         found = {name: rows[name, method] for name in names if (name, method) in rows}
@@ -195,12 +197,14 @@ def write(path: Path, results: report.Results) -> None:
             hits = [row["true"] for row in found.get(name, {}).values() if row["true"] is not None]
             said = f"{mean[name]:.1f}" if name in mean else "–"
             cells.append(f"{said} ({np.mean(hits):.1f})" if hits else said)
+        seeds = min(len(here) for here in found.values())
+        label = method if seeds == most else f"{method}, {seeds} seeds"
         whole = all(name in mean for name in MEAN)
         eight = f"{np.mean([mean[name] for name in MEAN]):.2f}" if whole else "–"
-        scores.append([method, *cells, eight])
+        scores.append([label, *cells, eight])
         spent = [f"{_mean(found[n], 'seconds'):.2f}" if n in found else "–" for n in names]
         total = f"{np.mean([_mean(found[n], 'seconds') for n in MEAN]):.2f}" if whole else "–"
-        seconds.append([method, *spent, total])
+        seconds.append([label, *spent, total])
         if method != "KHotSelector" and (lead := _lead(rows, method)):
             against.append([method, *lead])
     said = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
@@ -209,7 +213,7 @@ def write(path: Path, results: report.Results) -> None:
     path.with_suffix(".md").write_text(
         "# Feature selectors\n\n"
         "Mean of a support vector machine and a forest on the selected columns alone, in percent, and over\n"
-        f"seeds ({_seeds(rows)}). In brackets: how many of the selected columns count.\n"
+        f"seeds ({_seeds(rows)}, or the first of them). In brackets: how many selected columns count.\n"
         "`python -m benchmarks.selectors`, whose docstring has the settings.\n"
         f"{said}; khot: {', '.join(khot)}.\n\n"
         + report.table(["selector", *k, "mean of eight"], scores)
