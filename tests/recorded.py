@@ -21,12 +21,19 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import functions, native
+from khot._kernels.triton import exact_sums, functions, native
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
+FORMS = {number: name for name, number in exact_sums.BY.items()}
 OUTPUTS = {number: name for name, number in functions.OUTPUTS.items()}
-DTYPES = {"*fp32": torch.float32, "*fp64": torch.float64, "*fp16": torch.float16, "*bf16": torch.bfloat16}
+DTYPES = {
+    "*i32": torch.int32,
+    "*fp32": torch.float32,
+    "*fp64": torch.float64,
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+}
 
 
 class Record(ctypes.Structure):
@@ -185,10 +192,9 @@ def emulate(seen: list[Launch]) -> None:
             for (name, kind), value in zip(source.kept.items(), found.values, strict=False)
         }
         given = source.constants | values
-        known = source.name in EMULATED and CDFS[given.get("CDF", 0)] != "power"
-        shared_k = given.get("k_pointer") is not None and given["k_stride"] == 0
-        if known and not shared_k and given.get("tau_pointer") is None:  # of others nobody reads the results
-            EMULATED[source.name](given, DTYPES[source.kept["x_pointer"]])
+        given["kinds"] = source.kept
+        if source.name in EMULATED and CDFS[given.get("CDF", 0)] != "power":  # of others nobody reads results
+            EMULATED[source.name](given)
         seen.append(found)
         return 0
 
@@ -217,64 +223,149 @@ def _memory(pointer: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype).view(shape)
 
 
-def _matrix(values: dict[str, Any], name: str, dtype: torch.dtype, row: int, column: int) -> Tensor:
-    rows, n = values["rows"], values["n_columns"]
+def _matrix(values: dict[str, Any], name: str, row: int, column: int = 1) -> Tensor:
+    dtype = DTYPES[values["kinds"][f"{name}_pointer"]]
+    rows, n = values["rows"], _columns(values)
     held = _memory(values[f"{name}_pointer"], dtype, (rows - 1) * row + (n - 1) * column + 1)
     return held.as_strided((rows, n), (row, column))
 
 
 def _number(values: dict[str, Any], name: str) -> Tensor:
-    if values.get(f"{name}_pointer") is not None:  # of tests, float64
-        return _memory(values[f"{name}_pointer"], torch.float64, values["rows"])
-    return torch.tensor(values[f"{name}_high"] + values[f"{name}_low"], dtype=torch.float64)
+    if values.get(f"{name}_pointer") is not None:
+        shape = (values["rows"],) if values[f"{name}_stride"] else ()
+        return _memory(values[f"{name}_pointer"], DTYPES[values["kinds"][f"{name}_pointer"]], *shape)
+    parts = (values.get(f"{name}_{part}", 0.0) for part in ("high", "low", "rest"))
+    return torch.tensor(sum(parts), dtype=torch.float64)
 
 
-def _solve_rows(values: dict[str, Any], dtype: torch.dtype) -> None:
-    rows, n = values["rows"], values["n_columns"]
-    x = _matrix(values, "x", dtype, values["x_stride"], 1)
+def _columns(values: dict[str, Any]) -> int:
+    return int(values["n_columns"] if "n_columns" in values else values["n"])
+
+
+def _written(values: dict[str, Any], **results: Tensor) -> None:
+    """Write results to where the parameters of their names point, in the dtypes of these."""
+    for name, result in results.items():
+        dtype = DTYPES[values["kinds"][f"{name}_pointer"]]
+        _memory(values[f"{name}_pointer"], dtype, *result.shape).copy_(result)
+
+
+def _thresholds(values: dict[str, Any]) -> list[Tensor]:
+    return [_memory(values[f"{name}_pointer"], torch.float64, values["rows"]) for name in ("hi", "lo")]
+
+
+def _solve_rows(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
     out, hi, lo = OPERATORS["soft_topk"].kernel(
-        x, _number(values, "k"), _number(values, "tau"), CDFS[values["CDF"]], 0.0,
-        OUTPUTS[values["OUTPUT"]],
-    )  # fmt: skip
-    _memory(values["out_pointer"], dtype, rows, n).copy_(out)
-    _memory(values["hi_pointer"], torch.float64, rows).copy_(hi)
-    _memory(values["lo_pointer"], torch.float64, rows).copy_(lo)
+        x, _number(values, "k"), _number(values, "tau"), CDFS[values["CDF"]], 0.0, OUTPUTS[values["OUTPUT"]]
+    )
+    _written(values, out=out, hi=hi, lo=lo)
 
 
-def _pull_rows(values: dict[str, Any], dtype: torch.dtype) -> None:
-    rows, n = values["rows"], values["n_columns"]
-    grad = _matrix(values, "grad", dtype, values["grad_row"], values["grad_column"])
-    hi, lo = (_memory(values[f"{name}_pointer"], torch.float64, rows) for name in ("hi", "lo"))
+def _pull_rows(values: dict[str, Any]) -> None:
     grad_lo = torch.zeros((), dtype=torch.float64)
     if values["grad_lo_pointer"] is not None:
-        grad_lo = _memory(values["grad_lo_pointer"], torch.float64, rows)
+        grad_lo = _memory(values["grad_lo_pointer"], torch.float64, values["rows"])
     dx, dk, dtau = OPERATORS["soft_topk_backward"].kernel(
-        grad, grad_lo,
-        _matrix(values, "x", dtype, values["x_stride"], 1), hi, lo, _number(values, "tau"),
+        _matrix(values, "grad", values["grad_row"], values["grad_column"]), grad_lo,
+        _matrix(values, "x", values["x_stride"]), *_thresholds(values), _number(values, "tau"),
         CDFS[values["CDF"]], 0.0, OUTPUTS[values["OUTPUT"]],
     )  # fmt: skip
-    _memory(values["dx_pointer"], dtype, rows, n).copy_(dx)
-    _memory(values["dk_pointer"], torch.float64, rows).copy_(dk)
-    _memory(values["dtau_pointer"], torch.float64, rows).copy_(dtau)
+    _written(values, dx=dx, dk=dk, dtau=dtau)
 
 
-def _resident_mask(values: dict[str, Any], dtype: torch.dtype) -> None:
-    rows, n = values["rows"], values["n"]
-    y = OPERATORS["topk_mask"].kernel(_memory(values["x_pointer"], dtype, rows, n), _number(values, "k"))
-    _memory(values["out_pointer"], dtype, rows, n).copy_(y)
+def _resident_mask(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    _written(values, out=OPERATORS["topk_mask"].kernel(x, _number(values, "k")))
 
 
-def _selectable(values: dict[str, Any], dtype: torch.dtype) -> None:
-    rows, n = values["rows"], values["n"]
-    x = _memory(values["x_pointer"], dtype, rows, n)
-    _memory(values["out_pointer"], torch.float64, rows).copy_(
-        OPERATORS["selectable"].kernel(x, _number(values, "most").item())
+def _selectable(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    _written(values, out=OPERATORS["selectable"].kernel(x, _number(values, "most").item()))
+
+
+def _solve_magnitudes(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    y, hi, lo = OPERATORS["magnitude_with_signs"].kernel(
+        x, _number(values, "k"), _number(values, "tau"), values["P"]
     )
+    _written(values, out=y, hi=hi, lo=lo)
+
+
+def _pull_magnitudes(values: dict[str, Any]) -> None:
+    dx, dtau = OPERATORS["magnitude_with_signs_backward"].kernel(
+        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
+        _number(values, "grad_lo"),
+        _matrix(values, "x", values["x_stride"]), _matrix(values, "y", values["y_stride"]),
+        _number(values, "k"), *_thresholds(values), _number(values, "tau"), values["P"],
+    )  # fmt: skip
+    _written(values, dx=dx, dtau=dtau)
+
+
+def _solve_budgets(values: dict[str, Any]) -> None:
+    y, hi, lo = OPERATORS["soft_budget"].kernel(
+        _matrix(values, "x", values["x_stride"]),
+        _matrix(values, "cost", values["cost_row"], values["cost_column"]),
+        _number(values, "budget"),
+        _number(values, "tau"), CDFS[values["CDF"]], 0.0, FORMS[values["BY"]], values["AT_MOST"],
+    )  # fmt: skip
+    _written(values, out=y, hi=hi, lo=lo)
+
+
+def _pull_budgets(values: dict[str, Any]) -> None:
+    dx, dcost, dbudget, dtau = OPERATORS["soft_budget_backward"].kernel(
+        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
+        _number(values, "grad_lo"),
+        _matrix(values, "x", values["x_stride"]),
+        _matrix(values, "cost", values["cost_row"], values["cost_column"]),
+        *_thresholds(values),
+        _number(values, "tau"), CDFS[values["CDF"]], 0.0, FORMS[values["BY"]], values["AT_MOST"],
+    )  # fmt: skip
+    _written(values, dx=dx, dcost=dcost, dbudget=dbudget, dtau=dtau)
+
+
+def _rank_rows(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    rank, order, _ = OPERATORS["laplace_count"].kernel(x, None, _number(values, "tau"))
+    _written(values, out=rank, index=order)
+
+
+def _sort_rows(values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    _, out, order, place = OPERATORS["laplace_thresholds"].kernel(x, None, _number(values, "tau"))
+    _written(values, out=out, index=order, place=place)
+
+
+def _pull_laplace(operator: str, values: dict[str, Any]) -> None:
+    x = _matrix(values, "x", values["x_stride"])
+    index, place = (
+        _memory(values[name], torch.int32, *x.shape) if name in values else x.new_empty(len(x), 0)
+        for name in ("index_pointer", "place_pointer")
+    )
+    dx, _, dtau = OPERATORS[operator].kernel(
+        _matrix(values, "grad", values["grad_row"], values["grad_column"]), x, index, None, place,
+        _number(values, "tau"), values["ASKED"],
+    )  # fmt: skip
+    _written(values, dx=dx, **({"dtau": dtau} if values["ASKED"] else {}))
+
+
+def _part_scan(values: dict[str, Any]) -> None:
+    w, g = (_matrix(values, name, values[f"{name}_stride"]) for name in ("w", "g"))
+    w = torch.ones_like(w) if values["ONES"] else w
+    _written(values, out=OPERATORS["decay_scan"].kernel(w, g, values["REVERSE"]))
 
 
 EMULATED = {
+    "_part_scan": _part_scan,
     "_selectable": _selectable,
     "solve_rows": _solve_rows,
     "pull_rows": _pull_rows,
     "_resident_mask": _resident_mask,
+    "solve_magnitudes": _solve_magnitudes,
+    "pull_magnitudes": _pull_magnitudes,
+    "solve_budgets": _solve_budgets,
+    "pull_budgets": _pull_budgets,
+    "_rank_rows": _rank_rows,
+    "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
+    "_sort_rows": _sort_rows,
+    "_pull_sorts": functools.partial(_pull_laplace, "laplace_thresholds_backward"),
 }

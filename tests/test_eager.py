@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import khot
+from answers import answers
 from khot._core import eager
 from khot.cdfs import CDFName
 
@@ -44,21 +45,6 @@ def ordinary() -> Iterator[None]:
         for name in CALLS:
             patch.setattr(eager, name, eager._ordinary)
         yield
-
-
-@contextmanager
-def answers(name: str) -> Iterator[list[bool]]:
-    """For each call of the extension: whether it answered."""
-    call, found = getattr(eager, name), []
-
-    def seen(*args: Any) -> Tensor | None:
-        y = call(*args)
-        found.append(y is not None)
-        return y  # type: ignore[no-any-return]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, name, seen)
-        yield found
 
 
 class Function(NamedTuple):

@@ -1,6 +1,6 @@
 // What the kernels read and write, row by row, whatever gives it: tensors of any strides in calls of the
 // operators (bindings/tensors.h), or contiguous tensors and one number for all rows in plain calls
-// (bindings/eager.cpp).
+// (eager/).
 //
 // Rows gives a Row for each row, and Numbers gives a double.
 #pragma once

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, rows
+from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
 from khot._core.precision import on, widen
@@ -98,6 +98,12 @@ def soft_budget(
         >>> round((cost * y).sum().item(), 4)
         3.0
     """
+    if eager.launching and not torch.compiler.is_compiling():
+        plain = eager.soft_budget(
+            input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group
+        )  # fmt: skip
+        if plain is not None:
+            return plain
     row = rows.named(group)
     _check_by(by)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, rows
+from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
 from khot._core.rows import by_rows
@@ -84,6 +84,10 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
+    if eager.launching and not torch.compiler.is_compiling():
+        plain = eager.soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
+        if plain is not None:
+            return plain
     if rows.is_dtensor(input):
         return rows.on_dtensor(
             soft_topk_magnitude, input, k, dim, group, tau=tau, p=p, rescale=rescale, mask=mask

@@ -293,3 +293,13 @@ def test_what_is_kept_until_eval_is_small() -> None:
     kept = layer.__dict__["_seen"].selection
     assert isinstance(layer, LeftSoft) and kept.numel() <= 2**16
     assert kept.untyped_storage().nbytes() <= 4 * 2**16
+
+
+def test_a_selection_that_was_changed_is_not_known() -> None:
+    layer = khot.nn.SoftTopK(2)
+    x = torch.zeros(3, 8, requires_grad=True)
+    for _ in range(SEVERAL):
+        y = layer(x)
+    with torch.no_grad():
+        y.mul_(0)
+    layer.eval()  # without a warning, though all entries had the same share

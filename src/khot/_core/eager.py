@@ -1,12 +1,12 @@
-"""Plain calls in eager mode, in C++ from their arguments to their result (``csrc/bindings/eager.cpp``).
+"""Plain calls in eager mode, in C++ from their arguments to their result (``csrc/eager``).
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
 dispatch, checks and errors are there. Of all but the soft top-k, the soft count, its inverse and the top-k,
-only small calls are taken. On a GPU, calls of the soft top-k, of the
-hard mask and of what layers ask before are taken once the ordinary way has made a call with rows like theirs,
-and has prepared a launch (:mod:`khot._kernels.triton.native`); the ordinary way's own launches go through
-:data:`start`. The extension is written in torch's C++ interface, which is not stable, so it is used with the
-torch that it was built with, whose version is in its name. Without it every call returns None.
+only small calls are taken. On a GPU, calls of the operators in :data:`ON_GPUS` are taken once the ordinary
+way has made a call with rows like theirs, and has prepared a launch (:mod:`khot._kernels.triton.native`); the
+ordinary way's own launches go through :data:`start`. The extension is written in torch's C++ interface, which
+is not stable, so it is used with the torch that it was built with, whose version is in its name. Without it
+every call returns None.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "ON_GPUS",
     "forget",
     "in_use",
     "inverse_soft_count",
@@ -29,10 +30,13 @@ __all__ = [
     "prepare",
     "remember",
     "selectable",
+    "soft_budget",
     "soft_count",
     "soft_rank",
     "soft_sort",
     "soft_topk",
+    "soft_topk_magnitude",
+    "soft_topk_of_selectable",
     "start",
     "topk",
     "topk_mask",
@@ -56,20 +60,43 @@ inverse_soft_count: _Call = _ordinary
 topk: Callable[..., tuple[Tensor, Tensor] | None] = _ordinary
 #: topk_mask(input, k, dim, largest, mask, group)
 topk_mask: _Call = _ordinary
-#: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
+#: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), on the CPU where no gradient is
+#: needed
 soft_rank: _Call = _ordinary
-#: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), where no gradient is needed
+#: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), likewise
 soft_sort: _Call = _ordinary
 #: pareto(probs, dim, generator, least): a sample of each row with the sum of p(1 − p) at least that
 pareto: _Call = _ordinary
 
-#: selectable(input, dim, most), on a GPU alone
+# On a GPU alone:
+#: soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group), with its gradient
+soft_topk_magnitude: _Call = _ordinary
+#: soft_budget(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group), with the gradient
+#: of its input
+soft_budget: _Call = _ordinary
+#: selectable(input, dim, most)
 selectable: _Call = _ordinary
+#: soft_topk_of_selectable(input, k, dim, tau, cdf, largest, mask, group, log): the soft top-k, of which a row
+#: with fewer entries that may be selected gets all of them
+soft_topk_of_selectable: _Call = _ordinary
+
+#: The calls that are taken on a GPU
+ON_GPUS = (
+    "soft_topk",
+    "topk_mask",
+    "soft_topk_magnitude",
+    "soft_budget",
+    "soft_rank",
+    "soft_sort",
+    "selectable",
+    "soft_topk_of_selectable",
+)
+
 #: start(table, programs, arguments): whether a remembered kernel of a GPU was started; if not, nothing was
 start: Callable[..., bool | None] = _ordinary
 #: remember(table, arguments, function, threads, shared, types): a kernel for arguments like these
 remember: Callable[..., bool | None] = _ordinary
-#: prepare(operator, x, cdf, output, table, programs, arguments, places): a launch for plain calls
+#: prepare(operator, backward, x, choices, table, programs, arguments, given): a launch for plain calls
 prepare: Callable[..., bool | None] = _ordinary
 #: forget(): all kernels and launches
 forget: Callable[[], None] = _ordinary
@@ -105,6 +132,7 @@ def use_driver(
     hooks: object,
     unused: int,
     device: str,
+    again: Callable[[str, list[Any], Tensor], Tensor],
     *,
     cdfs: dict[str, type],
 ) -> None:
@@ -116,18 +144,19 @@ def use_driver(
         hooks: has the hooks that Triton tells of launches. While there are any, nothing is started here.
         unused: how many null pointers a kernel gets after its parameters.
         device: "cuda", or "cpu" for tests.
+        again: gives the gradient of a call in the ordinary way.
         cdfs: as for :func:`load`.
     """
-    global soft_topk, topk_mask, selectable, start, remember, prepare, forget, launching
+    global start, remember, prepare, forget, launching
     extension = _extension()
     if extension is None:
         return
     if not in_use():
         extension.serve(0, cdfs)
-    extension.use_driver(launch, stream, hooks, unused, device)
-    soft_topk, topk_mask = extension.soft_topk, extension.topk_mask
-    selectable, start = extension.selectable, extension.start
-    remember, prepare, forget = extension.remember, extension.prepare, extension.forget
+    extension.use_driver(launch, stream, hooks, unused, device, again)
+    globals().update({name: getattr(extension, name) for name in ON_GPUS})
+    start, remember = extension.start, extension.remember
+    prepare, forget = extension.prepare, extension.forget
     launching = True
 
 

@@ -30,12 +30,13 @@ _Self = TypeVar("_Self", bound="LeftSoft")
 class _Seen:
     """Forward passes with a gradient in train mode, and a part of the last selection. A copy forgets them.
 
-    From ``due`` passes on there may be a warning.
+    From ``due`` passes on there may be a warning. The selection is known as long as it has its ``version``.
     """
 
     def __init__(self) -> None:
         self.passes, self.due = 0, SEVERAL
         self.selection: Tensor | None = None
+        self.version = 0
         self.k: Scalar | None = None
 
     def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
@@ -67,16 +68,18 @@ class LeftSoft(nn.Module):
         if y is None or seen.passes < seen.due or not y.numel():
             return
         kept = y.detach()
-        if kept.numel() > ENTRIES:
-            rows = kept.reshape(-1, kept.shape[-1])
-            kept = rows[:: -(-len(rows) // max(1, ENTRIES // rows.shape[-1]))]
-        seen.selection = kept.clone()  # a view would keep all of it in memory
+        if kept.untyped_storage().nbytes() > ENTRIES * kept.element_size():
+            if kept.numel() > ENTRIES:
+                rows = kept.reshape(-1, kept.shape[-1])
+                kept = rows[:: -(-len(rows) // max(1, ENTRIES // rows.shape[-1]))]
+            kept = kept.clone()  # a view would keep all of it in memory
+        seen.selection, seen.version = kept, kept._version
         seen.k = k.detach() if isinstance(k, Tensor) else k
 
     def _outside(self) -> float:
         """The share of the selection outside of the hard one; NaN if it is not known."""
         seen: _Seen = self.__dict__["_seen"]
-        if seen.selection is None:
+        if seen.selection is None or seen.selection._version != seen.version:
             return float("nan")
         return outside(seen.selection, seen.k)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs, masks
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot.cdfs import CDF, CDFName
 from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Positive, Value, available, current, describe, positive
@@ -96,6 +96,14 @@ class SoftTopK(LeftSoft):
                 value.reset_parameters()
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        soft = self.training or self.soft_eval
+        if soft and not self.hard and eager.launching and not torch.compiler.is_compiling():
+            k, tau = current(self.k), current(self.tau)
+            plain = eager.soft_topk_of_selectable(input, k, self.dim, tau, self.cdf, True, mask, None, False)
+            if plain is not None:
+                if self.training and not self.soft_eval:
+                    self._note(plain)
+                return plain
         x = arguments.rows(input, self.dim, mask)
         k = available(current(self.k), x)
         if self.training or self.soft_eval:

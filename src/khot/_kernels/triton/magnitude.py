@@ -18,7 +18,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import magnitude as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_steps import NOISE, next_state
 from khot._kernels.triton.exact_sums import BY_COUNT, least, load, sums
@@ -471,10 +471,14 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     solver, _, programs, power = _variants(hi.numel(), n, p, signed, s.dtype == torch.float64)
-    solver(
-        programs, *layout.rows(s, n), *layout.values(k, batch, s.device),
-        *layout.values(tau, batch, s.device), y, hi, lo, hi.numel(), n, EVALUATIONS, power,
+    source = layout.rows(s, n)
+    arguments = (
+        *source, *layout.values(k, batch, s.device), *layout.values(tau, batch, s.device), y, hi, lo,
+        hi.numel(), n, EVALUATIONS, power,
     )  # fmt: skip
+    solver(programs, *arguments)
+    if signed:
+        native.prepare("soft_topk_magnitude", source[0], solver, programs, arguments, p)
     return y, hi, lo
 
 
@@ -501,11 +505,14 @@ def _solve_back(
     batch, n = s.shape[:-1], s.shape[-1]
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     _, puller, programs, _ = _variants(dtau.numel(), n, p, signed, s.dtype == torch.float64)
-    puller(
-        programs, *layout.rows(s, n), *layout.rows(y, n), *layout.matrix(grad, s),
-        *layout.values(grad_lo, batch, s.device), *layout.values(k, batch, s.device),
+    source, rest = layout.rows(s, n), layout.values(grad_lo, batch, s.device)
+    arguments = (
+        *source, *layout.rows(y, n), *layout.matrix(grad, s), *rest, *layout.values(k, batch, s.device),
         hi.contiguous(), lo.contiguous(), *layout.values(tau, batch, s.device), ds, dtau, dtau.numel(), n,
     )  # fmt: skip
+    puller(programs, *arguments)
+    if signed and rest.pointer is None and rest.high == 0:
+        native.prepare("soft_topk_magnitude", source[0], puller, programs, arguments, p, backward=True)
     return ds, dtau
 
 

@@ -102,6 +102,5 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     programs, arguments = triton.cdiv(rows, tile.together), (*source, *given, out, rows, n)
     mask = variant(_resident_mask, COMPUTE=layout.compute(x.dtype), **layout.held(tile, n))
     mask(programs, *arguments)
-    if given.pointer is None and source[0].is_contiguous():
-        native.prepare("topk_mask", source[0], mask, programs, arguments)
+    native.prepare("topk_mask", source[0], mask, programs, arguments)
     return out

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
 from khot import cdfs
-from khot._core import eager
+from khot._core import arguments, eager
+from khot._core.dispatch import OPERATORS
 
 __all__ = ["SCRATCH", "prepare", "remember", "use"]
 
@@ -30,22 +33,87 @@ MOST_SHARED = 228 * 1024
 
 WARP = 32
 
-#: What a prepared launch gets anew in each call, by the names of the kernel's parameters: the addresses, and
-#: the two halves of each number, in the order in which ``csrc/bindings/eager.cpp`` passes them.
-GIVEN = {
+
+class Launch(NamedTuple):
+    """What a launch for a plain call gets anew, by the names of the kernel's parameters.
+
+    Attributes:
+        inputs: what is read: the rows "x", a "cost", the gradient "grad", and results of the forward launch,
+            as "out=y" where the parameter has another name.
+        results: what is written. The call has the first of them. A backward launch may read the others, of
+            which those that it reads come first.
+        numbers: the parameters that are a number or one for each row.
+
+    ``x`` stands for ``x_pointer``, and a number ``k`` for ``k_pointer``, ``k_stride``, ``k_high``, ``k_low``
+    and ``k_rest``, as far as the kernel has them.
+    """
+
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+#: The launches of the operators in ``csrc/eager/prepared.h``: forward, and backward if there is one.
+LAUNCHES = {
     "soft_topk": (
-        "x_pointer", "out_pointer", "hi_pointer", "lo_pointer", "k_high", "k_low", "tau_high", "tau_low",
+        Launch(("x",), ("out", "hi", "lo"), ("k", "tau")),
+        Launch(("grad", "x", "hi", "lo"), ("dx", "dk", "dtau"), ("tau",)),
     ),
-    "soft_topk_of_rows": (
-        "x_pointer", "out_pointer", "hi_pointer", "lo_pointer", "k_pointer", "tau_high", "tau_low",
+    "topk_mask": (Launch(("x",), ("out",), ("k",)),),
+    "selectable": (Launch(("x",), ("out",), ("most",)),),
+    "soft_topk_magnitude": (
+        Launch(("x",), ("out", "hi", "lo"), ("k", "tau")),
+        Launch(("grad", "x", "out=y", "hi", "lo"), ("dx", "dtau"), ("k", "tau")),
     ),
-    "soft_topk_backward": (
-        "grad_pointer", "x_pointer", "hi_pointer", "lo_pointer", "dx_pointer", "dk_pointer", "dtau_pointer",
-        "tau_high", "tau_low",
+    "soft_budget": (
+        Launch(("x", "cost"), ("out", "hi", "lo"), ("budget", "tau")),
+        Launch(("grad", "x", "cost", "hi", "lo"), ("dx", "dcost", "dbudget", "dtau"), ("tau",)),
     ),
-    "topk_mask": ("x_pointer", "out_pointer", "k_high", "k_low"),
-    "selectable": ("x_pointer", "out_pointer", "most_high", "most_low"),
-}  # fmt: skip
+    "soft_rank": (
+        Launch(("x",), ("out", "index"), ("tau",)),
+        Launch(("grad", "x", "index"), ("dx", "dtau"), ("tau",)),
+    ),
+    "soft_sort": (
+        Launch(("x",), ("out", "index", "place", "scratch"), ("tau",)),
+        Launch(("grad", "x", "index", "place"), ("dx", "dtau", "scratch"), ("tau",)),
+    ),
+}
+
+#: The calls of these operators in the ordinary way, from their rows, cost, numbers and choices.
+ORDINARY: dict[str, Callable[..., Tensor]] = {
+    "soft_topk": lambda x, k, tau, cdf, log: _call(
+        0, "soft_topk", x, k, tau, *cdfs.resolve(cdf).key, "log" if log else "y"
+    ),
+    "soft_topk_magnitude": lambda x, k, tau, p: _call(0, "magnitude_with_signs", x, k, tau, p),
+    "soft_budget": lambda x, cost, budget, tau, cdf, by, at_most: _call(
+        0, "soft_budget", x, cost, budget, tau, *cdfs.resolve(cdf).key, by, at_most
+    ),
+    "soft_rank": lambda x, tau, *_: _call(0, "laplace_count", x, None, tau),
+    "soft_sort": lambda x, tau, *_: _call(1, "laplace_thresholds", x, None, tau),
+}
+
+
+def _call(output: int, name: str, x: Tensor, *given: Any) -> Tensor:
+    """This output of an operator. A number comes as a tensor, as :func:`.arguments.per_row` makes it."""
+    operator = OPERATORS[name]
+    kinds = operator.overload._schema.arguments[1:]
+    values = [
+        arguments.constant(value, x, by_value=True)
+        if isinstance(value, float) and str(kind.type) == "Tensor"
+        else value
+        for value, kind in zip(given, kinds, strict=False)
+    ]
+    result: Tensor = operator(x, *values)[output]
+    return result
+
+
+def again(operator: str, given: list[Any], grad: Tensor) -> Tensor:
+    """The gradient of the rows of a plain call, from the same call in the ordinary way: where it is to be
+    differentiated again, or mapped, or has no prepared launch."""
+    wanted = torch.is_grad_enabled()
+    with torch.enable_grad():
+        y = ORDINARY[operator](*given)
+    return torch.autograd.grad(y, given[0], grad, create_graph=wanted)[0]
 
 
 @functools.cache
@@ -65,7 +133,8 @@ def _look() -> None:
 def use(launch: int, scratch: int, device: str = "cuda") -> None:
     """Let the extension start kernels by the function at this address."""
     classes = {name: type(cdfs.resolve(name)) for name in get_args(cdfs.CDFName)}
-    eager.use_driver(launch, driver.active.get_current_stream, knobs.runtime, scratch, device, cdfs=classes)
+    stream = driver.active.get_current_stream
+    eager.use_driver(launch, stream, knobs.runtime, scratch, device, again, cdfs=classes)
 
 
 def remember(table: int, arguments: tuple[Any, ...], kernel: Any) -> None:
@@ -96,18 +165,57 @@ def _is_plain(metadata: Any) -> bool:
 
 
 def prepare(
-    operator: str, x: Tensor, variant: Any, programs: int, arguments: tuple[Any, ...], *choices: str
+    operator: str,
+    x: Tensor,
+    variant: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    *choices: Any,
+    backward: bool = False,
 ) -> None:
     """Let plain calls of the operator with contiguous rows like those of x make the launch just made.
 
     Args:
-        choices: the CDF and the output, where the operator has them.
+        choices: the names, flags and numbers that decide the launch beside x, in the order of the call.
+        backward: whether it is the launch of the gradient of such calls.
     """
-    cdf, output = choices or ("", "")
-    places = _places(variant.kernel, GIVEN[operator])
-    eager.prepare(operator, x, cdf, output, variant.table, programs, arguments, places)
+    if not eager.launching:
+        return
+    given = _given(variant.kernel, operator, backward)
+    read, results = given[0], [arguments[at] for at in given[2]]
+    for at, source in zip(read, given[1] or (1, 2), strict=False):
+        value = arguments[at]
+        like_x = source == 0 and (value.dtype != x.dtype or value.numel() != x.numel())  # a gradient
+        if like_x or not (value.is_contiguous() or given[4][:1] == (at,)):
+            return
+    sizes = tuple(result.nbytes for result in results)
+    eager.prepare(
+        operator, backward, x, choices, variant.table, programs, arguments, (*given[:3], sizes, *given[3:])
+    )
 
 
 @functools.cache
-def _places(kernel: Any, names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(map(kernel.arg_names.index, names))
+def _given(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
+    """What the extension is told of a launch, but for the sizes of its results."""
+    names, forward = kernel.arg_names, LAUNCHES[operator][0]
+    launch = LAUNCHES[operator][backward]
+    known = ("grad", *forward.inputs, *forward.results)
+    last = LAUNCHES[operator][-1]
+
+    def place(name: str) -> int:
+        return names.index(name) if name in names else -1
+
+    def number(name: str) -> tuple[int, ...]:
+        parts = [f"{name}_{part}" for part in ("high", "low", "rest")]
+        return place(f"{name}_pointer"), place(f"{name}_stride"), *(place(p) for p in parts if p in names)
+
+    return (
+        tuple(place(f"{name.rpartition('=')[2]}_pointer") for name in launch.inputs),
+        tuple(known.index(name.partition("=")[0]) for name in launch.inputs) if backward else (),
+        tuple(place(f"{name}_pointer") for name in launch.results),
+        tuple(map(number, launch.numbers)),
+        tuple(map(place, ("cost_pointer", "cost_row", "cost_column"))) if "cost" in launch.inputs else (),
+        () if backward or last is forward else tuple(map(forward.numbers.index, last.numbers)),
+        any(name.startswith("out=") for name in last.inputs),
+        0 if backward else sum(name in last.inputs for name in forward.results[1:]),
+    )

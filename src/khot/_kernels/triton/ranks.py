@@ -25,13 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
-from khot._kernels.triton import fast, layout
+from khot._kernels.triton import fast, layout, native
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
 
 __all__ = [
+    "CHOICES",
     "KERNELS",
     "SHORT",
     "across",
@@ -60,6 +61,8 @@ BIG = tl.constexpr(torch.finfo(torch.float32).max)  # stands for an infinite sco
 FAR = tl.constexpr(reference.FAR)
 # What a kernel gives of a row: ranks, ranks less their mean, or hard ranks less their mean.
 RANK, CENTRED, PLACE = (tl.constexpr(i) for i in range(3))
+#: the choices of the public calls that come here: cdf, method and regularization
+CHOICES = ("laplace", "count", "l2")
 # τ within these has a reciprocal in float32. Where it is cut, all scores are equal or infinitely far apart.
 LEAST, GREATEST = tl.constexpr(1e-37), tl.constexpr(1e37)
 
@@ -542,11 +545,11 @@ def _rank(
         return
     which = tile(n)
     given = (None, 0, 0) if value is None else layout.matrix(value, x)
-    launch(
-        _rank_rows, -(-rows // which["TOGETHER"]),
-        scores, stride, *given, *scale, out, index, rows, n,
-        **which, DOUBLES=compares_doubles(x.device), KIND=kind,
-    )  # fmt: skip
+    ranker = variant(_rank_rows, **which, DOUBLES=compares_doubles(x.device), KIND=kind)
+    programs, arguments = -(-rows // which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
+    ranker(programs, *arguments)
+    if kind == RANK.value:
+        native.prepare("soft_rank", scores, ranker, programs, arguments, *CHOICES)
 
 
 def laplace_rank_backward(
@@ -564,7 +567,10 @@ def laplace_rank_backward(
         launch(_pull_long_ranks, rows, *given, room, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
         return dx, dtau
     which = tile(n)
-    launch(_pull_ranks, -(-rows // which["TOGETHER"]), *given, rows, n, **which, ASKED=want_tau)
+    puller, programs = variant(_pull_ranks, **which, ASKED=want_tau), -(-rows // which["TOGETHER"])
+    puller(programs, *given, rows, n)
+    if not want_tau:
+        native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *CHOICES, backward=True)
     return dx, dtau
 
 

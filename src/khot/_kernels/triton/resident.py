@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
@@ -268,11 +266,8 @@ def soft_topk(
     start, programs, power = _variant(rows, n, F, output)
     arguments = (*source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
     start(programs, *arguments)
-    if eager.launching and tau.pointer is None and source[0].is_contiguous():
-        by_row = k.pointer is not None and k.pointer.dtype == torch.float64 and k.pointer.numel() == rows
-        if k.pointer is None or by_row:
-            operator = "soft_topk_of_rows" if by_row else "soft_topk"
-            native.prepare(operator, source[0], start, programs, arguments, F.name, output)
+    if output != "threshold":
+        native.prepare("soft_topk", source[0], start, programs, arguments, F.name, output == "log")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
@@ -264,9 +263,9 @@ def soft_topk_backward(
     start, programs, power = _variant(rows, n, F, output, asked(grad_lo))
     arguments = (*grad, *grad_lo, *source, *t, *tau, *results, rows, n, *power)
     start(programs, *arguments)
-    numbers = eager.launching and tau.pointer is None and not asked(grad_lo)
-    if numbers and source[0].is_contiguous() and grad[0].is_contiguous() and grad[0].dtype == source[0].dtype:
-        native.prepare("soft_topk_backward", source[0], start, programs, arguments, F.name, output)
+    if output != "threshold" and not asked(grad_lo):
+        choices = F.name, output == "log"
+        native.prepare("soft_topk", source[0], start, programs, arguments, *choices, backward=True)
 
 
 def asked(grad_lo: layout.Values) -> bool:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.triton import costs, layout
+from khot._kernels.triton import costs, layout, native
 from khot._kernels.triton.costs import (
     as_bits,
     levels,
@@ -302,7 +302,9 @@ def soft_budget(
 ) -> None:
     """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
     start, programs, numbers = _variant(rows, n, F, by, at_most)
-    start(programs, *source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
+    arguments = (*source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
+    start(programs, *arguments)
+    native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
@@ -174,7 +174,11 @@ def soft_budget_backward(
 ) -> None:
     """Fill the results: the gradients in the scores, the costs, the budget, and τ."""
     start, programs, power = _variant(rows, n, F, by, at_most, asked(grad_lo))
-    start(programs, *grad, *grad_lo, *source, *cost, *t, *tau, *results, rows, n, *power)
+    arguments = (*grad, *grad_lo, *source, *cost, *t, *tau, *results, rows, n, *power)
+    start(programs, *arguments)
+    if not asked(grad_lo):
+        choices = F.name, by, at_most
+        native.prepare("soft_budget", source[0], start, programs, arguments, *choices, backward=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -44,6 +44,5 @@ def selectable(x: Tensor, most: float) -> Tensor:
     counter = variant(_selectable, TOGETHER=together, WIDTH=width, num_warps=warps)
     programs = triton.cdiv(rows, together)
     counter(programs, *arguments)
-    if source[0].is_contiguous():
-        native.prepare("selectable", source[0], counter, programs, arguments)
+    native.prepare("selectable", source[0], counter, programs, arguments)
     return out

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout, ranks
+from khot._kernels.triton import layout, native, ranks
 from khot._kernels.triton.fast import LN2, LOG2E, wide
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.ranks import (
     across,
     both_sums,
@@ -355,11 +355,13 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )  # fmt: skip
         return out, index, place
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
-    launch(
-        _sort_rows, -(-rows // which["TOGETHER"]),
-        *layout.rows(x, n), *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
-        **which, DOUBLES=compares_doubles(x.device),
+    sorter = variant(_sort_rows, **which, DOUBLES=compares_doubles(x.device))
+    source, programs = layout.rows(x, n), -(-rows // which["TOGETHER"])
+    arguments = (
+        *source, *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
     )  # fmt: skip
+    sorter(programs, *arguments)
+    native.prepare("soft_sort", source[0], sorter, programs, arguments, *ranks.CHOICES)
     return out, index, place
 
 
@@ -381,11 +383,15 @@ def laplace_sort_backward(
         )  # fmt: skip
         return dx, dtau
     which = tile(n)
-    launch(
-        _pull_sorts, -(-rows // which["TOGETHER"]),
-        *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device), order.contiguous(),
-        place.contiguous(), dx, dtau, _scratch(x), rows, n, **which, ASKED=want_tau,
+    puller, programs = variant(_pull_sorts, **which, ASKED=want_tau), -(-rows // which["TOGETHER"])
+    source = layout.rows(x, n)
+    arguments = (
+        *layout.matrix(grad, x), *source, *layout.values(tau, batch, x.device), order.contiguous(),
+        place.contiguous(), dx, dtau, _scratch(x), rows, n,
     )  # fmt: skip
+    puller(programs, *arguments)
+    if not want_tau:
+        native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.CHOICES, backward=True)
     return dx, dtau
 
 

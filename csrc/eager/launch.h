@@ -19,7 +19,6 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,6 +39,7 @@ struct Driver {
   Launch launch = nullptr;
   PyObject* stream = nullptr;  // called with the index of a device: its current stream, a number
   PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
+  PyObject* again = nullptr;   // see `Node` in gpu_calls.cpp
   int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
   c10::DeviceType device = c10::DeviceType::CUDA;
   c10::DispatchKeySet keys;  // of plain tensors there
@@ -198,113 +198,51 @@ inline std::optional<void*> current_stream(c10::Device device) {
   return found;
 }
 
-// Start so many programs on the current stream of the device. The GIL is held, but not while the driver is
-// called, which may wait for room in its queue.
-inline bool start(const Compiled& kernel, int64_t programs, const Argument* given, c10::Device device) {
+// What the driver gets for the parameters of a kernel: each in a place of its own, and null pointers at the
+// end.
+struct Parameters {
+  std::array<uint64_t, kMostArguments + 4> values{};
+  int count = 0;
+
+  // Where each argument went; kNot if the kernel was compiled for it.
+  static constexpr int8_t kNot = -1;
+  std::array<int8_t, kMostArguments> places;
+
+  Parameters() = default;
+  Parameters(const Compiled& kernel, const Argument* given) {
+    for (size_t i = 0; i < kernel.passed.size(); ++i) {
+      places[i] = kernel.passed[i] == Passed::kNot ? kNot : static_cast<int8_t>(count++);
+      if (places[i] != kNot) write(kernel.passed[i], given[i], &values[places[i]]);
+    }
+    count += driver().unused;
+  }
+
+  static void write(Passed how, const Argument& argument, uint64_t* place) {
+    if (how == Passed::kInt32) {
+      const int32_t number = static_cast<int32_t>(argument.integer);
+      std::memcpy(place, &number, sizeof number);
+    } else if (how == Passed::kFloat32) {
+      const float number = static_cast<float>(argument.real);
+      std::memcpy(place, &number, sizeof number);
+    } else {
+      std::memcpy(place, &argument.pointer, sizeof(void*));  // or 64 bits of a number
+    }
+  }
+};
+
+// Start so many programs on the current stream of the device, which is the current one. The GIL is held, but
+// not while the driver is called, which may wait for room in its queue.
+inline bool start(const Compiled& kernel, int64_t programs, const uint64_t* values, int count,
+                  c10::Device device) {
   if (programs == 0) return true;
   if (programs < 0 || programs >= kLarge || !unwatched()) return false;
-  const c10::DeviceGuard guard(device);
   const std::optional<void*> stream = current_stream(device);
   if (!stream) return false;
-  std::array<uint64_t, kMostArguments + 4> values{};  // those that are not written are the null pointers
   std::array<void*, kMostArguments + 4> parameters;
-  int count = 0;
-  for (size_t i = 0; i < kernel.passed.size(); ++i) {
-    void* const place = &values[count];
-    switch (kernel.passed[i]) {
-      case Passed::kNot:
-        continue;
-      case Passed::kPointer:
-        std::memcpy(place, &given[i].pointer, sizeof(void*));
-        break;
-      case Passed::kInt32: {
-        const int32_t number = static_cast<int32_t>(given[i].integer);
-        std::memcpy(place, &number, sizeof number);
-        break;
-      }
-      case Passed::kInt64:
-        std::memcpy(place, &given[i].integer, sizeof(int64_t));
-        break;
-      case Passed::kFloat32: {
-        const float number = static_cast<float>(given[i].real);
-        std::memcpy(place, &number, sizeof number);
-        break;
-      }
-    }
-    parameters[count++] = place;
-  }
-  for (int i = 0; i < driver().unused; ++i, ++count) parameters[count] = &values[count];
+  for (int i = 0; i < count; ++i) parameters[i] = const_cast<uint64_t*>(values + i);
   const pybind11::gil_scoped_release others_may_run;
   return driver().launch(kernel.function, static_cast<unsigned>(programs), 1, 1, kernel.threads, 1, 1,
                          kernel.shared, *stream, parameters.data(), nullptr) == 0;
-}
-
-// ------------------------------------------------------------------------------------- prepared calls
-
-// What decides a launch of an operator for contiguous rows, apart from addresses and numbers.
-struct Signature {
-  enum Operator : int64_t { kSoftTopk, kSoftTopkOfRows, kSoftTopkBackward, kTopkMask, kSelectable };
-  std::array<int64_t, 7> facts;
-
-  Signature(Operator which, const Tensor& x, int64_t cdf, int64_t output)
-      : facts{which,
-              x.device().index(),
-              static_cast<int64_t>(x.scalar_type()),
-              x.numel() / x.size(-1),
-              x.size(-1),
-              cdf,
-              output} {}
-  bool operator==(const Signature& other) const { return facts == other.facts; }
-};
-
-struct Hash {
-  size_t operator()(const Signature& signature) const {
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-    for (const int64_t fact : signature.facts) hash = (hash ^ static_cast<uint64_t>(fact)) * 0x100000001b3;
-    return hash ^ hash >> 29;
-  }
-};
-
-// A launch of which all is known but addresses and numbers: the arguments, and where these belong among them.
-struct Prepared {
-  std::shared_ptr<const Compiled> kernel;
-  int64_t programs;
-  std::vector<Argument> arguments;
-  std::vector<int> places;  // of the addresses, and after them two for each number
-
-  // Numbers are passed as the sums of two of float32, as khot/_kernels/triton/layout.py does.
-  bool start(c10::Device device, std::initializer_list<const void*> addresses,
-             std::initializer_list<double> numbers) const {
-    std::array<Argument, kMostArguments> given;
-    std::copy(arguments.begin(), arguments.end(), given.begin());
-    auto place = places.begin();
-    for (const void* address : addresses) {
-      Argument& argument = given[*place++];
-      argument.pointer = address;
-      if (!argument.aligned()) return false;
-    }
-    for (const double number : numbers) {
-      const float high = static_cast<float>(number);
-      given[*place++].real = high;
-      given[*place++].real = static_cast<float>(number - high);
-    }
-    return gpu::start(*kernel, programs, given.data(), device);
-  }
-};
-
-// Whether float32 holds both halves of a number; others are not passed by value.
-inline bool by_value(double number) { return number > 1e-20 && number < 1e30; }
-
-constexpr size_t kMostPrepared = 4096;  // then all are forgotten: lengths of rows may have no end
-
-inline std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash>& prepared() {
-  static std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash> all;
-  return all;
-}
-
-inline std::shared_ptr<const Prepared> find(const Signature& signature) {
-  const auto found = prepared().find(signature);
-  return found == prepared().end() ? nullptr : found->second;
 }
 
 }  // namespace khot::gpu

@@ -1,0 +1,42 @@
+// The calls that Python makes of khot._eager, and the operators that have them on a GPU.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+namespace khot {
+
+#define KHOT_CALL(name) PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count)
+
+// thresholds.cpp
+KHOT_CALL(soft_topk);
+KHOT_CALL(soft_count);
+KHOT_CALL(inverse_soft_count);
+// cpu_calls.cpp
+KHOT_CALL(topk);
+KHOT_CALL(topk_mask);
+KHOT_CALL(soft_rank);
+KHOT_CALL(soft_sort);
+KHOT_CALL(pareto);
+// gpu_calls.cpp
+KHOT_CALL(soft_topk_magnitude);
+KHOT_CALL(soft_budget);
+KHOT_CALL(selectable);
+KHOT_CALL(soft_topk_of_selectable);
+// launches.cpp
+KHOT_CALL(use_driver);
+KHOT_CALL(remember);
+KHOT_CALL(start);
+KHOT_CALL(prepare);
+KHOT_CALL(forget);
+
+namespace gpu {
+
+enum Operator : int64_t { kSoftTopk, kTopkMask, kMagnitude, kBudget, kSoftRank, kSoftSort, kSelectable };
+
+// The result of a plain call on a GPU; null, without an error of Python's, if it is left to other ways.
+PyObject* call(Operator which, PyObject* const* args);
+
+}  // namespace gpu
+}  // namespace khot

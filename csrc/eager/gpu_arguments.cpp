@@ -1,0 +1,128 @@
+// Python's arguments of a plain call on a GPU, by their roles (prepared.h).
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "eager/gpu_calls.h"
+
+namespace khot::gpu {
+namespace {
+
+// A tensor on the device of x that nothing records.
+bool is_constant(const Tensor& value, const Tensor& x) {
+  return is_there(value) && value.device() == x.device() && !value.requires_grad() &&
+         !value._fw_grad(0).defined();
+}
+
+bool broadcasts(at::IntArrayRef shape, at::IntArrayRef target) {
+  if (shape.size() > target.size()) return false;
+  for (size_t i = 1; i <= shape.size(); ++i) {
+    const int64_t size = shape[shape.size() - i];
+    if (size != 1 && size != target[target.size() - i]) return false;
+  }
+  return true;
+}
+
+// A number of Python, which has to be in the range that it is in the ordinary way as well, or one for each
+// row.
+bool read_number(PyObject* value, char role, const Tensor& x, Number& found, int64_t& fact) {
+  if (PyFloat_CheckExact(value) || PyLong_CheckExact(value)) {
+    const auto given = number(value);
+    if (!given || !by_value(*given)) return false;
+    if (role != 't' && *given > static_cast<double>(x.size(-1))) return false;
+    if (role == 'i' && *given != std::floor(*given)) return false;
+    found.value = *given;
+    return true;
+  }
+  if (!THPVariable_CheckExact(value)) return false;
+  const Tensor& given = THPVariable_Unpack(value);
+  const at::IntArrayRef batch = x.sizes().slice(0, x.dim() - 1);
+  const at::ScalarType dtype = given.scalar_type();
+  const bool integer = dtype == at::kLong || dtype == at::kInt;
+  if (!is_constant(given, x) || !(integer || dtype_of(given)) || !broadcasts(given.sizes(), batch))
+    return false;
+  found.tensor = integer ? given.to(at::kDouble) : given;
+  const bool same = given.numel() == 1;
+  if (!same) found.tensor = found.tensor.expand(batch).contiguous();
+  fact = number_fact(found.tensor.scalar_type(), same);
+  return true;
+}
+
+bool read_cost(PyObject* value, const Tensor& x, Call& call) {
+  if (!THPVariable_CheckExact(value)) return false;
+  const Tensor& cost = THPVariable_Unpack(value);
+  const bool of_each = cost.sizes() == x.sizes(), of_column = cost.dim() == 1 && cost.numel() == x.size(-1);
+  if (!is_constant(cost, x) || !dtype_of(cost) || !cost.is_contiguous() || !(of_each || of_column))
+    return false;
+  call.signature.cost() = cost_fact(cost.scalar_type(), cost.numel() == x.numel());
+  call.inputs.push_back(cost);
+  return true;
+}
+
+bool read_mask(PyObject* value, const Tensor& x, Call& call) {
+  if (value == Py_None) return true;
+  if (!THPVariable_CheckExact(value)) return false;
+  call.mask = &THPVariable_Unpack(value);
+  return is_constant(*call.mask, x) && call.mask->scalar_type() == at::kBool &&
+         broadcasts(call.mask->sizes(), x.sizes());
+}
+
+std::optional<int64_t> cdf_fact(PyObject* value) {
+  for (const Named<Cdf>& one : kCdfs) {
+    if (Py_TYPE(value) == class_of[static_cast<int>(one.choice)] && one.choice != Cdf::kPower) {
+      return fact_of(std::string_view(one.name));
+    }
+  }
+  return PyUnicode_CheckExact(value) ? fact_of(value) : std::nullopt;
+}
+
+}  // namespace
+
+bool read(Operator which, PyObject* const* args, Call& call) {
+  const char* const roles = kOperators[which].roles;
+  const Tensor* const x = rows_in(args[0], args[std::strchr(roles, 'd') - roles]);
+  if (x == nullptr || !is_there(*x) || !x->is_contiguous()) return false;
+  call.signature = Signature(which, *x);
+  call.inputs.push_back(*x);
+  int choice = 0, number = 0;
+  for (int i = 1; roles[i] != 0; ++i) {
+    PyObject* const value = args[i];
+    switch (roles[i]) {
+      case 'k':
+      case 'i':
+      case 't':
+        if (!read_number(value, roles[i], *x, call.numbers[number], call.signature.number(number)))
+          return false;
+        ++number;
+        break;
+      case 'c':
+      case '*': {
+        const auto fact = roles[i] == 'c' ? cdf_fact(value) : fact_of(value);
+        if (!fact) return false;
+        call.signature.choice(choice++) = *fact;
+        break;
+      }
+      case 'w':
+        if (!read_cost(value, *x, call)) return false;
+        break;
+      case 'm':
+        if (!read_mask(value, *x, call)) return false;
+        break;
+      case 'l':
+      case 'r':
+        if (!PyBool_Check(value)) return false;
+        (roles[i] == 'l' ? call.negated : call.reversed) = value == Py_False;
+        break;
+      case 'T':
+      case 'F':
+        if (value != (roles[i] == 'T' ? Py_True : Py_False)) return false;
+        break;
+      case 'N':
+        if (value != Py_None) return false;
+        break;
+    }
+  }
+  return true;
+}
+
+}  // namespace khot::gpu

@@ -1,0 +1,221 @@
+// The gradients of plain calls on a GPU: a node of autograd that makes a prepared launch.
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "eager/gpu_calls.h"
+
+namespace khot::gpu {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// What the gradient of a call is computed from.
+struct Saved {
+  Signature signature;
+  Tensors inputs;
+  Numbers numbers;
+  Tensor result, kept;  // the first result if a launch reads it, and others
+};
+
+// The gradient of the rows by a prepared launch, of a contiguous gradient; undefined if there is none.
+Tensor pulled(const Saved& saved, const Tensor& grad) {
+  const Tensor& x = saved.inputs[0];
+  const auto forward = find(saved.signature);
+  if (forward == nullptr) return Tensor();
+  Signature signature = saved.signature;
+  signature.facts[0] = backward_of(signature.facts[0]);
+  c10::SmallVector<const Number*, kMostNumbers> numbers;
+  for (int i = 0; i < kMostNumbers; ++i) signature.number(i) = 0;
+  for (const int i : forward->passed_on) {
+    signature.number(static_cast<int>(numbers.size())) = const_cast<Saved&>(saved).signature.number(i);
+    numbers.push_back(&saved.numbers[i]);
+  }
+  const auto prepared = find(signature);
+  if (prepared == nullptr) return Tensor();
+  c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
+  for (const Tensor& input : saved.inputs) known.push_back(input.const_data_ptr());
+  known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
+  for (size_t i = 0; i < forward->kept; ++i) {
+    known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);
+  }
+  for (const int source : prepared->sources) inputs.push_back(known[source]);
+  const c10::DeviceGuard current(x.device());
+  return run(*prepared, x, inputs, numbers).first;
+}
+
+// The gradient in operations that can be differentiated and mapped: Python makes the call in the ordinary
+// way.
+Tensor pulled_again(const Saved& saved, const Tensor& grad) {
+  const Described& described = kOperators[saved.signature.facts[0]];
+  pybind11::list given;
+  int input = 0, number = 0, choice = 0;
+  const auto wrapped = [](const Tensor& x) {
+    return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
+  };
+  for (const char* role = described.roles; *role != 0; ++role) {
+    if (*role == 'x' || *role == 'w') {
+      given.append(wrapped(saved.inputs[input++]));
+    } else if (*role == 'k' || *role == 'i' || *role == 't') {
+      const Number& one = saved.numbers[number++];
+      if (one.tensor.defined()) {
+        given.append(wrapped(one.tensor));
+      } else {
+        given.append(one.value);
+      }
+    } else if (*role == 'c' || *role == '*') {
+      given.append(choices().at(const_cast<Saved&>(saved).signature.choice(choice++)));
+    }
+  }
+  const pybind11::object name = pybind11::str(described.name), cotangent = wrapped(grad);
+  const auto found = pybind11::reinterpret_steal<pybind11::object>(
+      PyObject_CallFunctionObjArgs(driver().again, name.ptr(), given.ptr(), cotangent.ptr(), nullptr));
+  if (!found) throw python_error();
+  return THPVariable_Unpack(found.ptr());
+}
+
+Tensor gradient(const Saved& saved, const Tensor& grad) {
+  if (!grad.defined()) return Tensor();
+  const Tensor& x = saved.inputs[0];
+  const bool direct = !at::GradMode::is_enabled() && plain_state() && is_there(grad) && is_there(x) &&
+                      grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes() &&
+                      !grad._fw_grad(0).defined();
+  const pybind11::gil_scoped_acquire alone;
+  if (!direct) return pulled_again(saved, grad);
+  RECORD_FUNCTION(std::string("khot::") + kOperators[saved.signature.facts[0]].name + "_backward",
+                  std::vector<c10::IValue>());
+  Tensor dense = grad.contiguous();  // as the launch reads it, which the ordinary way prepares
+  if ((reinterpret_cast<uintptr_t>(dense.const_data_ptr()) & kAligned) != 0) dense = dense.clone();
+  Tensor dx = pulled(saved, dense);
+  return dx.defined() ? dx : pulled_again(saved, dense);
+}
+
+// torch's own nodes are counted in one way or another, by its version.
+template <class T>
+auto make_node() {
+  using Pointer = decltype(torch::autograd::Edge::function);
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T, [](T* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>();
+  }
+}
+
+// In the place of torch::autograd::Function, whose contexts and lists take as long as the launch.
+struct Node : torch::autograd::Node {
+  Signature signature;
+  std::array<double, kMostNumbers> values{};
+  std::vector<SavedVariable> given;  // the inputs; the numbers, where they are tensors; and the result
+  size_t inputs = 1;
+  Tensor kept;
+
+  std::string name() const override {
+    return std::string("khot::") + kOperators[signature.facts[0]].name + "_backward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& one : given) one.reset_data();
+    kept.reset();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {gradient(unpacked(), grads[0])};
+  }
+
+  // The tensors in the order of `given`.
+  Saved unpacked() {
+    Saved saved{signature, {}, {}, {}, kept};
+    const auto self = getptr();
+    for (size_t i = 0; i < inputs; ++i) saved.inputs.push_back(given[i].unpack());
+    for (int i = 0; i < kMostNumbers; ++i) {
+      saved.numbers[i] = {values[i], given[inputs + i].unpack()};
+    }
+    saved.result = given.back().unpack(self);
+    return saved;
+  }
+
+  // Compiled autograd: the gradient is one function, of which it looks into nothing.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(name());
+    for (const int64_t fact : signature.facts) args.collect(fact);
+    for (const double value : values) args.collect(value);
+    args.collect(given, true);
+    args.collect(kept);
+  }
+
+  static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& args) {
+    torch::dynamo::autograd::PackedArgs packed(args);
+    Saved saved;
+    const auto facts = packed.unpack<std::vector<int64_t>>();
+    std::copy(facts.begin(), facts.end(), saved.signature.facts.begin());
+    const auto values = packed.unpack<std::vector<double>>();
+    const auto inputs = packed.unpack<int64_t>();
+    for (int64_t i = 0; i < inputs; ++i) saved.inputs.push_back(packed.unpack<Tensor>());
+    for (int i = 0; i < kMostNumbers; ++i) saved.numbers[i] = {values[i], packed.unpack<Tensor>()};
+    saved.result = packed.unpack<Tensor>();
+    saved.kept = packed.unpack<Tensor>();
+    return {gradient(saved, grads[0])};
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swapped) override {
+    for (SavedVariable& one : given) swapped.before(one);
+    swapped.before(kept);
+    torch::dynamo::autograd::PackedArgs packed;
+    packed.pack(std::vector<int64_t>(signature.facts.begin(), signature.facts.end()));
+    packed.pack(std::vector<double>(values.begin(), values.end()));
+    packed.pack(static_cast<int64_t>(inputs));
+    const auto self = getptr();
+    for (SavedVariable& one : given) packed.pack(one.unpack(self));
+    packed.pack(kept);
+    const std::vector<c10::IValue> args = packed.vec();
+    const auto metadata =
+        torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::
+            pack(torch::dynamo::autograd::get_input_metadata(next_edges()));
+    std::vector<at::TypePtr> schema;
+    for (const c10::IValue& value : args) {
+      schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
+    }
+    const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string function =
+        python->bind_function(swapped.get_py_compiler(), name(), apply_functional, schema,
+                              /*is_custom_function=*/true, /*is_traceable=*/false);
+    variable_list results =
+        python->call_function(swapped.get_py_compiler(), "apply_functional", function, grads, args, metadata);
+    for (SavedVariable& one : given) swapped.after(one);
+    swapped.after(kept);
+    return results;
+  }
+};
+
+}  // namespace
+
+void record(const Call& call, const Prepared& prepared, const Results& results) {
+  const auto node = make_node<Node>();
+  node->set_next_edges(torch::autograd::collect_next_edges(call.inputs[0]));
+  node->signature = call.signature;
+  node->inputs = call.inputs.size();
+  node->given.reserve(call.inputs.size() + kMostNumbers + 1);
+  for (const Tensor& input : call.inputs) node->given.emplace_back(input, false);
+  for (int i = 0; i < kMostNumbers; ++i) {
+    node->values[i] = call.numbers[i].value;
+    node->given.emplace_back(call.numbers[i].tensor, false);
+  }
+  node->kept = results.kept;
+  torch::autograd::set_history(results.first, node);
+  node->given.emplace_back(prepared.keeps_result ? results.first : Tensor(), true);
+}
+
+}  // namespace khot::gpu

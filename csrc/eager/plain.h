@@ -1,0 +1,180 @@
+// What every plain call asks of its arguments, and what it tells the kernels of khot._C about rows.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <type_traits>
+
+#include "bindings/rows.h"
+#include "kernels.h"
+
+namespace khot {
+
+using at::Tensor;
+
+// The soft top-k, the soft count and the top-k share their rows among threads, and take calls of any size: at
+// (4096, 64) the ordinary way takes as long as a third of the two kernels of the soft top-k. Of the others,
+// which do not share their rows, this many entries are the most that one call takes.
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max(), kMost = 1 << 14;
+
+inline const Served* served = nullptr;                 // what khot._C offers
+inline PyTypeObject* class_of[std::size(kCdfs)] = {};  // khot.cdfs.Logistic and so on, by their Cdf
+
+inline bool plain_state() {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
+  return usual.has_all(c10::impl::tls_local_dispatch_key_set().included_) &&
+         !c10::impl::dispatch_mode_enabled() && !at::impl::torch_function_mode_enabled();
+}
+
+inline bool plain_tensor(const Tensor& x) {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet usual(
+      {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU});
+  return usual.has_all(x.key_set());
+}
+
+inline std::optional<Dtype> dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kDouble:
+      return Dtype::kDouble;
+    case at::kHalf:
+      return Dtype::kHalf;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The rows of a contiguous tensor.
+struct Rows {
+  Rows(const Tensor& x, Dtype dtype)
+      : data(static_cast<const char*>(x.const_data_ptr())),
+        bytes(x.size(-1) * x.element_size()),
+        dtype(dtype) {}
+  Row operator()(int64_t row) const { return {data + row * bytes, dtype, 1}; }
+  Results results_in(void* out) const { return {static_cast<char*>(out), bytes}; }  // of the same shape
+
+  const char* data;
+  int64_t bytes;
+  Dtype dtype;
+};
+
+// A number for each row, of the dtype of x.
+template <class Value>
+Tensor per_row(const Tensor& x, const Value& value) {
+  Tensor result = at::empty(x.sizes().slice(0, x.dim() - 1), x.options());
+  const auto fill = [&](auto* out) {
+    for (int64_t row = 0; row < result.numel(); ++row) {
+      out[row] = static_cast<std::remove_reference_t<decltype(*out)>>(value(row));
+    }
+  };
+  switch (*dtype_of(x)) {
+    case Dtype::kFloat:
+      fill(result.mutable_data_ptr<float>());
+      break;
+    case Dtype::kDouble:
+      fill(result.mutable_data_ptr<double>());
+      break;
+    case Dtype::kHalf:
+      fill(result.mutable_data_ptr<at::Half>());
+      break;
+    case Dtype::kBFloat16:
+      fill(result.mutable_data_ptr<at::BFloat16>());
+      break;
+  }
+  return result;
+}
+
+template <class Choice, size_t count>
+const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
+  for (const Named<Choice>& one : known) {
+    if (one.choice == choice) return one.name;
+  }
+  return "";
+}
+
+using Context = torch::autograd::AutogradContext;
+using Variables = torch::autograd::variable_list;
+
+// ---------------------------------------------------------------------------------- from Python
+
+// A number of Python, or of a tensor without dimensions and gradient.
+inline std::optional<double> number(PyObject* value) {
+  if (PyFloat_CheckExact(value)) return PyFloat_AS_DOUBLE(value);
+  if (THPVariable_CheckExact(value)) {
+    const Tensor& t = THPVariable_Unpack(value);
+    if (t.dim() != 0 || !plain_tensor(t) || t.requires_grad() || t._fw_grad(0).defined()) return std::nullopt;
+    switch (t.scalar_type()) {
+      case at::kFloat:
+        return *t.const_data_ptr<float>();
+      case at::kDouble:
+        return *t.const_data_ptr<double>();
+      case at::kLong:
+        return static_cast<double>(*t.const_data_ptr<int64_t>());
+      default:
+        return std::nullopt;
+    }
+  }
+  if (!PyLong_CheckExact(value)) return std::nullopt;
+  const double result = PyLong_AsDouble(value);
+  if (result == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return result;
+}
+
+inline bool named(PyObject* value, const char* name) {
+  return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, name) == 0;
+}
+
+// A CDF without a parameter, by its name or as an object, which layers keep.
+inline std::optional<Cdf> cdf_of(PyObject* cdf) {
+  for (const Named<Cdf>& one : kCdfs) {
+    if (one.choice == Cdf::kPower) continue;
+    if (named(cdf, one.name) || Py_TYPE(cdf) == class_of[static_cast<int>(one.choice)]) return one.choice;
+  }
+  return std::nullopt;
+}
+
+// A tensor that has its rows in the last dimension, in a plain state; null for everything else.
+inline const Tensor* rows_in(PyObject* input, PyObject* dim) {
+  if (!PyLong_CheckExact(dim)) return nullptr;
+  if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
+  const Tensor& x = THPVariable_Unpack(input);
+  int overflow = 0;
+  const long at = PyLong_AsLongAndOverflow(dim, &overflow);
+  if (overflow != 0) return nullptr;
+  if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
+  if (!dtype_of(x) || x.numel() == 0) return nullptr;
+  return x._fw_grad(0).defined() ? nullptr : &x;
+}
+
+// The same on the CPU if it is plain, of at most so many entries. It is contiguous, or so small that a copy
+// which is costs less than the ordinary way.
+inline const Tensor* rows_of(PyObject* input, PyObject* dim, int64_t most) {
+  const Tensor* x = rows_in(input, dim);
+  if (x == nullptr || served == nullptr || !plain_tensor(*x) || x->numel() > most) return nullptr;
+  return x->numel() > kMost && !x->is_contiguous() ? nullptr : x;
+}
+
+}  // namespace khot

@@ -1,0 +1,164 @@
+// Launches that the ordinary way has prepared for plain calls on a GPU: all is known of them but the
+// addresses and the numbers of a call.
+//
+// khot/_kernels/triton/native.py says which parameters of a kernel these are.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "eager/launch.h"
+
+namespace khot::gpu {
+
+// The roles of an operator's arguments, in their order, as its call has them:
+//   x  the rows, contiguous                w  a cost of each entry, or of each column
+//   d  the dim of the rows, the last       m  a mask or None
+//   k  how many, > 0, at most n            i  the same, an integer
+//   t  a number > 0                        c  a CDF without a parameter
+//   *  a choice: a name, a flag or a number, of which the launch depends
+//   l  True, or False for rows that are negated      r  True, or False for a result in the other order
+//   T  True   F  False   N  None: others are not plain
+// Numbers (k, i, t) are those of Python or, of the same GPU, tensors with one for each row.
+struct Described {
+  const char *name, *roles;
+};
+constexpr Described kOperators[] = {
+    {"soft_topk", "xkdtclmN*"},      {"topk_mask", "xkdlmN"},   {"soft_topk_magnitude", "xidt*FNN"},
+    {"soft_budget", "xwtdtc**lNFN"}, {"soft_rank", "xdtcl**N"}, {"soft_sort", "xdtcr**N"},
+    {"selectable", "xdt"},
+};
+
+constexpr int kMostNumbers = 2, kMostChoices = 3;
+
+// What decides a launch: the operator (negative: its backward), the device, the dtype, the number of rows,
+// their length, the choices, and how the numbers and the cost are given.
+struct Signature {
+  std::array<int64_t, 5 + kMostChoices + kMostNumbers + 1> facts{};
+  int64_t& choice(int i) { return facts[5 + i]; }
+  int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
+  int64_t& cost() { return facts.back(); }
+
+  Signature() = default;
+  Signature(int64_t which, const Tensor& x)
+      : facts{which, x.device().index(), static_cast<int64_t>(x.scalar_type()), x.numel() / x.size(-1),
+              x.size(-1)} {}
+  bool operator==(const Signature& other) const { return facts == other.facts; }
+};
+
+constexpr int64_t backward_of(int64_t which) { return -1 - which; }
+
+struct Hash {
+  static uint64_t mixed(uint64_t hash, uint64_t value) {  // FNV-1a
+    return (hash ^ value) * 0x100000001b3;
+  }
+  size_t operator()(const Signature& signature) const {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const int64_t fact : signature.facts) hash = mixed(hash, static_cast<uint64_t>(fact));
+    return hash ^ hash >> 29;
+  }
+};
+
+// A number of a kernel's arguments: by value, the sum of so many of float32; or in memory.
+struct Numbered {
+  std::vector<int> places;  // one, if it is an address
+  bool by_value;
+};
+
+struct Prepared {
+  std::shared_ptr<const Compiled> kernel;
+  int64_t programs;
+  Parameters parameters;
+
+  // Places among the parameters, or Parameters::kNot. The first result has the shape of x, or one number for
+  // each row. Of the others, those that a backward launch reads come first and share one tensor, and the rest
+  // share another; they begin there at these bytes.
+  std::vector<int> inputs, results;
+  std::vector<Numbered> numbers;
+  bool whole;
+  at::ScalarType dtype;
+  std::vector<int64_t> begins;
+  size_t kept = 0;  // so many of the others are read again
+  int64_t kept_bytes = 0, scratch_bytes = 0;
+
+  // Of a forward launch, which of its numbers the backward launch gets, and whether that reads the first
+  // result. Of a backward launch, what its inputs are: the gradient, then the inputs of the forward launch,
+  // then its results.
+  std::vector<int> passed_on, sources;
+  bool keeps_result = false;
+};
+
+// Whether float32 holds both halves of a number; others are not passed by value.
+inline bool by_value(double number) { return number > 1e-20 && number < 1e30; }
+
+constexpr size_t kMostPrepared = 4096;  // then all are forgotten: lengths of rows may have no end
+
+inline std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash>& prepared() {
+  static std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash> all;
+  return all;
+}
+
+inline std::shared_ptr<const Prepared> find(const Signature& signature) {
+  const auto found = prepared().find(signature);
+  return found == prepared().end() ? nullptr : found->second;
+}
+
+// ------------------------------------------------------------------------------------------ choices
+
+// A choice as a fact. Names, numbers and flags have different ones.
+inline int64_t fact_of(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char letter : name) hash = Hash::mixed(hash, static_cast<unsigned char>(letter));
+  return static_cast<int64_t>(hash);
+}
+
+inline std::optional<int64_t> fact_of(PyObject* choice) {
+  if (PyBool_Check(choice)) return choice == Py_True ? 1 : 2;
+  if (PyUnicode_CheckExact(choice)) {
+    Py_ssize_t size = 0;
+    const char* const text = PyUnicode_AsUTF8AndSize(choice, &size);
+    if (text == nullptr) PyErr_Clear();
+    return text == nullptr ? std::nullopt : std::optional(fact_of(std::string_view(text, size)));
+  }
+  double number = 0;
+  if (PyFloat_CheckExact(choice)) {
+    number = PyFloat_AS_DOUBLE(choice);
+  } else if (PyLong_CheckExact(choice)) {
+    number = PyLong_AsDouble(choice);
+    if (PyErr_Occurred()) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+  } else {
+    return std::nullopt;
+  }
+  int64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits ^ 3;
+}
+
+// The choices of what was prepared, by their facts.
+inline std::unordered_map<int64_t, pybind11::object>& choices() {
+  static auto* const all = new std::unordered_map<int64_t, pybind11::object>;  // which outlives Python
+  return *all;
+}
+
+// How a number is given: 0 by value, otherwise by its dtype and whether all rows have the same.
+inline int64_t number_fact(at::ScalarType dtype, bool same) {
+  return static_cast<int64_t>(dtype) << 2 | (same ? 3 : 2);
+}
+
+// A cost of each entry or of each column, by its dtype.
+inline int64_t cost_fact(at::ScalarType dtype, bool of_each) {
+  return static_cast<int64_t>(dtype) << 2 | (of_each ? 3 : 2);
+}
+
+}  // namespace khot::gpu

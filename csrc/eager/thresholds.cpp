@@ -1,0 +1,251 @@
+// Plain calls on the CPU that search for a threshold or count by one: the soft top-k, the soft count and
+// its inverse.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <cmath>
+#include <optional>
+
+#include "eager/calls.h"
+#include "eager/plain.h"
+#include "kernels.h"
+
+namespace khot {
+namespace {
+
+// ------------------------------------------------------------------- the soft top-k and its threshold
+
+struct Problem {
+  Spec spec;
+  double k, tau;
+  bool threshold() const { return spec.output == Output::kThreshold; }
+};
+
+// y, log y or the threshold. It is undefined where a row has no result.
+Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
+  const int64_t rows = x.numel() / problem.spec.n;
+  Tensor y = problem.threshold() ? Tensor() : at::empty(x.sizes(), x.options());
+  void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
+  const Tensor dense = x.contiguous();
+  const Rows scores(dense, *dtype_of(x));
+  const Same k{problem.k}, tau{problem.tau};
+  served->soft_topk(problem.spec,
+                    SelectionRows(scores, k, Invertible<Same>{tau}, scores.results_in(out), hi, lo), rows);
+  double total = 0;  // one NaN makes it NaN
+  for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
+  if (std::isnan(total)) return Tensor();
+  return y.defined() ? y : per_row(x, [=](int64_t row) { return hi[row] + lo[row]; });
+}
+
+bool density_from_value(Cdf cdf) { return cdf == Cdf::kLogistic || cdf == Cdf::kLaplace; }
+
+// The derivatives as khot/_ops/soft_topk.py has them: in operations that can be differentiated and mapped.
+Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
+           const Problem& problem) {
+  static const auto call = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("khot::soft_topk_vjp", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                             const Tensor&, double, c10::string_view, c10::string_view)>();
+  return call.call(grad, grad_lo, x, hi, lo, problem.tau, name_of(problem.spec.cdf, kCdfs),
+                   name_of(problem.spec.output, kOutputs));
+}
+
+class SoftTopk : public torch::autograd::Function<SoftTopk> {
+ public:
+  // y, log y or the threshold, and the part of the threshold that carries its derivatives
+  static Variables forward(Context* context, const Tensor& x, const Problem& problem, bool* valid) {
+    const auto options = x.options().dtype(at::kDouble);
+    Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
+    Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
+    Tensor y = khot::forward(x, problem, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+    *valid = y.defined();
+    if (!*valid) y = at::empty({0}, x.options());  // the call is left to the ordinary way
+    context->set_materialize_grads(false);
+    const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
+                        problem.spec.output == Output::kValue;
+    context->save_for_backward({x, serves ? y : Tensor(), hi, lo});
+    context->saved_data["problem"] =
+        std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
+                            problem.k, problem.tau};
+    return {y, lo};
+  }
+
+  static Variables backward(Context* context, const Variables& grads) {
+    if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor(), Tensor()};
+    const Variables saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
+    const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
+    const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
+                    static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
+    const Problem problem{spec, given[2], given[3]};
+    const bool direct = !at::GradMode::is_enabled() && plain_state() && grads[0].defined() &&
+                        plain_tensor(grads[0]) && plain_tensor(x) && !grads[1].defined();
+    Tensor grad = grads[0], grad_lo = grads[1];
+    if (problem.threshold() && grad.defined()) {  // the threshold is lo and a constant
+      grad = grad.to(at::kDouble);
+      grad_lo = grad_lo.defined() ? at::add(grad_lo, grad) : grad;
+      grad = Tensor();
+    }
+    if (!direct) {
+      const Tensor first = grad.defined() ? grad : at::zeros_like(x);
+      const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
+      return {vjp(first, second, x, hi, lo, problem), Tensor(), Tensor()};
+    }
+    RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
+    Tensor result = at::empty(x.sizes(), x.options());
+    if (grad.defined()) grad = grad.contiguous();
+    if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
+    const Tensor dense = x.contiguous();
+    const Dtype dtype = *dtype_of(x);
+    const Rows scores(dense, dtype);
+    std::optional<Rows> outputs, incoming;
+    if (y.defined()) outputs.emplace(y, Dtype::kFloat);
+    if (grad.defined()) incoming.emplace(grad, dtype);
+    const Listed given_lo{grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr};
+    const GradientRows rows(dtype, scores, Invertible<Same>{{problem.tau}}, outputs, incoming, given_lo,
+                            Listed{hi.const_data_ptr<double>()}, Listed{lo.const_data_ptr<double>()},
+                            scores.results_in(result.mutable_data_ptr()), nullptr, nullptr);
+    served->soft_topk_backward(spec, rows, x.numel() / spec.n);
+    return {result, Tensor(), Tensor()};
+  }
+};
+
+// The result of a problem, with its gradient; undefined where a row has no result.
+Tensor solve(const Tensor& x, const Problem& problem) {
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
+  const pybind11::gil_scoped_release others_may_run;
+  if (at::GradMode::is_enabled() && x.requires_grad()) {
+    bool valid = true;
+    const Tensor y = SoftTopk::apply(x, problem, &valid)[0];
+    return valid ? y : Tensor();
+  }
+  c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
+  return forward(x, problem, threshold.data(), threshold.data() + threshold.size() / 2);
+}
+
+// ---------------------------------------------------------------------------------- the soft count
+
+using Counts = LevelRows<Rows, Same, Listed>;
+
+Counts counts_of(const Tensor& x, double at, double tau) {
+  return {1, Rows(x, *dtype_of(x)), Same{tau}, Same{at}};
+}
+
+CountSpec count_spec(const Tensor& x, Cdf cdf) {
+  return {{cdf, 0, Output::kValue, x.size(-1), nullptr}, 1, false};
+}
+
+Tensor count(const Tensor& x, double at, double tau, Cdf cdf) {
+  const int64_t rows = x.numel() / x.size(-1);
+  const Tensor scores = x.contiguous();
+  c10::SmallVector<double, 64> counts(rows);
+  Counts problem = counts_of(scores, at, tau);
+  problem.values = counts.data();
+  served->soft_count(count_spec(x, cdf), problem, rows);
+  return per_row(x, [&](int64_t row) { return counts[row]; });
+}
+
+class SoftCount : public torch::autograd::Function<SoftCount> {
+ public:
+  static Tensor forward(Context* context, const Tensor& x, double at, double tau, Cdf cdf) {
+    context->save_for_backward({x});
+    context->saved_data["problem"] = std::vector<double>{at, tau, static_cast<double>(cdf)};
+    return count(x, at, tau, cdf);
+  }
+
+  static Variables backward(Context* context, const Variables& grads) {
+    const Tensor x = context->get_saved_variables()[0], &grad = grads[0];
+    const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
+    const double at = given[0], tau = given[1];
+    const Cdf cdf = static_cast<Cdf>(static_cast<int>(given[2]));
+    if (at::GradMode::is_enabled() || !plain_state() || !plain_tensor(grad) || !plain_tensor(x)) {
+      // the formulas of khot/_ops/soft_count.py, in operations that can be differentiated and mapped
+      static const auto vjp =
+          c10::Dispatcher::singleton()
+              .findSchemaOrThrow("khot::soft_count_vjp", "")
+              .typed<Tensor(const Tensor&, const Tensor&, double, double, c10::string_view)>();
+      return {vjp.call(grad, x, at, tau, name_of(cdf, kCdfs)), Tensor(), Tensor(), Tensor()};
+    }
+    RECORD_FUNCTION("khot::soft_count_backward", std::vector<c10::IValue>());
+    Tensor result = at::empty(x.sizes(), x.options());
+    const Tensor incoming = grad.to(at::kDouble).contiguous(), scores = x.contiguous();
+    Counts problem = counts_of(scores, at, tau);
+    problem.grads = Listed{incoming.const_data_ptr<double>()};
+    problem.results = problem.scores.results_in(result.mutable_data_ptr());
+    served->soft_count_backward(count_spec(x, cdf), problem, incoming.numel());
+    return {result, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// ---------------------------------------------------------------------------------- from Python
+
+// The tensor, level or count, temperature and CDF of a soft count or its inverse.
+struct Levelled {
+  const Tensor* x = nullptr;
+  double level, tau;
+  Cdf cdf;
+};
+
+// (input, level, dim, tau, cdf)
+Levelled levelled(PyObject* const* args, Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count == 5, "khot: soft_count and inverse_soft_count take 5 arguments");
+  const Tensor* x = rows_of(args[0], args[2], kAny);
+  if (x == nullptr) return {};
+  const auto level = number(args[1]), tau = number(args[3]);
+  const auto cdf = cdf_of(args[4]);
+  if (!level || std::isnan(*level) || !tau || !(*tau > 0 && std::isfinite(*tau)) || !cdf) return {};
+  return {x, *level, *tau, *cdf};
+}
+
+}  // namespace
+
+// soft_topk(input, k, dim, tau, cdf, largest, mask, group, log)
+PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
+  if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
+  if (args[5] != Py_True || args[6] != Py_None || args[7] != Py_None) Py_RETURN_NONE;
+  const Tensor* const x = rows_of(args[0], args[2], kAny);
+  if (x == nullptr) Py_RETURN_NONE;
+  const auto k = number(args[1]), tau = number(args[3]);
+  const auto cdf = cdf_of(args[4]);
+  if (!k || !tau || !cdf || !(*k > 0 && *k <= x->size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
+    Py_RETURN_NONE;
+  const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
+  Tensor y = solve(*x, {{*cdf, 0, output, x->size(-1), nullptr}, *k, *tau});
+  if (!y.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
+  const Levelled call = levelled(args, given);
+  if (call.x == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("khot::soft_count", std::vector<c10::IValue>());
+  const Tensor& x = *call.x;
+  Tensor result;
+  {
+    const pybind11::gil_scoped_release others_may_run;
+    const bool recorded = at::GradMode::is_enabled() && x.requires_grad();
+    result = recorded ? SoftCount::apply(x, call.level, call.tau, call.cdf)
+                      : count(x, call.level, call.tau, call.cdf);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
+  const Levelled call = levelled(args, given);
+  if (call.x == nullptr || !(call.level > 0 && call.level <= call.x->size(-1))) Py_RETURN_NONE;
+  Tensor t =
+      solve(*call.x, {{call.cdf, 0, Output::kThreshold, call.x->size(-1), nullptr}, call.level, call.tau});
+  if (!t.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(t));
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace khot
