@@ -43,7 +43,8 @@ bool read_number(PyObject* value, char role, const Tensor& x, Number& found, int
     return false;
   found.tensor = integer ? given.to(at::kDouble) : given;
   const bool same = given.numel() == 1;
-  if (!same) found.tensor = found.tensor.expand(batch).contiguous();
+  if (!same && found.tensor.sizes() != batch) found.tensor = found.tensor.expand(batch);
+  if (!same && !found.tensor.is_contiguous()) found.tensor = found.tensor.contiguous();
   fact = number_fact(found.tensor.scalar_type(), same);
   return true;
 }

@@ -110,9 +110,9 @@ def _call(output: int, name: str, x: Tensor, *given: Any) -> Tensor:
 def again(operator: str, given: list[Any], grad: Tensor) -> Tensor:
     """The gradient of the rows of a plain call, from the same call in the ordinary way: where it is to be
     differentiated again, or mapped, or has no prepared launch."""
-    wanted = torch.is_grad_enabled()
+    wanted, call = torch.is_grad_enabled(), ORDINARY[operator]
     with torch.enable_grad():
-        y = ORDINARY[operator](*given)
+        y = call(*given)
     return torch.autograd.grad(y, given[0], grad, create_graph=wanted)[0]
 
 

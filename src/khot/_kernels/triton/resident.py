@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
@@ -266,7 +267,7 @@ def soft_topk(
     start, programs, power = _variant(rows, n, F, output)
     arguments = (*source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
     start(programs, *arguments)
-    if output != "threshold":
+    if eager.launching and output != "threshold":
         native.prepare("soft_topk", source[0], start, programs, arguments, F.name, output == "log")
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
@@ -263,7 +264,7 @@ def soft_topk_backward(
     start, programs, power = _variant(rows, n, F, output, asked(grad_lo))
     arguments = (*grad, *grad_lo, *source, *t, *tau, *results, rows, n, *power)
     start(programs, *arguments)
-    if output != "threshold" and not asked(grad_lo):
+    if eager.launching and output != "threshold" and not asked(grad_lo):
         choices = F.name, output == "log"
         native.prepare("soft_topk", source[0], start, programs, arguments, *choices, backward=True)
 
