@@ -39,7 +39,7 @@ struct Driver {
   Launch launch = nullptr;
   PyObject* stream = nullptr;  // called with the index of a device: its current stream, a number
   PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
-  PyObject* again = nullptr;   // see `Node` in gpu_calls.cpp
+  PyObject* again = nullptr;   // see `pulled_again` in gpu_gradient.cpp
   int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
   c10::DeviceType device = c10::DeviceType::CUDA;
   c10::DispatchKeySet keys;  // of plain tensors there
