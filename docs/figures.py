@@ -39,8 +39,8 @@ def panels(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return figure, axes
 
 
-def save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+def save(figure: Figure, path: Path, dpi: int = 110) -> None:
+    figure.savefig(path, dpi=dpi)
 
 
 def cdfs(out: Path) -> None:
@@ -462,7 +462,7 @@ def uses(out: Path) -> None:
         ax.set_xticks([])
         ax.spines["bottom"].set_visible(False)
         ax.invert_yaxis()
-    save(figure, out / "uses.png")
+    save(figure, out / "uses.png", dpi=95)
 
 
 def table(path: Path) -> dict[str, list[str]]:
