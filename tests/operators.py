@@ -118,7 +118,8 @@ def _budget(name: str, **fixed: Any) -> Callable[..., Tensor]:
 
 
 def _mirrored(cdf: str) -> Callable[..., Tensor]:
-    """soft_assign of a row and its negative, which share the columns: for a symmetric F, the soft top-k."""
+    """soft_assign of a row and its negative, which share the columns: for an F that is symmetric about its
+    median, the soft top-k."""
 
     def call(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
         row = x.movedim(dim, -1) if x.dim() else x.unsqueeze(0)
@@ -336,6 +337,15 @@ OPERATORS: list[Operator] = [
             has_mask=False,
         )
         for n in _SMOOTH
+    ),
+    Operator(
+        "soft_assign-uniform",
+        "soft_assign",
+        _mirrored("uniform"),
+        _soft("uniform"),
+        selects=False,
+        has_mask=False,
+        piecewise_linear=True,
     ),
     # its order, indices and other k are in test_selection.py
     Operator(

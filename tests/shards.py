@@ -125,6 +125,34 @@ def assignments_of_shards(
     )
 
 
+def bounded_assignments(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The same within bounds: the result, its gradients, and the bias."""
+    x, least_k, most_k, least, most, tau, *total = leaves = [
+        v.detach().clone().requires_grad_() for v in args
+    ]
+    y, bias = khot.soft_assign(
+        x,
+        (least_k, most_k),
+        (least, most),
+        total=total[0] if total else None,
+        tau=tau,
+        return_bias=True,
+        **options,
+    )
+    grads = torch.autograd.grad((y.square() * weights).sum(), leaves)
+    return [v.detach() for v in (y, *grads, bias)]
+
+
+def bounded_assignments_of_shards(
+    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+) -> list[Tensor]:
+    mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
+    of_rows, common = [v[:, mine] for v in args[:3]], args[3:]
+    return bounded_assignments(
+        {**options, "group": group}, [*of_rows, *common], weights[:, mine].contiguous()
+    )
+
+
 def rows_assigned(group: Any, x: Tensor, k: float, options: dict[str, Any], cuts: list[int]) -> Tensor:
     mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
     options = {name: v[mine] if isinstance(v, Tensor) else v for name, v in options.items()}

@@ -350,7 +350,6 @@ BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("capacity of another width", ValueError, "capacity", {"capacity": torch.ones(3)}),
     ("tau of 0", ValueError, "tau", {"tau": 0.0}),
     ("tau negative", ValueError, "tau", {"tau": torch.tensor(-1.0)}),
-    ("compact support", ValueError, "cdf", {"cdf": "uniform"}),
     ("unknown cdf", ValueError, "cdf", {"cdf": "cauchy"}),
     ("mask of floats", TypeError, "mask", {"mask": torch.ones(6, 4)}),
     ("bias of another width", ValueError, "bias", {"bias": torch.ones(3)}),

@@ -198,6 +198,14 @@ ROWS = [
         (0, 1),
     ),
     Row(
+        "soft_assign-bounds",
+        lambda x, k, capacity, tau: khot.soft_assign(
+            x, (0.8 * k, k), (0.6 * capacity, 0.97 * capacity), total=0.9 * k.sum(-1), tau=tau
+        ),
+        (matrix, sums, capacities, TAU),
+        (0, 1, 3),
+    ),
+    Row(
         "sorted_soft_topk-all",
         lambda x, epsilon: khot.sorted_soft_topk(x, 2, epsilon=epsilon),
         (normal, TAU),

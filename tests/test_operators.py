@@ -552,6 +552,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     sums = (torch.full_like(k, 2.0), torch.full_like(costs[0], 2.0 * x.shape[0] / x.shape[-1]).double())
     assigned = (x, *sums, tau[:1], sums[1], "logistic", 1.0, False, "")
     cases.append(("soft_assign", ops.soft_assign.default, assigned))
+    bounds = (0.5 * sums[0], sums[0], 0.9 * sums[1], 1.1 * sums[1], torch.full_like(tau[:1], 1.8 * len(x)))
+    within = (x, *bounds, tau[:1], sums[1], "logistic", 1.0, True, False, 1e-6, "")
+    cases.append(("bounded_assign", ops.bounded_assign.default, within))
     cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)

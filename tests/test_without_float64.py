@@ -387,6 +387,14 @@ def test_soft_assign(at_most: bool, device: single.Device) -> None:
     agree(device, lambda x: khot.soft_assign(x, 2, capacity, tau=0.5, at_most=at_most), LOGITS)
 
 
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_soft_assign_within_bounds(cdf: Any, device: single.Device) -> None:
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_assign(x, (1, 2), total=1.6 * len(LOGITS), tau=0.5, cdf=cdf)
+
+    agree(device, call, LOGITS)
+
+
 def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn.Module:
     """The module, with its parameters and buffers put."""
     for part in module.modules():

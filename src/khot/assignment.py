@@ -12,18 +12,23 @@ from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
+from khot._ops.bounded_assign import Bounds, bounded_assign
 from khot._ops.soft_assign import soft_assign as assigned
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["soft_assign"]
 
+HALF = (torch.float16, torch.bfloat16)
+Sum = Scalar | tuple[Scalar, Scalar]  # given, or within bounds: (least, most)
+
 
 @overload
 def soft_assign(
     input: Tensor,
-    k: Scalar,
-    capacity: Scalar | None = None,
+    k: Sum,
+    capacity: Sum | None = None,
     *,
+    total: Scalar | None = None,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
     at_most: bool = False,
@@ -37,9 +42,10 @@ def soft_assign(
 @overload
 def soft_assign(
     input: Tensor,
-    k: Scalar,
-    capacity: Scalar | None = None,
+    k: Sum,
+    capacity: Sum | None = None,
     *,
+    total: Scalar | None = None,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
     at_most: bool = False,
@@ -52,9 +58,10 @@ def soft_assign(
 
 def soft_assign(
     input: Tensor,
-    k: Scalar,
-    capacity: Scalar | None = None,
+    k: Sum,
+    capacity: Sum | None = None,
     *,
+    total: Scalar | None = None,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
     at_most: bool = False,
@@ -63,7 +70,7 @@ def soft_assign(
     return_bias: bool = False,
     group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A differentiable selection whose rows and columns both have given sums.
+    """A differentiable selection whose rows and columns both have given sums, or sums within bounds.
 
     Each of m rows (tokens, say) selects k of E columns (experts), and each column is selected by as many rows
     as its capacity. The result is
@@ -74,43 +81,66 @@ def soft_assign(
     maximises Σ x y less τ times a convex penalty among all matrices with these sums and entries in [0, 1].
     As τ → 0 it solves the linear programme of transport with upper bounds.
 
+    A pair (least, most) in the place of k or capacity is a sum within bounds, and ``total`` is the sum of all
+    entries. Then
+
+        y_ij = F((x_ij − r_i − c_j + μ)/τ)
+
+    where r_i = 0 if the sum of the row lies between its bounds, r_i > 0 if it is at its most, and r_i < 0 if
+    it is at its least; c_j is the same for the column, and μ is one number for all entries, which is 0
+    without a total. It maximises the same among all matrices within these bounds. ``k=(0, 4), total=100``
+    selects 100 entries of a matrix, and no more than 4 of a row.
+
     Args:
         input: scores x, (*batch, m, E), of any floating-point dtype. −inf is never selected, +inf always. A
             row of nothing but −inf takes no part: its sum is 0.
         k: the sum of each row, in [0, number of its entries that may be selected]; a number or a tensor that
-            broadcasts with (*batch, m).
+            broadcasts with (*batch, m). Or a pair (least, most) of these, a tuple; the most may exceed the
+            number of entries, and inf is no bound.
         capacity: the sum of each column, in [0, number of rows that may select it]; a number or a tensor that
-            broadcasts with (*batch, E). By default the sum of the rows over E. Their sum must be that of the
-            rows; a difference of up to a relative 1e-6, or of the resolution of k and capacity in half
-            precision, counts as rounding, and is spread over the columns.
+            broadcasts with (*batch, E); or a pair, as for k. By default the sum of the rows over E, or no
+            bounds if k is a pair. The sum of numbers must be that of the rows; a difference of up to a
+            relative 1e-6, or of the resolution of k and capacity in half precision, counts as rounding, and
+            is spread over the columns.
+        total: the sum of all entries, which the bounds of rows and columns have to allow; a number or a
+            tensor that broadcasts with the batch shape. By default it follows from the scores.
         tau: temperature > 0, in the units of the input; a number or a tensor that broadcasts with the batch
             shape.
-        cdf: F, a CDF whose support is the whole line: ``"logistic"``, ``"laplace"``, ``"normal"``, or a
-            CDF of your own.
-        at_most: a column may have less than its capacity: then c ≥ 0, and c_j = 0 unless the column is full.
+        cdf: F, as for :func:`khot.soft_topk`. With compact support (``"uniform"``, ``Power(p)``) most entries
+            are exactly 0 or 1.
+        at_most: a column may have less than its capacity, which is then a number: the same as the pair
+            (0, capacity). Then c ≥ 0, and c_j = 0 unless the column is full.
         mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
             ignored, even NaN and inf.
-        bias: a guess of −c that broadcasts with (*batch, E), such as that of the step before; it saves time
-            and does not change the result.
-        return_bias: return −c, too.
+        bias: a guess of μ − c that broadcasts with (*batch, E), such as that of the step before; it saves
+            time and does not change the result.
+        return_bias: return μ − c, too.
         group: a ``torch.distributed`` process group over which the rows are spread. Each process passes its
-            rows, of any number, with the k and the mask of these, and the same capacity, tau and bias. The
-            gradients of what is the same are those of the sum of the processes' losses.
+            rows, of any number, with the k and the mask of these, and the same capacity, total, tau and bias.
+            The gradients of what is the same are those of the sum of the processes' losses.
 
     Returns:
-        A tensor of the input's shape and dtype, in [0, 1]. With ``return_bias`` also the bias −c,
-        (*batch, E), in float64: y is the soft top-k of each row of the input plus the bias.
-        Its mean is 0, or with
-        ``at_most`` it is ≤ 0; it is ∓inf for columns that are empty or full. A matrix with a NaN is NaN.
+        A tensor of the input's shape and dtype, in [0, 1]. With ``return_bias`` also the bias μ − c,
+        (*batch, E), in float64: each row of y is the soft top-k of that row of the input plus the bias; or,
+        if its sum lies between its bounds, F((x + bias)/τ). If all sums are given, the mean of the bias is 0,
+        or with ``at_most`` it is ≤ 0. It is ∓inf for columns that are empty or full. A matrix with a NaN is
+        NaN.
 
-    The gradient in input, k, capacity and tau is exact (by implicit differentiation; nothing is unrolled), in
-    both modes and to second order. That of the capacity has mean 0, because its sum is given.
+    The gradient in input, k, capacity, total and tau is exact (by implicit differentiation; nothing is
+    unrolled), in both modes and to second order. That of the capacity has mean 0 if its sum is given. The
+    gradient in a bound is 0 where the sum is not at it, and also, for the bound of a row, where no entry of
+    the row lies between 0 and 1.
+
+    Pairs, totals and compact support are solved in PyTorch operations on any device, one matrix after the
+    other, and a GPU waits for them.
 
     Raises:
         ValueError: fewer than two dims; k not in [0, number of entries that may be selected]; a capacity that
-            is out of range or has another sum, or that no matrix meets under the mask;
-            tau ≤ 0; a cdf with compact support; an argument that does not broadcast. (The values of tensors
-            are checked on the CPU in eager mode; elsewhere a matrix with a bad value is NaN.)
+            is out of range or has another sum, or that no matrix meets under the mask; a least that is above
+            its most, or above the number of entries that may be selected; bounds of rows and columns, or a
+            total, that no matrix meets; ``at_most`` with a pair as capacity; tau ≤ 0; an argument that does
+            not broadcast. (The values of tensors are checked on the CPU in eager mode; elsewhere a matrix
+            with a bad value is NaN.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
 
     Example:
@@ -120,6 +150,14 @@ def soft_assign(
         tensor([2., 2.])
         >>> y.argmax(-1)
         tensor([0, 0, 1, 1])
+
+        Five entries in all, at least one in each row, and at most three in a column:
+
+        >>> khot.soft_assign(scores, (1, 2), (0, 3), total=5, tau=0.02).round(decimals=2)
+        tensor([[1., 0.],
+                [1., 0.],
+                [0., 1.],
+                [1., 1.]])
     """
     if rows.is_dtensor(input):
         raise TypeError(
@@ -127,51 +165,100 @@ def soft_assign(
         )
     row = rows.named(group)
 
-    def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, CDF]:
+    def prepare() -> tuple[Any, ...]:
         arguments.check_flags(at_most=at_most, return_bias=return_bias)
         arguments.check_input(input)
         if input.dim() < 2:
             raise ValueError(
                 f"input must have at least 2 dims, (*batch, m, E), but got shape {tuple(input.shape)}"
             )
+        if at_most and isinstance(capacity, tuple):
+            raise ValueError("at_most must be False if capacity is a pair (least, most), but got True")
         F = cdfs.resolve(cdf)
-        if not F.full_support:
-            raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
         x = arguments.rows(input, -1, mask)
         *batch, m, width = x.shape
-        count = arguments.per_row(k, "k", x, low=0, high=width).expand(*batch, m)
+        count = [bound.expand(*batch, m) for bound in _bounds(k, "k", x, width)]
         if width:
-            count = torch.where(x.amax(-1) == -math.inf, 0, count)
+            count = [torch.where(x.amax(-1) == -math.inf, 0, bound) for bound in count]
         room = None
         if capacity is not None:
             most = math.inf if at_most or not row.here else m
-            room = arguments.per_row(capacity, "capacity", x.mT, low=0, high=most).expand(*batch, width)
+            room = [bound.expand(*batch, width) for bound in _bounds(capacity, "capacity", x.mT, most)]
         matrices = x[..., :1].flatten(-2)  # a row for each matrix, even where E = 0
         scale = arguments.per_row(tau, "tau", matrices, low=0, low_open=True).expand(batch).unsqueeze(-1)
+        whole = None
+        if total is not None:
+            whole = arguments.per_row(total, "total", matrices, low=0).expand(batch).unsqueeze(-1)
         if bias is None:
             start = x.new_zeros(*batch, width, dtype=wide_dtype(x.device))
         else:
             arguments.check_input(bias, "bias")
             start = -arguments.per_row(bias, "bias", x.mT, low=-math.inf).detach().expand(*batch, width)
         # for a group, the columns come first: they have to agree, and the rows are what is spread
-        return x.mT, x, count, room, scale, start, F
+        return x.mT, x, count, room, whole, scale, start, F
 
     said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
-    _, x, count, room, scale, start, F = row.agree(
-        prepare, capacity=capacity, tau=tau, cdf=said, at_most=at_most, bias=bias
+    _, x, count, room, whole, scale, start, F = row.agree(
+        prepare,
+        within=isinstance(k, tuple),
+        capacity=capacity,
+        total=total,
+        tau=tau,
+        cdf=said,
+        at_most=at_most,
+        bias=bias,
     )
-    if room is None:
-        (total,) = row.total([widen(count).sum(-1, keepdim=True)])
-        room = (total / max(x.shape[-1], 1)).expand(*x.shape[:-2], x.shape[-1])
+    sides: list[Tensor]
+    if room is None and len(count) == 1:
+        (sums,) = row.total([widen(count[0]).sum(-1, keepdim=True)])
+        sides = [(sums / max(x.shape[-1], 1)).expand(*x.shape[:-2], x.shape[-1])]
+    elif room is None:
+        sides = [torch.zeros_like(start), torch.full_like(start, math.inf)]
+    elif len(count) == len(room) == 1 and whole is None:
+        sides = [_balanced(count[0], room[0], at_most, row)]
     else:
-        room = _balanced(count, room, at_most, row)
-    y, _, c = assigned(x, count, room, scale, start, F, at_most, row)
-    return (y, -c.detach()) if return_bias else y
+        sides = room
+    numbers = len(count) == len(sides) == 1
+    if numbers and whole is None and F.full_support:
+        y, _, c = assigned(x, count[0], sides[0], scale, start, F, at_most, row)
+        return (y, -c.detach()) if return_bias else y
+    if at_most and len(sides) == 1:
+        sides = [torch.zeros_like(sides[0]), *sides]
+    equal, slack = numbers and not at_most, _slack(*count, *sides, whole)
+    bounds = Bounds(count[0], count[-1], sides[0], sides[-1], whole, equal, slack)
+    y, c, t = bounded_assign(x, bounds, scale, start, F, row)
+    return (y, -(c + t).detach()) if return_bias else y
+
+
+def _bounds(value: Sum, name: str, x: Tensor, high: float) -> list[Tensor]:
+    """One number for each row of x, or two."""
+    if not isinstance(value, tuple):
+        return [arguments.per_row(value, name, x, low=0, high=high)]
+    if len(value) != 2:
+        raise ValueError(
+            f"{name} must be a number, a tensor or a pair (least, most), but got {len(value)} values"
+        )
+    least, most = (arguments.per_row(bound, name, x, low=0) for bound in value)
+    if arguments.readable(least) and arguments.readable(most):
+        bad = torch.broadcast_tensors(least, most)
+        wrong = bad[0] > bad[1]
+        if bool(wrong.any()):
+            low, high = (arguments.plain(bound.detach()[wrong][0].item()) for bound in bad)
+            raise ValueError(
+                f"{name} must be a pair (least, most) with least <= most, but got ({low}, {high})"
+            )
+    return [least, most]
+
+
+def _slack(*bounds: Tensor | None) -> float:
+    """By how much sums of these may miss one another by their rounding, relative."""
+    half = [torch.finfo(b.dtype).eps for b in bounds if b is not None and b.dtype in HALF]
+    return max([1e-6, *half])
 
 
 def _balanced(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> Tensor:
     """The capacities with the sum that they need, where they miss it by their rounding; or as given."""
-    half = [torch.finfo(x.dtype).eps for x in (k, capacity) if x.dtype in (torch.float16, torch.bfloat16)]
+    half = [torch.finfo(x.dtype).eps for x in (k, capacity) if x.dtype in HALF]
     readable = arguments.readable(k) and arguments.readable(capacity)
     if not (half or readable):
         return capacity

@@ -3,6 +3,7 @@
 from khot import _kernels
 from khot._ops import (
     assign_pass,
+    bounded_assign,
     budget_mask,
     decay_scan,
     draws,
@@ -32,6 +33,7 @@ from khot._ops import (
 
 __all__ = [
     "assign_pass",
+    "bounded_assign",
     "budget_mask",
     "decay_scan",
     "draws",

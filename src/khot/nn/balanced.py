@@ -42,7 +42,7 @@ class BalancedRouter(Biased, Grouped, Router):
         k: how many experts a token gets, from 1 to ``num_experts``; a number or a module that gives one
             (:class:`khot.nn.Anneal`).
         tau: temperature of the selection, > 0, in the units of log p; as k.
-        cdf: as for :func:`khot.soft_assign`, which needs full support.
+        cdf: as for :func:`khot.soft_assign`, of full support.
         group: None, or the process group (a tuple of them for a grid) whose processes each have a part of the
             tokens. In train mode all tokens of the group are then balanced together, and all processes have
             to make the same calls. None: each process balances its own tokens.

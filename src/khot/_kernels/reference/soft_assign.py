@@ -35,6 +35,7 @@ __all__ = [
     "Problem",
     "follow",
     "soft_assign",
+    "thresholds",
 ]
 
 STEPS = 60  # per stage
@@ -287,12 +288,7 @@ class Problem:
         return result
 
     def _solve_rows(self, c: Tensor, tau: float) -> Tensor:
-        options = (self.x - c, self.k, self.x.new_full((), tau), *self.F.key, "threshold")
-        if self.F.built_in:
-            _, hi, lo = torch.ops.khot.soft_topk.default(*options)
-        else:
-            _, hi, lo = torch.ops.khot.reference_soft_topk.default(*options, "")
-        return (hi + lo).to(self.x.dtype)
+        return thresholds(self.x - c, self.k, tau, self.F)
 
     def _evaluate(self, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
         r = self._solve_rows(c, tau)
@@ -337,6 +333,16 @@ class Problem:
                 continue
             c, before = moved, stages.pop()
         return c
+
+
+def thresholds(u: Tensor, k: Tensor, tau: float, F: CDF, group: str = "") -> Tensor:
+    """The exact threshold of each row, or of rows that are spread over a group."""
+    options = (u, k, u.new_full((), tau), *F.key, "threshold")
+    if F.built_in and not group:
+        _, hi, lo = torch.ops.khot.soft_topk.default(*options)
+    else:
+        _, hi, lo = torch.ops.khot.reference_soft_topk.default(*options, group)
+    return (hi + lo).to(u.dtype)
 
 
 def follow(problem: Problem, c: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor] | None:

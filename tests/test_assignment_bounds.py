@@ -1,0 +1,596 @@
+"""Assignments within bounds, with a total, and of compact support: against programmes and equations."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import processes
+import shards
+from khot import cdfs
+from khot._kernels.reference import bounded_assign as solver
+
+COMPACT: tuple[Any, ...] = ("uniform", cdfs.Power(1.5), cdfs.Power(3.0))
+CDFS: tuple[Any, ...] = ("logistic", "laplace", "normal", *COMPACT)
+CASES: dict[str, dict[str, Any]] = {
+    "rows": {"k": (1, 2.5), "capacity": (8, 8)},
+    "columns": {"k": 2, "capacity": (7, 9)},
+    "both": {"k": (1, 2.5), "capacity": (5, 14)},
+    "both-total": {"k": (1, 2.5), "capacity": (5, 14), "total": 44.0},
+    "caps-total": {"k": (0, 3), "capacity": (0, 11.5), "total": 40.0},
+    "row-caps-total": {"k": (0, 3), "total": 36.5},
+    "no-total": {"k": (1, 2.5)},
+}
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=g, dtype=torch.float64) + torch.linspace(-1, 1, shape[-1]).double()
+    return x.to(dtype)
+
+
+def pair(value: Any, most: float) -> tuple[Any, Any]:
+    """The least and the most that an argument means."""
+    if value is None:
+        return 0, most
+    least, high = value if isinstance(value, tuple) else (value, value)
+    return least, min(high, most) if isinstance(high, (int, float)) else high
+
+
+def sums_of(x: Tensor, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    m, width = x.shape
+    bounds = (*pair(args["k"], width), *pair(args.get("capacity"), m))
+    sizes = (m, m, width, width)
+    return tuple(
+        torch.as_tensor(b, dtype=torch.float64).expand(n) for b, n in zip(bounds, sizes, strict=True)
+    )
+
+
+def assert_optimal(
+    x: Tensor, args: dict[str, Any], y: Tensor, bias: Tensor, tau: float, cdf: Any, tolerance: float = 1e-9
+) -> None:
+    """The conditions of optimality, from y and the bias alone: sums lie within bounds, and a row or column
+    is moved in the direction that its bound needs."""
+    least_k, most_k, least, most = sums_of(x, args)
+    rows, columns = y.sum(-1), y.sum(-2)
+    slack_k, slack = tolerance * (1 + least_k), tolerance * (1 + columns)
+    assert bool(((rows >= least_k - slack_k) & (rows <= most_k + slack_k)).all())
+    assert bool(((columns >= least - slack) & (columns <= most + slack)).all())
+    if args.get("total") is not None:
+        assert abs(y.sum().item() - args["total"]) <= tolerance * args["total"]
+    F = cdfs.resolve(cdf)
+    free = F.cdf((x + bias) / tau)
+    for i, row in enumerate(y):
+        between = bool(rows[i] > least_k[i] + slack_k[i]) and bool(rows[i] < most_k[i] - slack_k[i])
+        if between:
+            torch.testing.assert_close(row, free[i], rtol=0, atol=tolerance)
+            continue
+        alone = khot.soft_topk(x[i] + bias, rows[i], tau=tau, cdf=cdf)
+        torch.testing.assert_close(row, alone, rtol=0, atol=10 * tolerance)
+        if bool(most_k[i] > least_k[i]):  # it is at the bound that it would leave
+            beyond = free[i].sum() - rows[i]
+            at_most = bool(rows[i] > (least_k[i] + most_k[i]) / 2)
+            assert beyond >= -slack_k[i] if at_most else beyond <= slack_k[i]
+    if args.get("total") is None and bool((most_k > least_k).any()):  # then prices are not shifted
+        full, empty = columns > most - slack, columns < least + slack
+        assert bool((bias[~full & ~empty] == 0).all())
+        assert bool((bias[full & ~empty] <= 0).all()) and bool((bias[empty & ~full] >= 0).all())
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01])
+def test_conditions_of_optimality(tau: float, case: str, cdf: Any) -> None:
+    x, args = scores(24, 6, seed=1), CASES[case]
+    y, bias = khot.soft_assign(x, **args, tau=tau, cdf=cdf, return_bias=True)
+    assert bool(((y >= 0) & (y <= 1)).all())
+    assert_optimal(x, args, y, bias, tau, cdf)
+
+
+def programme(x: Tensor, args: dict[str, Any]) -> float:
+    """The largest Σ x y within these bounds, by scipy's linear programming."""
+    import scipy.optimize
+
+    m, width = x.shape
+    rows, columns = np.kron(np.eye(m), np.ones(width)), np.kron(np.ones(m), np.eye(width))
+    least_k, most_k, least, most = (b.numpy() for b in sums_of(x, args))
+    bounds = {
+        "A_ub": np.concatenate([rows, -rows, columns, -columns]),
+        "b_ub": np.concatenate([most_k, -least_k, most, -least]),
+    }
+    if args.get("total") is not None:
+        bounds |= {"A_eq": np.ones((1, x.numel())), "b_eq": np.array([args["total"]])}
+    return -float(scipy.optimize.linprog(-x.numpy().ravel(), bounds=(0, 1), method="highs", **bounds).fun)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform", cdfs.Power(1.5)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_tends_to_the_linear_programme(case: str, cdf: Any) -> None:
+    pytest.importorskip("scipy")
+    x, args = scores(24, 6, seed=3), CASES[case]
+    best = programme(x, args)
+    gaps = []
+    for tau in (1.0, 0.1, 0.01, 0.001):
+        y = khot.soft_assign(x, **args, tau=tau, cdf=cdf)
+        gaps.append(1 - (x * y).sum().item() / best)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(gaps))
+    assert -1e-9 < gaps[-1] < 1e-3 < gaps[0]
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+@pytest.mark.parametrize("case", [*CASES, "equal", "at_most"])
+def test_solves_the_smooth_programme(case: str, cdf: str) -> None:
+    cp = pytest.importorskip("cvxpy")
+    x, tau = scores(12, 4, seed=5), 0.4
+    args = {"equal": {"k": 2, "capacity": 6}, "at_most": {"k": 2, "capacity": 7}, **CASES}[case]
+    if case in CASES:  # for half as many rows and four columns
+        args = {**args, "k": tuple(v / 1.5 for v in pair(args["k"], 6)), "capacity": (4, 8)}
+        args |= {"total": 19.0} if "total" in args else {}
+    y = cp.Variable((12, 4))
+    meant = args if case != "at_most" else {**args, "capacity": (0, 7)}
+    least_k, most_k, least, most = (b.numpy() for b in sums_of(x, meant))
+    rows, columns = cp.sum(y, axis=1), cp.sum(y, axis=0)
+    within = [y >= 0, y <= 1, rows >= least_k, rows <= most_k, columns >= least, columns <= most]
+    within += [cp.sum(y) == args["total"]] if "total" in args else []
+    penalty = cp.sum_squares(y) / 2 if cdf == "uniform" else -cp.sum(cp.entr(y) + cp.entr(1 - y))
+    problem = cp.Problem(cp.Maximize(cp.sum(cp.multiply(x.numpy(), y)) - tau * penalty), within)
+    problem.solve(solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+    ours = khot.soft_assign(x, **args, tau=tau, cdf=cdf, at_most=case == "at_most")
+    np.testing.assert_allclose(ours.numpy(), y.value, atol=1e-6)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+def test_pairs_that_say_the_same_as_numbers(cdf: str) -> None:
+    x = scores(2, 30, 5)
+    capacity = torch.tensor([8.0, 10, 12, 14, 16]).double()
+    assign = functools.partial(khot.soft_assign, x, tau=0.2, cdf=cdf, return_bias=True)
+    for numbers, pairs in (
+        ({"k": 2, "capacity": capacity}, {"k": (2, 2), "capacity": (capacity, capacity)}),
+        ({"k": 2}, {"k": (2, 2), "capacity": 12}),
+        ({"k": 2}, {"k": 2, "total": 60}),
+        ({"k": 2, "capacity": 14, "at_most": True}, {"k": 2, "capacity": (0, 14)}),
+        ({"k": 2, "capacity": 14, "at_most": True}, {"k": (2, 2), "capacity": 14, "at_most": True}),
+        ({"k": 2, "capacity": 14, "at_most": True}, {"k": 2, "capacity": 14, "at_most": True, "total": 60}),
+    ):
+        (want, price), (y, bias) = assign(**numbers), assign(**pairs)
+        torch.testing.assert_close(y, want, rtol=0, atol=1e-10)
+        if "total" not in pairs or "at_most" not in pairs:  # where all rows are at a bound, μ is not unique
+            torch.testing.assert_close(bias - bias.mean(), price - price.mean(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_of_rows_and_of_totals_alone(cdf: str) -> None:
+    """Where the columns have no bounds, rows are soft top-ks or clipped, and a total is one soft top-k."""
+    x, tau = scores(9, 5, seed=2), 0.7
+    got = khot.soft_assign(x, (0, math.inf), total=20, tau=tau, cdf=cdf)
+    want = khot.soft_topk(x.flatten(), 20, tau=tau, cdf=cdf).view(9, 5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    free = cdfs.resolve(cdf).cdf(x / tau)
+    k = free.sum(-1).clamp(1.5, 2.5)
+    want = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+    torch.testing.assert_close(khot.soft_assign(x, (1.5, 2.5), tau=tau, cdf=cdf), want, rtol=0, atol=1e-12)
+    got, bias = khot.soft_assign(x, (0, 2), total=12, tau=tau, cdf=cdf, return_bias=True)
+    full = got.sum(-1) > 2 - 1e-9
+    assert 0 < int(full.sum()) < 9 and bool((bias == bias[0]).all())
+    torch.testing.assert_close(got[full], khot.soft_topk(x, 2, tau=tau, cdf=cdf)[full], rtol=0, atol=1e-12)
+    rest = khot.soft_topk(x[~full].flatten(), 12 - 2 * int(full.sum()), tau=tau, cdf=cdf)
+    torch.testing.assert_close(got[~full].flatten(), rest, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cdf", COMPACT, ids=str)
+@pytest.mark.parametrize("tau", [3.0, 0.1, 0.01])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_compact_support_has_the_sums(dtype: torch.dtype, tau: float, cdf: Any) -> None:
+    y = khot.soft_assign(scores(60, 6, dtype=dtype), 2, tau=tau, cdf=cdf)
+    rounding = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[
+        dtype
+    ]
+    assert y.dtype == dtype
+    wide = y.double()
+    assert bool(((wide.sum(-1) - 2).abs() <= 2 * rounding).all())
+    assert bool(((wide.sum(-2) - 20).abs() <= 20 * rounding).all())
+    if tau < 1:
+        assert bool((y == 0).any()) and bool((y == 1).any())
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_equal_scores_have_equal_shares(cdf: str) -> None:
+    x = torch.zeros(8, 4).double()
+    x[4:] = 1
+    y = khot.soft_assign(x, (0, 3), (0, 5), total=12, tau=0.3, cdf=cdf)
+    assert bool(((y - y[:, :1]).abs() < 1e-12).all())
+    torch.testing.assert_close(y[:4], y[:1].expand(4, 4), rtol=0, atol=1e-12)
+    assert abs(y.sum().item() - 12) < 1e-11 and bool((y[4:].sum(-1) <= 3 + 1e-12).all())
+    flat = khot.soft_assign(torch.zeros(6, 3).double(), (1, 2), (2, 4), total=9, tau=0.01, cdf=cdf)
+    torch.testing.assert_close(flat, torch.full_like(flat, 0.5), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_infinite_and_masked_scores(cdf: str) -> None:
+    x = scores(10, 4, seed=4)
+    x[0, 0], x[3] = -math.inf, -math.inf
+    x[1, 2], x[2, :3] = math.inf, math.inf
+    args = {"k": (1, 3), "capacity": (3, 7), "total": 20.0}
+    y = khot.soft_assign(x, **args, tau=0.3, cdf=cdf)
+    assert y[0, 0] == 0 and bool((y[3] == 0).all()) and y[1, 2] == 1 and bool((y[2, :3] == 1).all())
+    assert y[2, 3] == 0  # the row is full
+    rows, columns = y.sum(-1), y.sum(-2)
+    others = torch.arange(10) != 3
+    assert bool((rows[others] >= 1 - 1e-12).all()) and bool((rows <= 3 + 1e-12).all())
+    assert bool(((columns >= 3 - 1e-12) & (columns <= 7 + 1e-12)).all()) and abs(y.sum().item() - 20) < 1e-11
+    mask = x != -math.inf
+    masked = khot.soft_assign(x.masked_fill(~mask, math.nan), **args, tau=0.3, cdf=cdf, mask=mask)
+    assert torch.equal(masked, y)
+
+
+def test_what_bounds_decide_alone() -> None:
+    x = scores(5, 3)
+    assert torch.equal(khot.soft_assign(x, (0, 3), total=0), torch.zeros_like(x))
+    assert torch.equal(khot.soft_assign(x, (0, 3), total=15), torch.ones_like(x))
+    least = torch.tensor([0.0, 5, 1]).double()
+    y, bias = khot.soft_assign(x, (1, 2), (least, torch.tensor([0.0, 5, 2]).double()), return_bias=True)
+    assert bool((y[:, 0] == 0).all()) and bool((y[:, 1] == 1).all())
+    assert bias[0] == -math.inf and bias[1] == math.inf and 1 - 1e-12 <= y[:, 2].sum() <= 2 + 1e-12
+    # a total that leaves nothing but the least, or the most
+    for total, k in ((5, 1), (10, 2)):
+        y = khot.soft_assign(x, (1, 2), (1, 4), total=total, tau=0.5)
+        torch.testing.assert_close(y.sum(-1), torch.full((5,), float(k)).double(), rtol=0, atol=1e-11)
+    assert khot.soft_assign(x[:0], (0, 2), (0, 1), total=0).shape == (0, 3)
+    assert khot.soft_assign(x[:, :0], (0, 2), (0, 1), total=0).shape == (5, 0)
+    assert khot.soft_assign(x.expand(0, 5, 3), (0, 2), total=4).shape == (0, 5, 3)
+
+
+def test_bounds_of_their_own_and_batches() -> None:
+    x, tau = scores(2, 3, 8, 4), torch.tensor([[0.5], [2.0]]).double()
+    least_k, most_k = torch.linspace(0.2, 1.2, 8).double(), torch.tensor([[1.5], [2.0], [2.5]]).double()
+    most = torch.tensor([2.0, 3.0, 4.0, 5.0]).double()
+    total = torch.tensor([9.0, 10.0, 11.0]).double()
+    y = khot.soft_assign(x, (least_k, most_k), (1, most), total=total, tau=tau)
+    for i in range(2):
+        for j in range(3):
+            alone = khot.soft_assign(x[i, j], (least_k, most_k[j]), (1, most), total=total[j], tau=tau[i, 0])
+            torch.testing.assert_close(y[i, j], alone, rtol=0, atol=1e-12)
+    mapped = torch.func.vmap(lambda x, k, q, M: khot.soft_assign(x, (least_k, k), (1, q), total=M, tau=0.5))(
+        x[0], most_k, most.expand(3, 4), total
+    )
+    torch.testing.assert_close(mapped, y[0], rtol=0, atol=1e-13)
+
+
+def test_half_precision() -> None:
+    x, third = scores(40, 3), torch.full((3,), 1 / 3, dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16):
+        capacity = (40 * 1.3 * third).to(dtype)  # misses the sum of k by its rounding
+        assert (capacity.double().sum() - 52).abs() > 1e-3
+        y = khot.soft_assign(x, (1.3, 1.3), (capacity, capacity), tau=0.3)
+        torch.testing.assert_close(y.sum(-1), torch.full((40,), 1.3, dtype=torch.float64), rtol=0, atol=1e-11)
+        torch.testing.assert_close(y.sum(-2), 52 * third, rtol=1e-11, atol=0)
+        args = {"k": (1, 2), "capacity": (15, 20), "total": 50}
+        low = khot.soft_assign(x.to(dtype), **args, tau=0.5)
+        assert low.dtype == dtype
+        wide = khot.soft_assign(x.to(dtype).double(), **args, tau=0.5)
+        assert torch.equal(low, wide.to(dtype))
+
+
+def test_the_bias_is_a_start_and_gives_the_rows() -> None:
+    x, args = scores(30, 5), {"k": (1, 2), "capacity": (6, 9.5), "total": 40}
+    y, bias = khot.soft_assign(x, **args, tau=0.05, return_bias=True)
+    free = torch.sigmoid((x + bias) / 0.05)
+    k = free.sum(-1).clamp(1, 2)
+    torch.testing.assert_close(y, khot.soft_topk(x + bias, k, tau=0.05), rtol=0, atol=1e-9)
+    for guess in (bias, bias + 3, -10 * bias):
+        again = khot.soft_assign(x, **args, tau=0.05, bias=guess)
+        torch.testing.assert_close(again, y, rtol=0, atol=1e-10)
+
+
+def test_nan_stays_in_its_matrix() -> None:
+    x = scores(2, 6, 4).requires_grad_()
+    with torch.no_grad():
+        x[0, 1, 2] = math.nan
+    y, bias = khot.soft_assign(x, (1, 2), (2, 3), total=9, return_bias=True)
+    assert bool(y[0].isnan().all()) and bool(bias[0].isnan().all()) and bool(y[1].isfinite().all())
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert bool(grad[0].isnan().all()) and bool(grad[1].isfinite().all())
+
+
+def test_the_docs_of_an_own_cdf_hold_here() -> None:
+    class Cauchy(cdfs.CDF):
+        symmetric = True
+
+        def cdf(self, z: Tensor) -> Tensor:
+            return 0.5 + torch.atan(z) / torch.pi
+
+        def pdf(self, z: Tensor) -> Tensor:
+            return 1 / (torch.pi * (1 + z * z))
+
+    x, args, F = scores(12, 4), {"k": (1, 2), "capacity": (3, 7), "total": 17.0}, Cauchy()
+    y, bias = khot.soft_assign(x, **args, tau=0.3, cdf=F, return_bias=True)
+    assert_optimal(x, args, y, bias, 0.3, F)
+
+
+# ------------------------------------------------------------------------------------------ passes
+
+#: Passes of the solver, of which each has the exact thresholds of all rows: the most that were seen, and a
+#: third more.
+PASSES = {"logistic": 60, "laplace": 60, "normal": 60, "uniform": 80, cdfs.Power(1.5): 80}
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[solver.Problem]:
+    seen: list[solver.Problem] = []
+    solve = solver.Problem.solve
+
+    def watched(self: solver.Problem, *args: Any) -> Any:
+        seen.append(self)
+        return solve(self, *args)
+
+    monkeypatch.setattr(solver.Problem, "solve", watched)
+    return seen
+
+
+@pytest.mark.parametrize("cdf", PASSES, ids=str)
+def test_passes_are_few(cdf: Any, passes: list[solver.Problem]) -> None:
+    x, q = scores(600, 8, seed=4) + torch.linspace(0, 2, 8).double(), 150
+    for args in (
+        {"k": 2, "capacity": (0, 1.25 * q)},
+        {"k": (1, 3), "capacity": (0.8 * q, 1.2 * q), "total": 1200},
+        {"k": 2, "capacity": (0.9 * q, 1.1 * q)},
+        {"k": (0, 4), "capacity": (0.5 * q, 1.5 * q), "total": 900},
+        {"k": (2, 2), "capacity": q},
+    ):
+        for tau in (1.0, 0.1, 0.01, 0.001):
+            khot.soft_assign(x, **args, tau=tau, cdf=cdf)
+    assert max(problem.passes for problem in passes) <= PASSES[cdf]
+
+
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_columns_without_bounds_take_one_pass(cdf: Any, passes: list[solver.Problem]) -> None:
+    for tau in (1.0, 0.01, 1e-4):
+        khot.soft_assign(scores(200, 8), (1, 3), total=450, tau=tau, cdf=cdf)
+    assert [problem.passes for problem in passes] == [1, 1, 1]
+
+
+def test_a_guess_saves_passes(passes: list[solver.Problem]) -> None:
+    x, args = scores(200, 8), {"k": (1, 3), "capacity": (45, 55), "total": 400, "tau": 0.01}
+    _, bias = khot.soft_assign(x, **args, return_bias=True)
+    khot.soft_assign(x + 1e-4 * scores(200, 8, seed=1), **args, bias=bias)
+    assert passes[1].passes <= 6 < passes[0].passes
+
+
+def test_what_has_no_solution_ends_soon(passes: list[solver.Problem]) -> None:
+    mask = torch.ones(40, 6, dtype=torch.bool)
+    mask[:30, :3] = False  # thirty rows have only three columns, which have room for 24 of them
+    with pytest.raises(ValueError, match=r"^capacity must leave room for the bounds of k"):
+        khot.soft_assign(scores(40, 6), (1, 3), (0, 8), tau=0.01, mask=mask)
+    assert passes[0].passes <= 2 * solver.STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
+def test_random_problems(cdf: Any) -> None:
+    """Every one has a solution; it is found, whatever bounds, masks, scales and temperatures."""
+    g = torch.Generator().manual_seed(0)
+
+    def share(n: int) -> Tensor:  # of the way to a bound: often none
+        return torch.where(torch.rand(n, generator=g) < 0.3, 0, torch.rand(n, generator=g)).double()
+
+    for i in range(60):
+        m, width = 4 + i % 23, 2 + i % 7
+        x = scores(m, width, seed=i) * 10 ** (i % 3 - 1) + 100 * (i % 5 == 0)
+        if i % 4 == 1:
+            x[torch.rand(m, width, generator=g) < 0.15] = -math.inf
+        inside = 0.02 + 0.96 * torch.rand(m, width, generator=g).double() ** (1 + i % 4)
+        inside = inside * (x > -math.inf)
+        k, capacity = inside.sum(-1), inside.sum(-2)
+        wide = (k * (1 - share(m) / 2), k * (1 + share(m) / 2))
+        loads = (capacity * (1 - share(width) / 2), capacity * (1 + share(width) / 2))
+        args: dict[str, Any] = [
+            {"k": wide, "capacity": capacity},
+            {"k": k, "capacity": loads},
+            {"k": wide, "capacity": loads},
+            {"k": wide, "capacity": loads, "total": k.sum().item()},
+            {"k": (0 * k, wide[1]), "total": k.sum().item()},
+            {"k": k, "capacity": capacity},
+        ][(i // 2) % 6]
+        tau = (1.0, 0.4, 0.1, 0.01, 0.001)[(i // 7) % 5]
+        y, bias = khot.soft_assign(x, **args, tau=tau, cdf=cdf, return_bias=True)
+        rows = x.isfinite().any(-1)
+        args = {**args, "k": tuple(b[rows] for b in pair(args["k"], width))}
+        finite = bias.isfinite()
+        if bool(finite.all()):
+            assert_optimal(x[rows], args, y[rows], bias, tau, cdf, 1e-8)
+
+
+# ------------------------------------------------------------------------------------- derivatives
+
+
+def number(*values: float) -> Tensor:
+    value = torch.tensor(values if len(values) > 1 else values[0]).double()
+    return value.requires_grad_()
+
+
+BOUNDS = {
+    "between": ((0.3, 2.4), (0.05, 1.83), 4.93),
+    "total": ((1.1, 1.9), (1.0, 2.63), 5.77),
+    "no-total": ((1.1, 1.3), (1.2, 1.93), None),
+}
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "normal", "uniform", cdfs.Power(1.5)], ids=str)
+@pytest.mark.parametrize("case", BOUNDS)
+def test_derivatives_to_second_order(case: str, cdf: Any) -> None:
+    k, capacity, total = BOUNDS[case]
+    x, tau = scores(4, 3, seed=6).requires_grad_(), number(0.6)
+    rest = [number(v) for v in (*k, *capacity)] + ([] if total is None else [number(total)])
+
+    def call(x: Tensor, tau: Tensor, *bounds: Tensor) -> Any:
+        pairs = {"k": bounds[:2], "capacity": bounds[2:4]}
+        whole = bounds[4] if len(bounds) > 4 else None
+        return khot.soft_assign(x, **pairs, total=whole, tau=tau, cdf=cdf, return_bias=True)
+
+    assert torch.autograd.gradcheck(call, (x, tau, *rest), check_forward_ad=True)
+    if cdf == "logistic" or (cdf == "uniform" and case == "total"):
+        assert torch.autograd.gradgradcheck(call, (x, tau, *rest))
+
+
+@pytest.mark.parametrize("cdf", COMPACT[:2], ids=str)
+@pytest.mark.parametrize("at_most", [False, True])
+def test_derivatives_of_compact_support(at_most: bool, cdf: Any) -> None:
+    x, k, tau = scores(4, 3, seed=2).requires_grad_(), number(1.25), number(1.3)
+    call = functools.partial(
+        khot.soft_assign, capacity=1.9 if at_most else None, cdf=cdf, at_most=at_most, return_bias=True
+    )
+
+    def of(x: Tensor, k: Tensor, tau: Tensor) -> Any:
+        return call(x, k, tau=tau)
+
+    assert torch.autograd.gradcheck(of, (x, k, tau), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(of, (x, k, tau))
+
+
+def test_gradients_against_differences() -> None:
+    """Of each bound of its own, with masked, pinned and decided entries."""
+    x = scores(8, 4, seed=7)
+    x[0, 1], x[1, 2], x[2] = -math.inf, math.inf, -math.inf
+    weights = scores(8, 4, seed=1)
+    inputs = {
+        "least_k": torch.full((8,), 1.2).double(),
+        "most_k": torch.linspace(1.4, 2.2, 8).double(),
+        "least": torch.tensor([2.0, 2.2, 2.5, 1.0]).double(),
+        "most": torch.tensor([3.0, 3.5, 3.25, 3.0]).double(),
+        "total": torch.tensor(10.9).double(),
+    }
+    for cdf in ("logistic", "uniform"):
+
+        def value(cdf: str = cdf, **v: Tensor) -> Tensor:
+            bounds = (v["least_k"], v["most_k"]), (v["least"], v["most"])
+            return (weights * khot.soft_assign(x, *bounds, total=v["total"], tau=0.7, cdf=cdf)).sum()
+
+        leaves = {name: v.clone().requires_grad_() for name, v in inputs.items()}
+        grads = dict(zip(leaves, torch.autograd.grad(value(**leaves), list(leaves.values())), strict=True))
+        assert all(bool((grad != 0).any()) for grad in grads.values())
+        for name, grad in grads.items():
+            for place in np.ndindex(tuple(grad.shape)):
+                step = torch.zeros_like(inputs[name])
+                step[place] = 1e-6
+                up, down = (value(**{**inputs, name: inputs[name] + s}) for s in (step, -step))
+                assert abs((up - down).item() / 2e-6 - grad[place].item()) < 1e-7
+
+
+def test_what_is_not_at_a_bound_has_no_gradient() -> None:
+    x, most = scores(6, 4), number(*[2.0] * 6)
+    y = khot.soft_assign(x, (0, most), total=9, tau=0.5)
+    (grad,) = torch.autograd.grad((y * scores(6, 4, seed=1)).sum(), most)
+    full = y.sum(-1) > 2 - 1e-12
+    assert bool((grad[~full] == 0).all()) and bool((grad[full] != 0).all()) and bool(full.any())
+
+
+def test_compiles_as_one_graph() -> None:
+    x = scores(6, 4).requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_assign(x, (1, 2), (1, 4), total=9, tau=0.5).square().sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want, got = call(x), compiled(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, x)[0], torch.autograd.grad(want, x)[0])
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+X = scores(6, 4)
+FIRST = torch.tensor([True, False, False, False])
+BAD: list[tuple[str, str, dict[str, Any]]] = [
+    ("three values", "k must be a number, a tensor or a pair", {"k": (1, 2, 3)}),
+    ("least above most", r"k must be a pair .* but got \(3, 1\)", {"k": (3, 1)}),
+    ("negative", r"k must lie in \[0, inf\]", {"k": (-1, 2)}),
+    ("NaN", r"k must lie in \[0, inf\]", {"k": (1, math.nan)}),
+    ("NaN in a tensor", "capacity must lie in", {"capacity": (torch.full((4,), math.nan), 3)}),
+    ("NaN as a total", "total must lie in", {"total": math.nan}),
+    ("more than the row", "k must lie in .* but got 5 for a row with 4", {"k": (5, 6)}),
+    ("more than the mask", "k must lie in .* but got 2 for a row with 1", {"k": (2, 3), "mask": FIRST}),
+    (
+        "more than the column",
+        "capacity must lie in .* but got 1 for a column with 0",
+        {"k": (0, 1), "capacity": (1, 9), "mask": FIRST},
+    ),
+    ("columns too small", "capacity must allow a sum of at least 12, which k asks for", {"capacity": (0, 2)}),
+    ("rows too small", "k must allow a sum of at least 20, which capacity asks for", {"capacity": (5, 6)}),
+    ("total too large", r"total must lie in \[12, 18\]", {"total": 18.1}),
+    ("total too small", r"total must lie in \[12, 18\]", {"total": 11.9}),
+    ("total beyond columns", r"total must lie in \[12, 14\]", {"total": 15, "capacity": (1, 3.5)}),
+    ("total of each sum", r"total must lie in \[12, 12\]", {"k": 2, "total": 13}),
+    ("at_most of a pair", "at_most must be False", {"capacity": (1, 4), "at_most": True}),
+    ("+inf", "k must lie in", {"input": X.masked_fill(X > 0.4, math.inf), "k": (0, 1)}),
+    ("total of another shape", "total must broadcast", {"total": torch.ones(6)}),
+    ("tau", "tau must be finite and > 0", {"tau": torch.tensor(-1.0)}),
+]
+
+
+@pytest.mark.parametrize(("why", "message", "changed"), BAD, ids=[b[0] for b in BAD])
+def test_bad_input(why: str, message: str, changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        khot.soft_assign(**{"input": X, "k": (2, 3), **changed})
+
+
+@pytest.mark.parametrize("k", [("1", 2), (1, None), [1, 2]], ids=str)
+def test_bounds_of_a_wrong_type(k: Any) -> None:
+    with pytest.raises(TypeError, match=r"^k must be"):
+        khot.soft_assign(X, k)
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("cuts", [[0, 4, 9], [0, 0, 9]], ids=["two parts", "one part is empty"])
+def test_rows_over_processes(cuts: list[int], total: bool, cdf: str) -> None:
+    x = scores(2, 9, 4, seed=9)
+    x[0, 2], x[0, 5, 1], x[0, 6, 3] = -math.inf, math.inf, -math.inf
+    least_k, most_k = torch.linspace(0.5, 1.0, 18).double().view(2, 9), torch.full((2, 9), 1.6).double()
+    least, most = torch.tensor([[2.0, 2, 3, 3]] * 2).double(), torch.tensor([[3.0, 2.5, 4, 3.5]] * 2).double()
+    args = [
+        x,
+        least_k,
+        most_k,
+        least,
+        most,
+        torch.tensor([0.4, 1.0]).double(),
+        torch.tensor([11.0, 12.1]).double(),
+    ]
+    weights = scores(2, 9, 4, seed=10)
+    args = args if total else args[:-1]
+    parts = processes.run(2, shards.bounded_assignments_of_shards, {"cdf": cdf}, args, weights, cuts)
+    for i, whole in enumerate(shards.bounded_assignments({"cdf": cdf}, args, weights)):
+        shares = [part[i] for part in parts]
+        spread = i < 4  # y, and what belongs to x and the bounds of rows
+        for share in shares if not spread else [torch.cat(shares, 1)]:
+            torch.testing.assert_close(share, whole, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("why", "changed"),
+    [
+        ("all processes of group must pass the same arguments", [{"total": 6.0}, {"total": 7.0}]),
+        ("capacity must allow a sum of at least 8, which k asks for", [{"capacity": (0, 2)}] * 2),
+        ("total must lie in [8, 16]", [{"total": 17}] * 2),
+        ("k must lie in", [{"k": (1, 2), "mask": torch.zeros(3, dtype=torch.bool)}, {"k": (4, 5)}]),
+    ],
+)
+def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> None:
+    """Each process has an error: none waits for another."""
+    changed = [{"k": (1, 2), **one} for one in changed]
+    for message in processes.run(2, shards.assignment_fails, scores(4, 3), changed):
+        assert why in message
