@@ -440,7 +440,7 @@ def test_derivatives_to_second_order(case: str, cdf: Any) -> None:
 
     assert torch.autograd.gradcheck(call, (x, tau, *rest), check_forward_ad=True)
     if cdf == "logistic" or (cdf == "uniform" and case == "total"):
-        assert torch.autograd.gradgradcheck(call, (x, tau, *rest))
+        assert torch.autograd.gradgradcheck(call, (x, tau, *rest), fast_mode=True)  # in random directions
 
 
 @pytest.mark.parametrize("cdf", COMPACT[:2], ids=str)

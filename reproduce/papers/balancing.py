@@ -36,6 +36,7 @@ from torch import Tensor
 
 import khot
 from reproduce.harness import reporting, study
+from reproduce.tasks.balancers import centred, histogram, load, sign_rule, wanted
 
 __all__ = [
     "EXPERIMENT",
@@ -43,10 +44,8 @@ __all__ = [
     "RULES",
     "Args",
     "batches",
-    "histogram",
     "report",
     "run",
-    "sign_rule",
     "trials",
     "violation",
 ]
@@ -58,7 +57,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SHOWN = (1, 3, 10)  # updates
 FEATURES, CENTRES = 32, 64
-BINS, MICRO_BATCHES, RATE = 1_000, 8, 1e-3
+MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,9 @@ def batches(tokens: int, experts: int, seed: int) -> tuple[Tensor, Tensor]:
     return batch(), batch()
 
 
-def _load(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    chosen = (scores + bias).topk(k, -1).indices
-    return chosen.flatten().bincount(minlength=scores.shape[-1]).double()
-
-
 def violation(scores: Tensor, bias: Tensor, k: int) -> float:
     """The largest load over the mean load, less 1."""
-    loads = _load(scores, bias, k)
+    loads = load(scores, bias, k)
     return (loads.max() / loads.mean() - 1).item()
 
 
@@ -137,43 +131,12 @@ def _exact(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     return bias - bias.max()
 
 
-def _wanted(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """The bias at which each expert would just get each token, if no other changed its own."""
-    return (scores + bias).topk(k + 1, -1).values[:, k:] - scores
-
-
-def _centred(bias: Tensor) -> Tensor:
-    return bias - bias.mean()
-
-
 def _quantiles(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
-    wanted = _wanted(scores, bias, k)
-    return _centred(wanted.quantile(k / scores.shape[-1], 0))
-
-
-def histogram(scores: Tensor, bias: Tensor, k: int, updates: int = 0) -> Tensor:
-    """The next bias from quantiles that are read from bins of equal width."""
-    wanted, p = _wanted(scores, bias, k), k / scores.shape[-1]
-    low, high = bias.min() - 1, bias.max() + 1
-    width = (high - low) / BINS
-    place = ((wanted - low) / width).floor().clamp(0, BINS - 1).long()
-    counts = torch.zeros(BINS, wanted.shape[-1]).scatter_add(0, place, torch.ones_like(wanted))
-    below = counts.cumsum(0)
-    rank = p * len(wanted)
-    i = (below < rank).sum(0, keepdim=True).clamp(max=BINS - 1)
-    inside = counts.gather(0, i)
-    part = ((rank - below.gather(0, i) + inside) / inside.clamp(min=1)).clamp(0, 1)
-    return _centred(low + width * (i + part).squeeze(0))
+    return centred(wanted(scores, bias, k).quantile(k / scores.shape[-1], 0))
 
 
 def _micro_batches(scores: Tensor, bias: Tensor, k: int, updates: int) -> Tensor:
     return torch.stack([_quantiles(part, bias, k, updates) for part in scores.chunk(MICRO_BATCHES)]).mean(0)
-
-
-def sign_rule(scores: Tensor, bias: Tensor, k: int, updates: int = 0, rate: float = RATE) -> Tensor:
-    """The next bias, which moves by the rate towards the mean load."""
-    loads = _load(scores, bias, k)
-    return bias + rate * (loads.mean() - loads).sign().float()
 
 
 def _khot(experts: int, k: int) -> Callable[[Tensor], Tensor]:

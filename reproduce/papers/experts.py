@@ -53,9 +53,20 @@ from torch.nn import functional as F
 import khot
 from reproduce.harness import reporting, study, training
 from reproduce.harness.study import Checkpoint, Row, Trial
-from reproduce.papers.balancing import histogram, sign_rule
+from reproduce.tasks.balancers import histogram, sign_rule
 
-__all__ = ["EXPERIMENT", "METHODS", "Args", "LanguageModel", "letters", "report", "run", "trials"]
+__all__ = [
+    "EXPERIMENT",
+    "METHODS",
+    "Args",
+    "LanguageModel",
+    "Layer",
+    "letters",
+    "report",
+    "router_of",
+    "run",
+    "trials",
+]
 
 LETTERS, PART, SIZE, LAYERS, HEADS, EXPERTS, K, HIDDEN = 128, 2_048, 64, 2, 4, 16, 2, 128
 BATCH, RATE, HOT, COLD = 16, 3e-3, 1.0, 0.05

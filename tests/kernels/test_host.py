@@ -102,7 +102,11 @@ def test_the_list_of_what_waits_names_what_there_is() -> None:
     assert set(WAITS) <= {*ENTRIES, *LAYERS}
 
 
-@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.id)
+#: Assignments with bounds, a total or compact support are found by torch operations whose steps are judged.
+FOUND_IN_STEPS = {"soft_assign-uniform"}
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op.id not in FOUND_IN_STEPS], ids=lambda op: op.id)
 def test_no_variant_of_an_operator_waits(device: Device, op: Operator) -> None:
     k = torch.empty(3, device="cuda")
     if op.name in ("soft_count", "inverse_soft_count"):

@@ -82,11 +82,11 @@ def two_way_fit(
     free = moves.to(f.dtype)
     g = f * free.unsqueeze(-2)
     sums = [g.sum(-2), g.mT @ (inverse.unsqueeze(-1) * g)]
-    others = f.new_zeros(()) if own is None else (~own).to(f.dtype)
-    if own is not None and joined:
+    others = None if own is None else (~own).to(f.dtype)
+    if others is not None and joined:
         sums += [(g * others.unsqueeze(-1)).sum(-2), (by_row * others).sum(-1, keepdim=True)]
     columns, overlap, *together = row.total(sums)
-    common = once = f.new_zeros(())
+    common: Tensor | None = None
     if together:
         common, weight = together
         still = weight <= LEAST
@@ -115,12 +115,12 @@ def two_way_fit(
         by_row: Tensor, by_column: Tensor, by_joined: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         (through,) = row.total([(g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)])
-        if together and by_joined is not None:
+        if common is not None and by_joined is not None:
             through = through + common * (once * by_joined)
         b = row.same(centre(pseudo_inverse(centre(by_column - through))))
         (b_here,) = row.share([b])
         a = inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1))
-        if not together or by_joined is None:
+        if others is None or common is None or by_joined is None:
             return a, b, None
         e = once * (by_joined - (common * b).sum(-1, keepdim=True))
         (e_here,) = row.share([e])

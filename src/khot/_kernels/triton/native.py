@@ -94,7 +94,7 @@ ORDINARY: dict[str, Callable[..., Tensor]] = {
 
 
 def _call(output: int, name: str, x: Tensor, *given: Any) -> Tensor:
-    """This output of an operator. A number comes as a tensor, as :func:`.arguments.per_row` makes it."""
+    """This output of an operator. Numbers come as tensors."""
     operator = OPERATORS[name]
     kinds = operator.overload._schema.arguments[1:]
     values = [
