@@ -87,6 +87,7 @@ def two_way_fit(
         sums += [(g * others.unsqueeze(-1)).sum(-2), (by_row * others).sum(-1, keepdim=True)]
     columns, overlap, *together = row.total(sums)
     common: Tensor | None = None
+    once: Tensor | None = None
     if together:
         common, weight = together
         still = weight <= LEAST
@@ -115,12 +116,12 @@ def two_way_fit(
         by_row: Tensor, by_column: Tensor, by_joined: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         (through,) = row.total([(g.mT @ (inverse * by_row).unsqueeze(-1)).squeeze(-1)])
-        if common is not None and by_joined is not None:
+        if common is not None and once is not None and by_joined is not None:
             through = through + common * (once * by_joined)
         b = row.same(centre(pseudo_inverse(centre(by_column - through))))
         (b_here,) = row.share([b])
         a = inverse * (by_row - (g @ b_here.unsqueeze(-1)).squeeze(-1))
-        if others is None or common is None or by_joined is None:
+        if others is None or common is None or once is None or by_joined is None:
             return a, b, None
         e = once * (by_joined - (common * b).sum(-1, keepdim=True))
         (e_here,) = row.share([e])
