@@ -37,7 +37,7 @@ from torch.nn.utils import parametrize, prune
 
 import khot
 from benchmarks import report
-from reproduce.harness import data, reporting
+from reproduce.harness import data, reporting, training
 
 PATH = Path(__file__).parent / "results" / "pruning.md"
 BATCH, RATE, CUTS = 128, 1e-3, 10
@@ -93,7 +93,7 @@ def cuts(model: nn.Module, amount: float, steps: int) -> Step:
     def before(step: int) -> None:
         nonlocal done
         at = step - steps // 2
-        if at > 0 and at % (steps // 4 // CUTS) == 0 and done < amount:
+        if at > 0 and at % max(steps // 4 // CUTS, 1) == 0 and done < amount:
             now = amount * growing(step, steps)
             # the amount of a further cut is a share of what is left
             prune.global_unstructured(weights(model), prune.L1Unstructured, amount=(now - done) / (1 - done))
@@ -202,13 +202,13 @@ def batches(x: Tensor, y: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield x[chosen], y[chosen]
 
 
-def measure(network: str, way: str, amount: float, seed: int, steps: int, folder: Path) -> dict[str, float]:
+def measure(network: str, way: str, amount: float, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     found = images(folder)
     torch.manual_seed(seed)
     model = NETWORKS[network]()
     before = WAYS[way](model, amount, steps)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, 3 * (steps - s) / steps))
+    schedule = training.lr_schedule(optimizer, training.linear_over_last_third, steps)
     train = batches(found.train_images, found.train_labels, seed)
     for step, (x, y) in zip(range(steps), train, strict=False):
         model.train()
@@ -224,7 +224,8 @@ def measure(network: str, way: str, amount: float, seed: int, steps: int, folder
     left = sum(part.sum().item() for part in kept) / sum(part.numel() for part in kept)
     if way != "all weights" and left > 1 - amount + 1e-3:
         raise AssertionError(f"{way} kept {left:.4f} of the weights")
-    return {"error": 100 * wrong, "kept": 100 * left}
+    case = {"network": network, "way": way, "amount": amount, "seed": seed}
+    return {**case, "error": 100 * wrong, "kept": 100 * left}
 
 
 def write(path: Path, results: report.Results) -> None:
@@ -255,25 +256,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = {"steps": args.steps, **report.machine(cpu_time=True)}
-    results = report.resume(args.out.with_suffix(".json"), setting)
-    from rich.progress import track
-
-    todo = [
-        (seed, network, way, amount)
+    todo = {
+        f"{network}, {way}, {amount}, {seed}": partial(
+            measure, network, way, amount, seed, args.steps, args.data_dir
+        )
         for seed in range(args.seeds)
         for network in NETWORKS
         for way in WAYS
         for amount in (AMOUNTS if way != "all weights" else AMOUNTS[:1])
-    ]
-    for seed, network, way, amount in track(todo):
-        case = f"{network}, {way}, {amount}, {seed}"
-        if case not in results["cases"]:
-            found = measure(network, way, amount, seed, args.steps, args.data_dir)
-            key = {"network": network, "way": way, "amount": amount, "seed": seed}
-            results["cases"][case] = {**key, **found}
-            report.save(args.out.with_suffix(".json"), results)
-            write(args.out, results)
-    print(args.out.read_text(encoding="utf-8"))
+    }
+    report.complete(args.out, setting, todo, write)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "Curves",
     "Results",
     "begin",
+    "complete",
     "loglog",
     "machine",
     "megabytes",
@@ -108,6 +109,24 @@ def save(path: Path, results: Results) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def complete(
+    out: Path,
+    setting: Mapping[str, Any],
+    todo: Mapping[str, Callable[[], dict[str, Any]]],
+    write: Callable[[Path, Results], None],
+) -> None:
+    """Measure the cases that are not there yet, with a bar, and write all there is after each of them."""
+    from rich.progress import track  # imported late: some benchmarks run on machines that have torch alone
+
+    results = resume(out.with_suffix(".json"), setting)
+    for case, measure in track(todo.items()):
+        if case not in results["cases"]:
+            results["cases"][case] = measure()
+            save(out.with_suffix(".json"), results)
+            write(out, results)
+    print(out.read_text(encoding="utf-8"))
 
 
 def ratio(value: float) -> str:

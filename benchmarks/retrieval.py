@@ -174,7 +174,7 @@ def measure(task: str, training: str, seed: int, steps: int) -> dict[str, Any]:
             k = min(KS, key=lambda k: judge(model, task, PLACES, partial(among, k, gap))[0])
             tested[name], chosen[name] = partial(among, k, gap), k
     right = {name: [judge(model, task, n, attend)[1] for n in LENGTHS] for name, attend in tested.items()}
-    return {"right": right, "chosen": chosen}
+    return {"task": task, "training": training, "seed": seed, "right": right, "chosen": chosen}
 
 
 def write(path: Path, results: report.Results) -> None:
@@ -208,20 +208,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = {"steps": args.steps, **report.machine(cpu_time=True)}
-    results = report.resume(args.out.with_suffix(".json"), setting)
     peers = importlib.util.find_spec("entmax") is not None
     trainings = [name for name in TRAININGS if peers or name in ("softmax", "top-k")]
-    from rich.progress import track
-
-    todo = [(seed, task, training) for seed in range(args.seeds) for task in TASKS for training in trainings]
-    for seed, task, training in track(todo):
-        case = f"{task}, {training}, {seed}"
-        if case not in results["cases"]:
-            found = measure(task, training, seed, args.steps)
-            results["cases"][case] = {"task": task, "training": training, "seed": seed, **found}
-            report.save(args.out.with_suffix(".json"), results)
-            write(args.out, results)
-    print(args.out.read_text(encoding="utf-8"))
+    todo = {
+        f"{task}, {training}, {seed}": partial(measure, task, training, seed, args.steps)
+        for seed in range(args.seeds)
+        for task in TASKS
+        for training in trainings
+    }
+    report.complete(args.out, setting, todo, write)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ __all__ = [
     "PRECISIONS",
     "SAVE_EVERY",
     "computing_in",
+    "cosine",
     "cosine_over_last_half",
     "images",
     "linear_over_last_third",
@@ -122,6 +123,11 @@ def lr_schedule(optimizer: Optimizer, factor: Callable[[float], float], total: i
 def linear_over_last_third(progress: float) -> float:
     """The factor of a learning rate: constant for two thirds of the steps, then falling linearly to 0."""
     return min(1.0, 3 * (1 - progress))
+
+
+def cosine(progress: float) -> float:
+    """The factor of a learning rate: from 1 to 0 along a cosine."""
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 def cosine_over_last_half(progress: float) -> float:

@@ -202,7 +202,7 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
     torch.manual_seed(seed)
     model = LanguageModel(method, args.context, args.steps).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    schedule = training.lr_schedule(optimizer, lambda done: (1 + math.cos(math.pi * done)) / 2, args.steps)
+    schedule = training.lr_schedule(optimizer, training.cosine, args.steps)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     every = max(1, args.steps // args.points)
     violations, start = [], time.process_time()

@@ -31,7 +31,6 @@ task made here, which takes minutes on one core, and the paper's numbers are not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +125,7 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
     router = router_of(method, args.steps)
     model = khot.nn.MixtureOfExperts(router, [nn.Linear(DIM, DIM) for _ in range(KINDS)]).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    schedule = training.lr_schedule(optimizer, _cosine, args.steps)
+    schedule = training.lr_schedule(optimizer, training.cosine, args.steps)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     test = tokens.draw(TEST_ROWS, args.steps)  # a number that no step of the training has
     for step in training.steps(checkpoint, state, args.steps):
@@ -145,10 +144,6 @@ def run(args: Args, trial: Trial, checkpoint: Checkpoint) -> Iterator[Row]:
         if (step + 1) % max(1, args.steps // args.points) == 0:
             yield {"step": step + 1, "error_now": _judge(model, test, args.device)["error"]}
     yield _judge(model, test, args.device)
-
-
-def _cosine(progress: float) -> float:
-    return (1 + math.cos(math.pi * progress)) / 2
 
 
 @torch.no_grad()

@@ -449,6 +449,17 @@ def test_a_refined_code_is_selected_again_from_what_is_left(
     torch.testing.assert_close(torch.compile(sae, backend="eager", fullgraph=True)(x), sae(x))
 
 
+def left_by(sae: TopKSAE, x: Tensor) -> Tensor:
+    """The squared error in eval mode after 400 steps on 2,048 vectors."""
+    optimizer = torch.optim.Adam(sae.parameters(), lr=5e-3)
+    for step in range(400):
+        optimizer.zero_grad()
+        sae.loss(x[256 * (step % 8) :][:256]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return (x - sae.eval()(x)).square().sum()
+
+
 def test_refined_codes_explain_more_where_directions_overlap() -> None:
     """Sums of 3 of 24 random directions in 12 dimensions."""
     torch.manual_seed(0)
@@ -457,14 +468,7 @@ def test_refined_codes_explain_more_where_directions_overlap() -> None:
     left = []
     for times in (0, 1):
         torch.manual_seed(1)
-        sae = TopKSAE(12, 48, 3, refine=times)
-        optimizer = torch.optim.Adam(sae.parameters(), lr=5e-3)
-        for step in range(400):
-            optimizer.zero_grad()
-            sae.loss(x[256 * (step % 8) :][:256]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            left.append(float((x - sae.eval()(x)).square().sum() / (x - x.mean(0)).square().sum()))
+        left.append(left_by(TopKSAE(12, 48, 3, refine=times), x) / (x - x.mean(0)).square().sum())
     assert left[1] < 0.8 * left[0]
 
 
@@ -494,14 +498,7 @@ def test_signed_latents_learn_directions_and_their_opposites() -> None:
     left = {}
     for signed in (False, True):
         torch.manual_seed(1)
-        sae = TopKSAE(12, 8, 2, signed=signed)
-        optimizer = torch.optim.Adam(sae.parameters(), lr=5e-3)
-        for step in range(400):
-            optimizer.zero_grad()
-            sae.loss(x[256 * (step % 8) :][:256]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            left[signed] = float((x - sae.eval()(x)).square().sum() / x.square().sum())
+        left[signed] = left_by(TopKSAE(12, 8, 2, signed=signed), x) / x.square().sum()
     assert left[True] < 0.02 and left[False] > 0.2
 
 
