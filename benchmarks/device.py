@@ -1,10 +1,10 @@
 """khot on a GPU, in three commands of less than five minutes each: `python -m benchmarks.device check`, then
 `bench`, then `layers`.
 
-`check` first compares calls without Python with the ordinary way, bit by bit, and says how long they keep
-the host. Then it runs every row of the operators' table (tests/operators.py) forward and backward at a short
-and a long size, and each path through the soft top-k, against the CPU in float64, with memory that is filled
-with NaN before; and says whether the host waits and whether a CUDA graph can be captured and replayed.
+`check` first compares calls without Python with the ordinary way, bit by bit. Then it runs every row of the
+operators' table (tests/operators.py) forward and backward at a short and a long size, and each path through
+the soft top-k, against the CPU in float64, with memory that is filled with NaN before; and says whether the
+host waits and whether a CUDA graph can be captured and replayed.
 `bench` times the soft top-k on the shapes that the project has goals for, and the other operators, beside
 torch's softmax, sort and topk. `layers` times layers beside what one would write by hand.
 
@@ -43,6 +43,7 @@ from torch.nn import functional as F
 import khot
 from benchmarks import report, timing
 from benchmarks.cpu import spread_normal
+from benchmarks.host import plain_calls
 from khot import _kernels as kernels
 from khot import cdfs
 from khot._core import eager
@@ -51,7 +52,7 @@ from khot.losses import FenchelYoungTopKLoss
 RESULTS = Path(__file__).parent / "results"
 SECONDS = {"check": 240, "bench": 240, "layers": 120}  # after which nothing new is begun
 REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take so many seconds
-CALLS = "calls without Python"  # the first check
+CALLS = "without Python"  # the first checks
 TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
 
 Function = Callable[..., Any]
@@ -231,7 +232,7 @@ def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | N
 @contextmanager
 def ordinary() -> Iterator[None]:
     """The ordinary way for every call, and Triton's launcher for every kernel."""
-    names = ("soft_topk", "topk_mask", "selectable", "start")
+    names = (*eager.ON_GPUS, "start")
     held = {name: getattr(eager, name) for name in names}
     try:
         for name in names:
@@ -242,54 +243,48 @@ def ordinary() -> Iterator[None]:
             setattr(eager, name, call)
 
 
-def examine_calls(dry: bool) -> dict[str, Any]:
-    """Whether calls without Python have the bits of the ordinary way, and how long they keep the host, in
-    softmaxes."""
+def examine_calls(name: str, dry: bool) -> dict[str, Any]:
+    """Whether calls without Python have the bits of the ordinary way."""
     device = gpu_or_cpu(dry)
-    functions: dict[str, Function] = {
-        f"soft_topk, {cdf}": partial(khot.soft_topk, k=3, cdf=cdf) for cdf in ("logistic", "laplace")
-    }
-    functions["log_soft_topk"] = partial(khot.log_soft_topk, k=2.5, tau=0.3)
-    functions["hard"] = partial(khot.soft_topk, k=3, hard=True)
-    functions["nn.SoftTopK"] = khot.nn.SoftTopK(3)
     shapes = ((3, 20, torch.float32), (4_096, 64, torch.float32), (64, 8_192, torch.bfloat16))
     wrong = [
-        f"{name}, ({rows}, {n}): {how}"
+        f"({rows}, {n}): {how}"
         for rows, n, dtype in shapes[: 1 if dry else None]
-        for name, function in functions.items()
-        for how in differences(function, torch.randn(rows, n, device=device).to(dtype).requires_grad_())
+        for x in [torch.randn(rows, n, device=device).to(dtype).requires_grad_()]
+        for how in differences(different_calls(x.detach())[name], x)
     ]
-    found: dict[str, Any] = {"right": not wrong and (dry or eager.launching), "wrong": "; ".join(wrong)}
-    x, grad = (torch.randn(4 if dry else 4_096, 64, device=device) for _ in range(2))
-    wanted = x.clone().requires_grad_()
-    for name, call, softmax in (
-        ("soft_topk", partial(khot.soft_topk, k=3), partial(torch.softmax, dim=-1)),
-        ("nn.SoftTopK", khot.nn.SoftTopK(3), torch.nn.Softmax(-1)),
-    ):
-        forward = [on_host(partial(each, x), device, 5 * REPEATS) for each in (call, softmax)]
-        both = [
-            on_host(lambda f=f: torch.autograd.grad(f(wanted), wanted, grad), device, 5 * REPEATS)  # type: ignore[misc]
-            for f in (call, softmax)
-        ]
-        found[f"host, {name}"] = round(forward[0] / forward[1], 2)
-        found[f"host, {name} and its gradient"] = round(both[0] / both[1], 2)
-    return found
+    return {"right": not wrong and (dry or eager.launching), "wrong": "; ".join(wrong)}
+
+
+def different_calls(like: Tensor) -> dict[str, Function]:
+    """What the extension has launches for, of inputs like this one."""
+    cost, each, mask = 1 + like.flip(-1).abs(), 2 + like[:, 0].sigmoid(), like < like.amax()
+    return {
+        **plain_calls(like),
+        "soft_topk, laplace": partial(khot.soft_topk, k=3, cdf="laplace"),
+        "log_soft_topk": partial(khot.log_soft_topk, k=2.5, tau=0.3),
+        "hard": partial(khot.soft_topk, k=3, hard=True),
+        "k and tau of each row": partial(khot.soft_topk, k=each, tau=each),
+        "mask": partial(khot.soft_topk, k=3, mask=mask),
+        "magnitude, tau of each row": partial(khot.soft_topk_magnitude, k=3, tau=each),
+        "budget, by value": partial(khot.soft_budget, cost=cost, budget=3.0, by="value"),
+        "budget of each row": partial(khot.soft_budget, cost=cost, budget=each),
+    }
 
 
 def differences(function: Function, x: Tensor) -> Iterator[str]:
     """Where a call and its gradient differ from the ordinary way's: once prepared, in a thread, on another
-    stream, in a graph, and for a gradient that is not contiguous."""
+    stream, in a graph, and for a gradient that is not contiguous, which such a call copies."""
     contiguous = torch.randn_like(x)
-    transposed = contiguous.mT.contiguous().mT
 
     def results(grad: Tensor = contiguous) -> list[Tensor]:
         y = function(x)
         return [y.detach(), *torch.autograd.grad(y, x, grad), khot.topk_mask(x.detach(), 3)]
 
     with ordinary():
-        wanted, across = results(), results(transposed)
+        wanted = results()
     results()
-    got = {"prepared": results(), "transposed": results(transposed)}
+    got = {"prepared": results(), "transposed": results(contiguous.mT.contiguous().mT)}
     with ThreadPoolExecutor(1) as thread:
         got["thread"] = thread.submit(results).result()
     if x.is_cuda:
@@ -305,8 +300,7 @@ def differences(function: Function, x: Tensor) -> Iterator[str]:
             graph[0].replay()
             got["graph"] = graph[1]
     for how, found in got.items():
-        right = across if how == "transposed" else wanted
-        if not all(torch.equal(a, b) for a, b in zip(found, right, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             yield how
 
 
@@ -447,6 +441,11 @@ def soft_topks(case: Case, x: Tensor) -> dict[str, Function]:
     }
 
 
+def plain(case: Case, x: Tensor) -> dict[str, Function]:
+    """Calls that go without Python, for the time that they keep the host."""
+    return {"softmax": partial(torch.softmax, dim=-1), **plain_calls(x)}
+
+
 def peers(case: Case, x: Tensor) -> dict[str, Function]:
     """The same function by what people use today."""
     compiled = torch.compile(bisection, dynamic=False)
@@ -522,6 +521,7 @@ def streaming(case: Case, x: Tensor) -> dict[str, Function]:
 
 
 BENCHES = {
+    f"without Python, {MANY[0].id}": (plain, MANY[0]),
     **{f"soft top-k, {case.id}": (soft_topks, case) for case in SOFT_TOPK},
     **{f"other operators, {case.id}": (others, case) for case in MANY},
     **{f"long rows, {case.id}": (streaming, case) for case in (SOFT_TOPK[5], SOFT_TOPK[-1])},
@@ -783,15 +783,15 @@ def main(arguments: list[str] | None = None) -> None:
     if args.what == "check":
         todo = {n: c for n, c in checks(dry).items() if wanted(f"check: {n}")}
         tasks: dict[str, Callable[[], Any]] = {n: partial(examine, *c, dry) for n, c in todo.items()}
-        if wanted(f"check: {CALLS}"):
-            tasks = {CALLS: partial(examine_calls, dry), **tasks}
+        known = {f"{CALLS}: {name}": name for name in different_calls(torch.ones(1, 8))}
+        plain = {n: partial(examine_calls, name, dry) for n, name in known.items() if wanted(f"check: {n}")}
+        tasks = {**plain, **tasks}
         for name, found in run(tasks, 1 if dry else args.jobs, end):
             if isinstance(found, Exception):
                 found = {"right": False, "error": f"{found!r}"[:300]}
             keep(f"check: {name}", found)
     elif args.what == "bench":
-        known = DRY_BENCHES if dry else BENCHES
-        cases = {n: c for n, c in known.items() if wanted(f"bench: {n}")}
+        cases = {n: c for n, c in (DRY_BENCHES if dry else BENCHES).items() if wanted(f"bench: {n}")}
         compiles: dict[str, Callable[[], Any]] = {
             f"{n}, {part}": partial(warm, *c, part, parts)
             for n, c in cases.items()

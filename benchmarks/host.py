@@ -26,7 +26,10 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "host.md"
 CDFS = ("logistic", "laplace", "normal", "uniform", "power")
@@ -132,6 +135,24 @@ def calls(cdf: str, rows: int, n: int) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(khot.soft_topk(x, 8, cdf=F), x, grad)  # type: ignore[arg-type]
 
 
+def plain_calls(like: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Calls that go without Python once they are prepared, of inputs like this one."""
+    import torch
+
+    import khot
+
+    cost, each = torch.ones_like(like), like.new_ones(like.shape[0])
+    return {
+        "soft_topk": lambda x: khot.soft_topk(x, 8),
+        "soft_topk_magnitude": lambda x: khot.soft_topk_magnitude(x, 8),
+        "soft_budget": lambda x: khot.soft_budget(x, cost, 8.0),
+        "soft_rank, descending": lambda x: khot.soft_rank(x, descending=True),
+        "soft_sort, descending": lambda x: khot.soft_sort(x, descending=True),
+        "soft_topk with k and tau of each row": lambda x: khot.soft_topk(x, each, tau=each),
+        "nn.SoftTopK": khot.nn.SoftTopK(8).to(like.device),
+    }
+
+
 def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, float]]:
     """Of a call, and of torch.softmax's in its place, the least, which a busy machine disturbs least; they
     take turns: (512, 64) float32, k and τ numbers, beside (4, 64) on the CPU, where little is computing."""
@@ -144,8 +165,7 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
     x, grad = torch.ones(512, 64), torch.ones(512, 64)
     wanted, few = x.clone().requires_grad_(), x[:4].clone()
     few_wanted, few_grad = few.clone().requires_grad_(), grad[:4].clone()
-    layer, soft = khot.nn.SoftTopK(8), torch.nn.Softmax(-1)
-    forward, each = partial(torch.softmax, few, -1), torch.ones(512)
+    softmax = partial(torch.softmax, dim=-1)
 
     def both(call: Callable[[Any], Any], x: Any, grad: Any) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(call(x), x, grad)
@@ -162,37 +182,21 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
 
         return run
 
-    one, with_gradient = partial(khot.soft_topk, x, 8), both(lambda x: khot.soft_topk(x, 8), wanted, grad)
-    soft_both = both(lambda x: torch.softmax(x, -1), few_wanted, few_grad)
-    calls = {
-        "soft_topk": (one, forward),
+    calls = {}
+    for name, call in plain_calls(x).items():
+        soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
+        calls[name] = partial(call, x), partial(soft, few)
+        calls[f"{name} and its gradient"] = both(call, wanted, grad), both(soft, few_wanted, few_grad)
+    forward, with_gradient = calls["soft_topk"], calls["soft_topk and its gradient"]
+    calls |= {
         "soft_topk of a tensor that requires a gradient": (
-            partial(khot.soft_topk, wanted, 8), partial(torch.softmax, few_wanted, -1),
+            partial(khot.soft_topk, wanted, 8),
+            partial(softmax, few_wanted),
         ),
-        "soft_topk and its gradient": (with_gradient, soft_both),
-        "topk_mask": (partial(khot.topk_mask, x, 8), forward),
-        "soft_topk_magnitude": (partial(khot.soft_topk_magnitude, x, 8), forward),
-        "soft_topk_magnitude and its gradient": (
-            both(lambda x: khot.soft_topk_magnitude(x, 8), wanted, grad), soft_both,
-        ),
-        "soft_budget": (partial(khot.soft_budget, x, x, 8.0), forward),
-        "soft_budget and its gradient": (
-            both(lambda other: khot.soft_budget(other, x, 8.0), wanted, grad), soft_both,
-        ),
-        "soft_rank, descending": (partial(khot.soft_rank, x, descending=True), forward),
-        "soft_rank, descending, and its gradient": (
-            both(lambda x: khot.soft_rank(x, descending=True), wanted, grad), soft_both,
-        ),
-        "soft_sort, descending": (partial(khot.soft_sort, x, descending=True), forward),
-        "soft_sort, descending, and its gradient": (
-            both(lambda x: khot.soft_sort(x, descending=True), wanted, grad), soft_both,
-        ),
-        "soft_topk with k and tau of each row": (partial(khot.soft_topk, x, each, tau=each), forward),
-        "nn.SoftTopK": (partial(layer, x), partial(soft, few)),
-        "nn.SoftTopK and its gradient": (both(layer, wanted, grad), both(soft, few_wanted, few_grad)),
-        "soft_topk, the ordinary way": (ordinary(one), forward),
-        "soft_topk and its gradient, the ordinary way": (ordinary(with_gradient), soft_both),
-    }  # fmt: skip
+        "topk_mask": (partial(khot.topk_mask, x, 8), forward[1]),
+        "soft_topk, the ordinary way": (ordinary(forward[0]), forward[1]),
+        "soft_topk and its gradient, the ordinary way": (ordinary(with_gradient[0]), with_gradient[1]),
+    }
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for repeat in range(repeats + 1):
         for name, pair in calls.items():
