@@ -497,7 +497,7 @@ def _matrix(
         p = between(standardize(entries, *at), *at)
         return correct(p, start, stop).to(x.dtype)
 
-    return in_parts(part, x.shape[-1], x.numel())
+    return in_parts(part, x.shape[-1], x.numel(), x.device)
 
 
 def _correction(

@@ -12,8 +12,9 @@ from khot._core.torch_internals import is_exporting, transforms_are_on
 
 __all__ = ["in_parts"]
 
-# A part has about so many intermediate entries.
-PART = 1 << 20
+# A part has about so many intermediate entries: on a CPU they stay in the cache, on another device each part
+# has all its launches.
+PART, PART_OF_DEVICE = 1 << 20, 1 << 25
 # A compiled graph has at most so many parts, because each is a copy of the same code.
 COMPILED_PARTS = 16
 
@@ -22,6 +23,7 @@ def in_parts(
     part: Callable[[int, int], Tensor],
     length: int,
     entries: int,
+    device: torch.device,
     *,
     least: int = 1,
     dim: int = -2,
@@ -33,11 +35,13 @@ def in_parts(
         part: keeps no more than ``entries`` intermediate entries for each of its stop - start items.
         length: of the range. Under torch.func's transforms and in exported programs there is one piece.
         entries: intermediate entries for each item.
+        device: on which they are.
         least: items that a piece has at least.
         dim: of ``part``'s results.
         preserve_rng_state: whether ``part`` draws random numbers.
     """
-    size = max(PART // max(1, entries), least, 1)
+    most = PART if device.type == "cpu" else PART_OF_DEVICE
+    size = max(most // max(1, entries), least, 1)
     if torch.compiler.is_compiling():
         size = max(size, -(-length // COMPILED_PARTS))
     if size >= length or transforms_are_on() or is_exporting():

@@ -637,9 +637,9 @@ def _attend(
         return F.dropout(weights, dropout_p) @ value
 
     # as many scores as the keys have entries do not count
-    return in_parts(
-        part, length, batch * key.shape[-2], least=query.shape[-1], preserve_rng_state=dropout_p > 0
-    )
+    entries = batch * key.shape[-2]
+    options: dict[str, Any] = {"least": query.shape[-1], "preserve_rng_state": dropout_p > 0}
+    return in_parts(part, length, entries, query.device, **options)
 
 
 def _weights(

@@ -324,4 +324,4 @@ def _squared_distances(query: Tensor, template: Tensor, indices: Tensor) -> Tens
         return (chosen - query[..., start:stop, None, :]).square().sum(-1)
 
     batch = math.prod(query.shape[:-2])
-    return in_parts(part, query.shape[-2], batch * indices.shape[-1] * query.shape[-1])
+    return in_parts(part, query.shape[-2], batch * indices.shape[-1] * query.shape[-1], query.device)
