@@ -259,6 +259,8 @@ def examine_calls(name: str, dry: bool) -> dict[str, Any]:
 def different_calls(like: Tensor) -> dict[str, Function]:
     """What the extension has launches for, of inputs like this one."""
     cost, each, mask = 1 + like.flip(-1).abs(), 2 + like[:, 0].sigmoid(), like < like.amax()
+    tau = like.new_full((), 0.7, dtype=torch.float32).requires_grad_()
+    learned = each.float().requires_grad_()
     return {
         **plain_calls(like),
         "soft_topk, laplace": partial(khot.soft_topk, k=3, cdf="laplace"),
@@ -269,6 +271,12 @@ def different_calls(like: Tensor) -> dict[str, Function]:
         "magnitude, tau of each row": partial(khot.soft_topk_magnitude, k=3, tau=each),
         "budget, by value": partial(khot.soft_budget, cost=cost, budget=3.0, by="value"),
         "budget of each row": partial(khot.soft_budget, cost=cost, budget=each),
+        "learned tau": partial(khot.soft_topk, k=3, tau=tau),
+        "learned k and tau": partial(khot.soft_topk, k=learned, tau=learned),
+        "magnitude, learned tau": partial(khot.soft_topk_magnitude, k=3, tau=tau),
+        "learned budget": partial(khot.soft_budget, cost=cost, budget=learned, tau=tau),
+        "rank, learned tau": partial(khot.soft_rank, tau=tau, descending=True),
+        "sort, learned tau": partial(khot.soft_sort, tau=learned, descending=True),
     }
 
 
@@ -276,10 +284,12 @@ def differences(function: Function, x: Tensor) -> Iterator[str]:
     """Where a call and its gradient differ from the ordinary way's: once prepared, in a thread, on another
     stream, in a graph, and for a gradient that is not contiguous, which such a call copies."""
     contiguous = torch.randn_like(x)
+    given = function.keywords.values() if isinstance(function, partial) else ()
+    leaves = [x, *(v for v in given if isinstance(v, Tensor) and v.requires_grad)]
 
     def results(grad: Tensor = contiguous) -> list[Tensor]:
         y = function(x)
-        return [y.detach(), *torch.autograd.grad(y, x, grad), khot.topk_mask(x.detach(), 3)]
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad), khot.topk_mask(x.detach(), 3)]
 
     with ordinary():
         wanted = results()
@@ -443,7 +453,9 @@ def soft_topks(case: Case, x: Tensor) -> dict[str, Function]:
 
 def plain(case: Case, x: Tensor) -> dict[str, Function]:
     """Calls that go without Python, for the time that they keep the host."""
-    return {"softmax": partial(torch.softmax, dim=-1), **plain_calls(x)}
+    tau = x.new_ones(()).requires_grad_()
+    learned = {"soft_topk with a learned tau": lambda x: khot.soft_topk(x, 8, tau=tau)}
+    return {"softmax": partial(torch.softmax, dim=-1), **plain_calls(x), **learned}
 
 
 def peers(case: Case, x: Tensor) -> dict[str, Function]:

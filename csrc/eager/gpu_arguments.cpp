@@ -8,10 +8,13 @@
 namespace khot::gpu {
 namespace {
 
+bool is_beside(const Tensor& value, const Tensor& x) {
+  return is_there(value) && value.device() == x.device() && !value._fw_grad(0).defined();
+}
+
 // A tensor on the device of x that nothing records.
 bool is_constant(const Tensor& value, const Tensor& x) {
-  return is_there(value) && value.device() == x.device() && !value.requires_grad() &&
-         !value._fw_grad(0).defined();
+  return is_beside(value, x) && !value.requires_grad();
 }
 
 bool broadcasts(at::IntArrayRef shape, at::IntArrayRef target) {
@@ -39,13 +42,11 @@ bool read_number(PyObject* value, char role, const Tensor& x, Number& found, int
   const at::IntArrayRef batch = x.sizes().slice(0, x.dim() - 1);
   const at::ScalarType dtype = given.scalar_type();
   const bool integer = dtype == at::kLong || dtype == at::kInt;
-  if (!is_constant(given, x) || !(integer || dtype_of(given)) || !broadcasts(given.sizes(), batch))
+  if (!is_beside(given, x) || !(integer || dtype_of(given)) || !broadcasts(given.sizes(), batch))
     return false;
-  found.tensor = integer ? given.to(at::kDouble) : given;
-  const bool same = given.numel() == 1;
-  if (!same && found.tensor.sizes() != batch) found.tensor = found.tensor.expand(batch);
-  if (!same && !found.tensor.is_contiguous()) found.tensor = found.tensor.contiguous();
-  fact = number_fact(found.tensor.scalar_type(), same);
+  found.given = given;
+  found.tensor = for_launch(given, x);
+  fact = number_fact(found.tensor.scalar_type(), given.numel() == 1);
   return true;
 }
 
@@ -78,6 +79,14 @@ std::optional<int64_t> cdf_fact(PyObject* value) {
 }
 
 }  // namespace
+
+Tensor for_launch(const Tensor& given, const Tensor& x) {
+  const at::IntArrayRef batch = x.sizes().slice(0, x.dim() - 1);
+  Tensor found = given.requires_grad() ? given.detach() : given;
+  if (!dtype_of(found)) found = found.to(at::kDouble);
+  if (found.numel() == 1) return found;
+  return (found.sizes() == batch ? found : found.expand(batch)).contiguous();
+}
 
 bool read(Operator which, PyObject* const* args, Call& call) {
   const char* const roles = kOperators[which].roles;

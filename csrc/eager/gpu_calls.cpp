@@ -50,11 +50,10 @@ Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*
   if (!aligned) return {};
   results.first = empty(prepared.whole ? x.sizes() : x.sizes().slice(0, x.dim() - 1), x, prepared.dtype);
   put_address(prepared.results[0], results.first.mutable_data_ptr());
-  Tensor scratch;
   if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, x, at::kDouble);
-  if (prepared.scratch_bytes > 0) scratch = empty({prepared.scratch_bytes / 8}, x, at::kDouble);
+  if (prepared.scratch_bytes > 0) results.scratch = empty({prepared.scratch_bytes / 8}, x, at::kDouble);
   for (size_t i = 0; i < prepared.begins.size(); ++i) {
-    void* const begin = (i < prepared.kept ? results.kept : scratch).mutable_data_ptr();
+    void* const begin = (i < prepared.kept ? results.kept : results.scratch).mutable_data_ptr();
     put_address(prepared.results[i + 1], static_cast<char*>(begin) + prepared.begins[i]);
   }
   const bool started = aligned && gpu::start(*prepared.kernel, prepared.programs, values.data(),
@@ -83,7 +82,11 @@ Tensor solved(Operator which, Call& call) {
   for (size_t i = 0; i < prepared->numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
   const Results results = run(*prepared, x, inputs, numbers);
   if (!results.first.defined()) return Tensor();
-  if (at::GradMode::is_enabled() && x.requires_grad()) record(call, *prepared, results);
+  bool wanted = x.requires_grad();
+  for (const Number& number : call.numbers) {
+    wanted = wanted || (number.given.defined() && number.given.requires_grad());
+  }
+  if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results);
   return results.first;
 }
 
@@ -144,7 +147,7 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
   given.signature.number(0) = number_fact(at::kDouble, given.inputs[0].numel() == given.inputs[0].size(-1));
   if (find(given.signature) == nullptr) Py_RETURN_NONE;
-  given.numbers[0].tensor = solved(kSelectable, counting);
+  given.numbers[0].given = given.numbers[0].tensor = solved(kSelectable, counting);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   Tensor y = solved(kSoftTopk, given);
   if (!y.defined()) Py_RETURN_NONE;

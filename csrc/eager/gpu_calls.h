@@ -15,10 +15,11 @@ namespace khot::gpu {
 
 using Tensors = c10::SmallVector<Tensor, 2>;
 
-// A number by value, or in memory where the tensor is defined.
+// A number by value; or in memory, where the tensors are defined: as it was given, which may be learned, and
+// as a launch reads it, with one for each row or one for all.
 struct Number {
   double value = 0;
-  Tensor tensor;
+  Tensor given, tensor;
 };
 using Numbers = std::array<Number, kMostNumbers>;
 
@@ -30,11 +31,14 @@ struct Call {
   bool negated = false, reversed = false;
 };
 
+// A given number, which broadcasts with the rows of x, as a launch reads it.
+Tensor for_launch(const Tensor& given, const Tensor& x);
+
 // False for what is not plain.
 bool read(Operator which, PyObject* const* args, Call& call);
 
 struct Results {
-  Tensor first, kept;  // undefined if nothing was started
+  Tensor first, kept, scratch;  // the first is undefined if nothing was started
 };
 
 // Start a prepared launch with these addresses and numbers, on the device of x, which is the current one.

@@ -25,14 +25,16 @@ struct Saved {
   Signature signature;
   Tensors inputs;
   Numbers numbers;
-  Tensor result, kept;  // the first result if a launch reads it, and others
+  Tensor result, kept;          // the first result if a launch reads it, and others
+  std::vector<int64_t> wanted;  // whether a gradient of the rows, and of each number, is
 };
 
-// The gradient of the rows by a prepared launch, of a contiguous gradient; undefined if there is none.
-Tensor pulled(const Saved& saved, const Tensor& grad) {
+// The gradients of the rows and the numbers by a prepared launch, of a contiguous gradient; empty if there is
+// none.
+variable_list pulled(const Saved& saved, const Tensor& grad) {
   const Tensor& x = saved.inputs[0];
   const auto forward = find(saved.signature);
-  if (forward == nullptr) return Tensor();
+  if (forward == nullptr) return {};
   Signature signature = saved.signature;
   signature.facts[0] = backward_of(signature.facts[0]);
   c10::SmallVector<const Number*, kMostNumbers> numbers;
@@ -41,8 +43,18 @@ Tensor pulled(const Saved& saved, const Tensor& grad) {
     signature.number(static_cast<int>(numbers.size())) = const_cast<Saved&>(saved).signature.number(i);
     numbers.push_back(&saved.numbers[i]);
   }
-  const auto prepared = find(signature);
-  if (prepared == nullptr) return Tensor();
+  const auto lacks = [&](const Prepared& launch) {
+    for (int i = 0; i < kMostNumbers; ++i) {
+      if (saved.wanted[1 + i] && launch.pulls[i] < 0) return true;
+    }
+    return false;
+  };
+  auto prepared = find(signature);
+  if (prepared == nullptr || lacks(*prepared)) {  // some have another kernel for these gradients
+    signature.asked() = 1;
+    prepared = find(signature);
+    if (prepared == nullptr || lacks(*prepared)) return {};
+  }
   c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
   for (const Tensor& input : saved.inputs) known.push_back(input.const_data_ptr());
   known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
@@ -51,25 +63,45 @@ Tensor pulled(const Saved& saved, const Tensor& grad) {
   }
   for (const int source : prepared->sources) inputs.push_back(known[source]);
   const c10::DeviceGuard current(x.device());
-  return run(*prepared, x, inputs, numbers).first;
+  const Results results = run(*prepared, x, inputs, numbers);
+  if (!results.first.defined()) return {};
+  variable_list grads(1 + kMostNumbers);
+  grads[0] = results.first;
+  for (int i = 0; i < kMostNumbers; ++i) {
+    if (!saved.wanted[1 + i]) continue;
+    const int64_t begin = prepared->begins[prepared->pulls[i] - 1] / 8, rows = x.numel() / x.size(-1);
+    const Tensor &given = saved.numbers[i].given, of_rows = results.scratch.narrow(0, begin, rows);
+    grads[1 + i] =
+        at::sum_to(of_rows.view(x.sizes().slice(0, x.dim() - 1)), given.sizes()).to(given.scalar_type());
+  }
+  return grads;
 }
 
-// The gradient in operations that can be differentiated and mapped: Python makes the call in the ordinary
+// The gradients in operations that can be differentiated and mapped: Python makes the call in the ordinary
 // way.
-Tensor pulled_again(const Saved& saved, const Tensor& grad) {
+variable_list pulled_again(const Saved& saved, const Tensor& grad) {
   const Described& described = kOperators[saved.signature.facts[0]];
-  pybind11::list given;
+  pybind11::list given, asked;  // the arguments, and which of them
+  variable_list grads(1 + kMostNumbers);
+  c10::SmallVector<int, 1 + kMostNumbers> places;
   int input = 0, number = 0, choice = 0;
+  const auto ask = [&](int place) {
+    if (!saved.wanted[place]) return;
+    asked.append(given.size() - 1);
+    places.push_back(place);
+  };
   const auto wrapped = [](const Tensor& x) {
     return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
   };
   for (const char* role = described.roles; *role != 0; ++role) {
     if (*role == 'x' || *role == 'w') {
       given.append(wrapped(saved.inputs[input++]));
+      if (*role == 'x') ask(0);
     } else if (*role == 'k' || *role == 'i' || *role == 't') {
       const Number& one = saved.numbers[number++];
-      if (one.tensor.defined()) {
-        given.append(wrapped(one.tensor));
+      if (one.given.defined()) {
+        given.append(wrapped(saved.wanted[number] ? one.given : one.tensor));
+        ask(number);
       } else {
         given.append(one.value);
       }
@@ -78,14 +110,16 @@ Tensor pulled_again(const Saved& saved, const Tensor& grad) {
     }
   }
   const pybind11::object name = pybind11::str(described.name), cotangent = wrapped(grad);
-  const auto found = pybind11::reinterpret_steal<pybind11::object>(
-      PyObject_CallFunctionObjArgs(driver().again, name.ptr(), given.ptr(), cotangent.ptr(), nullptr));
+  const auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunctionObjArgs(
+      driver().again, name.ptr(), given.ptr(), asked.ptr(), cotangent.ptr(), nullptr));
   if (!found) throw python_error();
-  return THPVariable_Unpack(found.ptr());
+  const auto results = found.cast<pybind11::tuple>();
+  for (size_t i = 0; i < places.size(); ++i) grads[places[i]] = THPVariable_Unpack(results[i].ptr());
+  return grads;
 }
 
-Tensor gradient(const Saved& saved, const Tensor& grad) {
-  if (!grad.defined()) return Tensor();
+variable_list gradient(const Saved& saved, const Tensor& grad) {
+  if (!grad.defined()) return variable_list(1 + kMostNumbers);
   const Tensor& x = saved.inputs[0];
   const bool direct = !at::GradMode::is_enabled() && plain_state() && is_there(grad) && is_there(x) &&
                       grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes() &&
@@ -96,8 +130,8 @@ Tensor gradient(const Saved& saved, const Tensor& grad) {
                   std::vector<c10::IValue>());
   Tensor dense = grad.contiguous();  // as the launch reads it, which the ordinary way prepares
   if ((reinterpret_cast<uintptr_t>(dense.const_data_ptr()) & kAligned) != 0) dense = dense.clone();
-  Tensor dx = pulled(saved, dense);
-  return dx.defined() ? dx : pulled_again(saved, dense);
+  variable_list grads = pulled(saved, dense);
+  return grads.empty() ? pulled_again(saved, dense) : grads;
 }
 
 // torch's own nodes are counted in one way or another, by its version.
@@ -131,16 +165,27 @@ struct Node : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {gradient(unpacked(), grads[0])};
+    return gradient(unpacked(), grads[0]);
+  }
+
+  static Number number(double value, Tensor given, const Tensor& x) {
+    Tensor tensor = given.defined() ? for_launch(given, x) : Tensor();
+    return {value, std::move(given), std::move(tensor)};
+  }
+
+  std::vector<int64_t> wanted() const {
+    std::vector<int64_t> found;
+    for (const torch::autograd::Edge& edge : next_edges()) found.push_back(edge.is_valid());
+    return found;
   }
 
   // The tensors in the order of `given`.
   Saved unpacked() {
-    Saved saved{signature, {}, {}, {}, kept};
+    Saved saved{signature, {}, {}, {}, kept, wanted()};
     const auto self = getptr();
     for (size_t i = 0; i < inputs; ++i) saved.inputs.push_back(given[i].unpack());
     for (int i = 0; i < kMostNumbers; ++i) {
-      saved.numbers[i] = {values[i], given[inputs + i].unpack()};
+      saved.numbers[i] = number(values[i], given[inputs + i].unpack(), saved.inputs[0]);
     }
     saved.result = given.back().unpack(self);
     return saved;
@@ -163,10 +208,13 @@ struct Node : torch::autograd::Node {
     const auto values = packed.unpack<std::vector<double>>();
     const auto inputs = packed.unpack<int64_t>();
     for (int64_t i = 0; i < inputs; ++i) saved.inputs.push_back(packed.unpack<Tensor>());
-    for (int i = 0; i < kMostNumbers; ++i) saved.numbers[i] = {values[i], packed.unpack<Tensor>()};
+    for (int i = 0; i < kMostNumbers; ++i) {
+      saved.numbers[i] = number(values[i], packed.unpack<Tensor>(), saved.inputs[0]);
+    }
     saved.result = packed.unpack<Tensor>();
     saved.kept = packed.unpack<Tensor>();
-    return {gradient(saved, grads[0])};
+    saved.wanted = packed.unpack<std::vector<int64_t>>();
+    return gradient(saved, grads[0]);
   }
 
   variable_list apply_with_saved(const variable_list& grads,
@@ -180,6 +228,7 @@ struct Node : torch::autograd::Node {
     const auto self = getptr();
     for (SavedVariable& one : given) packed.pack(one.unpack(self));
     packed.pack(kept);
+    packed.pack(wanted());
     const std::vector<c10::IValue> args = packed.vec();
     const auto metadata =
         torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::
@@ -204,14 +253,15 @@ struct Node : torch::autograd::Node {
 
 void record(const Call& call, const Prepared& prepared, const Results& results) {
   const auto node = make_node<Node>();
-  node->set_next_edges(torch::autograd::collect_next_edges(call.inputs[0]));
+  node->set_next_edges(
+      torch::autograd::collect_next_edges(call.inputs[0], call.numbers[0].given, call.numbers[1].given));
   node->signature = call.signature;
   node->inputs = call.inputs.size();
   node->given.reserve(call.inputs.size() + kMostNumbers + 1);
   for (const Tensor& input : call.inputs) node->given.emplace_back(input, false);
   for (int i = 0; i < kMostNumbers; ++i) {
     node->values[i] = call.numbers[i].value;
-    node->given.emplace_back(call.numbers[i].tensor, false);
+    node->given.emplace_back(call.numbers[i].given, false);
   }
   node->kept = results.kept;
   torch::autograd::set_history(results.first, node);

@@ -110,8 +110,9 @@ KHOT_CALL(start) {
 // rows like those of x make this launch of a remembered kernel. `given` has places among the arguments: of
 // the inputs; what these are, for a backward launch; of the results; the bytes of all results but the first;
 // of each number its pointer, its stride, and its parts by value; of a cost its pointer and its strides, or
-// nothing; which numbers a forward launch passes on; whether its first result is read again; and how many of
-// the others are (prepared.h).
+// nothing; which numbers a forward launch passes on; whether its first result is read again; how many of the
+// others are; which results of a backward launch are gradients of numbers; and whether it is made for these
+// alone (prepared.h).
 KHOT_CALL(prepare) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 8 && THPVariable_Check(args[2]) && PyTuple_CheckExact(args[3]),
@@ -140,9 +141,9 @@ KHOT_CALL(prepare) {
   if (kernel == kernels->second.end()) Py_RETURN_FALSE;
 
   using Places = std::vector<int>;
-  const auto [inputs, sources, results, bytes, numbers, cost, passed_on, keeps_result, kept] =
+  const auto [inputs, sources, results, bytes, numbers, cost, passed_on, keeps_result, kept, pulls, asked] =
       pybind11::cast<std::tuple<Places, Places, Places, std::vector<int64_t>, std::vector<Places>, Places,
-                                Places, bool, int>>(pybind11::handle(args[7]));
+                                Places, bool, int, Places, bool>>(pybind11::handle(args[7]));
   auto made = std::make_shared<Prepared>();
   made->kernel = kernel->second;
   made->programs = programs;
@@ -187,6 +188,13 @@ KHOT_CALL(prepare) {
     if (column != 1 || (row != 0 && row != x.size(-1))) Py_RETURN_FALSE;
     signature.cost() = cost_fact(at(cost[0]).dtype, row != 0);
   }
+  for (const int result : pulls) {
+    TORCH_CHECK_INDEX(result < static_cast<int>(results.size()), "khot: there is no result ", result);
+    const bool of_rows =
+        result > 0 && bytes[result] == x.numel() / x.size(-1) * 8 && at(results[result]).dtype == at::kDouble;
+    made->pulls.push_back(of_rows ? result : -1);
+  }
+  signature.asked() = asked;
   made->sources = sources;
   made->passed_on = passed_on;
   made->keeps_result = keeps_result;

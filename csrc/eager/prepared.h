@@ -40,12 +40,14 @@ constexpr Described kOperators[] = {
 constexpr int kMostNumbers = 2, kMostChoices = 3;
 
 // What decides a launch: the operator (negative: its backward), the device, the dtype, the number of rows,
-// their length, the choices, and how the numbers and the cost are given.
+// their length, the choices, how the numbers and the cost are given, and whether it is a launch for the
+// gradients of numbers, where these have one of their own.
 struct Signature {
-  std::array<int64_t, 5 + kMostChoices + kMostNumbers + 1> facts{};
+  std::array<int64_t, 5 + kMostChoices + kMostNumbers + 2> facts{};
   int64_t& choice(int i) { return facts[5 + i]; }
   int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
-  int64_t& cost() { return facts.back(); }
+  int64_t& cost() { return facts[5 + kMostChoices + kMostNumbers]; }
+  int64_t& asked() { return facts.back(); }
 
   Signature() = default;
   Signature(int64_t which, const Tensor& x)
@@ -91,8 +93,9 @@ struct Prepared {
 
   // Of a forward launch, which of its numbers the backward launch gets, and whether that reads the first
   // result. Of a backward launch, what its inputs are: the gradient, then the inputs of the forward launch,
-  // then its results.
-  std::vector<int> passed_on, sources;
+  // then its results; and which of its results is the gradient of each number of the forward launch, one for
+  // each row in float64, or -1.
+  std::vector<int> passed_on, sources, pulls;
   bool keeps_result = false;
 };
 

@@ -71,8 +71,8 @@ pareto: _Call = _ordinary
 # On a GPU alone:
 #: soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group), with its gradient
 soft_topk_magnitude: _Call = _ordinary
-#: soft_budget(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group), with the gradient
-#: of its input
+#: soft_budget(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group), with the
+#: gradients of all but the cost
 soft_budget: _Call = _ordinary
 #: selectable(input, dim, most)
 selectable: _Call = _ordinary
@@ -132,7 +132,7 @@ def use_driver(
     hooks: object,
     unused: int,
     device: str,
-    again: Callable[[str, list[Any], Tensor], Tensor],
+    again: Callable[[str, list[Any], list[int], Tensor], tuple[Tensor, ...]],
     *,
     cdfs: dict[str, type],
 ) -> None:
@@ -144,7 +144,7 @@ def use_driver(
         hooks: has the hooks that Triton tells of launches. While there are any, nothing is started here.
         unused: how many null pointers a kernel gets after its parameters.
         device: "cuda", or "cpu" for tests.
-        again: gives the gradient of a call in the ordinary way.
+        again: gives the gradients of some arguments of a call in the ordinary way.
         cdfs: as for :func:`load`.
     """
     global start, remember, prepare, forget, launching

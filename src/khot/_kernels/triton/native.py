@@ -107,13 +107,15 @@ def _call(output: int, name: str, x: Tensor, *given: Any) -> Tensor:
     return result
 
 
-def again(operator: str, given: list[Any], grad: Tensor) -> Tensor:
-    """The gradient of the rows of a plain call, from the same call in the ordinary way: where it is to be
-    differentiated again, or mapped, or has no prepared launch."""
+def again(operator: str, given: list[Any], asked: list[int], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of these arguments of a plain call, from the same call in the ordinary way: where they
+    are to be differentiated again, or mapped, or have no prepared launch."""
     wanted, call = torch.is_grad_enabled(), ORDINARY[operator]
     with torch.enable_grad():
+        for i in asked:  # one tensor may be two arguments, such as k and tau
+            given[i] = given[i].view_as(given[i])
         y = call(*given)
-    return torch.autograd.grad(y, given[0], grad, create_graph=wanted)[0]
+    return torch.autograd.grad(y, [given[i] for i in asked], grad, create_graph=wanted)
 
 
 @functools.cache
@@ -172,16 +174,19 @@ def prepare(
     arguments: tuple[Any, ...],
     *choices: Any,
     backward: bool = False,
+    asked: bool | None = None,
 ) -> None:
     """Let plain calls of the operator with contiguous rows like those of x make the launch just made.
 
     Args:
         choices: the names, flags and numbers that decide the launch beside x, in the order of the call.
-        backward: whether it is the launch of the gradient of such calls.
+        backward: whether it is the launch of the gradients of such calls.
+        asked: whether that computes the gradients of the numbers, if there is another launch that does not,
+            or does.
     """
     if not eager.launching:
         return
-    given = _given(variant.kernel, operator, backward)
+    given = _given(variant.kernel, operator, backward, asked)
     read, results = given[0], [arguments[at] for at in given[2]]
     for at, source in zip(read, given[1] or (1, 2), strict=False):
         value = arguments[at]
@@ -195,12 +200,13 @@ def prepare(
 
 
 @functools.cache
-def _given(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
+def _given(kernel: Any, operator: str, backward: bool, asked: bool | None) -> tuple[Any, ...]:
     """What the extension is told of a launch, but for the sizes of its results."""
     names, forward = kernel.arg_names, LAUNCHES[operator][0]
     launch = LAUNCHES[operator][backward]
     known = ("grad", *forward.inputs, *forward.results)
     last = LAUNCHES[operator][-1]
+    gradients = {} if asked is False else {name: at for at, name in enumerate(launch.results)}
 
     def place(name: str) -> int:
         return names.index(name) if name in names else -1
@@ -218,4 +224,6 @@ def _given(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
         () if backward or last is forward else tuple(map(forward.numbers.index, last.numbers)),
         any(name.startswith("out=") for name in last.inputs),
         0 if backward else sum(name in last.inputs for name in forward.results[1:]),
+        tuple(gradients.get(f"d{name}", -1) for name in forward.numbers) if backward else (),
+        bool(asked),
     )

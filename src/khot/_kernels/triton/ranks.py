@@ -569,8 +569,8 @@ def laplace_rank_backward(
     which = tile(n)
     puller, programs = variant(_pull_ranks, **which, ASKED=want_tau), -(-rows // which["TOGETHER"])
     puller(programs, *given, rows, n)
-    if not want_tau:
-        native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *CHOICES, backward=True)
+    known: dict[str, Any] = {"backward": True, "asked": want_tau}
+    native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *CHOICES, **known)
     return dx, dtau
 
 

@@ -13,6 +13,8 @@ warp, which takes five times the instructions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -390,8 +392,8 @@ def laplace_sort_backward(
         place.contiguous(), dx, dtau, _scratch(x), rows, n,
     )  # fmt: skip
     puller(programs, *arguments)
-    if not want_tau:
-        native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.CHOICES, backward=True)
+    known: dict[str, Any] = {"backward": True, "asked": want_tau}
+    native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.CHOICES, **known)
     return dx, dtau
 
 
