@@ -208,6 +208,38 @@ def two_sided(out: Path) -> None:
     save(figure, out / "two_sided.png")
 
 
+def groups(out: Path) -> None:
+    """The largest load over the mean, less 1, by update, where a token may use the experts of few groups."""
+    experts, k, rows, updates = 256, 8, 16_384, 20
+    figure, axes = panels(10, 3.4, 1, 2)
+    draw = torch.Generator().manual_seed(0)
+    uneven = torch.linspace(-1, 1, experts)[torch.randperm(experts, generator=draw)]
+    scores = (torch.randn(rows, experts, generator=draw) + uneven).sigmoid()
+    for ax, (G, M) in zip(axes, ((8, 4), (8, 2)), strict=True):
+        rules = {"balancer with groups": BLUE, "balancer without, in groups": ORANGE, "sign rule": GREY}
+        for rule, color in rules.items():
+            known = {} if "without" in rule else {"groups": G, "top_groups": M}
+            learns = khot.nn.QuantileBalancer(experts, k, **known)
+            chooses = khot.nn.QuantileBalancer(experts, k, groups=G, top_groups=M)
+            found = []
+            for update in range(updates + 1):
+                chooses.bias.copy_(learns.bias)
+                load = chooses(scores).flatten().bincount(minlength=experts).double()
+                found.append(load.max() / load.mean() - 1)
+                if rule == "sign rule":
+                    learns.bias += 0.01 * (load.mean() - load).sign()
+                elif update < updates:
+                    learns(scores)
+                    learns.update()
+            ax.semilogy(range(updates + 1), found, color=color, label=rule, marker="o", markersize=3)
+        ax.axhline(0.03, color=GREY, linestyle=":", linewidth=1)
+        ax.set(xlabel="update", xticks=range(0, updates + 1, 5), ylim=(1e-3, 10))
+        ax.set_title(f"{M} of {G} groups", fontsize=10)
+    axes[0].set_ylabel("largest load / mean - 1")
+    axes[1].legend(frameon=False, fontsize=9)
+    save(figure, out / "groups.png")
+
+
 def design_entropy(probs: Tensor, draws: int) -> dict[str, tuple[float, float]]:
     """For each design: the largest error of an inclusion probability, and the entropy of its draws in nats.
 
@@ -483,6 +515,7 @@ FIGURES = (
     budgets,
     pruned_blocks,
     two_sided,
+    groups,
     designs,
     estimators,
     quantiles,
