@@ -232,6 +232,8 @@ def soft_assign(
 
 def _bounds(value: Sum, name: str, x: Tensor, high: float) -> list[Tensor]:
     """One number for each row of x, or two."""
+    if isinstance(value, list):
+        raise TypeError(f"{name} must be a number, a tensor or a tuple (least, most), but got {value}")
     if not isinstance(value, tuple):
         return [arguments.per_row(value, name, x, low=0, high=high)]
     if len(value) != 2:
