@@ -16,6 +16,9 @@ from triton.compiler import ASTSource
 from khot import cdfs
 from khot._kernels.triton import (
     assign,
+    assign_backward,
+    assign_steps,
+    assign_whole,
     conditional_poisson,
     counts,
     designs,
@@ -202,7 +205,17 @@ def cases() -> list[Case]:
         *(_rank(*case) for case in RANKS),
         *(_rank_long(*case) for case in LONG_RANKS),
         *(_list(*case) for case in LISTS),
-        *(_assign(cdf, bound) for cdf, bound in (("logistic", 3_950), ("laplace", 3_650), ("normal", 4_600))),
+        *(
+            _assign(kernel, cdf, bound, spills)
+            for kernel, bounds, spills in (
+                (assign_whole.solve_whole, (3_950, 3_650, 4_600), 0),
+                (assign_steps.begin_assignments, (800,), 0),
+                (assign_steps.step_assignments, (3_400, 3_200, 3_800), 24),
+                (assign_backward.pull_columns, (1_450, 1_350, 1_500), 2),
+                (assign_backward.pull_entries, (520, 450, 650), 0),
+            )
+            for cdf, bound in zip(("logistic", "laplace", "normal"), bounds, strict=False)
+        ),
     ]  # fmt: skip
 
 
@@ -473,13 +486,23 @@ def _budget_in_float32(
     )  # fmt: skip
 
 
-def _assign(cdf: str, bound: float) -> Case:
-    """Of 64 columns: everything, of which rows that look for their thresholds take a quarter."""
-    constants = assign.which(64, cdf, False)
-    warps = constants.pop("num_warps")
+def _assign(kernel: Any, cdf: str, bound: float, spills: int) -> Case:
+    """Of 64 columns. The kernels of the steps spill addresses, which no loop over entries needs."""
+    name = kernel.fn.__name__
+    constants = {
+        "solve_whole": lambda: assign_whole.which(64, cdf, False),
+        "begin_assignments": lambda: {**assign.which(64, cdf, False)["begin"], "FINE": False},
+        "step_assignments": lambda: assign.which(64, cdf, False)["step"],
+        "pull_columns": lambda: assign_backward.which(64, cdf, False)["columns"],
+        "pull_entries": lambda: assign_backward.which(64, cdf, False)["entries"],
+    }[name]()
+    warps, limited = constants.pop("num_warps"), constants.pop("maxnreg", None) is not None
+    given = {f"grad_{of}_pointer": None for of in "rc" if f"grad_{of}_pointer" in kernel.arg_names}
+    held = constants["ROWS"] * constants["WIDTH"] / 32 / warps
     return Case(
-        assign._assignments, f"{cdf}, 64 columns", constants, warps, assign.TILE / 32 / warps, bound,
-        registers=ALL, few=cdf == "logistic",
+        kernel, f"{cdf}, 64 columns", constants | given, warps, held, bound, spills=spills,
+        registers=ALL if kernel is assign_whole.solve_whole else REGISTERS,
+        few=cdf == "logistic" and name != "begin_assignments", limited=limited,
     )  # fmt: skip
 
 

@@ -26,7 +26,14 @@ pytestmark = [
 ]
 
 INF = math.inf
+WAYS = {"a program a matrix": 1 << 30, "a launch a step": 0}  # for matrices of up to so many entries
 EPS = torch.finfo(torch.float64).eps
+
+
+@pytest.fixture(autouse=True, params=list(WAYS))
+def way(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(kernels.assign, "FEW", WAYS[request.param])
+    return str(request.param)
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
@@ -169,9 +176,9 @@ def test_layouts_and_batches(kernels: ModuleType) -> None:
 
 
 def test_many_blocks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.assign, "TILE", 64)
-    monkeypatch.setattr(kernels.assign, "BLOCK", 16)
-    monkeypatch.setattr(kernels.assign, "DEPTH", 16)
+    monkeypatch.setattr(kernels.assign_whole, "TILE", 64)
+    monkeypatch.setattr(kernels.assign_whole, "BLOCK", 16)
+    monkeypatch.setattr(kernels.assign_whole, "DEPTH", 16)
     check(kernels, closed(scores(9, 17), (3, 2), (8,)), vector(*[3.0] * 8, 0), tau=4.0)
 
 
@@ -193,9 +200,85 @@ def test_derivatives(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, at_mo
     torch.testing.assert_close(both(), want, rtol=0, atol=1e-11)
 
 
+STEPS: dict[str, dict[str, Any]] = {
+    "one way": {},
+    "sharp": {"tau": 1e-3},
+    "normal": {"cdf": "normal", "tau": 0.1},
+    "laplace": {"cdf": "laplace", "tau": 0.03},
+    "at most": {"capacity": 5.5, "tau": 0.1, "at_most": True},
+    "at most, no more": {"capacity": 5.0, "tau": 0.1, "at_most": True},
+    "unequal": {"k": 20 / 12, "capacity": vector(8, 1, 0.25, 5.75, 3, 2), "tau": 0.1},
+    "a guess": {"tau": 0.1, "bias": torch.linspace(0, 2, 6).double()},
+    "a bad guess": {"tau": 0.1, "bias": 5 * scores(6)},
+    "masked": {
+        "x": closed(scores(12, 6, seed=4), (0, 0), (5,), (7, 3)), "k": vector(*[1.5] * 5, 0, *[2] * 6),
+    },
+    "parts": {"x": scores(150, 6, seed=4), "tau": 0.1},
+    "several": {"x": scores(2, 70, 3, seed=4), "k": 1, "tau": vector(0.1, 2.0).unsqueeze(-1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["a launch a step"], indirect=True)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_arrive_by_themselves(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Matrices of which nothing is decided beforehand leave nothing to a program of their own."""
+    find = kernels.assign.variant
+
+    def without_a_whole(kernel: Any, **constants: Any) -> Any:
+        alone = kernel is kernels.assign_whole.solve_whole
+        return (lambda *_: None) if alone else find(kernel, **constants)
+
+    monkeypatch.setattr(kernels.assign, "variant", without_a_whole)
+    y, _, _ = check(kernels, **{"x": scores(12, 6, seed=4), "k": 2} | STEPS[name])
+    assert not y.isnan().any()
+
+
+@pytest.mark.parametrize("way", ["a launch a step"], indirect=True)
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("asked", [False, True], ids=["y", "y, r and c"])
+def test_backward_as_the_rule(kernels: ModuleType, cdf: str, at_most: bool, asked: bool) -> None:
+    """In all results; with closed entries, decided rows, and a matrix without a solution."""
+    x = scores(3, 40, 5, seed=6)
+    x[0, :3, 1], x[1, 0], x[2, 0, 0] = -INF, -INF, math.nan
+    k = torch.full((3, 40), 1.5).double()
+    k[1, 0], k[1, 1] = 0, 5
+    given_ = given(x, k, k.sum(-1, keepdim=True) / (4 if at_most else 5), 0.4, 0.0, at_most)
+    y, r, c = reference.soft_assign(*given_, cdf, 0.0, at_most, "")
+    assert y[:2].isfinite().all() and y[2].isnan().all()
+    grads: list[Tensor | None] = [scores(3, 40, 5, seed=7), None, None]
+    if asked:
+        by_row, by_column = scores(3, 40, seed=8), scores(3, 5, seed=9)
+        if not at_most:  # r + δ and c − δ are the same solution, so that only this has a gradient
+            moving = by_row * r.isfinite()
+            by_column += (moving.sum(-1, keepdim=True) - by_column.sum(-1, keepdim=True)) / 5
+        grads[1:] = by_row, by_column
+    rest = (x, given_[3], r, c, cdf, 0.0, at_most)
+    got = kernels.soft_assign_backward(*grads, *rest)
+    want = OPERATORS["soft_assign_backward"].kernel(*grads, *rest)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert got[0][2].isnan().all() and got[0][:2].isfinite().all()
+    half = kernels.soft_assign_backward(*grads, x.bfloat16(), *rest[1:])
+    assert half[0].dtype == torch.bfloat16 and half[1].dtype == torch.float64
+
+
+@pytest.mark.parametrize("way", ["a launch a step"], indirect=True)
+def test_backward_of_what_moves_nothing(kernels: ModuleType) -> None:
+    """Decided rows, gaps, expanded gradients, and no entries."""
+    for x, k in ((scores(4, 3), 0), (scores(4, 3), 3), (torch.empty(0, 4, 3).double(), 1)):
+        arguments = given(x, k, 0 if not x.numel() else None, 1.0, 0.0, False)
+        _, r, c = reference.soft_assign(*arguments, "logistic", 0.0, False, "")
+        one = torch.ones((), dtype=torch.float64).expand(x.shape)
+        found = kernels.soft_assign_backward(one, None, None, x, arguments[3], r, c, "logistic", 0.0, False)
+        for grad in found:
+            assert not grad.any()
+
+
 def test_what_the_reference_serves(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that would take one program too long, and CDFs of the user's own."""
-    monkeypatch.setattr(kernels.assign, "launch", lambda *_, **__: pytest.fail("was launched"))
+    monkeypatch.setattr(kernels.assign, "variant", lambda *_, **__: pytest.fail("was launched"))
     monkeypatch.setattr(kernels.assign, "ENTRIES", 20)
     for x in (scores(2, 257), scores(7, 3)):
         arguments = given(x, 1, None, 10.0, 0.0, False)

@@ -42,6 +42,7 @@ KERNELS = (
     "pivotal_sample",
     "systematic_sample",
     "soft_assign",
+    "soft_assign_backward",
     "soft_budget",
     "soft_budget_backward",
     "budget_mask",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, by_kernel, define
 from khot._core.precision import in_float64, wide_dtype, widen
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import soft_assign as kernels
@@ -42,6 +42,7 @@ def soft_assign(
 
 class _Rule(Rule):
     own_dims = (2, 1, 1, 1, 1)
+    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -51,20 +52,16 @@ class _Rule(Rule):
         return x, tau, *outputs[1:]
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, grad_r: Tensor, grad_c: Tensor) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Tensor | None, grad_r: Tensor | None, grad_c: Tensor | None) -> tuple[Any, ...]:
         x, tau, r, c = ctx.saved_tensors
-        row = rows.of(ctx.group)
-        z, f, fit, scale = _fit(x, tau, r, c, ctx.cdf, ctx.at_most, row)
-        grad, grad_r, grad_c = in_float64(grad), in_float64(grad_r), in_float64(grad_c)
-        v = f * grad / scale.unsqueeze(-1)
-        (by_column,) = row.total([v.sum(-2)])
-        a, b, _ = fit(grad_r - v.sum(-1), grad_c - by_column)
-        (b_here,) = row.share([b])
-        dx = v + f * (a.unsqueeze(-1) + b_here.unsqueeze(-2))
-        (dtau,) = row.total([-(z * dx).sum((-2, -1)).unsqueeze(-1)])
-        dk, dcapacity = -scale * a, -in_float64(tau) * b
+        grad = torch.zeros_like(x) if grad is None else grad
+        given = (grad, grad_r, grad_c, x, tau, r, c)
+        if by_kernel() and not ctx.group and ctx.cdf.built_in:
+            dx, dk, dcapacity, dtau = _soft_assign_backward(*given, *ctx.cdf.key, ctx.at_most)
+        else:
+            dx, dk, dcapacity, dtau = _vjp(*given, ctx.cdf, ctx.at_most, rows.of(ctx.group))
         return (
-            dx.to(x.device, x.dtype),
+            dx,
             dk.sum_to_size(ctx.k_like[0]).to(x.device, ctx.k_like[1]),
             dcapacity.sum_to_size(ctx.capacity_like[0]).to(x.device, ctx.capacity_like[1]),
             dtau.sum_to_size(tau.shape).to(tau.device, tau.dtype),
@@ -121,6 +118,64 @@ class _Rule(Rule):
         )
 
 
+def _vjp(
+    grad: Tensor,
+    grad_r: Tensor | None,
+    grad_c: Tensor | None,
+    x: Tensor,
+    tau: Tensor,
+    r: Tensor,
+    c: Tensor,
+    F: CDF,
+    at_most: bool,
+    row: Row,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients in x, k, capacity and τ."""
+    z, f, fit, scale = _fit(x, tau, r, c, F, at_most, row)
+    v = f * in_float64(grad) / scale.unsqueeze(-1)
+    by_row, (by_column,) = -v.sum(-1), row.total([v.sum(-2)])
+    by_row = by_row if grad_r is None else by_row + in_float64(grad_r)
+    by_column = -by_column if grad_c is None else in_float64(grad_c) - by_column
+    a, b, _ = fit(by_row, by_column)
+    (b_here,) = row.share([b])
+    dx = v + f * (a.unsqueeze(-1) + b_here.unsqueeze(-2))
+    (dtau,) = row.total([-(z * dx).sum((-2, -1)).unsqueeze(-1)])
+    return dx.to(x.device, x.dtype), -scale * a, -in_float64(tau) * b, dtau
+
+
+def _backward(
+    grad: Tensor,
+    grad_r: Tensor | None,
+    grad_c: Tensor | None,
+    x: Tensor,
+    tau: Tensor,
+    r: Tensor,
+    c: Tensor,
+    cdf: str,
+    shape: float,
+    at_most: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, *rest = _vjp(grad, grad_r, grad_c, x, tau, r, c, cdfs.resolve(cdf, shape), at_most, HERE)
+    dk, dcapacity, dtau = (value.to(x.device, wide_dtype(x.device)) for value in rest)
+    return dx, dk, dcapacity, dtau
+
+
+def _backward_fake(
+    grad: Tensor,
+    grad_r: Tensor | None,
+    grad_c: Tensor | None,
+    x: Tensor,
+    tau: Tensor,
+    r: Tensor,
+    c: Tensor,
+    cdf: str,
+    shape: float,
+    at_most: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtau = r.new_empty(*x.shape[:-2], 1)
+    return x.new_empty(x.shape), r.new_empty(r.shape), c.new_empty(c.shape), dtau
+
+
 def _fake(
     x: Tensor,
     k: Tensor,
@@ -145,6 +200,15 @@ _soft_assign = define(
     kernels.soft_assign,
     _fake,
     _Rule,
+)
+
+
+_soft_assign_backward = define(
+    "soft_assign_backward",
+    "(Tensor grad, Tensor? grad_r, Tensor? grad_c, Tensor x, Tensor tau, Tensor r, Tensor c, str cdf, "
+    "float shape, bool at_most) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
 )
 
 

@@ -31,6 +31,7 @@ take all passes that a row could need, and those that are done skip theirs.
 """
 
 from khot._kernels.triton.assign import soft_assign as soft_assign
+from khot._kernels.triton.assign_backward import soft_assign_backward as soft_assign_backward
 from khot._kernels.triton.budget import soft_budget as soft_budget
 from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
 from khot._kernels.triton.conditional_poisson import (
@@ -108,6 +109,7 @@ __all__ = [
     "power_blocks",
     "selectable",
     "soft_assign",
+    "soft_assign_backward",
     "soft_budget",
     "soft_budget_backward",
     "soft_count",

@@ -1,0 +1,331 @@
+"""Two-sided assignments whose rows are spread over programs: a launch a step, and a fixed number of launches.
+
+In a launch each program brings its rows to their thresholds for the columns' present ones, and leaves sums
+over them: loads, densities, and the overlap Σ f fᵀ/Σ_j f of columns. The last program adds these up and moves
+the columns' thresholds by a step of Newton's method, whose system it solves by conjugate gradients. Rows need
+not be quite at their thresholds: their next step of Newton's method is in the loads. τ falls in stages, which
+end at a rough error. A matrix that has arrived is left alone by all further launches.
+
+Matrices of which something is decided beforehand, and those that do not arrive, are left to a program of
+their own (:mod:`.assign_whole`). Everything is in float64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from khot._kernels.reference import soft_assign as reference
+from khot._kernels.triton.assign_rows import INF, LAST, flag, load_rows, roots
+from khot._kernels.triton.assign_system import add_up, conjugate, overlap, product
+from khot._kernels.triton.exact_steps import ROUNDING
+from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.functions import place, side
+from khot._kernels.triton.split import last_of_row
+
+__all__ = ["KERNELS", "NOTES", "begin_assignments", "left_by_part", "step_assignments"]
+
+STAGE = tl.constexpr(3.0)  # how much τ falls from stage to stage
+COARSE = tl.constexpr(0.3)  # the error, relative to the goals, at which a stage ends; a guess may have it
+GENTLE = tl.constexpr(0.1)  # above it, a column's error is on the scale of log-odds
+CLOSE = tl.constexpr(3e-3)  # from here on, rows are brought exactly to their thresholds, and y is written
+LOOSE = tl.constexpr(0.05)  # in τ: before, a row is left to its last step of Newton's method
+REACH, LAST_REACH = tl.constexpr(4.0), tl.constexpr(8.0)  # the longest step, in τ
+ROUGHLY = tl.constexpr(1e-2)  # the error, relative to its beginning, at which conjugate gradients end
+MOST = 64  # of these, in a step
+EQUAL = tl.constexpr(reference.EQUAL)
+
+# What is known of a matrix. STATUS is OPEN until the matrix is DONE, or LEFT to a program of its own. STAGED
+# is the present τ. EQUALLY, CLOSELY and GUESSED are flags: the sums of rows and columns are equal, rows are
+# to be exact, the first step is from a guess. Rows take the SHIFT over from columns.
+STATUS, TAU, STAGED, EQUALLY, CLOSELY, HIGHEST, GUESSED, ACCEPTED, SHIFT = (tl.constexpr(i) for i in range(9))
+NUMBERS = tl.constexpr(16)
+NOTES = 16  # and the columns' goals, how many rows are open to them, and a vector for the solver
+OPEN, DONE, LEFT = (tl.constexpr(float(i)) for i in range(3))
+
+
+def left_by_part(n: int) -> int:
+    """Numbers: loads, densities, the number of rows that are not exact, and the overlap."""
+    return n * n + 2 * n + 8
+
+
+@triton.jit(do_not_specialize=["m", "k_matrix", "length", "parts"])
+def begin_assignments(
+    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
+    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, r_pointer, c_pointer, note_pointer,
+    part_pointer, counter_pointer, m, n, parts, length,
+    AT_MOST: tl.constexpr, FINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Where to start from, or that something is decided beforehand, or wrong."""
+    matrix, part = place(parts)
+    stride = n.to(tl.int64) * n + 2 * n + 8
+    x_at, k_at = x_pointer + matrix * m * x_stride, k_pointer + matrix * k_matrix
+    part_at = part_pointer + matrix * parts * stride
+    lack = 64 * ROUNDING * (1 + n)
+    below = tl.zeros((ROWS, WIDTH), tl.float64)
+    least, most = tl.full((ROWS, WIDTH), INF, tl.float64), tl.full((ROWS, WIDTH), -INF, tl.float64)
+    bad, sum_of_k = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
+    end = tl.minimum(m, (part + 1) * length)
+    for first in range(part * length, end, ROWS):
+        row, there, x = load_rows(x_at, x_stride, first, end, n, ROWS, WIDTH)
+        k = double(tl.load(k_at + row * k_row, mask=there, other=0.0))
+        open_ = tl.abs(x) < INF
+        count = tl.sum(tl.where(open_, 1.0, 0.0).to(tl.float64), axis=1)
+        undecided = ((k > lack) & (k < count - lack)) | ((count == 0) & (k == 0))
+        known = tl.sum(tl.where(x < INF, 0.0, 1.0).to(tl.float64), axis=1)
+        bad += known + tl.where(undecided, 0.0, 1.0)
+        sum_of_k += k
+        below += tl.where(open_, 1.0, 0.0)
+        least = tl.minimum(least, tl.where(open_, x, INF))
+        most = tl.maximum(most, tl.where(open_, x, -INF))
+        tl.store(r_pointer + matrix * m + row, row * 0.0 + float("nan"), mask=there)
+    column = tl.arange(0, WIDTH)
+    there = column < n
+    at = part_at + part * stride
+    tl.store(at + column, tl.sum(below, axis=0), mask=there)
+    tl.store(at + n, tl.sum(bad, axis=0))
+    tl.store(at + n + 1, tl.sum(sum_of_k, axis=0))
+    tl.store(at + n + 2, tl.min(tl.min(least, axis=0), axis=0))
+    tl.store(at + n + 3, tl.max(tl.max(most, axis=0), axis=0))
+    if last_of_row(counter_pointer + matrix * (parts + 1), parts):
+        open_to, faults, total_k, lowest, highest = _facts(part_at, stride, parts, n, ROWS, WIDTH)
+        far = column.to(tl.int64)
+        capacity_at = capacity_pointer + matrix * capacity_matrix + far * capacity_column
+        capacity = double(tl.load(capacity_at, mask=there, other=0.0))
+        bias_at = bias_pointer + matrix * bias_matrix + far * bias_column
+        start = double(tl.load(bias_at, mask=there, other=0.0))
+        tau = double(tl.load(tau_pointer + matrix * tau_stride))
+        _start(
+            note_pointer + matrix * (NUMBERS + 3 * n), c_pointer + matrix * n, open_to, faults,
+            total_k, lowest, highest, capacity, start, tau, n, AT_MOST, FINE, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _facts(part_at, stride, parts, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What all parts have found: open rows of each column, faults, Σ k, and the ends of the scores."""
+    column = tl.arange(0, WIDTH)
+    below = tl.zeros((ROWS, WIDTH), tl.float64)
+    bad, sum_of_k = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
+    least, most = tl.full((ROWS,), INF, tl.float64), tl.full((ROWS,), -INF, tl.float64)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        there = part < parts
+        at = part_at + part * stride
+        inside = there[:, None] & (column < n)[None, :]
+        below += tl.load(at[:, None] + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        bad += tl.load(at + n, mask=there, other=0.0, cache_modifier=".cg")
+        sum_of_k += tl.load(at + n + 1, mask=there, other=0.0, cache_modifier=".cg")
+        least = tl.minimum(least, tl.load(at + n + 2, mask=there, other=INF, cache_modifier=".cg"))
+        most = tl.maximum(most, tl.load(at + n + 3, mask=there, other=-INF, cache_modifier=".cg"))
+    return (
+        tl.sum(below, axis=0), tl.sum(bad, axis=0), tl.sum(sum_of_k, axis=0), tl.min(least, axis=0),
+        tl.max(most, axis=0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _start(
+    note, c_at, below, bad, sum_of_k, least, most, capacity, start, tau, n,
+    AT_MOST: tl.constexpr, FINE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The note of a matrix, and its columns' first thresholds."""
+    column = tl.arange(0, WIDTH)
+    there = column < n
+    room = tl.sum(capacity, axis=0)
+    wide = tl.maximum(EQUAL * tl.maximum(1.0, sum_of_k), 1e-6 * sum_of_k)
+    equal = tl.where(room <= sum_of_k + wide, 1, 0)
+    bad += tl.where((tau > 0) & (tau < INF), 0.0, 1.0) + tl.where(tl.abs(room + sum_of_k) < INF, 0.0, 1.0)
+    bad += tl.where(room >= sum_of_k - wide, 0.0, 1.0)
+    if not AT_MOST:
+        bad += tl.where(equal > 0, 0.0, 1.0)
+    goal = capacity * tl.where((equal > 0) & (room > 0), sum_of_k / tl.where(room > 0, room, 1.0), 1.0)
+    spare = 64 * ROUNDING * (1 + tl.max(tl.abs(goal), axis=0))
+    undecided = (goal > spare) & (below > 0) & ((goal < below - spare) | (equal == 0))
+    good = undecided & (goal < INF) & (tl.abs(start) < INF)
+    bad += tl.sum(tl.where(there & ~good, 1.0, 0.0).to(tl.float64), axis=0)
+    status = tl.where(bad == 0, OPEN, LEFT)
+    tau = tl.where(bad == 0, tau, 1.0)
+    spread = tl.where(bad == 0, most - least, 0.0)
+    highest = tau
+    while (highest * STAGE < spread / 4) & (highest < 1e300):
+        highest *= STAGE
+    middle = tl.sum(start, axis=0) / n
+    if AT_MOST:
+        middle = tl.where(equal > 0, tl.min(tl.where(there, start, INF), axis=0), 0.0)
+    start = start - middle
+    if AT_MOST:
+        start = tl.maximum(start, 0.0)
+    start = tl.where(bad == 0, tl.where(there, start, 0.0), 0.0)
+    guessed = flag(start != 0)
+    # what rounding of the scores leaves of a load's digits
+    accepted = (2e-13 if FINE else 1e-9) + 8 * ROUNDING * tl.maximum(tl.abs(least), tl.abs(most)) / tau
+    tl.store(c_at + column, start, mask=there)
+    tl.store(note + NUMBERS + column, goal, mask=there)
+    tl.store(note + NUMBERS + n + column, below, mask=there)
+    tl.store(note + STATUS, status)
+    tl.store(note + TAU, tau)
+    tl.store(note + STAGED, tl.where(guessed > 0, tau, highest))
+    tl.store(note + EQUALLY, equal.to(tl.float64))
+    tl.store(note + CLOSELY, tau * 0)
+    tl.store(note + HIGHEST, highest)
+    tl.store(note + GUESSED, guessed.to(tl.float64))
+    tl.store(note + ACCEPTED, tl.where(bad == 0, accepted, 0.0))
+    tl.store(note + SHIFT, tau * 0)
+
+
+@triton.jit(do_not_specialize=["m", "k_matrix", "length", "parts"])
+def step_assignments(
+    x_pointer, x_stride, k_pointer, k_matrix, k_row, out_pointer, r_pointer, c_pointer, note_pointer,
+    slope_pointer, part_pointer, counter_pointer, m, n, parts, length, most,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """A step of the columns' thresholds, if the matrix is open."""
+    matrix, part = place(parts)
+    note = note_pointer + matrix * (NUMBERS + 3 * n)
+    if tl.load(note + STATUS) == OPEN:
+        stride = n.to(tl.int64) * n + 2 * n + 8
+        part_at = part_pointer + matrix * parts * stride
+        first, end = part * length, tl.minimum(m, (part + 1) * length)
+        slope_at = slope_pointer + matrix * m * n
+        _rows(
+            x_pointer + matrix * m * x_stride, x_stride, k_pointer + matrix * k_matrix, k_row,
+            out_pointer + matrix * m * n, r_pointer + matrix * m, c_pointer + matrix * n, note, slope_at,
+            part_at + part * stride, first, end, n, CDF, ROWS, WIDTH,
+        )  # fmt: skip
+        overlap(slope_at, part_at + part * stride + (2 * n + 8), first, end, n, BLOCK, DEPTH)
+        if add_up(part_at, counter_pointer + matrix * (parts + 1), part, parts, stride, GROUP, ADDED):
+            _move(note, c_pointer + matrix * n, part_at, n, most, AT_MOST, WIDTH, CHUNK)
+
+
+@triton.jit
+def _rows(
+    x_at, x_stride, k_at, k_row, out_at, r_at, c_at, note, slope_at, part_at, first, end, n,
+    CDF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Bring rows to their thresholds, and leave their sums; f/√Σ_j f is stored for the overlap."""
+    column = tl.arange(0, WIDTH)
+    c = tl.load(c_at + column, mask=column < n, other=0.0)
+    tau, closely = tl.load(note + STAGED), tl.where(tl.load(note + CLOSELY) > 0, 1, 0)
+    accepted, shift = tl.load(note + ACCEPTED), tl.load(note + SHIFT)
+    last = tl.where(closely > 0, LAST, LOOSE)
+    power = tl.zeros((), tl.float64) + 1  # which no CDF with full support has
+    loads, slopes = tl.zeros((ROWS, WIDTH), tl.float64), tl.zeros((ROWS, WIDTH), tl.float64)
+    inexact = tl.zeros((ROWS,), tl.float64)
+    for start in range(first, end, ROWS):
+        row, there, x = load_rows(x_at, x_stride, start, end, n, ROWS, WIDTH)
+        k = double(tl.load(k_at + row * k_row, mask=there, other=0.0))
+        open_ = tl.abs(x) < INF
+        count = tl.sum(tl.where(open_, 1.0, 0.0).to(tl.float64), axis=1)
+        u = tl.where(open_, x - c[None, :], 0.0)
+        r = tl.load(r_at + row, mask=there, other=0.0) + shift
+        r = roots(u, open_, k, count, r, tau, last, power, CDF)
+        r = tl.where(count > 0, r, 0.0)
+        tl.debug_barrier()  # all threads have read what is stored again
+        tl.store(r_at + row, r, mask=there)
+        z = (u - r[:, None]) / tau
+        tail, density = side(z, z, z > 0, 0.0, -tl.abs(z), power, CDF)
+        above = open_ & (z > 0)
+        f = tl.where(open_, density, 0.0)
+        mass = tl.sum(f, axis=1)
+        spare = tl.sum(tl.where(above, 1.0, 0.0).to(tl.float64), axis=1) - k
+        miss = spare + tl.sum(tl.where(open_, tl.where(above, -tail, tail), 0.0), axis=1)
+        inexact += tl.where(tl.abs(miss) <= accepted * k, 0.0, 1.0)
+        inverse = tl.where(mass > 0, 1 / tl.where(mass > 0, mass, 1.0), 0.0)
+        step = tl.minimum(tl.maximum(miss * inverse, -1.0), 1.0)
+        y = tl.where(open_, tl.where(above, 1 - tail, tail), 0.0)
+        inside = there[:, None] & (column < n)[None, :]
+        at = row[:, None] * n + column[None, :]
+        if closely > 0:
+            store(out_at + at, y, inside)
+        tl.store(slope_at + at, f * tl.sqrt(inverse)[:, None], mask=inside)
+        loads += y - f * step[:, None]
+        slopes += f
+    tl.store(part_at + column, tl.sum(loads, axis=0), mask=column < n)
+    tl.store(part_at + n + column, tl.sum(slopes, axis=0), mask=column < n)
+    tl.store(part_at + 2 * n, tl.sum(inexact, axis=0))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _gently(miss, goal, below):
+    """Far away, a load's error on the scale of log-odds neither explodes for empty columns nor stalls for
+    full ones."""
+    got = tl.minimum(tl.maximum(miss + goal, 0.01 * goal), below - 0.01 * tl.maximum(below - goal, 0.01))
+    left = tl.maximum(below - got, 1e-3)
+    wanted = tl.maximum(below - goal, 1e-3)
+    return (tl.log(got / goal) - tl.log(left / wanted)) * got * left / below
+
+
+@triton.jit
+def _move(note, c_at, part_at, n, most, AT_MOST: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether the matrix is done, or else a step of its columns' thresholds, from the sums over all rows."""
+    column = tl.arange(0, WIDTH)
+    there = column < n
+    loads = tl.load(part_at + column, mask=there, other=0.0)
+    slopes = tl.load(part_at + n + column, mask=there, other=0.0)
+    inexact = tl.load(part_at + 2 * n)
+    overlap_at, direction_at = part_at + (2 * n + 8), note + NUMBERS + 2 * n
+    goal = tl.load(note + NUMBERS + column, mask=there, other=1.0)
+    below = tl.load(note + NUMBERS + n + column, mask=there, other=2.0)
+    c = tl.load(c_at + column, mask=there, other=0.0)
+    tau, stage, highest = tl.load(note + TAU), tl.load(note + STAGED), tl.load(note + HIGHEST)
+    equal = tl.where(tl.load(note + EQUALLY) > 0, 1, 0)
+    guessed, closely = tl.load(note + GUESSED), tl.load(note + CLOSELY)
+    miss = tl.where(there, loads - goal, 0.0)
+    off = miss
+    if AT_MOST:  # a load may be below its goal where c = 0
+        off = tl.where((equal > 0) | (c > 0), miss, tl.maximum(miss, 0.0))
+    lost = flag(~(tl.abs(off) < INF))
+    error = tl.max(tl.abs(off) / goal, axis=0)
+    final = tl.where(stage == tau, 1, 0)
+    exact = tl.where((closely > 0) & (inexact == 0) & (error <= tl.load(note + ACCEPTED)), final, 0)
+    tl.store(note + GUESSED, guessed * 0)
+    if (lost > 0) | (exact > 0):
+        tl.store(note + STATUS, tl.where(lost > 0, LEFT, DONE))
+    elif (guessed > 0) & (error > COARSE):  # the guess was too far away
+        tl.store(c_at + column, c * 0, mask=there)
+        tl.store(note + STAGED, highest)
+        tl.store(note + SHIFT, stage * 0)
+    else:
+        mean = tl.sum(slopes, axis=0) / n
+        slopes += tl.where(there, 1e-12 * (mean + 1e-30), 0.0)
+        own = tl.load(overlap_at + column * (n + 1), mask=there, other=0.0)
+        diagonal = tl.maximum(slopes - own, 1e-12 * (mean + 1e-30))
+        wanted = tl.where(error > GENTLE, _gently(miss, goal, below), miss)
+        moves, back, tie = there, c * 0, tl.sum(diagonal * 0, axis=0)
+        if AT_MOST:
+            # a column has the threshold 0 or its goal as load, whichever it is nearer to (Hintermüller, Ito,
+            # Kunisch 2002)
+            moves = there & ((equal > 0) | (c > -stage * wanted / diagonal))
+            back = tl.where(there & ~moves, -c / stage, 0.0)
+            wanted -= product(back, slopes, overlap_at, direction_at, tie, n, WIDTH, CHUNK)
+        # the same constant added to all thresholds changes nothing, so that one direction has to be fixed
+        all_move = flag(there & ~moves) == 0
+        tie = tl.where(all_move, tl.sum(tl.where(there, diagonal, 0.0), axis=0) / n / n, 0.0)
+        tolerance = tl.where(final > 0, tl.minimum(ROUGHLY, tl.maximum(0.1 * error, 1e-10)), ROUGHLY)
+        wanted = tl.where(moves, wanted, 0.0)
+        step = conjugate(
+            wanted, slopes, diagonal, overlap_at, direction_at, moves, tie, tolerance, most, n, WIDTH, CHUNK
+        )
+        step = tl.where(moves, step, back)
+        reach = tl.where(final > 0, LAST_REACH, REACH)
+        longest = tl.max(tl.abs(step), axis=0)
+        c += step * (stage * reach / tl.maximum(longest, reach))
+        shift = tl.sum(tl.where(there, c, 0.0), axis=0) / n
+        if AT_MOST:
+            lowest = tl.min(tl.where(there, c, INF), axis=0)
+            shift = tl.where(equal > 0, lowest, tl.maximum(lowest, 0.0))
+        c -= shift
+        if AT_MOST:
+            c = tl.maximum(c, 0.0)
+        tl.store(c_at + column, c, mask=there)
+        tl.store(note + SHIFT, shift)
+        leaves = (final == 0) & (error <= COARSE)
+        lower = tl.where(stage > 1.001 * STAGE * tau, stage / STAGE, tau)
+        tl.store(note + STAGED, tl.where(leaves, lower, stage))
+        tl.store(note + CLOSELY, tl.where((final > 0) & (error <= CLOSE), 1.0, closely))
+
+
+KERNELS = (begin_assignments, step_assignments)
