@@ -212,7 +212,7 @@ def cases() -> list[Case]:
                 (assign_steps.begin_assignments, (800,), 0),
                 (assign_steps.step_assignments, (3_400, 3_200, 3_800), 24),
                 (assign_backward.pull_columns, (1_450, 1_350, 1_500), 2),
-                (assign_backward.pull_entries, (520, 450, 650), 0),
+                (assign_backward.pull_entries, (520, 490, 520), 0),
             )
             for cdf, bound in zip(("logistic", "laplace", "normal"), bounds, strict=False)
         ),
