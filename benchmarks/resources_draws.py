@@ -39,7 +39,9 @@ from khot._kernels.triton import (
     resident_budget,
     resident_budget_backward,
     sorts,
+    split,
     split_losses,
+    split_magnitude,
 )
 from khot._kernels.triton.functions import OUTPUTS
 
@@ -139,6 +141,7 @@ def cases() -> list[Case]:
             for cdf in ("logistic", "normal", "power")
         ),
         *(_magnitude(*case) for case in MAGNITUDES),
+        *(_split_magnitude(*case) for case in SPLIT_MAGNITUDES),
         *(
             _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
@@ -366,6 +369,40 @@ def _magnitude(kernel: Any, p: float, n: int, bound: float, ordinary: bool) -> C
     )  # fmt: skip
 
 
+# p, the bound, and spills in what few rows need
+SPLIT_MAGNITUDES = [
+    (split._sample_rows, 2.0, 110, 48),
+    (split._sample_rows, 1.25, 295, 96),
+    (split._sum_parts, 2.0, 110, 0),
+    (split._sum_parts, 1.25, 185, 0),
+    (split._finish_parts, 2.0, 260, 0),
+    (split._finish_parts, 1.25, 570, 0),
+    (split_magnitude._write_sizes, 2.0, 40, 0),
+    (split_magnitude._write_sizes, 1.25, 630, 0),
+    (split_magnitude._pull_size_parts, 2.0, 100, 0),
+    (split_magnitude._pull_size_parts, 1.25, 255, 6),
+    (split_magnitude._size_gradient_parts, 2.0, 44, 0),
+    (split_magnitude._size_gradient_parts, 1.25, 180, 0),
+]
+
+
+def _split_magnitude(kernel: Any, p: float, bound: float, spills: int) -> Case:
+    """A part of a row of entries with signs, in float32 and in float64; or the row's sample."""
+    F, cut = cdfs.Power(p), layout.cut(1, 6_300_000)
+    pieces, width, warps = layout.sample() if kernel is split._sample_rows else cut[2:]
+    constants = {
+        "POOLED": p, "SIGNED": True, "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole_of_sizes(p),
+        "FINE": False, "PIECES": pieces, "WIDTH": width, "BLOCK": layout.SAMPLE_BLOCK, "PARTS": 1024,
+        "CHUNK": layout.RESCUE * cut.warps, "tau_pointer": None, "tau_stride": 0, "k_pointer": None,
+        "k_stride": 0, "grad_lo_pointer": None, "grad_lo_stride": 0, "grad_column": 1,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return Case(
+        kernel, f"p = {p:g}", constants, warps, pieces * width / 32 / warps, bound, spills=spills,
+        limited=True, multiples=("x_stride", "y_stride", "grad_row", "n_columns", "length"),
+    )  # fmt: skip
+
+
 def _budget(kernel: Any, cdf: int, bound: float, by: str = "value") -> Case:
     """In float64: all passes, of which there are seven forward by value and four backward."""
     constants = {
@@ -567,6 +604,11 @@ OWN_TYPES = {
     "_pull_loss_parts": {"grad_pointer": "*fp64"},
     **{key: {"counter_pointer": "*i32"} for key in ("_target_parts", "_loss_parts")},
     "pull_magnitudes": {"y_pointer": "*fp32"},
+    **{k.fn.__name__: {"counter_pointer": "*i32", "window_pointer": "*fp32"} for k in split.KERNELS},
+    **{
+        kernel.fn.__name__: {"y_pointer": "*fp32", "counter_pointer": "*i32"}
+        for kernel in split_magnitude.KERNELS
+    },
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {
         "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",

@@ -62,3 +62,12 @@ def split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name, value in {"VECTOR": 8, "HELD": 4, "LANES": 4}.items():
         monkeypatch.setattr(kernels.levels, name, value)
     return kernels
+
+
+@pytest.fixture
+def larger(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same as `split`, with samples that tell something."""
+    for name, value in {"RESIDENT": 128, "CHUNK": 256, "WINDOW": 256, "SAMPLE_BLOCK": 4}.items():
+        monkeypatch.setattr(split.layout, name, value)
+    monkeypatch.setattr(split.layout, "sample", lambda: (1, 128, 1))
+    return split

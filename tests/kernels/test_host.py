@@ -243,7 +243,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "soft_topk_magnitude": ((4096, 64), partial(khot.soft_topk_magnitude, k=8), [1, 0], [1, 0]),
     "soft_topk_magnitude (1, 1_000_000)": (
-        (1, 1_000_000), partial(khot.soft_topk_magnitude, k=8), [1, 0], [1, 0],
+        (1, 1_000_000), partial(khot.soft_topk_magnitude, k=8), [4, 0], [2, 1],
     ),
     "FenchelYoungTopKLoss": (
         (4096, 64), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [1, 2], [1, 3],

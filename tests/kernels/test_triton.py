@@ -494,7 +494,7 @@ import triton
 import triton.language as tl
 from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
 from khot._kernels.triton import designs, greedy, interpolation, losses, magnitude, mask, places, scans
-from khot._kernels.triton import split_losses, transport
+from khot._kernels.triton import split_losses, split_magnitude, transport
 
 selectable = importlib.import_module("khot._kernels.triton.selectable")  # which a function hides
 
@@ -517,6 +517,8 @@ which = {
     counts: [{"CDF": 4, "WIDTH": 32}],  # benchmarks.resources has the others
     losses: [{"CDF": 4, "WHOLE": 3}],
     split_losses: [{"CDF": 4, "WHOLE": 3}],
+    split_magnitude: [{"POOLED": 2.0, "SIGNED": False, "WHOLE": 1},
+                      {"POOLED": 1.4, "SIGNED": True, "WHOLE": 0}],
     scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
     transport: [{"KEYS": 16, "CHUNK": 128}],
 }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from agreement import error_in_tau
 from khot._kernels.reference import soft_topk as reference
+from noted import Launches
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -42,44 +41,6 @@ def error(got: Tensor, want: Tensor) -> float:
         return float("inf")
     scale = 1 + want[want.isfinite()].abs().amax().item()
     return (got - want).masked_fill((got == want) | want.isnan(), 0).abs().max().item() / scale
-
-
-class Launches:
-    """Notes the launches of kernels, and what their arguments are once they have run."""
-
-    def __init__(self, module: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
-        self.given: dict[str, dict[str, Any]] = {}
-        for name in names:
-            monkeypatch.setattr(module, name, self._noting(getattr(module, name), name))
-
-    def _noting(self, kernel: Any, name: str) -> Any:
-        outer = self
-
-        class Noting:
-            fn = object()  # a kernel of its own
-
-            def __getitem__(self, grid: object) -> Callable[..., None]:
-                def run(*args: Any, **constants: Any) -> None:
-                    kernel[grid](*args, **constants)
-                    outer.names.append(name)
-                    given = dict(zip(kernel.arg_names, args, strict=False))
-                    if "state_pointer" in given:
-                        given["status"] = given["state_pointer"][:, 0].tolist()
-                    outer.given[name] = given
-
-                return run
-
-        return Noting()
-
-
-@pytest.fixture
-def larger(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same as `split`, with samples that tell something."""
-    for name, value in {"RESIDENT": 128, "CHUNK": 256, "WINDOW": 256, "SAMPLE_BLOCK": 4}.items():
-        monkeypatch.setattr(split.layout, name, value)
-    monkeypatch.setattr(split.layout, "sample", lambda: (1, 128, 1))
-    return split
 
 
 def check(

@@ -12,6 +12,10 @@ third of the instructions there, and most rows need few. A split row takes four 
 converge are searched in float64 in the same launch. Where only t is asked for, `polish` takes it to the
 digits of float64.
 
+A top-k in magnitude is the same with other terms (`pooled`): `pooled_rows` has what its kernels have in
+common, `magnitude` those of rows of one program, `split_magnitude` those of rows of many, and
+`exact_magnitude` the search in float64.
+
 Soft budgets by score go the same way: the entries of `resident_budget` and `resident_budget_backward` are
 pairs of scores and costs, which `costs` adds up for `threshold`. `budget` decides which kernels a batch of
 budgets takes.
@@ -26,8 +30,7 @@ sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a bat
 `ranking_losses` has the losses of lists.
 
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
-sums and per-row scalars; float64 scores are float64 throughout. For a top-k in magnitude, rows that are split
-take all passes that a row could need, and those that are done skip theirs.
+sums and per-row scalars; float64 scores are float64 throughout.
 """
 
 from khot._kernels.triton.assign import soft_assign as soft_assign

@@ -231,6 +231,11 @@ def whole(F: cdfs.CDF) -> int:
     return int(high) if high in (2, 3) and abs(low) < 1e-12 else 0
 
 
+def whole_of_sizes(p: float) -> int:
+    """The same of a top-k in magnitude, 1 for p = 2."""
+    return 1 if p == 2 else whole(cdfs.Power(p))
+
+
 def steep(F: cdfs.CDF, output: str) -> bool:
     """Whether results need more digits of the threshold than float32 finds: the threshold itself; and where
     their slope has no bound, at the end of a compact support: that of log F, and of F itself with p > 2."""

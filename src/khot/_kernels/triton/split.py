@@ -18,7 +18,7 @@ same row has the same result each time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,10 +28,13 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
+from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import double, joined, reciprocal, split, two_sum
 from khot._kernels.triton.functions import NORMAL, OUTPUTS, full_support, place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.pooled import pooled_terms, size, temperature
+from khot._kernels.triton.pooled_rows import find_gamma
 from khot._kernels.triton.resident import row_values, write_backwards
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
 from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
@@ -105,12 +108,48 @@ def _row_numbers(
     return k64, tau64, k, k_rest, tau, inverse * (2 - tau * inverse)
 
 
+@triton.jit
+def _heat(t, tau, inverse, POOLED: tl.constexpr):
+    """The temperature at a threshold, its inverse, and how much it grows with t. It is τ, unless what is
+    POOLED has the exponent p = POOLED (:mod:`.pooled`)."""
+    if POOLED > 0:
+        heat, warming = temperature(t, tau, POOLED)
+        per_heat = reciprocal(heat)
+        return heat, per_heat * (2 - heat * per_heat), warming
+    else:
+        return tau, inverse, 0.0
+
+
+@triton.jit
+def _mass(
+    x, at, hi, lo, inverse, warming, power,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr,
+):  # fmt: skip
+    """By how much a sample's count falls in a step by the temperature, at the rate that it has at hi + lo."""
+    scale = inverse * unit(CDF)
+    if POOLED > 0:
+        sums = over(
+            x, at, 0, pooled_terms, (hi, lo * scale, scale, power, CDF, WHOLE),
+            term_count(CDF), 1, PIECES, WIDTH, False,
+        )  # fmt: skip
+    else:
+        sums = over(
+            x, at, 0, terms, (hi, lo * scale, scale, power, CDF, WHOLE),
+            term_count(CDF), 1, PIECES, WIDTH, False,
+        )  # fmt: skip
+    mass = series(sums, power, CDF)[1]
+    if POOLED > 0:
+        mass -= warming * sums[1]
+    return mass
+
+
 @triton.jit(do_not_specialize=["window"])
 def _sample_rows(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
     hi_pointer, lo_pointer, state_pointer, counter_pointer, n_columns, window, power_high,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     SAMPLE: tl.constexpr = PIECES * WIDTH
     row = tl.program_id(0).to(tl.int64)
@@ -129,16 +168,17 @@ def _sample_rows(
         piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK)
         x = x + (less(piece, start, FINE),)  # type: ignore[assignment]  # noqa: RUF005
     origin = less(start, start, FINE)
-    size, _, second = over(x, at, SAMPLE, moment_terms, origin, 3, 1, PIECES, WIDTH, False)
+    there, _, second = over(x, at, SAMPLE, moment_terms, origin, 3, 1, PIECES, WIDTH, False)
     share = (k64 * SAMPLE / n_columns).to(tl.float32)
-    share = tl.minimum(share, size - 0.01)
+    share = tl.minimum(share, there - 0.01)
     ok = (second < float("inf")) & (k64 > 0) & (k64 < n_columns) & (share > 0) & (tau > 1e-25) & (tau < 1e25)
-    ok = ok & holds(size, size - share, power, CDF)
+    if POOLED > 0:
+        ok = ok & (k64 == tl.floor(k64))
+    ok = ok & holds(there, there - share, power, CDF)
 
     # of the number of sampled entries above the row's threshold
-    variance = share * tl.maximum(1 - share * reciprocal(size), 0.0)
+    variance = share * tl.maximum(1 - share * reciprocal(there), 0.0)
     deviation = tl.sqrt(variance) + 1
-    scale = inverse * unit(CDF)
     margin = _reach(n_columns, CDF)
     per_entry = (n_columns / SAMPLE).to(tl.float32)
     hi, lo = origin * 0, origin * 0
@@ -149,23 +189,27 @@ def _sample_rows(
     while level < levels:
         # first the threshold itself, then a lower and a higher one
         goal = share + deviation * tl.where(level == 0, 0.0, tl.where(level == 1, 4.0, -4.0))
-        new_hi, new_lo, solved, _, _ = find(
-            x, at, origin, ok, SAMPLE, goal, goal * 0, tau, power, EVALUATIONS,
-            CDF, WHOLE, 1, PIECES, WIDTH, True, False,
-        )  # fmt: skip
+        if POOLED > 0:
+            new_hi, new_lo, solved = find_gamma(
+                x, at, ok, SAMPLE, goal, tau, power, EVALUATIONS,
+                POOLED, SIGNED, WHOLE, 1, PIECES, WIDTH, False, False,
+            )  # fmt: skip
+        else:
+            new_hi, new_lo, solved, _, _ = find(
+                x, at, origin, ok, SAMPLE, goal, goal * 0, tau, power, EVALUATIONS,
+                CDF, WHOLE, 1, PIECES, WIDTH, True, False,
+            )  # fmt: skip
         if level == 0:
             hi, lo = new_hi, new_lo
-            sums = over(
-                x, at, SAMPLE, terms, (hi, lo * scale, scale, power, CDF, WHOLE),
-                term_count(CDF), 1, PIECES, WIDTH, False,
-            )  # fmt: skip
-            mass = series(sums, power, CDF)[1]
+            heat, per_heat, warming = _heat(hi + lo, tau, inverse, POOLED)
+            mass = _mass(x, at, hi, lo, per_heat, warming, power, CDF, WHOLE, PIECES, WIDTH, POOLED)
             if not full_support(CDF):  # how the density changes, which its sums do not tell
-                sums = over(
-                    x, at, SAMPLE, terms, (hi, (lo + 0.125 * tau) * scale, scale, power, CDF, WHOLE),
-                    term_count(CDF), 1, PIECES, WIDTH, False,
-                )  # fmt: skip
-                turn = (mass - series(sums, power, CDF)[1]) * reciprocal(0.125 * mass)
+                further = lo + 0.125 * heat
+                _, later, warms = _heat(hi + further, tau, inverse, POOLED)
+                found = _mass(x, at, hi, further, later, warms, power, CDF, WHOLE, PIECES, WIDTH, POOLED)
+                if POOLED > 0:  # in steps by the same temperature
+                    found *= later * heat
+                turn = (mass - found) * reciprocal(0.125 * mass)
                 turn = tl.where(tl.abs(turn) < 8, turn, 0.0)
             crowd = mass * per_entry
             # The variance of the sample's soft count is less, by Σ(y − y²), for which a part of Σf stands
@@ -208,6 +252,11 @@ def _more_than(x, given):
 
 
 @triton.jit
+def _larger_than(x, given):
+    return _more_than(size(x), given)
+
+
+@triton.jit
 def _window(bound, side, margin):
     """The bound, a margin further to one side; where there is no bound, all entries but infinite ones."""
     return tl.where(tl.abs(bound) < FAR, bound + side * margin, bound * 3)
@@ -220,6 +269,7 @@ def _sum_parts(
     n_columns, length, parts, window, power_high,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
     state = state_pointer + row * STATE
@@ -234,34 +284,47 @@ def _sum_parts(
         at = x_pointer + row * x_stride + start + tl.arange(0, WIDTH)
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
         base = tl.load(state + BASE)
+        t = hi + lo
+        heat, per_heat, warming = _heat(t, tau, inverse, POOLED)
         _leave_sums(
-            at, mine, hi, lo, inverse, power, left + part, parts, base, CDF, WHOLE, FINE, PIECES, WIDTH
-        )
+            at, mine, hi, lo, per_heat, power, left + part, parts, base,
+            CDF, WHOLE, FINE, PIECES, WIDTH, POOLED, SIGNED,
+        )  # fmt: skip
         wide = tl.load(state + WIDE) != 0
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
-        margin = _reach(n_columns, CDF) * tau
-        t = hi + lo
+        margin = _reach(n_columns, CDF) * heat
         lowest, highest = _window(low, -1, margin), _window(high, 1, margin)
+        first = t - margin
+        if POOLED > 0:  # it is hottest at the higher end; and no size is below 0
+            hottest, _ = temperature(tl.where(high < FAR, high, t), tau, POOLED)
+            highest = _window(high, 1, hottest)
+            lowest, first = tl.maximum(lowest, 0.0), tl.maximum(first, 0.0)
         if wide:
-            more = over(
-                (), at, mine, _more_than, (lowest, t - margin, t + margin, highest),
-                4, 1, PIECES, WIDTH, True, base, FINE,
-            )  # fmt: skip
+            if POOLED > 0:
+                more = over(
+                    (), at, mine, _larger_than, (lowest, first, t + margin, highest),
+                    4, 1, PIECES, WIDTH, True,
+                )  # fmt: skip
+            else:
+                more = over(
+                    (), at, mine, _more_than, (lowest, first, t + margin, highest),
+                    4, 1, PIECES, WIDTH, True, base, FINE,
+                )  # fmt: skip
             for i in tl.static_range(4):
                 tl.store(left + (7 + i) * parts + part, more[i])
 
         if last_of_row(counter_pointer + row, parts):
             status, hi, lo, miss, mass = _step(
-                left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power,
+                left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power,
                 tl.load(state + CROWD).to(tl.float32), tl.load(state + TURN).to(tl.float32),
-                CDF, PIECES * WIDTH, PARTS,
+                CDF, PIECES * WIDTH, PARTS, POOLED,
             )  # fmt: skip
             if wide & (status == OPEN):
                 # the part of the window on t's side
                 too_low = miss > 0
-                first, end = tl.where(too_low, 8, 7), tl.where(too_low, 10, 9)
+                begin, end = tl.where(too_low, 8, 7), tl.where(too_low, 10, 9)
                 above = total_of_parts(left, end, parts, PARTS)
-                count = total_of_parts(left, first, parts, PARTS) - above
+                count = total_of_parts(left, begin, parts, PARTS) - above
                 free = k.to(tl.float64) + k_rest - above
                 fits = (count <= window) & (free > 0) & (free < count)
                 status = tl.where(fits, GATHER, status)
@@ -270,7 +333,7 @@ def _sum_parts(
                     tl.store(state + LOW, low.to(tl.float64))
                     tl.store(state + HIGH, high.to(tl.float64))
                     # the very bounds that the entries were counted with
-                    lowest = tl.where(too_low, t - margin, lowest)
+                    lowest = tl.where(too_low, first, lowest)
                     highest = tl.where(too_low, highest, t + margin)
                     tl.store(state + LOWEST, lowest.to(tl.float64))
                     tl.store(state + HIGHEST, highest.to(tl.float64))
@@ -278,7 +341,7 @@ def _sum_parts(
                     tl.store(state + COUNT, count)
                     p = tl.arange(0, PARTS)
                     there = p < parts
-                    counts = tl.load(left + first * parts + p, mask=there, other=0.0, cache_modifier=".cg")
+                    counts = tl.load(left + begin * parts + p, mask=there, other=0.0, cache_modifier=".cg")
                     counts -= tl.load(left + end * parts + p, mask=there, other=0.0, cache_modifier=".cg")
                     # where each part's entries begin
                     counts = counts.to(tl.int32)
@@ -293,10 +356,19 @@ def _sum_parts(
 def _leave_sums(
     at, n, hi, lo, inverse, power, left, parts, base,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    POOLED: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     scale = inverse * unit(CDF)
     COUNT: tl.constexpr = term_count(CDF)
-    if CDF == NORMAL or not full_support(CDF):
+    if POOLED > 0:
+        sums = over(
+            (), at, n, _pooled_and_bad, (hi, lo * scale, scale, power, CDF, WHOLE, SIGNED), COUNT + 1,
+            1, PIECES, WIDTH, True,
+        )  # fmt: skip
+        # what is loaded beyond the part's end counts as −inf
+        beyond = tl.cdiv(n, PIECES * WIDTH) * (PIECES * WIDTH) - n if SIGNED else 0
+        tl.store(left, tl.where(sums[COUNT] > beyond, float("nan"), sums[0]))
+    elif CDF == NORMAL or not full_support(CDF):
         sums = over(
             (), at, n, _terms_and_nan, (hi, lo * scale, scale, power, CDF, WHOLE), COUNT + 1,
             1, PIECES, WIDTH, True, base, FINE,
@@ -320,9 +392,18 @@ def _terms_and_nan(x, given):
 
 
 @triton.jit
+def _pooled_and_bad(x, given):
+    """The terms of a size, and 1 for what has none in float32: a NaN, an infinite entry, and −inf where
+    entries are SIGNED; otherwise −inf stands for what may not be selected."""
+    SIGNED: tl.constexpr = given[6]
+    good = (tl.abs(x) if SIGNED else x) < float("inf")
+    return pooled_terms(x, given) + (tl.where(good, 0.0, 1.0),)  # noqa: RUF005
+
+
+@triton.jit
 def _step(
-    left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power, crowd, turn,
-    CDF: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+    left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power, crowd, turn,
+    CDF: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """STATUS and t after the step that the sums of all parts call for, by how much the count exceeds k, and
     Σf."""
@@ -330,10 +411,15 @@ def _step(
     for i in tl.static_range(term_count(CDF)):
         sums = sums + (total_of_parts(left, i, parts, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
     seen = tl.cdiv(n_columns, STEP) * tl.full((), STEP, tl.int64)
-    _, miss, h, mu, beta, gamma, mass, last = taylor_step(sums, k, k_rest, seen, turn, power, CDF)
+    _, miss, h, mu, beta, gamma, mass, last = taylor_step(
+        sums, k, k_rest, seen, turn, power, CDF, BY_COUNT, warming, POOLED
+    )
     step = long_step(miss, mu, h, beta, gamma, mass, crowd, CDF)
     h = tl.where(last, h, step)
-    new_hi, new_lo = two_sum(hi, lo + h * tau)
+    new_hi, new_lo = two_sum(hi, lo + h * heat)
+    if POOLED > 0:  # it stays above 0
+        least = 0.25 * hi
+        new_hi, new_lo = tl.maximum(new_hi, least), tl.where(new_hi < least, 0.0, new_lo)
     fine = tl.abs(new_hi) < 1e30
     status = tl.where(last, DONE, tl.where(tl.abs(miss) < 1e30, OPEN, HOPELESS)).to(tl.float64)
     return status, tl.where(fine, new_hi, hi), tl.where(fine, new_lo, lo), miss, mass
@@ -342,13 +428,15 @@ def _step(
 @triton.jit
 def _gather(
     at, n, begin, lowest, highest, buffer, base,
-    FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Of a part's entries those between two numbers, in their order."""
     column = tl.arange(0, WIDTH)
     for start in range(0, n, WIDTH):
         x = tl.load(at + start, mask=column + start < n, other=float("-inf"))
         value = less(x, base, FINE)
+        if POOLED > 0:
+            value = size(value)
         chosen = (value > lowest) & ~(value > highest)
         ones = tl.where(chosen, 1, 0)
         count = tl.sum(ones, axis=0)
@@ -364,6 +452,7 @@ def _finish_parts(
     n_columns, length, parts, window, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
     state = state_pointer + row * STATE
@@ -383,15 +472,17 @@ def _finish_parts(
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
         buffer = window_pointer + row * window
         base = tl.load(state + BASE)
+        heat, per_heat, warming = _heat(hi + lo, tau, inverse, POOLED)
         if status == GATHER:
             begin = tl.load(left + part).to(tl.int32)
             lowest = tl.load(state + LOWEST).to(tl.float32)
             highest = tl.load(state + HIGHEST).to(tl.float32)
-            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, PIECES, WIDTH)
+            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, PIECES, WIDTH, POOLED)
         elif status == OPEN:
             _leave_sums(
-                at, mine, hi, lo, inverse, power, left + part, parts, base, CDF, WHOLE, FINE, PIECES, WIDTH
-            )
+                at, mine, hi, lo, per_heat, power, left + part, parts, base,
+                CDF, WHOLE, FINE, PIECES, WIDTH, POOLED, SIGNED,
+            )  # fmt: skip
 
         alone = status == HOPELESS
         if not alone:
@@ -400,8 +491,8 @@ def _finish_parts(
             gathered = status == GATHER
             if status == OPEN:
                 status, hi, lo, _, _ = _step(
-                    left, n_columns, parts, hi, lo, k, k_rest, tau, inverse, power, crowd,
-                    tl.load(state + TURN).to(tl.float32), CDF, PIECES * WIDTH, PARTS,
+                    left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power, crowd,
+                    tl.load(state + TURN).to(tl.float32), CDF, PIECES * WIDTH, PARTS, POOLED,
                 )  # fmt: skip
             t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
             trying = status != DONE
@@ -418,20 +509,27 @@ def _finish_parts(
                 hi, lo, ok = iterate(
                     (), source + column, count, hi, lo, low, high, crowd, status == HOPELESS,
                     n, goal, goal_rest, tau, inverse, power, EVALUATIONS,
-                    CDF, WHOLE, 1, PIECES, WIDTH, True, False, base, FINE,
+                    CDF, WHOLE, 1, PIECES, WIDTH, True, False, base, FINE, POOLED=POOLED,
                 )  # fmt: skip
                 ok = ok & (status != HOPELESS)
+                if POOLED > 0:
+                    ok = ok & (hi > 0)
                 t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
                 careful = ~ok
                 if FINE:  # a whole row is solved with the others' t
                     careful = careful & gathered
                 if careful:
-                    t64, rest64 = find_exactly(
-                        (source, source, 0, count), level, tau64, 0.0, joined(power_high, power_low),
-                        CDF, BY_COUNT, False, CHUNK,
-                    )  # fmt: skip
-                    if FINE:
-                        t64 -= base
+                    if POOLED > 0:
+                        t64, rest64 = find_sizes_exactly(
+                            (source, source, 0, count), level, tau64, POOLED, SIGNED, CHUNK
+                        )
+                    else:
+                        t64, rest64 = find_exactly(
+                            (source, source, 0, count), level, tau64, 0.0, joined(power_high, power_low),
+                            CDF, BY_COUNT, False, CHUNK,
+                        )  # fmt: skip
+                        if FINE:
+                            t64 -= base
                 status = tl.where(ok, DONE, tl.where(careful, CAREFUL, HOPELESS)).to(tl.float64)
                 inside = (t64 + rest64 >= low) & (t64 + rest64 <= high)
                 trying = gathered & ~inside  # one row in ten thousand
@@ -496,8 +594,10 @@ def solve(
     n: int,
     F: cdfs.CDF,
     fine: bool,
+    more: dict[str, Any] | None = None,
 ) -> Solved:
-    """Fill hi and lo; if fine, with what t is more than the row's BASE."""
+    """Fill hi and lo; if fine, with what t is more than the row's BASE. More constants make it γ of a top-k
+    in magnitude."""
     cut, window = layout.cut(rows, n), layout.window(rows)
     state = hi.new_empty(rows, STATE.value)
     counter = hi.new_empty(rows, dtype=torch.int32)
@@ -505,6 +605,7 @@ def solve(
     buffer = source[0].new_empty(rows, window)
     numbers = (*source, *k, *tau)
     which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": fine}
+    which |= more or {}
     power = layout.power(F)
     part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
     programs, padded = rows * cut.parts, triton.next_power_of_2(cut.parts)

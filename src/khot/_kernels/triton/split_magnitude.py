@@ -1,0 +1,229 @@
+"""Top-k in magnitude of few, very long rows, which many programs share: four launches, and two for the
+gradients, with a fill of the counters before them.
+
+The value γ that pooled entries share takes the first three of :mod:`.split`, with the terms of
+:mod:`.pooled`. One more writes y, or the parts of rows for which float32 does not suffice write theirs by
+:mod:`.exact_magnitude`. Backward, every part leaves its sums, and the program that is the last of its row to
+finish adds them up, or sums that row in float64; then every part writes its gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout, split
+from khot._kernels.triton.exact import number64
+from khot._kernels.triton.exact_magnitude import write_sizes_exactly
+from khot._kernels.triton.fast import split as halves
+from khot._kernels.triton.functions import place
+from khot._kernels.triton.launch import launch
+from khot._kernels.triton.pooled_rows import (
+    in_range,
+    ordinary_pull,
+    pooled_values,
+    pull_given,
+    pull_sums,
+    settle_pull,
+    write_pooled,
+    write_pull,
+)
+from khot._kernels.triton.split import DONE, STATE, STATUS, last_of_row, total_of_parts
+
+__all__ = ["KERNELS", "soft_topk_magnitude", "soft_topk_magnitude_backward"]
+
+LEFT = tl.constexpr(5)  # numbers that a part leaves, and of a row: what γ brings, and whether in float64
+PULL, CAREFUL, PULLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _write_sizes(
+    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
+    state_pointer, n_columns, length, parts, power_high,
+    POOLED: tl.constexpr, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
+    row, part = (program // parts).to(tl.int64), program % parts
+    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    start = part.to(tl.int64) * length
+    x_at, to = x_pointer + row * x_stride + start, out_pointer + row * n_columns + start
+    mine = tl.minimum(n_columns - start, length).to(tl.int32)
+    done = tl.load(state_pointer + row * STATE + STATUS) == DONE
+    if done:
+        power = tl.zeros((), tl.float32) + power_high
+        given = pooled_values(
+            hi64.to(tl.float32), lo64.to(tl.float32), tau64.to(tl.float32), power, POOLED, 1
+        )
+        column = tl.arange(0, WIDTH)
+        write_pooled(x_at + column, to + column, done, mine, given, POOLED, WHOLE, PIECES, WIDTH)
+    else:
+        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, POOLED, SIGNED, CHUNK)
+
+
+@triton.jit
+def _threshold(hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row):
+    """hi, lo and τ in float64, and in float32."""
+    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    hi, rest = halves(hi64)
+    return hi64, lo64, tau64, hi, rest + lo64.to(tl.float32), tau64.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _pull_size_parts(
+    x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
+    grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, k_pointer, k_stride, k_high, k_low,
+    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dtau_pointer,
+    state_pointer, counter_pointer, left_pointer, n_columns, length, parts,
+    POOLED: tl.constexpr, SIGNED: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    hi64, lo64, tau64, hi, lo, tau = _threshold(
+        hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row
+    )
+    start = part.to(tl.int64) * length
+    column = tl.arange(0, WIDTH)
+    mine = tl.minimum(n_columns - start, length).to(tl.int32)
+    ordinary = ordinary_pull(hi, tau)
+    left = left_pointer + row * LEFT * parts
+    x_at, y_at = x_pointer + row * x_stride, y_pointer + row * y_stride
+    grad_at = grad_pointer + row * grad_row
+    if ordinary:
+        given = pull_given(hi, lo, tau, POOLED, 1)
+        sums = pull_sums(
+            x_at + start + column, y_at + start + column, grad_at + (start + column) * grad_column,
+            grad_column, ordinary, mine, hi64 * 0, given, POOLED, SIGNED, 1, PIECES, WIDTH,
+        )  # fmt: skip
+        for i in tl.static_range(LEFT):
+            tl.store(left + i * parts + part, sums[i])
+    if last_of_row(counter_pointer + row, parts):
+        k = number64(k_pointer, k_stride, k_high, k_low, row)
+        grad_lo = number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row)
+        totals = (
+            total_of_parts(left, 0, parts, PARTS), total_of_parts(left, 1, parts, PARTS),
+            total_of_parts(left, 2, parts, PARTS), total_of_parts(left, 3, parts, PARTS),
+            total_of_parts(left, 4, parts, PARTS),
+        )  # fmt: skip
+        pull, dtau = settle_pull(totals, k, grad_lo)
+        careful = ~(ordinary & in_range(pull, dtau))
+        if careful:
+            slot = tl.arange(0, CHUNK)
+            given64 = pull_given(hi64, lo64, tau64, POOLED, 1)
+            sums64 = pull_sums(
+                x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad_column,
+                grad_column, careful, n_columns, hi64 * 0, given64, POOLED, SIGNED, 1, 1, CHUNK,
+            )  # fmt: skip
+            pull, dtau = settle_pull(sums64, k, grad_lo)
+            dtau = tl.where(hi64 == hi64, dtau, hi64)
+        tl.store(dtau_pointer + row, dtau)
+        tl.store(state_pointer + row * PULLED + PULL, pull)
+        tl.store(state_pointer + row * PULLED + CAREFUL, tl.where(careful, 1.0, 0.0).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _size_gradient_parts(
+    x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
+    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, state_pointer,
+    n_columns, length, parts,
+    POOLED: tl.constexpr, SIGNED: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
+    row, part = (program // parts).to(tl.int64), program % parts
+    hi64, lo64, tau64, hi, lo, tau = _threshold(
+        hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row
+    )
+    start = part.to(tl.int64) * length
+    mine = tl.minimum(n_columns - start, length).to(tl.int32)
+    x_at, y_at = x_pointer + row * x_stride + start, y_pointer + row * y_stride + start
+    grad_at, dx_at = grad_pointer + row * grad_row + start * grad_column, dx_pointer + row * n_columns + start
+    pull = tl.load(state_pointer + row * PULLED + PULL)
+    if tl.load(state_pointer + row * PULLED + CAREFUL) == 0:
+        column = tl.arange(0, WIDTH)
+        write_pull(
+            x_at + column, y_at + column, grad_at + column.to(tl.int64) * grad_column, grad_column,
+            dx_at + column, row >= 0, mine, hi, pull, pull_given(hi, lo, tau, POOLED, 1),
+            POOLED, SIGNED, 1, PIECES, WIDTH,
+        )  # fmt: skip
+    else:
+        slot = tl.arange(0, CHUNK)
+        write_pull(
+            x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad_column, grad_column,
+            dx_at + slot, row >= 0, mine, hi64, pull, pull_given(hi64, lo64, tau64, POOLED, 1),
+            POOLED, SIGNED, 1, 1, CHUNK,
+        )  # fmt: skip
+
+
+KERNELS = (_write_sizes, _pull_size_parts, _size_gradient_parts)
+
+
+def soft_topk_magnitude(
+    source: tuple[Tensor, int],
+    k: layout.Values,
+    tau: layout.Values,
+    out: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    rows: int,
+    n: int,
+    p: float,
+    signed: bool,
+) -> None:
+    """Fill out, hi and lo."""
+    F = cdfs.Power(p)
+    whole = layout.whole_of_sizes(p)
+    which = {"POOLED": float(p), "SIGNED": signed}
+    state, _, _, cut = split.solve(
+        source, k, tau, hi, lo, rows, n, F, fine=False, more={**which, "WHOLE": whole}
+    )
+    launch(
+        _write_sizes, rows * cut.parts,
+        *source, *tau, out, hi, lo, state, n, cut.length, cut.parts, layout.power(F)[0],
+        WHOLE=whole, **which, **_held(cut),
+    )  # fmt: skip
+
+
+def soft_topk_magnitude_backward(
+    source: tuple[Tensor, int],
+    y: tuple[Tensor, int],
+    grad: tuple[Tensor, int, int],
+    grad_lo: layout.Values,
+    k: layout.Values,
+    t: tuple[Tensor, Tensor],
+    tau: layout.Values,
+    results: tuple[Tensor, Tensor],
+    rows: int,
+    n: int,
+    p: float,
+    signed: bool,
+) -> None:
+    """Fill the results: dx and dtau."""
+    dx, dtau = results
+    cut = layout.cut(rows, n)
+    state, left = dtau.new_empty(rows, PULLED.value), dtau.new_empty(rows, LEFT.value, cut.parts)
+    counter = torch.zeros(rows, dtype=torch.int32, device=dtau.device)
+    which = {"POOLED": float(p), "SIGNED": signed, **_held(cut)}
+    launch(
+        _pull_size_parts, rows * cut.parts,
+        *source, *y, *grad, *grad_lo, *k, *t, *tau, dtau, state, counter, left, n, cut.length, cut.parts,
+        PARTS=triton.next_power_of_2(cut.parts), **which,
+    )  # fmt: skip
+    launch(
+        _size_gradient_parts, rows * cut.parts,
+        *source, *y, *grad, *t, *tau, dx, state, n, cut.length, cut.parts, **which,
+    )  # fmt: skip
+
+
+def _held(cut: layout.Cut) -> dict[str, Any]:
+    return {
+        "PIECES": cut.pieces, "WIDTH": cut.width, "CHUNK": layout.RESCUE * cut.warps, "num_warps": cut.warps,
+        **layout.registers(),
+    }  # fmt: skip

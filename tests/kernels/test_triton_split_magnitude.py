@@ -1,0 +1,187 @@
+"""Top-k in magnitude of rows that many programs share, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot._kernels.reference import magnitude as reference
+from noted import Launches
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+FORWARD = ("_sample_rows", "_sum_parts", "_finish_parts", "_write_sizes")
+BACKWARD = ("_pull_size_parts", "_size_gradient_parts")
+
+
+def number(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference in a row, in units of 1 + the largest finite number of that row; inf where NaN
+    and infinite numbers do not agree."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isnan(), want.isnan()):
+        return float("inf")
+    difference = (got - want).masked_fill((got == want) | want.isnan(), 0)
+    size = 1 + want.masked_fill(~want.isfinite(), 0).abs()
+    return (difference / (size.amax(-1, True) if want.dim() > 1 else size)).abs().max().item()
+
+
+def check(kernels: ModuleType, x: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool = True) -> None:
+    """Forward and backward against the reference in float64."""
+    name = "magnitude_with_signs" if signed else "soft_topk_magnitude"
+    y, *t = getattr(kernels, name)(x, k, tau, p)
+    want, *want_t = getattr(reference, name)(x.double(), k, tau, p)
+    assert y.dtype == x.dtype and error(y, want) <= 1e-6
+    assert torch.equal(t[0].isnan(), want_t[0].isnan())
+    generator = torch.Generator().manual_seed(0)
+    v, v_lo = torch.randn(x.shape, generator=generator), torch.randn(len(x), generator=generator).double()
+    back = f"{name}_backward"
+    got = getattr(kernels, back)(v, v_lo, x, want.to(x.dtype), k, *want_t, tau, p)
+    true = getattr(reference, back)(v.double(), v_lo, x.double(), want, k, *want_t, tau, p)
+    assert error(got[0], true[0]) <= 2e-5
+    assert error(got[1], true[1]) <= 1e-4  # a sum of terms of either sign
+
+
+def kinds(n: int) -> Tensor:
+    """Normal, sorted log-normal, many zeros, two sizes, equal, a gap, infinite of either sign, and NaN."""
+    x = torch.randn(8, n, generator=torch.Generator().manual_seed(n))
+    x[1] = x[1].exp().sort().values
+    x[2, ::3] = 0.0
+    x[3] = x[3].sign() * (1 + (torch.arange(n) % 2))
+    x[4] = 0.25
+    x[5] = torch.where(torch.arange(n) % 50 == 0, 300.0, 1e-3 * x[5])
+    x[6, n // 2 + 1], x[6, n // 3] = torch.inf, -torch.inf
+    x[7, n // 2 + 1] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3, 1.4])
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+def test_rows_of_every_kind(larger: ModuleType, p: float, tau: float) -> None:
+    n = 611
+    k = number([6, 61, n // 2, n // 2, 61, 13, 5, 3])
+    check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), p)
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3])
+def test_what_may_not_be_selected(larger: ModuleType, p: float) -> None:
+    """Every third entry, and all but twelve, of which as many are asked for as there are, or more."""
+    x = torch.randn(4, 500, generator=torch.Generator().manual_seed(1)).abs()
+    x[0, ::3] = -torch.inf
+    x[1:, 12:] = -torch.inf
+    check(larger, x, number([60, 5, 12, 13]), number(0.3), p, signed=False)
+
+
+@pytest.mark.parametrize("n", [17, 31, 32, 33])
+def test_sizes_around_the_limits(split: ModuleType, n: int) -> None:
+    x = torch.randn(4, n, generator=torch.Generator().manual_seed(n))
+    check(split, x, number([0, n - 1, n, 2.5]), number([1.0, 0.2, 1.0, 1.0]), 2.0)
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_the_sample_misses(split: ModuleType, p: float, bad: float, signed: bool) -> None:
+    """A NaN spoils its row, and no other; an infinite entry is selected, unless it is one that may not be."""
+    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).abs()
+    x[0, 3] = bad
+    check(split, x, number(3.0), number(1.0), p, signed)
+    name = "magnitude_with_signs" if signed else "soft_topk_magnitude"
+    y, hi, _ = getattr(split, name)(x, number(3.0), number(1.0), p)
+    assert y[1].isfinite().all()
+    if bad != bad:
+        assert y[0].isnan().all() and hi[0].isnan()
+    else:
+        assert y[0, 3] == (bad if signed or bad > 0 else 0) and y[0].isfinite().sum() >= 32
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3])
+def test_ordinary_rows_take_two_evaluations(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, p: float
+) -> None:
+    """And no program goes through a row by itself."""
+    monkeypatch.setattr(larger.layout, "CHUNK", 4096)
+    monkeypatch.setattr(larger.layout, "sample", lambda: (1, 16384, 1))
+    launches = Launches(larger.split, FORWARD[:3], monkeypatch)
+    x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(3))
+    args = (number(10_000.0), number(1.0), p)
+
+    def none(*_: object, **__: object) -> None:
+        raise AssertionError("a row was solved by one program")
+
+    own = larger.split.iterate
+    monkeypatch.setattr(larger.split, "iterate", none)
+    try:
+        y, *_ = larger.magnitude_with_signs(x, *args)
+    finally:
+        monkeypatch.setattr(larger.split, "iterate", own)
+    assert launches.given["_finish_parts"]["status"] == [larger.split.DONE.value] * 2
+    assert error(y, reference.magnitude_with_signs(x.double(), *args)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("p", [2.0, 4 / 3])
+def test_few_pooled_entries_are_gathered(
+    larger: ModuleType, monkeypatch: pytest.MonkeyPatch, p: float
+) -> None:
+    """And the window of them is enough, sorted or not."""
+    monkeypatch.setattr(larger.layout, "WINDOW", 512)
+    launches = Launches(larger.split, FORWARD[:3], monkeypatch)
+    x = torch.randn(2, 2000, generator=torch.Generator().manual_seed(4))
+    x[1] = x[1].sort().values
+    args = (number(20.0), number(1e-3), p)
+    y, _, _ = larger.magnitude_with_signs(x, *args)
+    assert error(y, reference.magnitude_with_signs(x.double(), *args)[0]) <= 1e-6
+    assert launches.given["_sum_parts"]["status"] == [larger.split.GATHER.value] * 2
+    window = launches.given["_finish_parts"]["window_pointer"]
+    count = launches.given["_finish_parts"]["state_pointer"][:, larger.split.COUNT.value].int()
+    for row, found, size in zip(x, window, count.tolist(), strict=True):
+        chosen = found[:size]
+        inside = row[(row.abs() >= chosen.abs().min()) & (row.abs() <= chosen.abs().max())]
+        assert torch.equal(chosen, inside)  # all of them, in their order
+
+
+def test_a_sample_that_tells_nothing(larger: ModuleType) -> None:
+    """Its bounds do not hold then, and the row is solved without them."""
+    n, blocks = 1000, 32
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(2))
+    sampled = (torch.arange(blocks)[:, None] * (n // blocks) + torch.arange(4)).flatten()
+    x[:, sampled] *= 1e-3
+    for tau in (1.0, 1e-3):
+        check(larger, x, number([20.0, 700.0]), number(tau), 2.0)
+
+
+def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    noted = Launches(split.split, FORWARD[:3], monkeypatch)
+    rest = Launches(split.split_magnitude, (FORWARD[3], *BACKWARD), monkeypatch)
+    for tau in (1.0, 1e-5):
+        y, hi, lo = split.magnitude_with_signs(x, number(3.0), number(tau), 2.0)
+        split.magnitude_with_signs_backward(x, number(0.0), x, y, number(3.0), hi, lo, number(tau), 2.0)
+        assert noted.given["_finish_parts"]["counter_pointer"].tolist() == [0]
+        assert rest.given["_pull_size_parts"]["counter_pointer"].tolist() == [0]
+    assert noted.names == [*FORWARD[:3]] * 2 and rest.names == [FORWARD[3], *BACKWARD] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(larger: ModuleType, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    args = (number(30.0), number(0.3), 2.0)
+    y, _, _ = larger.magnitude_with_signs(x, *args)
+    want, _, _ = reference.magnitude_with_signs(x.double(), *args)
+    # the interpreter cuts digits off where it stores bfloat16
+    assert y.dtype == dtype and error(y, want) <= torch.finfo(dtype).eps * want.abs().max()
