@@ -225,6 +225,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "kth_value (16, 100_000)": ((16, 100_000), partial(khot.kth_value, k=8), [3, 0], [2, 0]),
     "quantile": ((4096, 64), partial(khot.quantile, q=0.3), [2, 0], [2, 0]),
     "quantile (16, 100_000)": ((16, 100_000), partial(khot.quantile, q=0.3), [4, 0], [3, 0]),
+    "quantile (1, 6_300_000)": ((1, 6_300_000), partial(khot.quantile, q=0.5), [6, 0], [3, 0]),
     "quantile, tensor": (
         (4096, 64), lambda x: khot.quantile(x, torch.empty(2, device="cuda")), [2, 7], [2, 0],
     ),

@@ -510,7 +510,8 @@ which = {
     greedy: [{"DOUBLES": True}],
     designs: [{"SUMMED": True, "LAST": True, "units_pointer": None}, {"SUMMED": False}],
     mask: [{}, {"k_pointer": None}],
-    levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64} for what in range(3)],
+    levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64, "LISTED": what > 0, "NARROWED": what > 0}
+             for what in range(3)],
     largest: [{"PACKED": False, "PART": True, "WHAT": 1}, {"PACKED": False, "PART": False, "WHAT": 2}],
     magnitude: [{"P": 2.0, "SIGNED": False, "WHOLE": 1}, {"P": 1.4, "SIGNED": True, "WHOLE": 0}],
     draws: [{"WIDTH": 64}],
@@ -527,7 +528,8 @@ entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "map
            "both_pointer", "dboth_pointer", "values_pointer")
 integers = ("counter_pointer", "counts_pointer", "tally_pointer", "ties_pointer", "found_pointer",
             "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer",
-            "first_pointer", "level_pointer", "list_pointer")
+            "first_pointer", "level_pointer", "list_pointer", "before_pointer", "before_list",
+            "narrow_pointer", "narrow_list")
 wide = ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer", "place_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import order_statistics, topk_mask
+from noted import Launches
 from selection_rows import rows
 
 pytestmark = [
@@ -99,3 +100,29 @@ def test_there_is_room_for_what_a_sample_leaves(long: ModuleType) -> None:
         spacings = torch.empty(50, size + 1, dtype=torch.float64).exponential_(generator=generator)
         taken = n * spacings[:, :ranks].sum(-1) / spacings.sum(-1)
         assert taken.max() < room
+
+
+def test_long_lists_are_narrowed(long: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sample of their own, and what is found is the same, ties at the lowest places too."""
+    monkeypatch.setattr(long.levels, "NARROW", 0)
+    monkeypatch.setattr(long.levels, "sample", lambda n: 256)
+    launches: list[str] = []
+    monkeypatch.setattr(long.launch, "watch", launches.append)
+    n = 1500
+    x = hard(n, torch.float32)
+    check(long, x, torch.linspace(0, n, 12).floor())
+    assert launches.count("_bracket") == launches.count("_gather") == 2 * launches.count("_finish")
+
+
+def test_a_narrowed_list_is_shorter(long: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long.levels, "NARROW", 0)
+    monkeypatch.setattr(long.levels, "sample", lambda n: 256)
+    noted = Launches(long.levels, ("_finish",), monkeypatch)
+    x = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))
+    got = long.order_statistics(x, torch.tensor([1500, 1501]))
+    given = noted.given["_finish"]
+    (above, found), (over, fewer) = (
+        given[name][0, 4:6].tolist() for name in ("level_pointer", "narrow_pointer")
+    )
+    assert above + over < 1500 <= above + over + fewer and 2 * fewer < found
+    assert torch.equal(got, x.sort(descending=True).values[:, 1499:1501])

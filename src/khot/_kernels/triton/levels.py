@@ -6,6 +6,9 @@
 3. `_finish`: one program a row searches the list (:mod:`.selection`). Where the sample was wrong it searches
    the row itself, which takes long, and happens to one row in a million.
 
+A list that would be long, as in the middle of a row of millions, is first narrowed in the same way: between
+2. and 3. `_bracket` takes a sample of the list, and `_gather` lists what lies between two of its entries.
+
 Entries are compared by key and place, so that equal ones are different too, and rows of few different numbers
 are like any other.
 """
@@ -13,6 +16,7 @@ are like any other.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -52,7 +56,23 @@ STATE = tl.constexpr(10)  # numbers of a row: two entries, or the result; and wh
 # what is wanted of a row: a level, the level of a mask, or the entry itself
 LEVEL, MASK, PLACE = (tl.constexpr(i) for i in range(3))
 
+# Entries of a list from which on it is narrowed. One program takes some 15 looks at it, and two launches more
+# cost less than that from about here on, by reckoning.
+NARROW = 65536
+
 _MARGIN = tl.constexpr(DEVIATIONS)
+
+
+@triton.jit
+def _wanted(level_pointer, k, n, WHAT: tl.constexpr):
+    """Which of a row's entries is wanted, and whether there is none."""
+    greatest = tl.load(level_pointer + 6)
+    if WHAT == MASK:
+        return masked(k, greatest, n - tl.load(level_pointer + 8), tl.load(level_pointer + 7))
+    elif WHAT == PLACE:
+        return ranked(k, greatest, n)
+    else:
+        return k.to(tl.int32), False
 
 
 @triton.jit
@@ -68,27 +88,46 @@ def _sampled(element, spacing, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _bracket(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, n, count,
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, before_pointer, list_pointer,
+    n, count, room,
     LARGEST: tl.constexpr, SAMPLE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    WHAT: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
+    """LISTED says that it is not of the row but of the list, of which `before_pointer` has the state."""
     query = tl.program_id(0).to(tl.int64)
     level_pointer += query * STATE
     at = x_pointer + query // count * x_stride
+    k = k_of(k_pointer, k_stride, k_high, k_low, query, query % count)
+    if LISTED:
+        before_pointer += query * STATE
+        at = list_pointer + query * 2 * room
+        found = tl.load(before_pointer + 5)
+        wanted, bad = _wanted(before_pointer, k, n, WHAT)
+        k = (wanted - tl.load(before_pointer + 4)).to(tl.float64)
+        whole = (found < SAMPLE) | (found > room) | (k < 1) | (k > found) | bad
+        size, n = tl.where(whole, 0, found), tl.where(whole, SAMPLE, found)
+    else:
+        k = tl.floor(k + 0.5)
     spacing = n // (SAMPLE // BLOCK)
-    keys, elements = (), ()
+    keys, places = (), ()
     for i in tl.static_range(PIECES):
         element = tl.arange(0, SAMPLE // PIECES) + i * (SAMPLE // PIECES)
-        key = key_of(tl.load(at + _sampled(element, spacing, BLOCK)), LARGEST)
+        slot = _sampled(element, spacing, BLOCK)
+        if LISTED:  # what is equal is listed in any order: the bracket may be wider then
+            key = tl.load(at + slot, mask=slot < size, other=LEAST)
+            place_ = tl.load(at + room + slot, mask=slot < size, other=0)
+        else:
+            key, place_ = key_of(tl.load(at + slot), LARGEST), slot
         keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005
-        elements = elements + (element,)  # type: ignore[assignment]  # noqa: RUF005
-    k = tl.floor(k_of(k_pointer, k_stride, k_high, k_low, query, query % count) + 0.5)
+        places = places + (place_,)  # type: ignore[assignment]  # noqa: RUF005
     share = (tl.where((k >= 1) & (k <= n), k, 1.0) / n).to(tl.float32)
     mean = share * SAMPLE
     margin = _MARGIN * tl.sqrt(mean * (1 - share)) + _MARGIN
     for lower in range(2):
         rank = tl.where(lower == 0, mean - margin, mean + margin + 1).to(tl.int32)
-        level, tie = choose(keys, elements, tl.minimum(tl.maximum(rank, 1), SAMPLE))
-        tie = tl.where(tie == LEAST, LEAST, ~_sampled(~tie, spacing, BLOCK))
+        if LISTED:
+            rank = tl.where(whole, tl.where(lower == 0, 0, SAMPLE + 1), rank)
+        level, tie = choose(keys, places, tl.minimum(tl.maximum(rank, 1), SAMPLE))
         level = tl.where(rank < 1, GREATEST, tl.where(rank > SAMPLE, LEAST, level))
         tl.store(level_pointer + 2 * lower, level)
         tl.store(level_pointer + 2 * lower + 1, tl.where((rank < 1) | (rank > SAMPLE), LEAST, tie))
@@ -98,30 +137,39 @@ def _bracket(
 
 @triton.jit(do_not_specialize=["count", "parts"])
 def _gather(
-    x_pointer, x_stride, level_pointer, list_pointer, n, count, parts, room,
+    x_pointer, x_stride, level_pointer, before_pointer, before_list, list_pointer,
+    n, count, parts, before_room, room,
     LARGEST: tl.constexpr, PIECES: tl.constexpr, LANES: tl.constexpr, NEAR: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     query, part = place(parts)
     at = x_pointer + query // count * x_stride
     level_pointer += query * STATE
     list_pointer += query * 2 * room
+    if LISTED:
+        at = before_list + query * 2 * before_room
+        n = tl.minimum(tl.load(before_pointer + query * STATE + 5), before_room)
     level, tie = tl.load(level_pointer), tl.load(level_pointer + 1)
     low_level, low_tie = tl.load(level_pointer + 2), tl.load(level_pointer + 3)
     lane = tl.arange(0, LANES)[:, None] * NEAR + tl.arange(0, NEAR)[None, :]
     start = part * (PIECES * LANES * NEAR)
-    keys = ()
+    keys, columns = (), ()
     for i in tl.static_range(PIECES):  # all loads first
         column = start + i * (LANES * NEAR) + lane
         valid = column < n
-        key = tl.where(valid, key_of(tl.load(at + column, mask=valid, other=0.0), LARGEST), LEAST)
+        if LISTED:
+            key = tl.load(at + column, mask=valid, other=LEAST)
+            column = tl.load(at + before_room + column, mask=valid, other=0)
+        else:
+            key = tl.where(valid, key_of(tl.load(at + column, mask=valid, other=0.0), LARGEST), LEAST)
         keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005
+        columns = columns + (column,)  # type: ignore[assignment]  # noqa: RUF005
 
     above, found = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
     greatest, least = tl.full((LANES,), LEAST, tl.int32), tl.full((LANES,), GREATEST, tl.int32)
     for i in tl.static_range(PIECES):
-        column = start + i * (LANES * NEAR) + lane
-        over = reaches(keys[i], column, level, tie)
-        inside = reaches(keys[i], column, low_level, low_tie) & (keys[i] > LEAST)
+        over = reaches(keys[i], columns[i], level, tie)
+        inside = reaches(keys[i], columns[i], low_level, low_tie) & (keys[i] > LEAST)
         above += tl.sum(over.to(tl.int32), axis=1)
         found += tl.sum(inside.to(tl.int32), axis=1)
         greatest = tl.maximum(greatest, tl.max(keys[i], axis=1))
@@ -129,26 +177,26 @@ def _gather(
     found -= above
     before = tl.atomic_add(level_pointer + 5, tl.sum(found)) + tl.cumsum(found) - found
     for i in tl.static_range(PIECES):
-        column = start + i * (LANES * NEAR) + lane
-        inside = reaches(keys[i], column, low_level, low_tie) & (keys[i] > LEAST)
-        inside = inside & (reaches(keys[i], column, level, tie) == 0)
+        inside = reaches(keys[i], columns[i], low_level, low_tie) & (keys[i] > LEAST)
+        inside = inside & (reaches(keys[i], columns[i], level, tie) == 0)
         hit = inside.to(tl.int32)
         slot = before[:, None] + tl.cumsum(hit, axis=1) - hit
         inside = inside & (slot < room)
         tl.store(list_pointer + slot, keys[i], mask=inside)
-        tl.store(list_pointer + room + slot, column, mask=inside)
+        tl.store(list_pointer + room + slot, columns[i], mask=inside)
         before += tl.sum(hit, axis=1)
 
     tl.atomic_add(level_pointer + 4, tl.sum(above))
-    top = tl.max(greatest)
-    tl.atomic_max(level_pointer + 6, top)
-    if (top >= INFINITE) | (tl.min(least) <= MINUS_INFINITE):
-        pinned, shut = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
-        for i in tl.static_range(PIECES):
-            pinned += tl.sum((keys[i] == INFINITE).to(tl.int32), axis=1)
-            shut += tl.sum(((keys[i] <= MINUS_INFINITE) & (keys[i] > LEAST)).to(tl.int32), axis=1)
-        tl.atomic_add(level_pointer + 7, tl.sum(pinned))
-        tl.atomic_add(level_pointer + 8, tl.sum(shut))
+    if not LISTED:
+        top = tl.max(greatest)
+        tl.atomic_max(level_pointer + 6, top)
+        if (top >= INFINITE) | (tl.min(least) <= MINUS_INFINITE):
+            pinned, shut = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
+            for i in tl.static_range(PIECES):
+                pinned += tl.sum((keys[i] == INFINITE).to(tl.int32), axis=1)
+                shut += tl.sum(((keys[i] <= MINUS_INFINITE) & (keys[i] > LEAST)).to(tl.int32), axis=1)
+            tl.atomic_add(level_pointer + 7, tl.sum(pinned))
+            tl.atomic_add(level_pointer + 8, tl.sum(shut))
 
 
 # -------------------------------------------------------------------------------------- of what is listed
@@ -219,30 +267,31 @@ def _tie_ends(given, low, high):
 
 @triton.jit(do_not_specialize=["count"])
 def _finish(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, list_pointer, out_pointer,
-    n, count, room,
-    LARGEST: tl.constexpr, WHAT: tl.constexpr, CHUNK: tl.constexpr,
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, list_pointer,
+    narrow_pointer, narrow_list, out_pointer, n, count, room, narrow_room,
+    LARGEST: tl.constexpr, WHAT: tl.constexpr, CHUNK: tl.constexpr, NARROWED: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     level_pointer += query * STATE
     above, found = tl.load(level_pointer + 4), tl.load(level_pointer + 5)
-    greatest = tl.load(level_pointer + 6)
     k = k_of(k_pointer, k_stride, k_high, k_low, query, query % count)
-    if WHAT == MASK:
-        selectable = n - tl.load(level_pointer + 8)
-        wanted, bad = masked(k, greatest, selectable, tl.load(level_pointer + 7))
-    elif WHAT == PLACE:
-        wanted, bad = ranked(k, greatest, n)
-    else:
-        wanted, bad = k.to(tl.int32), False
+    wanted, bad = _wanted(level_pointer, k, n, WHAT)
     left = wanted - above
     listed = (left >= 1) & (left <= found) & (found <= room)
+    list_pointer += query * 2 * room
+    if NARROWED:
+        narrow_pointer += query * STATE
+        over, fewer = tl.load(narrow_pointer + 4), tl.load(narrow_pointer + 5)
+        fits = listed & (left > over) & (left - over <= fewer) & (fewer <= narrow_room)
+        list_pointer = tl.where(fits, narrow_list + query * 2 * narrow_room, list_pointer)
+        left, found = tl.where(fits, left - over, left), tl.where(fits, fewer, found)
+        room = tl.where(fits, narrow_room, room)
     left = tl.where(listed, left, tl.maximum(wanted, 1))
     size = tl.where(listed, found, n)
     size = tl.where((wanted == 0) | bad, 0, size)  # nothing to search
     slot = tl.arange(0, CHUNK)
     row = x_pointer + query // count * x_stride
-    given = (list_pointer + query * 2 * room, room, row, size, listed, slot, LARGEST)
+    given = (list_pointer, room, row, size, listed, slot, LARGEST)
     low, high = _key_ends(given, LEAST + 1, GREATEST)
     level, reached = search(_reach_keys, _key_ends, given, low, high, size, left, True)
     if WHAT == PLACE:
@@ -326,22 +375,34 @@ def levels(
     found = torch.empty(queries * 2 * room, dtype=torch.int32, device=x.device)
     out = x.new_empty(queries) if what == PLACE else state
     near = VECTOR // x.element_size()
-    pieces = HELD // near
+    bracket: dict[str, Any] = {
+        "LARGEST": largest, "SAMPLE": size, "PIECES": max(1, size // 128 // warps),
+        "BLOCK": layout.SAMPLE_BLOCK, "WHAT": what.value, "num_warps": warps,
+    }  # fmt: skip
+    gather: dict[str, Any] = {"LARGEST": largest, "LANES": LANES, "num_warps": max(1, LANES // 32)}
+    launch(_bracket, queries, *source, *k, state, None, None, n, count, room, LISTED=False, **bracket)
     parts = triton.cdiv(n, HELD * LANES)
     launch(
-        _bracket, queries,
-        *source, *k, state, n, count,
-        LARGEST=largest, SAMPLE=size, PIECES=max(1, size // 128 // warps), BLOCK=layout.SAMPLE_BLOCK,
-        num_warps=warps,
+        _gather, queries * parts, *source, state, None, None, found, n, count, parts, 0, room,
+        PIECES=HELD // near, NEAR=near, LISTED=False, **gather,
     )  # fmt: skip
-    launch(
-        _gather, queries * parts,
-        *source, state, found, n, count, parts, room,
-        LARGEST=largest, PIECES=pieces, LANES=LANES, NEAR=near, num_warps=max(1, LANES // 32),
-    )  # fmt: skip
+    narrow, fewer, narrow_room = None, None, 0
+    if room > NARROW:
+        middle = layout.Values(None, 0, 0.5 * room, 0.0)  # where in its list what is wanted lies
+        narrow, narrow_room = torch.empty_like(state), max(size, _room(room, size, middle))
+        fewer = torch.empty(queries * 2 * narrow_room, dtype=torch.int32, device=x.device)
+        launch(_bracket, queries, *source, *k, narrow, state, found, n, count, room, LISTED=True, **bracket)
+        near = VECTOR // 4  # keys and places have four bytes
+        parts = triton.cdiv(room, HELD * LANES)
+        launch(
+            _gather, queries * parts,
+            *source, narrow, state, found, fewer, n, count, parts, room, narrow_room,
+            PIECES=HELD // near, NEAR=near, LISTED=True, **gather,
+        )  # fmt: skip
     launch(
         _finish, queries,
-        *source, *k, state, found, out, n, count, room,
-        LARGEST=largest, WHAT=what.value, CHUNK=layout.CHUNK, num_warps=max(1, layout.CHUNK // 512),
+        *source, *k, state, found, narrow, fewer, out, n, count, room, narrow_room,
+        LARGEST=largest, WHAT=what.value, CHUNK=layout.CHUNK, NARROWED=narrow is not None,
+        num_warps=max(1, layout.CHUNK // 512),
     )  # fmt: skip
     return out
