@@ -103,7 +103,7 @@ def _counts(case: Case, pieces: int, read: Callable[[bytes], Any], target: GPUTa
     given = {
         "CDF": layout.cdf_id(case.cdf.name), "WHOLE": layout.whole(case.cdf), "OUTPUT": OUTPUTS["y"],
         "PIECES": pieces, "WIDTH": width, "PARTS": triton.next_power_of_2(cut.parts),
-        "FINE": case.fine,
+        "FINE": case.fine, "POOLED": 0, "SIGNED": False,
         "CHUNK": layout.RESCUE * warps, "BLOCK": layout.SAMPLE_BLOCK, "grad_column": 1,
         "k_pointer": None, "k_stride": 0, "tau_pointer": None, "tau_stride": 0,
         "grad_lo_pointer": None, "grad_lo_stride": 0, "ASKED": False,
