@@ -31,6 +31,7 @@ from khot._kernels.triton import (
     layout,
     losses,
     magnitude,
+    permutation,
     places,
     power_norms,
     projection,
@@ -64,6 +65,7 @@ class Case(NamedTuple):
     few: bool = False  # compiled by --few, too
     multiples: tuple[str, ...] = ()  # integers that are divisible by 16
     limited: bool = False  # whether it runs with :func:`.layout.registers`
+    options: dict[str, int] = {}  # noqa: RUF012 (what else it is compiled with)
 
     @property
     def id(self) -> str:
@@ -193,6 +195,7 @@ def cases() -> list[Case]:
             Case(kernel, "", {"BLOCK": interpolation.BLOCK}, 4, 1, bound)
             for kernel, bound in ((interpolation._interpolate, 190), (interpolation._pull_ends, 190))
         ),
+        *(_permutation(*case) for case in PERMUTATIONS),
         *(_places(kernel, count, bound) for kernel, count, bound in PLACES),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 150),
         *(
@@ -289,6 +292,39 @@ def _pull(passes: str, kl: bool, bound: float) -> Case:
     }  # fmt: skip
     shape = f"{'kl' if kl else 'l2'}, {passes}"
     return Case(projection._pull, shape, constants, projection.WIDTH // 64, 2, bound)
+
+
+# the CDF, entries of a row, and the bound: of ordinary levels, of all, and of the gradients
+PERMUTATIONS = [
+    (permutation._permute, "logistic", 64, 250, True),
+    (permutation._permute, "laplace", 64, 250, True),
+    (permutation._permute, "logistic", 256, 250, True),
+    (permutation._permute, "laplace", 256, 250, True),
+    (permutation._permute, "normal", 256, 550, True),
+    *((permutation._permute, cdf, 256, 1_300, False) for cdf in ("logistic", "laplace", "normal", "power")),
+    (permutation._permute, "laplace", 33, 1_700, False),
+    (permutation._pull_permutations, "logistic", 64, 90, False),
+    (permutation._pull_permutations, "laplace", 256, 90, False),
+    (permutation._pull_permutations, "normal", 33, 160, False),
+]
+
+
+def _permutation(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -> Case:
+    """Entries times levels; ordinary levels take one evaluation, and one more in float64."""
+    F = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name)
+    forward = kernel is permutation._permute
+    chosen = (permutation._forward(n, F) if forward else permutation._backward(n, F, True))[0].constants
+    constants = {name: value for name, value in chosen.items() if name in kernel.arg_names} | NUMBER
+    constants = {"ORDINARY": int(ordinary), **constants}
+    warps, held = chosen["num_warps"], constants["LEVELS"] * constants["PIECES"] * constants["WIDTH"]
+    shape = f"{name}, n = {n:,}, {'ordinary levels' if ordinary else 'all'}"
+    aligned = ("n", "x_stride", "grad_row", "grad_place") if n % 16 == 0 else ()
+    return Case(
+        kernel, shape, {key: value for key, value in constants.items() if key in kernel.arg_names}, warps,
+        held / 32 / warps, bound, spills=0 if ordinary or not forward else 6,
+        registers=ALL if forward and name == "normal" else REGISTERS, few=n == 64 and name == "logistic",
+        multiples=aligned, limited=True, options=permutation.registers(F) if forward else {},
+    )  # fmt: skip
 
 
 # the CDF, entries of a row, the bound, and whether only what ordinary rows take is counted
@@ -642,7 +678,7 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
             if (name.endswith("_pointer") and name not in case.constants) or name in case.multiples
         },
     )
-    options = {"num_warps": case.warps, **(layout.registers() if case.limited else {})}
+    options = {"num_warps": case.warps, **(layout.registers() if case.limited else {}), **case.options}
     binary = triton.compile(source, target=target, options=options)
     return Line(number, read(binary.asm["cubin"]))
 

@@ -21,7 +21,7 @@ from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.names import unknown
 from khot._core.parts import in_parts
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import by_rows
 from khot._ops.interpolation import interpolate
 from khot._ops.laplace import laplace_rank, laplace_sort
@@ -29,13 +29,13 @@ from khot._ops.permutahedron import RegularizationName, check_regularization, pe
 from khot._ops.permutation import (
     boundaries,
     by_scans,
-    infinite_shares,
+    correction,
     log_between,
     places,
     quantiles,
     standardize,
-    unanswerable,
 )
+from khot._ops.permutation_matrix import matrix, serves
 from khot._ops.permutation_shares import shares
 from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
@@ -303,9 +303,13 @@ def soft_permutation(
                 [0.0234, 0.8040, 0.1726]])
     """
     F = cdfs.resolve(cdf)
-    x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    if F.built_in and x.is_cpu and x.numel() and not torch.compiler.is_compiling():
-        correct = _correction(x, tau, selected, lambda share: share)
+    x, tau, selected = _oriented(input, dim, tau, descending, mask, F)
+    if serves(x, F):
+        p = matrix(x, tau, F)
+        if selected is not None:
+            p = correction(x, on(x.device, tau), selected, lambda share: share)(p, 0, x.shape[-1])
+    elif F.built_in and x.is_cpu and x.numel() and not torch.compiler.is_compiling():
+        correct = correction(x, tau, selected, lambda share: share)
         p = correct(shares(x, *boundaries(x, tau, F), tau, F), 0, x.shape[-1])
     else:
         p = _matrix(x, tau, selected, F, lambda z, *_: F.cdf(z).diff(dim=-2), lambda share: share)
@@ -464,13 +468,15 @@ def soft_median(
 
 
 def _oriented(
-    input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None
+    input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None, served: CDF | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all)."""
+    """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all). A τ
+    for a kernel that serves a CDF may be on the CPU."""
     arguments.check_flags(descending=descending)
     x = arguments.rows(input, dim, mask, largest=descending)
     selected = None if mask is None else arguments.mask_rows(mask, input, dim)
-    return x, arguments.per_row(tau, "tau", x, low=0, low_open=True), selected
+    by_value = served is not None and serves(x, served)
+    return x, arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_value), selected
 
 
 def _matrix(
@@ -489,7 +495,7 @@ def _matrix(
         of_share: the same of the share that an infinite entry has of a place.
     """
     hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
-    entries, correct = x.unsqueeze(-2), _correction(x, tau, selected, of_share)
+    entries, correct = x.unsqueeze(-2), correction(x, tau, selected, of_share)
 
     def part(start: int, stop: int) -> Tensor:
         ends = slice(start, stop + 1)
@@ -498,24 +504,6 @@ def _matrix(
         return correct(p, start, stop).to(x.dtype)
 
     return in_parts(part, x.shape[-1], x.numel(), x.device)
-
-
-def _correction(
-    x: Tensor, tau: Tensor, selected: Tensor | None, of_share: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor, int, int], Tensor]:
-    """What gives infinite entries their shares of the places from start to stop, and bad rows NaN."""
-    entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
-    bad = unanswerable(x, tau).unsqueeze(-1)
-    all_finite = arguments.readable(infinite) and not bool(infinite.any())
-    all_good = arguments.readable(bad) and not bool(bad.any())
-
-    def correct(p: Tensor, start: int, stop: int) -> Tensor:
-        if not all_finite:
-            share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
-            p = torch.where(infinite, of_share(share).to(p.dtype), p)
-        return p if all_good else p.masked_fill(bad, math.nan)
-
-    return correct
 
 
 def _places_first(p: Tensor, input: Tensor, dim: int) -> Tensor:

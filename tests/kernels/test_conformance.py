@@ -260,6 +260,20 @@ def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
     )
 
 
+def soft_permutation(cdf: str) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        rest = (a["tau"], cdf, CDFS[cdf])
+        p, hi, lo = on("soft_permutation")(a["x"], *rest)
+        v = a["v"].unsqueeze(-1) * a["t"].sign().unsqueeze(-2)  # without rounding
+        return p, *on("soft_permutation_backward")(v, a["x"], hi, lo, *rest, True)
+
+    return Kernel(
+        ("soft_permutation", "soft_permutation_backward"), call, {"x": normal, "t": normal, "v": normal},
+        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0,),
+        kinds=("normal", "ties", "equal", "masked", "certain"), square=True,
+    )  # fmt: skip
+
+
 ROUNDED = {torch.float64: 0.0, torch.float32: 0.0}
 KERNELS: dict[str, Kernel] = {
     **{f"soft_topk, {cdf}": soft_topk(cdf) for cdf in CDFS},
@@ -316,6 +330,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "permutahedron, l2": permutahedron("l2"),
     "permutahedron, kl": permutahedron("kl"),
+    "soft_permutation": soft_permutation("laplace"),
     "permutation_shares": Kernel(
         ("permutation_shares", "permutation_shares_backward"), permutation_shares,
         {"x": normal, "t": normal, "v": normal}, {"tau": temperature}, {"tau": TAU}, spoiled=(),

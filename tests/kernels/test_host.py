@@ -256,6 +256,14 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (1, 1_000_000), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [5, 2], [2, 3],
     ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
+    "soft_permutation": ((256, 64), khot.soft_permutation, [1, 1], [1, 1]),
+    "soft_permutation, logistic, descending": (
+        (64, 256), partial(khot.soft_permutation, cdf="logistic", descending=True), [1, 0], [1, 0],
+    ),
+    "soft_permutation, tau": (
+        (64, 255), lambda x: khot.soft_permutation(x, tau=torch.empty(64, device="cuda"), descending=True),
+        [1, 0], [1, 0],
+    ),
     "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
     "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),
     "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [1, 2], [1, 1]),

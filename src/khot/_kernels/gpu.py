@@ -48,6 +48,8 @@ KERNELS = (
     "budget_mask",
     "soft_count",
     "soft_count_backward",
+    "soft_permutation",
+    "soft_permutation_backward",
     "fenchel_young",
     "fenchel_young_backward",
     "decay_scan",

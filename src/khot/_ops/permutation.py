@@ -4,11 +4,13 @@ entry has of the places between them."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
+from khot._core import arguments
 from khot._core.precision import greatest, wide_dtype, widen
 from khot._ops.laplace import laplace_thresholds
 from khot._ops.soft_topk import thresholds
@@ -17,6 +19,7 @@ from khot.cdfs import CDF
 __all__ = [
     "boundaries",
     "by_scans",
+    "correction",
     "infinite_shares",
     "log_between",
     "log_shares",
@@ -170,3 +173,21 @@ def infinite_shares(value: Tensor, x: Tensor, place: Tensor, selected: Tensor | 
 def unanswerable(x: Tensor, tau: Tensor) -> Tensor:
     tau = tau.expand(x.shape[:-1])
     return (x.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))).unsqueeze(-1)
+
+
+def correction(
+    x: Tensor, tau: Tensor, selected: Tensor | None, of_share: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, int, int], Tensor]:
+    """What gives infinite entries their shares of the places from start to stop, and bad rows NaN."""
+    entries, infinite = x.unsqueeze(-2), x.isinf().unsqueeze(-2)
+    bad = unanswerable(x, tau).unsqueeze(-1)
+    all_finite = arguments.readable(infinite) and not bool(infinite.any())
+    all_good = arguments.readable(bad) and not bool(bad.any())
+
+    def correct(p: Tensor, start: int, stop: int) -> Tensor:
+        if not all_finite:
+            share = infinite_shares(entries, x, places(x)[start:stop].unsqueeze(-1), selected)
+            p = torch.where(infinite, of_share(share).to(p.dtype), p)
+        return p if all_good else p.masked_fill(bad, math.nan)
+
+    return correct

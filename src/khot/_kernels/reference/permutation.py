@@ -12,8 +12,9 @@ from khot import cdfs
 from khot._core.precision import greatest, wide_dtype, widen
 from khot.cdfs import CDF
 
-__all__ = ["jvp_shares", "permutation_shares", "permutation_shares_backward", "vjp_shares"]
+__all__ = ["LONGEST", "jvp_shares", "permutation_shares", "permutation_shares_backward", "vjp_shares"]
 
+LONGEST = 512  # entries of a row whose whole matrix a GPU's kernels take
 AT_ONCE = 1 << 18  # entries of the matrix: temporaries of 2 MB stay in the cache
 
 

@@ -29,6 +29,9 @@ Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each 
 sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes. From ranks,
 `ranking_losses` has the losses of lists.
 
+Soft permutations of short rows (`permutation`) find all thresholds of a row by `threshold` and write the
+matrix in the same launch.
+
 Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
 sums and per-row scalars; float64 scores are float64 throughout.
 """
@@ -64,6 +67,8 @@ from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magn
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.mask import topk_mask as topk_mask
+from khot._kernels.triton.permutation import soft_permutation as soft_permutation
+from khot._kernels.triton.permutation import soft_permutation_backward as soft_permutation_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.places import order_statistics_backward as order_statistics_backward
 from khot._kernels.triton.power_norms import power_blocks as power_blocks
@@ -117,6 +122,8 @@ __all__ = [
     "soft_budget_backward",
     "soft_count",
     "soft_count_backward",
+    "soft_permutation",
+    "soft_permutation_backward",
     "soft_topk",
     "soft_topk_backward",
     "soft_topk_magnitude",

@@ -1,0 +1,184 @@
+"""Soft permutations of the Triton kernels, interpreted, with gradients, against the reference in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+from khot import cdfs
+from khot._core.dispatch import OPERATORS
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+CDFS = [
+    cdfs.Logistic(),
+    cdfs.Laplace(),
+    cdfs.Normal(),
+    cdfs.Uniform(),
+    cdfs.Power(4 / 3),
+    cdfs.Power(1.3),
+    cdfs.Power(3.0),
+]
+every_cdf = pytest.mark.parametrize("F", CDFS, ids=str)
+INF, NAN = torch.inf, torch.nan
+
+
+def rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of several kinds with a temperature each, and what arrives at the matrix."""
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(6, n, generator=g)
+    x[1] = 2 * x[1].round()  # ties
+    x[2] = 300 + 40 * x[2]  # gaps
+    x[3, ::3], x[3, 1::4] = -INF, INF
+    x[4] = 1.5
+    x[5] = -INF
+    tau = torch.tensor([1.0, 0.3, 0.5, 0.7, 2.0, 1.0], dtype=torch.float64)
+    return x, tau, torch.randn(6, n, n, generator=g)
+
+
+def reference(x: Tensor, tau: Tensor, v: Tensor, F: cdfs.CDF) -> tuple[Tensor, ...]:
+    p, hi, lo = OPERATORS["soft_permutation"].kernel(x.double(), tau, *F.key)
+    backward = OPERATORS["soft_permutation_backward"].kernel
+    return p, *backward(v.double(), x.double(), hi, lo, tau, *F.key, True)
+
+
+def error(got: Tensor, want: Tensor) -> Tensor:
+    same = (got == want) | (got.isnan() & want.isnan())
+    return (got.double() - want).abs().masked_fill(same, 0).nan_to_num(nan=INF)
+
+
+def check(kernels: ModuleType, x: Tensor, tau: Tensor, v: Tensor, F: cdfs.CDF) -> None:
+    p, hi, lo = kernels.soft_permutation(x, tau, *F.key)
+    dx, dtau = kernels.soft_permutation_backward(v, x, hi, lo, tau, *F.key, True)
+    want, want_dx, want_dtau = reference(x, tau, v, F)
+    assert p.dtype == dx.dtype == x.dtype and dtau.dtype == hi.dtype == torch.float64
+    # small shares keep their digits; with compact support z has an error of a rounding at the edge
+    rounding = torch.finfo(x.dtype).eps
+    relative, absolute = 2e-5 + rounding, 1e-12 if F.full_support else 3e-7
+    if isinstance(F, cdfs.Power) and F.shape > 2:
+        absolute = 1e-3  # F begins with an infinite slope
+    if x.dtype == torch.float16:
+        absolute = max(absolute, 6e-8)  # its least number
+    n = x.shape[-1]
+    assert (error(p, want) <= relative * want + absolute).all(), (error(p, want) / (want + absolute)).max()
+    if x.dtype == torch.float32 and absolute < 1e-6:
+        good = ~want.isnan().flatten(1).any(-1)
+        one = torch.ones_like(p[good].sum(-1))
+        torch.testing.assert_close(p[good].sum(-1), one, rtol=0, atol=2e-6)
+        torch.testing.assert_close(p[good].sum(-2), one, rtol=0, atol=2e-6)
+    if isinstance(F, cdfs.Power) and F.shape > 2:
+        return  # its density has no bound
+    # no density exceeds 3 or 10/3; where it jumps, the edges are the same in both
+    size = 10 * v.double().abs().amax((-1, -2)) / tau.clamp(1e-300, 1e300)
+    assert (error(dx, want_dx) <= (4e-7 + rounding) * n * size[:, None]).all()
+    assert (error(dtau, want_dtau) <= 2e-6 * n * size * (1 + n)).all()
+
+
+@every_cdf
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_values_and_gradients(kernels: ModuleType, F: cdfs.CDF, n: int) -> None:
+    check(kernels, *rows(n), F)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(kernels: ModuleType, dtype: torch.dtype) -> None:
+    x, tau, v = rows(5)
+    check(kernels, x.to(dtype), tau, v.to(dtype), cdfs.Laplace())
+
+
+@pytest.mark.parametrize(("n", "row"), [(33, 1), (16, 0), (48, 3)])
+def test_several_programs_a_row(kernels: ModuleType, n: int, row: int) -> None:
+    x, tau, v = (t[row : row + 1] for t in rows(n))
+    check(kernels, x, tau, v, cdfs.Logistic())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [255, 256, 257, 512])
+@pytest.mark.parametrize("F", CDFS[:2], ids=str)
+def test_longer_rows(kernels: ModuleType, F: cdfs.CDF, n: int) -> None:
+    x, tau, v = (t[:1] for t in rows(n))
+    check(kernels, x, tau, v, F)
+
+
+def test_what_is_not_a_number_stays_none(kernels: ModuleType) -> None:
+    x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)
+    tau = torch.tensor([1.0, 0.0, -1.0, INF, NAN], dtype=torch.float64)
+    p, hi, lo = kernels.soft_permutation(x, tau, "laplace", 0.0)
+    assert p.isnan().all() and hi.isnan().all()
+    dx, dtau = kernels.soft_permutation_backward(torch.ones(5, 3, 3), x, hi, lo, tau, "laplace", 0.0, True)
+    assert dx.isnan().all() and dtau.isnan().all()
+
+
+@pytest.mark.parametrize("tau", [1e-42, 1e-30, 1e30, 1e290])
+def test_temperatures_that_float32_does_not_hold(kernels: ModuleType, tau: float) -> None:
+    x = torch.randn(1, 5, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = x[0, 1]
+    for given in (torch.tensor(tau, dtype=torch.float64), torch.tensor([tau], dtype=torch.float64)):
+        p = kernels.soft_permutation(x, given, "logistic", 0.0)[0]
+        want = OPERATORS["soft_permutation"].kernel(x.double(), given, "logistic", 0.0)[0]
+        assert (error(p, want) <= 1e-6).all()
+
+
+def test_strided_gradients_and_rows(kernels: ModuleType) -> None:
+    x, tau, v = rows(4)
+    F = cdfs.Laplace()
+    x, tau, v = torch.stack((x, x), -1)[..., 0], tau[:1].expand(6), v.mT.expand(6, 4, 4)
+    check(kernels, x, tau, v, F)
+    p, hi, lo = kernels.soft_permutation(x, tau, *F.key)
+    one = torch.ones(()).expand_as(p)
+    dx, dtau = kernels.soft_permutation_backward(one, x, hi, lo, tau, *F.key, False)
+    assert dx.abs().max() < 1e-6 and dtau.numel() == 0  # columns sum to 1
+
+
+def test_derivatives_of_the_rule() -> None:
+    """Both modes, and both of the reverse, by the reference kernel in float64."""
+    operator = OPERATORS["soft_permutation"]
+    x = torch.tensor([[0.3, -1.0, 2.2], [0.5, 0.4, -INF]], dtype=torch.float64)
+    tau = torch.tensor([0.7, 1.3], dtype=torch.float64)
+    for F in (CDFS[0], CDFS[2]):
+        leaves = [x[:1].clone().requires_grad_(), tau[:1].clone().requires_grad_()]
+        function = lambda x, tau, F=F: operator(x, tau, *F.key)[0]  # noqa: E731
+        torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+        torch.autograd.gradgradcheck(function, leaves)
+        x.requires_grad_()
+        (dx,) = torch.autograd.grad(function(x, tau).square().sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(dx.square().sum(), x)
+        assert dx.isfinite().all() and again.isfinite().all() and dx[1, 2] == again[1, 2] == 0
+        x = x.detach()
+
+
+def test_the_operator_is_what_it_was(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels and without them, with a mask, in both orders."""
+    operator, backward = OPERATORS["soft_permutation"], OPERATORS["soft_permutation_backward"]
+    x = torch.tensor([[0.3, -1.0, 2.2, INF], [0.5, 0.4, -INF, 7.0]])
+    mask = torch.tensor([[True, True, True, True], [True, False, True, True]])
+    for options in ({"mask": mask}, {"descending": True, "cdf": "logistic"}):
+        want = with_gradient(x, options)
+        with monkeypatch.context() as patch:
+            for each in (operator, backward):
+                patch.setattr(each, "_faster", {"cpu": getattr(kernels, each.name)})
+                patch.setattr(each, "compute", each._by_device)
+            got = with_gradient(x, options)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def with_gradient(x: Tensor, options: dict[str, object]) -> list[Tensor]:
+    leaf, tau = x.clone().requires_grad_(), torch.tensor([0.5, 0.9]).requires_grad_()
+    p = khot.soft_permutation(leaf, tau=tau, **options)  # type: ignore[arg-type]
+    v = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    (dx, dtau) = torch.autograd.grad((p * v).sum(), (leaf, tau), create_graph=True)
+    again = torch.autograd.grad(dx.square().sum() + dtau.square().sum(), (leaf, tau))
+    return [p.detach(), dx.detach(), dtau.detach(), *again]
