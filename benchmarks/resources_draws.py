@@ -314,8 +314,7 @@ def _permutation(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -
     F = cdfs.Power(4 / 3) if name == "power" else cdfs.resolve(name)
     forward = kernel is permutation._permute
     chosen = (permutation._forward(n, F) if forward else permutation._backward(n, F, True))[0].constants
-    constants = {name: value for name, value in chosen.items() if name in kernel.arg_names} | NUMBER
-    constants = {"ORDINARY": int(ordinary), **constants}
+    constants: dict[str, Any] = {"ORDINARY": int(ordinary), **chosen, **NUMBER}
     warps, held = chosen["num_warps"], constants["LEVELS"] * constants["PIECES"] * constants["WIDTH"]
     shape = f"{name}, n = {n:,}, {'ordinary levels' if ordinary else 'all'}"
     aligned = ("n", "x_stride", "grad_row", "grad_place") if n % 16 == 0 else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,8 @@ def test_the_operator_is_what_it_was(kernels: ModuleType, monkeypatch: pytest.Mo
     operator, backward = OPERATORS["soft_permutation"], OPERATORS["soft_permutation_backward"]
     x = torch.tensor([[0.3, -1.0, 2.2, INF], [0.5, 0.4, -INF, 7.0]])
     mask = torch.tensor([[True, True, True, True], [True, False, True, True]])
-    for options in ({"mask": mask}, {"descending": True, "cdf": "logistic"}):
+    cases: list[dict[str, Any]] = [{"mask": mask}, {"descending": True, "cdf": "logistic"}]
+    for options in cases:
         want = with_gradient(x, options)
         with monkeypatch.context() as patch:
             for each in (operator, backward):
@@ -175,9 +177,9 @@ def test_the_operator_is_what_it_was(kernels: ModuleType, monkeypatch: pytest.Mo
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def with_gradient(x: Tensor, options: dict[str, object]) -> list[Tensor]:
+def with_gradient(x: Tensor, options: dict[str, Any]) -> list[Tensor]:
     leaf, tau = x.clone().requires_grad_(), torch.tensor([0.5, 0.9]).requires_grad_()
-    p = khot.soft_permutation(leaf, tau=tau, **options)  # type: ignore[arg-type]
+    p = khot.soft_permutation(leaf, tau=tau, **options)
     v = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
     (dx, dtau) = torch.autograd.grad((p * v).sum(), (leaf, tau), create_graph=True)
     again = torch.autograd.grad(dx.square().sum() + dtau.square().sum(), (leaf, tau))

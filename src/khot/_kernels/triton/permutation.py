@@ -376,6 +376,6 @@ def _tile(n: int, levels: int) -> dict[str, Any]:
     """
     warps = max(1, levels * _padded(n) // SHARE)
     width = (128 if n % 16 == 0 else 32) * warps // levels
-    pieces = triton.cdiv(n, width)
+    pieces = max(2, triton.cdiv(n, width))  # Triton 3.6 has trouble with tuples of one member
     exact = n == pieces * width
     return {"LEVELS": levels, "PIECES": pieces, "WIDTH": width, "EXACT": exact, "num_warps": warps}
