@@ -70,12 +70,11 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
         x, tau, hi, lo = ctx.saved_tensors
         want_tau = ctx.needs_input_grad[1]
-        if grad is None:
-            grad = x.new_zeros(*x.shape, x.shape[-1])
+        cotangent = x.new_zeros(*x.shape, x.shape[-1]) if grad is None else grad
         if by_kernel() and grad_lo is None:  # this is so for every first derivative
-            dx, dtau = _soft_permutation_backward(grad, x, hi, lo, tau, *ctx.key, want_tau)
+            dx, dtau = _soft_permutation_backward(cotangent, x, hi, lo, tau, *ctx.key, want_tau)
         else:
-            dx, dtau = _vjp(grad, grad_lo, x, on(x.device, tau), hi, lo, cdfs.resolve(*ctx.key))
+            dx, dtau = _vjp(cotangent, grad_lo, x, on(x.device, tau), hi, lo, cdfs.resolve(*ctx.key))
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
         return dx.to(x.dtype), grad_tau, None, None
 
