@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,27 @@ def test_a_folder_that_is_gone_and_one_of_another_model(tmp_path: Path) -> None:
     other.name_or_path = str(tmp_path / "a")  # with as many layers
     assert all(len(balancer.bias) == 4 for balancer in balance(other))
     assert len(balance(torch.nn.Sequential(skewed(mixtral)))) == 2  # type: ignore[arg-type]
+
+
+def test_biases_are_those_of_the_revision_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of a hub, of which the cache has two revisions."""
+    commits = {"a" * 40: 1.0, "b" * 40: 2.0}
+    cache = tmp_path / "models--somebody--mixtral"
+    for commit, bias in commits.items():
+        model = mixtral()
+        for balancer in balance(model):
+            balancer.bias.fill_(bias)
+        model.save_pretrained(cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    own = khot.transformers.cached_file
+    monkeypatch.setattr(khot.transformers, "cached_file", partial(own, cache_dir=tmp_path))
+    for commit, bias in commits.items():
+        again = mixtral()
+        again.name_or_path, again.config._commit_hash = "somebody/mixtral", commit
+        assert all((balancer.bias == bias).all() for balancer in balance(again))
 
 
 def test_under_the_hooks_of_accelerate() -> None:

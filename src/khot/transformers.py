@@ -226,6 +226,7 @@ def _saved(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     if not (name := getattr(model, "name_or_path", "")):
         return []
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
+    options["revision"] = getattr(model.config, "_commit_hash", None)  # which was loaded, of a name's
     try:
         index = cached_file(name, "model.safetensors.index.json", **options)
     except OSError:  # neither a folder that is there nor a name
