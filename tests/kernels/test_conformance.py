@@ -93,6 +93,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "ties": lambda x: x.round(),
     "equal": lambda x: torch.full_like(x, 0.25),
     "wide": lambda x: 300 * x,
+    "gaps": lambda x: 1e5 * x,  # which no exponential crosses
     "masked": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 3 == 2, -INF),
     "certain": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 16 == 5, INF),
 }
@@ -147,6 +148,14 @@ def soft_topk(cdf: str, output: str = "y") -> Kernel:
         {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU},
         # where scores spread far beyond τ the gradient of a threshold in a gap is one of few entries
         kinds=("normal", "ties", "equal", "masked", "certain"),
+    )  # fmt: skip
+
+
+def in_gaps(cdf: str) -> Kernel:
+    """The values alone, where scores spread far beyond τ; no row is drawn so that it has none."""
+    return Kernel(
+        ("soft_topk",), lambda on, a: on("soft_topk")(a["x"], a["k"], a["tau"], cdf, CDFS[cdf], "y")[:1],
+        {"x": normal}, {"k": counted, "tau": temperature}, {}, kinds=("wide", "gaps"),
     )  # fmt: skip
 
 
@@ -279,6 +288,7 @@ KERNELS: dict[str, Kernel] = {
     **{f"soft_topk, {cdf}": soft_topk(cdf) for cdf in CDFS},
     "soft_topk, logarithm": soft_topk("logistic", "log"),
     "soft_topk, threshold": soft_topk("laplace", "threshold"),
+    **{f"soft_topk in gaps, {cdf}": in_gaps(cdf) for cdf in CDFS},
     "soft_budget, by score": soft_budget("logistic", "score"),
     "soft_budget, by value": soft_budget("uniform", "value"),
     "budget_mask": Kernel(
