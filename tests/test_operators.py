@@ -601,7 +601,8 @@ def test_opcheck(place: int) -> None:
     torch.library.opcheck(op, args, test_utils=checks)
 
 
-# in tests/kernels: by test_philox.py, test_draws.py, test_poisson_binomial.py and test_assign_pass.py
+# in tests/kernels: by test_philox.py, test_draws.py, test_poisson_binomial.py, test_assign_pass.py and
+# test_conformance.py; soft permutations in test_ranking.py as well
 CHECKED_WITH_THEIR_KERNELS = {
     "uniform",
     "order_sample",
@@ -621,6 +622,9 @@ CHECKED_WITH_THEIR_KERNELS = {
     "covariance",
     "calibrate",
     "assign_pass",
+    "soft_assign_backward",
+    "soft_permutation",
+    "soft_permutation_backward",
     "best_of_product",
     "selected_dot",
     "selected_outer",

@@ -56,7 +56,8 @@ class _Rule(Rule):
         x, tau, r, c = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
         given = (grad, grad_r, grad_c, x, tau, r, c)
-        if by_kernel() and not ctx.group and ctx.cdf.built_in:
+        served = _soft_assign_backward.is_served(x) and ctx.cdf.built_in and not ctx.group
+        if served and by_kernel():
             dx, dk, dcapacity, dtau = _soft_assign_backward(*given, *ctx.cdf.key, ctx.at_most)
         else:
             dx, dk, dcapacity, dtau = _vjp(*given, ctx.cdf, ctx.at_most, rows.of(ctx.group))
@@ -140,7 +141,7 @@ def _vjp(
     (b_here,) = row.share([b])
     dx = v + f * (a.unsqueeze(-1) + b_here.unsqueeze(-2))
     (dtau,) = row.total([-(z * dx).sum((-2, -1)).unsqueeze(-1)])
-    return dx.to(x.device, x.dtype), -scale * a, -in_float64(tau) * b, dtau
+    return dx.to(device=x.device, dtype=x.dtype), -scale * a, -in_float64(tau) * b, dtau
 
 
 def _backward(
@@ -156,7 +157,7 @@ def _backward(
     at_most: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, *rest = _vjp(grad, grad_r, grad_c, x, tau, r, c, cdfs.resolve(cdf, shape), at_most, HERE)
-    dk, dcapacity, dtau = (value.to(x.device, wide_dtype(x.device)) for value in rest)
+    dk, dcapacity, dtau = (value.to(device=x.device, dtype=wide_dtype(x.device)) for value in rest)
     return dx, dk, dcapacity, dtau
 
 
