@@ -9,14 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.reference import soft_assign as reference
-from khot._kernels.triton.assign_rows import INF, flag, load_rows, wanted
+from khot._kernels.triton.assign_rows import EQUAL, INF, balanced, flag, load_rows, wanted
 from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double
 
 __all__ = ["decide_all", "goals"]
-
-EQUAL = tl.constexpr(reference.EQUAL)
 
 
 @triton.jit
@@ -94,16 +91,9 @@ def goals(
     capacities are equal; what is left of the capacities beside +inf; and Σ|k| and max |k|, of what is left of
     k."""
     wrong, total_k, pinned, left_k, most_k = _facts(x_at, x_stride, k_at, k_row, m, n, ROWS, WIDTH)
-    room = tl.sum(capacity, axis=0)
-    wide = tl.maximum(EQUAL * tl.maximum(1.0, total_k), 1e-6 * total_k)
-    wrong += tl.where((tau > 0) & (tau < INF), 0.0, 1.0) + tl.where(tl.abs(room + total_k) < INF, 0.0, 1.0)
-    wrong += tl.where(room >= total_k - wide, 0.0, 1.0) + tl.sum(tl.where(capacity >= 0, 0.0, 1.0), axis=0)
+    faults, equal, goal = balanced(capacity, total_k, tau, AT_MOST)
+    wrong += faults + tl.sum(tl.where(capacity >= 0, 0.0, 1.0), axis=0)
     wrong += tl.sum(tl.where(tl.abs(start) < INF, 0.0, 1.0), axis=0)
-    equal = tl.where(room <= total_k + wide, 1, 0)
-    if not AT_MOST:
-        wrong += tl.where(equal > 0, 0.0, 1.0)
-    # the sums agree up to their rounding
-    goal = capacity * tl.where((equal > 0) & (room > 0), total_k / tl.where(room > 0, room, 1.0), 1.0)
     goal = tl.where(tl.arange(0, WIDTH) < n, goal - pinned, 0.0)
     return tl.where(wrong > 0, 2, 0), equal, goal, left_k, most_k
 

@@ -1,4 +1,4 @@
-"""Rows of a two-sided assignment: their scores, and their thresholds for those of the columns, in float64.
+"""What is given of a two-sided assignment; and its rows' thresholds for those of the columns, in float64.
 
 Each row finds its threshold inside a bracket, where the logarithms of what is above and below it are
 compared, so that gaps of many τ are solved, too.
@@ -9,19 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from khot._kernels.reference import soft_assign as reference
 from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.exact_sums import FARTHEST_Z
 from khot._kernels.triton.fast import double, total
 from khot._kernels.triton.functions import TINY, icdf, icdf_error, log_scale, log_scales, moments, side
 from khot._kernels.triton.guard import stalls
 
-__all__ = ["INF", "LAST", "TILE", "flag", "load_rows", "roots", "wanted"]
+__all__ = ["EQUAL", "INF", "LAST", "TILE", "balanced", "flag", "load_columns", "load_rows", "roots", "wanted"]
 
 TILE = 512  # entries that a program holds at a time: two of a thread, as float64 fills registers
 EVALUATIONS = tl.constexpr(100)  # of a row, at most
 LAST = tl.constexpr(1e-8)  # in τ: after a shorter step a row is exact
 CLOSE = tl.constexpr(1e-2)  # in τ: below it steps of Newton's method need no bisection
 INF = tl.constexpr(float("inf"))
+EQUAL = tl.constexpr(reference.EQUAL)
 
 
 @triton.jit
@@ -39,6 +41,37 @@ def load_rows(x_at, x_stride, start, m, n, ROWS: tl.constexpr, WIDTH: tl.constex
     at = x_at + (row[:, None] * x_stride + column[None, :])
     x = tl.load(at, mask=there[:, None] & (column < n)[None, :], other=float("-inf"))
     return row, there, double(x)
+
+
+@triton.jit
+def load_columns(
+    capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
+    tau_pointer, tau_stride, matrix, n, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The capacities, the first thresholds and τ of a matrix."""
+    column = tl.arange(0, WIDTH)
+    there, far = column < n, column.to(tl.int64)
+    at = capacity_pointer + matrix * capacity_matrix + far * capacity_column
+    capacity = double(tl.load(at, mask=there, other=0.0))
+    at = bias_pointer + matrix * bias_matrix + far * bias_column
+    start = double(tl.load(at, mask=there, other=0.0))
+    return capacity, start, double(tl.load(tau_pointer + matrix * tau_stride))
+
+
+@triton.jit
+def balanced(capacity, total_k, tau, AT_MOST: tl.constexpr):
+    """How many faults τ and the sums have; whether the sums of k and of the capacities are equal; and the
+    capacities, whose sum is then that of k."""
+    room = tl.sum(capacity, axis=0)
+    wide = tl.maximum(EQUAL * tl.maximum(1.0, total_k), 1e-6 * total_k)
+    equal = tl.where(room <= total_k + wide, 1, 0)
+    wrong = tl.where((tau > 0) & (tau < INF), 0.0, 1.0) + tl.where(tl.abs(room + total_k) < INF, 0.0, 1.0)
+    wrong += tl.where(room >= total_k - wide, 0.0, 1.0)
+    if not AT_MOST:
+        wrong += tl.where(equal > 0, 0.0, 1.0)
+    # the sums agree up to their rounding
+    goal = capacity * tl.where((equal > 0) & (room > 0), total_k / tl.where(room > 0, room, 1.0), 1.0)
+    return wrong, equal, goal
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.reference import soft_assign as reference
-from khot._kernels.triton.assign_rows import INF, LAST, flag, load_rows, roots
+from khot._kernels.triton.assign_rows import INF, LAST, balanced, flag, load_columns, load_rows, roots
 from khot._kernels.triton.assign_system import add_up, conjugate, overlap, product
 from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double, store
@@ -33,7 +32,6 @@ LOOSE = tl.constexpr(0.05)  # in τ: before, a row is left to its last step of N
 REACH, LAST_REACH = tl.constexpr(4.0), tl.constexpr(8.0)  # the longest step, in τ
 ROUGHLY = tl.constexpr(1e-2)  # the error, relative to its beginning, at which conjugate gradients end
 MOST = 64  # of these, in a step
-EQUAL = tl.constexpr(reference.EQUAL)
 
 # What is known of a matrix. STATUS is OPEN until the matrix is DONE, or LEFT to a program of its own. STAGED
 # is the present τ. EQUALLY, CLOSELY and GUESSED are flags: the sums of rows and columns are equal, rows are
@@ -89,12 +87,10 @@ def begin_assignments(
     tl.store(at + n + 3, tl.max(tl.max(most, axis=0), axis=0))
     if last_of_row(counter_pointer + matrix * (parts + 1), parts):
         open_to, faults, total_k, lowest, highest = _facts(part_at, stride, parts, n, ROWS, WIDTH)
-        far = column.to(tl.int64)
-        capacity_at = capacity_pointer + matrix * capacity_matrix + far * capacity_column
-        capacity = double(tl.load(capacity_at, mask=there, other=0.0))
-        bias_at = bias_pointer + matrix * bias_matrix + far * bias_column
-        start = double(tl.load(bias_at, mask=there, other=0.0))
-        tau = double(tl.load(tau_pointer + matrix * tau_stride))
+        capacity, start, tau = load_columns(
+            capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
+            tau_pointer, tau_stride, matrix, n, WIDTH,
+        )  # fmt: skip
         _start(
             note_pointer + matrix * (NUMBERS + 3 * n), c_pointer + matrix * n, open_to, faults,
             total_k, lowest, highest, capacity, start, tau, n, AT_MOST, FINE, WIDTH,
@@ -132,14 +128,8 @@ def _start(
     """The note of a matrix, and its columns' first thresholds."""
     column = tl.arange(0, WIDTH)
     there = column < n
-    room = tl.sum(capacity, axis=0)
-    wide = tl.maximum(EQUAL * tl.maximum(1.0, sum_of_k), 1e-6 * sum_of_k)
-    equal = tl.where(room <= sum_of_k + wide, 1, 0)
-    bad += tl.where((tau > 0) & (tau < INF), 0.0, 1.0) + tl.where(tl.abs(room + sum_of_k) < INF, 0.0, 1.0)
-    bad += tl.where(room >= sum_of_k - wide, 0.0, 1.0)
-    if not AT_MOST:
-        bad += tl.where(equal > 0, 0.0, 1.0)
-    goal = capacity * tl.where((equal > 0) & (room > 0), sum_of_k / tl.where(room > 0, room, 1.0), 1.0)
+    faults, equal, goal = balanced(capacity, sum_of_k, tau, AT_MOST)
+    bad += faults
     spare = 64 * ROUNDING * (1 + tl.max(tl.abs(goal), axis=0))
     undecided = (goal > spare) & (below > 0) & ((goal < below - spare) | (equal == 0))
     good = undecided & (goal < INF) & (tl.abs(start) < INF)

@@ -13,7 +13,7 @@ import triton.language as tl
 from khot._kernels.reference import soft_assign as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.assign_decided import decide_all, goals
-from khot._kernels.triton.assign_rows import INF, LAST, TILE, flag, load_rows, roots, wanted
+from khot._kernels.triton.assign_rows import INF, LAST, TILE, flag, load_columns, load_rows, roots, wanted
 from khot._kernels.triton.assign_steps import DONE, NUMBERS, STATUS
 from khot._kernels.triton.assign_system import overlap
 from khot._kernels.triton.fast import double, store
@@ -311,14 +311,10 @@ def solve_whole(
     factor_at = schur_at + n * n
     vectors = factor_at + n * n
     power = tl.zeros((), tl.float64) + 1  # which no CDF with full support has
-    column = tl.arange(0, WIDTH)
-    there = column < n
-    place = column.to(tl.int64)
-    at = capacity_pointer + matrix * capacity_matrix + place * capacity_column
-    capacity = double(tl.load(at, mask=there, other=0.0))
-    at = bias_pointer + matrix * bias_matrix + place * bias_column
-    start = double(tl.load(at, mask=there, other=0.0))
-    tau = double(tl.load(tau_pointer + matrix * tau_stride))
+    capacity, start, tau = load_columns(
+        capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
+        tau_pointer, tau_stride, matrix, n, WIDTH,
+    )  # fmt: skip
 
     status, equal, goal, left_k, most_k = goals(
         x_at, x_stride, k_at, k_row, capacity, start, tau, m, n, AT_MOST, ROWS, WIDTH

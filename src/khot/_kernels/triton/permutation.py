@@ -217,15 +217,6 @@ def _permute(
 
 
 @triton.jit
-def _each(a, b):
-    """The sums of the members of two tuples, of which there may be one."""
-    sums = ()
-    for i in tl.static_range(len(b)):
-        sums = sums + (a[i] + b[i],)  # type: ignore[assignment]  # noqa: RUF005
-    return sums
-
-
-@triton.jit
 def _pull_permutations(
     grad_pointer, grad_row, grad_place, grad_column, x_pointer, x_stride,
     tau_pointer, tau_stride, tau_high, tau_low, hi_pointer, lo_pointer, dx_pointer, dtau_pointer,
@@ -272,7 +263,7 @@ def _pull_permutations(
             if ASKED:
                 v = (x[i] - hi[:, None]) * scale - shift[:, None]
                 turned += tl.sum(tl.where(f[i] > 0, pull * v, 0.0), axis=1)
-        sums = _each(sums, pulls)
+        sums = plus(sums, pulls)
     for i in tl.static_range(PIECES):
         dx = tl.sum(sums[i], axis=0)[None, :] * narrow + poison
         there = column + i * WIDTH < n
