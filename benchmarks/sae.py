@@ -1,5 +1,9 @@
 """Sparse autoencoders beside the packages that people use: `python -m benchmarks.sae --data-dir FOLDER`.
 
+    python -m benchmarks.sae --data-dir FOLDER --sets hidden sums             # these activations only
+    python -m benchmarks.sae --data-dir FOLDER --only khot SAELens            # these trainings only
+    python -m benchmarks.sae --data-dir FOLDER --steps 3000 --out FILE.md     # longer ones
+
 All get the same activations in the same order, 1,000 batches of 256, and learn 512 latents of which an input
 gets 16. The activations, none of which is centred or scaled but where it says so:
 
@@ -320,7 +324,8 @@ def packages() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="sparse autoencoders beside other packages")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with MNIST's four gzipped files")
-    parser.add_argument("--sets", default=",".join(SETS), help="their names, with commas")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=tuple(METHODS), metavar="METHOD")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=PATH)
@@ -333,8 +338,8 @@ def main() -> None:
         (seed, name, method)
         for parts in (False, True)  # the comparison comes first
         for seed in range(args.seeds)
-        for name in args.sets.split(",")
-        for method in METHODS
+        for name in args.sets
+        for method in args.only
         if method.startswith("with") == parts and not missing(method)
     ]
     from rich.console import Console
