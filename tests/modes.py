@@ -31,7 +31,7 @@ def _table() -> Any:
     return sys.modules[name]
 
 
-def _pruned(shares: dict[str, float], **kw: Any) -> nn.Module:
+def _pruned(shares: dict[str, Any], **kw: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4, **kw), nn.Tanh(), nn.Linear(4, 3, **kw))
     khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5, **shares)
     return model
@@ -77,6 +77,7 @@ ROWS = {
             (_SCORES(7, 5),),
         ),
         _LAYER("prune_global-cost", lambda **kw: _pruned({"cost": [3, 1]}, **kw), (_SCORES(7, 5),)),
+        _LAYER("prune_global-score", lambda **kw: _pruned({"by": "score"}, **kw), (_SCORES(7, 5),)),
         _LAYER("prune_n_m", _pruned_n_m, (_SCORES(7, 6),)),
     ]
 }

@@ -347,8 +347,8 @@ def prune(model: nn.Sequential, how: str) -> None:
         khot.nn.prune_n_m(model[0], "weight", 1, 2, tau=0.5)
         khot.nn.prune_n_m(model[2], "weight", 2, 4, tau=0.5)
         return
-    shares = {"min_share": 0.45, "max_share": 0.55} if how == "bounded" else {}
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5, **shares)
+    options: dict[str, Any] = {"score": {"by": "score"}, "bounded": {"min_share": 0.45, "max_share": 0.55}}
+    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.5, tau=0.5, **options.get(how, {}))
 
 
 def pruned(group: Any, kind: str, how: str) -> tuple[Tensor, list[int]]:

@@ -411,7 +411,7 @@ def test_opcheck() -> None:
 @pytest.mark.parametrize(
     "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
 )
-@pytest.mark.parametrize("how", ["", "bounded", "n of m"])
+@pytest.mark.parametrize("how", ["", "bounded", "n of m", "score"])
 def test_pruning_of_spread_parameters(kind: str, how: str) -> None:
     model, x, target = shards.small_model()
     shards.prune(model, how)

@@ -59,7 +59,7 @@ def mixture(router: nn.Module) -> nn.Module:
     return khot.nn.MixtureOfExperts(router, [nn.Linear(5, 3) for _ in range(4)])  # type: ignore[arg-type]
 
 
-def pruned(**shares: float) -> nn.Module:
+def pruned(**shares: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5, **shares)
     return model
@@ -163,6 +163,7 @@ ROWS = [
     ),
     Row("pruned", pruned, (normal(3, 5),)),
     Row("pruned-shares", lambda: pruned(min_share=0.3, max_share=0.6), (normal(3, 5),)),
+    Row("pruned-score", lambda: pruned(by="score"), (normal(3, 5),)),
     Row("pruned-n_m", lambda: khot.nn.prune_n_m(nn.Linear(8, 4), "weight", tau=0.5), (normal(3, 8),)),
     Row("Anneal", annealed, ()),
 ]

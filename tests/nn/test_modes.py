@@ -22,7 +22,11 @@ IN_PLACE = "vmap: inplace arithmetic"
 NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
     **{
         (name, how, training): PARAMETRIZED
-        for name in ("prune_global", "prune_global-shares", "prune_global-cost", "prune_n_m")
+        for name in (
+            "prune_global",
+            *(f"prune_global-{how}" for how in ("shares", "cost", "score")),
+            "prune_n_m",
+        )
         for how in ("pickle", "save")
         for training in (True, False)
     },

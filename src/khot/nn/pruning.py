@@ -1,4 +1,4 @@
-"""Pruning by magnitude, softly: the weights that are kept are learned together with their values."""
+"""Pruning, softly: which weights are kept is learned together with their values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 from khot import cdfs, masks
 from khot._core import arguments, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import vector, wide_dtype
+from khot._core.names import unknown
+from khot._core.precision import at_least_single, vector, wide_dtype
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.budgets import budget_mask, soft_budget
 from khot.magnitude import soft_topk_magnitude
@@ -23,6 +24,8 @@ from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, current, describe, positive
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude", "prune_n_m"]
+
+By = Literal["magnitude", "score"]
 
 
 def prune_magnitude(
@@ -76,6 +79,7 @@ def prune_global(
     *,
     tau: Value = 1.0,
     p: float = 2.0,
+    by: By = "magnitude",
     min_share: float = 0.0,
     max_share: float = 1.0,
     cost: Sequence[float | Tensor] | None = None,
@@ -92,6 +96,7 @@ def prune_global(
             that several modules share (tied weights) is given for each of them; it counts once and is pruned
             alike in all of them, and its costs add up.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
+        by: ``"magnitude"``, or ``"score"`` for scores that are learned.
         min_share: the least share of the entries of each parameter that is kept, in [0, 1], rounded to a
             number of entries. It protects small layers, and those with small weights, from being pruned away.
         max_share: the largest share of each parameter that is kept, in [min_share, 1].
@@ -99,6 +104,15 @@ def prune_global(
             ≥ 0 or a tensor that broadcasts to it. ``amount`` is then in units of cost: an int is the cost
             that is pruned away, a float its share of the cost of all entries. An entry of cost 0 is kept.
             Not with ``min_share`` and ``max_share``, and not for DTensors.
+
+    With ``by="score"`` every entry has a score, a parameter that starts at 0 and is learned with the weights.
+    In train mode an entry is multiplied by its share in the soft top-k of all scores, so that a weight of any
+    size can be kept or pruned, and one that is nearly pruned still has a gradient; in eval mode the entries
+    of the largest scores are kept. With a ``cost``, :func:`khot.soft_budget` of the scores takes the place of
+    the soft top-k. The scores are parameters of the model, ``module.parametrizations[name][0].score``, so
+    make the optimizer afterwards, without weight decay for them. ``tau`` is in units of the scores, which
+    Adam moves by about its learning rate in each step: let it fall from 100 rates to 1 while ``amount``
+    grows. ``p`` is 2.
 
     With a cost c, the kept entries w are those of largest abs(w)/√c. They are the choice that changes the
     weights least, in the sum of squares, for what it costs. The hard selection never exceeds the budget. In
@@ -150,10 +164,14 @@ def prune_global(
         raise ValueError(f"parameters must be one or more, each given once, but got {members}")
     for module, name in members:
         _plain_parameter(module, name)
-    group = _Group(members, amount, tau, p, min_share, max_share, cost)
+    group = _Group(members, amount, tau, p, by, min_share, max_share, cost)
+    scores = group.new_scores()
     for index, (module, name) in enumerate(members):
+        part = _Pruned(group, index)
+        if by == "score":
+            part.score = scores[group.places[index]]
         # unsafe=True, because the check would need a selection before all parameters are registered
-        parametrize.register_parametrization(module, name, _Pruned(group, index), unsafe=True)
+        parametrize.register_parametrization(module, name, part, unsafe=True)
 
 
 def prune_n_m(
@@ -326,14 +344,19 @@ class _Group:
         amount: int | Value,
         tau: Value,
         p: float,
+        by: By,
         min_share: float,
         max_share: float,
         cost: Sequence[float | Tensor] | None,
     ) -> None:
+        if by not in get_args(By):
+            raise unknown("by", by, get_args(By))
         arguments.check_number(p, "p", low=1.15, high=3.0)
+        if by == "score" and p != 2:
+            raise ValueError(f"p must be 2 with by='score', but got {p}")
         arguments.check_number(min_share, "min_share", low=0, high=1)
         arguments.check_number(max_share, "max_share", low=min_share, high=1)
-        self.members, self.p = members, p
+        self.members, self.p, self.by = members, p, by
         self.min_share, self.max_share = min_share, max_share
         tensors = [module.get_parameter(name) for module, name in members]
         distinct = list({id(x): x for x in tensors}.values())
@@ -356,7 +379,8 @@ class _Group:
     def settings(self) -> dict[str, Any]:
         shares = {"min_share": self.min_share, "max_share": self.max_share} if self._bounded() else {}
         costs = {} if self.cost is None else {"cost": _shown(self.cost)}
-        return {"amount": self.amount, "tau": self.tau, "p": self.p, **shares, **costs}
+        form = {"p": self.p} if self.by == "magnitude" else {"by": self.by}
+        return {"amount": self.amount, "tau": self.tau, **form, **shares, **costs}
 
     def _bounded(self) -> bool:
         return self.cost is None and (sum(self.least) > 0 or sum(self.most) < self.n)
@@ -390,35 +414,35 @@ class _Group:
             return self.select(hard)[0][self.places[index]]
         selection: _Selection | None = getattr(self.last, "selection", None)
         if selection is not None and selection.state == state:
-            part, learned = selection.parts.pop(index, (None, None))
-            if part is not None and self._unchanged(index, learned):
+            part, made_of = selection.parts.pop(index, (None, ()))
+            if part is not None and self._unchanged(index, made_of):
                 return part
-        parts, learned_parts = self.select(hard, shared=True)
-        pairs = {i: (parts[place], learned_parts[place]) for i, place in enumerate(self.places)}
+        parts, made_of_parts = self.select(hard, shared=True)
+        pairs = {i: (parts[place], made_of_parts[place]) for i, place in enumerate(self.places)}
         self.last.selection = _Selection(state, pairs)
         return pairs.pop(index)[0]
 
-    def _unchanged(self, index: int, learned: Tensor | None) -> bool:
-        """Whether a member's learned tensor still has the values that the selection was made of.
+    def _unchanged(self, index: int, made_of: tuple[Tensor, ...]) -> bool:
+        """Whether a member's learned tensors still have the values that the selection was made of.
 
         A change through ``.data`` or NumPy does not change the version that :meth:`_state` looks at. Values
         are compared only where this does not wait for a device.
         """
-        original = self.originals()[self.places[index]]
-        if learned is None or not arguments.readable(original):
-            return True
-        return torch.equal(learned.to(original.dtype), original)
+        place = self.places[index]
+        pairs = zip((each[place] for each in self.learned()), made_of, strict=False)
+        return all(torch.equal(y.to(x.dtype), x) for x, y in pairs if arguments.readable(x))
 
-    def select(self, hard: bool, shared: bool = False) -> tuple[list[Tensor], list[Tensor] | list[None]]:
-        """The weights of all tensors, each in its shape and dtype, and a copy of the learned ones.
+    def select(self, hard: bool, shared: bool = False) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+        """The weights of all tensors, each in its shape and dtype, and copies of what is learned of each.
 
         With ``shared`` the weights can be parts of several losses, with a backward pass for each. There is no
         copy of DTensors.
         """
-        originals = self.originals()
+        originals, *scores = self.learned()
         if not any(rows.is_dtensor(x) for x in originals):
-            row, learned = self._row(originals, hard, None, shared)
-            return _split(row, originals), _split(learned.detach(), originals, cast=False)
+            row, learned = self._row([originals, *scores], hard, None, shared)
+            copies = [_split(each.detach(), originals, cast=False) for each in learned]
+            return _split(row, originals), list(zip(*copies, strict=True))
         if self.cost is not None:
             raise ValueError("cost must be None for parameters that are DTensors, but got one")
         # torch does not load torch.distributed.tensor by itself, and most users never need it
@@ -426,43 +450,64 @@ class _Group:
 
         pieces = Pieces(originals)
         local = pieces.locals()
-        row, _ = self._row(local, hard, pieces.groups, shared)
-        return pieces.join(_split(row, local)), [None] * len(originals)
+        held = [local, *(Pieces(each).locals() for each in scores)]
+        row, _ = self._row(held, hard, pieces.groups, shared)
+        return pieces.join(_split(row, local)), [()] * len(originals)
 
-    def _row(self, tensors: list[Tensor], hard: bool, group: Any, shared: bool) -> tuple[Tensor, Tensor]:
-        """The selection of all entries, and the entries that it was made of, in one row each."""
-        learned = torch.cat([x.flatten() for x in tensors])
+    def _row(
+        self, held: list[list[Tensor]], hard: bool, group: Any, shared: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The selection of all entries, and what it was made of: the entries and their scores, a row each."""
+        tensors = held[0]
+        learned = [torch.cat([x.flatten() for x in each]) for each in held]
         k, tau = self._size(), current(self.tau)
         # not self below, because otherwise the graph would keep the model alive
         p, limits = self.p, (self.least, self.most) if self._bounded() else None
         lengths = [x.numel() for x in tensors]
         cost = None if self.cost is None else _cost_row(self.cost, tensors)
 
-        def selected(row: Tensor, k: Any, tau: Scalar) -> Tensor:
+        def selected(k: Any, tau: Scalar, row: Tensor, score: Tensor | None = None) -> Tensor:
             if cost is not None:
-                return _affordable_selection(row, cost, k, hard=hard, tau=tau, p=p)
+                return _affordable_selection(row, score, cost, k, hard=hard, tau=tau, p=p)
             if limits is not None:
-                return _bounded_selection(row, lengths, k, *limits, hard=hard, tau=tau, p=p, group=group)
-            if hard:
-                return row * masks.topk_mask(row.abs(), k, group=group)
-            return soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True, group=group)
+                return _bounded_selection(
+                    row, score, lengths, k, *limits, hard=hard, tau=tau, p=p, group=group
+                )
+            return _kept(row, score, k, hard=hard, tau=tau, p=p, group=group)
 
         # forward mode needs the graph itself, and has no backward pass
         if not shared or forward_mode_is_on():
-            return selected(learned, k, tau), learned
-        row: Tensor = _Repeatable.apply(selected, learned, k, tau)
+            return selected(k, tau, *learned), learned
+        row: Tensor = _Repeatable.apply(selected, k, tau, *learned)
         return row, learned
+
+    def new_scores(self) -> list[nn.Parameter]:
+        """A score for every entry, in float32 at least: steps of bfloat16 would be too coarse."""
+        tensors = self._of_places(lambda module, name: module.get_parameter(name))
+        return [nn.Parameter(at_least_single(torch.zeros_like(x))) for x in tensors]
+
+    def learned(self) -> list[list[Tensor]]:
+        """What is learned of each tensor: the tensor itself, and by score the scores."""
+        if self.by == "magnitude":
+            return [self.originals()]
+        return [
+            self.originals(),
+            self._of_places(lambda module, name: module.parametrizations[name][0].score),
+        ]
 
     def originals(self) -> list[Tensor]:
         """The learned tensors, one that several members share (tied weights) only once."""
-        members = [self.members[self.places.index(i)] for i in range(max(self.places) + 1)]
-        return [module.parametrizations[name].original for module, name in members]  # type: ignore
+        return self._of_places(lambda module, name: module.parametrizations[name].original)
+
+    def _of_places(self, get: Callable[[Any, str], Tensor]) -> list[Tensor]:
+        """One tensor for each that is pruned, of the first member that has it."""
+        return [get(*self.members[self.places.index(i)]) for i in range(max(self.places) + 1)]
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
         """What a selection depends on; None where it is unknown, while tracing and under transforms."""
         if torch.compiler.is_compiling() or transforms_are_on():
             return None
-        tensors = self.originals()
+        tensors = [x for each in self.learned() for x in each]
         for value in (self.amount, self.tau):
             if isinstance(value, nn.Module):
                 tensors += [*value.parameters(), *value.buffers()]
@@ -537,21 +582,44 @@ def _cost_row(cost: list[float | Tensor], tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _affordable_selection(
-    row: Tensor, cost: Tensor, budget: float | Tensor, *, hard: bool, tau: Scalar, p: float
+def _kept(
+    row: Tensor, score: Tensor | None, k: Any, *, hard: bool, tau: Scalar, p: float, **options: Any
 ) -> Tensor:
-    """The row with the entries kept that change it least for what they cost, within the budget."""
-    size = row.abs().clamp(min=torch.finfo(row.dtype).tiny)
+    """The row with k entries kept: those of largest score, or without scores of largest magnitude."""
+    if hard:
+        return row * masks.topk_mask(row.abs() if score is None else score, k, **options)
+    if score is None:
+        return soft_topk_magnitude(row, k, tau=tau, p=p, rescale=True, **options)
+    return row * masks.soft_topk(score, k, tau=tau, **options)
+
+
+def _affordable_selection(
+    row: Tensor,
+    score: Tensor | None,
+    cost: Tensor,
+    budget: float | Tensor,
+    *,
+    hard: bool,
+    tau: Scalar,
+    p: float,
+) -> Tensor:
+    """The row with the entries of largest score kept that the budget pays for, or without scores with those
+    that change it least for what they cost."""
     free = cost == 0
-    score = (size.log() - 0.5 * cost.masked_fill(free, 1).log().to(row.dtype)).masked_fill(free, math.inf)
+    cdf: cdfs.CDF | cdfs.CDFName = "logistic"
+    if score is None:
+        size = row.abs().clamp(min=torch.finfo(row.dtype).tiny)
+        score = size.log() - 0.5 * cost.masked_fill(free, 1).log().to(row.dtype)
+        cdf = cdfs.Uniform() if p == 2 else cdfs.Power(p)
+    score = score.masked_fill(free, math.inf)
     if hard:
         return row * budget_mask(score, cost, budget)
-    cdf: cdfs.CDF = cdfs.Uniform() if p == 2 else cdfs.Power(p)
     return row * soft_budget(score, cost, budget, tau=tau, cdf=cdf)
 
 
 def _bounded_selection(
     row: Tensor,
+    score: Tensor | None,
     lengths: list[int],
     k: int | Tensor,
     least: list[int],
@@ -567,7 +635,7 @@ def _bounded_selection(
     The largest ``least`` entries of a part are kept whatever the others are, those behind its ``most``
     largest never are, and what is between competes. No value is read, so that this can be traced.
     """
-    size = row.detach().abs()
+    size = row.detach().abs() if score is None else score.detach()
     parts = size.split(lengths)
 
     def largest(counts: list[int]) -> Tensor:
@@ -578,13 +646,14 @@ def _bounded_selection(
     chosen = masks.topk_mask(ranked, k, mask=largest(most), group=group)
     if hard:
         return row * chosen
+    scores = [None] * len(lengths) if score is None else score.split(lengths)
     counts = rows.named(group).count(torch.stack([x.sum(dtype=torch.int64) for x in chosen.split(lengths)]))
     low, high = (vector(row.device, bound) for bound in (least, most))
     free = (counts > low) & (counts < high)
     competes = torch.cat([each.expand(n) for each, n in zip(free, lengths, strict=True)])
-    options: dict[str, Any] = {"tau": tau, "p": p, "rescale": True, "group": group}
-    shared = soft_topk_magnitude(row, (counts * free).sum(), mask=competes, **options)
-    alone = [soft_topk_magnitude(x, c, **options) for x, c in zip(row.split(lengths), counts, strict=True)]
+    options: dict[str, Any] = {"hard": False, "tau": tau, "p": p, "group": group}
+    shared = _kept(row, score, (counts * free).sum(), mask=competes, **options)
+    alone = [_kept(*each, **options) for each in zip(row.split(lengths), scores, counts, strict=True)]
     return torch.where(competes, shared, torch.cat(alone))
 
 
@@ -592,7 +661,7 @@ class _Selection:
     """The parts of a selection that were not returned yet, with the learned tensors that they were made of,
     and the state that the selection was made for."""
 
-    def __init__(self, state: tuple[Any, ...], parts: dict[int, tuple[Tensor, Tensor | None]]) -> None:
+    def __init__(self, state: tuple[Any, ...], parts: dict[int, tuple[Tensor, tuple[Tensor, ...]]]) -> None:
         self.state, self.parts = state, parts
 
 
