@@ -15,6 +15,9 @@ of 1e-3 that falls to 0 over the last third:
 - `khot`: khot.nn.prune_global with its defaults, from the first step on.
 - `khot, tau falls`: the same with a temperature that falls from 1 to 0.01.
 - `khot, amount grows`: the same with an amount that grows from half of the weights, over three quarters.
+- `khot, by score`: half of the steps with all weights, a quarter with `prune_global(by="score")`, an amount
+  that grows as with `cuts`, and a temperature that falls from 0.1 to 0.001; and a quarter with its layers in
+  eval mode.
 - `khot, in three parts`: half of the steps with all weights, a quarter with `prune_global` and a temperature
   that falls from 1 to 0.01, and a quarter with its layers in eval mode.
 
@@ -178,6 +181,22 @@ def in_three_parts(model: nn.Module, amount: float, steps: int) -> Step:
     return before
 
 
+def by_score(model: nn.Module, amount: float, steps: int) -> Step:
+    size = khot.nn.Anneal(0.0, amount, steps // 4, "cubic")
+    tau = khot.nn.Anneal(100 * RATE, RATE, steps // 4)
+    khot.nn.prune_global(weights(model), size, tau=tau, by="score")
+
+    def before(step: int) -> None:
+        if steps // 2 < step <= steps * 3 // 4:
+            size.step()
+            tau.step()
+        if step >= steps * 3 // 4:
+            for module, _ in weights(model):
+                module.eval()
+
+    return before
+
+
 WAYS: dict[str, Way] = {
     "all weights": nothing,
     "one cut": one_cut,
@@ -187,6 +206,7 @@ WAYS: dict[str, Way] = {
     "khot, tau falls": partial(by_khot, tau=falling),
     "khot, amount grows": partial(by_khot, grow=True),
     "khot, in three parts": in_three_parts,
+    "khot, by score": by_score,
 }
 
 

@@ -20,12 +20,13 @@ from khot.nn._values import SEVERAL
 
 __all__ = ["Anneal", "ScheduleName"]
 
-ScheduleName = Literal["linear", "cosine", "exponential"]
+ScheduleName = Literal["linear", "cosine", "cubic", "exponential"]
 """The names of the schedules of :class:`Anneal`."""
 
 SCHEDULES: dict[ScheduleName, Callable[[float, float, Tensor], Tensor]] = {
     "linear": lambda a, b, t: a + (b - a) * t,
     "cosine": lambda a, b, t: b + (a - b) * (1 + torch.cos(math.pi * t)) / 2,
+    "cubic": lambda a, b, t: b + (a - b) * (1 - t) ** 3,
     "exponential": lambda a, b, t: a * (b / a) ** t,
 }
 
@@ -39,6 +40,7 @@ class Anneal(nn.Module):
 
         linear       start + (end − start)·t
         cosine       end + (start − end)·(1 + cos πt)/2
+        cubic        end + (start − end)·(1 − t)³
         exponential  start·(end/start)^t
 
     Every layer of :mod:`khot.nn` accepts an Anneal instead of a number. The Anneal is then a submodule of the
@@ -55,8 +57,9 @@ class Anneal(nn.Module):
             > 0.
         steps: the number of steps from start to end, an int of at least 1. None stands for the length of the
             training, which the callbacks fill in; without them, set the attribute ``steps`` before training.
-        schedule: ``"linear"``, ``"cosine"`` or ``"exponential"``. The last is the default where both ends are
-            > 0, because temperatures differ by factors; elsewhere the default is ``"linear"``.
+        schedule: one of the four above; ``"cubic"`` is the usual one for a share of weights to prune (Zhu and
+            Gupta 2017). ``"exponential"`` is the default where both ends are > 0, because temperatures differ
+            by factors; elsewhere the default is ``"linear"``.
 
     Returns:
         Called without arguments, the current number: a 0-dim tensor on the module's device, in float64 if the
