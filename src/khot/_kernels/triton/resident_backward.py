@@ -19,10 +19,10 @@ from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import any_row, joined, plus, reciprocal, split, total, wide
+from khot._kernels.triton.fast import joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import entries, inside, numbers, place_rows
+from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
 
@@ -30,9 +30,12 @@ __all__ = [
     "FADED",
     "KERNELS",
     "asked",
+    "pull_of",
     "pull_rows",
     "pull_sums",
     "soft_topk_backward",
+    "suffices",
+    "threshold_of",
     "write_pull",
 ]
 
@@ -148,13 +151,40 @@ def _write_held(
 
 
 @triton.jit
-def _rescue(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
-    dx_pointer, dk_pointer, dtau_pointer, row, n, grad_lo, tau, power,
+def threshold_of(hi_pointer, lo_pointer, tau, row, there):
+    """t = hi + lo of rows, τ, and 1/τ to the last digit."""
+    hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
+    lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
+    tau = numbers(*tau, row, there)[0]
+    inverse = reciprocal(tau)
+    return hi, lo, tau, inverse * (2 - tau * inverse)
+
+
+@triton.jit
+def pull_of(f_sum, u_sum, grad_lo, tau, row, there, ASKED: tl.constexpr):
+    """Σu/Σf, less τ/Σf times the gradient in lo if that is ASKED for."""
+    pull = u_sum * reciprocal(f_sum)
+    if ASKED:
+        pull -= numbers(*grad_lo, row, there)[0] * tau * reciprocal(f_sum)
+    return pull
+
+
+@triton.jit
+def suffices(ok, hi, tau, pull, dtau):
+    """Which rows float32 suffices for, of those that are ok so far."""
+    ok = ok & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
+    return ok & (tau > 1e-25) & (tau < 1e25)
+
+
+@triton.jit
+def _pull_exactly(
+    row, grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
+    dx_pointer, dk_pointer, dtau_pointer, n, grad_lo, tau, power,
     CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
     x_at, dx_at = x_pointer + row * x_stride, dx_pointer + row * n
+    grad_lo, tau = number64(*grad_lo, row), number64(*tau, row)
     threshold = (tl.load(hi_pointer + row), tl.load(lo_pointer + row), tau, power)
     pull_exactly(
         (x_at, x_at, 0, n), grad_pointer + row * grad_row, grad_column, grad_lo, threshold,
@@ -181,11 +211,9 @@ def pull_rows(
     ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
-    hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
-    lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
-    tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
-    inverse = reciprocal(tau)
-    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    grad_lo = (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low)
+    given_tau = (tau_pointer, tau_stride, tau_high, tau_low)
+    hi, lo, tau, inverse = threshold_of(hi_pointer, lo_pointer, given_tau, row, there)
     center, scale = wide(hi, TOGETHER), wide(inverse * unit(CDF), TOGETHER)
     shift = wide(lo * inverse * unit(CDF), TOGETHER)
     power = tl.zeros((), tl.float32) + power_high
@@ -209,13 +237,9 @@ def pull_rows(
             CDF, WHOLE, OUTPUT, TOGETHER, PIECES, WIDTH, EXACT, AGAIN,
         )  # fmt: skip
         f_sum, u_sum, fz, uz = sums
-    pull = u_sum * reciprocal(f_sum)
-    if ASKED:
-        grad_lo = numbers(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there)[0]
-        pull -= grad_lo * tau * reciprocal(f_sum)
+    pull = pull_of(f_sum, u_sum, grad_lo, tau, row, there, ASKED)
     dtau = (pull * fz - uz) * inverse * (1 / unit(CDF))
-    ok = (f_sum > FADED) & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
-    ok = ok & (tau > 1e-25) & (tau < 1e25) & there
+    ok = suffices(f_sum > FADED, hi, tau, pull, dtau) & there
     tl.store(dk_pointer + row, pull.to(tl.float64), mask=ok)
     tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
     share, per = wide(pull, TOGETHER), wide(inverse, TOGETHER)
@@ -231,18 +255,15 @@ def pull_rows(
         )  # fmt: skip
 
     if not ORDINARY:
-        bad = there & ~ok
-        if any_row(bad, TOGETHER):
-            start = tl.program_id(0).to(tl.int64) * TOGETHER
-            for r in range(TOGETHER):
-                if any_row(bad & (row == start + r), TOGETHER):
-                    _rescue(
-                        grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
-                        dx_pointer, dk_pointer, dtau_pointer, start + r, n_columns,
-                        number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, start + r),
-                        number64(tau_pointer, tau_stride, tau_high, tau_low, start + r),
-                        joined(power_high, power_low), CDF, OUTPUT, CHUNK,
-                    )  # fmt: skip
+        rescue(
+            there & ~ok, row, _pull_exactly,
+            (
+                grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
+                dx_pointer, dk_pointer, dtau_pointer, n_columns, grad_lo, given_tau,
+                joined(power_high, power_low), CDF, OUTPUT, CHUNK,
+            ),
+            TOGETHER,
+        )  # fmt: skip
 
 
 KERNELS = (pull_rows,)

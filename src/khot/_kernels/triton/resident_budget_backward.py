@@ -19,11 +19,11 @@ from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY, BY_VALUE
-from khot._kernels.triton.fast import joined, plus, reciprocal, split, total, wide
+from khot._kernels.triton.fast import joined, plus, total, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue, row_values
-from khot._kernels.triton.resident_backward import FADED, asked
+from khot._kernels.triton.resident import entries, inside, place_rows, rescue, row_values
+from khot._kernels.triton.resident_backward import FADED, asked, pull_of, suffices, threshold_of
 from khot._kernels.triton.resident_budget import share_of
 from khot._kernels.triton.terms import density, unit
 
@@ -48,6 +48,53 @@ def _terms(
     return x, w, tl.where(finite, w * f, 0.0), tl.where(finite, v.to(tl.float32) * f, 0.0), z
 
 
+@triton.jit
+def _sums(
+    at, grad_at, grad_column, there, n, nothing, given,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """Σwf, Σu, Σwfz and Σuz; by value Σw²f and Σuw in the place of the first two."""
+    column = tl.arange(0, WIDTH)
+    end = n if STREAM else 1
+    mass, u_sum, moment, u_moment = nothing, nothing, nothing, nothing
+    for start in range(0, end, PIECES * WIDTH):
+        held = ()
+        for i in tl.static_range(PIECES):
+            offset = start + i * WIDTH
+            valid = inside(there, column + offset, n, TOGETHER, EXACT)
+            _, w, paid, u, z = _terms(at, grad_at, grad_column, offset, valid, given, CDF, WHOLE, BY)
+            a = w if BY == BY_VALUE else 1.0
+            held = plus(held, (paid * a, u * a, paid * z, u * z))
+        found = total(held, TOGETHER)
+        mass, u_sum, moment = mass + found[0], u_sum + found[1], moment + found[2]
+        u_moment += found[3]
+    return mass.to(tl.float32), u_sum.to(tl.float32), moment.to(tl.float32), u_moment.to(tl.float32)
+
+
+@triton.jit
+def _write(
+    at, grad_at, grad_column, dx_at, dcost_at, ok, n, given, values, share, per, t,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """dL/dx and dL/dw, for which everything is read again."""
+    column = tl.arange(0, WIDTH)
+    end = n if STREAM else 1
+    for start in range(0, end, PIECES * WIDTH):
+        for i in tl.static_range(PIECES):
+            offset = start + i * WIDTH
+            valid = inside(ok, column + offset, n, TOGETHER, EXACT)
+            x, w, paid, u, _ = _terms(at, grad_at, grad_column, offset, valid, given, CDF, WHOLE, BY)
+            dx = (u - paid * share) * per
+            tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
+            dcost = -share * share_of(x, w, values, CDF, WHOLE, BY)
+            if BY == BY_VALUE:
+                dcost -= t * dx
+            dcost = tl.where(x == float("-inf"), 0.0, dcost)
+            tl.store(dcost_at + offset, dcost.to(dcost_at.dtype.element_ty), mask=valid)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def pull_budgets(
     grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
@@ -65,11 +112,9 @@ def pull_budgets(
     ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
-    hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
-    lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
-    tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
-    inverse = reciprocal(tau)
-    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    grad_lo = (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low)
+    given_tau = (tau_pointer, tau_stride, tau_high, tau_low)
+    hi, lo, tau, inverse = threshold_of(hi_pointer, lo_pointer, given_tau, row, there)
     power = tl.zeros((), tl.float32) + power_high
     scale = inverse * unit(CDF)
     given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
@@ -79,31 +124,15 @@ def pull_budgets(
     cost_at = cost_pointer + entries(row, cost_row, far * cost_column, TOGETHER)
     at = (x_pointer + entries(row, x_stride, column, TOGETHER), cost_at, cost_column)
     grad_at = grad_pointer + entries(row, grad_row, far * grad_column, TOGETHER)
-    end = n_columns if STREAM else 1
-    nothing = tl.zeros_like(hi.to(tl.float64 if STREAM else tl.float32))
-    mass, u_sum, moment, u_moment = nothing, nothing, nothing, nothing
-    for start in range(0, end, PIECES * WIDTH):
-        held = ()
-        for i in tl.static_range(PIECES):
-            offset = start + i * WIDTH
-            valid = inside(there, column + offset, n_columns, TOGETHER, EXACT)
-            _, w, paid, u, z = _terms(at, grad_at, grad_column, offset, valid, given, CDF, WHOLE, BY)
-            a = w if BY == BY_VALUE else 1.0
-            held = plus(held, (paid * a, u * a, paid * z, u * z))
-        found = total(held, TOGETHER)
-        mass, u_sum, moment = mass + found[0], u_sum + found[1], moment + found[2]
-        u_moment += found[3]
+    mass, u_sum, moment, u_moment = _sums(
+        at, grad_at, grad_column, there, n_columns,
+        tl.zeros_like(hi.to(tl.float64 if STREAM else tl.float32)), given,
+        CDF, WHOLE, BY, TOGETHER, PIECES, WIDTH, EXACT, STREAM,
+    )  # fmt: skip
     fixed = (hi == 0) & (lo == 0) if AT_MOST else hi != hi
-    mass = mass.to(tl.float32)
-    pull = u_sum.to(tl.float32) * reciprocal(mass)
-    if ASKED:
-        grad_lo = numbers(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there)[0]
-        pull -= grad_lo * tau * reciprocal(mass)
-    pull = tl.where(fixed, 0.0, pull)
-    dtau = (pull * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse * (1 / unit(CDF))
-    ok = ((mass > FADED) & (mass < 1 / FADED)) | fixed
-    ok = ok & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
-    ok = ok & (tau > 1e-25) & (tau < 1e25) & there
+    pull = tl.where(fixed, 0.0, pull_of(mass, u_sum, grad_lo, tau, row, there, ASKED))
+    dtau = (pull * moment - u_moment) * inverse * (1 / unit(CDF))
+    ok = suffices(((mass > FADED) & (mass < 1 / FADED)) | fixed, hi, tau, pull, dtau) & there
     tl.store(dbudget_pointer + row, pull.to(tl.float64), mask=ok)
     tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
 
@@ -111,18 +140,10 @@ def pull_budgets(
     dx_at = dx_pointer + entries(row, n_columns, column, TOGETHER)
     dcost_at = dcost_pointer + entries(row, n_columns, column, TOGETHER)
     share, per, t = wide(pull, TOGETHER), wide(inverse, TOGETHER), wide(hi + lo, TOGETHER)
-    for start in range(0, end, PIECES * WIDTH):
-        for i in tl.static_range(PIECES):
-            offset = start + i * WIDTH
-            valid = inside(ok, column + offset, n_columns, TOGETHER, EXACT)
-            x, w, paid, u, _ = _terms(at, grad_at, grad_column, offset, valid, given, CDF, WHOLE, BY)
-            dx = (u - paid * share) * per
-            tl.store(dx_at + offset, dx.to(dx_pointer.dtype.element_ty), mask=valid)
-            dcost = -share * share_of(x, w, values, CDF, WHOLE, BY)
-            if BY == BY_VALUE:
-                dcost -= t * dx
-            dcost = tl.where(x == float("-inf"), 0.0, dcost)
-            tl.store(dcost_at + offset, dcost.to(dcost_pointer.dtype.element_ty), mask=valid)
+    _write(
+        at, grad_at, grad_column, dx_at, dcost_at, ok, n_columns, given, values, share, per, t,
+        CDF, WHOLE, BY, TOGETHER, PIECES, WIDTH, EXACT, STREAM,
+    )  # fmt: skip
 
     if not ORDINARY:
         rescue(
@@ -130,8 +151,7 @@ def pull_budgets(
             (
                 grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
                 hi_pointer, lo_pointer, dx_pointer, dcost_pointer, dbudget_pointer, dtau_pointer, n_columns,
-                (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
-                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
+                grad_lo, given_tau, joined(power_high, power_low),
                 CDF, BY, AT_MOST, CHUNK,
             ),
             TOGETHER,
