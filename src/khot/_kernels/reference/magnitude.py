@@ -11,7 +11,7 @@ from torch import Tensor
 from khot._core import rows
 from khot._core.precision import greatest, large, widen
 from khot._core.rows import HERE, Row, Shards
-from khot._kernels.reference.guard import guarded
+from khot._kernels.reference.guard import guarded, middle
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
@@ -187,7 +187,7 @@ def _solve_block(
     """
     e = 1 / (p - 1)
     anchor, drop = anchor.masked_fill(~pooled, 0), -low
-    lo = 0.5 * low + 0.5 * high
+    lo = middle(low, high)
     running = pooled
     for _ in range(STEPS):
         if not some(running, row):
