@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,27 @@ def budgets_of_shards(
     n, rank = args[0].shape[-1], group.rank()
     mine = [shard(v, cuts, rank, n) for v in args]
     return budgets({**options, "group": group}, mine, shard(weights, cuts, rank, n))
+
+
+def passes(group: Any, name: str, options: dict[str, Any], args: list[Tensor], cuts: list[int]) -> Tensor:
+    """How many passes over each row the search for its threshold takes."""
+    kernel = sys.modules[f"khot._kernels.reference.{name}"]
+    counted: list[Tensor] = []
+
+    def counting(*problem: Any) -> Any:
+        found = root(*problem)
+        counted.append(found[2])
+        return found
+
+    root = kernel.root
+    n = args[0].shape[-1]
+    mine = [shard(v, cuts, group.rank(), n) for v in args]
+    setattr(kernel, "root", counting)  # noqa: B010
+    try:
+        getattr(khot, name)(*mine, group=group, **options)
+    finally:
+        setattr(kernel, "root", root)  # noqa: B010
+    return torch.cat([found.flatten() for found in counted])
 
 
 def assignments(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import budget_rows
 import khot
 import operators
 import oracles
@@ -74,15 +75,9 @@ def test_equals_the_whole_row(world: int, name: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
 def test_the_adversarial_list(cdf: Any) -> None:
     """Values and gradients, one batch for all; 1e-12 is the goal for values of float64."""
-    n, taus, ks = 60, (1.0, 0.01), []
-    rows, generator = [], torch.Generator().manual_seed(0)
-    for make in oracles.ADVERSARIAL.values():
-        x = make(n, generator)
-        for k in oracles.adversarial_ks(int((x != -math.inf).sum())):
-            rows.append(x)
-            ks.append(k)
-    x, k = torch.stack(rows), torch.tensor(ks, dtype=torch.float64)
-    for tau in taus:
+    n = 60
+    x, k = adversarial_rows(n)
+    for tau in oracles.TAUS:
         args = [x.clone(), k.clone(), torch.full_like(k, tau)]
         weights = scores(*x.shape)
         cuts = [0, 17, 17, 44, n]
@@ -219,6 +214,45 @@ def test_collectives(cdf: Any) -> None:
             assert max(forward) <= size
             assert len(backward) == 2
             assert max(backward) <= 8 * (5 + 2 * 3 + 3)
+
+
+def adversarial_rows(n: int) -> tuple[Tensor, Tensor]:
+    """Every kind of row with every k of the list."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for make in oracles.ADVERSARIAL.values():
+        x = make(n, generator)
+        rows += [(x, k) for k in oracles.adversarial_ks(int((x != -math.inf).sum()))]
+    return torch.stack([x for x, _ in rows]), torch.tensor([k for _, k in rows], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [60, 3000])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+def test_at_most_ten_passes(cdf: Any, n: int) -> None:
+    """As for whole rows (``test_counting.py``), of which shards take smaller samples."""
+    x, k = adversarial_rows(n)
+    for tau in oracles.TAUS:
+        options, cuts = {"tau": tau, "cdf": cdf}, [0, n // 3, n // 3, 2 * n // 3, n]
+        counts = processes.run(4, shards.passes, "soft_topk", options, [x, k], cuts)
+        assert all(torch.equal(count, counts[0]) for count in counts)
+        assert counts[0].numel() == k.numel() and 1 <= counts[0].max() <= 10
+
+
+@pytest.mark.parametrize("by", ["score", "value"])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+def test_at_most_ten_passes_of_a_budget(cdf: Any, by: str) -> None:
+    """Costs of 12 decades among them, and budgets that end in a gap. By value there is one pass more, for the
+    bounds of x/w, of whole rows as well."""
+    for n in (7, 300):
+        x, w, budget = (
+            budget_rows.table(n, torch.float64, (1e-6, 0.3, 0.9))
+            if n == 300
+            else budget_rows.gaps(n, torch.float64, by, 12)
+        )
+        for tau in (0.01, 1.0):
+            options, cuts = {"tau": tau, "cdf": cdf, "by": by}, [0, n // 3, n // 3, 2 * n // 3, n]
+            counts = processes.run(4, shards.passes, "soft_budget", options, [x, w, budget], cuts)
+            assert all(torch.equal(count, counts[0]) for count in counts)
+            assert 1 <= counts[0].max() <= 10 + (by == "value")
 
 
 def test_collectives_of_the_mask_and_of_magnitude() -> None:

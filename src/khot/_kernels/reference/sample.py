@@ -83,10 +83,14 @@ def keep(
 
 
 def lanes(row: Row, sample: Sample) -> list[Tensor]:
-    """Numbers whose sums over the processes are a sample of the row. Every process adds an equal part of the
-    lanes of its own sample."""
-    step = -(-LANES // max(1, LANES // row.world))
-    parts = (v[..., ::step].nan_to_num(math.inf) for v in sample)
+    """Numbers whose sums over the processes are a sample of the row. Every process adds as many lanes of its
+    own sample: all entries that it has, or evenly spaced ones of them."""
+    count = -(-LANES // -(-LANES // max(1, LANES // row.world)))
+    missing = sample.level.isnan()
+    lane = missing.to(torch.int8).argsort(dim=-1, stable=True)  # those with an entry come first
+    entries = (~missing).sum(-1, keepdim=True).clamp(min=count)
+    lane = lane.gather(-1, torch.arange(count, device=lane.device) * entries // count)
+    parts = (v.gather(-1, lane).nan_to_num(math.inf) for v in sample)
     return [row.slots(v).flatten(-2) for v in parts]  # type: ignore[attr-defined]
 
 
