@@ -159,7 +159,7 @@ def soft_assign(
                 [0., 1.],
                 [1., 1.]])
     """
-    if rows.is_dtensor(input):
+    if arguments.is_dtensor(input):
         raise TypeError(
             "input must be a plain tensor, but got a DTensor: pass its local tensor and its group"
         )
@@ -197,14 +197,13 @@ def soft_assign(
         # for a group, the columns come first: they have to agree, and the rows are what is spread
         return x.mT, x, count, room, whole, scale, start, F
 
-    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
     _, x, count, room, whole, scale, start, F = row.agree(
         prepare,
         within=isinstance(k, tuple),
         capacity=capacity,
         total=total,
         tau=tau,
-        cdf=said,
+        cdf=cdf,
         at_most=at_most,
         bias=bias,
     )

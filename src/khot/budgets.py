@@ -13,7 +13,7 @@ from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
 from khot._core.precision import on, widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.budget_mask import greedy_mask
 from khot._ops.soft_budget import budget_map, check_costs
 from khot.cdfs import CDF, CDFName
@@ -98,7 +98,7 @@ def soft_budget(
         >>> round((cost * y).sum().item(), 4)
         3.0
     """
-    if eager.launching and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         plain = eager.soft_budget(
             input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group
         )  # fmt: skip
@@ -119,9 +119,8 @@ def soft_budget(
         scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=row.here)
         return x, w, amount, scale, F
 
-    said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
     x, w, amount, scale, F = row.agree(
-        prepare, budget=budget, tau=tau, cdf=said, by=by, at_most=at_most, largest=largest
+        prepare, budget=budget, tau=tau, cdf=cdf, by=by, at_most=at_most, largest=largest
     )
     y = budget_map(x, w, amount, scale, F, by, at_most, row)
     if hard:

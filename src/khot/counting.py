@@ -16,7 +16,7 @@ from khot import cdfs
 from khot._core import arguments, eager, precision
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.laplace import laplace_count, laplace_thresholds
 from khot._ops.permutation import by_scans
 from khot._ops.soft_count import count_above

@@ -16,7 +16,7 @@ from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows, by_shards
 from khot._ops.exponential import exponential
 from khot._ops.magnitude import magnitude, magnitude_with_signs, rescaled
 from khot._ops.soft_topk import threshold_map
@@ -84,14 +84,25 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
-    if eager.launching and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         plain = eager.soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
         if plain is not None:
             return plain
-    if rows.is_dtensor(input):
-        return rows.on_dtensor(
-            soft_topk_magnitude, input, k, dim, group, tau=tau, p=p, rescale=rescale, mask=mask
-        )
+    return _magnitude(input, k, dim, group, tau, p, rescale, mask)
+
+
+@by_shards
+def _magnitude(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int,
+    group: Any,
+    tau: Scalar,
+    p: float,
+    rescale: bool,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`soft_topk_magnitude`."""
     row = rows.named(group)
     if mask is None and rescale is False and row.here and isinstance(input, Tensor):
         # one operator, because |x|, the signs and their product would take longer than the kernel

@@ -13,6 +13,7 @@ from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import large, widen
 from khot._core.rows import Row
+from khot._core.ways import by_shards
 from khot._ops.soft_topk import threshold_map
 from khot._ops.topk_mask import hard_mask
 from khot.cdfs import CDF, CDFName
@@ -91,15 +92,12 @@ def soft_topk(
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
     if not torch.compiler.is_compiling():
-        small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
-        if small is not None:
+        plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
+        if plain is not None:
             if hard is False:
-                return small
+                return plain
             arguments.check_flags(hard=hard)
-            return topk_mask(input, k, dim) + (small - small.detach())
-    if rows.is_dtensor(input):
-        options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask, "hard": hard}
-        return rows.on_dtensor(soft_topk, input, k, dim, group, **options)
+            return topk_mask(input, k, dim) + (plain - plain.detach())
     return _soft(input, k, dim, group, tau, cdf, largest, mask, hard)
 
 
@@ -130,15 +128,13 @@ def log_soft_topk(
         tensor([  -0.6931, -200.0000])
     """
     if not torch.compiler.is_compiling():
-        small = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
-        if small is not None:
-            return small
-    if rows.is_dtensor(input):
-        options = {"tau": tau, "cdf": cdf, "largest": largest, "mask": mask}
-        return rows.on_dtensor(log_soft_topk, input, k, dim, group, **options)
+        plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
+        if plain is not None:
+            return plain
     return _soft(input, k, dim, group, tau, cdf, largest, mask, output="log")
 
 
+@by_shards
 def _soft(
     input: Tensor,
     k: Scalar,
@@ -152,7 +148,7 @@ def _soft(
     output: str = "y",
 ) -> Tensor:
     """:func:`soft_topk`, or with output "log" :func:`log_soft_topk`."""
-    row = rows.HERE if group is None else rows.named(group)
+    row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, CDF]:
         if not (isinstance(largest, bool) and isinstance(hard, bool)):
@@ -161,14 +157,8 @@ def _soft(
         x = arguments.rows(input, dim, mask, largest)
         return x, *arguments.k_and_tau(k, tau, x, high=row.limit(x), by_value=row.here), F
 
-    if row.here:
-        x, count, scale, F = prepare()
-    else:
-        said = "a CDF of the user's own" if isinstance(cdf, CDF) and not cdf.built_in else cdf
-        x, count, scale, F = row.agree(
-            prepare, k=k, tau=tau, cdf=said, largest=largest, output=output, hard=hard
-        )
-        row.check(k, x)
+    x, count, scale, F = row.agree(prepare, k=k, tau=tau, cdf=cdf, largest=largest, output=output, hard=hard)
+    row.check(k, x)
     y, _, _ = threshold_map(x, count, scale, F, output, row)
     return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
 
@@ -260,6 +250,7 @@ def laplace_topk(
     )
 
 
+@by_shards
 def ot_topk(
     input: Tensor,
     k: Scalar,
@@ -299,9 +290,6 @@ def ot_topk(
         >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
         True
     """
-    if rows.is_dtensor(input):
-        options = {"epsilon": epsilon, "normalize": normalize, "largest": largest, "mask": mask, "hard": hard}
-        return rows.on_dtensor(ot_topk, input, k, dim, group, **options)
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor]:
@@ -404,11 +392,15 @@ def topk_mask(
         tensor([0., 1., 1., 0.])
     """
     if not torch.compiler.is_compiling():
-        small = eager.topk_mask(input, k, dim, largest, mask, group)
-        if small is not None:
-            return small
-    if rows.is_dtensor(input):
-        return rows.on_dtensor(topk_mask, input, k, dim, group, largest=largest, mask=mask)
+        plain = eager.topk_mask(input, k, dim, largest, mask, group)
+        if plain is not None:
+            return plain
+    return _hard(input, k, dim, group, largest, mask)
+
+
+@by_shards
+def _hard(input: Tensor, k: Scalar, dim: int, group: Any, largest: bool, mask: Tensor | None) -> Tensor:
+    """:func:`topk_mask`."""
     row = rows.named(group)
 
     def prepare() -> tuple[Tensor, Tensor]:
@@ -418,6 +410,6 @@ def topk_mask(
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), by_value=row.here)
         return arguments.detached(x), count.detach() if isinstance(k, Tensor) else count
 
-    x, count = prepare() if row.here else row.agree(prepare, k=k, largest=largest)
+    x, count = row.agree(prepare, k=k, largest=largest)
     row.check(k, x)
     return arguments.unrows(hard_mask(x, count, row), input, dim)

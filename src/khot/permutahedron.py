@@ -11,7 +11,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.permutahedron import (
     RegularizationName,
     check_regularization,

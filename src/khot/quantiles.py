@@ -12,7 +12,8 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.precision import on, wide_dtype, widen
-from khot._core.rows import Row, by_rows
+from khot._core.rows import Row
+from khot._core.ways import by_rows
 from khot._ops import shared
 from khot._ops.interpolation import interpolate
 from khot._ops.order_statistics import order_statistics

@@ -22,7 +22,7 @@ from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.names import unknown
 from khot._core.parts import in_parts
 from khot._core.precision import on, wide_dtype, widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.interpolation import interpolate
 from khot._ops.laplace import laplace_rank, laplace_sort
 from khot._ops.permutahedron import RegularizationName, check_regularization, permutahedron, without
@@ -111,9 +111,9 @@ def soft_rank(
         tensor([1., 3., 2.])
     """
     if not torch.compiler.is_compiling():
-        small = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
-        if small is not None:
-            return small
+        plain = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
+        if plain is not None:
+            return plain
     if not isinstance(descending, bool):
         arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
@@ -175,9 +175,9 @@ def soft_sort(
         tensor([10., 20., 30.])
     """
     if not torch.compiler.is_compiling():
-        small = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
-        if small is not None:
-            return small
+        plain = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
+        if plain is not None:
+            return plain
     if not isinstance(descending, bool):
         arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)

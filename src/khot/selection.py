@@ -9,8 +9,8 @@ from torch import Tensor
 
 from khot._core import arguments, eager
 from khot._core.precision import autocast_dtype
-from khot._core.rows import by_rows
 from khot._core.torch_internals import save_in_exports
+from khot._core.ways import by_rows
 from khot._ops.selected import best_of_product, selected_dot
 from khot._ops.topk import largest_entries
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import large, on_cpu
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.sorted_soft_topk import sorted_soft_topk as transported
 
 __all__ = ["sorted_soft_topk"]

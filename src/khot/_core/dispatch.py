@@ -14,22 +14,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from khot._core import expansion
 from khot._core.torch_internals import (
-    any_requires_grad,
-    apply_outside_transforms,
     below_autograd,
-    decides_by_device,
     decompose_in_exports,
-    derivative_levels,
     differentiable,
     forward_mode_is_on,
     run_as_is,
     transforms_are_on,
 )
-from khot.cdfs import CDF
+from khot._core.ways import Operator
 
-__all__ = ["OPERATORS", "Operator", "Rule", "by_kernel", "define", "vmap_rows"]
+__all__ = ["OPERATORS", "Rule", "define", "vmap_rows"]
 
 
 class Rule:
@@ -96,90 +91,6 @@ def _for_shards(rule: type[Rule]) -> type[Rule]:
     return ForShards
 
 
-def by_kernel() -> bool:
-    """Whether a vjp may call a backward kernel, which autograd does not record."""
-    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
-
-
-class Operator:
-    """A registered operator, ready to be called.
-
-    Attributes:
-        name: the name after ``khot::``.
-        kernel: the reference kernel, in plain torch for any device.
-        overload: torch's own object for the operator.
-        compute: what gives the results in eager mode.
-        spread: the operator for rows that are spread over processes, and for users' CDFs; None if it was not
-            asked for.
-    """
-
-    def __init__(self, name: str, kernel: Callable[..., Any], rule: type[Rule] | None) -> None:
-        self.name = name
-        self.kernel = kernel
-        self.overload = getattr(torch.ops.khot, name).default
-        self.compute: Callable[..., Any] = self.overload
-        self.spread: Operator | None = None
-        self._faster: dict[str, Callable[..., Any]] = {}
-        self.rule = rule
-        self.function = None if rule is None else _function(self, rule)
-
-    def __call__(self, *args: Any) -> Any:
-        """Apply the operator in the cheapest form that has the derivatives which may be needed.
-
-        Dynamo rejects a Function that defines jvp, so under a trace the registered operator is called, with
-        the rule that :func:`define` registered for it. If a transform is traced as well, that rule would not
-        be used, and the result is expanded instead (:mod:`khot._core.expansion`). In eager mode the Function
-        adds forward mode. If no derivative can be needed, only its forward is called.
-        """
-        if torch.compiler.is_compiling():
-            levels = 0 if self.function is None else derivative_levels()
-            return self.overload(*args) if levels == 0 else self._expanded(levels, args)
-        if self.function is None:
-            return self.compute(*args)
-        if transforms_are_on():
-            return self.function.apply(*args)
-        if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
-            return apply_outside_transforms(self.function, args)
-        return self.function.forward(*args)
-
-    def on(self, group: str, cdf: CDF | None = None) -> Callable[..., Any]:
-        """The operator for rows that are spread over these process groups ("": whole rows), and for this
-        CDF. Faster kernels know whole rows and khot's own CDFs only."""
-        if not group and (cdf is None or cdf.built_in):
-            return self
-        spread = self.spread
-        assert spread is not None
-        return lambda *args: spread(*args, group)
-
-    def serve(self, device: str, kernel: Callable[..., Any]) -> None:
-        """Call this kernel in Python on a type of device. It is registered with torch as well, whose
-        dispatcher takes as long to call it as a short row takes a GPU."""
-        self._faster[device] = kernel
-        self.compute = self._by_device
-
-    def is_served(self, x: Tensor) -> bool:
-        """Whether there is a kernel in Python for the device of x."""
-        return x.device.type in self._faster
-
-    def _by_device(self, *args: Any) -> Any:
-        kernel = self._faster.get(args[0].device.type)
-        if kernel is not None and decides_by_device(args):
-            return kernel(*args)
-        return self.overload(*args)
-
-    def _expanded(self, levels: int, args: tuple[Any, ...]) -> Any:
-        """The registered operator under transforms that are traced with it."""
-        if self.rule is not None and self.rule.plain:
-            return self.kernel(*args)
-        fixed = tuple(_constant(a.detach()) if isinstance(a, Tensor) else a for a in args)
-        output = self.overload(*fixed)
-        if self.rule is None or not self.rule.differentiable:
-            return output
-        if not isinstance(output, tuple):
-            return expansion.expand(self.rule, levels, args, fixed, (output,))[0]
-        return expansion.expand(self.rule, levels, args, fixed, output)
-
-
 #: Every operator by its name, in the order of definition.
 OPERATORS: dict[str, Operator] = {}
 
@@ -211,6 +122,8 @@ def define(
     torch.library.impl(full, "CompositeExplicitAutograd")(kernel)
     torch.library.register_fake(full, fake)
     operator = OPERATORS[name] = Operator(name, kernel, rule)
+    if rule is not None:
+        operator.function = _function(operator, rule)
     if decomposition is not None:
         decompose_in_exports(operator.overload, decomposition)
     if rule is not None:
@@ -281,22 +194,6 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
     # A transform of a compiled function runs the Function as it is, and Dynamo is asked for its frames.
     run_as_is(Applied.forward, Applied.setup_context, Applied.backward, Applied.jvp, Applied.vmap)
     return Applied
-
-
-@torch.library.custom_op("khot::constant", mutates_args=())
-def _constant(x: Tensor) -> Tensor:
-    """A copy that carries no tangent; ``detach`` removes what reverse mode needs, but keeps the tangent."""
-    return x.clone()
-
-
-@_constant.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@_constant.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
-    return _constant(x), in_dims[0]
 
 
 def vmap_rows(

@@ -2,13 +2,13 @@
 
 Mesh dimensions that shard the batch separate the rows into independent groups: every operator computes the
 rows that its process has (:func:`by_rows`). Shards along ``dim`` stay where they are, for the few operators
-that work on rows spread over processes (:func:`apply`).
+that work on rows spread over processes (:func:`by_shards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from khot._core import arguments
+from khot._core import arguments, rows
 
-__all__ = ["OF_ALL", "Pieces", "apply", "by_rows", "local", "with_whole_dim"]
+__all__ = ["OF_ALL", "Pieces", "by_rows", "by_shards", "local", "with_whole_dim"]
 
 #: Arguments that broadcast with the input, and those that are the same for all rows. All other tensors have
 #: one value per row.
@@ -27,35 +27,31 @@ OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "targ
 OF_ALL = frozenset({"q", "w"})
 
 
-def apply(
-    operator: Callable[..., Tensor], input: DTensor, k: Any, dim: int, mask: Any = None, **options: Any
-) -> DTensor:
-    """The operator on a DTensor. The result has the input's placements, except that partial sums are added up
-    and replicated.
+def by_shards(function: Callable[..., Tensor], input: DTensor, name: str, options: dict[str, Any]) -> DTensor:
+    """The function on this process's shards of the rows of a DTensor; see ``ways.by_shards``. The result has
+    the input's placements, except that partial sums are added up and replicated.
 
     Args:
-        operator: a function of the arguments (input, k, dim) and of keywords, among them mask and group.
-        k, options: numbers, or tensors that broadcast with the batch shape. A tensor is a DTensor, or a plain
-            tensor that is the same on every process.
-        mask: a DTensor, or a plain tensor for all the entries.
+        options: the other arguments of the function, which takes all of them as keywords. A tensor is a
+            DTensor, or a plain tensor that is the same on every process. The mask is for all the entries, and
+            the others broadcast with the batch shape.
     """
-    arguments.check_input(input, distributed=True)
-    dim = arguments.check_dim(input, dim)
+    arguments.check_input(input, name, distributed=True)
+    dim = arguments.check_dim(input, options["dim"])
     mesh = input.device_mesh
     placements = tuple(Replicate() if p.is_partial() else p for p in input.placements)
     if placements != input.placements:
         input = input.redistribute(placements=placements)
     batch = [d for d in range(input.dim()) if d != dim]
 
-    def shard(value: Any) -> Any:
-        return local(value, mesh, placements, batch) if isinstance(value, Tensor) else value
+    def shard(key: str, value: Any) -> Any:
+        dims = list(range(input.dim())) if key == "mask" else batch
+        return local(value, mesh, placements, dims) if isinstance(value, Tensor) else value
 
-    if isinstance(mask, Tensor):
-        mask = local(mask, mesh, placements, list(range(input.dim())))
-    options = {name: shard(value) for name, value in options.items()}
+    options = {key: shard(key, value) for key, value in options.items()}
     # over several dimensions of the mesh, sums are reduced along one dimension after the other
     group = tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard(dim)) or None
-    y = operator(input.to_local(), shard(k), dim, mask=mask, **options, group=group)
+    y = function(**{**options, name: input.to_local(), "group": group})
     like = torch.empty(input.shape, device="meta")
     return DTensor.from_local(
         y.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -65,22 +61,20 @@ def apply(
 def by_rows(
     function: Callable[..., Any],
     input: DTensor,
-    out: int,
     name: str,
-    batch_over: Callable[[list[dist.ProcessGroup]], AbstractContextManager[None]] | None,
     options: dict[str, Any],
-    of_all: frozenset[str],
+    out: int,
+    loss: bool,
+    of_all: frozenset[str] | None,
 ) -> Any:
-    """The function on this process's rows of a DTensor, which must be whole; see ``rows.by_rows``.
+    """The function on this process's rows of a DTensor, which must be whole; see ``ways.by_rows``.
 
     Partial sums of the input are added up first. The results have the placements of the rows, and a reduced
     loss is replicated.
 
     Args:
-        batch_over: for a loss, the context of its reduction over the processes of some groups.
-        options: the other arguments of the function, which takes all of them as keywords. A tensor is a
-            DTensor, or a plain tensor that is the same on every process.
-        of_all: the options that are the same for all rows.
+        options: as for :func:`by_shards`.
+        out, loss, of_all: as for ``ways.by_rows``.
     """
     arguments.check_input(input, name, distributed=True)
     mesh, dim = input.device_mesh, options.get("dim", -1)
@@ -91,6 +85,7 @@ def by_rows(
             f"{name} must have whole rows along dim={dim} on every process, but got a DTensor with the "
             f"placements {tuple(input.placements)}: redistribute it, such as to Replicate()"
         )
+    of_all = OF_ALL if of_all is None else of_all
     every = list(range(input.dim()))
     batch = [d for d in every if d != at]
 
@@ -108,9 +103,9 @@ def by_rows(
     out = 1 if options.get("keepdim", False) else out
     options = {key: shard(key, value) for key, value in options.items()}
     split = [i for i, p in enumerate(placements) if isinstance(p, Shard)]
-    with nullcontext() if batch_over is None else batch_over([mesh.get_group(i) for i in split]):
+    with rows.batch_over([mesh.get_group(i) for i in split]) if loss else nullcontext():
         result = function(**{name: input.to_local(), **options})
-    if batch_over is not None and options.get("reduction", "mean") != "none":
+    if loss and options.get("reduction", "mean") != "none":
         parts = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
         total = DTensor.from_local(result, mesh, parts, run_check=False)
         return total.redistribute(placements=[Replicate()] * mesh.ndim)

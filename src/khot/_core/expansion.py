@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_LEVELS", "expand"]
+__all__ = ["MOST_LEVELS", "expand", "expanded"]
 
 #: Derivatives that can be taken inside a compiled region; one more can be taken outside.
 MOST_LEVELS = 3
@@ -34,6 +34,36 @@ class _Context:
     group = ""
     saved_tensors: tuple[Tensor | None, ...]
     needs_input_grad: tuple[bool, ...]
+
+
+def expanded(operator: Any, levels: int, args: tuple[Any, ...]) -> Any:
+    """The registered operator under transforms that are traced with it."""
+    rule = operator.rule
+    if rule is not None and rule.plain:
+        return operator.kernel(*args)
+    fixed = tuple(_constant(a.detach()) if isinstance(a, Tensor) else a for a in args)
+    output = operator.overload(*fixed)
+    if rule is None or not rule.differentiable:
+        return output
+    if not isinstance(output, tuple):
+        return expand(rule, levels, args, fixed, (output,))[0]
+    return expand(rule, levels, args, fixed, output)
+
+
+@torch.library.custom_op("khot::constant", mutates_args=())
+def _constant(x: Tensor) -> Tensor:
+    """A copy that carries no tangent; ``detach`` removes what reverse mode needs, but keeps the tangent."""
+    return x.clone()
+
+
+@_constant.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_constant.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, Any]:
+    return _constant(x), in_dims[0]
 
 
 def expand(

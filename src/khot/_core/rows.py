@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
@@ -25,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from khot._core import arguments
-from khot._core.arguments import is_dtensor
 from khot._core.torch_internals import collective_device, process_group
+from khot.cdfs import CDF
 
 __all__ = [
     "BLOCK",
@@ -35,12 +34,8 @@ __all__ = [
     "Shards",
     "batch",
     "batch_over",
-    "by_rows",
-    "is_dtensor",
     "named",
     "of",
-    "on_dtensor",
-    "on_rows",
 ]
 
 #: So many numbers take as long to transfer as an all-reduce takes to start. They are 0.5 MB, which a link of
@@ -48,7 +43,6 @@ __all__ = [
 BLOCK = 1 << 16
 
 Prepared = TypeVar("Prepared", bound=tuple[Any, ...])
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Row:
@@ -262,67 +256,6 @@ def named(group: Any) -> Row:
     return Shards(",".join(each.group_name for each in groups))
 
 
-def on_dtensor(operator: Callable[..., Any], input: Any, k: Any, dim: int, group: Any, **options: Any) -> Any:
-    """The operator on a DTensor, with the group that shares its rows."""
-    from khot._core import dtensor  # imported late, because torch.distributed.tensor takes a second to import
-
-    if group is not None:
-        raise TypeError("group must be None for a DTensor, which has its own group, but got one")
-    return dtensor.apply(operator, input, k, dim, **options)
-
-
-def by_rows(
-    out: int, *, loss: bool = False, of_all: frozenset[str] | None = None
-) -> Callable[[_Function], _Function]:
-    """Let a function on rows take DTensors whose rows are whole: batch-sharded or replicated ones.
-
-    The first argument has the rows. The function must not draw random numbers: they would be the same for
-    different rows, or different for copies of a row.
-
-    Args:
-        out: by how many dims the results replace ``dim``; 1 with ``keepdim``.
-        loss: whether the function has one of the reductions of losses over its rows.
-        of_all: the names of tensors that are the same for all rows, if they are not those of most functions.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        first = next(iter(signature.parameters))
-
-        @functools.wraps(function)
-        def run(*args: Any, **options: Any) -> Any:
-            input = args[0] if args else options.get(first)
-            if type(input) is Tensor or not is_dtensor(input):
-                return function(*args, **options)
-            bound = signature.bind(*args, **options)
-            bound.apply_defaults()
-            named = dict(bound.arguments)
-            rows = named.pop(first)
-            return on_rows(function, rows, out, first, loss=loss, of_all=of_all, **named)
-
-        return run  # type: ignore[return-value]
-
-    return decorate
-
-
-def on_rows(
-    function: Callable[..., Any],
-    input: Any,
-    out: int,
-    name: str = "input",
-    loss: bool = False,
-    of_all: frozenset[str] | None = None,
-    **options: Any,
-) -> Any:
-    """The function on a DTensor whose rows are whole, as for :func:`by_rows`."""
-    from khot._core import dtensor  # imported late, because torch.distributed.tensor takes a second to import
-
-    if options.get("group") is not None:
-        raise TypeError("group must be None for a DTensor, which has its own group, but got one")
-    shared = dtensor.OF_ALL if of_all is None else of_all
-    return dtensor.by_rows(function, input, out, name, batch_over if loss else None, options, shared)
-
-
 # The processes that have other rows of the batch, while a loss is reduced that every process has a part of.
 _BATCH: ContextVar[Row] = ContextVar("_BATCH", default=HERE)
 
@@ -343,10 +276,11 @@ def batch_over(groups: Sequence[dist.ProcessGroup]) -> Generator[None]:
 
 
 def _text(value: Any) -> str:
-    """The numbers of a tensor as text, or only its shape if reading them would wait for a device."""
+    """The numbers of a tensor as text, or only its shape if reading them would wait for a device; and of a
+    user's CDF, which may show its address, no more than that it is one."""
     if isinstance(value, Tensor):
         return str(value.tolist() if arguments.readable(value) else tuple(value.shape))
-    return str(value)
+    return "a CDF of the user's own" if isinstance(value, CDF) and not value.built_in else str(value)
 
 
 def _flat(values: Sequence[Tensor]) -> Tensor:

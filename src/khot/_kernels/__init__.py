@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from khot._core.dispatch import OPERATORS, Operator
+from khot._core.dispatch import OPERATORS
+from khot._core.ways import Operator
 from khot._kernels import cpu, gpu
 
 __all__ = ["active", "note", "register"]

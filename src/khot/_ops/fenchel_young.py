@@ -12,8 +12,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import on, wide_dtype
+from khot._core.ways import by_kernel
 from khot._kernels.reference import fenchel_young as kernels
 from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, shares, vjp_loss, vjp_target
 from khot._ops.soft_topk import threshold_map

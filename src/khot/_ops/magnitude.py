@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import greatest, on, wide_dtype
 from khot._core.rows import HERE, Row
+from khot._core.ways import by_kernel
 from khot._kernels.reference import magnitude as kernels
 
 __all__ = ["magnitude", "magnitude_with_signs", "rescaled"]

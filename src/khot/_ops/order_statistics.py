@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from khot._core import rows
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.rows import HERE, Row
+from khot._core.ways import by_kernel
 from khot._kernels.reference import order_statistics as kernels
 
 __all__ = ["order_statistics"]

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.names import unknown
 from khot._core.precision import wide_dtype, widen
+from khot._core.ways import by_kernel
 from khot._kernels.reference import permutahedron as kernels
 
 __all__ = ["RegularizationName", "check_regularization", "permutahedron", "power_permutahedron", "without"]

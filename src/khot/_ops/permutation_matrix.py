@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import HERE
+from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
 from khot._kernels.reference import permutation as kernels
 from khot._kernels.reference.implicit import Solved

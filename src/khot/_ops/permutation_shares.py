@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import wide_dtype, widen
+from khot._core.ways import by_kernel
 from khot._kernels.reference import permutation as kernels
 from khot.cdfs import CDF
 

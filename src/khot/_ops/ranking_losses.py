@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import wide_dtype
+from khot._core.ways import by_kernel
 from khot._kernels.reference import ranking_losses as kernels
 from khot._ops.laplace import laplace_rank
 

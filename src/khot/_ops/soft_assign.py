@@ -14,9 +14,10 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import in_float64, wide_dtype, widen
 from khot._core.rows import HERE, Row
+from khot._core.ways import by_kernel
 from khot._kernels.reference import soft_assign as kernels
 from khot._ops.two_way import densities, lost_to_nan, two_way_fit
 from khot.cdfs import CDF

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import rows
-from khot._core.dispatch import Rule, by_kernel, define
+from khot._core.dispatch import Rule, define
 from khot._core.precision import wide_dtype
 from khot._core.rows import HERE, Row
+from khot._core.ways import by_kernel
 from khot._kernels.reference import soft_count as kernels
 from khot._kernels.reference.soft_count import jvp_count, vjp_count
 from khot.cdfs import CDF

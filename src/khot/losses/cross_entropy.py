@@ -16,7 +16,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
 from khot._core.precision import greatest, vector, wide_dtype, widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.fenchel_young import row_losses
 from khot.cdfs import CDF, CDFName
 from khot.losses._reduction import Reduction, check_reduction, reduce

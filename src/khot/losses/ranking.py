@@ -19,7 +19,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import at_least_single, not_below_zero, widen
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._ops.laplace import laplace_centred_rank, laplace_integral, laplace_rank
 from khot._ops.permutation import by_scans
 from khot._ops.ranking_losses import centred_places, correlation_loss

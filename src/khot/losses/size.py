@@ -6,7 +6,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot.losses._reduction import reduce
 
 __all__ = ["size_penalty"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from khot._core import arguments, rows
 from khot._core.precision import at_least_single
 from khot._core.torch_internals import is_exporting
+from khot._core.ways import by_rows
 from khot.nn._bias import Biased
 from khot.nn._groups import Groups
 from khot.nn._inputs import check_width
@@ -170,8 +171,8 @@ class QuantileBalancer(Biased):
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         check_width(scores, self.num_experts, self, "scores")
-        if rows.is_dtensor(scores):
-            return rows.on_rows(self._of_rows, scores, 1, "scores", valid=mask)
+        if arguments.is_dtensor(scores):
+            return by_rows(1)(self._of_rows)(scores, mask)
         mask = self._mask(mask, scores)
         observes = self.training and torch.is_grad_enabled()
         if observes:

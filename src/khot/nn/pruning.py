@@ -310,7 +310,7 @@ class _Blocks:
     def select(self, hard: bool) -> tuple[list[Tensor], list[None]]:
         [(module, name)] = self.members
         learned: Tensor = module.parametrizations[name].original  # type: ignore[union-attr, index]
-        if not rows.is_dtensor(learned):
+        if not arguments.is_dtensor(learned):
             return [self._kept(learned, hard)], [None]
         # torch does not load torch.distributed.tensor by itself, and most users never need it
         from khot._core.dtensor import with_whole_dim
@@ -439,7 +439,7 @@ class _Group:
         copy of DTensors.
         """
         originals, *scores = self.learned()
-        if not any(rows.is_dtensor(x) for x in originals):
+        if not any(arguments.is_dtensor(x) for x in originals):
             row, learned = self._row([originals, *scores], hard, None, shared)
             copies = [_split(each.detach(), originals, cast=False) for each in learned]
             return _split(row, originals), list(zip(*copies, strict=True))

@@ -22,7 +22,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import not_below_zero, on_cpu
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows

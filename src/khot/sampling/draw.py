@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
-from khot._core.rows import by_rows
+from khot._core.ways import by_rows
 from khot._kernels.reference import phantom
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox

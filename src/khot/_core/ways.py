@@ -1,0 +1,157 @@
+"""Which way a call takes: the questions that a call meets, in this order, each answered in one place.
+
+1. Is it a plain call? :mod:`khot._core.eager` answers in C++: with the result, or with None if not. The
+   public operators that it knows ask it in their first lines, outside a trace.
+2. Is the input a DTensor? :func:`by_rows` and :func:`by_shards`, around the function with the checks.
+3. Are the rows spread over processes, or is the CDF a user's own? :meth:`Operator.on`.
+4. Is it traced or transformed, and can a derivative be asked for? ``Operator.__call__``.
+5. Does the device have a kernel in Python? ``Operator._by_device``. If not, torch's dispatcher takes the
+   kernel in C++, or else the reference.
+
+Which solver a kernel then takes for a row is its own matter: ``csrc/README.md``, ``_kernels/triton/ways.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from khot._core import expansion
+from khot._core.arguments import is_dtensor
+from khot._core.torch_internals import (
+    any_requires_grad,
+    apply_outside_transforms,
+    decides_by_device,
+    derivative_levels,
+    forward_mode_is_on,
+    transforms_are_on,
+)
+from khot.cdfs import CDF
+
+__all__ = ["Operator", "by_kernel", "by_rows", "by_shards"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def by_rows(
+    out: int, *, loss: bool = False, of_all: frozenset[str] | None = None
+) -> Callable[[_Function], _Function]:
+    """Let a function on rows take DTensors whose rows are whole: batch-sharded or replicated ones.
+
+    The first argument has the rows. The function must not draw random numbers: they would be the same for
+    different rows, or different for copies of a row.
+
+    Args:
+        out: by how many dims the results replace ``dim``; 1 with ``keepdim``.
+        loss: whether the function has one of the reductions of losses over its rows.
+        of_all: the names of tensors that are the same for all rows, if they are not those of most functions.
+    """
+    return functools.partial(_by_parts, how="by_rows", out=out, loss=loss, of_all=of_all)
+
+
+def by_shards(function: _Function) -> _Function:
+    """Let a function of (input, k, dim) and of keywords, among them mask and group, take DTensors, also those
+    whose rows are spread over processes."""
+    return _by_parts(function, how="by_shards")
+
+
+def _by_parts(function: _Function, how: str, **known: Any) -> _Function:
+    """The function, which takes a DTensor as well: it is called with this process's part of it."""
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        input = args[0] if args else options.get(first)
+        if type(input) is Tensor or not is_dtensor(input):
+            return function(*args, **options)
+        from khot._core import dtensor  # late, because torch.distributed.tensor takes a second to import
+
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        named = dict(bound.arguments)
+        if named.get("group") is not None:
+            raise TypeError("group must be None for a DTensor, which has its own group, but got one")
+        return getattr(dtensor, how)(function, named.pop(first), name=first, options=named, **known)
+
+    return run  # type: ignore[return-value]
+
+
+def by_kernel() -> bool:
+    """Whether a vjp may call a backward kernel, which autograd does not record."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
+
+
+class Operator:
+    """A registered operator, ready to be called.
+
+    Attributes:
+        name: the name after ``khot::``.
+        rule: how it is differentiated (:class:`khot._core.dispatch.Rule`); None if it is not.
+        function: the same as an autograd Function, which has forward mode.
+        kernel: the reference kernel, in plain torch for any device.
+        overload: torch's own object for the operator.
+        compute: what gives the results in eager mode.
+        spread: the operator for rows that are spread over processes, and for users' CDFs; None if it was not
+            asked for.
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., Any], rule: Any) -> None:
+        self.name = name
+        self.kernel = kernel
+        self.overload = getattr(torch.ops.khot, name).default
+        self.compute: Callable[..., Any] = self.overload
+        self.spread: Operator | None = None
+        self._faster: dict[str, Callable[..., Any]] = {}
+        self.rule = rule
+        self.function: type[Function] | None = None
+
+    def on(self, group: str, cdf: CDF | None = None) -> Callable[..., Any]:
+        """The operator for rows that are spread over these process groups ("": whole rows), and for this
+        CDF. Faster kernels know whole rows and khot's own CDFs only."""
+        if not group and (cdf is None or cdf.built_in):
+            return self
+        spread = self.spread
+        assert spread is not None
+        return lambda *args: spread(*args, group)
+
+    def __call__(self, *args: Any) -> Any:
+        """Apply the operator in the cheapest form that has the derivatives which may be needed.
+
+        Dynamo rejects a Function that defines jvp, so under a trace the registered operator is called, with
+        the rule that was registered for it. If a transform is traced as well, that rule would not
+        be used, and the result is expanded instead (:mod:`khot._core.expansion`). In eager mode the Function
+        adds forward mode. If no derivative can be needed, only its forward is called.
+        """
+        if torch.compiler.is_compiling():
+            levels = 0 if self.function is None else derivative_levels()
+            return self.overload(*args) if levels == 0 else expansion.expanded(self, levels, args)
+        if self.function is None:
+            return self.compute(*args)
+        if transforms_are_on():
+            return self.function.apply(*args)
+        if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
+            return apply_outside_transforms(self.function, args)
+        return self.function.forward(*args)
+
+    def _by_device(self, *args: Any) -> Any:
+        kernel = self._faster.get(args[0].device.type)
+        if kernel is not None and decides_by_device(args):
+            return kernel(*args)
+        return self.overload(*args)
+
+    def serve(self, device: str, kernel: Callable[..., Any]) -> None:
+        """Call this kernel in Python on a type of device. It is registered with torch as well, whose
+        dispatcher takes as long to call it as a short row takes a GPU."""
+        self._faster[device] = kernel
+        self.compute = self._by_device
+
+    def is_served(self, x: Tensor) -> bool:
+        """Whether there is a kernel in Python for the device of x."""
+        return x.device.type in self._faster
