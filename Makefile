@@ -58,7 +58,8 @@ matrix: ## build with other versions of torch and run the operators' table (TORC
 bench: $(HAS)reproduce ## time the operators beside torch.softmax
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
-lint: $(HAS)lint ## check style, format and types
+lint: $(HAS)lint ## check style, format, types and the subjects of the last commits
+	! git log -n 20 --no-merges --format=%s 2>/dev/null | grep -v '^Merge ' | LC_ALL=C.UTF-8 grep -E '^.{73}|\.$$'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
