@@ -311,31 +311,16 @@ def test_any_dim_and_largest(by: str) -> None:
     assert torch.equal(khot.budget_mask(-x, cost, budget, by=by, largest=False), mask)
 
 
+# what test_hostile.py does not draw
 X, COST = f64(1.0, 2.0, 3.0), f64(1.0, 2.0, 1.0)
 BAD: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
-    (ValueError, "budget", lambda f: f(X, COST, -1.0)),
     (ValueError, "budget", lambda f: f(X, COST, f64(-1.0).squeeze())),
-    (ValueError, "budget", lambda f: f(X, COST, NAN)),
-    (TypeError, "budget", lambda f: f(X, COST, "1")),
     (ValueError, "budget", lambda f: f(X, COST, f64(1.0, 2.0))),
     (ValueError, "cost", lambda f: f(X, f64(1.0, -2.0, 1.0), 1.0)),
     (ValueError, "cost", lambda f: f(X, f64(1.0, INF, 1.0), 1.0)),
     (ValueError, "cost", lambda f: f(X, f64(1.0, NAN, 1.0), 1.0)),
     (ValueError, "cost", lambda f: f(X, f64(1.0, 2.0), 1.0)),
     (TypeError, "cost", lambda f: f(X, 1.0, 1.0)),
-    (TypeError, "cost", lambda f: f(X, COST.bool(), 1.0)),
-    (ValueError, "by", lambda f: f(X, COST, 1.0, by="price")),
-    (TypeError, "by", lambda f: f(X, COST, 1.0, by=None)),
-    (TypeError, "input", lambda f: f(X.long(), COST, 1.0)),
-    (TypeError, "mask", lambda f: f(X, COST, 1.0, mask=COST)),
-    (IndexError, "dim", lambda f: f(X, COST, 1.0, 1)),
-]
-BAD_SOFT: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
-    (ValueError, "budget", lambda f: f(X, COST, 4.1)),
-    (ValueError, "budget", lambda f: f(X, COST, INF)),
-    (ValueError, "budget", lambda f: f(f64(1.0, -INF, 0.0), COST, 2.5)),
-    (ValueError, "tau", lambda f: f(X, COST, 1.0, tau=0.0)),
-    (ValueError, "cdf", lambda f: f(X, COST, 1.0, cdf="cauchy")),
 ]
 
 
@@ -347,11 +332,9 @@ def test_bad_input(call: Any, case: int) -> None:
         bad(call)
 
 
-@pytest.mark.parametrize("case", range(len(BAD_SOFT)))
-def test_bad_input_of_the_soft_selection(case: int) -> None:
-    error, name, bad = BAD_SOFT[case]
-    with pytest.raises(error, match=f"^{name} must "):
-        bad(khot.soft_budget)
+def test_a_budget_above_what_can_be_selected() -> None:
+    with pytest.raises(ValueError, match=r"^budget must "):
+        khot.soft_budget(f64(1.0, -INF, 0.0), COST, 2.5)
 
 
 # --------------------------------------------------------------------------------------------- hard

@@ -143,16 +143,6 @@ def test_long_rows_are_optimal(p: float, kind: str) -> None:
         assert_optimal(x, soft_topk_magnitude(x, k, tau=tau, p=p), k, tau, p)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@each_p
-def test_half_precision_is_rounded_once(p: float, dtype: torch.dtype) -> None:
-    x = normal(9, seed=5).to(dtype)
-    for k, tau in ((2, 0.3), (5, 1.0), (9, 0.01)):
-        y = soft_topk_magnitude(x, k, tau=tau, p=p)
-        assert y.dtype == dtype
-        assert_within_rounding(y, magnitude_pav(x, k, tau, p), 1.0)
-
-
 @pytest.mark.parametrize("tau", [1e-6, 1e-9, 1e-12, 1e-14, 1e-16, 1e-30, 1e-300])
 @each_p
 def test_ties_share_equally_however_small_tau_is(p: float, tau: float) -> None:
@@ -383,6 +373,7 @@ def test_infinite_entries_are_the_largest(p: float, rescale: bool) -> None:
         (dx, dtau), (dwant, dtau_want) = grad(y[1:].sum(), (x, tau)), grad(want.sum(), (finite, tau_finite))
         torch.testing.assert_close(dx, torch.cat([f64([0]), dwant]), rtol=1e-13, atol=1e-15)
         torch.testing.assert_close(dtau, dtau_want, rtol=1e-13, atol=1e-15)
+    assert soft_topk_magnitude(f64([INF, 1]), 0, p=p, rescale=rescale).isnan().all()
 
 
 @each_p
@@ -399,23 +390,6 @@ def test_backward_agrees_with_differentiable_backward(p: float) -> None:
 
     for fused, differentiable in zip(both(False), both(True), strict=True):
         torch.testing.assert_close(fused, differentiable.detach(), rtol=1e-12, atol=1e-14)
-
-
-@each_rescale
-@each_p
-def test_bad_rows_are_nan_and_no_others(p: float, rescale: bool) -> None:
-    good = [3.0, -2.0, 1.0, -0.0]
-    x = f64([good, [1, NAN, 2, 3], [INF, -INF, INF, 1], good, [INF, -INF, 1, 2]], requires_grad=True)
-    y = soft_topk_magnitude(x, 2, tau=0.5, p=p, rescale=rescale)
-    assert y.isnan().all(-1).tolist() == y.isnan().any(-1).tolist() == [False, True, True, False, False]
-    alone = f64(good, requires_grad=True)
-    want = soft_topk_magnitude(alone, 2, tau=0.5, p=p, rescale=rescale)
-    assert torch.equal(y[0], want) and torch.equal(y[3], want)
-    assert y[4].tolist() == [INF, -INF, 0, 0]
-    (dx,) = grad(y[[0, 3]].sum(), x)
-    (dwant,) = grad(want.sum(), alone)
-    assert torch.equal(dx[0], dwant) and torch.equal(dx[3], dwant)
-    assert soft_topk_magnitude(f64([INF, 1]), 0, p=p).isnan().all()
 
 
 @each_float
@@ -476,17 +450,6 @@ def test_k_and_tau_of_each_row(k_dtype: torch.dtype) -> None:
         assert torch.equal(
             by_row, soft_topk_magnitude(x, k[:, :1].expand(2, 3), tau=tau[1].expand(2, 3), p=p)
         )
-
-
-@each_rescale
-def test_an_expanded_row(rescale: bool) -> None:
-    options = {"tau": 0.6, "p": 1.5, "rescale": rescale}
-    flat = f64([1.0, -3, 2]).expand(4, 3).requires_grad_()
-    out = soft_topk_magnitude(flat, 1, **options)
-    assert torch.equal(out, soft_topk_magnitude(flat.detach().clone(), 1, **options))
-    (got,) = grad(out.sum(), flat)  # its gradient has stride 0
-    (dense,) = grad(soft_topk_magnitude(flat, 1, **options), flat, torch.ones(4, 3, dtype=torch.float64))
-    assert torch.equal(got, dense)
 
 
 # ------------------------------------------------------------------------------------------ derivatives
