@@ -1,11 +1,18 @@
-"""Shows as Markdown what docstrings say as Sphinx reads it: roles, which become links, and simple tables."""
+"""Shows as Markdown what docstrings say as Sphinx reads it: roles, which become links, and simple tables.
+
+Indented lines that stand by themselves are a formula, or after a double colon code.
+"""
 
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+display = runpy.run_path(str(Path(__file__).with_name("formulas.py")))["display"]
 
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
 RULE = re.compile(r"^=+(?:\s+=+)+$")
@@ -17,7 +24,7 @@ class Roles(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             lines = obj.docstring.value.splitlines()
-            text = ROLE.sub(lambda match: link(match, obj), "\n".join(tables(lines)))
+            text = ROLE.sub(lambda match: link(match, obj), "\n".join(formulas(tables(lines))))
             text = text.replace("*(", "\\*(")  # ω*(z) is no emphasis
             # griffe knows the plural only
             text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
@@ -57,3 +64,22 @@ def tables(lines: list[str]) -> list[str]:
         out += [*map(row, lines[second + 1 : last]), ""]
         done = last + 1
     return out + lines[done:]
+
+
+def formulas(lines: list[str]) -> list[str]:
+    """The lines, with indented ones after a paragraph as a formula; a section's follow its title at once."""
+    out: list[str] = []
+    held: list[str] = []
+    for line in [*lines, ""]:
+        before = ["", "", *out][-2:]
+        if line.startswith("    ") and (held or (before[0][:1].strip() and not before[1])):
+            held.append(line)
+            continue
+        if held and before[0].endswith("::"):
+            out[-2] = before[0][:-1]
+            out += held
+        elif held:
+            out.append(display(held))
+        held = []
+        out.append(line)
+    return out[:-1]

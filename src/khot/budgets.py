@@ -41,14 +41,17 @@ def soft_budget(
 ) -> Tensor:
     """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
 
-    It is :func:`khot.soft_topk` with a sum of costs in place of the number of entries. There are two forms,
-    each with one number t per row for which the budget is spent:
+        by score    y_i = F((x_i − t)/τ)
+        by value    y_i = F((x_i − t w_i)/τ)
 
-    - ``by="score"``: y_i = F((x_i − t)/τ). The input is a priority, such as a relevance, or a value per unit
+    with the t for which Σ_i w_i y_i = B. It is :func:`khot.soft_topk` with a sum of costs in place of the
+    number of entries, in two forms:
+
+    - ``by="score"``: the input is a priority, such as a relevance, or a value per unit
       of cost. Entries with equal scores have equal shares, and to split an entry into several whose costs
       add up changes nothing. With log-probabilities as input, probabilities as cost and the budget p, it is
       a soft top-p (nucleus) selection.
-    - ``by="value"``: y_i = F((x_i − t w_i)/τ). The input is the value of the whole entry, and t is the value
+    - ``by="value"``: the input is the value of the whole entry, and t is the value
       that a unit of cost has to have. As τ → 0, it is the fractional knapsack problem.
 
     Args:

@@ -253,7 +253,9 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class Logistic(CDF, built_in=True):
-    """F(z) = 1/(1 + e^−z): sigmoid top-k (Wijk et al. 2025), SOFT top-k (Xie et al. 2020) at τ = ε/2.
+    """The CDF of sigmoid top-k (Wijk et al. 2025), and at τ = ε/2 of SOFT top-k (Xie et al. 2020).
+
+        F(z) = σ(z) = 1/(1 + e^−z)
 
     Example:
         >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
@@ -295,7 +297,9 @@ class Logistic(CDF, built_in=True):
 
 @dataclass(frozen=True)
 class Laplace(CDF, built_in=True):
-    """F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0: LapSum (Struski et al. 2025).
+    """The CDF of LapSum (Struski et al. 2025).
+
+        F(z) = ½e^z for z ≤ 0,   F(z) = 1 − ½e^−z for z > 0
 
     Example:
         >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
@@ -342,7 +346,9 @@ class Laplace(CDF, built_in=True):
 
 @dataclass(frozen=True)
 class Normal(CDF, built_in=True):
-    """F = Φ, the standard normal CDF: probit top-k.
+    """The standard normal CDF, for a probit top-k.
+
+        F(z) = Φ(z) = ½ + ½ erf(z/√2)
 
     Example:
         >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])
@@ -420,7 +426,9 @@ def _at_least_float32(z: Tensor) -> tuple[Tensor, torch.dtype]:
 
 @dataclass(frozen=True)
 class Power(CDF, built_in=True):
-    """F(z) = clip(z, 0, 1)^(1/(p−1)): the sparse top-k mask with a p-norm (Sander et al. 2023).
+    """The CDF of the sparse top-k mask with a p-norm (Sander et al. 2023).
+
+        F(z) = clip(z, 0, 1)^(1/(p−1))
 
     p = 2 is the Euclidean projection onto the capped simplex; p = 4/3 gives z³, p = 3 gives √z. F is smooth
     where y leaves 0 for p < 2, of infinite slope there for p > 2, and kinked where it reaches 1.
@@ -515,7 +523,9 @@ class Power(CDF, built_in=True):
 
 
 class Uniform(Power, built_in=True):
-    """F(z) = clip(z, 0, 1): the Euclidean projection onto the capped simplex; :class:`Power` with p = 2.
+    """The CDF of the Euclidean projection onto the capped simplex: :class:`Power` with p = 2.
+
+        F(z) = clip(z, 0, 1)
 
     Example:
         >>> x = torch.tensor([1.0, 3.0, 2.0, 0.0])

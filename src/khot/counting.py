@@ -41,7 +41,9 @@ FEW_ELSEWHERE = _Few(levels=2048, counts=256)  # from the instructions per entry
 def soft_count(
     input: Tensor, at: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
 ) -> Tensor:
-    """How many entries of each row lie above ``at``, softened: C(b) = Σ_j F((x_j − b)/τ).
+    """How many entries of each row lie above ``at``, softened.
+
+        C(b) = Σ_j F((x_j − b)/τ)
 
     As τ → 0, C(b) tends to the number of entries above b, where an entry equal to b counts as F(0).
 
@@ -92,7 +94,9 @@ def soft_count(
 def inverse_soft_count(
     input: Tensor, count: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
 ) -> Tensor:
-    """The threshold above which the soft count of each row is ``count``: t with Σ_j F((x_j − t)/τ) = count.
+    """The threshold above which the soft count of each row is ``count``.
+
+        Σ_j F((x_j − t)/τ) = count
 
     Where C is constant only because of rounding (an integer count and a gap much wider than τ), t is still
     the exact root. Where C is truly constant (compact support), t is the middle of the gap.

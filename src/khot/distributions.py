@@ -407,11 +407,12 @@ class KHotStraightThrough(KHot):
 
 
 class ConditionalPoisson(_KHotVectors):
-    """The k-hot softmax: p(x) ∝ exp(⟨logits, x⟩) over the k-hot vectors.
+    """The k-hot softmax: of all distributions with given inclusion probabilities that of largest entropy.
+
+        p(x) ∝ exp⟨logits, x⟩ for x ∈ {0, 1}ⁿ, Σx = k
 
     It is the distribution of independent Bernoulli variables with these logits, given that k of them are 1.
-    Of all distributions with the same inclusion probabilities it has the largest entropy. Everything is exact
-    and O(n), by :mod:`khot.sampling.conditional_poisson`.
+    Everything is exact and O(n), by :mod:`khot.sampling.conditional_poisson`.
 
     Args:
         k: how many; an int, or a tensor of integers that broadcasts with the batch shape.
@@ -527,7 +528,9 @@ class _Relaxed(_ChoiceOfK):
 
 
 class RelaxedKHot(_Relaxed):
-    """Points of the k-capped simplex near its corners: σ_k((logits + g)/temperature), g_i ~ Gumbel(0, 1).
+    """Points of the k-capped simplex near its corners.
+
+        y = σ_k((logits + g)/temperature),   g_i ~ Gumbel(0, 1)
 
     The k-hot counterpart of ``RelaxedOneHotCategorical``; as the temperature falls, a sample tends to the
     k-hot vector of Gumbel top-k.
@@ -588,7 +591,9 @@ class RelaxedKHot(_Relaxed):
 
 
 class LogitRelaxedKHot(_Relaxed):
-    """The logits of :class:`RelaxedKHot`: z = (logits + g)/temperature − t with t such that Σσ(z) = k.
+    """The logits of :class:`RelaxedKHot`.
+
+        z = (logits + g)/temperature − t,   with the t for which Σσ(z) = k
 
     The k-hot counterpart of ``LogitRelaxedBernoulli`` and ``ExpRelaxedCategorical``: ``z.sigmoid()`` is a
     sample of RelaxedKHot, but z does not saturate. Take it for densities and KL divergences of relaxed

@@ -181,7 +181,9 @@ def straight_through(
     cdf: CDFName | CDF = "logistic",
     generator: Generator | None = None,
 ) -> Tensor:
-    """A k-hot sample with inclusion probabilities π = σ_k(logits), and their gradient: x − π.detach() + π.
+    """A k-hot sample with inclusion probabilities π, and their gradient: x − π.detach() + π.
+
+        π = σ_k(logits),   E[x] = π,   v → J(π)v in backward,   with the Jacobian J of σ_k
 
     E[J(π) df/dx] is the first-order approximation of the gradient of E f(x): exact where f is linear
     (Proposition 3). With ``k=None``, π = σ(logits), and the size of the sample is learned (Algorithm 2).
@@ -219,10 +221,12 @@ def second_order(
 ) -> Tensor:
     """A k-hot sample as :func:`straight_through` draws it, with the gradient 2J(π₁)v − ½J(π₀)v.
 
-    π₀ = σ_k(logits), π₁ = ½(x + σ_k(logits/τ)), J(π) = diag(g) − ggᵀ/Σg with g = π(1 − π); with ``k=None``
-    π₀ = σ(logits) and J(π) = diag(g). With another CDF F, g = F'(F⁻¹(π)). At τ = 1 and n = 2 its mean is the
-    gradient of E f(x) for every quadratic f; for larger n it is a heuristic. At k = 1 it is not
-    :func:`reinmax`, since σ_1 is not softmax.
+        π₀ = σ_k(logits),   π₁ = ½(x + σ_k(logits/τ))
+        J(π) = diag(g) − g gᵀ / Σg,   g = π(1 − π)
+
+    With ``k=None`` π₀ = σ(logits) and J(π) = diag(g). With another CDF F, g = F'(F⁻¹(π)). At τ = 1 and n = 2
+    its mean is the gradient of E f(x) for every quadratic f; for larger n it is a heuristic. At k = 1 it is
+    not :func:`reinmax`, since σ_1 is not softmax.
 
     Args:
         logits, k, dim, cdf, generator: as for :func:`sample_khot`.
@@ -269,7 +273,9 @@ def reinmax(
 ) -> Tensor:
     """A one-hot sample with probabilities π = softmax(logits), and the gradient 2J(π₁)v − ½J(π)v.
 
-    π₁ = ½(x + softmax(logits/τ)), J(π) = diag(π) − ππᵀ. At τ = 1 its mean is the gradient of E f(x) for every
+        π₁ = ½(x + softmax(logits/τ)),   J(π) = diag(π) − ππᵀ
+
+    At τ = 1 its mean is the gradient of E f(x) for every
     quadratic f. :func:`second_order` is what becomes of it for k-hot samples.
 
     Args:
@@ -311,7 +317,9 @@ def gumbel(
     hard: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
-    """The Gumbel-softmax of k-hot vectors: σ_k((logits + g)/τ) with g_i ~ Gumbel(0, 1).
+    """The Gumbel-softmax of k-hot vectors.
+
+        y = σ_k((logits + g)/τ),   g_i ~ Gumbel(0, 1)
 
     ``hard=False`` is a relaxed sample with its exact, reparametrised gradient. ``hard=True`` is the k-hot
     vector of the k largest logits + g, with the gradient of the relaxed one, as in F.gumbel_softmax: the
@@ -343,7 +351,9 @@ def gumbel(
 def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | None = None) -> Tensor:
     """A conditional Poisson sample with parameters θ = logits, and the exact gradient of its marginals.
 
-    p(x) ∝ exp(⟨θ, x⟩) over the k-hot vectors, and backward is the gradient of E[x]. Unlike in
+        p(x) ∝ exp⟨θ, x⟩ for x ∈ {0, 1}ⁿ, Σx = k
+
+    Backward is the gradient of E[x]. Unlike in
     :func:`straight_through`, the logits are the natural parameters of the distribution, and the inclusion
     probabilities follow from them.
 
@@ -378,8 +388,10 @@ def imle(
 ) -> Tensor:
     """Implicit maximum likelihood: the top k of perturbed logits, compared with those that the loss prefers.
 
-    x = top-k(θ + τg) with g_i ~ Gumbel(0, 1). Backward with v = df/dx is the finite difference
-    (x − top-k(θ + τg − λv))/λ with the same noise, which as λ → 0 has the mean J v, J the Jacobian of E[x].
+        x = topk(θ + τg),   g_i ~ Gumbel(0, 1),   v → (x − topk(θ + τg − λv))/λ in backward
+
+    with v = ∂f/∂x and the same noise g. As λ → 0 this finite difference has the mean J v, with J the Jacobian
+    of E[x].
 
     Args:
         logits, k, dim, generator: as for :func:`sample_khot`. The top k are ⌊k + ½⌋.

@@ -47,10 +47,12 @@ def soft_topk_magnitude(
 ) -> Tensor:
     """The k entries of largest magnitude, with the others set to 0; relaxed so that the result is continuous.
 
-    The result y maximises ⟨y, x⟩ − f*(y) − τ/p Σ|y_i|^p, where f* is half the squared k-support norm (Sander
-    et al. 2023, section 4). As τ → 0, y tends to x on the k entries of largest magnitude and to 0 elsewhere.
-    Some entries around the k-th place may share one value γ of the dual. The others have closed forms: up to
-    signs, a selected entry satisfies y + τ·y^(p−1) = x, and a rejected one is exactly 0.
+        y = argmax_y ⟨y, x⟩ − f*(y) − τ/p Σ_i |y_i|^p
+
+    where f* is half the squared k-support norm (Sander et al. 2023, section 4). As τ → 0, y tends to x on the
+    k entries of largest magnitude and to 0 elsewhere. Some entries around the k-th place may share one value
+    γ of the dual. The others have closed forms: up to signs, a selected entry satisfies y + τ·y^(p−1) = x,
+    and a rejected one is exactly 0.
 
     Args:
         input: of any floating-point dtype.
@@ -150,10 +152,11 @@ def soft_topk_signed(
 ) -> Tensor:
     """The signs of the k entries of largest magnitude, with 0 for the others; relaxed.
 
-    The result y maximises ⟨y, x⟩ − τ/p Σ|y_i|^p over {|y_i| ≤ 1, Σ|y_i| ≤ k}, the unit ball of the dual of
-    the OWL norm with weights 1_k (Sander et al. 2023, section 4, φ(x) = |x|). With s = |x| this is
-    y = sign(x)·F((s − t)/τ), where F(z) = z^(1/(p−1)) clipped to [0, 1] and t is the threshold of
-    :func:`khot.sparse_topk` of s, or 0 if that one is negative.
+        y_i = sign(x_i) · clip((|x_i| − t)/τ, 0, 1)^(1/(p−1))
+
+    where t is the threshold of :func:`khot.sparse_topk` of |x|, or 0 if that one is negative. y maximises
+    ⟨y, x⟩ − τ/p Σ|y_i|^p over {|y_i| ≤ 1, Σ|y_i| ≤ k}, the unit ball of the dual of the OWL norm with weights
+    1_k (Sander et al. 2023, section 4, φ(x) = |x|).
 
     Args:
         input: of any floating-point dtype.
@@ -199,10 +202,11 @@ def soft_topk_exp(
 ) -> Tensor:
     """e^(x−1) for the k largest entries and 0 for the others; relaxed.
 
-    The result y ≥ 0 maximises ⟨y, x⟩ − f*(y) − τ/p Σ y_i^p, where f* is
-    :func:`khot.k_support_negentropy` (Sander et al. 2023, appendix B.1, φ(x) = e^(x−1)). A selected entry
-    satisfies 1 + log y + τ·y^(p−1) = x, unless it shares the value of the dual with others around the k-th
-    place. A rejected one is exactly 0.
+        y = argmax_(y ≥ 0) ⟨y, x⟩ − f*(y) − τ/p Σ_i y_i^p
+
+    where f* is :func:`khot.k_support_negentropy` (Sander et al. 2023, appendix B.1, φ(x) = e^(x−1)). A
+    selected entry satisfies 1 + log y + τ·y^(p−1) = x, unless it shares the value of the dual with others
+    around the k-th place. A rejected one is exactly 0.
 
     Args:
         input, dim, mask: as for :func:`khot.sparse_topk`.
@@ -244,8 +248,10 @@ def soft_topk_sum(
 ) -> Tensor:
     """The sum of φ(x) over the k entries where it is largest; relaxed so that it is differentiable.
 
-    It is f(x) = max over y of ⟨y, x⟩ − f*(y) − τ/p Σ|y_i|^p (Sander et al. 2023, Proposition 2), convex in x.
-    As τ → 0 it tends to the sum. Its gradient is the relaxed operator of the same φ:
+        f(x) = max_y ⟨y, x⟩ − f*(y) − τ/p Σ_i |y_i|^p
+
+    It is convex in x (Sander et al. 2023, Proposition 2). As τ → 0 it tends to the sum. Its gradient is the
+    relaxed operator of the same φ:
 
     - ``"identity"``: φ(x) = x, f* is 0 where y ∈ [0, 1]ⁿ and Σy = k, else inf; :func:`khot.sparse_topk`
     - ``"abs"``: φ(x) = |x|, f* is 0 where |y_i| ≤ 1 and Σ|y_i| ≤ k, else inf; :func:`khot.soft_topk_signed`
@@ -308,7 +314,9 @@ def soft_topk_sum(
 def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
     """The k-support norm: its unit ball is the convex hull of the k-sparse vectors of Euclidean length 1.
 
-    ‖y‖² = min Σ y_i²/z_i over {z ∈ [0, 1]ⁿ, Σz = k}. With the number a for which Σ min(1, |y_i|/a) = k, it is
+        ‖y‖² = min_(z ∈ [0, 1]ⁿ, Σz = k) Σ_i y_i²/z_i
+
+    With the number a for which Σ min(1, |y_i|/a) = k, it is
     Σ |y_i|·max(|y_i|, a). For k = 1 it is the sum of magnitudes, for k = n the Euclidean norm.
 
     Args:
@@ -352,7 +360,9 @@ def k_support_negentropy(
 ) -> Tensor:
     """The k-support negative entropy: the tightest convex bound of Σ y log y on k-sparse vectors.
 
-    min Σ y_i log(y_i/z_i) over {z ∈ [0, 1]ⁿ, Σz = k}. With the number a for which Σ min(1, y_i/a) = k, it is
+        min_(z ∈ [0, 1]ⁿ, Σz = k) Σ_i y_i log(y_i/z_i)
+
+    With the number a for which Σ min(1, y_i/a) = k, it is
     Σ y_i log max(y_i, a). For k = n it is the negative entropy.
 
     Args:

@@ -43,9 +43,11 @@ def soft_topk(
 ) -> Tensor:
     """A k-hot mask that is differentiable: k ones, spread softly over the largest entries of each row.
 
-    y_i = F((x_i − t)/τ), where t is the number for which Σ_i y_i = k. Equivalently, y is the point of the
-    capped simplex {y ∈ [0, 1]ⁿ, Σy = k} that maximises ⟨y, x⟩ − τ Σ ω(y_i), with ω = ∫F⁻¹ the CDF's
-    potential. As τ → 0, y tends to the hard top-k mask; as τ → ∞, to k/n everywhere.
+        y_i = F((x_i − t)/τ),   with the t for which Σ_i y_i = k
+
+    Equivalently, y is the point of the capped simplex {y ∈ [0, 1]ⁿ, Σy = k} that maximises
+    ⟨y, x⟩ − τ Σ ω(y_i), with ω = ∫F⁻¹ the CDF's potential. As τ → 0, y tends to the hard top-k mask; as
+    τ → ∞, to k/n everywhere.
 
     Args:
         input: scores, of any floating-point dtype. −inf is never selected, +inf always.
@@ -114,6 +116,8 @@ def log_soft_topk(
 ) -> Tensor:
     """The logarithm of :func:`soft_topk`, finite where y underflows.
 
+        log y_i = log F((x_i − t)/τ),   with the t for which Σ_i y_i = k
+
     Args:
         input, k, dim, tau, cdf, largest, mask, group: as for :func:`soft_topk`.
 
@@ -179,9 +183,9 @@ def sigmoid_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """Sigmoid top-k: y_i = σ((x_i − t)/τ), with t such that the row sums to k.
+    """Sigmoid top-k: the sigmoids of scores that are shifted so that each row sums to k.
 
-        σ(z) = 1/(1 + e^−z)
+        y_i = σ((x_i − t)/τ),   σ(z) = 1/(1 + e^−z),   with the t for which Σ_i y_i = k
 
     It is smooth to any order, and 0 and 1 are only approached. It maximises ⟨y, x⟩ plus τ times the binary
     entropies of y over the capped simplex (Wijk, Vinuesa, Azizpour 2025, Propositions 1 and 2). It is the
@@ -219,9 +223,10 @@ def laplace_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """LapSum top-k: y_i = F((x_i − t)/τ), with the Laplace CDF F and t such that the row sums to k.
+    """LapSum top-k: the Laplace CDF of scores that are shifted so that each row sums to k.
 
-        F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0
+        y_i = F((x_i − t)/τ),   with the t for which Σ_i y_i = k
+        F(z) = ½e^z for z ≤ 0,   F(z) = 1 − ½e^−z for z > 0
 
     The density of F has its peak, a corner, at the threshold: the entries next to it get most of the
     gradient, and second derivatives jump there. Far from it, weights approach 0 and 1 as e^−|z|, as with
@@ -265,9 +270,10 @@ def ot_topk(
 ) -> Tensor:
     """SOFT top-k: the entropic optimal transport of the scores onto the anchors 0 and 1.
 
-    The result is n times the mass that goes to the anchor 1, in the plan that minimises ⟨C, Γ⟩ + ε Σ Γ log Γ
-    with marginals 1/n and ((n − k)/n, k/n) and cost C_ij = (x_i − a_j)² (Xie et al. 2020). It equals
-    :func:`sigmoid_topk` at τ = ε/2, and is computed that way.
+        y_i = n Γ_(i,1),   Γ = argmin_Γ Σ_ij C_ij Γ_ij + ε Σ_ij Γ_ij log Γ_ij,   C_ij = (x_i − j)²
+
+    where the plans Γ have two columns, j = 0 and 1, with the sums (n − k)/n and k/n, and rows that sum to 1/n
+    (Xie et al. 2020). It equals :func:`sigmoid_topk` at τ = ε/2, and is computed that way.
 
     Args:
         input: scores, of any floating-point dtype.
@@ -336,7 +342,9 @@ def sparse_topk(
     hard: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """Sparse top-k: y_i = clip((x_i − t)/τ, 0, 1)^(1/(p−1)), with t such that the row sums to k.
+    """Sparse top-k: weights that sum to k, of which those far from the threshold are exactly 0 and 1.
+
+        y_i = clip((x_i − t)/τ, 0, 1)^(1/(p−1)),   with the t for which Σ_i y_i = k
 
     Entries more than τ apart are exactly 0 and 1. y maximises ⟨y, x⟩ − τ Σ y_i^p / p over the capped simplex
     (Sander et al. 2023). With p = 2 it is the Euclidean projection of x/τ; with p = 4/3 it is smooth where y

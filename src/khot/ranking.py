@@ -65,7 +65,9 @@ def soft_rank(
     regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The place of each entry in its sorted row, softened: r_i = ½ + Σ_j F((x_i − x_j)/τ).
+    """The place of each entry in its sorted row, softened.
+
+        r_i = ½ + Σ_j F((x_i − x_j)/τ)
 
     F is the CDF, shifted to the median 0. As τ → 0, r tends to the rank of each entry, counted from 1 for the
     smallest (the largest if ``descending``), and equal entries share the mean of their ranks. As τ → ∞, r
@@ -145,8 +147,10 @@ def soft_sort(
 ) -> Tensor:
     """The sorted row, softened: the i-th value is where the soft count from below is i − ½.
 
-    s_i solves Σ_j F((s_i − x_j)/τ) = i − ½ with F the CDF shifted to the median 0: the inverse of
-    :func:`soft_rank`. As τ → 0, s tends to the sorted row. For larger τ it spreads beyond the scores.
+        Σ_j F((s_i − x_j)/τ) = i − ½
+
+    with F the CDF shifted to the median 0: the inverse of :func:`soft_rank`. As τ → 0, s tends to the sorted
+    row. For larger τ it spreads beyond the scores.
 
     With ``method="projection"`` it is instead the point nearest to (n, …, 1)/τ in the permutahedron of the
     scores, as in torchsort (:func:`khot.project_permutahedron`). Ascending order is minus the descending
@@ -273,10 +277,11 @@ def soft_permutation(
 ) -> Tensor:
     """The matrix that sorts a row, softened to a doubly stochastic one.
 
-    P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ), where t_i is the threshold of a soft top-i. P_ij is how
-    much of entry j is in the soft top-i but not yet in the soft top-(i − 1). This is the descending order;
-    the ascending order is the descending one of −input. As τ → 0, P tends to the permutation matrix for which
-    P @ input is sorted.
+        P_ij = F((x_j − t_i)/τ) − F((x_j − t_(i−1))/τ)
+
+    where t_i is the threshold of a soft top-i. P_ij is how much of entry j is in the soft top-i but not yet
+    in the soft top-(i − 1). This is the descending order; the ascending order is the descending one of
+    −input. As τ → 0, P tends to the permutation matrix for which P @ input is sorted.
 
     Args:
         input: scores, of any floating-point dtype. Infinite ones share the first or last places equally.

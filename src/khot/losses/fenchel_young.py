@@ -20,9 +20,10 @@ __all__ = ["FenchelYoungTopKLoss"]
 class FenchelYoungTopKLoss(nn.Module):
     """The Fenchel-Young loss of a soft top-k: convex in the scores, 0 where the soft top-k is the target.
 
-    With y = ``khot.soft_topk(x, k)``, the regulariser ω of the CDF and a target T with ΣT = k:
+    With the regulariser ω of the CDF, a target T with ΣT = k, and y in the capped simplex:
 
-        L(x, T) = max over the capped simplex of (⟨·, x⟩ − τ Σω) + τ Σ ω(T_i) − ⟨x, T⟩ ≥ 0,   dL/dx = y − T
+        L(x, T) = max_y (⟨y, x⟩ − τ Σ_i ω(y_i)) − (⟨T, x⟩ − τ Σ_i ω(T_i)) ≥ 0
+        ∂L/∂x = soft_topk(x, k) − T
 
     For k = 1 and the logistic CDF it is the counterpart of the binary cross-entropy of sigmoids, under the
     constraint that the probabilities sum to k.

@@ -28,7 +28,9 @@ def permutation_cross_entropy(
     descending: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Cross-entropy of the soft permutation of the scores with the true order: −log P_(i, target_i).
+    """Cross-entropy of the soft permutation of the scores with the true order.
+
+        L_i = −log P_(i, target_i)
 
     The row-wise cross-entropy of :func:`khot.soft_permutation` with the true permutation matrix. Only the n
     entries of P on the true order are computed: with the Laplace CDF in O(n log n) time.

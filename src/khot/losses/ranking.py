@@ -112,7 +112,7 @@ def ndcg_loss(
 ) -> Tensor:
     """1 − the normalised discounted cumulative gain (NDCG), averaged over the lists.
 
-        L = 1 − DCG / max DCG,   DCG = Σ_i relevance_i · y_i / log₂(1 + r_i)
+        L = 1 − DCG / max DCG,   DCG = Σ_i relevance_i · y_i/log₂(1 + r_i)
 
     r is the soft rank of an entry, 1 for the largest score. y is 1, or with ``k`` the soft top-k of the
     scores, which cuts the list after k places. The largest DCG is that of the list sorted by relevance. The
@@ -247,7 +247,7 @@ def average_precision_loss(
 ) -> Tensor:
     """1 − average precision, averaged over the lists (1 − mAP).
 
-        L = 1 − (1/m) Σ_(i positive) r⁺_i / r_i
+        L = 1 − (1/m) Σ_(i positive) r⁺_i/r_i
 
     r⁺ is the soft rank of a positive entry among the m positive ones, and r that among all. As τ → 0, 1 − L
     tends to ``sklearn.metrics.average_precision_score`` if no two scores are equal.

@@ -14,7 +14,9 @@ __all__ = ["size_penalty"]
 
 @by_rows(0, loss=True)
 def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
-    """The price of a subset whose size is learned: λ Σ_i π_i, averaged over the batch.
+    """The price of a subset whose size is learned, averaged over the batch.
+
+        L = λ Σ_i π_i
 
     Σπ is the expected size of a sample with the inclusion probabilities π. An entry is therefore selected
     only if it lowers the loss by more than λ, like the regularisation parameter of the lasso.

@@ -43,7 +43,7 @@ def fit_sae(
 ) -> list[Row]:
     """Train a sparse autoencoder by Adam, and record how it goes.
 
-    This is the loop
+    This is the loop::
 
         for batch in batches:
             optimizer.zero_grad()

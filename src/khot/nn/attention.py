@@ -52,7 +52,7 @@ def topk_attention(
 
     With scores s = scale · query keyᵀ and the soft top-k A of each row of them:
 
-        softmax(s + log A) value,   A = soft_topk(s, top_k, tau=tau)
+        softmax(s + log A) value,   A = soft_topk(s, k)
 
     so that the weight of a key outside the top k is multiplied by the small factor A. For ``top_k`` = S, the
     number of keys, A = 1 and this is ``torch.nn.functional.scaled_dot_product_attention``, whose signature it

@@ -58,7 +58,7 @@ def soft_beam_search(
     ``khot.sorted_soft_topk(scores, k)`` holds the weights with which they become beam l. Its next input and
     its state are mixtures with these weights,
 
-        Σ_ij A_l,ij embedding_j    and    Σ_ij A_l,ij state_i
+        Σ_ij A_(l,i,j) embedding_j    and    Σ_ij A_(l,i,j) state_i
 
     and its predecessor, its token and its likelihood are those with the largest weight.
 
@@ -183,10 +183,10 @@ def soft_beam_loss(
 ) -> Tensor:
     """The loss of training through beam search: the target's cross-entropy along the model's own best beam.
 
-        −ρ log P(target | its own beginning) − (1 − ρ) log P(target | the choices of :func:`soft_beam_search`)
+        −ρ log P(target | its own beginning) − (1 − ρ) log P(target | the choices)
 
-    averaged over the tokens. The first part is teacher forcing: the model sees only correct beginnings. The
-    second part is conditioned on the model's own choices.
+    averaged over the tokens, with the choices of :func:`soft_beam_search`. The first part is teacher forcing:
+    the model sees only correct beginnings. The second part is conditioned on the model's own choices.
 
     Once the model is confident, most gradients through the selections are denormal numbers, which make the
     steps several times slower on a CPU: ``torch.set_flush_denormal(True)`` keeps them fast.

@@ -15,7 +15,9 @@ __all__ = ["MixtureOfExperts"]
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the experts' outputs for each token, Σ_e weights_e · expert_e(x).
+    """The weighted sum of the experts' outputs for each token.
+
+        y = Σ_e weights_e · expert_e(x)
 
     With a soft selection every expert computes every token. With a hard one, in eval mode, each expert
     computes only the tokens selected for it. The same holds in train mode if the ``cdf`` of the router has

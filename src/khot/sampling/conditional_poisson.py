@@ -46,7 +46,10 @@ __all__ = [
 @by_rows(0)
 @on_cpu
 def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
-    """log Z_k(θ) = log Σ_{|S|=k} exp(Σ_{i∈S} θ_i): its gradient is the marginals, its Hessian the covariance.
+    """The logarithm of the sum over all k-subsets; its gradient is the marginals, its Hessian the covariance.
+
+        log Z_k(θ) = log Σ_(|S|=k) exp(Σ_(i∈S) θ_i)
+
 
     Args:
         logits: θ, of any floating-point dtype.
@@ -133,7 +136,10 @@ def joint_marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
 @on_cpu
 def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
-    """log P(S) = Σ_{i∈S} θ_i − log Z_k(θ).
+    """The logarithm of the probability of a subset.
+
+        log P(S) = Σ_(i∈S) θ_i − log Z_k(θ)
+
 
     Args:
         value: S as a k-hot vector, 0 and 1 (or bool); broadcasts with logits, so that draws have their dims
@@ -171,7 +177,10 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 @by_rows(0)
 @on_cpu
 def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
-    """−Σ_S P(S) log P(S) = log Z_k(θ) − Σ_i π_i θ_i.
+    """The entropy of the design.
+
+        −Σ_S P(S) log P(S) = log Z_k(θ) − Σ_i π_i θ_i
+
 
     Args:
         logits, k, dim: as for :func:`log_normalizer`.
@@ -202,7 +211,10 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 @by_rows(0)
 @on_cpu
 def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
-    """KL(p ‖ q) = Σ_S p(S) log(p(S)/q(S)) of two such designs of the same size.
+    """The Kullback-Leibler divergence of two such designs of the same size.
+
+        KL(p, q) = Σ_S p(S) log(p(S)/q(S))
+
 
     Args:
         p_logits, q_logits, k, dim: as for :func:`log_normalizer`; the two logits broadcast.
