@@ -36,11 +36,20 @@ def site() -> str:
     return f"https://{found[1].lower()}.github.io/{found[2]}/" if found else ""
 
 
+def badges(address: str) -> str:
+    """Whether the tests pass, and where the documentation is."""
+    tests = f"{address}/actions/workflows/ci.yml"
+    pages = f"{address}/actions/workflows/site.yml"
+    return f"[![tests]({tests}/badge.svg)]({tests}) [![documentation]({pages}/badge.svg)]({site()})"
+
+
 def absolute(text: str, version: str) -> str:
-    """The README with links that work outside of the repository, where its address is known."""
+    """The README with links that work outside of the repository, and badges, where its address is known."""
     address = repository()
     if not address:
         return text
+    if site():
+        text = re.sub(r"^# .*\n", lambda title: f"{title[0]}\n{badges(address)}\n", text, count=1)
     # a browser shows the pictures of `raw` and the pages of `blob`
     text = re.sub(r"\]\((?!https?:|#)([^)]*\.png)\)", rf"]({address}/raw/v{version}/\1)", text)
     return re.sub(r"\]\((?!https?:|#)([^)]*)\)", rf"]({address}/blob/v{version}/\1)", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -56,5 +57,9 @@ def test_links_of_the_readme_become_absolute(
     assert address["absolute"](text, "1.2.3") == (
         f"![p]({there}/raw/v1.2.3/docs/p.png) [q]({there}/blob/v1.2.3/docs/q.md#r) [s](https://t.org) [u](#v)"
     )
+    badges, title = address["badges"](there), "# khot\n\n"
+    assert address["absolute"](title, "1") == f"# khot\n\n{badges}\n\n"
+    for workflow in re.findall(r"workflows/(\w+\.yml)", badges):
+        assert (BUILD.parents[1] / ".github" / "workflows" / workflow).is_file()
     # a picture that is a link
     assert address["absolute"]("[![p](p.png)](q.md)", "1").count(there) == 2
