@@ -7,6 +7,8 @@ committed tables of benchmarks/results, `<!-- results -->` for the reports in do
 from __future__ import annotations
 
 import base64
+import json
+import math
 import re
 import runpy
 from pathlib import Path
@@ -22,26 +24,7 @@ ADDRESS = runpy.run_path(str(Path(__file__).with_name("address.py")))
 KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 RESULTS = ROOT / "docs" / "results"
-# the reference comes before pages that mention a name, and the reports and tables come last
-BOOSTS = {
-    "api/operators.md": 1.0,
-    "api/topk.md": 2.0,
-    "api/magnitude.md": 2.0,
-    "api/counts.md": 2.0,
-    "api/ranks.md": 2.0,
-    "api/budgets.md": 2.0,
-    "api/": 1.5,
-    "distributed.md": 4.0,
-    "troubleshooting.md": 4.0,
-    "migration.md": 1.5,
-    "comparison.md": 0.3,
-    "sharded.md": 0.5,
-    "soft-count.md": 0.5,
-    "ranking.md": 0.2,
-    "performance.md": 0.3,
-    "papers.md": 0.3,
-    "results/": 0.1,
-}
+REPORTS = 0.1  # what a word in a report or in a committed table counts, beside one in a page
 
 
 def on_config(config: Any) -> Any:
@@ -69,11 +52,33 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    for start, boost in BOOSTS.items():
-        if page.file.src_uri.startswith(start):
-            page.meta.setdefault("search", {"boost": boost})
+    if page.file.src_uri.startswith("results/"):
+        page.meta.setdefault("search", {"boost": REPORTS})
     markdown = markdown.replace("<!-- benchmarks -->", benchmarks())
     return markdown.replace("<!-- results -->", results())
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Weighs the names in the index of the search, so that a name finds its entry in the reference first.
+
+    The search weighs a word by how rare it is, and a word also finds what it is the beginning of. So the
+    entry of `soft_topk`, which many pages mention, would come after that of `soft_topk_sum`. The weight of an
+    entry makes up for the first, and is larger for shorter names because of the second.
+    """
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    parts = re.compile(index["config"]["separator"])
+    texts = [f"{entry['title']} {re.sub('<[^>]+>', ' ', entry['text'])}" for entry in index["docs"]]
+    words = [set(parts.split(text.lower())) for text in texts]
+    for entry in index["docs"]:
+        _, _, name = entry["location"].partition("#")
+        last = name.rpartition(".")[2]
+        # names that begin with it are found by "khot" alone, which is in all of them
+        if re.match(r"api/\w+/#khot\.", entry["location"]) and not last.startswith("KHot"):
+            count = sum(last.lower() in some for some in words)
+            rarity = math.log1p((len(words) - count + 0.5) / (count + 0.5))  # as lunr computes it
+            entry["boost"] = 100 / (rarity * len(last))
+    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 def benchmarks() -> str:

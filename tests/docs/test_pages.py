@@ -10,9 +10,9 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import threading
-import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,34 +125,48 @@ def test_page(page: str, address: str, context: Any) -> None:
 
 # what people look for, and the page that answers first
 QUERIES = {
-    "soft_rank": "api/ranks/",
     "spearman": "api/losses/",
     "choose tau": "operators/",
-    "torchsort": "migration/",
     "onnx": "export/",
     "DTensor": "distributed/",
-    "KHotSelector": "api/sklearn/",
     "mixture of experts": "api/nn/",
-    "khot.nn.prune_n_m": "api/nn/",
     "gumbel_softmax": "migration/",
 }
+# names that have an entry in the reference, which comes before all that mentions them
+NAMES = """
+soft_topk topk topk_mask sparse_topk laplace_topk linear_topk soft_topk_magnitude soft_topk_sum
+k_support_norm soft_count quantile kth_value soft_median soft_rank soft_sort soft_permutation soft_budget
+soft_assign sample_khot Laplace Power simple gumbel ConditionalPoisson RelaxedKHot FenchelYoungTopKLoss
+ndcg_loss size_penalty SoftTopK Anneal TopKAttention TopKRouter MixtureOfExperts QuantileBalancer SoftKNN
+KHotGate prune_n_m TopKSAE KHotSelector khot.soft_topk khot.nn.prune_global khot.losses.log_rank_loss
+"""
 
 
 def test_search_finds_the_right_page_first(address: str, browser: Any) -> None:
+    assert len(NAMES.split()) >= 30
     tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
     tab.set_default_timeout(SLOW)
-    first = {}
+    first: dict[str, list[str]] = {}
     tab.goto(f"{address}index.html?q=khot")  # loads the index and opens the search, once for all queries
     box = tab.locator(".md-search__input")
-    for query in QUERIES:
+    for query in [*QUERIES, *NAMES.split()]:
         tab.wait_for_selector("a.md-search-result__link", state="attached")
         tab.evaluate("document.querySelector('.md-search-result__list').replaceChildren()")
         box.fill(query)
         box.press("End")
-        link = tab.wait_for_selector("a.md-search-result__link", state="attached")
-        first[query] = urllib.parse.urlparse(link.get_attribute("href")).path.lstrip("/")
+        tab.wait_for_selector("a.md-search-result__link", state="attached")
+        # the page, and the section of it that fits best
+        first[query] = tab.eval_on_selector_all(
+            ".md-search-result__list > li:first-child a.md-search-result__link",
+            "links => links.map(a => new URL(a.href)).map(url => url.pathname.slice(1) + url.hash)",
+        )
     tab.close()
-    assert {query: page.removesuffix("index.html") for query, page in first.items()} == QUERIES
+    assert {query: first[query][0].partition("#")[0] for query in QUERIES} == QUERIES
+    found = {name: first[name][1] for name in NAMES.split()}
+    wrong = {
+        n: at for n, at in found.items() if not re.fullmatch(rf"api/\w+/(index.html)?#([\w.]+\.)?{n}", at)
+    }
+    assert wrong == {}
 
 
 def figure_agrees(tab: Any) -> list[float]:
@@ -211,9 +225,28 @@ def test_notes_are_no_pages_and_reports_are_in_the_navigation(address: str, brow
     tab.close()
 
 
+# of each kind some: they say what they compute by a formula
+FORMULAS = """
+khot.soft_topk khot.log_soft_topk khot.sigmoid_topk khot.laplace_topk khot.ot_topk khot.sparse_topk
+khot.soft_count khot.soft_rank khot.soft_sort khot.soft_permutation khot.soft_budget khot.soft_assign
+khot.soft_topk_magnitude khot.soft_topk_signed khot.k_support_norm khot.cdfs.Logistic khot.cdfs.Laplace
+khot.cdfs.Normal khot.cdfs.Uniform khot.cdfs.Power khot.estimators.straight_through
+khot.estimators.second_order khot.estimators.gumbel khot.sampling.conditional_poisson.log_normalizer
+khot.distributions.ConditionalPoisson khot.losses.FenchelYoungTopKLoss khot.losses.ndcg_loss
+khot.losses.log_rank_loss khot.losses.size_penalty khot.nn.topk_attention khot.nn.TokenChoiceRouter
+khot.nn.MixtureOfExperts khot.nn.SoftKNN khot.nn.TopKSAE
+"""
+
+
 def test_formulas_are_typeset(address: str, browser: Any) -> None:
     tab = browser.new_page()
     tab.goto(address + "soft-count/index.html")
     assert tab.locator(".katex").count() >= 10
     assert tab.evaluate("document.fonts.check('1em KaTeX_Main')")
+    having = set()
+    for page in (page for page in PAGES if page.startswith("api/")):
+        tab.goto(address + page)
+        formulas = tab.locator(".doc-object:has(> .doc-contents > .arithmatex .katex) > .doc-heading")
+        having |= set(formulas.evaluate_all("headings => headings.map(heading => heading.id)"))
     tab.close()
+    assert set(FORMULAS.split()) - having == set()
