@@ -2,16 +2,17 @@
 
 A router with fixed random weights sends each token to 4 of 64 experts by its sigmoid scores. The tokens have
 a direction in common, so that a few experts are nearly everyone's best. After half of the steps the direction
-changes at once, as it does when the data of a run change. Three routers see the same tokens:
+changes at once, as it does when the data of a run change. Four routers see the same tokens:
 
 - without a bias;
 - the sign rule: after each step, each bias moves by 0.001, the usual rate, towards the mean load;
+- the sign rule at the best of seven rates for other tokens, by the mean violation of all steps;
 - `nn.QuantileBalancer`, which moves each bias to where its expert would have got its share of the step.
 
 The violation is the largest load over the mean, less 1: how much longer a step takes than an even one. It is
 measured on each batch before its update.
 
-    python examples/balancing.py                       # 3 s on one core
+    python examples/balancing.py                       # 8 s on one core
     python examples/balancing.py --seed 1 --out balancing.png
 """
 
@@ -33,8 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import from r
 from reproduce.harness import reporting
 
 WIDTH, EXPERTS, K, TOKENS, RATE = 64, 64, 4, 8192, 1e-3
-NAMES = {"none": "no bias", "sign": "sign rule", "quantile": "QuantileBalancer"}
-COLORS = {"none": "#999999", "sign": "#d9730d", "quantile": "#0b6e99"}
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+NAMES = {
+    "none": "no bias",
+    "sign": "sign rule",
+    "tuned": "sign rule, best rate",
+    "quantile": "QuantileBalancer",
+}
+COLORS = {"none": "#999999", "sign": "#d9730d", "tuned": "#b58900", "quantile": "#0b6e99"}
 
 
 class Sign(nn.Module):
@@ -57,15 +64,25 @@ class Sign(nn.Module):
 
 def run(steps: int = 100, seed: int = 0) -> dict[str, list[float]]:
     """The violation of each step."""
-    torch.manual_seed(seed)
-    router = nn.Linear(WIDTH, EXPERTS, bias=False)
-    directions = torch.randn(2, WIDTH)
     balancers: dict[str, nn.Module] = {
         "none": Sign(0.0),
         "sign": Sign(RATE),
+        "tuned": Sign(best_rate(steps, seed + 1)),
         "quantile": khot.nn.QuantileBalancer(EXPERTS, K),
     }
-    violations: dict[str, list[float]] = {method: [] for method in NAMES}
+    return follow(balancers, steps, seed)
+
+
+def best_rate(steps: int, seed: int) -> float:
+    violations = follow({str(rate): Sign(rate) for rate in RATES}, steps, seed)
+    return min(RATES, key=lambda rate: sum(violations[str(rate)]))
+
+
+def follow(balancers: dict[str, nn.Module], steps: int, seed: int) -> dict[str, list[float]]:
+    torch.manual_seed(seed)
+    router = nn.Linear(WIDTH, EXPERTS, bias=False)
+    directions = torch.randn(2, WIDTH)
+    violations: dict[str, list[float]] = {method: [] for method in balancers}
     for step in range(steps):
         x = torch.randn(TOKENS, WIDTH) + directions[2 * step // steps]
         scores = router(x).sigmoid()

@@ -108,6 +108,7 @@ def test_balancing(tmp_path: Path) -> None:
     violations = script.run(steps=20)
     for third in (2, 12):  # of the first tokens, and of those that come after
         assert violations["quantile"][third] < 0.5 < 2 < violations["sign"][third]
+        assert violations["quantile"][third] < 0.5 * violations["tuned"][third]
     script.draw(violations, tmp_path / "balancing.png")
     assert_picture(tmp_path / "balancing.png")
 
