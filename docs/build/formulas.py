@@ -82,7 +82,7 @@ class Parser:
             self.at += 1
             if parts[-1] == " ":
                 above = [parts.pop()]
-                while parts and parts[-1] not in SIGNS | {r"\qquad "}:
+                while parts and parts[-1] not in SIGNS | {r"\quad "}:
                     above.insert(0, parts.pop())
                 below = self.product(end)
             else:
@@ -103,7 +103,7 @@ class Parser:
         if self.next()[0] not in ("gap", "space"):
             return self.atom()
         self.at += 1
-        return " " if self.tokens[self.at - 1][0] == "space" else r"\qquad "
+        return " " if self.tokens[self.at - 1][0] == "space" else r"\quad "
 
     def atom(self) -> str:
         """One symbol, name or bracket, with its sub- and superscripts, and what a function is applied to."""

@@ -21,7 +21,7 @@ PLAIN = {
     "Σ_(i∈S) θ_i": r"\sum _{i\in S}θ_{i}",
     "P_ij, y^(k)_label, r⁺_i, 2⁻¹, log₂ n": r"P_{ij},y^{(k)}_{\text{label}},r^{+}_{i},2^{-1},\log _{2}n",
     "f*(y) + √2 + ‖x − mean‖²": r"f^{*}(y)+\sqrt{2}+\|x-\text{mean}\|^{2}",
-    "a,   with the t for which b": r"a,\qquad \text{with the }t\text{ for which }b",
+    "a,   with the t for which b": r"a,\quad \text{with the }t\text{ for which }b",
     "soft_topk(x, k)": r"\mathtt{soft\_topk}(x,k)",
     "∂L/∂x": r"\frac{\partial L}{\partial x}",
     "argmax_(y ≥ 0) y": r"\operatorname*{argmax}_{y\ge 0}y",
