@@ -44,3 +44,33 @@ def test_balancing() -> None:
     assert violations["tuned"][2] == pytest.approx(third, rel=0.05)
     assert violations["tuned"][49] == pytest.approx(fiftieth, rel=0.1)
     assert violations["quantile"][49] == pytest.approx(there, abs=0.05)
+
+
+def table(page: str) -> dict[str, list[float]]:
+    """The rows of a page's only table."""
+    lines = re.findall(r"^\| (.+) \|$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = [line.split(" | ") for line in lines[1:] if not line.startswith("-")]
+    return {name: [float(cell.rstrip(" %") or "nan") for cell in cells] for name, *cells in rows}
+
+
+def test_moe_llm() -> None:
+    script = example("moe_llm")
+    said_of = table("tutorial-experts.md")
+    assert list(said_of) == list(script.NAMES.values())
+    for method, (loss, violation) in zip(script.NAMES, said_of.values(), strict=True):
+        violations, found = script.train(method, 300, 0)
+        assert found == pytest.approx(loss, abs=0.1)
+        assert sum(violations[-20:]) / 20 == pytest.approx(violation, abs=0.1 + 0.2 * violation)
+
+
+def test_sae_minilm() -> None:
+    pytest.importorskip("all_minilm_l6_v2")
+    script = example("sae_minilm")
+    found, _ = script.run(script.docstrings(), *script.load())
+    said_of = table("tutorial-autoencoder.md")
+    assert list(said_of) == list(script.NAMES.values())
+    for result, (rate, unexplained, unused, recovered) in zip(found.values(), said_of.values(), strict=True):
+        assert result.rate is None or result.rate == rate
+        assert 100 * result.unexplained == pytest.approx(unexplained, abs=1)
+        assert 100 * result.unused == pytest.approx(unused, abs=3)
+        assert 100 * result.recovered == pytest.approx(recovered, abs=2)
