@@ -753,3 +753,12 @@ def test_a_large_matrix_is_not_widened_at_once() -> None:
     with Largest() as mode:
         torch.autograd.grad(khot.soft_permutation(x).diagonal().sum(), x)
     assert mode.nbytes == 4 * 1500**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_masked_ranks_in_half_precision(dtype: torch.dtype) -> None:
+    x, mask = randn(3, 8).to(dtype), torch.arange(8) != 2
+    x[0, 1] = -math.inf  # which is tied with what is masked
+    got, want = khot.soft_rank(x, mask=mask), khot.soft_rank(x.float(), mask=mask)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want.to(dtype))

@@ -129,7 +129,7 @@ def soft_rank(
         selected = arguments.mask_rows(mask, input, dim)
         out = (~selected).sum(-1, keepdim=True)
         rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # the masked entries were tied with these
-        rank = rank * selected  # unlike torch.where, this keeps a NaN
+        rank = (rank * selected).to(x.dtype)  # unlike torch.where, the product keeps a NaN
     return arguments.unrows(rank, input, dim)
 
 
