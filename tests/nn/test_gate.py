@@ -253,3 +253,22 @@ def test_refuses_with_prices(
 ) -> None:
     with pytest.raises(error, match=message):
         KHotGate(*args, **{"cost": [1.0, 1.0, 1.0], **options})
+
+
+@pytest.mark.parametrize("k", [3, 2.5, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_samples_are_those_of_each_example_alone(k: float | None, dtype: torch.dtype) -> None:
+    """The probabilities, which are the same for all examples, are computed once."""
+    gate = khot.nn.KHotGate(8, k, dtype=dtype)
+    with torch.no_grad():
+        gate.logits.copy_(torch.linspace(-2, 2, 8))
+    x, grad = torch.rand(5, 6, 8), torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for call in (gate, lambda x: x * khot.sample_khot(gate.logits.expand(x.shape), k)):
+        torch.manual_seed(1)
+        y = call(x)
+        found.append((y.detach(), *torch.autograd.grad(y, gate.logits, grad), torch.get_rng_state()))
+    (y, dx, state), (each, of_each, after) = found
+    assert torch.equal(y, each) and torch.equal(state, after)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(dx, of_each, rtol=tolerance, atol=tolerance)

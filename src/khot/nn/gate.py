@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from khot import estimators, masks
+from khot import estimators, masks, sampling
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.precision import wide_dtype
+from khot._core.precision import at_least_single, wide_dtype
 from khot._core.torch_internals import without_modes
 from khot.budgets import budget_mask, soft_budget
 from khot.estimators import EstimatorName
@@ -151,8 +151,19 @@ class KHotGate(LeftSoft):
             self._note()
         if self.cost is not None:
             return input * self._shares().to(input.dtype)
+        if self.estimator == "straight_through":
+            return input * self._sample_of_one(input).to(input.dtype)
         tau = None if self.tau is None else current(self.tau)
         return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
+
+    def _sample_of_one(self, input: Tensor) -> Tensor:
+        """What :func:`khot.estimators.straight_through` gives of the logits for each example, with the
+        probabilities computed once, since they are the same for all."""
+        x, k = at_least_single(self.logits), self._size()
+        probs = x.sigmoid() if k is None else masks.sigmoid_topk(x, k)
+        of_each = probs.detach().nan_to_num(nan=0.0).expand(input.shape).contiguous()
+        sample = sampling.sample(of_each, self.design or "pareto")
+        return sample + (probs - probs.detach())
 
     def _outside(self) -> float:
         if not arguments.has_data(self.logits):
