@@ -153,6 +153,26 @@ def plain_calls(like: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
+def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Other such calls of rows (512, 64), which make operations of torch beside their launches."""
+    import torch
+
+    import khot
+
+    mask, cost = torch.ones(64, dtype=torch.bool), torch.ones(64)
+    return {
+        "soft_topk, masked": lambda x: khot.soft_topk(x, 8, mask=mask),
+        "soft_topk of columns": lambda x: khot.soft_topk(x, 8, 0),
+        "soft_topk_magnitude, masked": lambda x: khot.soft_topk_magnitude(x, 8, mask=mask),
+        "soft_budget, masked": lambda x: khot.soft_budget(x, cost, 8.0, mask=mask),
+        "soft_rank, descending, masked": lambda x: khot.soft_rank(x, descending=True, mask=mask),
+        "soft_sort, descending, masked": lambda x: khot.soft_sort(x, descending=True, mask=mask),
+        "nn.SoftTopK, masked": partial(khot.nn.SoftTopK(8), mask=mask),
+        "sample_khot": lambda x: khot.sample_khot(x, 8),
+        "nn.KHotGate": khot.nn.KHotGate(64, 8),
+    }
+
+
 def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, float]]:
     """Of a call, and of torch.softmax's in its place, the least, which a busy machine disturbs least; they
     take turns: (512, 64) float32, k and τ numbers, beside (4, 64) on the CPU, where little is computing."""
@@ -183,7 +203,7 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
         return run
 
     calls = {}
-    for name, call in plain_calls(x).items():
+    for name, call in (plain_calls(x) | calls_with_more()).items():
         soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
         calls[name] = partial(call, x), partial(soft, few)
         calls[f"{name} and its gradient"] = both(call, wanted, grad), both(soft, few_wanted, few_grad)
@@ -194,6 +214,10 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
             partial(softmax, few_wanted),
         ),
         "topk_mask": (partial(khot.topk_mask, x, 8), forward[1]),
+        "sample_khot, beside torch's gumbel_softmax(hard=True)": (
+            calls["sample_khot"][0],
+            partial(torch.nn.functional.gumbel_softmax, few, hard=True),
+        ),
         "soft_topk, the ordinary way": (ordinary(forward[0]), forward[1]),
         "soft_topk and its gradient, the ordinary way": (ordinary(with_gradient[0]), with_gradient[1]),
     }

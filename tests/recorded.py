@@ -28,6 +28,9 @@ CDFS = {number: name for name, number in functions.CDFS.items()}
 FORMS = {number: name for name, number in exact_sums.BY.items()}
 OUTPUTS = {number: name for name, number in functions.OUTPUTS.items()}
 DTYPES = {
+    "*i1": torch.bool,
+    "*u1": torch.bool,
+    "*i64": torch.int64,
     "*i32": torch.int32,
     "*fp32": torch.float32,
     "*fp64": torch.float64,
@@ -193,6 +196,7 @@ def emulate(seen: list[Launch]) -> None:
         }
         given = source.constants | values
         given["kinds"] = source.kept
+        given.setdefault("rows", found.place[0][0])  # of a kernel that has a row in each program
         if source.name in EMULATED and CDFS[given.get("CDF", 0)] != "power":  # of others nobody reads results
             EMULATED[source.name](given)
         seen.append(found)
@@ -285,14 +289,14 @@ def _selectable(values: dict[str, Any]) -> None:
 
 def _solve_magnitudes(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
-    y, hi, lo = OPERATORS["magnitude_with_signs"].kernel(
-        x, _number(values, "k"), _number(values, "tau"), values["P"]
-    )
+    name = "magnitude_with_signs" if values["SIGNED"] else "soft_topk_magnitude"
+    y, hi, lo = OPERATORS[name].kernel(x, _number(values, "k"), _number(values, "tau"), values["P"])
     _written(values, out=y, hi=hi, lo=lo)
 
 
 def _pull_magnitudes(values: dict[str, Any]) -> None:
-    dx, dtau = OPERATORS["magnitude_with_signs_backward"].kernel(
+    name = "magnitude_with_signs" if values["SIGNED"] else "soft_topk_magnitude"
+    dx, dtau = OPERATORS[f"{name}_backward"].kernel(
         _matrix(values, "grad", values["grad_row"], values["grad_column"]),
         _number(values, "grad_lo"),
         _matrix(values, "x", values["x_stride"]), _matrix(values, "y", values["y_stride"]),
@@ -354,7 +358,33 @@ def _part_scan(values: dict[str, Any]) -> None:
     _written(values, out=OPERATORS["decay_scan"].kernel(w, g, values["REVERSE"]))
 
 
+def _pareto(values: dict[str, Any]) -> None:
+    """Draws from the rows of probabilities, and says which these are. The reference kernel would start other
+    kernels; so the units are others than those of the design, but depend on all that is given."""
+    x = _matrix(values, "x", values["x_stride"]).double()
+    fair = ((x >= 0) & (x <= 1)).all(-1)
+    pi = x.where(fair.unsqueeze(-1), 0)
+    seed = int(_memory(values["seed_pointer"], torch.int64)) & (2**63 - 1)
+    uniform = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    place = (uniform.logit() - pi.logit()).argsort(-1).argsort(-1)
+    sample = (place < (pi.sum(-1, keepdim=True) + values["tolerance"]).floor()).double()
+    _written(values, out=sample, drawn=fair, probabilities=torch.ones((), dtype=torch.bool))
+
+
+def _careful(values: dict[str, Any]) -> None:
+    """Marks the others. It gets the memory of the first launch, and the same memory twice."""
+    assert values["numbers_pointer"] == values["keys_pointer"]
+    drawn = _memory(values["drawn_pointer"], torch.bool, values["rows"])
+    out = _matrix(values, "out", values["n"])
+    out[~drawn] = torch.nan
+    _written(values, probabilities=drawn.all())
+    size = values["programs"] * 2 * (values["n"] + 1)
+    _memory(values["numbers_pointer"], torch.float64, size).fill_(7)  # as it may write anything there
+
+
 EMULATED = {
+    "_pareto": _pareto,
+    "_careful": _careful,
     "_part_scan": _part_scan,
     "_selectable": _selectable,
     "solve_rows": _solve_rows,

@@ -24,6 +24,8 @@ KHOT_CALL(soft_topk_magnitude);
 KHOT_CALL(soft_budget);
 KHOT_CALL(selectable);
 KHOT_CALL(soft_topk_of_selectable);
+KHOT_CALL(sample_khot);
+KHOT_CALL(missed);
 // launches.cpp
 KHOT_CALL(use_driver);
 KHOT_CALL(remember);
@@ -33,10 +35,23 @@ KHOT_CALL(forget);
 
 namespace gpu {
 
-enum Operator : int64_t { kSoftTopk, kTopkMask, kMagnitude, kBudget, kSoftRank, kSoftSort, kSelectable };
+enum Operator : int64_t {
+  kSoftTopk,
+  kTopkMask,
+  kMagnitude,
+  kBudget,
+  kSoftRank,
+  kSoftSort,
+  kSelectable,
+  kSizes,  // magnitudes, where a mask takes some out
+  kParetoSample
+};
 
 // The result of a plain call on a GPU; null, without an error of Python's, if it is left to other ways.
 PyObject* call(Operator which, PyObject* const* args);
+
+// pareto(probs, dim, generator, least), likewise.
+PyObject* pareto(PyObject* const* args);
 
 }  // namespace gpu
 }  // namespace khot

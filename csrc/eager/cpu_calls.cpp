@@ -1,5 +1,4 @@
 // Other plain calls on the CPU: the top-k, the hard mask, ranks, sorts and the Pareto sample.
-#include <ATen/ops/randint.h>
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/Generator.h>
@@ -223,6 +222,7 @@ void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint
 PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
+  if (PyObject* const there = gpu::pareto(args)) return there;
   const Tensor* found = rows_of(args[0], args[1], kMost);
   const auto least = number(args[3]);
   if (found == nullptr || !least || found->element_size() < 4) Py_RETURN_NONE;
@@ -239,9 +239,7 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
            : !probabilities(probs.const_data_ptr<float>(), probs.numel())) {
     Py_RETURN_NONE;
   }
-  // the draw of khot/_ops/uniform.py, new_seed
-  const Tensor seed = at::randint(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(),
-                                  {}, generator, at::TensorOptions(at::kLong));
+  const Tensor seed = new_seed(generator, probs.device());
   const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor sample = at::empty(probs.sizes(), probs.options());

@@ -64,9 +64,16 @@ bool read_cost(PyObject* value, const Tensor& x, Call& call) {
 bool read_mask(PyObject* value, const Tensor& x, Call& call) {
   if (value == Py_None) return true;
   if (!THPVariable_CheckExact(value)) return false;
-  call.mask = &THPVariable_Unpack(value);
-  return is_constant(*call.mask, x) && call.mask->scalar_type() == at::kBool &&
-         broadcasts(call.mask->sizes(), x.sizes());
+  call.mask = THPVariable_Unpack(value);
+  if (call.inputs.size() > 1) {  // the mask makes the cost one of each entry
+    call.signature.cost() = cost_fact(call.inputs[1].scalar_type(), true);
+  }
+  if (!is_constant(call.mask, x) || call.mask.scalar_type() != at::kBool) return false;
+  if (call.axis == -1) return broadcasts(call.mask.sizes(), x.sizes());
+  const at::IntArrayRef given = x.movedim(-1, call.axis).sizes();
+  if (!broadcasts(call.mask.sizes(), given)) return false;
+  call.mask = call.mask.expand(given).movedim(call.axis, -1);
+  return true;
 }
 
 std::optional<int64_t> cdf_fact(PyObject* value) {
@@ -90,10 +97,14 @@ Tensor for_launch(const Tensor& given, const Tensor& x) {
 
 bool read(Operator which, PyObject* const* args, Call& call) {
   const char* const roles = kOperators[which].roles;
-  const Tensor* const x = rows_in(args[0], args[std::strchr(roles, 'd') - roles]);
-  if (x == nullptr || !is_there(*x) || !x->is_contiguous()) return false;
-  call.signature = Signature(which, *x);
-  call.inputs.push_back(*x);
+  is_missed() = false;
+  const Tensor* const given = rows_along(args[0], args[std::strchr(roles, 'd') - roles], call.axis);
+  if (given == nullptr || !is_there(*given)) return false;
+  const Tensor x = call.axis == -1 ? *given : given->movedim(call.axis, -1);
+  // the ordinary way copies rows whose entries do not lie side by side, too, but no others
+  if (!x.is_contiguous() && (x.size(-1) == 1 || x.stride(-1) == 1)) return false;
+  call.signature = Signature(which, x);
+  call.inputs.push_back(x);
   int choice = 0, number = 0;
   for (int i = 1; roles[i] != 0; ++i) {
     PyObject* const value = args[i];
@@ -101,7 +112,7 @@ bool read(Operator which, PyObject* const* args, Call& call) {
       case 'k':
       case 'i':
       case 't':
-        if (!read_number(value, roles[i], *x, call.numbers[number], call.signature.number(number)))
+        if (!read_number(value, roles[i], x, call.numbers[number], call.signature.number(number)))
           return false;
         ++number;
         break;
@@ -113,10 +124,10 @@ bool read(Operator which, PyObject* const* args, Call& call) {
         break;
       }
       case 'w':
-        if (!read_cost(value, *x, call)) return false;
+        if (call.axis != -1 || !read_cost(value, x, call)) return false;
         break;
       case 'm':
-        if (!read_mask(value, *x, call)) return false;
+        if (!read_mask(value, x, call)) return false;
         break;
       case 'l':
       case 'r':

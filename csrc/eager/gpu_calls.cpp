@@ -2,8 +2,19 @@
 #include "eager/gpu_calls.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/copysign.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/flip.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/le.h>
+#include <ATen/ops/logical_not.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/neg.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 
 #include <cstring>
@@ -21,20 +32,19 @@ Tensor empty(at::IntArrayRef sizes, const Tensor& x, at::ScalarType dtype) {
                                    dtype, std::nullopt);
 }
 
-}  // namespace
-
-Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*> inputs,
-            c10::ArrayRef<const Number*> numbers) {
-  Results results;
-  auto values = prepared.parameters.values;
+// Start one of the launches, whose results lie at these addresses.
+bool start(const Step& step, c10::Device device, c10::ArrayRef<const void*> inputs,
+           c10::ArrayRef<const Number*> numbers, c10::ArrayRef<void*> results) {
+  auto values = step.parameters.values;
   bool aligned = true;
   const auto put_address = [&](int place, const void* address) {
     aligned = aligned && (reinterpret_cast<uintptr_t>(address) & kAligned) == 0;
     if (place != Parameters::kNot) std::memcpy(&values[place], &address, sizeof address);
   };
-  for (size_t i = 0; i < inputs.size(); ++i) put_address(prepared.inputs[i], inputs[i]);
+  for (size_t i = 0; i < inputs.size(); ++i) put_address(step.inputs[i], inputs[i]);
+  for (size_t i = 0; i < results.size(); ++i) put_address(step.results[i], results[i]);
   for (size_t i = 0; i < numbers.size(); ++i) {
-    const Numbered& given = prepared.numbers[i];
+    const Numbered& given = step.numbers[i];
     if (!given.by_value) {
       put_address(given.places[0], numbers[i]->tensor.const_data_ptr());
       continue;
@@ -47,47 +57,99 @@ Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*
       rest -= part;
     }
   }
-  if (!aligned) return {};
+  return aligned && gpu::start(*step.kernel, step.programs, values.data(), step.parameters.count, device);
+}
+
+}  // namespace
+
+Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*> inputs,
+            c10::ArrayRef<const Number*> numbers) {
+  Results results;
   results.first = empty(prepared.whole ? x.sizes() : x.sizes().slice(0, x.dim() - 1), x, prepared.dtype);
-  put_address(prepared.results[0], results.first.mutable_data_ptr());
+  c10::SmallVector<void*, 6> addresses{results.first.mutable_data_ptr()};
   if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, x, at::kDouble);
   if (prepared.scratch_bytes > 0) results.scratch = empty({prepared.scratch_bytes / 8}, x, at::kDouble);
   for (size_t i = 0; i < prepared.begins.size(); ++i) {
     void* const begin = (i < prepared.kept ? results.kept : results.scratch).mutable_data_ptr();
-    put_address(prepared.results[i + 1], static_cast<char*>(begin) + prepared.begins[i]);
+    addresses.push_back(static_cast<char*>(begin) + prepared.begins[i]);
   }
-  const bool started = aligned && gpu::start(*prepared.kernel, prepared.programs, values.data(),
-                                             prepared.parameters.count, x.device());
-  return started ? results : Results{};
+  for (const Step& step : prepared.steps) {
+    if (!start(step, x.device(), inputs, numbers, addresses)) return {};
+  }
+  return results;
 }
 
 namespace {
 
-// The result of a call; undefined if it is left to other ways.
-Tensor solved(Operator which, Call& call) {
-  const auto prepared = find(call.signature);
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// What the ordinary way does to the rows before the launch, in the same operations. Returns the signs of
+// entries that stand for their size.
+Tensor prepare_rows(Operator which, Call& call) {
+  Tensor &x = call.inputs[0], signs;
+  if (call.negated) x = at::neg(x);
+  if (!call.mask.defined()) return signs;
+  if (which == kSizes) {
+    signs = at::copysign(at::ones_like(x), x.detach());
+    x = at::mul(x, signs);
+  }
+  x = at::where(call.mask, x, at::Scalar(which == kSoftSort && call.reversed ? kInfinity : -kInfinity));
+  if (which == kBudget) {
+    call.inputs[1] = at::where(call.mask.expand(x.sizes()), call.inputs[1], at::Scalar(0));
+  }
+  return signs;
+}
+
+// And to the result.
+Tensor finished(Operator which, const Call& call, const Tensor& signs, Tensor y) {
+  if (call.reversed) y = at::flip(y, {-1});
+  if (!call.mask.defined()) return y;
+  const Tensor &x = call.inputs[0], &mask = call.mask;
+  switch (which) {
+    case kSizes:
+      return at::mul(y, signs);
+    case kSoftRank: {
+      const Tensor selected = mask.expand(x.sizes()), out = at::sum(at::logical_not(selected), {-1}, true);
+      const Tensor less = at::sub(y, at::mul(out, at::Scalar(0.5)));
+      const Tensor untied = at::where(at::eq(x, at::Scalar(-kInfinity)), less, y);
+      return at::mul(untied, selected).to(y.scalar_type());
+    }
+    case kSoftSort: {
+      const Tensor places = at::arange(1, x.size(-1) + 1, x.options().dtype(at::kLong));
+      const Tensor taken = at::le(places, at::sum(mask.expand(x.sizes()), {-1}, true));
+      return at::where(at::logical_or(taken, at::isnan(y)), y, at::Scalar(0));
+    }
+    default:
+      return y;
+  }
+}
+
+// The result of a call; undefined if it is left to other ways. With a draw it is a sample from what the
+// launch results in, with the gradient of that.
+Tensor solved(Operator which, Call& call, const Draw* draw = nullptr) {
+  const auto prepared = find_or_miss(call.signature);
   if (prepared == nullptr) return Tensor();
   RECORD_FUNCTION(std::string("khot::") + kOperators[which].name, std::vector<c10::IValue>());
   Tensor& x = call.inputs[0];
   const bool differentiable = which != kTopkMask && which != kSelectable;
   if (!differentiable && x.requires_grad()) x = x.detach();
   const c10::DeviceGuard current(x.device());
-  if (call.negated) x = at::neg(x);
-  if (call.mask != nullptr) {
-    x = at::where(*call.mask, x, at::Scalar(-std::numeric_limits<double>::infinity()));
-  }
+  const Tensor signs = prepare_rows(which, call);
   c10::SmallVector<const void*, 2> inputs;
-  for (const Tensor& input : call.inputs) inputs.push_back(input.const_data_ptr());
+  const Tensors dense = contiguous(call.inputs);
+  for (const Tensor& input : dense) inputs.push_back(input.const_data_ptr());
   c10::SmallVector<const Number*, kMostNumbers> numbers;
-  for (size_t i = 0; i < prepared->numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
-  const Results results = run(*prepared, x, inputs, numbers);
+  for (size_t i = 0; i < prepared->steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
+  Results results = run(*prepared, x, inputs, numbers);
+  if (draw != nullptr && results.first.defined()) results.first = draw->sample(results.first);
   if (!results.first.defined()) return Tensor();
   bool wanted = x.requires_grad();
   for (const Number& number : call.numbers) {
     wanted = wanted || (number.given.defined() && number.given.requires_grad());
   }
   if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results);
-  return results.first;
+  Tensor y = finished(which, call, signs, std::move(results.first));
+  return call.axis == -1 || which == kSelectable ? y : y.movedim(-1, call.axis);
 }
 
 // One of the operators that are plain on a GPU alone.
@@ -100,23 +162,32 @@ PyObject* call_or_none(Operator which, PyObject* const* args, Py_ssize_t count) 
 
 }  // namespace
 
+Tensors contiguous(const Tensors& inputs) {
+  Tensors found;
+  for (const Tensor& input : inputs) found.push_back(input.is_contiguous() ? input : input.contiguous());
+  return found;
+}
+
 PyObject* call(Operator which, PyObject* const* args) {
   if (driver().launch == nullptr) return nullptr;
   Call given;
   if (!read(which, args, given)) return nullptr;
   Tensor y = solved(which, given);
-  if (!y.defined()) return nullptr;
-  return THPVariable_Wrap(given.reversed ? at::flip(y, {-1}) : std::move(y));
+  return y.defined() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
 
 }  // namespace khot::gpu
 
 namespace khot {
 
+// missed(): whether the last call that was asked for is plain, but has no prepared launch.
+PyObject* missed(PyObject*, PyObject* const*, Py_ssize_t) { return PyBool_FromLong(gpu::is_missed()); }
+
 // soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
 KHOT_CALL(soft_topk_magnitude) {
   HANDLE_TH_ERRORS
-  return gpu::call_or_none(gpu::kMagnitude, args, count);
+  const bool masked = count == 8 && args[6] != Py_None;
+  return gpu::call_or_none(masked ? gpu::kSizes : gpu::kMagnitude, args, count);
   END_HANDLE_TH_ERRORS
 }
 
@@ -140,18 +211,47 @@ KHOT_CALL(soft_topk_of_selectable) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 9, "khot: soft_topk_of_selectable takes 9 arguments");
   using namespace gpu;
-  if (driver().launch == nullptr || args[6] != Py_None) Py_RETURN_NONE;
+  if (driver().launch == nullptr) Py_RETURN_NONE;
   Call given, counting;
   PyObject* const asked[] = {args[0], args[2], args[1]};
   if (!read(kSoftTopk, args, given) || given.negated || given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
   given.signature.number(0) = number_fact(at::kDouble, given.inputs[0].numel() == given.inputs[0].size(-1));
-  if (find(given.signature) == nullptr) Py_RETURN_NONE;
+  if (find_or_miss(given.signature) == nullptr) Py_RETURN_NONE;
+  prepare_rows(kSoftTopk, given);
+  given.mask.reset();
+  counting.inputs[0] = given.inputs[0];
   given.numbers[0].given = given.numbers[0].tensor = solved(kSelectable, counting);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   Tensor y = solved(kSoftTopk, given);
   if (!y.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+// sample_khot(logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, least)
+KHOT_CALL(sample_khot) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 11, "khot: sample_khot takes 11 arguments");
+  using namespace gpu;
+  if (driver().launch == nullptr || !named(args[3], "straight_through")) Py_RETURN_NONE;
+  if ((args[4] != Py_None && !named(args[4], "pareto")) || args[5] != Py_None || args[7] != Py_True) {
+    Py_RETURN_NONE;
+  }
+  static PyObject* const one = PyFloat_FromDouble(1);
+  PyObject* const asked[] = {args[0], args[1], args[2], one, args[6], Py_True, args[8], Py_None, Py_False};
+  Call given;
+  if (!read(kSoftTopk, asked, given)) Py_RETURN_NONE;
+  const at::ScalarType dtype = given.inputs[0].scalar_type();
+  const bool narrow = given.inputs[0].element_size() < 4;
+  if (narrow) given.signature.dtype() = static_cast<int64_t>(at::kFloat);
+  Draw draw;
+  if (find_or_miss(given.signature) == nullptr || !draw.find(given.signature, args[9], args[10]))
+    Py_RETURN_NONE;
+  if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
+  Tensor sample = solved(kSoftTopk, given, &draw);
+  if (!sample.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(narrow ? sample.to(dtype) : std::move(sample));
   END_HANDLE_TH_ERRORS
 }
 

@@ -5,7 +5,11 @@
 // `kOperators` in prepared.h and `LAUNCHES` in khot/_kernels/triton/native.py.
 #pragma once
 
+#include <ATen/core/Generator.h>
+
 #include <array>
+#include <memory>
+#include <optional>
 
 #include "eager/calls.h"
 #include "eager/plain.h"
@@ -25,17 +29,48 @@ using Numbers = std::array<Number, kMostNumbers>;
 
 struct Call {
   Signature signature;
-  Tensors inputs;  // the rows, and a cost
+  int64_t axis = -1;  // where the rows lie, counted from the end; below they lie in the last dimension
+  Tensors inputs;     // the rows, and a cost
   Numbers numbers;
-  const Tensor* mask = nullptr;
+  Tensor mask;
   bool negated = false, reversed = false;
 };
+
+// Whether the last call that was asked for is plain, but has no prepared launch: the ordinary way is to
+// prepare one.
+inline bool& is_missed() {
+  static bool last = false;
+  return last;
+}
+
+// The prepared launches; null, and the call is missed, if there are none.
+inline std::shared_ptr<const Prepared> find_or_miss(const Signature& signature) {
+  auto found = find(signature);
+  is_missed() = found == nullptr;
+  return found;
+}
 
 // A given number, which broadcasts with the rows of x, as a launch reads it.
 Tensor for_launch(const Tensor& given, const Tensor& x);
 
+// As a launch reads them.
+Tensors contiguous(const Tensors& inputs);
+
 // False for what is not plain.
 bool read(Operator which, PyObject* const* args, Call& call);
+
+// A sample by Pareto's design from rows of probabilities.
+struct Draw {
+  std::shared_ptr<const Prepared> prepared;
+  std::optional<at::Generator> generator;
+
+  // False if there are no launches for rows of probabilities like those of a signature; least is that of
+  // khot/_kernels/reference/draws.py.
+  bool find(const Signature& like, PyObject* given_generator, PyObject* least);
+
+  // Undefined, with no random number used, if nothing was started; unless the driver made an error.
+  Tensor sample(const Tensor& probs) const;
+};
 
 struct Results {
   Tensor first, kept, scratch;  // the first is undefined if nothing was started

@@ -33,7 +33,7 @@ struct Saved {
 // none.
 variable_list pulled(const Saved& saved, const Tensor& grad) {
   const Tensor& x = saved.inputs[0];
-  const auto forward = find(saved.signature);
+  const auto forward = find_or_miss(saved.signature);
   if (forward == nullptr) return {};
   Signature signature = saved.signature;
   signature.facts[0] = backward_of(signature.facts[0]);
@@ -53,10 +53,12 @@ variable_list pulled(const Saved& saved, const Tensor& grad) {
   if (prepared == nullptr || lacks(*prepared)) {  // some have another kernel for these gradients
     signature.asked() = 1;
     prepared = find(signature);
-    if (prepared == nullptr || lacks(*prepared)) return {};
+    is_missed() = prepared == nullptr || lacks(*prepared);
+    if (is_missed()) return {};
   }
   c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
-  for (const Tensor& input : saved.inputs) known.push_back(input.const_data_ptr());
+  const Tensors dense = contiguous(saved.inputs);
+  for (const Tensor& input : dense) known.push_back(input.const_data_ptr());
   known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
   for (size_t i = 0; i < forward->kept; ++i) {
     known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);

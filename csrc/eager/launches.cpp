@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -106,17 +107,95 @@ KHOT_CALL(start) {
   END_HANDLE_TH_ERRORS
 }
 
-// prepare(operator, backward, x, choices, table, programs, arguments, given): let plain calls with contiguous
-// rows like those of x make this launch of a remembered kernel. `given` has places among the arguments: of
-// the inputs; what these are, for a backward launch; of the results; the bytes of all results but the first;
-// of each number its pointer, its stride, and its parts by value; of a cost its pointer and its strides, or
-// nothing; which numbers a forward launch passes on; whether its first result is read again; how many of the
-// others are; which results of a backward launch are gradients of numbers; and whether it is made for these
-// alone (prepared.h).
+namespace gpu {
+namespace {
+
+using Places = std::vector<int>;
+
+// A launch that was made, and places among its arguments, or -1: of the inputs; of the results; of each
+// number its pointer, its stride, and its parts by value; and of a cost its pointer and its strides, or
+// nothing.
+struct Made {
+  Arguments arguments;
+  std::shared_ptr<const Compiled> kernel;
+  int64_t programs = 0;
+  Places inputs, results, cost;
+  std::vector<Places> numbers;
+
+  const Argument& at(int place) const {
+    TORCH_CHECK_INDEX(place >= 0 && place < arguments.count, "khot: there is no argument ", place);
+    return arguments.given[place];
+  }
+
+  // (table, programs, arguments, (inputs, results, numbers, cost)); false if its kernel is not remembered.
+  bool read(PyObject* launch) {
+    TORCH_CHECK_TYPE(PyTuple_CheckExact(launch) && PyTuple_GET_SIZE(launch) == 4,
+                     "khot: a launch is a tuple of 4");
+    const auto kernels = tables().find(pybind11::cast<int64_t>(PyTuple_GET_ITEM(launch, 0)));
+    programs = pybind11::cast<int64_t>(PyTuple_GET_ITEM(launch, 1));
+    if (kernels == tables().end() || !arguments.read(PyTuple_GET_ITEM(launch, 2))) return false;
+    const auto found = kernels->second.find(arguments.key());
+    if (found == kernels->second.end()) return false;
+    kernel = found->second;
+    std::tie(inputs, results, numbers, cost) =
+        pybind11::cast<std::tuple<Places, Places, std::vector<Places>, Places>>(
+            pybind11::handle(PyTuple_GET_ITEM(launch, 3)));
+    TORCH_CHECK_VALUE(numbers.size() <= kMostNumbers, "khot: prepare takes fewer numbers");
+    return true;
+  }
+
+  // As it is made again, and how its numbers and its cost are given; nothing for a launch that cannot be.
+  std::optional<Step> step(const Tensor& x, Signature& signature) const {
+    Step step{kernel, programs, Parameters(*kernel, arguments.given.data()), {}, {}, {}};
+    std::array<bool, kMostArguments> placed{};
+    const auto place_of = [&](int place) {
+      if (place < 0) return static_cast<int>(Parameters::kNot);
+      at(place);
+      placed[place] = true;
+      return static_cast<int>(step.parameters.places[place]);
+    };
+    for (const int place : inputs) step.inputs.push_back(place_of(place));
+    for (const int place : results) step.results.push_back(place_of(place));
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const Places& places = numbers[i];
+      Numbered number{{}, true};
+      if (places[0] >= 0 && at(places[0]).kind == Argument::Kind::kPointer) {
+        const int64_t stride = at(places[1]).integer;
+        number = {{place_of(places[0])}, false};
+        signature.number(static_cast<int>(i)) = number_fact(at(places[0]).dtype, stride == 0);
+      } else {
+        for (size_t part = 2; part < places.size(); ++part) number.places.push_back(place_of(places[part]));
+      }
+      step.numbers.push_back(std::move(number));
+    }
+    if (!cost.empty()) {
+      const int64_t row = at(cost[1]).integer, column = at(cost[2]).integer;
+      if (column != 1 || (row != 0 && row != x.size(-1))) return std::nullopt;
+      signature.cost() = cost_fact(at(cost[0]).dtype, row != 0);
+    }
+    for (int i = 0; i < arguments.count; ++i) {
+      // what was an address must be one of the call's own, and aligned
+      const Argument& argument = arguments.given[i];
+      if (argument.kind == Argument::Kind::kPointer && !(placed[i] && argument.aligned()))
+        return std::nullopt;
+    }
+    return step;
+  }
+};
+
+}  // namespace
+}  // namespace gpu
+
+// prepare(operator, backward, x, choices, launches, given): let plain calls with contiguous rows like those
+// of x make these launches of remembered kernels (`Made`). `given` has, of a backward launch, what its inputs
+// are; the bytes of all results, 0 for one that lies where the one before does; which numbers a forward
+// launch passes on; whether its first result is read again; how many of the others are; which results of a
+// backward launch are gradients of numbers; and whether it is made for these alone (prepared.h).
 KHOT_CALL(prepare) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8 && THPVariable_Check(args[2]) && PyTuple_CheckExact(args[3]),
-                   "khot: prepare takes 8 arguments");
+  TORCH_CHECK_TYPE(count == 6 && THPVariable_Check(args[2]) && PyTuple_CheckExact(args[3]) &&
+                       PyTuple_CheckExact(args[4]) && PyTuple_GET_SIZE(args[4]) > 0,
+                   "khot: prepare takes 6 arguments");
   using namespace gpu;
   const Tensor& x = THPVariable_Unpack(args[2]);
   int64_t which = -1;
@@ -132,77 +211,39 @@ KHOT_CALL(prepare) {
     signature.choice(static_cast<int>(i)) = *fact;
     choices()[*fact] = pybind11::reinterpret_borrow<pybind11::object>(choice);
   }
-  const int64_t table = PyLong_AsLongLong(args[4]), programs = PyLong_AsLongLong(args[5]);
-  if (PyErr_Occurred()) return nullptr;
-  const auto kernels = tables().find(table);
-  Arguments arguments;
-  if (kernels == tables().end() || !arguments.read(args[6])) Py_RETURN_FALSE;
-  const auto kernel = kernels->second.find(arguments.key());
-  if (kernel == kernels->second.end()) Py_RETURN_FALSE;
-
-  using Places = std::vector<int>;
-  const auto [inputs, sources, results, bytes, numbers, cost, passed_on, keeps_result, kept, pulls, asked] =
-      pybind11::cast<std::tuple<Places, Places, Places, std::vector<int64_t>, std::vector<Places>, Places,
-                                Places, bool, int, Places, bool>>(pybind11::handle(args[7]));
+  std::vector<Made> launches(PyTuple_GET_SIZE(args[4]));
+  for (size_t i = 0; i < launches.size(); ++i) {
+    if (!launches[i].read(PyTuple_GET_ITEM(args[4], i))) Py_RETURN_FALSE;
+  }
+  const auto [sources, bytes, passed_on, keeps_result, kept, pulls, asked] =
+      pybind11::cast<std::tuple<Places, std::vector<int64_t>, Places, bool, int, Places, bool>>(
+          pybind11::handle(args[5]));
+  const Made& first = launches[0];
+  TORCH_CHECK_VALUE(!bytes.empty() && bytes.size() == first.results.size(), "khot: prepare needs results");
   auto made = std::make_shared<Prepared>();
-  made->kernel = kernel->second;
-  made->programs = programs;
-  made->parameters = Parameters(*kernel->second, arguments.given.data());
-  std::array<bool, kMostArguments> placed{};
-  const auto at = [&](int place) -> const Argument& {
-    TORCH_CHECK_INDEX(place >= 0 && place < arguments.count, "khot: there is no argument ", place);
-    return arguments.given[place];
-  };
-  const auto place_of = [&](int place) {
-    at(place);
-    placed[place] = true;
-    return static_cast<int>(made->parameters.places[place]);
-  };
-  using Kind = Argument::Kind;
-  for (const int place : inputs) made->inputs.push_back(place_of(place));
-  for (const int place : results) made->results.push_back(place_of(place));
-  TORCH_CHECK_VALUE(!results.empty() && bytes.size() == results.size(), "khot: prepare needs results");
-  made->dtype = at(results[0]).dtype;
+  made->dtype = first.at(first.results[0]).dtype;
   made->whole = bytes[0] == x.numel() * static_cast<int64_t>(c10::elementSize(made->dtype));
   made->kept = static_cast<size_t>(kept);
   for (size_t i = 1; i < bytes.size(); ++i) {
     int64_t& end = i <= made->kept ? made->kept_bytes : made->scratch_bytes;
-    made->begins.push_back(end);
+    made->begins.push_back(bytes[i] == 0 && i > 1 ? made->begins.back() : end);
     end += (bytes[i] + 15) / 16 * 16;
   }
-  TORCH_CHECK_VALUE(numbers.size() <= kMostNumbers, "khot: prepare takes fewer numbers");
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const Places& places = numbers[i];
-    Numbered number{{}, true};
-    if (places[0] >= 0 && at(places[0]).kind == Kind::kPointer) {
-      const int64_t stride = at(places[1]).integer;
-      number = {{place_of(places[0])}, false};
-      signature.number(static_cast<int>(i)) = number_fact(at(places[0]).dtype, stride == 0);
-    } else {
-      for (size_t part = 2; part < places.size(); ++part) number.places.push_back(place_of(places[part]));
-    }
-    made->numbers.push_back(std::move(number));
-  }
-  if (!cost.empty()) {
-    const int64_t row = at(cost[1]).integer, column = at(cost[2]).integer;
-    if (column != 1 || (row != 0 && row != x.size(-1))) Py_RETURN_FALSE;
-    signature.cost() = cost_fact(at(cost[0]).dtype, row != 0);
+  for (const Made& launch : launches) {
+    auto step = launch.step(x, signature);
+    if (!step) Py_RETURN_FALSE;
+    made->steps.push_back(std::move(*step));
   }
   for (const int result : pulls) {
-    TORCH_CHECK_INDEX(result < static_cast<int>(results.size()), "khot: there is no result ", result);
-    const bool of_rows =
-        result > 0 && bytes[result] == x.numel() / x.size(-1) * 8 && at(results[result]).dtype == at::kDouble;
+    TORCH_CHECK_INDEX(result < static_cast<int>(bytes.size()), "khot: there is no result ", result);
+    const bool of_rows = result > 0 && bytes[result] == x.numel() / x.size(-1) * 8 &&
+                         first.at(first.results[result]).dtype == at::kDouble;
     made->pulls.push_back(of_rows ? result : -1);
   }
   signature.asked() = asked;
   made->sources = sources;
   made->passed_on = passed_on;
   made->keeps_result = keeps_result;
-  for (int i = 0; i < arguments.count; ++i) {
-    // what was an address must be one of the call's own, and aligned
-    const Argument& argument = arguments.given[i];
-    if (argument.kind == Kind::kPointer && !(placed[i] && argument.aligned())) Py_RETURN_FALSE;
-  }
   if (prepared().size() >= kMostPrepared) prepared().clear();
   prepared()[signature] = std::move(made);
   Py_RETURN_TRUE;

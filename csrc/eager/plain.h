@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -112,6 +113,12 @@ const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
   return "";
 }
 
+// The draw of khot/_ops/uniform.py, new_seed.
+inline Tensor new_seed(const std::optional<at::Generator>& generator, c10::Device device) {
+  return at::randint(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), {}, generator,
+                     at::TensorOptions(at::kLong).device(device));
+}
+
 using Context = torch::autograd::AutogradContext;
 using Variables = torch::autograd::variable_list;
 
@@ -156,17 +163,25 @@ inline std::optional<Cdf> cdf_of(PyObject* cdf) {
   return std::nullopt;
 }
 
-// A tensor that has its rows in the last dimension, in a plain state; null for everything else.
-inline const Tensor* rows_in(PyObject* input, PyObject* dim) {
+// A tensor that has its rows in a dimension, counted from the end as -1, -2 and so on, in a plain state; null
+// for everything else.
+inline const Tensor* rows_along(PyObject* input, PyObject* dim, int64_t& axis) {
   if (!PyLong_CheckExact(dim)) return nullptr;
   if (!THPVariable_CheckExact(input) || !plain_state()) return nullptr;
   const Tensor& x = THPVariable_Unpack(input);
   int overflow = 0;
   const long at = PyLong_AsLongAndOverflow(dim, &overflow);
-  if (overflow != 0) return nullptr;
-  if (x.dim() == 0 || (at != -1 && at != x.dim() - 1)) return nullptr;
+  if (overflow != 0 || at < -x.dim() || at >= x.dim()) return nullptr;
+  axis = at < 0 ? at : at - x.dim();
   if (!dtype_of(x) || x.numel() == 0) return nullptr;
   return x._fw_grad(0).defined() ? nullptr : &x;
+}
+
+// The same if that is the last dimension.
+inline const Tensor* rows_in(PyObject* input, PyObject* dim) {
+  int64_t axis = 0;
+  const Tensor* const x = rows_along(input, dim, axis);
+  return axis == -1 ? x : nullptr;
 }
 
 // The same on the CPU if it is plain, of at most so many entries. It is contiguous, or so small that a copy

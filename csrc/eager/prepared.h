@@ -24,7 +24,7 @@ namespace khot::gpu {
 //   d  the dim of the rows, the last       m  a mask or None
 //   k  how many, > 0, at most n            i  the same, an integer
 //   t  a number > 0                        c  a CDF without a parameter
-//   *  a choice: a name, a flag or a number, of which the launch depends
+//   *  a choice: a name, a flag or a number, of which the launches depend
 //   l  True, or False for rows that are negated      r  True, or False for a result in the other order
 //   T  True   F  False   N  None: others are not plain
 // Numbers (k, i, t) are those of Python or, of the same GPU, tensors with one for each row.
@@ -33,8 +33,8 @@ struct Described {
 };
 constexpr Described kOperators[] = {
     {"soft_topk", "xkdtclmN*"},      {"topk_mask", "xkdlmN"},   {"soft_topk_magnitude", "xidt*FNN"},
-    {"soft_budget", "xwtdtc**lNFN"}, {"soft_rank", "xdtcl**N"}, {"soft_sort", "xdtcr**N"},
-    {"selectable", "xdt"},
+    {"soft_budget", "xwtdtc**lmFN"}, {"soft_rank", "xdtcl**m"}, {"soft_sort", "xdtcr**m"},
+    {"selectable", "xdt"},           {"sizes", "xidt*FmN"},     {"pareto_sample", "xd**"},
 };
 
 constexpr int kMostNumbers = 2, kMostChoices = 3;
@@ -44,6 +44,7 @@ constexpr int kMostNumbers = 2, kMostChoices = 3;
 // gradients of numbers, where these have one of their own.
 struct Signature {
   std::array<int64_t, 5 + kMostChoices + kMostNumbers + 2> facts{};
+  int64_t& dtype() { return facts[2]; }
   int64_t& choice(int i) { return facts[5 + i]; }
   int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
   int64_t& cost() { return facts[5 + kMostChoices + kMostNumbers]; }
@@ -75,16 +76,21 @@ struct Numbered {
   bool by_value;
 };
 
-struct Prepared {
+// One launch, with places among its parameters, or Parameters::kNot.
+struct Step {
   std::shared_ptr<const Compiled> kernel;
   int64_t programs;
   Parameters parameters;
-
-  // Places among the parameters, or Parameters::kNot. The first result has the shape of x, or one number for
-  // each row. Of the others, those that a backward launch reads come first and share one tensor, and the rest
-  // share another; they begin there at these bytes.
   std::vector<int> inputs, results;
   std::vector<Numbered> numbers;
+};
+
+struct Prepared {
+  std::vector<Step> steps;
+
+  // The first result has the shape of x, or one number for each row. Of the others, those that a backward
+  // launch reads come first and share one tensor, and the rest share another; they begin there at these
+  // bytes.
   bool whole;
   at::ScalarType dtype;
   std::vector<int64_t> begins;
@@ -116,6 +122,12 @@ inline std::shared_ptr<const Prepared> find(const Signature& signature) {
 
 // ------------------------------------------------------------------------------------------ choices
 
+inline int64_t fact_of(double number) {
+  int64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits ^ 3;
+}
+
 // A choice as a fact. Names, numbers and flags have different ones.
 inline int64_t fact_of(std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325;
@@ -143,9 +155,7 @@ inline std::optional<int64_t> fact_of(PyObject* choice) {
   } else {
     return std::nullopt;
   }
-  int64_t bits = 0;
-  std::memcpy(&bits, &number, sizeof bits);
-  return bits ^ 3;
+  return fact_of(number);
 }
 
 // The choices of what was prepared, by their facts.

@@ -32,10 +32,11 @@ import torch
 from torch import Generator, Tensor
 
 from khot import baselines, cdfs, sampling
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
 from khot._core.precision import wide_dtype
+from khot._kernels.reference.order_sampling import LEAST
 from khot.cdfs import CDF, CDFName
 from khot.masks import soft_topk, topk_mask
 from khot.sampling import DesignName, conditional_poisson
@@ -139,6 +140,12 @@ def sample_khot(
         >>> x.sum(-1)
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
+    if eager.launching and not torch.compiler.is_compiling():
+        plain = eager.sample_khot(
+            logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, LEAST
+        )  # fmt: skip
+        if plain is not None:
+            return plain
     if estimator not in _NAMES:
         raise unknown("estimator", estimator, _ESTIMATORS)
     draw, takes, designs = _ESTIMATORS[estimator]
@@ -660,9 +667,10 @@ def _inclusion_probs(x: Tensor, k: Scalar | None, cdf: CDFName | CDF, tau: Scala
 
 
 def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Tensor:
-    small = pareto.draw_small(probs, -1, generator, False) if design == "pareto" else None
-    if small is not None:
-        return small
+    if design == "pareto" and arguments.readable(probs):
+        small = pareto.draw_small(probs, -1, generator, False)
+        if small is not None:
+            return small
     # a row of NaN draws nothing here; π − π.detach() makes it NaN again
     return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
 

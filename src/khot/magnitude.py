@@ -119,8 +119,10 @@ def _magnitude(
         arguments.check_flags(rescale=rescale)
         _check_p(p)
         s, sign = _absolute(input, dim, mask)
-        count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True).detach()
-        return s, sign, count, arguments.per_row(tau, "tau", s, low=0, low_open=True)
+        by_value = row.here and not rescale
+        count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True, by_value=by_value)
+        scale = arguments.per_row(tau, "tau", s, low=0, low_open=True, by_value=by_value)
+        return s, sign, arguments.detached(count), scale
 
     s, sign, count, scale = row.agree(prepare, k=k, tau=tau, p=p, rescale=rescale)
     row.check(k, s, integer=True)

@@ -1,5 +1,4 @@
-"""Launches without Python of calls whose numbers are learned: run by `test_native.py` with `launches.py`, of
-which these tests use the device."""
+"""Launches without Python of calls whose numbers are learned: run by `test_native.py` with `launches.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import khot
 import recorded
 from answers import answers
-from kernels.launches import COST, device, ordinary, same, scores, seen
+from kernels.launching import COST, device, ordinary, same, scores, seen
 from khot._core import eager
 from khot._kernels.triton import launch
 

@@ -1,5 +1,5 @@
-"""Launches without Python, on a driver that records them: `launches.py` and `launches_learned.py` in a
-process of their own, in which tensors on the CPU take the way of those on a GPU."""
+"""Launches without Python, on a driver that records them: the files `launches*.py` in a process of
+their own, in which tensors on the CPU take the way of those on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_launches_without_python(tmp_path: Path) -> None:
         "TRITON_LIBCUDA_PATH": str(tmp_path),
         "LD_LIBRARY_PATH": str(tmp_path),
     }
-    files = [f"tests/kernels/{name}.py" for name in ("launches", "launches_learned")]
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    files = [
+        f"tests/kernels/{name}.py"
+        for name in ("launches", "launches_plain", "launches_learned", "launches_samples")
+    ]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,10 +3,10 @@
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
 dispatch, checks and errors are there. Of all but the soft top-k, the soft count, its inverse and the top-k,
 only small calls are taken. On a GPU, calls of the operators in :data:`ON_GPUS` are taken once the ordinary
-way has made a call with rows like theirs, and has prepared a launch (:mod:`khot._kernels.triton.native`); the
-ordinary way's own launches go through :data:`start`. The extension is written in torch's C++ interface, which
-is not stable, so it is used with the torch that it was built with, whose version is in its name. Without it
-every call returns None.
+way has made a call with rows like theirs, and has prepared its launches (:mod:`khot._kernels.triton.native`),
+which it does where a plain call was :data:`missed`; the ordinary way's own launches go through :data:`start`.
+The extension is written in torch's C++ interface, which is not stable, so it is used with the torch that it
+was built with, whose version is in its name. Without it every call returns None.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ __all__ = [
     "inverse_soft_count",
     "launching",
     "load",
+    "missed",
     "pareto",
     "prepare",
     "remember",
+    "sample_khot",
     "selectable",
     "soft_budget",
     "soft_count",
@@ -65,7 +67,8 @@ topk_mask: _Call = _ordinary
 soft_rank: _Call = _ordinary
 #: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), likewise
 soft_sort: _Call = _ordinary
-#: pareto(probs, dim, generator, least): a sample of each row with the sum of p(1 − p) at least that
+#: pareto(probs, dim, generator, least): a sample of each row, on the CPU where its sum of p(1 − p) is at
+#: least that
 pareto: _Call = _ordinary
 
 # On a GPU alone:
@@ -80,6 +83,10 @@ selectable: _Call = _ordinary
 #: with fewer entries that may be selected gets all of them
 soft_topk_of_selectable: _Call = _ordinary
 
+#: sample_khot(logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, least): by the default
+#: estimator and design, with its gradient
+sample_khot: _Call = _ordinary
+
 #: The calls that are taken on a GPU
 ON_GPUS = (
     "soft_topk",
@@ -90,14 +97,18 @@ ON_GPUS = (
     "soft_sort",
     "selectable",
     "soft_topk_of_selectable",
+    "sample_khot",
+    "pareto",
 )
 
 #: start(table, programs, arguments): whether a remembered kernel of a GPU was started; if not, nothing was
 start: Callable[..., bool | None] = _ordinary
 #: remember(table, arguments, function, threads, shared, types): a kernel for arguments like these
 remember: Callable[..., bool | None] = _ordinary
-#: prepare(operator, backward, x, choices, table, programs, arguments, given): a launch for plain calls
+#: prepare(operator, backward, x, choices, launches, given): the launches of plain calls
 prepare: Callable[..., bool | None] = _ordinary
+#: missed(): whether the last call that was asked for is plain, but has no prepared launch
+missed: Callable[[], bool | None] = _ordinary
 #: forget(): all kernels and launches
 forget: Callable[[], None] = _ordinary
 
@@ -147,7 +158,7 @@ def use_driver(
         again: gives the gradients of some arguments of a call in the ordinary way.
         cdfs: as for :func:`load`.
     """
-    global start, remember, prepare, forget, launching
+    global start, remember, prepare, missed, forget, launching
     extension = _extension()
     if extension is None:
         return
@@ -156,7 +167,7 @@ def use_driver(
     extension.use_driver(launch, stream, hooks, unused, device, again)
     globals().update({name: getattr(extension, name) for name in ON_GPUS})
     start, remember = extension.start, extension.remember
-    prepare, forget = extension.prepare, extension.forget
+    prepare, missed, forget = extension.prepare, extension.missed, extension.forget
     launching = True
 
 

@@ -80,14 +80,16 @@ def available() -> bool:
 
 def register(device: str) -> None:
     for name in KERNELS:
-        kernel = _late(name)
+        kernel = _late(name, device.lower())
         torch.library.impl(f"khot::{name}", device)(kernel)
         OPERATORS[name].serve(device.lower(), kernel)
 
 
-def _late(name: str) -> Callable[..., Any]:
+def _late(name: str, device: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        return _kernels()[name](*args)
+        found = _kernels()[name]
+        OPERATORS[name].serve(device, found)  # which later calls find without this one
+        return found(*args)
 
     return kernel
 

@@ -12,18 +12,21 @@ formula does not hold (:mod:`.calibration`). It finds out on the device which th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from khot._core import eager
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.calibration import LARGEST_VARIANCE, calibrate
 from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
 from khot._kernels.triton.functions import place
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.mask import topk_mask
 
 HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
@@ -511,17 +514,21 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
         return reference.pareto_sample(probs, seed, least, tolerance)
     rows, source = batch.numel(), layout.rows(probs, n)
     out = probs.new_empty(probs.shape)
-    flags = torch.empty(rows + 1, dtype=torch.bool, device=probs.device)
-    drawn, probabilities = flags[:rows], flags[rows]
-    _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
+    flags = torch.empty(rows + 16, dtype=torch.bool, device=probs.device)
+    drawn, probabilities = flags[16:], flags[0]  # both where Triton takes an address to be aligned
+    first = _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
     programs = min(rows, max(1, CALIBRATED // n))
     numbers = torch.empty(programs * 2 * (n + 1), dtype=torch.float64, device=probs.device)
     width = min(CALIBRATED_WIDTH, triton.next_power_of_2(n + 1))
-    launch(
-        _careful, programs,
+    careful = variant(_careful, WIDTH=width, PAIRS=width, num_warps=4)
+    arguments = (
         *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64), n, least, tolerance,
-        rows, programs, WIDTH=width, PAIRS=width, num_warps=4,
+        rows, programs,
     )  # fmt: skip
+    careful(programs, *arguments)
+    if first is not None and eager.launching:
+        both = (first, (careful, programs, arguments))
+        native.prepare_all("pareto_sample", source[0], both, least, tolerance)
     return out, probabilities
 
 
@@ -534,17 +541,16 @@ def _by_formula(
     n: int,
     least: float,
     tolerance: float,
-) -> None:
-    """Draw from the rows that are of probabilities and have a d of at least `least`; `drawn` says which."""
+) -> tuple[Variant, int, tuple[Any, ...]] | None:
+    """Draw from the rows that are of probabilities and have a d of at least `least`; `drawn` says which.
+    Returns the launch, if it is one."""
     rows = drawn.numel()
     if n <= HELD:
         count, pairs, warps = pieces(n)
-        launch(
-            _pareto, rows,
-            *source, seed, out, drawn, probabilities, n, least, tolerance,
-            PIECES=count, PAIRS=pairs, num_warps=warps,
-        )  # fmt: skip
-        return
+        solver = variant(_pareto, PIECES=count, PAIRS=pairs, num_warps=warps)
+        arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
+        solver(rows, *arguments)
+        return solver, rows, arguments
     parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
     length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
     parts = triton.cdiv(n + 1, length)
@@ -565,6 +571,7 @@ def _by_formula(
         sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity, *rule,
         **which, WIDTH=1024, num_warps=8,
     )  # fmt: skip
+    return None
 
 
 KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _careful)

@@ -195,6 +195,7 @@ def _pull_exactly(
 
 
 KERNELS = (solve_magnitudes, pull_magnitudes)
+_NAMES = "sizes", "soft_topk_magnitude"  # of plain calls, without and with signs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -230,8 +231,7 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
     solver, _, programs, power = _variants(rows, n, p, signed, fine)
     arguments = (*source, *given[1], *given[2], y, hi, lo, rows, n, EVALUATIONS, power)
     solver(programs, *arguments)
-    if signed:
-        native.prepare("soft_topk_magnitude", source[0], solver, programs, arguments, p)
+    native.prepare(_NAMES[signed], source[0], solver, programs, arguments, p)
     return y, hi, lo
 
 
@@ -270,8 +270,8 @@ def _solve_back(
     _, puller, programs, _ = _variants(rows, n, p, signed, fine)
     arguments = (*source, *results, *incoming, *rest, *goal, *t, *tau_row, ds, dtau, rows, n)
     puller(programs, *arguments)
-    if signed and rest.pointer is None and rest.high == 0:
-        native.prepare("soft_topk_magnitude", source[0], puller, programs, arguments, p, backward=True)
+    if rest.pointer is None and rest.high == 0:
+        native.prepare(_NAMES[signed], source[0], puller, programs, arguments, p, backward=True)
     return ds, dtau
 
 

@@ -22,7 +22,7 @@ from khot import cdfs
 from khot._core import arguments, eager
 from khot._core.dispatch import OPERATORS
 
-__all__ = ["SCRATCH", "prepare", "remember", "use"]
+__all__ = ["SCRATCH", "prepare", "prepare_all", "remember", "use"]
 
 #: How many pointers Triton's launcher passes after a kernel's parameters, by Triton's version: those to
 #: scratch memory, for the kernel and for a profiler. They are null for kernels that ask for none.
@@ -35,11 +35,12 @@ WARP = 32
 
 
 class Launch(NamedTuple):
-    """What a launch for a plain call gets anew, by the names of the kernel's parameters.
+    """What a launch for a plain call gets anew, by the names of the kernel's parameters; or several, which
+    share their results.
 
     Attributes:
-        inputs: what is read: the rows "x", a "cost", the gradient "grad", and results of the forward launch,
-            as "out=y" where the parameter has another name.
+        inputs: what is read: the rows "x", a "cost", a "seed", the gradient "grad", and results of the
+            forward launch, as "out=y" where the parameter has another name.
         results: what is written. The call has the first of them. A backward launch may read the others, of
             which those that it reads come first.
         numbers: the parameters that are a number or one for each row.
@@ -53,6 +54,11 @@ class Launch(NamedTuple):
     numbers: tuple[str, ...]
 
 
+_MAGNITUDE = (
+    Launch(("x",), ("out", "hi", "lo"), ("k", "tau")),
+    Launch(("grad", "x", "out=y", "hi", "lo"), ("dx", "dtau"), ("k", "tau")),
+)
+
 #: The launches of the operators in ``csrc/eager/prepared.h``: forward, and backward if there is one.
 LAUNCHES = {
     "soft_topk": (
@@ -61,10 +67,9 @@ LAUNCHES = {
     ),
     "topk_mask": (Launch(("x",), ("out",), ("k",)),),
     "selectable": (Launch(("x",), ("out",), ("most",)),),
-    "soft_topk_magnitude": (
-        Launch(("x",), ("out", "hi", "lo"), ("k", "tau")),
-        Launch(("grad", "x", "out=y", "hi", "lo"), ("dx", "dtau"), ("k", "tau")),
-    ),
+    "soft_topk_magnitude": _MAGNITUDE,
+    "sizes": _MAGNITUDE,
+    "pareto_sample": (Launch(("x", "seed"), ("out", "drawn", "probabilities", "numbers", "keys"), ()),),
     "soft_budget": (
         Launch(("x", "cost"), ("out", "hi", "lo"), ("budget", "tau")),
         Launch(("grad", "x", "cost", "hi", "lo"), ("dx", "dcost", "dbudget", "dtau"), ("tau",)),
@@ -85,6 +90,7 @@ ORDINARY: dict[str, Callable[..., Tensor]] = {
         0, "soft_topk", x, k, tau, *cdfs.resolve(cdf).key, "log" if log else "y"
     ),
     "soft_topk_magnitude": lambda x, k, tau, p: _call(0, "magnitude_with_signs", x, k, tau, p),
+    "sizes": lambda x, k, tau, p: _call(0, "soft_topk_magnitude", x, k, tau, p),
     "soft_budget": lambda x, cost, budget, tau, cdf, by, at_most: _call(
         0, "soft_budget", x, cost, budget, tau, *cdfs.resolve(cdf).key, by, at_most
     ),
@@ -173,40 +179,63 @@ def prepare(
     programs: int,
     arguments: tuple[Any, ...],
     *choices: Any,
+    **known: Any,
+) -> None:
+    """Let plain calls of the operator with contiguous rows like those of x make the launch just made: see
+    :func:`prepare_all`."""
+    if eager.missed():
+        prepare_all(operator, x, ((variant, programs, arguments),), *choices, **known)
+
+
+def prepare_all(
+    operator: str,
+    x: Tensor,
+    launches: tuple[tuple[Any, int, tuple[Any, ...]], ...],
+    *choices: Any,
     backward: bool = False,
     asked: bool | None = None,
 ) -> None:
-    """Let plain calls of the operator with contiguous rows like those of x make the launch just made.
+    """Let plain calls of the operator with contiguous rows like those of x make the launches just made.
 
     Args:
-        choices: the names, flags and numbers that decide the launch beside x, in the order of the call.
-        backward: whether it is the launch of the gradients of such calls.
-        asked: whether that computes the gradients of the numbers, if there is another launch that does not,
-            or does.
+        launches: of each the variant, the programs, and the arguments.
+        choices: the names, flags and numbers that decide the launches beside x, in the order of the call.
+        backward: whether they compute the gradients of such calls.
+        asked: whether these are the gradients of the numbers, too, if there is another launch for only the
+            others, or for all.
     """
-    if not eager.launching:
+    if not eager.missed():  # the call is not plain, or its launches are prepared
         return
-    given = _given(variant.kernel, operator, backward, asked)
-    read, results = given[0], [arguments[at] for at in given[2]]
-    for at, source in zip(read, given[1] or (1, 2), strict=False):
-        value = arguments[at]
-        like_x = source == 0 and (value.dtype != x.dtype or value.numel() != x.numel())  # a gradient
-        if like_x or not (value.is_contiguous() or given[4][:1] == (at,)):
-            return
-    sizes = tuple(result.nbytes for result in results)
-    eager.prepare(
-        operator, backward, x, choices, variant.table, programs, arguments, (*given[:3], sizes, *given[3:])
-    )
+    sources, *rest = _told(operator, backward, asked)
+    results: list[Tensor | None] = [None] * len(LAUNCHES[operator][backward].results)
+    told = []
+    for variant, programs, given in launches:
+        places = _places(variant.kernel, operator, backward)
+        for at, source in zip(places[0], sources or (1, 2), strict=False):
+            value = given[at]
+            like_x = source == 0 and (value.dtype != x.dtype or value.numel() != x.numel())  # a gradient
+            if like_x or not (value.is_contiguous() or places[3][:1] == (at,)):
+                return
+        results = [given[at] if at >= 0 else before for at, before in zip(places[1], results, strict=True)]
+        told.append((variant.table, programs, given, places))
+    eager.prepare(operator, backward, x, choices, tuple(told), (sources, _sizes(results), *rest))
+
+
+def _sizes(results: list[Tensor | None]) -> list[int]:
+    """The bytes of each result, 0 for one that lies where the one before does."""
+    sizes, before = [], None
+    for result in results:
+        assert result is not None
+        address = result.data_ptr()
+        sizes.append(0 if address == before else result.nbytes)
+        before = address
+    return sizes
 
 
 @functools.cache
-def _given(kernel: Any, operator: str, backward: bool, asked: bool | None) -> tuple[Any, ...]:
-    """What the extension is told of a launch, but for the sizes of its results."""
-    names, forward = kernel.arg_names, LAUNCHES[operator][0]
-    launch = LAUNCHES[operator][backward]
-    known = ("grad", *forward.inputs, *forward.results)
-    last = LAUNCHES[operator][-1]
-    gradients = {} if asked is False else {name: at for at, name in enumerate(launch.results)}
+def _places(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
+    """Where the arguments of a launch are that a call has anew."""
+    names, launch = kernel.arg_names, LAUNCHES[operator][backward]
 
     def place(name: str) -> int:
         return names.index(name) if name in names else -1
@@ -217,10 +246,20 @@ def _given(kernel: Any, operator: str, backward: bool, asked: bool | None) -> tu
 
     return (
         tuple(place(f"{name.rpartition('=')[2]}_pointer") for name in launch.inputs),
-        tuple(known.index(name.partition("=")[0]) for name in launch.inputs) if backward else (),
         tuple(place(f"{name}_pointer") for name in launch.results),
         tuple(map(number, launch.numbers)),
         tuple(map(place, ("cost_pointer", "cost_row", "cost_column"))) if "cost" in launch.inputs else (),
+    )
+
+
+@functools.cache
+def _told(operator: str, backward: bool, asked: bool | None) -> tuple[Any, ...]:
+    """What the extension is told of launches besides, but for the sizes of their results."""
+    forward, last, launch = (LAUNCHES[operator][at] for at in (0, -1, backward))
+    known = ("grad", *forward.inputs, *forward.results)
+    gradients = {} if asked is False else {name: at for at, name in enumerate(launch.results)}
+    return (
+        tuple(known.index(name.partition("=")[0]) for name in launch.inputs) if backward else (),
         () if backward or last is forward else tuple(map(forward.numbers.index, last.numbers)),
         any(name.startswith("out=") for name in last.inputs),
         0 if backward else sum(name in last.inputs for name in forward.results[1:]),

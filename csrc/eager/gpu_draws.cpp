@@ -1,0 +1,65 @@
+// Samples by Pareto's design on a GPU: a seed from torch's generator, as the ordinary way takes one, and
+// prepared launches.
+#include <torch/csrc/Generator.h>
+
+#include <limits>
+
+#include "eager/gpu_calls.h"
+
+namespace khot::gpu {
+namespace {
+
+double epsilon(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return 0x1p-10;
+    case at::kBFloat16:
+      return 0x1p-7;
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+}  // namespace
+
+bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* least) {
+  Signature signature;
+  for (int i = 1; i < 5; ++i) signature.facts[i] = like.facts[i];
+  signature.facts[0] = kParetoSample;
+  const auto formula = fact_of(least);
+  if (!formula) return false;
+  signature.choice(0) = *formula;
+  const auto dtype = static_cast<at::ScalarType>(signature.dtype());
+  signature.choice(1) = fact_of(static_cast<double>(signature.facts[4]) * epsilon(dtype));
+  prepared = find_or_miss(signature);
+  if (given_generator == Py_None) return prepared != nullptr;
+  if (!THPGenerator_Check(given_generator)) return false;
+  generator = THPGenerator_Unwrap(given_generator);
+  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.facts[1]));
+  return prepared != nullptr && generator->device() == device;
+}
+
+Tensor Draw::sample(const Tensor& probs) const {
+  const void* const address = probs.const_data_ptr();
+  if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0 || !unwatched()) return Tensor();
+  const Tensor seed = new_seed(generator, probs.device());
+  RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
+  const void* const inputs[] = {address, seed.const_data_ptr()};
+  return run(*prepared, probs, inputs, {}).first;
+}
+
+PyObject* pareto(PyObject* const* args) {
+  is_missed() = false;
+  if (driver().launch == nullptr) return nullptr;
+  const Tensor* const probs = rows_in(args[0], args[1]);
+  if (probs == nullptr || !is_there(*probs) || !probs->is_contiguous()) return nullptr;
+  Draw draw;
+  if (!draw.find(Signature(kParetoSample, *probs), args[2], args[3])) return nullptr;
+  const c10::DeviceGuard current(probs->device());
+  Tensor sample = draw.sample(*probs);
+  return sample.defined() ? THPVariable_Wrap(std::move(sample)) : nullptr;
+}
+
+}  // namespace khot::gpu

@@ -1,0 +1,285 @@
+"""Plain calls without Python: run by `test_native.py` with `launches.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import khot
+import recorded
+from answers import answers
+from kernels.launching import (
+    COST,
+    EACH,
+    agrees,
+    device,
+    ordinary,
+    prepare,
+    same,
+    scores,
+    seen,
+    with_gradient,
+)
+from khot._core import eager
+from khot._kernels.triton import launch
+
+__all__ = ["device", "seen"]  # fixtures
+
+CDFS = ("logistic", "laplace", "normal", "uniform")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+#: Calls of rows (6, 32) that are plain, and the extension's names for them.
+PLAIN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "magnitude": ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, 3, tau=0.7)),
+    "magnitude, p": ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, 3, p=1.5)),
+    "magnitude, k": ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, torch.arange(6), tau=EACH)),
+    "budget": ("soft_budget", lambda x: khot.soft_budget(x, COST, 3.3, tau=0.7)),
+    "budget of columns": ("soft_budget", lambda x: khot.soft_budget(x, COST[0], 3.3, cdf="normal")),
+    "budget, by value": ("soft_budget", lambda x: khot.soft_budget(x, COST, EACH, by="value", at_most=True)),
+    "budget, smallest": ("soft_budget", lambda x: khot.soft_budget(x, COST, 3, largest=False)),
+    "rank": ("soft_rank", lambda x: khot.soft_rank(x, tau=0.7)),
+    "rank, descending": ("soft_rank", lambda x: khot.soft_rank(x, tau=EACH, descending=True)),
+    "sort": ("soft_sort", lambda x: khot.soft_sort(x, tau=0.7)),
+    "sort, descending": ("soft_sort", lambda x: khot.soft_sort(x, tau=EACH, descending=True)),
+    "magnitude, masked": ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, 3, mask=COST > 0.3)),
+    "budget, masked": ("soft_budget", lambda x: khot.soft_budget(x, COST[0], 3.3, mask=COST > 0.3)),
+    "budget, masked columns": (
+        "soft_budget",
+        lambda x: khot.soft_budget(x, COST, EACH, mask=COST[0] > 0.3, largest=False),
+    ),
+    "rank, masked": ("soft_rank", lambda x: khot.soft_rank(x, tau=0.7, mask=COST > 0.3)),
+    "rank, descending, masked columns": (
+        "soft_rank",
+        lambda x: khot.soft_rank(x, descending=True, mask=COST[0] > 0.3),
+    ),
+    "sort, masked": ("soft_sort", lambda x: khot.soft_sort(x, tau=0.7, mask=COST > 0.3)),
+    "sort, descending, masked columns": (
+        "soft_sort",
+        lambda x: khot.soft_sort(x, descending=True, mask=COST[0] > 0.3),
+    ),
+    "transport": ("soft_topk", lambda x: khot.ot_topk(x, 3, epsilon=0.3)),
+    "masked": ("soft_topk", lambda x: khot.soft_topk(x, 3, mask=COST > 0.3)),
+    "masked columns": ("soft_topk", lambda x: khot.soft_topk(x, 3, mask=COST[0] > 0.3)),
+    "smallest": ("soft_topk", lambda x: khot.log_soft_topk(x, 3, largest=False)),
+    "k of each row": ("soft_topk", lambda x: khot.soft_topk(x, EACH)),
+    "k of each row, integers": ("soft_topk", lambda x: khot.soft_topk(x, torch.arange(1, 7))),
+    "k of each row, strided": ("soft_topk", lambda x: khot.soft_topk(x, EACH.double().repeat(2)[::2] + 1)),
+    "tau of each row": ("soft_topk", lambda x: khot.soft_topk(x, 3, tau=EACH.double())),
+    "both of all rows": ("soft_topk", lambda x: khot.soft_topk(x, EACH[:1] + 2, tau=EACH[:1])),
+}
+
+
+#: The same of their columns, which are copied. Gradients come in other strides, so their launches differ.
+COLUMNS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "columns": ("soft_topk", lambda x: khot.soft_topk(x, 3, 0)),
+    "columns, masked": ("soft_topk", lambda x: khot.soft_topk(x, EACH.new_ones(32), -2, mask=COST > 0.3)),
+    "columns, as rows": ("soft_topk", lambda x: khot.soft_topk(x.mT, 3).mT),
+    "columns, hard": ("topk_mask", lambda x: khot.topk_mask(x, 3, 0) * x),
+    "columns of magnitudes": ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, 3, 0)),
+    "columns of ranks, masked": ("soft_rank", lambda x: khot.soft_rank(x, 0, mask=COST[:, :1] > 0.3)),
+    "columns of a sort": ("soft_sort", lambda x: khot.soft_sort(x, 0)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN | COLUMNS)
+def test_plain_calls_are_those_of_the_ordinary_way(name: str, seen: list[recorded.Launch]) -> None:
+    entry, call = (PLAIN | COLUMNS)[name]
+    agrees(call, scores(6, 32), entry)
+
+
+def test_columns_of_more_dimensions(seen: list[recorded.Launch]) -> None:
+    mask = scores(3, 1) > -0.5
+    agrees(lambda x: khot.soft_topk(x, x.new_full((2, 5), 1.5), 1, mask=mask), scores(2, 3, 5))
+    agrees(lambda x: khot.soft_sort(x, 0, descending=True), scores(4, 3, 5), "soft_sort")
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_prepared_launches_of_columns(name: str, seen: list[recorded.Launch]) -> None:
+    entry, call = COLUMNS[name]
+    x = scores(6, 32)
+    with ordinary():
+        call(x)
+    call(x)
+    seen.clear()
+    with ordinary():
+        call(x)
+    with answers(entry) as answered:
+        call(x)
+    tritons, own = seen
+    assert answered == [True]
+    assert (own.function, own.place) == (tritons.function, tritons.place)
+    kinds = (*recorded.compiled[own.function - 1].kept.values(), "scratch", "scratch")
+    for kind, a, b in zip(kinds, own.values, tritons.values, strict=True):
+        assert a != 0 if kind.startswith("*") else a == b
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[recorded.Launch]) -> None:
+    """All but the addresses, which are those of other tensors, and as many of these as there are."""
+    entry, call = PLAIN[name]
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    prepare(call, x)
+    seen.clear()
+    with ordinary():
+        with_gradient(call, x, grad)
+    wanted = list(seen)
+    seen.clear()
+    with answers(entry) as answered:
+        with_gradient(call, x, grad)
+    assert answered == [True] and len(seen) == len(wanted) == 2
+    for own, tritons in zip(seen, wanted, strict=True):
+        assert (own.function, own.place) == (tritons.function, tritons.place)
+        kept = recorded.compiled[own.function - 1].kept
+        for kind, a, b in zip(
+            (*kept.values(), "scratch", "scratch"), own.values, tritons.values, strict=True
+        ):
+            assert a != 0 if kind.startswith("*") else a == b
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_calls_have_second_derivatives(name: str, seen: list[recorded.Launch]) -> None:
+    entry, call = PLAIN[name]
+    x, v = scores(6, 32).requires_grad_(), scores(6, 32).flip(0)
+
+    def derivatives() -> list[Tensor]:
+        y = call(x)
+        (dx,) = torch.autograd.grad(y, x, v, create_graph=True)
+        return [y.detach(), dx.detach(), *torch.autograd.grad(dx.square().sum(), x)]
+
+    with ordinary():
+        wanted = derivatives()
+    prepare(call, x)
+    with answers(entry) as answered:
+        found = derivatives()
+    assert answered == [True]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["magnitude", "budget", "rank, descending", "k of each row"])
+def test_a_gradient_without_a_prepared_launch(name: str, seen: list[recorded.Launch]) -> None:
+    """That of rows of which only the forward launch has been made; afterwards it is prepared."""
+    entry, call = PLAIN[name]
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    with ordinary():
+        wanted = with_gradient(call, x, grad)
+    eager.forget(), launch.forget()
+    call(x)
+    call(x)
+    for launches in (4, 2):
+        seen.clear()
+        with answers(entry) as answered:
+            assert same(with_gradient(call, x, grad), wanted)
+        assert answered == [True] and len(seen) <= launches
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_gradients_that_are_not_as_a_launch_reads_them(name: str, seen: list[recorded.Launch]) -> None:
+    """Those of a sum, which are one number, and those that begin anywhere: the second is prepared."""
+    entry, call = PLAIN[name]
+    x, held = scores(6, 32).requires_grad_(), scores(6 * 32 + 1).flip(0)
+    for grad in (torch.ones(()).expand(6, 32), held[1:].view(6, 32)):
+        with ordinary():
+            wanted = torch.autograd.grad(call(x), x, grad.contiguous())[0]
+        eager.forget(), launch.forget()
+        call(x.detach())
+        for _ in range(2):
+            seen.clear()
+            with answers(entry) as answered:
+                found = torch.autograd.grad(call(x), x, grad)[0]
+            assert answered == [True] and torch.equal(found, wanted)
+        assert len(seen) == 2
+
+
+def test_compiled_autograd_takes_the_node_as_it_is(seen: list[recorded.Launch]) -> None:
+    from torch._dynamo import compiled_autograd
+
+    x = scores(6, 32)
+    entry, call = PLAIN["magnitude, k"]
+    with ordinary():
+        wanted = with_gradient(call, x, torch.ones_like(x))
+    prepare(call, x)
+    leaf = x.clone().requires_grad_()
+    compiler = partial(torch.compile, backend="eager")
+    with compiled_autograd._enable(compiler), answers(entry) as answered:
+        call(leaf).backward(torch.ones_like(x))
+    assert answered == [True] and leaf.grad is not None and torch.equal(leaf.grad, wanted[1])
+
+
+def test_what_is_read_again_is_not_to_be_changed(seen: list[recorded.Launch]) -> None:
+    x, tau = scores(6, 32).requires_grad_(), EACH.clone()
+    for _ in range(2):
+        with answers() as answered:
+            y = khot.soft_topk(x, 3, tau=tau)
+    assert answered == [True]
+    tau.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(37, 33), (7,), (2, 3, 16), (5, 1)], ids=str)
+def test_results_are_those_of_the_ordinary_way(shape: tuple[int, ...], seen: list[recorded.Launch]) -> None:
+    k = min(2, shape[-1] / 2)
+    agrees(lambda x: khot.soft_topk(x, k, tau=0.7), scores(*shape))
+    agrees(lambda x: khot.soft_topk(x, k, hard=True), scores(*shape))
+    if len(shape) == 3:
+        agrees(lambda x: khot.log_soft_topk(x, k, x.dim() - 1), scores(*shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cdf", CDFS)
+def test_every_cdf_and_dtype_is_taken(cdf: Any, dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
+    if cdf == "logistic" or dtype == torch.float32:
+        agrees(lambda x: khot.soft_topk(x, 2, cdf=cdf), scores(6, 32, dtype=dtype))
+        agrees(lambda x: khot.soft_topk(x, 2, cdf=khot.cdfs.resolve(cdf)), scores(6, 32, dtype=dtype))
+
+
+def test_names_and_masks_take_the_same_way(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32)
+    for name, call in (
+        ("soft_topk", lambda: khot.sigmoid_topk(x, 3)),
+        ("soft_topk", lambda: khot.laplace_topk(x, 3)),
+        ("soft_topk", lambda: khot.sparse_topk(x, 3)),
+        ("topk_mask", lambda: khot.topk_mask(x, 3)),
+        ("topk_mask", lambda: khot.topk_mask(x, 2.5)),
+    ):
+        with ordinary():
+            wanted = call()
+        call()
+        with answers(name) as answered:
+            assert torch.equal(call(), wanted)
+        assert answered == [True]
+
+
+def test_layers_take_the_same_way(seen: list[recorded.Launch]) -> None:
+    """A layer asks how many entries of each row may be selected, and passes that on."""
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    x[0, 2:] = -torch.inf
+    for layer in (
+        khot.nn.SoftTopK(3),
+        khot.nn.SoftTopK(3, 0),
+        partial(khot.nn.SoftTopK(3), mask=COST[0] > 0.3),
+    ):
+        with ordinary():
+            wanted = with_gradient(layer, x, grad)
+        prepare(layer, x)
+        with answers("soft_topk_of_selectable") as answered:
+            found = with_gradient(layer, x, grad)
+        assert answered == [True] and same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_calls_in_every_dtype(dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
+    mask, x = COST[0] > 0.3, scores(6, 32, dtype=dtype)
+    for name, call in (
+        ("soft_topk_magnitude", lambda x: khot.soft_topk_magnitude(x, 3, mask=mask)),
+        ("soft_budget", lambda x: khot.soft_budget(x, COST, 3.3, mask=mask)),
+        ("soft_rank", lambda x: khot.soft_rank(x, mask=mask)),
+        ("soft_sort", lambda x: khot.soft_sort(x, mask=mask)),
+    ):
+        agrees(call, x, name)
+        assert call(x).dtype == dtype

@@ -1,0 +1,198 @@
+"""Samples without Python: run by `test_native.py` with `launches.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+import khot
+import recorded
+from answers import answers
+from kernels.launching import COST, device, ordinary, prepare, same, scores, seen, with_gradient
+from khot._core import eager
+from khot._kernels.triton import launch
+
+__all__ = ["device", "seen"]  # fixtures
+
+Call = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_prepared() -> None:
+    eager.forget(), launch.forget()
+
+
+#: Plain samples of rows (..., 32), with a generator.
+SAMPLES: dict[str, Call] = {
+    "default": lambda x, **g: khot.sample_khot(x, 3, **g),
+    "design": lambda x, **g: khot.sample_khot(x, 2.5, design="pareto", cdf="laplace", **g),
+    "k of each row": lambda x, **g: khot.sample_khot(x, x.new_full(x.shape[:-1], 4), **g),
+    "masked": lambda x, **g: khot.sample_khot(x, 3, mask=COST[0] > 0.3, **g),
+    "columns": lambda x, **g: khot.sample_khot(x, 1.5, 0, **g),
+    "float16": lambda x, **g: khot.sample_khot(x.half(), 3, **g).float(),
+    "bfloat16, masked": lambda x, **g: khot.sample_khot(x.bfloat16(), 3, mask=COST[0] > 0.3, **g).float(),
+}
+every_sample = pytest.mark.parametrize("name", SAMPLES)
+
+
+def with_state(call: Call, x: Tensor, given: bool) -> tuple[list[Tensor], Tensor]:
+    """The sample, its gradient, and the state of the generator after it."""
+    torch.manual_seed(5)
+    generator = Generator().manual_seed(6)
+    options: dict[str, Any] = {"generator": generator} if given else {}
+    found = with_gradient(lambda x: call(x, **options), x, scores(*x.shape).flip(0))
+    return found, generator.get_state() if given else torch.get_rng_state()
+
+
+@every_sample
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 32)], ids=str)
+def test_samples_are_those_of_the_ordinary_way(
+    name: str, shape: tuple[int, ...], seen: list[recorded.Launch]
+) -> None:
+    call, x = SAMPLES[name], scores(*shape)
+    for given in (False, True):
+        with ordinary():
+            wanted, state = with_state(call, x, given)
+        for _ in range(2):  # the gradient of columns is prepared by the second call
+            with_state(call, x, given)
+        seen.clear()
+        with answers("sample_khot") as answered:
+            found, after = with_state(call, x, given)
+        assert answered == [True]
+        assert same(found, wanted) and torch.equal(after, state)
+        assert len(seen) == 4  # the soft top-k, its gradient, and two of the draw
+        y = found[0]
+        assert set(y.unique().tolist()) <= {0, 1} and not y.eq(0).all()
+
+
+@every_sample
+def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[recorded.Launch]) -> None:
+    call, x = SAMPLES[name], scores(6, 32)
+    prepare(call, x)
+    seen.clear()
+    with ordinary():
+        call(x)
+    wanted = list(seen)
+    seen.clear()
+    with answers("sample_khot") as answered:
+        call(x)
+    assert answered == [True] and len(seen) == len(wanted) == 3
+    for own, tritons in zip(seen, wanted, strict=True):
+        assert (own.function, own.place) == (tritons.function, tritons.place)
+        kept = recorded.compiled[own.function - 1].kept
+        for kind, a, b in zip(
+            (*kept.values(), "scratch", "scratch"), own.values, tritons.values, strict=True
+        ):
+            assert a != 0 if kind.startswith("*") else a == b
+
+
+def test_rows_with_a_nan(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32)
+    x[2, 5] = torch.nan
+    call = SAMPLES["default"]
+    with ordinary():
+        wanted, _ = with_state(call, x, True)
+    with_state(call, x, True)
+    with answers("sample_khot") as answered:
+        found, _ = with_state(call, x, True)
+    assert answered == [True] and found[0][2].isnan().all() and not found[0][:2].isnan().any()
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_samples_of_probabilities(dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
+    """Also those of ``k=None``, which are NaN only where a logit is."""
+    probs = torch.sigmoid(scores(6, 32)).to(dtype)
+    probs[1, 3] = torch.nan
+    for name, call in (
+        ("sample", lambda g: khot.sampling.sample(probs, generator=g)),
+        ("size", lambda g: khot.sample_khot(probs, generator=g)),
+        ("second order", lambda g: khot.sample_khot(probs[2:], 3, estimator="second_order", generator=g)),
+    )[: 2 if dtype == torch.float64 else 3]:  # nothing is written in the place of float64's soft top-k
+        with ordinary():
+            one = Generator().manual_seed(1)
+            wanted = call(one)
+        call(Generator())
+        with answers("pareto") as answered:
+            other = Generator().manual_seed(1)
+            found = call(other)
+        assert answered == [True], name
+        assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)) and found.dtype == wanted.dtype
+        assert torch.equal(one.get_state(), other.get_state())
+        assert found.isnan().sum() == {"sample": 32, "size": 1, "second order": 0}[name]
+
+
+def test_samples_have_second_derivatives(seen: list[recorded.Launch]) -> None:
+    x, v = scores(6, 32).requires_grad_(), scores(6, 32).flip(0)
+
+    def derivatives() -> list[Tensor]:
+        torch.manual_seed(0)
+        (dx,) = torch.autograd.grad(khot.sample_khot(x, 3), x, v, create_graph=True)
+        return [dx.detach(), *torch.autograd.grad(dx.square().sum(), x)]
+
+    with ordinary():
+        wanted = derivatives()
+    prepare(lambda x: khot.sample_khot(x, 3), x)
+    with answers("sample_khot") as answered:
+        found = derivatives()
+    assert answered == [True]
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, wanted, strict=True))
+
+
+def test_other_samples_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    """And no random number is used twice, nor before an error."""
+    x = scores(6, 32)
+    prepare(SAMPLES["default"], x)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: khot.sample_khot(x, 3, design="pivotal"),
+        lambda: khot.sample_khot(x, 3, estimator="gumbel", tau=2.0),
+        lambda: khot.sample_khot(x, 3, estimator="second_order"),
+        lambda: khot.sample_khot(x.double(), 3),
+        lambda: khot.sample_khot(x[:, ::2], 3),
+        lambda: khot.sample_khot(x[:5], 3),  # nothing is prepared for it
+        lambda: khot.sample_khot(x, 3, cdf=khot.cdfs.Power(1.5)),
+    ]
+    for call in calls:
+        torch.manual_seed(3)
+        with answers("sample_khot") as answered:
+            call()
+        state = torch.get_rng_state()
+        assert answered == [False]
+        torch.manual_seed(3)
+        with ordinary():
+            call()
+        assert torch.equal(torch.get_rng_state(), state)
+    wrong: list[tuple[Callable[[], Tensor], str]] = [
+        (lambda: khot.sample_khot(x, 33), "k must lie in"),
+        (lambda: khot.sample_khot(x, 3, tau=2.0), "tau has no effect"),
+        (lambda: khot.sample_khot(x, 3, hard=1), "hard must be a bool"),  # type: ignore[arg-type]
+        (lambda: khot.sample_khot(x, 3, mask=COST), "mask must have dtype"),
+        (lambda: khot.sample_khot(x, 3, estimator="other"), "estimator"),  # type: ignore[arg-type]
+        (lambda: khot.sample_khot(x, 3, generator=5), "generator|Generator"),  # type: ignore[arg-type]
+    ]
+    state = torch.get_rng_state()
+    for call, message in wrong:
+        with answers("sample_khot") as answered, pytest.raises((ValueError, TypeError), match=message):
+            call()
+        assert answered == [False] and torch.equal(torch.get_rng_state(), state)
+
+
+def test_long_rows_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    x = scores(1, 5_000)
+    for _ in range(2):
+        with answers("sample_khot") as answered:
+            khot.sample_khot(x, 3)
+        assert answered == [False]
+
+
+def test_profiles_show_both_operators(seen: list[recorded.Launch]) -> None:
+    x = scores(6, 32).requires_grad_()
+    prepare(SAMPLES["default"], x)
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        khot.sample_khot(x, 3).sum().backward()
+    shown = {event.name for event in profile.function_events or []}
+    assert {"khot::soft_topk", "khot::pareto_sample", "khot::soft_topk_backward"} <= shown

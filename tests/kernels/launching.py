@@ -1,0 +1,91 @@
+"""What the tests of launches without Python share: the device that records them, and how calls are compared.
+
+Tests that use these fixtures are run by `test_native.py`, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+from benchmarks import host
+from torch import Tensor
+from triton.runtime import driver
+
+import recorded
+from answers import answers
+from khot._core import arguments, eager
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[None]:
+    recorded.library()
+    host._register()
+    driver.set_active(recorded.Driver())  # type: ignore[arg-type]
+    recorded.use()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "readable", lambda *_, **__: False)
+        patch.setattr(triton.compiler, "compile", recorded.NotCompiled)
+        yield
+
+
+@pytest.fixture
+def seen() -> Iterator[list[recorded.Launch]]:
+    """The launches, in whose place the reference kernels write the results."""
+    found: list[recorded.Launch] = []
+    recorded.emulate(found)
+    yield found
+    recorded.stop()
+
+
+@contextmanager
+def ordinary(start: bool = True) -> Iterator[None]:
+    """The ordinary way for every call; with ``start``, by Triton's launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*eager.ON_GPUS, "start") if start else eager.ON_GPUS:
+            patch.setattr(eager, name, eager._ordinary)
+        yield
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+def with_gradient(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = call(leaf)
+    return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+
+
+def prepare(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Make the call once, with its gradient."""
+    with_gradient(call, x, torch.ones_like(x))
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(
+        torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+COST = torch.rand(6, 32, generator=torch.Generator().manual_seed(1)) + 0.1
+EACH = torch.arange(1, 7) / 2  # a number for each row
+
+
+def agrees(call: Callable[[Tensor], Tensor], x: Tensor, name: str = "soft_topk") -> None:
+    """With and without a gradient, once it is prepared."""
+    grad = x.flip(0)
+    with ordinary():
+        wanted = with_gradient(call, x, grad)
+    prepare(call, x)
+    with answers(name) as answered:
+        found = with_gradient(call, x, grad)
+        with torch.no_grad():
+            assert torch.equal(call(x), wanted[0])
+        with torch.inference_mode():
+            assert call(x).is_inference() and torch.equal(call(x), wanted[0])
+    assert answered == [True] * 4
+    assert same(found, wanted)
