@@ -3,7 +3,9 @@
 Needs no GPU: Triton gets a driver that starts nothing, and the extension for plain calls a launch function
 that does nothing, so that everything before a launch runs as it would for an NVIDIA GPU of compute capability
 9.0, on tensors that lie on the CPU. Figures are CPU time of one thread, and hold what torch takes for empty
-tensors on the CPU instead of its allocator on a device. With --calls it prints the times of calls alone.
+tensors on the CPU instead of its allocator on a device. Calls are of (512, 64), and those in which
+torch's own operations compute (with a mask, of columns, samples, the gate) of (4, 64), as softmax's. With
+--calls it prints the times of calls alone.
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
@@ -40,7 +42,13 @@ BEFORE = (
     "of a tensor that requires a gradient, where a softmax took 1.7. Before the gradient had a node of its "
     "own (at 802f279), the ratios were 1.72 for `soft_topk`, 2.86 of a tensor that requires a gradient, 1.87 "
     "with the gradient, 1.37 for `topk_mask`, 3.15 for `nn.SoftTopK` and 2.90 with its gradient, and all "
-    "other operators went the ordinary way."
+    "other operators went the ordinary way. Before masks, other dimensions and samples went without "
+    "Python, and the ordinary way prepared launches in every call (at 06403a9, just before the table "
+    "above), µs, and with the gradient: `soft_topk` of columns 85.0 and 339, `soft_topk_magnitude`, "
+    "masked, 116 and 381, `soft_budget`, masked, 167 and 446, `soft_rank`, masked, 210 and 544, "
+    "`soft_sort`, masked, 211 and 529, `nn.SoftTopK`, masked, 38.9 and 156, `sample_khot` 144 and 247, "
+    "`nn.KHotGate` 338 and 439, and `soft_topk`, the ordinary way, 60.8 and 282, where a softmax took 1.7 "
+    "and 46."
 )
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
@@ -154,7 +162,7 @@ def plain_calls(like: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Other such calls of rows (512, 64), which make operations of torch beside their launches."""
+    """Other such calls, of rows (4, 64), which make operations of torch beside their launches."""
     import torch
 
     import khot
@@ -162,7 +170,7 @@ def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
     mask, cost = torch.ones(64, dtype=torch.bool), torch.ones(64)
     return {
         "soft_topk, masked": lambda x: khot.soft_topk(x, 8, mask=mask),
-        "soft_topk of columns": lambda x: khot.soft_topk(x, 8, 0),
+        "soft_topk of columns": lambda x: khot.soft_topk(x, 2, 0),
         "soft_topk_magnitude, masked": lambda x: khot.soft_topk_magnitude(x, 8, mask=mask),
         "soft_budget, masked": lambda x: khot.soft_budget(x, cost, 8.0, mask=mask),
         "soft_rank, descending, masked": lambda x: khot.soft_rank(x, descending=True, mask=mask),
@@ -175,7 +183,8 @@ def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
 
 def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, float]]:
     """Of a call, and of torch.softmax's in its place, the least, which a busy machine disturbs least; they
-    take turns: (512, 64) float32, k and τ numbers, beside (4, 64) on the CPU, where little is computing."""
+    take turns: (512, 64) float32, k and τ numbers, beside (4, 64) on the CPU, where little is computing; and
+    :func:`calls_with_more`, whose operations of torch compute, of (4, 64) as well."""
     import torch
 
     import khot
@@ -203,10 +212,14 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
         return run
 
     calls = {}
-    for name, call in (plain_calls(x) | calls_with_more()).items():
+    for name, call in plain_calls(x).items():
         soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
         calls[name] = partial(call, x), partial(soft, few)
         calls[f"{name} and its gradient"] = both(call, wanted, grad), both(soft, few_wanted, few_grad)
+    for name, call in calls_with_more().items():  # torch's own operations compute here, so of few rows
+        soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
+        calls[name] = partial(call, few), partial(soft, few)
+        calls[f"{name} and its gradient"] = both(call, few_wanted, few_grad), both(soft, few_wanted, few_grad)
     forward, with_gradient = calls["soft_topk"], calls["soft_topk and its gradient"]
     calls |= {
         "soft_topk of a tensor that requires a gradient": (
