@@ -182,12 +182,12 @@ def in_three_parts(model: nn.Module, amount: float, steps: int) -> Step:
 
 
 def by_score(model: nn.Module, amount: float, steps: int) -> Step:
-    size = khot.nn.Anneal(0.0, amount, steps // 4, "cubic")
-    tau = khot.nn.Anneal(100 * RATE, RATE, steps // 4)
+    size = khot.nn.Anneal(0.0, amount, steps * 3 // 4, "cubic", wait=steps // 2)
+    tau = khot.nn.Anneal(100 * RATE, RATE, steps * 3 // 4, wait=steps // 2)
     khot.nn.prune_global(weights(model), size, tau=tau, by="score")
 
     def before(step: int) -> None:
-        if steps // 2 < step <= steps * 3 // 4:
+        if step:
             size.step()
             tau.step()
         if step >= steps * 3 // 4:

@@ -246,6 +246,22 @@ BUDGETS: list[tuple[str, Figures]] = [
 ]
 
 
+def pruned(way: str) -> list[str]:
+    return [cell for network in ("784-300", "two conv") for cell in rows("pruning.md", network)[way]]
+
+
+PRUNING: list[tuple[str, Figures]] = [
+    (f"| {name} |" + " {} |" * 6, functools.partial(pruned, way))
+    for name, way in {
+        **{name: name for name in ("all weights", "one cut", "cuts", "movement")},
+        "khot, by magnitude from the first step on": "khot",
+        "the same, amount grows": "khot, amount grows",
+        "khot, by magnitude in three parts": "khot, in three parts",
+        "**khot, by score**": "khot, by score",
+    }.items()
+]
+
+
 def tally() -> list[str]:
     """How many claims of the papers are met, met in their order only, not met, open, not tried."""
     lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
@@ -270,6 +286,7 @@ CLAIMS = [
     *(("docs/performance.md", *claim) for claim in PERFORMANCE),
     *(("docs/comparison.md", *claim) for claim in COMPARISON),
     *(("docs/budgets.md", *claim) for claim in BUDGETS),
+    *(("docs/pruning.md", *claim) for claim in PRUNING),
     ("docs/troubleshooting.md", *README[-1]),
 ]
 

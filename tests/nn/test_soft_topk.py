@@ -149,6 +149,19 @@ def test_anneal_goes_its_course_and_stays_at_the_end(schedule: str) -> None:
     assert course == pytest.approx(COURSES[schedule], rel=1e-14)
 
 
+def test_anneal_waits_before_it_goes() -> None:
+    value, course = Anneal(2.0, 0.5, 6, "linear", wait=2), []
+    for _ in range(8):
+        course.append(value().item())
+        value.step()
+    assert course == pytest.approx([2.0, 2.0, *COURSES["linear"]], rel=1e-14)
+    assert repr(value) == "Anneal(2.0, 0.5, steps=6, schedule='linear', wait=2)"
+    with pytest.raises(ValueError, match="steps must be at least 7, but got 6"):
+        Anneal(2.0, 0.5, 6, wait=6)
+    with pytest.raises(TypeError, match="wait must be an int"):
+        Anneal(2.0, 0.5, 6, wait=0.5)  # type: ignore[arg-type]
+
+
 def test_layers_share_an_anneal_and_resume() -> None:
     k = Anneal(6.0, 2.0, 4, "linear")
     first, second = SoftTopK(k), SoftTopK(k, cdf="normal")

@@ -36,7 +36,7 @@ _Self = TypeVar("_Self", bound="Anneal")
 class Anneal(nn.Module):
     """A number that goes from ``start`` to ``end`` in a number of steps: the tau or k of other layers.
 
-    With t = min(steps taken / steps, 1), from 0 to 1:
+    With t = (steps taken − wait) / (steps − wait), from 0 to 1 and then 1:
 
         linear       start + (end − start)·t
         cosine       end + (start − end)·(1 + cos πt)/2
@@ -60,14 +60,15 @@ class Anneal(nn.Module):
         schedule: one of the four above; ``"cubic"`` is the usual one for a share of weights to prune (Zhu and
             Gupta 2017). ``"exponential"`` is the default where both ends are > 0, because temperatures differ
             by factors; elsewhere the default is ``"linear"``.
+        wait: how many of the steps pass before the number begins to change, an int from 0 to ``steps`` − 1.
 
     Returns:
         Called without arguments, the current number: a 0-dim tensor on the module's device, in float64 if the
         device has it. Reading it does not synchronise with the device, and stepping causes no recompilation.
 
     Raises:
-        ValueError: steps, schedule, start or end out of range.
-        TypeError: steps that is not an int, a start or end that is not a number.
+        ValueError: steps, schedule, start, end or wait out of range.
+        TypeError: steps or wait that is not an int, a start or end that is not a number.
         RuntimeError: called while ``steps`` is None.
 
     Example:
@@ -88,7 +89,13 @@ class Anneal(nn.Module):
     taken: Tensor
 
     def __init__(
-        self, start: float, end: float, steps: int | None = None, schedule: ScheduleName | None = None
+        self,
+        start: float,
+        end: float,
+        steps: int | None = None,
+        schedule: ScheduleName | None = None,
+        *,
+        wait: int = 0,
     ) -> None:
         super().__init__()
         start, end = _number(start, "start"), _number(end, "end")
@@ -99,6 +106,8 @@ class Anneal(nn.Module):
         for name, value in (("start", start), ("end", end)):
             if schedule == "exponential" and value <= 0:
                 raise ValueError(f"{name} must be > 0 for the exponential schedule, but got {value}")
+        arguments.check_integer(wait, "wait", low=0)
+        self.wait = int(wait)
         self.start, self.end, self.steps, self.schedule = start, end, steps, schedule
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
         self._reads, self._warned = 0, False
@@ -111,7 +120,7 @@ class Anneal(nn.Module):
     @steps.setter
     def steps(self, steps: int | None) -> None:
         if steps is not None:
-            arguments.check_integer(steps, "steps", low=1)
+            arguments.check_integer(steps, "steps", low=self.wait + 1)
             steps = int(steps)
         self._steps = steps
 
@@ -144,11 +153,12 @@ class Anneal(nn.Module):
                 "attribute, or give khot.lightning.AnnealCallback() or khot.transformers.AnnealCallback() to "
                 "the trainer, for the length of the training"
             )
-        t = (widen(self.taken) / self.steps).clamp(max=1)
+        t = ((widen(self.taken) - self.wait) / (self.steps - self.wait)).clamp(0, 1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 
     def extra_repr(self) -> str:
-        return f"{self.start}, {self.end}, steps={self.steps}, schedule={self.schedule!r}"
+        waits = f", wait={self.wait}" * bool(self.wait)
+        return f"{self.start}, {self.end}, steps={self.steps}, schedule={self.schedule!r}{waits}"
 
 
 def _number(value: Any, name: str) -> float:
