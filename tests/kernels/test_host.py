@@ -195,10 +195,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (16, 100_000), lambda x: khot.budget_mask(x, x.detach()[0], 8.0, by="value", at_most=True),
         [1, 19], [0, 0],
     ),
-    "soft_assign": ((4096, 64), partial(khot.soft_assign, k=2), [26, 10], [2, 1]),
+    "soft_assign": ((4096, 64), partial(khot.soft_assign, k=2), [30, 10], [2, 1]),
     "soft_assign, few entries": ((64, 8), partial(khot.soft_assign, k=2), [1, 9], [2, 1]),
     "soft_assign, at_most": (
-        (512, 8), partial(khot.soft_assign, k=2, capacity=150.0, at_most=True), [26, 9], [2, 1],
+        (512, 8), partial(khot.soft_assign, k=2, capacity=150.0, at_most=True), [30, 9], [2, 1],
     ),
     "nn.BalancedRouter": (
         (512, 64), lambda x: khot.nn.BalancedRouter(64, 8, 2, device="cuda")(x).weights, [26, 41], [2, 8],

@@ -200,6 +200,14 @@ def test_derivatives(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, at_mo
     torch.testing.assert_close(both(), want, rtol=0, atol=1e-11)
 
 
+def resting() -> Tensor:
+    """Rows of which two in five have a gap of 1.4 to 1.5. At τ = 0.001 their thresholds rest there, where the
+    sums of densities of some are so small that the inverse overflows."""
+    gaps = torch.linspace(1.4, 1.5, 20).double()[:, None] * vector(0.5, -0.5, 0.5, -0.5)
+    gaps[::2] *= -1
+    return torch.cat([gaps + 0.05 * scores(20, 4), scores(30, 4, seed=4)])
+
+
 STEPS: dict[str, dict[str, Any]] = {
     "one way": {},
     "sharp": {"tau": 1e-3},
@@ -214,23 +222,51 @@ STEPS: dict[str, dict[str, Any]] = {
         "x": closed(scores(12, 6, seed=4), (0, 0), (5,), (7, 3)), "k": vector(*[1.5] * 5, 0, *[2] * 6),
     },
     "parts": {"x": scores(150, 6, seed=4), "tau": 0.1},
+    "rests": {"x": resting(), "tau": 1e-3},
     "several": {"x": scores(2, 70, 3, seed=4), "k": 1, "tau": vector(0.1, 2.0).unsqueeze(-1)},
 }  # fmt: skip
 
 
+@pytest.fixture
+def taken(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each step that a matrix takes. There is no program of its own for what they leave."""
+    find, steps, found = kernels.assign.variant, kernels.assign_steps, []
+
+    def counting(kernel: Any, **constants: Any) -> Any:
+        real = find(kernel, **constants)
+
+        def step(programs: int, *given: Any) -> None:
+            note, n = given[8], given[-4]
+            if (note.view(-1, steps.NOTES + 3 * n)[:, steps.STATUS.value] == steps.OPEN.value).any():
+                real(programs, *given)
+                found.append(None)
+
+        if kernel is kernels.assign_whole.solve_whole:
+            return lambda *_: None
+        return step if kernel is steps.step_assignments else real
+
+    monkeypatch.setattr(kernels.assign, "variant", counting)
+    return found
+
+
 @pytest.mark.parametrize("way", ["a launch a step"], indirect=True)
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_arrive_by_themselves(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_steps_arrive_by_themselves(kernels: ModuleType, taken: list[None], name: str) -> None:
     """Matrices of which nothing is decided beforehand leave nothing to a program of their own."""
-    find = kernels.assign.variant
-
-    def without_a_whole(kernel: Any, **constants: Any) -> Any:
-        alone = kernel is kernels.assign_whole.solve_whole
-        return (lambda *_: None) if alone else find(kernel, **constants)
-
-    monkeypatch.setattr(kernels.assign, "variant", without_a_whole)
     y, _, _ = check(kernels, **{"x": scores(12, 6, seed=4), "k": 2} | STEPS[name])
-    assert not y.isnan().any()
+    assert not y.isnan().any() and len(taken) <= kernels.assign.LAUNCHES
+
+
+@pytest.mark.parametrize("way", ["a launch a step"], indirect=True)
+def test_steps_of_many_sharp_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, taken: list[None]
+) -> None:
+    """Of so many rows, some rest in gaps of any width. They need 10 steps."""
+    monkeypatch.setattr(kernels.assign, "TILE", 1 << 14)  # the interpreter's time is that of the blocks
+    monkeypatch.setattr(kernels.assign, "PROGRAMS", 2)
+    x = torch.randn(4_096, 8, generator=torch.Generator().manual_seed(0))
+    check(kernels, x, 2, tau=1e-3)
+    assert len(taken) <= 12
 
 
 @pytest.mark.parametrize("way", ["a launch a step"], indirect=True)

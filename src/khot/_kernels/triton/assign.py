@@ -30,7 +30,7 @@ WIDEST = 256  # columns: beyond, their matrix takes one program longer than all 
 ENTRIES = 1 << 20  # of a matrix, for each matrix that there is: beyond, one program a matrix idles the device
 LONGEST = 1 << 30  # places in a matrix are integers of 32 bits
 FEW = TILE  # entries of a matrix that one program holds at once
-LAUNCHES = 24  # steps; 4 to 14 are needed from τ = 1 to 0.001, but more by 4,096 sharp rows
+LAUNCHES = 28  # steps; 4,096 rows need 4 to 17 from τ = 1 to 0.001, and 26 where scores have steps of 125 τ
 PROGRAMS = 128  # about as many as a large device has multiprocessors
 HELD = 32  # rows of a program, at least
 

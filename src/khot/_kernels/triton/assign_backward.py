@@ -14,7 +14,7 @@ from torch import Tensor
 
 from khot._core.dispatch import OPERATORS
 from khot._kernels.triton import assign, layout
-from khot._kernels.triton.assign_rows import INF, load_rows
+from khot._kernels.triton.assign_rows import INF, LEAST, load_rows
 from khot._kernels.triton.assign_steps import left_by_part
 from khot._kernels.triton.assign_system import add_up, conjugate, overlap
 from khot._kernels.triton.fast import double, store
@@ -24,7 +24,6 @@ from khot._kernels.triton.split import last_of_row
 
 __all__ = ["KERNELS", "soft_assign_backward", "which"]
 
-LEAST = tl.constexpr(1e-300)  # the inverse of a smaller sum of densities overflows: such a row does not move
 ROUNDING = 1e-14  # the error at which conjugate gradients end, relative to its beginning
 
 

@@ -16,13 +16,17 @@ from khot._kernels.triton.fast import double, total
 from khot._kernels.triton.functions import TINY, icdf, icdf_error, log_scale, log_scales, moments, side
 from khot._kernels.triton.guard import stalls
 
-__all__ = ["EQUAL", "INF", "LAST", "TILE", "balanced", "flag", "load_columns", "load_rows", "roots", "wanted"]
+__all__ = [
+    "EQUAL", "INF", "LAST", "LEAST", "TILE", "balanced", "flag", "load_columns", "load_rows", "roots",
+    "wanted",
+]  # fmt: skip
 
 TILE = 512  # entries that a program holds at a time: two of a thread, as float64 fills registers
 EVALUATIONS = tl.constexpr(100)  # of a row, at most
 LAST = tl.constexpr(1e-8)  # in τ: after a shorter step a row is exact
 CLOSE = tl.constexpr(1e-2)  # in τ: below it steps of Newton's method need no bisection
 INF = tl.constexpr(float("inf"))
+LEAST = tl.constexpr(1e-300)  # the inverse of a smaller sum of densities overflows: such a row does not move
 EQUAL = tl.constexpr(reference.EQUAL)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.assign_rows import INF, LAST, balanced, flag, load_columns, load_rows, roots
+from khot._kernels.triton.assign_rows import INF, LAST, LEAST, balanced, flag, load_columns, load_rows, roots
 from khot._kernels.triton.assign_system import add_up, conjugate, overlap, product
 from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double, store
@@ -222,7 +222,8 @@ def _rows(
         spare = tl.sum(tl.where(above, 1.0, 0.0).to(tl.float64), axis=1) - k
         miss = spare + tl.sum(tl.where(open_, tl.where(above, -tail, tail), 0.0), axis=1)
         inexact += tl.where(tl.abs(miss) <= accepted * k, 0.0, 1.0)
-        inverse = tl.where(mass > 0, 1 / tl.where(mass > 0, mass, 1.0), 0.0)
+        moves = mass > LEAST
+        inverse = tl.where(moves, 1 / tl.where(moves, mass, 1.0), 0.0)
         step = tl.minimum(tl.maximum(miss * inverse, -1.0), 1.0)
         y = tl.where(open_, tl.where(above, 1 - tail, tail), 0.0)
         inside = there[:, None] & (column < n)[None, :]
