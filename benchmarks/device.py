@@ -3,8 +3,8 @@
 
 `check` first compares calls without Python with the ordinary way, bit by bit. Then it runs every row of the
 operators' table (tests/operators.py) forward and backward at a short and a long size, and each path through
-the soft top-k, against the CPU in float64, with memory that is filled with NaN before; and says whether the
-host waits and whether a CUDA graph can be captured and replayed.
+the soft top-k and some through others, against the CPU in float64, with memory that is filled with NaN
+before; and says whether the host waits and whether a CUDA graph can be captured and replayed.
 `bench` times the soft top-k on the shapes that the project has goals for, and the other operators, beside
 torch's softmax, sort and topk. `layers` times layers beside what one would write by hand.
 
@@ -88,8 +88,13 @@ SQUARES = [Case(256, 64, 8), Case(64, 256, 16)]
 DRY = [Case(3, 20, 4, goals=(1.5, 1.3)), Case(2, 33, 5, torch.bfloat16)]
 
 
+def balanced(x: Tensor, k: float, tau: float) -> Tensor:
+    """Each row's k, spread evenly over the columns."""
+    return khot.soft_assign(x, k, tau=tau)
+
+
 class Route(NamedTuple):
-    """One way through the kernels of the soft top-k."""
+    """One way through the kernels of an operator, which may be called in another way than in the table."""
 
     name: str
     rows: int
@@ -98,6 +103,7 @@ class Route(NamedTuple):
     tau: float = 1.0
     dtype: torch.dtype = torch.float32
     operator: str = "soft_topk-logistic"
+    call: Callable[[Tensor, float, float], Tensor] | None = None
 
 
 ROUTES = [
@@ -115,6 +121,19 @@ ROUTES = [
     Route("rows split over programs", 2, 1_000_000, 64),
     Route("short rows, float64", 64, 64, 8.5, dtype=torch.float64),
     Route("split rows, laplace", 2, 300_000, 64, operator="soft_topk-laplace"),
+    Route("split magnitudes", 2, 300_001, 64, operator="soft_topk_magnitude-2.00"),
+    Route("split magnitudes, small τ", 2, 300_001, 64, tau=0.01, operator="soft_topk_magnitude-2.00"),
+    Route("split magnitudes, p = 4/3", 2, 300_001, 64, operator="soft_topk_magnitude-1.33"),
+    Route("a row of magnitudes in millions", 1, 6_300_000, 64, operator="soft_topk_magnitude-2.00"),
+    *(
+        Route(f"assignment, τ = {tau:g}", 4_096, 64, 2, tau, operator="soft_assign-logistic", call=balanced)
+        for tau in (1.0, 0.001)
+    ),
+    *(
+        Route(f"permutations of {n}, {cdf}", rows, n, 1, operator=f"soft_permutation-{cdf}")
+        for rows, n in ((256, 64), (64, 256), (16, 512))
+        for cdf in ("laplace", "logistic")
+    ),
 ]
 SIZES = (1_001, 40_001)  # of the table's rows; an operator that costs n² takes 7
 
@@ -141,6 +160,7 @@ def checks(dry: bool) -> dict[str, tuple[str, Any]]:
             "soft_topk-logistic, n = 7": ("soft_topk-logistic", 7),
             "quantile-linear, n = 7": ("quantile-linear", 7),
             "short rows, logarithm": ("", Route("", 2, 20, 4.5, operator="log_soft_topk-logistic")),
+            "assignment": ("", Route("", 6, 4, 1, operator="soft_assign-logistic", call=balanced)),
         }
     found: dict[str, tuple[str, Any]] = {}
     for short in (True, False):
@@ -164,7 +184,8 @@ def examine(operator: str, what: Any, dry: bool) -> dict[str, Any]:
     if isinstance(what, Route):
         op, dtype = table[what.operator], what.dtype
         # k and τ by value
-        call = partial(lambda op, x, k, tau, **options: op.call(x, what.k, what.tau, **options), op)
+        called = what.call or op.call
+        call = lambda x, k, tau, **options: called(x, what.k, what.tau, **options)  # noqa: E731
         op = dataclasses.replace(op, call=call, integer_k=True, has_tau=False)
         x = torch.randn(what.rows, what.n, generator=torch.Generator().manual_seed(0)).to(dtype)
         args = [x, torch.ones(()), torch.ones(())]

@@ -230,7 +230,8 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def taken(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each step that a matrix takes. There is no program of its own for what they leave."""
-    find, steps, found = kernels.assign.variant, kernels.assign_steps, []
+    find, steps = kernels.assign.variant, kernels.assign_steps
+    found: list[None] = []
 
     def counting(kernel: Any, **constants: Any) -> Any:
         real = find(kernel, **constants)
