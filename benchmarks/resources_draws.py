@@ -41,6 +41,7 @@ from khot._kernels.triton import (
     resident_budget_backward,
     sorts,
     split,
+    split_budget_backward,
     split_losses,
     split_magnitude,
 )
@@ -144,6 +145,16 @@ def cases() -> list[Case]:
         ),
         *(_magnitude(*case) for case in MAGNITUDES),
         *(_split_magnitude(*case) for case in SPLIT_MAGNITUDES),
+        *(
+            _split_budget(kernel, cdf, by, bound)
+            for kernel, bounds in (
+                (split_budget_backward._pull_budget_parts, (330, 340, 580)),
+                (split_budget_backward._budget_gradient_parts, (52, 55, 55)),
+            )
+            for (cdf, by), bound in zip(
+                (("logistic", "score"), ("logistic", "value"), ("power", "value")), bounds, strict=True
+            )
+        ),
         *(
             _budget(exact.solve_exactly, cdf, bound)
             for cdf, bound in enumerate((2_760, 2_500, 3_330, 2_610, 4_080))
@@ -435,6 +446,23 @@ def _split_magnitude(kernel: Any, p: float, bound: float, spills: int) -> Case:
     return Case(
         kernel, f"p = {p:g}", constants, warps, pieces * width / 32 / warps, bound, spills=spills,
         limited=True, multiples=("x_stride", "y_stride", "grad_row", "n_columns", "length"),
+    )  # fmt: skip
+
+
+def _split_budget(kernel: Any, cdf: str, by: str, bound: float) -> Case:
+    """A part of a row, in float32; and the whole row in float64."""
+    F, cut = cdfs.Power(4 / 3) if cdf == "power" else cdfs.resolve(cdf), layout.cut(1, 6_300_000)
+    constants = {
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "BY": exact_sums.BY[by], "AT_MOST": False,
+        "ASKED": False, "PIECES": split_budget_backward.PIECES, "WIDTH": cut.width, "PARTS": 1024,
+        "CHUNK": layout.RESCUE * cut.warps, "tau_pointer": None, "tau_stride": 0, "grad_lo_pointer": None,
+        "grad_lo_stride": 0, "grad_column": 1, "cost_column": 1,
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    held = split_budget_backward.PIECES * cut.width
+    return Case(
+        kernel, f"{cdf}, by {by}", constants, cut.warps, held / 32 / cut.warps, bound, limited=True,
+        multiples=("x_stride", "cost_row", "grad_row", "n_columns", "length"),
     )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_ordinary_rows_need_no_float64(
     forward and backward."""
     taken = []
     for module, name in (
-        (kernels.resident_budget, "_solve_exactly"), (kernels.resident_budget_backward, "_pull_exactly"),
+        (kernels.resident_budget, "_solve_exactly"), (kernels.resident_budget_backward, "pull_row_exactly"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_: taken.append("rescue"))
     if long:

@@ -1,6 +1,7 @@
 """Which kernels take a batch of soft budgets: the one place that decides it.
 
-- Of float32 and narrower: `resident_budget` and `resident_budget_backward`.
+- Of float32 and narrower: `resident_budget` and `resident_budget_backward`; the gradients of few rows that
+  are longer than `layout.STREAMED`: `split_budget_backward`, where programs share a row.
 - Of float64: `exact` and `exact_backward`.
 """
 
@@ -17,6 +18,7 @@ from khot._kernels.triton import (
     layout,
     resident_budget,
     resident_budget_backward,
+    split_budget_backward,
 )
 
 
@@ -69,7 +71,8 @@ def soft_budget_backward(
     )  # fmt: skip
     F = cdfs.resolve(cdf, shape)
     if _in_float32(x, cost):
-        resident_budget_backward.soft_budget_backward(*given, hi.numel(), n, F, by=by, at_most=at_most)
+        kernels = split_budget_backward if layout.splits(hi.numel(), n) else resident_budget_backward
+        kernels.soft_budget_backward(*given, hi.numel(), n, F, by=by, at_most=at_most)
     else:
         exact_backward.backward(*given, n, F, by=by, at_most=at_most)
     return dx, dcost, dbudget, dtau

@@ -304,7 +304,8 @@ def soft_budget(
     start, programs, numbers = _variant(rows, n, F, by, at_most)
     arguments = (*source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
     start(programs, *arguments)
-    native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
+    if not layout.splits(rows, n):  # the gradients of those are several launches
+        native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
 
 
 @functools.lru_cache(maxsize=1024)

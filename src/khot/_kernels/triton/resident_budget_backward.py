@@ -27,7 +27,15 @@ from khot._kernels.triton.resident_backward import FADED, asked, pull_of, suffic
 from khot._kernels.triton.resident_budget import share_of
 from khot._kernels.triton.terms import density, unit
 
-__all__ = ["KERNELS", "soft_budget_backward"]
+__all__ = [
+    "KERNELS",
+    "pull_row_exactly",
+    "pull_sums",
+    "pull_threshold",
+    "settle_pull",
+    "soft_budget_backward",
+    "write_pull",
+]
 
 
 @triton.jit
@@ -49,12 +57,26 @@ def _terms(
 
 
 @triton.jit
-def _sums(
-    at, grad_at, grad_column, there, n, nothing, given,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+def pull_threshold(
+    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row, there, power_high,
+    CDF: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Σwf, Σu, Σwfz and Σuz; by value Σw²f and Σuw in the place of the first two."""
+    """hi, lo, τ, 1/τ and the exponent of rows; and what :func:`pull_sums` is to know of them."""
+    given_tau = (tau_pointer, tau_stride, tau_high, tau_low)
+    hi, lo, tau, inverse = threshold_of(hi_pointer, lo_pointer, given_tau, row, there)
+    power = tl.zeros((), tl.float32) + power_high
+    scale = inverse * unit(CDF)
+    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
+    return hi, lo, tau, inverse, power, given
+
+
+@triton.jit
+def pull_sums(
+    at, grad_at, grad_column, there, n, nothing, given,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """Σwf, Σu, Σwfz and Σuz; by value the first two times w. They are in the precision of `nothing`."""
     column = tl.arange(0, WIDTH)
     end = n if STREAM else 1
     mass, u_sum, moment, u_moment = nothing, nothing, nothing, nothing
@@ -69,18 +91,36 @@ def _sums(
         found = total(held, TOGETHER)
         mass, u_sum, moment = mass + found[0], u_sum + found[1], moment + found[2]
         u_moment += found[3]
-    return mass.to(tl.float32), u_sum.to(tl.float32), moment.to(tl.float32), u_moment.to(tl.float32)
+    return mass, u_sum, moment, u_moment
 
 
 @triton.jit
-def _write(
-    at, grad_at, grad_column, dx_at, dcost_at, ok, n, given, values, share, per, t,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+def settle_pull(
+    sums, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there, hi, lo, tau, inverse,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx and dL/dw, for which everything is read again."""
+    """The pull and dL/dτ of rows; and which rows have them in float32."""
+    mass, u_sum, moment, u_moment = sums
+    fixed = (hi == 0) & (lo == 0) if AT_MOST else hi != hi
+    grad_lo = (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low)
+    mass = mass.to(tl.float32)
+    pull = tl.where(fixed, 0.0, pull_of(mass, u_sum.to(tl.float32), grad_lo, tau, row, there, ASKED))
+    dtau = (pull * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse * (1 / unit(CDF))
+    ok = ((mass > FADED) & (mass < 1 / FADED)) | fixed
+    return pull, dtau, suffices(ok, hi, tau, pull, dtau) & there
+
+
+@triton.jit
+def write_pull(
+    at, grad_at, grad_column, dx_at, dcost_at, ok, n, given, pull, hi, lo, inverse, power,
+    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """dL/dx and dL/dw of rows, or of parts of them."""
     column = tl.arange(0, WIDTH)
     end = n if STREAM else 1
+    values = row_values(hi, lo, inverse, hi != hi, power, CDF, TOGETHER)
+    share, per, t = wide(pull, TOGETHER), wide(inverse, TOGETHER), wide(hi + lo, TOGETHER)
     for start in range(0, end, PIECES * WIDTH):
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
@@ -112,46 +152,40 @@ def pull_budgets(
     ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
-    grad_lo = (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low)
-    given_tau = (tau_pointer, tau_stride, tau_high, tau_low)
-    hi, lo, tau, inverse = threshold_of(hi_pointer, lo_pointer, given_tau, row, there)
-    power = tl.zeros((), tl.float32) + power_high
-    scale = inverse * unit(CDF)
-    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
-
+    hi, lo, tau, inverse, power, given = pull_threshold(
+        hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row, there, power_high,
+        CDF, TOGETHER,
+    )  # fmt: skip
     column = tl.arange(0, WIDTH)
     far = column.to(tl.int64)
     cost_at = cost_pointer + entries(row, cost_row, far * cost_column, TOGETHER)
     at = (x_pointer + entries(row, x_stride, column, TOGETHER), cost_at, cost_column)
     grad_at = grad_pointer + entries(row, grad_row, far * grad_column, TOGETHER)
-    mass, u_sum, moment, u_moment = _sums(
-        at, grad_at, grad_column, there, n_columns,
-        tl.zeros_like(hi.to(tl.float64 if STREAM else tl.float32)), given,
+    nothing = tl.zeros_like(hi.to(tl.float64 if STREAM else tl.float32))
+    sums = pull_sums(
+        at, grad_at, grad_column, there, n_columns, nothing, given,
         CDF, WHOLE, BY, TOGETHER, PIECES, WIDTH, EXACT, STREAM,
     )  # fmt: skip
-    fixed = (hi == 0) & (lo == 0) if AT_MOST else hi != hi
-    pull = tl.where(fixed, 0.0, pull_of(mass, u_sum, grad_lo, tau, row, there, ASKED))
-    dtau = (pull * moment - u_moment) * inverse * (1 / unit(CDF))
-    ok = suffices(((mass > FADED) & (mass < 1 / FADED)) | fixed, hi, tau, pull, dtau) & there
+    pull, dtau, ok = settle_pull(
+        sums, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there, hi, lo, tau, inverse,
+        CDF, AT_MOST, ASKED,
+    )  # fmt: skip
     tl.store(dbudget_pointer + row, pull.to(tl.float64), mask=ok)
     tl.store(dtau_pointer + row, dtau.to(tl.float64), mask=ok)
-
-    values = row_values(hi, lo, inverse, hi != hi, power, CDF, TOGETHER)
-    dx_at = dx_pointer + entries(row, n_columns, column, TOGETHER)
-    dcost_at = dcost_pointer + entries(row, n_columns, column, TOGETHER)
-    share, per, t = wide(pull, TOGETHER), wide(inverse, TOGETHER), wide(hi + lo, TOGETHER)
-    _write(
-        at, grad_at, grad_column, dx_at, dcost_at, ok, n_columns, given, values, share, per, t,
-        CDF, WHOLE, BY, TOGETHER, PIECES, WIDTH, EXACT, STREAM,
+    write_pull(
+        at, grad_at, grad_column, dx_pointer + entries(row, n_columns, column, TOGETHER),
+        dcost_pointer + entries(row, n_columns, column, TOGETHER), ok, n_columns, given, pull, hi, lo,
+        inverse, power, CDF, WHOLE, BY, TOGETHER, PIECES, WIDTH, EXACT, STREAM,
     )  # fmt: skip
 
     if not ORDINARY:
         rescue(
-            there & ~ok, row, _pull_exactly,
+            there & ~ok, row, pull_row_exactly,
             (
                 grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
                 hi_pointer, lo_pointer, dx_pointer, dcost_pointer, dbudget_pointer, dtau_pointer, n_columns,
-                grad_lo, given_tau, joined(power_high, power_low),
+                (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
+                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
                 CDF, BY, AT_MOST, CHUNK,
             ),
             TOGETHER,
@@ -159,7 +193,7 @@ def pull_budgets(
 
 
 @triton.jit
-def _pull_exactly(
+def pull_row_exactly(
     row, grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
     hi_pointer, lo_pointer, dx_pointer, dcost_pointer, dbudget_pointer, dtau_pointer, n, grad_lo, tau, power,
     CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,

@@ -1,0 +1,105 @@
+"""Gradients of soft budgets of rows that many programs share, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+from budget_rows import CDFS, check_gradients, far, numbers, table
+from khot._kernels.reference import soft_budget as reference
+from noted import Launches
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+NAMES = ("_pull_budget_parts", "_budget_gradient_parts")
+every_form = pytest.mark.parametrize("by", ["score", "value"])
+
+
+@every_form
+@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("tau", [1.0, 0.01])
+def test_rows_of_every_kind(split: ModuleType, cdf: str, by: str, tau: float) -> None:
+    """Masked, certain, free and dear entries, and budgets that nothing or everything meets; of which float32
+    does a part."""
+    x, w, budget = (v[::47] for v in table(61, torch.float32, (0.0, 0.02, 0.3, 0.5, 1.0)))
+    check_gradients(split, x, w, budget, tau, cdf, by, cdf in ("logistic", "uniform"))
+
+
+@every_form
+@pytest.mark.parametrize("n", [17, 31, 32, 33])
+def test_sizes_around_the_limits(split: ModuleType, by: str, n: int) -> None:
+    g = torch.Generator().manual_seed(n)
+    x, w = torch.randn(3, n, generator=g), torch.rand(3, n, generator=g) + 0.1
+    check_gradients(split, x, w, w.sum(-1).double() * torch.tensor([0.1, 0.5, 0.8]), 0.5, "normal", by, False)
+
+
+@every_form
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_a_bad_entry_spoils_its_row_and_no_other(split: ModuleType, by: str, bad: float) -> None:
+    """A NaN among the scores, and an infinite gradient."""
+    g = torch.Generator().manual_seed(0)
+    x, w, v = torch.randn(2, 45, generator=g), torch.rand(2, 45, generator=g) + 0.1, torch.ones(2, 45)
+    (x if bad != bad else v)[0, 40] = bad
+    rest = (*numbers(0.5), "logistic", 0.0, by, False)
+    _, hi, lo = reference.soft_budget(x.double(), w.double(), w.sum(-1).double() / 3, *rest)
+    given = (torch.zeros(2).double(), x, w, hi, lo, *rest)
+    for got, want in zip(
+        split.soft_budget_backward(v, *given), reference.soft_budget_backward(v.double(), *given), strict=True
+    ):
+        assert not got[0].isfinite().any() and not want[0].isfinite().any()
+        assert (far(got[1], want[1].to(got.dtype)) <= 1e-5).all()
+
+
+@every_form
+def test_layouts_and_tensors_of_numbers(split: ModuleType, by: str) -> None:
+    """Transposed scores, one cost for all rows, the stride of 0 that a sum sends, and a τ for each row."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(40, 3, generator=g).T, torch.rand(40, generator=g) + 0.5
+    tau, one = torch.tensor([0.3, 1.0, 2.0]).double(), torch.ones(()).expand(3, 40)
+    rest = (tau, "laplace", 0.0, by, False)
+    _, hi, lo = reference.soft_budget(x.double(), w.double(), torch.tensor([3.0, 9.0, 20.0]).double(), *rest)
+    given = (one, torch.ones(()).double(), x, w, hi, lo, *rest)
+    for got, want in zip(
+        split.soft_budget_backward(*given), reference.soft_budget_backward(*given), strict=True
+    ):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert (far(got, want) <= 1e-5 * (1 + want.abs().max())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(split: ModuleType, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w, v = (torch.rand(2, 40, generator=g).to(dtype) + 0.1 for _ in range(3))
+    rest = (*numbers(0.5), "logistic", 0.0, "value", False)
+    _, hi, lo = reference.soft_budget(x.double(), w.double(), w.sum(-1).double() / 3, *rest)
+    got = split.soft_budget_backward(v, torch.zeros(()), x, w, hi, lo, *rest)
+    want = reference.soft_budget_backward(v.double(), torch.zeros(()), x.double(), w.double(), hi, lo, *rest)
+    for a, b in zip(got, want, strict=True):
+        # the interpreter cuts digits off where it stores bfloat16
+        assert (far(a.double(), b) <= (2 * torch.finfo(a.dtype).eps + 1e-5) * b.abs().max()).all()
+    assert got[0].dtype == got[1].dtype == dtype
+
+
+def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
+    noted = Launches(split.split_budget_backward, NAMES, monkeypatch)
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    rest = (*numbers(1.0), "logistic", 0.0, "score", False)
+    for hi in (0.3, 500.0):  # the second is far from all entries, so that float64 serves it
+        found = split.soft_budget_backward(
+            x, *numbers(0.0), x, x.abs(), torch.tensor([hi]).double(), torch.zeros(1).double(), *rest
+        )
+        assert all(v.isfinite().all() for v in found)
+        assert noted.given[NAMES[0]]["counter_pointer"].tolist() == [0]
+        assert noted.given[NAMES[0]]["done_pointer"].tolist() == [int(hi > 1)]
+    assert noted.names == [*NAMES] * 2
