@@ -46,6 +46,17 @@ def test_balancing() -> None:
     assert violations["quantile"][49] == pytest.approx(there, abs=0.05)
 
 
+def test_knn() -> None:
+    script = example("knn")
+    found = script.run(script.data.load_digits()).accuracy
+    accuracies = said(
+        "recipes.md",
+        "in features of `SoftKNN` gets {} % right, in those of cross-entropy {} %, and in the pixels {} %.",
+    )
+    for method, accuracy in zip(script.NAMES, accuracies, strict=True):
+        assert 100 * found[method] == pytest.approx(accuracy, abs=0.6)  # three images
+
+
 def table(page: str) -> dict[str, list[float]]:
     """The rows of a page's only table."""
     lines = re.findall(r"^\| (.+) \|$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
