@@ -47,6 +47,13 @@ def test_reference_holds_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_blank_line_ends_each_table(page: Path) -> None:
+    # the builder takes lines that follow at once for rows
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\|.*\n[^|\n].*", text, flags=re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_python_blocks_are_doctests(page: Path) -> None:
     # blocks with prompts run as doctests of the page; a block without prompts would not run
     text = page.read_text(encoding="utf-8")
