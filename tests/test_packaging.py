@@ -64,6 +64,7 @@ def test_metadata_is_accepted_by_the_index(sdist: Path) -> None:
     assert "PASSED" in told
 
 
+@pytest.mark.slow
 def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
     path = wheel(sdist, tmp_path, KHOT_PURE="1")
     assert path.name.endswith("-py3-none-any.whl")

@@ -107,6 +107,7 @@ def test_notebooks_run(notebook: Path) -> None:
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(DOCS / "figures.py"))
     few = script["design_entropy"]

@@ -81,6 +81,7 @@ def check_demo(demo: SimpleNamespace, run: Result, picture: Path) -> None:
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_demo_beats_the_baselines_on_digits(demo: SimpleNamespace, tmp_path: Path) -> None:
     check_demo(demo, invoke(demo, "--out", tmp_path / "digits.png"), tmp_path / "digits.png")
 
