@@ -241,8 +241,7 @@ def test_sorts_of_a_row_to_a_program(kernels: ModuleType) -> None:
     check_sorts(kernels, rows(130)[4:8:3], torch.tensor([1.0, 0.05], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n", [17, 50])
+@pytest.mark.parametrize(("n", "dtype"), [(17, torch.bfloat16), (50, torch.float32)], ids=str)
 def test_sorts_of_long_rows(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, dtype: torch.dtype
 ) -> None:

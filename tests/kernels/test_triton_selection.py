@@ -108,7 +108,7 @@ def test_long_lists_are_narrowed(long: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(long.levels, "sample", lambda n: 256)
     launches: list[str] = []
     monkeypatch.setattr(long.launch, "watch", launches.append)
-    n = 1500
+    n = 900
     x = hard(n, torch.float32)
     check(long, x, torch.linspace(0, n, 12).floor())
     assert launches.count("_bracket") == launches.count("_gather") == 2 * launches.count("_finish")
