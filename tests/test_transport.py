@@ -569,16 +569,15 @@ def test_grad_under_vmap() -> None:
         assert_close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_whole(dynamic: bool) -> None:
+def test_compiles_whole() -> None:
+    """For sizes that are fixed; in the operators' table are others."""
     torch.compiler.reset()
-    compiled = torch.compile(sorted_soft_topk, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for n, k in ((6, 2), (9, 3)) if dynamic else ((6, 2),):
-        x, epsilon = normal(3, n).requires_grad_(), arguments()[1]
-        got, want = compiled(x, k, epsilon=epsilon), sorted_soft_topk(x, k, epsilon=epsilon)
-        assert_close(got, want, 1e-13)
-        for a, b in zip(*(grad(y.square().sum(), (x, epsilon)) for y in (got, want)), strict=True):
-            assert_close(a, b, 1e-12)
+    compiled = torch.compile(sorted_soft_topk, fullgraph=True, dynamic=False, backend="aot_eager")
+    x, epsilon = normal(3, 6).requires_grad_(), arguments()[1]
+    got, want = compiled(x, 2, epsilon=epsilon), sorted_soft_topk(x, 2, epsilon=epsilon)
+    assert_close(got, want, 1e-13)
+    for a, b in zip(*(grad(y.square().sum(), (x, epsilon)) for y in (got, want)), strict=True):
+        assert_close(a, b, 1e-12)
 
 
 @pytest.mark.parametrize("layout", ["plain", "strided", "expanded"])
