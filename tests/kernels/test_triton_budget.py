@@ -45,6 +45,10 @@ def stream(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_variant", module._variant.__wrapped__)
 
 
+# a CDF, the length of the rows, and whether the budget is a bound
+ORDINARY = [*((cdf, 64, True) for cdf in CDFS), ("logistic", 700, False), ("uniform", 700, True)]
+
+
 @every_form
 @pytest.mark.parametrize(("cdf", "dtype", "tau", "at_most"), CASES)
 def test_rows_as_the_reference(
@@ -127,12 +131,15 @@ def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyP
         check_gradients(kernels, x, w, budget, 0.5, cdf, by, False)
 
 
-@every_form
 @pytest.mark.parametrize(
-    ("cdf", "n", "at_most"),
-    [*((cdf, 64, True) for cdf in CDFS), ("logistic", 700, False), ("uniform", 700, True)],
+    ("cdf", "n", "at_most", "by", "long"),
+    # held and streaming by turns: every CDF has both, and so has either form
+    [
+        (cdf, n, at_most, by, long)
+        for i, (cdf, n, at_most) in enumerate(ORDINARY)
+        for by, long in (("score", bool(i % 2)), ("value", not i % 2))
+    ],
 )
-@pytest.mark.parametrize("long", [False, True], ids=["held", "streaming"])
 def test_ordinary_rows_need_no_float64(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, by: str, cdf: str, n: int, at_most: bool, long: bool
 ) -> None:
