@@ -17,6 +17,7 @@ from triton.runtime import driver
 import recorded
 from answers import answers
 from khot._core import arguments, eager
+from khot._kernels.triton import launch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +25,7 @@ def device() -> Iterator[None]:
     recorded.library()
     host._register()
     driver.set_active(recorded.Driver())  # type: ignore[arg-type]
+    launch.forget()  # what was prepared for the driver of another file
     recorded.use()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "readable", lambda *_, **__: False)
