@@ -36,8 +36,9 @@ import math
 import sysconfig
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -286,28 +287,38 @@ def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Pa
     }
 
 
+def cell(cases: list[dict[str, Any]]) -> str:
+    if not cases:
+        return "–"
+    dead = reporting.column(cases, "dead")
+    return (
+        f"{reporting.spread(reporting.column(cases, 'unexplained'), 2)} ({math.fsum(dead) / len(dead):.0f})"
+    )
+
+
 def write(path: Path, results: report.Results) -> None:
+    """A table of the packages, a row for each set, and one of khot's other forms, a row for each form."""
     cases = list(results["cases"].values())
-    names = [name for name in SETS if reporting.where(cases, set=name)]
-    rows = []
-    for method in METHODS:
-        found = [reporting.where(cases, method=method, set=name) for name in names]
-        if any(found):
-            errors = [reporting.spread(reporting.column(each, "unexplained"), 2) for each in found]
-            dead = [reporting.column(each, "dead") for each in found]
-            cells = [
-                f"{error} ({math.fsum(d) / len(d):.0f})" if d else "–"
-                for error, d in zip(errors, dead, strict=True)
-            ]
-            times = [t for each in found for t in reporting.column(each, "ms")]
-            rows.append([method, *cells, f"{sorted(times)[len(times) // 2]:.1f}"])
+    found = {key: reporting.where(cases, set=key[0], method=key[1]) for key in product(SETS, METHODS)}
+
+    def used(places: Iterable[str], at: int) -> list[str]:
+        return [place for place in places if any(v for key, v in found.items() if key[at] == place)]
+
+    ours = [name for name in METHODS if name.startswith(("khot,", "with"))]
+    beside = [name for name in used(METHODS, 1) if name not in ours]
+    times = [sorted(reporting.column(reporting.where(cases, method=name), "ms")) for name in beside]
+    first = [[name, *(cell(found[name, method]) for method in beside)] for name in used(SETS, 0)]
+    first.append(["ms a step", *(f"{each[len(each) // 2]:.1f}" for each in times)])
+    ours = used(ours, 1)
+    names = [name for name in SETS if any(found[name, method] for method in ours)]
+    second = [[method, *(cell(found[name, method]) for name in names)] for method in ours]
     setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
-    head = ["", *names, "ms a step"]
     path.write_text(
         f"# Sparse autoencoders beside other packages\n\n{setting}\n\nVariance of new vectors unexplained, % "
         "(latents that none of them uses, %), mean and standard deviation over the seeds; and the median of "
-        "the CPU time of a step, which other work on the machine makes longer.\n\n"
-        f"{report.table(head, rows)}",
+        "the CPU time of a step over all sets, which other work on the machine makes longer.\n\n"
+        f"{report.table(['', *beside], first)}\n\n## Other forms of khot\n\n"
+        f"{report.table(['', *names], second)}",
         encoding="utf-8",
     )
 
