@@ -262,6 +262,28 @@ PRUNING: list[tuple[str, Figures]] = [
 ]
 
 
+def autoencoders(name: str) -> list[str]:
+    """Of khot, and of each package as it is and at its best rate."""
+    khot, *others = rows("sae.md")[name]
+    ways = others[:3], others[3:]
+    return [khot, *(cell for way in ways for cell in (way[0], min(way, key=lambda x: float(x.split()[0]))))]
+
+
+AUTOENCODERS: list[tuple[str, Figures]] = [
+    (f"| {words} | **{{}}** |" + " {} |" * 4, functools.partial(autoencoders, name))
+    for words, name in {
+        "second hidden layer": "hidden",
+        "before its relu": "before relu",
+        "first hidden layer": "first",
+        "first, each number to mean 0 and deviation 1": "standardised",
+        "sums": "sums",
+        "language model, layer 1": "MiniLM 1",
+        "layer 3": "MiniLM 3",
+        "layer 5": "MiniLM 5",
+    }.items()
+]
+
+
 def tally() -> list[str]:
     """How many claims of the papers are met, met in their order only, not met, open, not tried."""
     lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
@@ -287,6 +309,7 @@ CLAIMS = [
     *(("docs/comparison.md", *claim) for claim in COMPARISON),
     *(("docs/budgets.md", *claim) for claim in BUDGETS),
     *(("docs/pruning.md", *claim) for claim in PRUNING),
+    *(("docs/sparse-autoencoders.md", *claim) for claim in AUTOENCODERS),
     ("docs/troubleshooting.md", *README[-1]),
 ]
 
