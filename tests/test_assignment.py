@@ -535,3 +535,17 @@ def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> No
     """Each process has an error: none waits for another."""
     for message in processes.run(2, shards.assignment_fails, scores(4, 3), changed):
         assert why in message
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize(("shape", "k"), [((64, 64), 2), ((40, 10), 2), ((200, 16), 1)])
+def test_gradients_are_no_longer_than_what_is_projected(shape: tuple[int, int], k: int, tau: float) -> None:
+    """√f (v − a − b) is a projection of √f v. At small tau the densities of some columns are below 1e-100."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x, v = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+        y = khot.soft_assign(x.requires_grad_(), k, tau=tau)
+        (grad,) = torch.autograd.grad(y, x, v)
+        f = (y * (1 - y)).detach()  # of the logistic CDF, times tau
+        bound = (f * (f * v.square()).sum()).sqrt() / tau
+        assert (grad.abs() <= bound + 1e-6 * bound.max()).all()

@@ -110,7 +110,11 @@ def two_way_fit(
         b = b * free
         if not centred:
             return b
-        return b - free * b.sum(-1, keepdim=True) / free.sum(-1, keepdim=True).clamp(min=1)
+        excess = b.sum(-1, keepdim=True)
+        # what rounding leaves would count for columns whose densities all but vanish, as if it were theirs
+        rounding = excess.abs() <= SINGULAR * b.abs().sum(-1, keepdim=True)
+        excess = excess.masked_fill(rounding, 0)
+        return b - free * excess / free.sum(-1, keepdim=True).clamp(min=1)
 
     def fit(
         by_row: Tensor, by_column: Tensor, by_joined: Tensor | None = None
