@@ -2,7 +2,7 @@
 
     python -m benchmarks.sae --data-dir FOLDER --sets hidden sums             # these activations only
     python -m benchmarks.sae --data-dir FOLDER --only khot SAELens            # these trainings only
-    python -m benchmarks.sae --data-dir FOLDER --steps 3000 --out FILE.md     # longer ones
+    python -m benchmarks.sae --data-dir FOLDER --steps 3000 --out FILE        # longer ones
 
 All get the same activations in the same order, 1,000 batches of 256, and learn 512 latents of which an input
 gets 16. The activations, none of which is centred or scaled but where it says so:

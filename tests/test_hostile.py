@@ -484,8 +484,8 @@ ROWS: dict[str, Row] = {
     # layers
     "khot.nn.Anneal": Row(
         khot.nn.Anneal,
-        {"start": 1.0, "end": 2.0, "steps": 3, "schedule": "linear"},
-        {"start": "number", "end": "number"},
+        {"start": 1.0, "end": 2.0, "steps": 3, "schedule": "linear", "wait": 1},
+        {"start": "number", "end": "number", "wait": "times"},
     ),
     "khot.nn.SoftTopK": Row(
         khot.nn.SoftTopK,

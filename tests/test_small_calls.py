@@ -41,10 +41,10 @@ CALLS = [
     Call("sparse_topk", lambda x: khot.sparse_topk(x, K), 1, 52, 7),
     Call("log_soft_topk", lambda x: khot.log_soft_topk(x, K), 1, 47, 6),
     Call("topk", lambda x: khot.topk(x, K).values, 1, 40, 7),
-    Call("topk_mask", lambda x: khot.topk_mask(x, K), 2, 43, 6),
+    Call("topk_mask", lambda x: khot.topk_mask(x, K), 2, 44, 6),
     Call("soft_rank", lambda x: khot.soft_rank(x, descending=True), 1, 32, 6),
     Call("soft_sort", lambda x: khot.soft_sort(x, descending=True), 1, 32, 6),
-    Call("sample_khot", lambda x: khot.sample_khot(x, K), 11, 101, 36),
+    Call("sample_khot", lambda x: khot.sample_khot(x, K), 11, 107, 36),
 ]
 # what Tensor.tolist() calls, which copies nothing
 FREE = {"aten::resolve_conj", "aten::resolve_neg"}

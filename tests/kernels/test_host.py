@@ -204,7 +204,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (512, 8), partial(khot.soft_assign, k=2, capacity=150.0, at_most=True), [30, 9], [2, 1],
     ),
     "nn.BalancedRouter": (
-        (512, 64), lambda x: khot.nn.BalancedRouter(64, 8, 2, device="cuda")(x).weights, [26, 41], [2, 8],
+        (512, 64), lambda x: khot.nn.BalancedRouter(64, 8, 2, device="cuda")(x).weights, [30, 41], [2, 8],
     ),
     "ot_topk": ((4096, 64), partial(khot.ot_topk, k=8), [1, 6], [1, 0]),
     "soft_topk, hard": ((4096, 64), partial(khot.soft_topk, k=8, hard=True), [2, 3], [1, 0]),

@@ -107,7 +107,7 @@ def test_compiled_training_counts_and_compiles_once() -> None:
 
 def test_an_unknown_schedule_is_named() -> None:
     with pytest.raises(
-        ValueError, match="schedule must be one of 'linear', 'cosine', 'exponential', but got 'exp'"
+        ValueError, match="schedule must be one of 'linear', 'cosine', 'cubic', 'exponential', but got 'exp'"
     ):
         Anneal(1.0, 0.1, 100, "exp")  # type: ignore[arg-type]
 
