@@ -165,10 +165,10 @@ def prune_global(
     for module, name in members:
         _plain_parameter(module, name)
     group = _Group(members, amount, tau, p, by, min_share, max_share, cost)
-    scores = group.new_scores()
+    scores = group.new_scores() if by == "score" else None
     for index, (module, name) in enumerate(members):
         part = _Pruned(group, index)
-        if by == "score":
+        if scores is not None:
             part.score = scores[group.places[index]]
         # unsafe=True, because the check would need a selection before all parameters are registered
         parametrize.register_parametrization(module, name, part, unsafe=True)
