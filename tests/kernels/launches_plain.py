@@ -21,6 +21,7 @@ from kernels.launching import (
     ordinary,
     prepare,
     same,
+    same_launch,
     scores,
     seen,
     with_gradient,
@@ -112,15 +113,11 @@ def test_prepared_launches_of_columns(name: str, seen: list[recorded.Launch]) ->
         call(x)
     tritons, own = seen
     assert answered == [True]
-    assert (own.function, own.place) == (tritons.function, tritons.place)
-    kinds = (*recorded.compiled[own.function - 1].kept.values(), "scratch", "scratch")
-    for kind, a, b in zip(kinds, own.values, tritons.values, strict=True):
-        assert a != 0 if kind.startswith("*") else a == b
+    assert same_launch(own, tritons)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[recorded.Launch]) -> None:
-    """All but the addresses, which are those of other tensors, and as many of these as there are."""
     entry, call = PLAIN[name]
     x, grad = scores(6, 32), scores(6, 32).flip(0)
     prepare(call, x)
@@ -132,13 +129,7 @@ def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[r
     with answers(entry) as answered:
         with_gradient(call, x, grad)
     assert answered == [True] and len(seen) == len(wanted) == 2
-    for own, tritons in zip(seen, wanted, strict=True):
-        assert (own.function, own.place) == (tritons.function, tritons.place)
-        kept = recorded.compiled[own.function - 1].kept
-        for kind, a, b in zip(
-            (*kept.values(), "scratch", "scratch"), own.values, tritons.values, strict=True
-        ):
-            assert a != 0 if kind.startswith("*") else a == b
+    assert all(map(same_launch, seen, wanted))
 
 
 @pytest.mark.parametrize("name", PLAIN)
