@@ -20,8 +20,10 @@ Each is trained as its package trains it: `khot.nn.TopKSAE` on its loss by Adam 
 defaults with one of them left out; SAELens and dictionary_learning by their trainers, if they are installed,
 with their defaults but for what the name says.
 
-Judged are vectors that were not trained on, without a package's help: the share of their variance that is not
-explained, and the share of latents that none of them uses. Beside them: CPU time of a step of training.
+Judged are vectors that were not trained on, without a package's help: the share of their variance that is
+not explained, the share of latents that none uses, and for layers of the network the loss recovered, which
+is 100 % where reconstructions in the layer's place leave the cross-entropy as it was, and 0 where they are no
+better than zeros. Beside them: CPU time of a step of training.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from reproduce.harness.data import Images, load_mnist
 PATH = Path(__file__).parent / "results" / "sae.md"
 LATENTS, K, BATCH = 512, 16, 256
 SETS = ("hidden", "before relu", "first", "first before relu", "standardised", "sums")
+CUTS = {"hidden": 4, "before relu": 3, "first": 2, "first before relu": 1}  # modules before the activations
 LAYERS = (1, 3, 5)
 SETS += tuple(f"MiniLM {layer}" for layer in LAYERS)
 ROOM = 60_000  # training vectors of MiniLM, and a tenth of that to test
@@ -254,10 +257,7 @@ def vectors(name: str, data: Path, cache: Path) -> tuple[Tensor, Tensor]:
     path = cache / f"{name}.pt"
     if not path.exists():
         made: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-            "hidden": partial(of_network, data, 4),
-            "before relu": partial(of_network, data, 3),
-            "first": partial(of_network, data, 2),
-            "first before relu": partial(of_network, data, 1),
+            **{name: partial(of_network, data, cut) for name, cut in CUTS.items()},
             "standardised": partial(of_network, data, 2, True),
             "sums": sums,
             **{f"MiniLM {layer}": partial(minilm, cache / "minilm", layer) for layer in LAYERS},
@@ -266,6 +266,17 @@ def vectors(name: str, data: Path, cache: Path) -> tuple[Tensor, Tensor]:
         torch.save([part.clone() for part in made[name]()], path)
     x, test = torch.load(path)
     return x, test
+
+
+def recovered(folder: Path, cut: int, encode: Encode) -> float:
+    """How much of the network's loss reconstructions recover, of what zeros cost, in %."""
+    images, model = network(folder)
+    with torch.no_grad():
+        x, rest = model[:cut](images.test_images), model[cut:]
+        out = torch.cat([encode(part)[0] for part in x.split(2048)])
+        states = torch.zeros_like(x), out, x
+        zeroed, ours, whole = (F.cross_entropy(rest(h), images.test_labels).item() for h in states)
+    return 100 * (zeroed - ours) / (zeroed - whole)
 
 
 def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Path) -> dict[str, float]:
@@ -280,10 +291,12 @@ def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Pa
             rest += (out - part).square().sum().item()
             used |= (code != 0).any(0)
     total = (test - test.mean(0)).square().sum().item()
+    more = {"recovered": recovered(data, CUTS[name], encode)} if name in CUTS else {}
     return {
         "unexplained": 100 * rest / total,
         "dead": 100 * (~used).double().mean().item(),
         "ms": 1000 * seconds / steps,
+        **more,
     }
 
 
@@ -297,7 +310,7 @@ def cell(cases: list[dict[str, Any]]) -> str:
 
 
 def write(path: Path, results: report.Results) -> None:
-    """A table of the packages, a row for each set, and one of khot's other forms, a row for each form."""
+    """Tables of the packages, a row for each set, and one of khot's other forms, a row for each form."""
     cases = list(results["cases"].values())
     found = {key: reporting.where(cases, set=key[0], method=key[1]) for key in product(SETS, METHODS)}
 
@@ -309,16 +322,25 @@ def write(path: Path, results: report.Results) -> None:
     times = [sorted(reporting.column(reporting.where(cases, method=name), "ms")) for name in beside]
     first = [[name, *(cell(found[name, method]) for method in beside)] for name in used(SETS, 0)]
     first.append(["ms a step", *(f"{each[len(each) // 2]:.1f}" for each in times)])
+    judged = [name for name in used(CUTS, 0) if all("recovered" in case for case in found[name, "khot"])]
+    loss = [
+        [
+            name,
+            *(reporting.spread(reporting.column(found[name, method], "recovered"), 2) for method in beside),
+        ]
+        for name in judged
+    ]
     ours = used(ours, 1)
     names = [name for name in SETS if any(found[name, method] for method in ours)]
     second = [[method, *(cell(found[name, method]) for name in names)] for method in ours]
     setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    extra = f"## Other forms of khot\n\n{report.table(['', *names], second)}" if ours else ""
     path.write_text(
         f"# Sparse autoencoders beside other packages\n\n{setting}\n\nVariance of new vectors unexplained, % "
         "(latents that none of them uses, %), mean and standard deviation over the seeds; and the median of "
         "the CPU time of a step over all sets, which other work on the machine makes longer.\n\n"
-        f"{report.table(['', *beside], first)}\n\n## Other forms of khot\n\n"
-        f"{report.table(['', *names], second)}",
+        f"{report.table(['', *beside], first)}\n\n## Loss recovered, %\n\n"
+        f"{report.table(['', *beside], loss)}\n\n{extra}",
         encoding="utf-8",
     )
 
