@@ -5,6 +5,8 @@ dimensions with an offset, as in `benchmarks.sae`: every width with every number
 and the other options at one width. Each says what is left unexplained, how many latents new vectors leave
 unused, and the highest rise: the largest error of a batch beside the smallest one before it, from step 20 on.
 Batches differ by a few percent; a rise of 1.5 is no chance.
+
+    python -m benchmarks.stability --steps 10000 --only "512 latents" --out FILE     # longer, of these rows
 """
 
 from __future__ import annotations
@@ -78,12 +80,15 @@ def every_case() -> list[tuple[str, int, int, dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="where the training of sparse autoencoders is steady")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORDS", help="rows with any of these words"
+    )
     parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = {"steps": args.steps, **report.machine(cpu_time=True)}
     results = report.resume(args.out.with_suffix(".json"), setting)
-    cases = every_case()
+    cases = [case for case in every_case() if any(words in case[0] for words in args.only)]
     for name, latents, k, options in sorted(cases, key=lambda case: case[1]):  # the short ones first
         for rate in RATES:
             key = f"{name}, {rate:g}"
