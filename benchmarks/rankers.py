@@ -40,7 +40,7 @@ from benchmarks import report, timing
 from khot import losses
 from reproduce.harness import data
 
-SEEDS, RATES, STEPS, HIDDEN, PLACES = range(8), (0.003, 0.01), 400, 32, 10
+SEEDS, RATES, STEPS, HIDDEN, PLACES = range(8), (0.001, 0.003, 0.01), 400, 32, 10
 RESULTS = Path(__file__).parent / "results" / "rankers"
 LENGTHS = ((8, 60), (8, 200), (1, 1_000), (1, 4_096))
 
