@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import subprocess
 import sys
@@ -970,16 +971,27 @@ def attention_of_both(
     return said[0], said[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int64], ids=str)
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("name", SIZES)
+RIGHT = ("batched", "no batch", "one example", "no keys")
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_first", "dtype"),
+    [
+        *itertools.product(SIZES, [True, False], [torch.bool]),
+        # what a dtype allows does not depend on where the batch is, nor on inputs that are wrong
+        *itertools.product(RIGHT, [True], [torch.float64, torch.int64]),
+    ],
+    ids=str,
+)
 def test_takes_the_shapes_that_multihead_attention_takes(
     name: str, batch_first: bool, dtype: torch.dtype
 ) -> None:
-    right = name in ("batched", "no batch", "one example", "no keys")
+    right = name in RIGHT
     cases = [(padding, mask) for padding in PADDINGS for mask in ATTN_MASKS]
     if not right or dtype == torch.int64:  # masks cannot mend wrong inputs: one at a time
         cases = [(padding, mask) for padding, mask in cases if padding is None or mask is None]
+    if not right and not batch_first:
+        cases = cases[:1]
     taken = 0
     for padding, mask in cases:
         ours, theirs = attention_of_both(SIZES[name], padding, mask, batch_first, dtype)
