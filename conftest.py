@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,29 +24,12 @@ def example_names(doctest_namespace: dict[str, object]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-        replace_names_once()
+        import interpreting
+
+        interpreting.quicken()
     if os.environ.get("KHOT_KERNELS") == "triton":
         # Triton's interpreter computes with NumPy, which warns of infinities; they are intended
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
-
-
-def replace_names_once() -> None:
-    """A launch replaces the names in Triton's language by interpreted ones. The interpreter looks all of them
-    through again at each call of a device function, which takes half of its time."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    replace = interpreter._patch_lang
-
-    @functools.cache
-    def modules(fn: Callable[..., object]) -> list[ModuleType]:
-        return [v for v in fn.__globals__.values() if v is interpreter.tl or v is core]
-
-    def replace_once(fn: Callable[..., object]) -> object:
-        replaced = not any(core.is_builtin(module.load) for module in modules(fn))
-        return interpreter._LangPatchScope() if replaced else replace(fn)
-
-    interpreter._patch_lang = replace_once
 
 
 @pytest.fixture(autouse=os.environ.get("KHOT_KERNELS") == "triton")

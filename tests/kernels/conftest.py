@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,35 +13,13 @@ import torch
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernels, interpreted. Memory that they allocate is filled with NaN, to show what no kernel
     writes."""
-    from triton.runtime import interpreter
-
     from khot._kernels import triton
 
-    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scan)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield triton
     torch.use_deterministic_algorithms(before)
-
-
-def scan(self: Any, given: list[Any]) -> list[Any]:
-    """The interpreter's scan in steps that double their reach, as a device takes them, over whole tensors.
-    Its own calls a function for each entry."""
-    values, reach = [v.handle.data for v in given], 1
-    place = np.arange(values[0].shape[self.axis])
-    place = place if self.axis else place.reshape(-1, *(1,) * (values[0].ndim - 1))
-    while reach < place.size:
-        pieces = [
-            self.to_tensor(v, g.dtype)
-            for half in ([np.roll(v, reach, self.axis) for v in values], values)
-            for v, g in zip(half, given, strict=True)
-        ]
-        joined = self.combine_fn.fn(*pieces)
-        joined = joined if isinstance(joined, tuple) else (joined,)
-        values = [np.where(place < reach, v, j.handle.data) for v, j in zip(values, joined, strict=True)]
-        reach *= 2
-    return [self.to_tensor(v, g.dtype) for v, g in zip(values, given, strict=True)]
 
 
 @pytest.fixture
