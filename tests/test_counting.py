@@ -54,13 +54,15 @@ def sum_error(y: Tensor, k: float, n: int) -> float:
 def test_within_rounding_of_50_digits_on_the_adversarial_list(name: str, scores: str) -> None:
     cdf, p = CDFS[name]
     x64 = row(scores, 30)
-    # each k with the temperatures by turns, which are others in the other dtype, CDF and kind of row
+    # each k with the temperatures by turns, which are others in the other dtype, CDF and kind of row; float32
+    # has every second k, and all of them against the reference in kernels/test_cpu.py
     turn = list(oracles.ADVERSARIAL).index(scores) + list(CDFS).index(name)
     for dtype, absolute, relative in ((torch.float64, 1e-12, 1e-12), (torch.float32, 5e-7, 1e-5)):
         x, turn = x64.to(dtype), turn + 1
         n = selectable(x)
-        for i, k in enumerate(oracles.adversarial_ks(n)):
-            tau = oracles.TAUS[(turn + i) % len(oracles.TAUS)]
+        cases = list(enumerate(oracles.adversarial_ks(n)))
+        for i, k in cases if dtype == torch.float64 else cases[turn % 2 :: 2]:
+            tau = oracles.TAUS[(turn + i + i // 2) % len(oracles.TAUS)]
             case = f"{dtype}, tau={tau}, k={k}"
             want, log_want, t_want = oracles.soft_topk(x, k, tau, name, p)
             y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
@@ -131,7 +133,7 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 
 
 @every_cdf
-@pytest.mark.parametrize("n", [30, 5_000])
+@pytest.mark.parametrize("n", [30, 500, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_at_most_ten_passes(name: str, n: int) -> None:
     counts = []
     for scores in oracles.ADVERSARIAL:
