@@ -88,15 +88,15 @@ def test_adversarial_rows_as_the_reference(cdf: str, dtype: torch.dtype, n: int)
 @pytest.mark.parametrize("k", [1.0, 7.3, 8.0, 63.0])
 def test_many_short_rows_with_few_undecided_entries(cdf: str, k: float) -> None:
     """Under a CDF of compact support often none: then a gap gives the count, and t is its middle."""
-    spread = torch.linspace(0.1, 30, 1_024)[:, None]
-    x = torch.randn(1_024, 64, generator=torch.Generator().manual_seed(0)) * spread
+    spread = torch.linspace(0.1, 30, 256)[:, None]
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)) * spread
     y, hi, lo = forward(x, k, 1.0, cdf)
     want, want_hi, want_lo = expected(x, k, 1.0, cdf)
     assert error(y, want) <= TOLERANCE[torch.float32]
     assert (y.double().sum(-1) - k).abs().max() <= 2e-6
     if cdf in ("uniform", "power"):
         decided = ((want == 0) | (want == 1)).all(-1)
-        assert decided.sum() > (300 if k == round(k) else -1)
+        assert decided.sum() > (75 if k == round(k) else -1)
         assert not ((hi + lo) - (want_hi + want_lo))[decided].abs().gt(1e-5).any()
     _, hi, lo = forward(x, k, 1.0, cdf, "threshold")
     assert ((hi + lo) - (want_hi + want_lo)).abs().max() <= 1e-9
