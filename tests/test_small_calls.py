@@ -42,8 +42,8 @@ CALLS = [
     Call("log_soft_topk", lambda x: khot.log_soft_topk(x, K), 1, 47, 6),
     Call("topk", lambda x: khot.topk(x, K).values, 1, 40, 7),
     Call("topk_mask", lambda x: khot.topk_mask(x, K), 2, 44, 6),
-    Call("soft_rank", lambda x: khot.soft_rank(x, descending=True), 1, 32, 6),
-    Call("soft_sort", lambda x: khot.soft_sort(x, descending=True), 1, 32, 6),
+    Call("soft_rank", lambda x: khot.soft_rank(x, descending=True), 1, 33, 5),
+    Call("soft_sort", lambda x: khot.soft_sort(x, descending=True), 1, 33, 5),
     Call("sample_khot", lambda x: khot.sample_khot(x, K), 11, 107, 36),
 ]
 # what Tensor.tolist() calls, which copies nothing

@@ -23,7 +23,6 @@ __all__ = ["budget_mask", "soft_budget"]
 BudgetName = Literal["score", "value"]
 
 
-@by_rows(1)
 def soft_budget(
     input: Tensor,
     cost: Tensor,
@@ -107,6 +106,25 @@ def soft_budget(
         )  # fmt: skip
         if plain is not None:
             return plain
+    return _soft(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group)
+
+
+@by_rows(1)
+def _soft(
+    input: Tensor,
+    cost: Tensor,
+    budget: Scalar,
+    dim: int,
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    by: BudgetName,
+    at_most: bool,
+    largest: bool,
+    mask: Tensor | None,
+    hard: bool,
+    group: Any,
+) -> Tensor:
+    """:func:`soft_budget`."""
     row = rows.named(group)
     _check_by(by)
 

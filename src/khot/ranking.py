@@ -53,7 +53,6 @@ MethodName = Literal["count", "projection"]
 _METHODS = get_args(MethodName)
 
 
-@by_rows(1)
 def soft_rank(
     input: Tensor,
     dim: int = -1,
@@ -116,6 +115,21 @@ def soft_rank(
         plain = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain
+    return _rank(input, dim, tau, cdf, descending, method, regularization, mask)
+
+
+@by_rows(1)
+def _rank(
+    input: Tensor,
+    dim: int,
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    descending: bool,
+    method: MethodName,
+    regularization: RegularizationName,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`soft_rank`."""
     if not isinstance(descending, bool):
         arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
@@ -133,7 +147,6 @@ def soft_rank(
     return arguments.unrows(rank, input, dim)
 
 
-@by_rows(1)
 def soft_sort(
     input: Tensor,
     dim: int = -1,
@@ -182,6 +195,21 @@ def soft_sort(
         plain = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain
+    return _sort(input, dim, tau, cdf, descending, method, regularization, mask)
+
+
+@by_rows(1)
+def _sort(
+    input: Tensor,
+    dim: int,
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    descending: bool,
+    method: MethodName,
+    regularization: RegularizationName,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`soft_sort`."""
     if not isinstance(descending, bool):
         arguments.check_flags(descending=descending)
     F = _resolve(method, cdf, regularization)
